@@ -1,0 +1,42 @@
+"""Mean: the average of compressed gradients, without memory."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torchcomp.aggregators.base import Aggregator
+from torchcomp.aggregators.transfer import Transfer
+from torchcomp.bucket import Bucket
+from torchcomp.codec import Codec
+from torchcomp.compressors import Compressor, Identity
+from torchcomp.exchange import Exchange
+from torchcomp.keys import Key
+from torchcomp.memory import ErrorMemory
+
+
+@dataclass(frozen=True)
+class Mean(Aggregator):
+    """``mean`` is what DDP does; ``mean(C)`` averages C(gradient), and a bare ``C`` means the same.
+
+    1. message = C(g)
+    2. g <- mean of the decoded messages
+
+    What C leaves out is lost, so a biased C (topk, randk) is better wrapped in ``ef``.
+
+    Attributes:
+        compressor: applied to each rank's gradient.
+        exchange: "sum", "gather", or "auto" (sum where messages can be added).
+    """
+
+    name: ClassVar[str] = "mean"
+
+    compressor: Compressor = Identity()
+
+    @property
+    def transparent(self) -> bool:
+        return isinstance(self.compressor, Identity)
+
+    def aggregate(self, bucket: Bucket, exchange: Exchange, memory: ErrorMemory, key: Key) -> None:
+        codec = Codec(self.compressor, bucket.names, bucket.sizes, bucket.flat.dtype)
+        transfer = Transfer(codec, exchange, self.collective, key)
+        message = transfer.encode(bucket.flat)
+        transfer.mean(message, out=bucket.flat)

@@ -1,0 +1,146 @@
+"""Checkpoint: what a state dict must say so that it cannot be loaded into the wrong run."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchcomp.bucket import memory_order
+from torchcomp.errors import CheckpointError
+from torchcomp.exchange import Exchange
+
+VERSION = 1
+
+
+def header(spec: str, exchange: Exchange) -> dict[str, Any]:
+    """What identifies the run and the rank that a state dict belongs to."""
+    return {
+        "version": VERSION,
+        "spec": spec,
+        "rank": exchange.rank,
+        "world_size": exchange.world_size,
+    }
+
+
+def check_header(
+    state: Mapping[str, Any], spec: str, exchange: Exchange, keys: Iterable[str]
+) -> None:
+    """Require a complete state dict of this version, method, rank and world size.
+
+    Raises:
+        CheckpointError: naming both values, and what to do.
+    """
+    wanted = header(spec, exchange)
+    missing = [name for name in (*wanted, *keys) if name not in state]
+    if missing:
+        raise CheckpointError(f"not a state dict of torchcomp: it lacks {', '.join(missing)}")
+    advice = {
+        "version": "save it again with this version of torchcomp",
+        "spec": "register that method, load, and then handle.swap(...) to the new one",
+        "world_size": "torchcomp.redistribute(states, world_size) makes it fit",
+        "rank": "every rank loads what it saved itself",
+    }
+    for name in ("version", "spec", "world_size", "rank"):
+        if state[name] != wanted[name]:
+            raise CheckpointError(
+                f"the checkpoint has {name} {state[name]!r}, and this run has {wanted[name]!r}: "
+                f"{advice[name]}"
+            )
+
+
+def check_shapes(
+    saved: Mapping[str, list[int]], parameters: Mapping[str, nn.Parameter]
+) -> None:
+    """Require that a checkpoint's parameters are this model's, by name and shape.
+
+    Raises:
+        CheckpointError: naming what is missing, unknown, or of another shape.
+    """
+    here = {name: list(parameter.shape) for name, parameter in parameters.items()}
+    problems = [f"'{name}' is not in the model" for name in saved if name not in here]
+    problems += [f"'{name}' is not in the checkpoint" for name in here if name not in saved]
+    problems += [
+        f"'{name}' has shape {saved[name]} in the checkpoint and {here[name]} in the model"
+        for name in here
+        if name in saved and saved[name] != here[name]
+    ]
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(
+            f"the checkpoint is another model's: {'; '.join(problems[:5])}{more}"
+        )
+
+
+def shaped(
+    parts: Iterable[tuple[str, Tensor]], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
+    """Copies of flat per-parameter memories in their parameters' shapes, contiguous."""
+    return {
+        name: memory_order(parameters[name], part).clone(memory_format=torch.contiguous_format)
+        for name, part in parts
+    }
+
+
+def flat(
+    tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
+    """The inverse of :func:`shaped`, on the parameters' devices.
+
+    Raises:
+        CheckpointError: if a memory does not have its parameter's shape.
+    """
+    check = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    check_shapes(check, {name: p for name, p in parameters.items() if name in check})
+    result = {}
+    for name, tensor in tensors.items():
+        parameter = parameters[name]
+        part = torch.empty(parameter.numel(), dtype=tensor.dtype, device=parameter.device)
+        memory_order(parameter, part).copy_(tensor)
+        result[name] = part
+    return result
+
+
+def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    """State dicts of all ranks of a run, made to fit another number of ranks.
+
+    Every new rank gets the mean of the old memories, so the mean memory, which is what error
+    feedback still owes the model, stays what it was.
+
+    Args:
+        states: ``handle.state_dict()`` of every rank of the old run, in any order.
+        world_size: number of ranks of the new run.
+
+    Returns:
+        One state dict for each new rank, in rank order.
+
+    Raises:
+        CheckpointError: if the states are not those of all ranks of one run at one step.
+    """
+    _check_complete(states, world_size)
+    first = states[0]
+    error = {
+        name: torch.stack([state["error"][name].double() for state in states])
+        .mean(0)
+        .to(tensor.dtype)
+        for name, tensor in first["error"].items()
+    }
+    fresh = {**first, "world_size": world_size}
+    return [
+        {**fresh, "rank": rank, "error": {name: t.clone() for name, t in error.items()}}
+        for rank in range(world_size)
+    ]
+
+
+def _check_complete(states: list[dict[str, Any]], world_size: int) -> None:
+    if world_size < 1:
+        raise CheckpointError(f"world_size must be at least 1, not {world_size}")
+    if not states:
+        raise CheckpointError("no states: give the state dicts of all ranks of the old run")
+    ranks = sorted(state["rank"] for state in states)
+    expected = list(range(states[0]["world_size"]))
+    if ranks != expected:
+        raise CheckpointError(f"need one state of each of the ranks {expected}, and got {ranks}")
+    for name in ("version", "spec", "step", "shapes"):
+        if any(state[name] != states[0][name] for state in states):
+            raise CheckpointError(f"the states are not of one run at one step: their {name} differ")

@@ -1,0 +1,16 @@
+"""Compressors, one method a file. A new one is its file and its line here."""
+
+from torchcomp.compressors.base import Compressor
+from torchcomp.compressors.cast import Cast
+from torchcomp.compressors.identity import Identity
+from torchcomp.compressors.randk import RandK
+from torchcomp.compressors.topk import TopK
+
+COMPRESSORS: tuple[type[Compressor], ...] = (
+    Identity,
+    TopK,
+    RandK,
+    Cast,
+)
+
+__all__ = ["COMPRESSORS", "Cast", "Compressor", "Identity", "RandK", "TopK"]

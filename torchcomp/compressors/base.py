@@ -1,0 +1,69 @@
+"""Compressor: tensor -> message -> tensor, pure and static in size."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from torchcomp.component import Component
+from torchcomp.keys import Key
+from torchcomp.wire import Layout, Parts
+
+
+@dataclass(frozen=True)
+class Compressor(Component):
+    """Configuration and code of one compression method.
+
+    A compressor declares how good it is: ``alpha`` if it is contractive,
+    E|C(x) - x|^2 <= (1 - alpha) |x|^2, and ``omega`` if it is unbiased, E C(x) = x and
+    E|C(x) - x|^2 <= omega |x|^2. Either may be None; the registry's contract tests check them.
+
+    Class attributes:
+        summable: messages of different ranks may be added field by field, because every rank
+            keeps the same entries; such a message has one floating-point field.
+        elementwise: each element is treated by itself, so how parameters are grouped is irrelevant.
+    """
+
+    kind: ClassVar[str] = "compressor"
+    summable: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = False
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether each parameter is compressed by itself instead of the bucket as one vector."""
+        return False
+
+    @abstractmethod
+    def layout(self, numel: int, dtype: torch.dtype) -> Layout:
+        """Fields of the message for a vector of `numel` elements of `dtype`."""
+
+    @abstractmethod
+    def compress(self, x: Tensor, key: Key) -> Parts:
+        """The fields of the message for `x`, a 1-D contiguous floating-point tensor."""
+
+    @abstractmethod
+    def accumulate(self, parts: Parts, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        """Add `weight` times the decoded message to `out`, in place.
+
+        Args:
+            parts: fields as :meth:`compress` made them.
+            out: 1-D tensor of the original length, of any floating-point dtype.
+            key: the key that :meth:`compress` was given.
+            weight: factor on the decoded values.
+        """
+
+    def decompress(self, parts: Parts, numel: int, dtype: torch.dtype, key: Key) -> Tensor:
+        """The dense vector that a message stands for; 1-D, `numel` elements of `dtype`."""
+        out = torch.zeros(numel, dtype=dtype, device=parts[-1].device)
+        self.accumulate(parts, out, key)
+        return out
+
+    @abstractmethod
+    def alpha(self, numel: int) -> float | None:
+        """Contraction constant in (0, 1] for vectors of `numel` elements; None if not contractive."""
+
+    @abstractmethod
+    def omega(self, numel: int) -> float | None:
+        """Relative variance >= 0 for vectors of `numel` elements; None if not unbiased."""

@@ -1,0 +1,61 @@
+"""RandK: keep k entries drawn at random, the same on every rank."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from torchcomp.component import check_flag
+from torchcomp.compressors.sparse import Sparsifier
+from torchcomp.keys import Key
+from torchcomp.wire import Field, Layout, Parts
+
+
+@dataclass(frozen=True)
+class RandK(Sparsifier):
+    """``randk(0.01)`` or ``randk(k=5)``: k of n entries, uniformly without replacement.
+
+    Every rank draws the same entries from the shared key, so no index is sent and messages can be
+    added on the way. Contractive with alpha = k/n; with ``unbiased=True`` the kept values are
+    multiplied by n/k, which makes it unbiased with omega = n/k - 1 and no longer contractive.
+
+    Attributes:
+        unbiased: scale the kept values by n/k.
+    """
+
+    name: ClassVar[str] = "randk"
+    summable: ClassVar[bool] = True
+
+    unbiased: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flag(self, "unbiased")
+
+    def layout(self, numel: int, dtype: torch.dtype) -> Layout:
+        return (Field("values", dtype, self.kept(numel)),)
+
+    def compress(self, x: Tensor, key: Key) -> Parts:
+        return (x[self._support(x.numel(), key, x.device)] * self._scale(x.numel()),)
+
+    def accumulate(self, parts: Parts, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        index = self._support(out.numel(), key, out.device)
+        out.index_add_(0, index, parts[0].to(out.dtype), alpha=weight)
+
+    def alpha(self, numel: int) -> float | None:
+        if self.unbiased:
+            return None
+        return self.kept(numel) / numel if numel else 1.0
+
+    def omega(self, numel: int) -> float | None:
+        return self._scale(numel) - 1.0 if self.unbiased else None
+
+    def _scale(self, numel: int) -> float:
+        return numel / self.kept(numel) if self.unbiased and numel else 1.0
+
+    def _support(self, numel: int, key: Key, device: torch.device) -> Tensor:
+        # Drawn on the host, so that CPUs and GPUs of one run agree; ascending for locality.
+        chosen = key.shared().choice(numel, self.kept(numel), replace=False, shuffle=False)
+        chosen.sort()
+        return torch.from_numpy(chosen).to(device)

@@ -1,0 +1,62 @@
+"""Sparsifier: what all methods share that keep k of n entries."""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from torchcomp.component import check_choice, check_count
+from torchcomp.compressors.base import Compressor
+from torchcomp.errors import SpecError
+
+SCOPES = ("bucket", "tensor")
+
+
+@dataclass(frozen=True)
+class Sparsifier(Compressor):
+    """Keeps k of n entries, k given as a fraction or as a count.
+
+    Attributes:
+        ratio: fraction of the entries to keep, in (0, 1]; ceil(ratio * n) are kept, at least one.
+        k: number of entries to keep, instead of `ratio`; a shorter vector is kept whole.
+        scope: "bucket" selects within the whole bucket, "tensor" within each parameter by itself.
+    """
+
+    ratio: float | None = None
+    k: int | None = None
+    scope: str = "bucket"
+
+    def __post_init__(self) -> None:
+        if (self.ratio is None) == (self.k is None):
+            raise SpecError(
+                f"{self.name} takes either a fraction, {self.name}(0.01), or a count, "
+                f"{self.name}(k=5), and here are {'neither' if self.k is None else 'both'}"
+            )
+        if self.k is not None:
+            check_count(self, "k")
+        else:
+            self._check_ratio()
+        check_choice(self, "scope", SCOPES)
+
+    def _check_ratio(self) -> None:
+        ratio = self.ratio
+        if isinstance(ratio, int) and not isinstance(ratio, bool):
+            raise SpecError(
+                f"{self.name}: is {ratio} a fraction or a count? Write {self.name}({ratio}.0) for "
+                f"the fraction or {self.name}(k={ratio}) for the count",
+                "ratio",
+            )
+        if not isinstance(ratio, float) or not math.isfinite(ratio) or not 0 < ratio <= 1:
+            raise SpecError(
+                f"{self.name}: ratio must be a fraction above 0 and at most 1, not {ratio!r}", "ratio"
+            )
+
+    @property
+    def per_tensor(self) -> bool:
+        return self.scope == "tensor"
+
+    def kept(self, numel: int) -> int:
+        """Number of entries kept of `numel`: at least one of a vector that is not empty."""
+        if self.k is not None:
+            return min(self.k, numel)
+        # The decimal that the user wrote, not its binary neighbour: 0.07 of 100 is 7, not 8.
+        return math.ceil(Fraction(repr(self.ratio)) * numel)

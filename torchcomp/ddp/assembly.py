@@ -1,0 +1,59 @@
+"""Assembly: from DDP's buckets to the groups that are compressed together.
+
+DDP re-groups parameters after the first iteration. A method whose result depends on the grouping
+(TopK of a bucket) would then depend on the iteration, and a resumed run, whose first iteration has
+the first grouping again, would take another course. Such methods work on groups that never change;
+all others take DDP's buckets as they come.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from torchcomp.bucket import Bucket, Group
+
+
+class Assembly:
+    """Yields a group as soon as DDP has delivered all of its parameters.
+
+    Args:
+        groups: names that belong together; None takes DDP's buckets as the groups.
+    """
+
+    def __init__(self, groups: tuple[Group, ...] | None) -> None:
+        self._groups = groups
+        self._group_of = {name: group for group in groups or () for name in group}
+        self._staging: dict[Group, Tensor] = {}
+        self._delivered: dict[Group, dict[str, Tensor]] = {}
+
+    def begin(self) -> None:
+        """Forget deliveries of a backward pass that did not finish."""
+        self._delivered.clear()
+
+    def add(self, delivery: Bucket) -> Iterator[Bucket]:
+        """The groups that this delivery completes, in an order that is the same on all ranks.
+
+        What the caller leaves in a yielded bucket is written back to DDP's buckets.
+        """
+        if self._groups is None or delivery.names in self._groups:
+            yield delivery
+            return
+        for group in self._take(delivery):
+            yield from self._staged(group, self._delivered.pop(group))
+
+    def _take(self, delivery: Bucket) -> list[Group]:
+        for name, part in delivery.parts().items():
+            self._delivered.setdefault(self._group_of[name], {})[name] = part
+        touched = dict.fromkeys(self._group_of[name] for name in delivery.names)
+        return [group for group in touched if len(self._delivered[group]) == len(group)]
+
+    def _staged(self, group: Group, parts: dict[str, Tensor]) -> Iterator[Bucket]:
+        ordered = [parts[name] for name in group]
+        sizes = tuple(part.numel() for part in ordered)
+        if group not in self._staging:
+            self._staging[group] = ordered[0].new_empty(sum(sizes))
+        flat = self._staging[group]
+        torch.cat(ordered, out=flat)
+        yield Bucket(group, sizes, flat)
+        torch._foreach_copy_(ordered, list(flat.split(sizes)))

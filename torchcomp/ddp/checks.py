@@ -1,0 +1,115 @@
+"""What torchcomp reads off a DDP model, and what it refuses with the reason before training."""
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchcomp.bucket import Caps
+from torchcomp.errors import UnsupportedModelError
+
+OWNER = "_torchcomp_owner"
+"""Attribute of a DDP model that names what torchcomp has installed on it."""
+
+
+def check_is_ddp(model: object) -> None:
+    """Require a DistributedDataParallel model.
+
+    Raises:
+        UnsupportedModelError: saying what was given.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise UnsupportedModelError(
+            f"expected a torch.nn.parallel.DistributedDataParallel model, not "
+            f"{type(model).__name__}: wrap the model first, model = DistributedDataParallel(model)"
+        )
+
+
+def check_model(model: DistributedDataParallel) -> None:
+    """Require a DDP model whose options and parameters torchcomp can serve.
+
+    Raises:
+        UnsupportedModelError: naming the option or parameter and why it does not work.
+    """
+    _check_free(model)
+    _check_options(model)
+    for name, parameter in trained_parameters(model):
+        if parameter.is_complex():
+            raise UnsupportedModelError(
+                f"parameter '{name}' is complex ({parameter.dtype}); compressors rank real "
+                "magnitudes. Train on torch.view_as_real of it, or leave it to plain DDP"
+            )
+    for name, module in model.module.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise UnsupportedModelError(
+                f"module '{name}' produces sparse gradients (sparse=True), and buckets are dense: "
+                "build it with sparse=False"
+            )
+
+
+def check_before_backward(model: DistributedDataParallel) -> None:
+    """Require that DDP has not reduced any gradient yet.
+
+    Raises:
+        UnsupportedModelError: if a synchronised backward pass has run.
+    """
+    model.logger.set_runtime_stats_and_log()
+    reduced = "prev_iteration_grad_ready_order_indices" in model._get_ddp_logging_data()
+    if reduced or model._has_rebuilt_buckets:
+        raise UnsupportedModelError(
+            "a backward pass has already run: register right after DistributedDataParallel(...), "
+            "because DDP takes communication hooks only before it has reduced gradients"
+        )
+
+
+def trained_parameters(model: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
+    """Name and parameter of everything whose gradient DDP reduces, in registration order."""
+    ignored = model.parameters_to_ignore
+    return [
+        (name.replace("_orig_mod.", ""), parameter)
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    ]
+
+
+def bucket_caps(model: DistributedDataParallel) -> Caps:
+    """The sizes at which this model's groups are closed: DDP's ``bucket_cap_mb``."""
+    default = bool(model.bucket_bytes_cap_default)
+    rest = int(model.bucket_bytes_cap)
+    return Caps(first=Caps().first if default else rest, rest=rest)
+
+
+def _check_free(model: DistributedDataParallel) -> None:
+    owner = getattr(model, OWNER, None)
+    if owner is not None:
+        raise UnsupportedModelError(
+            f"{owner} is already installed on this model, and a model takes one method; "
+            "handle.swap(spec) changes the method of a registered model, sync.close() ends local "
+            "steps"
+        )
+    if model._comm_hooks:
+        hook = getattr(model._comm_hooks[0][0], "__qualname__", "a hook")
+        raise UnsupportedModelError(
+            f"the model already has the communication hook '{hook}', and DDP takes one a model: "
+            "do not register another one beside torchcomp"
+        )
+
+
+def _check_options(model: DistributedDataParallel) -> None:
+    if model.mixed_precision is not None:
+        raise UnsupportedModelError(
+            "DDP's own mixed_precision installs hooks of its own that replace the gradients: use "
+            "torch.autocast in the forward pass instead"
+        )
+    if model._use_python_reducer:
+        raise UnsupportedModelError(
+            "torch._dynamo.config.optimize_ddp = 'python_reducer' reduces gradients without "
+            "buckets: set it to 'ddp_optimizer', the default"
+        )
+    if model._delay_all_reduce_params:
+        raise UnsupportedModelError(
+            "delay_all_reduce_named_params reduces these parameters past the hook: leave it out"
+        )
+    if any(hasattr(p, "_in_backward_optimizers") for p in model.module.parameters()):
+        raise UnsupportedModelError(
+            "an optimizer runs inside the backward pass (_apply_optimizer_in_backward), before "
+            "gradients are exchanged: step the optimizer after backward"
+        )

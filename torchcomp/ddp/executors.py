@@ -1,0 +1,96 @@
+"""Executors: where the exchange of a bucket runs while the backward pass goes on."""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+Job = Callable[[], None]
+
+
+class Executor(Protocol):
+    """Runs jobs one after another, in the order of submission."""
+
+    def submit(self, job: Job) -> None:
+        """Run `job` after all earlier ones. Jobs handle their own errors."""
+
+    def join(self) -> None:
+        """Return once the host has run every submitted job."""
+
+    def close(self) -> None:
+        """Finish what was submitted and release threads."""
+
+
+class InlineExecutor:
+    """Runs each job at once, in the calling thread."""
+
+    def submit(self, job: Job) -> None:
+        """Run `job` now."""
+        job()
+
+    def join(self) -> None:
+        """Nothing is outstanding."""
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class StreamExecutor:
+    """Enqueues each job on a side stream of one accelerator, in the calling thread.
+
+    Collectives of NCCL run when the stream reaches them, so the host returns to the backward pass
+    at once and its kernels run beside the exchange.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(self, job: Job) -> None:
+        """Enqueue `job` behind all work that the calling stream holds so far."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            job()
+
+    def join(self) -> None:
+        """Every job was enqueued by the time its submission returned."""
+
+    def close(self) -> None:
+        """Wait for the stream."""
+        self._stream.synchronize()
+
+
+class ThreadExecutor:
+    """Runs jobs in one background thread: the only safe way to overlap collectives of gloo.
+
+    gloo blocks the calling thread, and a collective issued from a future's callback can pair with
+    another one on another rank; one thread that works a queue off does neither.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._work, name="torchcomp-exchange", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue `job`."""
+        self._jobs.put(job)
+
+    def join(self) -> None:
+        """Block until the queue is worked off."""
+        self._jobs.join()
+
+    def close(self) -> None:
+        """Work the queue off and end the thread; harmless when repeated."""
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            # A local that outlives its job would keep the job's tensors alive until the next one.
+            del job
+            self._jobs.task_done()
+        self._jobs.task_done()

@@ -1,0 +1,317 @@
+"""Handle: the communication hook of one DDP model, and what a user can ask of it."""
+
+# DDP inspects the hook's signature, so this module must not postpone the evaluation of annotations.
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchcomp import checkpoint
+from torchcomp.aggregators import Aggregator
+from torchcomp.bucket import Bucket, Group
+from torchcomp.component import Component
+from torchcomp.ddp.assembly import Assembly
+from torchcomp.ddp.executors import Executor
+from torchcomp.ddp.unused import UnusedWatch
+from torchcomp.exchange import Exchange
+from torchcomp.keys import Key
+from torchcomp.memory import ErrorMemory
+from torchcomp.nonfinite import FiniteWatch
+from torchcomp.spec import parse_aggregator
+from torchcomp.stats import Meter, Stats
+
+_STATE_KEYS = ("step", "seed", "scale", "delivering", "groups", "traffic", "shapes", "error")
+_NOTHING_KEPT = (
+    "Nothing of this step entered the error memory, and no parameter has changed. If a GradScaler is "
+    "meant to skip such steps, hand it over: torchcomp.register(model, spec, scaler=scaler)"
+)
+
+Future = torch.futures.Future[Tensor]
+
+
+@dataclass
+class Delivery:
+    """One of DDP's buckets on its way through the hook."""
+
+    bucket: Bucket
+    future: Future
+    is_last: bool
+
+    def release(self) -> None:
+        """Tell DDP that the bucket holds its final values."""
+        self.future.set_result(self.bucket.flat)
+
+
+class Handle:
+    """Compressed gradient exchange of one DDP model; made by :func:`torchcomp.register`.
+
+    The hook hands every bucket to an executor (a thread for gloo, a side stream for CUDA), which
+    aggregates it while the backward pass goes on. When the last bucket is through, the step is
+    either committed to the error memory or, if a gradient was not finite, rolled back.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        parameters: dict[str, nn.Parameter],
+        groups: tuple[Group, ...],
+        aggregator: Aggregator,
+        exchange: Exchange,
+        executor: Executor,
+        seed: int,
+        scaler: "torch.amp.GradScaler | None",
+    ) -> None:
+        self._parameters = parameters
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._groups = groups
+        self._exchange = exchange
+        self._executor = executor
+        self._seed = seed
+        self._scaler = scaler
+        self._scale = 1.0
+        self._may_leave_unused = bool(model.find_unused_parameters) and not model.static_graph
+        self._memory = ErrorMemory()
+        self._meter = Meter()
+        self._step = 0
+        self._in_backward = False
+        self._closed = False
+        self._resumed = False
+        self._delivering = False
+        self._failure: Exception | None = None
+        self._use(aggregator)
+        self._finalizer = weakref.finalize(self, executor.close)
+
+    @property
+    def method(self) -> Aggregator:
+        """The aggregator in use; its ``str`` is the spec."""
+        return self._aggregator
+
+    @property
+    def stats(self) -> Stats:
+        """Counters of this rank: bytes of the last step and in all, and norms of the memory."""
+        norms = {name: float(part.norm()) for name, part in self._memory.items()}
+        return self._meter.snapshot(self._step, self._step, norms)
+
+    def swap(self, spec: str | Component) -> str:
+        """Change the method between two steps; to be called on all ranks alike.
+
+        Args:
+            spec: the new method.
+
+        Returns:
+            A sentence that says what becomes of the error memory.
+
+        Raises:
+            SpecError: if the spec cannot be built.
+            RankMismatchError: if the ranks give different specs.
+            RuntimeError: in the middle of a backward pass.
+        """
+        self._require_idle("swap")
+        aggregator = parse_aggregator(spec)
+        self._exchange.require_same("handle.swap", {"spec": aggregator})
+        self._use(aggregator)
+        if not any(True for _ in self._memory.items()):
+            self._delivering = False
+            return "There is no error memory yet."
+        self._delivering = not aggregator.remembers
+        if aggregator.remembers:
+            return f"The error memory is kept: {aggregator} goes on with it."
+        return f"{aggregator} keeps no memory: the next step adds what there is to its gradients."
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: plain tensors, numbers and strings, keyed by parameter name.
+
+        Every rank saves its own. It loads with ``torch.load(..., weights_only=True)``.
+
+        Raises:
+            RuntimeError: in the middle of a backward pass.
+        """
+        self._require_idle("state_dict")
+        return {
+            **checkpoint.header(str(self._aggregator), self._exchange),
+            "step": self._step,
+            "seed": self._seed,
+            "scale": self._scale,
+            "delivering": self._delivering,
+            "groups": [list(group) for group in self._groups],
+            "traffic": self._meter.state_dict(),
+            "shapes": {name: list(p.shape) for name, p in self._parameters.items()},
+            "error": checkpoint.shaped(self._memory.items(), self._parameters),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` of this rank returned; nothing changes on error.
+
+        The groups that are compressed together come from the checkpoint, so the run goes on bit for
+        bit even if DDP's buckets have another size now.
+
+        Raises:
+            CheckpointError: if it is another model's, method's, rank's or world size's.
+            RuntimeError: in the middle of a backward pass.
+        """
+        self._require_idle("load_state_dict")
+        checkpoint.check_header(state, str(self._aggregator), self._exchange, _STATE_KEYS)
+        checkpoint.check_shapes(state["shapes"], self._parameters)
+        self._memory.load(checkpoint.flat(state["error"], self._parameters))
+        self._step = state["step"]
+        self._seed = state["seed"]
+        self._scale = state["scale"]
+        self._delivering = state["delivering"]
+        self._groups = tuple(tuple(group) for group in state["groups"])
+        self._meter.load_state_dict(state["traffic"])
+        self._use(self._aggregator)
+        self._resumed = True
+
+    def close(self) -> None:
+        """End the background thread. DDP cannot drop a hook, so the model cannot train on."""
+        self._closed = True
+        self._finalizer()
+
+    def __enter__(self) -> "Handle":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _use(self, aggregator: Aggregator) -> None:
+        self._aggregator = aggregator
+        self._assembly = Assembly(None if aggregator.compressor.elementwise else self._groups)
+
+    def _require_idle(self, call: str) -> None:
+        if self._in_backward:
+            raise RuntimeError(f"{call} in the middle of a backward pass: call it between two steps")
+
+    # Called by the hook, in the backward pass.
+
+    def _receive(self, grad_bucket: dist.GradBucket) -> Future:
+        if self._closed:
+            raise RuntimeError("this handle is closed: the model can no longer exchange gradients")
+        if grad_bucket.index() == 0:
+            self._begin_step()
+        delivery = self._deliver(grad_bucket)
+        if delivery.is_last:
+            _after_backward(self._finish_backward)
+        self._executor.submit(lambda: self._exchange_safely(delivery))
+        return delivery.future
+
+    def _deliver(self, grad_bucket: dist.GradBucket) -> Delivery:
+        parameters = grad_bucket.parameters()
+        names = tuple(self._names[id(parameter)] for parameter in parameters)
+        sizes = tuple(parameter.numel() for parameter in parameters)
+        flat = grad_bucket.buffer()
+        devices = [flat.device] if flat.is_cuda else None
+        delivery = Delivery(
+            Bucket(names, sizes, flat), torch.futures.Future(devices=devices), grad_bucket.is_last()
+        )
+        self._deliveries.append(delivery)
+        return delivery
+
+    def _begin_step(self) -> None:
+        self._in_backward = True
+        self._failure = None
+        self._deliveries: list[Delivery] = []
+        self._assembly.begin()
+        self._finite = FiniteWatch()
+        self._unused = UnusedWatch()
+        self._follow_scale()
+
+    def _follow_scale(self) -> None:
+        if self._scaler is None:
+            return
+        scale = float(self._scaler.get_scale())
+        if scale != self._scale:
+            self._memory.scale(scale / self._scale)
+            self._scale = scale
+
+    # Runs in the executor, bucket by bucket.
+
+    def _exchange_safely(self, delivery: Delivery) -> None:
+        try:
+            if self._failure is None:
+                self._exchange_bucket(delivery)
+        except Exception as error:
+            # Raised at the end of the backward pass: DDP would turn it into a cast error here.
+            self._failure = error
+        if delivery.is_last:
+            for held in self._deliveries:
+                held.release()
+
+    def _exchange_bucket(self, delivery: Delivery) -> None:
+        if self._resumed:
+            self._check_resumed()
+        watch_unused = self._may_leave_unused and (self._aggregator.remembers or self._delivering)
+        if watch_unused:
+            self._unused.before(delivery.bucket)
+        for bucket in self._assembly.add(delivery.bucket):
+            self._aggregate(bucket)
+        if delivery.is_last:
+            if watch_unused:
+                self._unused.give_back(self._exchange, self._memory)
+            self._settle()
+
+    def _aggregate(self, bucket: Bucket) -> None:
+        guarded = self._delivering or not self._aggregator.transparent
+        if guarded:
+            self._finite.before(bucket)
+        if self._delivering:
+            memory, rest = self._memory.open(bucket, bucket.flat.dtype)
+            bucket.flat.add_(memory)
+            rest.zero_()
+        key = Key(self._seed, self._step, rank=self._exchange.rank)
+        self._aggregator.aggregate(bucket, self._exchange, self._memory, key)
+        if guarded:
+            self._finite.after(bucket)
+
+    def _settle(self) -> None:
+        dense = sum(p.nbytes for p in self._parameters.values())
+        self._meter.record(self._exchange.take_traffic(dense))
+        if self._finite.all_finite():
+            self._memory.commit()
+            self._end_delivery()
+        else:
+            self._memory.rollback()
+            if self._scaler is None:
+                where = f"a gradient of step {self._step + 1}"
+                raise self._finite.error(self._exchange, where, _NOTHING_KEPT)
+        self._step += 1
+
+    def _end_delivery(self) -> None:
+        if self._delivering and not self._unused_mass():
+            self._memory.clear()
+            self._delivering = False
+
+    def _unused_mass(self) -> bool:
+        return any(bool(part.any()) for _, part in self._memory.items())
+
+    def _check_resumed(self) -> None:
+        facts = {"step": self._step, "seed": self._seed, "groups": self._groups}
+        self._exchange.require_same("resumed training", facts)
+        self._resumed = False
+
+    # Runs in the backward pass again, once all of it is done.
+
+    def _finish_backward(self) -> None:
+        self._executor.join()
+        self._in_backward = False
+        if self._failure is not None:
+            # Behind DDP's own final callback, so that DDP is ready for another iteration.
+            _after_backward(self._raise_failure)
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+
+def hook(state: Handle, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The communication hook; DDP calls it for every bucket, in order."""
+    return state._receive(bucket)
+
+
+def _after_backward(callback: Any) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,0 +1,156 @@
+"""Exchange: the only file that calls collectives, and the one that counts their bytes.
+
+Every call is straight-line and blocking for the stream or thread that makes it. Nothing is chained
+on futures: a second collective issued from a callback can pair with the wrong one on another rank.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchcomp.errors import RankMismatchError
+
+
+# torch 2.13 renames the collective and deprecates its old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def sum_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes that a rank sends (and receives) in a ring all-reduce of `nbytes`."""
+    return 2 * (world_size - 1) * nbytes // world_size
+
+
+def gather_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes that a rank sends (and receives) in an all-gather of `nbytes` a rank."""
+    return (world_size - 1) * nbytes
+
+
+@dataclass
+class Traffic:
+    """Bytes of payload that crossed this rank's link.
+
+    Attributes:
+        sent: bytes sent.
+        received: bytes received.
+        dense: bytes that plain DDP would have sent instead.
+    """
+
+    sent: int = 0
+    received: int = 0
+    dense: int = 0
+
+    def add(self, other: "Traffic") -> None:
+        """Add another count to this one."""
+        self.sent += other.sent
+        self.received += other.received
+        self.dense += other.dense
+
+
+class Exchange:
+    """Collectives of one process group, with their traffic.
+
+    Args:
+        group: the process group; None is the default group.
+        device: where small control messages live ("cuda" for NCCL).
+
+    Attributes:
+        rank: this process's rank in the group.
+        world_size: number of ranks in the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self._summed = 0
+        self._gathered = 0
+
+    def sum(self, values: Tensor) -> None:
+        """All-reduce `values` (1-D, contiguous, floating point) in place."""
+        dist.all_reduce(values, group=self.group)
+        self._summed += values.nbytes
+
+    def gather(self, message: Tensor) -> list[Tensor]:
+        """Every rank's `message` (1-D uint8, the same length everywhere), in rank order."""
+        length = message.numel()
+        rows = torch.empty(self.world_size * length, dtype=torch.uint8, device=message.device)
+        if length:
+            _all_gather(rows, message, group=self.group)
+        self._gathered += length
+        return list(rows.view(self.world_size, length).unbind())
+
+    def any_rank(self, flags: Tensor) -> Tensor:
+        """Per element, whether a rank has a non-zero flag (1-D integer tensor); the same on all."""
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        return flags
+
+    def same_everywhere(self, numbers: list[int]) -> bool:
+        """Whether all ranks hold the same list of integers (of one length)."""
+        values = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        bounds = torch.cat([values, -values])
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self.group)
+        highest, lowest = bounds.view(2, -1).unbind()
+        return bool(torch.equal(highest, -lowest))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's picklable `value`, in rank order. Slow: for errors, not for training."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def require_same(self, what: str, facts: dict[str, Any], advice: str = "") -> None:
+        """Raise on all ranks, with each rank's value, unless all ranks hold equal `facts`.
+
+        Args:
+            what: what is being compared, for the error.
+            facts: name -> printable value; compared as text.
+            advice: what to do about it, appended to the error.
+
+        Raises:
+            RankMismatchError: listing every fact that differs and who holds which value.
+        """
+        mine = {name: str(value) for name, value in facts.items()}
+        if self.same_everywhere([_digest(repr(mine))]):
+            return
+        everyone = self.gather_objects(mine)
+        common = [name for name in mine if all(name in theirs for theirs in everyone)]
+        lines = [_spread(name, [theirs[name] for theirs in everyone]) for name in common]
+        differing = "; ".join(line for line in lines if line)
+        raise RankMismatchError(f"{what}: ranks disagree. {differing}. {advice}".strip())
+
+    def take_traffic(self, dense: int) -> Traffic:
+        """Bytes of payload since the last call; control messages are not counted.
+
+        Args:
+            dense: bytes of gradients or parameters that plain DDP would have reduced instead.
+        """
+        moved = sum_bytes(self._summed, self.world_size)
+        moved += gather_bytes(self._gathered, self.world_size)
+        self._summed = self._gathered = 0
+        return Traffic(sent=moved, received=moved, dense=sum_bytes(dense, self.world_size))
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def _spread(name: str, values: list[Any]) -> str:
+    holders: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        holders.setdefault(value, []).append(rank)
+    if len(holders) == 1:
+        return ""
+    return f"{name}: " + ", ".join(
+        f"{_short(value)} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        for value, ranks in holders.items()
+    )
+
+
+def _short(value: Any, longest: int = 200) -> str:
+    text = str(value)
+    return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"

@@ -1,0 +1,238 @@
+"""explain: what a method sends, keeps and costs, before anything runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchcomp.aggregators import Aggregator, Mean
+from torchcomp.bucket import Caps, partition
+from torchcomp.component import Component
+from torchcomp.ddp.checks import bucket_caps, trained_parameters
+from torchcomp.errors import SpecError
+from torchcomp.exchange import gather_bytes, sum_bytes
+from torchcomp.schedules import Every, Horizon, Schedule, synchronisations
+from torchcomp.spec import parse, parse_schedule
+
+Shape = tuple[tuple[str, ...], tuple[int, ...], torch.dtype]
+"""Names, sizes and dtype of one group of parameters."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Cost of a method, per rank and step. ``str(plan)`` is the table.
+
+    Attributes:
+        spec: the method or schedule, in canonical form.
+        numel: gradient elements of the model.
+        world_size: number of ranks.
+        collective: "sum" (all-reduce) or "gather" (all-gather).
+        message_bytes: size of one rank's encoded gradient.
+        bytes_sent: payload bytes that a rank sends per step; for a schedule, on average.
+        bytes_received: payload bytes that a rank receives per step; for a schedule, on average.
+        dense_bytes_sent: payload bytes that a rank sends per step under plain DDP.
+        memory_bytes: bytes of state that a rank keeps beside the model.
+        break_even_world_size: number of ranks from which on the method sends at least as much as
+            plain DDP; None if that never happens.
+        syncs: synchronisations of the whole run, for a schedule; else None.
+        total_steps: optimizer steps of the whole run, for a schedule; else None.
+    """
+
+    spec: str
+    numel: int
+    world_size: int
+    collective: str
+    message_bytes: int
+    bytes_sent: int
+    bytes_received: int
+    dense_bytes_sent: int
+    memory_bytes: int
+    break_even_world_size: int | None
+    syncs: int | None = None
+    total_steps: int | None = None
+
+    def __str__(self) -> str:
+        rows = [
+            ("elements", f"{self.numel:,}"),
+            ("ranks", f"{self.world_size:,}"),
+            ("collective", _COLLECTIVES[self.collective]),
+            ("message", _bytes(self.message_bytes)),
+            *self._schedule_rows(),
+            ("sent a step", _bytes(self.bytes_sent)),
+            ("received a step", _bytes(self.bytes_received)),
+            ("plain DDP sends", _bytes(self.dense_bytes_sent)),
+            ("less traffic", self._saving()),
+            ("break-even", self._break_even()),
+            ("state a rank", _bytes(self.memory_bytes)),
+        ]
+        lines = [f"  {name:<16} {value}" for name, value in rows]
+        return "\n".join([f"{self.spec}, per rank", *lines])
+
+    def _schedule_rows(self) -> list[tuple[str, str]]:
+        if self.syncs is None or self.total_steps is None:
+            return []
+        share = self.syncs / self.total_steps
+        return [("synchronisations", f"{self.syncs:,} of {self.total_steps:,} steps ({share:.1%})")]
+
+    def _saving(self) -> str:
+        if not self.bytes_sent:
+            return "nothing is sent"
+        return f"{self.dense_bytes_sent / self.bytes_sent:.3g} x"
+
+    def _break_even(self) -> str:
+        if self.break_even_world_size is None:
+            return "none: it does not depend on the number of ranks"
+        return f"{self.break_even_world_size:,} ranks (from there on plain DDP sends no more)"
+
+
+_COLLECTIVES = {"sum": "sum (all-reduce)", "gather": "gather (all-gather)"}
+
+
+def explain(
+    spec: str | Component,
+    *,
+    world_size: int,
+    numel: int | None = None,
+    model: nn.Module | None = None,
+    dtype: torch.dtype = torch.float32,
+    lr: Callable[[int], float] | None = None,
+    total_steps: int | None = None,
+    warmup_steps: int = 0,
+) -> Plan:
+    """Work out what a method sends per rank and step; a real run's counted bytes equal it.
+
+    Args:
+        spec: a method, ``"ef(topk(0.01))"``, or a schedule, ``"qsr(alpha=0.0175, h_base=4)"``.
+        world_size: number of ranks.
+        numel: number of gradient elements, taken as one vector; or give `model`.
+        model: a module, or a DDP model, whose parameters are grouped as in training.
+        dtype: gradient dtype that goes with `numel`.
+        lr: for a schedule, learning rate as a function of the steps taken so far.
+        total_steps: for a schedule, optimizer steps of the run.
+        warmup_steps: for a schedule, steps of warm-up.
+
+    Raises:
+        SpecError: if the spec cannot be built, or an argument that it needs is missing.
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise SpecError(f"world_size must be a whole number of at least 1, not {world_size!r}")
+    shapes = _shapes(numel, model, dtype)
+    built = parse(spec)
+    if isinstance(built, Schedule):
+        return _explain_schedule(built, shapes, world_size, lr, total_steps, warmup_steps)
+    return _explain_method(built, shapes, world_size)
+
+
+def sync_steps(
+    spec: str | Component,
+    *,
+    lr: Callable[[int], float],
+    total_steps: int,
+    warmup_steps: int = 0,
+) -> list[int]:
+    """The global steps, counted from 1 after the step, at which a run synchronises.
+
+    Args:
+        spec: a schedule, ``"qsr(alpha=0.0175, h_base=4)"``.
+        lr: learning rate of a step as a function of the number of steps before it.
+        total_steps: optimizer steps of the run.
+        warmup_steps: steps of warm-up.
+
+    Raises:
+        SpecError: if the schedule or the horizon cannot be built.
+        ScheduleError: if a rate is not a finite number above 0.
+    """
+    return synchronisations(parse_schedule(spec), lr, Horizon(total_steps, warmup_steps))
+
+
+def _explain_method(aggregator: Aggregator, shapes: list[Shape], world_size: int) -> Plan:
+    message = sum(aggregator.message_bytes(*shape) for shape in shapes)
+    dense = _nbytes(shapes)
+    by_sum = aggregator.collective == "sum"
+    moved = (sum_bytes if by_sum else gather_bytes)(message, world_size)
+    return Plan(
+        spec=str(aggregator),
+        numel=_numel(shapes),
+        world_size=world_size,
+        collective=aggregator.collective,
+        message_bytes=message,
+        bytes_sent=moved,
+        bytes_received=moved,
+        dense_bytes_sent=sum_bytes(dense, world_size),
+        memory_bytes=sum(aggregator.memory_bytes(sum(s), d) for _, s, d in shapes),
+        # (W - 1) message >= 2 (W - 1) dense / W  <=>  W >= 2 dense / message
+        break_even_world_size=None if by_sum or not message else -(-2 * dense // message),
+    )
+
+
+def _explain_schedule(
+    schedule: Schedule,
+    shapes: list[Shape],
+    world_size: int,
+    lr: Callable[[int], float] | None,
+    total_steps: int | None,
+    warmup_steps: int,
+) -> Plan:
+    if total_steps is None:
+        raise SpecError(f"to explain the schedule '{schedule}', give total_steps")
+    if lr is None and not isinstance(schedule, Every):
+        raise SpecError(f"to explain the schedule '{schedule}', give lr, a function of the step")
+    rate = lr or (lambda step: 1.0)
+    syncs = len(synchronisations(schedule, rate, Horizon(total_steps, warmup_steps)))
+    # Parameters are averaged in float32 or wider.
+    wide = [(n, s, torch.promote_types(d, torch.float32)) for n, s, d in shapes]
+    once = sum_bytes(_nbytes(wide), world_size)
+    average = round(once * syncs / total_steps)
+    return Plan(
+        spec=str(schedule),
+        numel=_numel(shapes),
+        world_size=world_size,
+        collective=Mean().collective,
+        message_bytes=_nbytes(wide),
+        bytes_sent=average,
+        bytes_received=average,
+        dense_bytes_sent=sum_bytes(_nbytes(shapes), world_size),
+        memory_bytes=0,
+        break_even_world_size=None,
+        syncs=syncs,
+        total_steps=total_steps,
+    )
+
+
+def _shapes(numel: int | None, model: nn.Module | None, dtype: torch.dtype) -> list[Shape]:
+    if (numel is None) == (model is None):
+        raise SpecError("explain needs either numel=, a number of elements, or model=")
+    if model is not None:
+        return _model_shapes(model)
+    if isinstance(numel, bool) or not isinstance(numel, int) or numel < 0:
+        raise SpecError(f"numel must be a whole number of at least 0, not {numel!r}")
+    return [(("gradient",), (numel,), dtype)]
+
+
+def _model_shapes(model: nn.Module) -> list[Shape]:
+    if isinstance(model, DistributedDataParallel):
+        parameters, caps = dict(trained_parameters(model)), bucket_caps(model)
+    else:
+        named = model.named_parameters()
+        parameters, caps = {name: p for name, p in named if p.requires_grad}, Caps()
+    return [
+        (group, tuple(parameters[name].numel() for name in group), parameters[group[0]].dtype)
+        for group in partition(parameters.items(), caps)
+    ]
+
+
+def _numel(shapes: list[Shape]) -> int:
+    return sum(sum(sizes) for _, sizes, _ in shapes)
+
+
+def _nbytes(shapes: list[Shape]) -> int:
+    return sum(sum(sizes) * dtype.itemsize for _, sizes, dtype in shapes)
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit} ({count:,} bytes)"
+    return f"{count:,} bytes"

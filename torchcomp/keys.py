@@ -1,0 +1,60 @@
+"""Key: where all randomness comes from.
+
+A compressor never touches a global random generator. What it draws is a function of a key, so two
+ranks that hold the same key draw the same numbers, and a resumed run draws what it would have.
+"""
+
+import zlib
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from torchcomp.errors import SpecError
+
+
+@dataclass(frozen=True)
+class Key:
+    """The address of one random draw.
+
+    Attributes:
+        seed: the run's seed, equal on all ranks.
+        step: number of exchanges before this one.
+        tensor: identifies the vector within the step (see :func:`tensor_id`).
+        rank: the drawing rank; ignored by draws that all ranks share.
+    """
+
+    seed: int
+    step: int = 0
+    tensor: int = 0
+    rank: int = 0
+
+    def of_tensor(self, name: str) -> "Key":
+        """The same key for another vector."""
+        return replace(self, tensor=tensor_id(name))
+
+    def shared(self) -> np.random.Generator:
+        """A generator in the same state on every rank."""
+        return _generator(self.seed, self.step, self.tensor)
+
+    def private(self) -> np.random.Generator:
+        """A generator whose draws are independent between ranks."""
+        return _generator(self.seed, self.step, self.tensor, self.rank + 1)
+
+
+def tensor_id(name: str) -> int:
+    """A number for a parameter name, the same in every process (unlike Python's ``hash``)."""
+    return zlib.crc32(name.encode())
+
+
+def _generator(*entropy: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+
+
+def check_seed(seed: object) -> None:
+    """Require a seed that can be hashed into keys.
+
+    Raises:
+        SpecError: if it is not a whole number from 0 to 2^63 - 1.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise SpecError(f"seed must be a whole number from 0 to 2^63 - 1, not {seed!r}")

@@ -1,0 +1,359 @@
+"""LocalSGD: local optimizer steps, and an average of the parameters when the schedule says so."""
+
+import logging
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchcomp import checkpoint
+from torchcomp.aggregators import Mean
+from torchcomp.bucket import Bucket, Group, memory_order, partition
+from torchcomp.component import Component
+from torchcomp.ddp.checks import OWNER, bucket_caps, check_is_ddp, check_model, trained_parameters
+from torchcomp.errors import CheckpointError, ScheduleError, SpecError
+from torchcomp.exchange import Exchange
+from torchcomp.keys import Key
+from torchcomp.memory import ErrorMemory
+from torchcomp.nonfinite import FiniteWatch
+from torchcomp.schedules import Horizon, Schedule
+from torchcomp.spec import parse_schedule
+from torchcomp.stats import Meter, Stats
+
+_log = logging.getLogger(__name__)
+
+_SCALER_ADVICE = (
+    "If a GradScaler skips optimizer steps on some ranks, hand it over: "
+    "torchcomp.LocalSGD(..., scaler=scaler)"
+)
+
+
+class LocalSGD:
+    """Train with local steps; average the parameters whenever the schedule ends a round.
+
+    Algorithm 2 ("Local OPT") of Gu et al., ICLR 2024, with the schedule's rule for H. Each rank
+    steps its own optimizer on its own gradients; gradients are not exchanged. Momentum and Adam
+    moments stay local, neither averaged nor reset. BatchNorm buffers stay local too: DDP's
+    broadcast of rank 0's buffers is switched off until :meth:`close`.
+
+    1. At the first step of a round, read the learning rate and fix the round's length H.
+    2. Take H local steps.
+    3. Average the parameters over the ranks, in float32 or wider. Repeat; the last round is cut so
+       that the run ends with an average at exactly ``total_steps``.
+
+    The training loop stays as it is: hooks on the model and the optimizer do the work. The clock
+    counts *turns* of the optimizer, ``optimizer.step()`` or ``scaler.step(optimizer)``, skipped or
+    not, because a GradScaler skips on one rank and not on another. The average happens inside the
+    turn, so whatever follows sees averaged weights.
+
+    Args:
+        model: a DDP model; not one that :func:`torchcomp.register` serves.
+        optimizer: any torch optimizer over the model's parameters. Where its groups have different
+            learning rates, the schedule reads the largest.
+        spec: the schedule, such as ``"every(8)"`` or ``"qsr(alpha=0.0175, h_base=4)"``.
+        total_steps: T, optimizer steps of the whole run.
+        warmup_steps: W, steps of learning-rate warm-up.
+        scaler: the ``GradScaler`` of the loop, if there is one.
+
+    Raises:
+        SpecError: if the schedule or its horizon cannot be built; all ranks raise.
+        UnsupportedModelError: as for :func:`torchcomp.register`.
+        RankMismatchError: if the ranks give different arguments, at construction; or if they lose
+            step with each other, at the next synchronisation.
+        ScheduleError: from ``optimizer.step()``, beyond ``total_steps`` or at a rate that is not
+            above 0.
+        NonFiniteError: at a synchronisation, if a rank's parameters are not finite; no parameter
+            has been averaged then.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        spec: str | Component,
+        *,
+        total_steps: int,
+        warmup_steps: int = 0,
+        scaler: "torch.amp.GradScaler | None" = None,
+    ) -> None:
+        check_is_ddp(model)
+        device = next(model.module.parameters()).device
+        self._exchange = Exchange(model.process_group, device)
+        self._schedule, self._horizon = self._agree(
+            model, optimizer, spec, total_steps, warmup_steps
+        )
+        self._model = model
+        self._optimizer = optimizer
+        self._parameters = dict(trained_parameters(model))
+        self._groups = partition(self._parameters.items(), bucket_caps(model))
+        self._meter = Meter()
+        self._step = 0
+        self._round_start = 0
+        self._round_end = 0
+        self._syncs = 0
+        self._forwards = 0
+        self._in_scaler = False
+        self._expected_weights: int | None = None
+        self._undo = self._install(scaler)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule in use; its ``str`` is the spec."""
+        return self._schedule
+
+    @property
+    def next_sync(self) -> int | None:
+        """The step, counted from 1, at which the round in progress ends; None between rounds."""
+        return self._round_end if self._step < self._round_end else None
+
+    @property
+    def stats(self) -> Stats:
+        """Counters of this rank: bytes of the last synchronisation and in all."""
+        return self._meter.snapshot(self._step, self._syncs, {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's clock: plain numbers and strings.
+
+        It does not hold the weights. In the middle of a round they differ between ranks, as does
+        the optimizer's state, so every rank saves its own model, optimizer and this.
+        """
+        return {
+            **checkpoint.header(str(self._schedule), self._exchange),
+            "total_steps": self._horizon.total_steps,
+            "warmup_steps": self._horizon.warmup_steps,
+            "step": self._step,
+            "round_start": self._round_start,
+            "round_end": self._round_end,
+            "syncs": self._syncs,
+            "forwards": self._forwards,
+            "traffic": self._meter.state_dict(),
+            "weights": _digest(self._parameters),
+            "shapes": {name: list(p.shape) for name, p in self._parameters.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` of this rank returned; nothing changes on error.
+
+        Load the rank's own weights after ``DistributedDataParallel(...)``, whose constructor copies
+        rank 0's to all ranks; the next optimizer step checks that they are those of the checkpoint.
+
+        Raises:
+            CheckpointError: if it is another model's, schedule's, horizon's, rank's or world size's.
+        """
+        checkpoint.check_header(state, str(self._schedule), self._exchange, _STATE_KEYS)
+        checkpoint.check_shapes(state["shapes"], self._parameters)
+        for name in ("total_steps", "warmup_steps"):
+            if state[name] != getattr(self._horizon, name):
+                raise CheckpointError(
+                    f"the checkpoint was taken with {name}={state[name]}, and this run has "
+                    f"{name}={getattr(self._horizon, name)}"
+                )
+        self._step = state["step"]
+        self._round_start = state["round_start"]
+        self._round_end = state["round_end"]
+        self._syncs = state["syncs"]
+        self._forwards = state["forwards"]
+        self._meter.load_state_dict(state["traffic"])
+        self._expected_weights = state["weights"]
+
+    def close(self) -> None:
+        """Remove every hook and give the model back to DDP; harmless when repeated."""
+        if self._undo and self._step not in (self._round_start, self._round_end):
+            _log.warning(
+                "local steps end at step %d, inside the round from %d to %d: the ranks' parameters "
+                "differ",
+                self._step,
+                self._round_start,
+                self._round_end,
+            )
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> "LocalSGD":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _agree(
+        self,
+        model: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        spec: str | Component,
+        total_steps: int,
+        warmup_steps: int,
+    ) -> tuple[Schedule, Horizon]:
+        problem: Exception | None = None
+        facts: dict[str, Any] = {"total_steps": total_steps, "warmup_steps": warmup_steps}
+        try:
+            check_model(model)
+            _check_optimizer(optimizer, model)
+            horizon = Horizon(total_steps, warmup_steps)
+            schedule = parse_schedule(spec)
+            facts["parameters"] = [(name, tuple(p.shape)) for name, p in trained_parameters(model)]
+        except Exception as error:
+            problem = error
+        facts |= {"spec": spec if problem else schedule, "problem": problem}
+        self._exchange.require_same("torchcomp.LocalSGD", facts)
+        if problem is not None:
+            raise problem
+        return schedule, horizon
+
+    def _install(self, scaler: "torch.amp.GradScaler | None") -> list[Callable[[], None]]:
+        model, optimizer = self._model, self._optimizer
+        undo = [
+            _override(model, "require_backward_grad_sync", False),
+            _override(model, "broadcast_buffers", False),
+            model.register_forward_pre_hook(self._count_forward).remove,
+            optimizer.register_step_pre_hook(self._before_step).remove,
+            optimizer.register_step_post_hook(self._after_step).remove,
+        ]
+        if scaler is not None:
+            undo.append(_override(scaler, "step", self._scaled_step(scaler.step)))
+        setattr(model, OWNER, f"torchcomp.LocalSGD('{self._schedule}')")
+        return [*undo, lambda: delattr(model, OWNER)]
+
+    def _count_forward(self, module: nn.Module, args: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._forwards += 1
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._in_scaler:
+            self._begin_turn()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._in_scaler:
+            self._end_turn()
+
+    def _scaled_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def turn(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if optimizer is not self._optimizer:
+                return step(optimizer, *args, **kwargs)
+            self._begin_turn()
+            self._in_scaler = True
+            try:
+                result = step(optimizer, *args, **kwargs)
+            finally:
+                self._in_scaler = False
+            self._end_turn()
+            return result
+
+        return turn
+
+    def _begin_turn(self) -> None:
+        if self._step >= self._horizon.total_steps:
+            raise ScheduleError(
+                f"optimizer step {self._step + 1}, but the run was announced with total_steps="
+                f"{self._horizon.total_steps}, and its last synchronisation has been: announce "
+                "more steps, or close() and go on with plain DDP"
+            )
+        if self._expected_weights is not None:
+            self._check_weights()
+        if self._step == self._round_end:
+            rate = max(float(group["lr"]) for group in self._optimizer.param_groups)
+            self._round_end = self._schedule.round_end(self._step, rate, self._horizon)
+            self._round_start = self._step
+
+    def _end_turn(self) -> None:
+        self._step += 1
+        if self._step == self._round_end:
+            self._synchronise()
+
+    def _check_weights(self) -> None:
+        if _digest(self._parameters) != self._expected_weights:
+            raise CheckpointError(
+                "this rank's parameters are not those that it had when the checkpoint was saved: "
+                "load the rank's own weights after DistributedDataParallel(...), because its "
+                "constructor copies rank 0's weights to all ranks"
+            )
+        self._expected_weights = None
+
+    def _synchronise(self) -> None:
+        progress = {
+            "optimizer steps": self._step,
+            "round": f"{self._round_start} to {self._round_end}",
+            "forward passes in training": self._forwards,
+        }
+        self._exchange.require_same("synchronisation", progress, _SCALER_ADVICE)
+        self._average()
+        nbytes = sum(parameter.nbytes for parameter in self._parameters.values())
+        self._meter.record(self._exchange.take_traffic(nbytes * (self._step - self._round_start)))
+        self._syncs += 1
+        self._forwards = 0
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        watch = FiniteWatch()
+        buckets = [self._flatten(group) for group in self._groups]
+        for bucket in buckets:
+            watch.before(bucket)
+            key = Key(seed=0, step=self._syncs, rank=self._exchange.rank)
+            Mean().aggregate(bucket, self._exchange, ErrorMemory(), key)
+            watch.after(bucket)
+        if not watch.all_finite():
+            where = f"the parameters after step {self._step}"
+            raise watch.error(self._exchange, where, "No rank has averaged its parameters.")
+        for bucket in buckets:
+            self._write_back(bucket)
+
+    def _flatten(self, group: Group) -> Bucket:
+        parameters = [self._parameters[name] for name in group]
+        sizes = tuple(parameter.numel() for parameter in parameters)
+        dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+        flat = torch.empty(sum(sizes), dtype=dtype, device=parameters[0].device)
+        bucket = Bucket(group, sizes, flat)
+        for parameter, part in zip(parameters, bucket.parts().values(), strict=True):
+            memory_order(parameter, part).copy_(parameter)
+        return bucket
+
+    def _write_back(self, bucket: Bucket) -> None:
+        for name, part in bucket.parts().items():
+            parameter = self._parameters[name]
+            parameter.copy_(memory_order(parameter, part))
+
+
+_STATE_KEYS = (
+    "total_steps",
+    "warmup_steps",
+    "step",
+    "round_start",
+    "round_end",
+    "syncs",
+    "forwards",
+    "traffic",
+    "weights",
+    "shapes",
+)
+
+
+def _check_optimizer(optimizer: object, model: DistributedDataParallel) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise SpecError(f"expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    ours = {id(parameter) for parameter in model.parameters()}
+    if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+        raise SpecError(
+            "the optimizer holds no parameter of this model: build it from model.parameters()"
+        )
+
+
+def _override(owner: object, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute and return what restores it."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, before)
+
+
+def _digest(parameters: dict[str, nn.Parameter]) -> int:
+    """A checksum of all weights, to recognise them after a restart."""
+    checksum = 0
+    for parameter in parameters.values():
+        checksum = zlib.crc32(_raw(parameter), checksum)
+    return checksum
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
