@@ -26,7 +26,7 @@ class Bucket:
 
     def parts(self) -> dict[str, Tensor]:
         """Each parameter's part of `flat`, as a view."""
-        return dict(zip(self.names, self.flat.split(self.sizes), strict=True))
+        return dict(zip(self.names, torch.split(self.flat, list(self.sizes)), strict=True))
 
 
 @dataclass(frozen=True)

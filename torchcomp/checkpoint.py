@@ -49,9 +49,7 @@ def check_header(
             )
 
 
-def check_shapes(
-    saved: Mapping[str, list[int]], parameters: Mapping[str, nn.Parameter]
-) -> None:
+def check_shapes(saved: Mapping[str, list[int]], parameters: Mapping[str, nn.Parameter]) -> None:
     """Require that a checkpoint's parameters are this model's, by name and shape.
 
     Raises:
@@ -67,9 +65,7 @@ def check_shapes(
     ]
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise CheckpointError(
-            f"the checkpoint is another model's: {'; '.join(problems[:5])}{more}"
-        )
+        raise CheckpointError(f"the checkpoint is another model's: {'; '.join(problems[:5])}{more}")
 
 
 def shaped(

@@ -66,9 +66,7 @@ def check_choice(owner: Component, field: str, choices: Iterable[str]) -> None:
     known = sorted(choices)
     if value not in known:
         listed = ", ".join(f'"{choice}"' for choice in known)
-        raise SpecError(
-            f"{owner.name}: {field} must be one of {listed}, not {value!r}", field
-        )
+        raise SpecError(f"{owner.name}: {field} must be one of {listed}, not {value!r}", field)
 
 
 def check_count(owner: Component, field: str, least: int = 1) -> None:
@@ -80,7 +78,8 @@ def check_count(owner: Component, field: str, least: int = 1) -> None:
     value = getattr(owner, field)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SpecError(
-            f"{owner.name}: {field} must be a whole number of at least {least}, not {value!r}", field
+            f"{owner.name}: {field} must be a whole number of at least {least}, not {value!r}",
+            field,
         )
 
 
@@ -118,4 +117,6 @@ def check_kind(owner: Component, field: str, wanted: type[Component]) -> None:
     value = getattr(owner, field)
     if not isinstance(value, wanted):
         given = f"the {value.kind} '{value}'" if isinstance(value, Component) else repr(value)
-        raise SpecError(f"{owner.name} takes a {wanted.kind} such as topk(0.01), not {given}", field)
+        raise SpecError(
+            f"{owner.name} takes a {wanted.kind} such as topk(0.01), not {given}", field
+        )

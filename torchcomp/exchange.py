@@ -14,7 +14,6 @@ from torch import Tensor
 
 from torchcomp.errors import RankMismatchError
 
-
 # torch 2.13 renames the collective and deprecates its old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

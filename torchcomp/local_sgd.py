@@ -141,7 +141,7 @@ class LocalSGD:
         rank 0's to all ranks; the next optimizer step checks that they are those of the checkpoint.
 
         Raises:
-            CheckpointError: if it is another model's, schedule's, horizon's, rank's or world size's.
+            CheckpointError: if it is another model's, schedule's, run's or rank's.
         """
         checkpoint.check_header(state, str(self._schedule), self._exchange, _STATE_KEYS)
         checkpoint.check_shapes(state["shapes"], self._parameters)
@@ -354,6 +354,6 @@ def _digest(parameters: dict[str, nn.Parameter]) -> int:
     return checksum
 
 
-def _raw(tensor: Tensor) -> memoryview:
+def _raw(tensor: Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().tobytes()

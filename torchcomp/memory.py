@@ -86,7 +86,7 @@ class ErrorMemory:
     def _lay_out(self, bucket: Bucket, dtype: torch.dtype) -> None:
         self._loosen(set(bucket.names))
         flat = torch.zeros(bucket.flat.numel(), dtype=dtype, device=bucket.flat.device)
-        for name, place in zip(bucket.names, flat.split(bucket.sizes), strict=True):
+        for name, place in zip(bucket.names, torch.split(flat, list(bucket.sizes)), strict=True):
             if name in self._loose:
                 place.copy_(self._loose.pop(name))
         self._current[bucket.names] = Bucket(bucket.names, bucket.sizes, flat)

@@ -18,7 +18,7 @@ class FiniteWatch:
 
     def before(self, bucket: Bucket) -> None:
         """Note the norms of this rank's values, to name the culprit should there be one."""
-        norms = torch._foreach_norm(list(bucket.flat.split(bucket.sizes)))
+        norms = torch._foreach_norm(list(bucket.parts().values()))
         self._local.append((bucket.names, torch.stack(norms)))
 
     def after(self, bucket: Bucket) -> None:

@@ -126,9 +126,7 @@ SCHEDULES: tuple[type[Schedule], ...] = (
 )
 
 
-def synchronisations(
-    schedule: Schedule, lr: Callable[[int], float], horizon: Horizon
-) -> list[int]:
+def synchronisations(schedule: Schedule, lr: Callable[[int], float], horizon: Horizon) -> list[int]:
     """The steps, counted from 1 after the step, at which a run synchronises.
 
     Args:

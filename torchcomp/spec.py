@@ -53,8 +53,8 @@ def parse_aggregator(spec: str | Component) -> Aggregator:
     if isinstance(built, Aggregator):
         return built
     raise SpecError(
-        f"'{built}' is a schedule, and here a method such as 'ef(topk(0.01))' is needed; a schedule "
-        f"goes to torchcomp.LocalSGD(model, optimizer, '{built}', total_steps=...)"
+        f"'{built}' is a schedule, and here a method such as 'ef(topk(0.01))' is needed; a "
+        f"schedule goes to torchcomp.LocalSGD(model, optimizer, '{built}', total_steps=...)"
     )
 
 

@@ -57,7 +57,9 @@ class Aggregator(Component):
         """Whether it does what plain DDP does, NaN and infinities included."""
         return False
 
-    def message_bytes(self, names: tuple[str, ...], sizes: tuple[int, ...], dtype: torch.dtype) -> int:
+    def message_bytes(
+        self, names: tuple[str, ...], sizes: tuple[int, ...], dtype: torch.dtype
+    ) -> int:
         """Bytes of one rank's message for a bucket."""
         return Codec(self.compressor, names, sizes, dtype).nbytes
 

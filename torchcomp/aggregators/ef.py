@@ -86,7 +86,9 @@ class EF(Aggregator):
         _write_mean(transfer, message, g, x)
 
 
-def _write_mean(transfer: Transfer, message: list[tuple[Tensor, ...]], g: Tensor, e: Tensor) -> None:
+def _write_mean(
+    transfer: Transfer, message: list[tuple[Tensor, ...]], g: Tensor, e: Tensor
+) -> None:
     wide = torch.promote_types(g.dtype, e.dtype)
     if wide == g.dtype:
         transfer.mean(message, out=g)

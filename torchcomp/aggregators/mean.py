@@ -12,6 +12,8 @@ from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
 from torchcomp.memory import ErrorMemory
 
+_DENSE = Identity()
+
 
 @dataclass(frozen=True)
 class Mean(Aggregator):
@@ -29,7 +31,7 @@ class Mean(Aggregator):
 
     name: ClassVar[str] = "mean"
 
-    compressor: Compressor = Identity()
+    compressor: Compressor = _DENSE
 
     @property
     def transparent(self) -> bool:

@@ -62,7 +62,7 @@ class Transfer:
         values = [parts[0] for parts in message]
         total = values[0] if len(values) == 1 else torch.cat(values)
         self.exchange.sum(total)
-        summed = total.split([value.numel() for value in values])
+        summed = torch.split(total, [value.numel() for value in values])
         self.codec.decode_into([(value,) for value in summed], out, self.key)
 
     def _mean_by_gather(self, message: Message, out: Tensor) -> None:

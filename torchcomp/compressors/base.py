@@ -62,7 +62,7 @@ class Compressor(Component):
 
     @abstractmethod
     def alpha(self, numel: int) -> float | None:
-        """Contraction constant in (0, 1] for vectors of `numel` elements; None if not contractive."""
+        """Contraction constant in (0, 1] for vectors of `numel` elements; None if it has none."""
 
     @abstractmethod
     def omega(self, numel: int) -> float | None:

@@ -47,7 +47,8 @@ class Sparsifier(Compressor):
             )
         if not isinstance(ratio, float) or not math.isfinite(ratio) or not 0 < ratio <= 1:
             raise SpecError(
-                f"{self.name}: ratio must be a fraction above 0 and at most 1, not {ratio!r}", "ratio"
+                f"{self.name}: ratio must be a fraction above 0 and at most 1, not {ratio!r}",
+                "ratio",
             )
 
     @property

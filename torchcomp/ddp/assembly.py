@@ -56,4 +56,4 @@ class Assembly:
         flat = self._staging[group]
         torch.cat(ordered, out=flat)
         yield Bucket(group, sizes, flat)
-        torch._foreach_copy_(ordered, list(flat.split(sizes)))
+        torch._foreach_copy_(ordered, list(torch.split(flat, list(sizes))))

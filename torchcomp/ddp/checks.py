@@ -1,5 +1,7 @@
 """What torchcomp reads off a DDP model, and what it refuses with the reason before training."""
 
+from typing import Any
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,8 +53,10 @@ def check_before_backward(model: DistributedDataParallel) -> None:
     Raises:
         UnsupportedModelError: if a synchronised backward pass has run.
     """
-    model.logger.set_runtime_stats_and_log()
-    reduced = "prev_iteration_grad_ready_order_indices" in model._get_ddp_logging_data()
+    logger: Any = model.logger
+    logger.set_runtime_stats_and_log()
+    logged: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    reduced = "prev_iteration_grad_ready_order_indices" in logged
     if reduced or model._has_rebuilt_buckets:
         raise UnsupportedModelError(
             "a backward pass has already run: register right after DistributedDataParallel(...), "

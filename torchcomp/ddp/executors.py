@@ -45,7 +45,7 @@ class StreamExecutor:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def submit(self, job: Job) -> None:
         """Enqueue `job` behind all work that the calling stream holds so far."""

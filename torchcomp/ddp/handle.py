@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import checkpoint
@@ -27,8 +27,8 @@ from torchcomp.stats import Meter, Stats
 
 _STATE_KEYS = ("step", "seed", "scale", "delivering", "groups", "traffic", "shapes", "error")
 _NOTHING_KEPT = (
-    "Nothing of this step entered the error memory, and no parameter has changed. If a GradScaler is "
-    "meant to skip such steps, hand it over: torchcomp.register(model, spec, scaler=scaler)"
+    "Nothing of this step entered the error memory, and no parameter has changed. If a GradScaler "
+    "is meant to skip such steps, hand it over: torchcomp.register(model, spec, scaler=scaler)"
 )
 
 Future = torch.futures.Future[Tensor]
@@ -184,11 +184,13 @@ class Handle:
 
     def _require_idle(self, call: str) -> None:
         if self._in_backward:
-            raise RuntimeError(f"{call} in the middle of a backward pass: call it between two steps")
+            raise RuntimeError(
+                f"{call} in the middle of a backward pass: call it between two steps"
+            )
 
     # Called by the hook, in the backward pass.
 
-    def _receive(self, grad_bucket: dist.GradBucket) -> Future:
+    def _receive(self, grad_bucket: GradBucket) -> Future:
         if self._closed:
             raise RuntimeError("this handle is closed: the model can no longer exchange gradients")
         if grad_bucket.index() == 0:
@@ -199,12 +201,12 @@ class Handle:
         self._executor.submit(lambda: self._exchange_safely(delivery))
         return delivery.future
 
-    def _deliver(self, grad_bucket: dist.GradBucket) -> Delivery:
+    def _deliver(self, grad_bucket: GradBucket) -> Delivery:
         parameters = grad_bucket.parameters()
         names = tuple(self._names[id(parameter)] for parameter in parameters)
         sizes = tuple(parameter.numel() for parameter in parameters)
         flat = grad_bucket.buffer()
-        devices = [flat.device] if flat.is_cuda else None
+        devices: list[int | str | torch.device] = [flat.device] if flat.is_cuda else []
         delivery = Delivery(
             Bucket(names, sizes, flat), torch.futures.Future(devices=devices), grad_bucket.is_last()
         )
@@ -308,7 +310,7 @@ class Handle:
             raise failure
 
 
-def hook(state: Handle, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def hook(state: Handle, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The communication hook; DDP calls it for every bucket, in order."""
     return state._receive(bucket)
 

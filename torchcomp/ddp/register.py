@@ -1,5 +1,7 @@
 """register: the one line that gives a DDP model compressed gradients."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -78,11 +80,12 @@ def _agree(
         aggregator = parse_aggregator(spec)
     except Exception as error:
         problem = error
-    facts = {"spec": spec, "seed": seed, "wire version": wire.VERSION, "problem": problem}
+    facts: dict[str, Any] = {"spec": spec, "seed": seed, "problem": problem}
     if problem is None:
         groups = partition(trained_parameters(model), bucket_caps(model))
         shapes = {name: (tuple(p.shape), p.dtype) for name, p in trained_parameters(model)}
         facts |= {"spec": aggregator, "parameters": shapes, "groups": groups}
+        facts["wire version"] = wire.VERSION
     exchange.require_same("torchcomp.register", facts)
     if problem is not None:
         raise problem

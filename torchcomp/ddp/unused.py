@@ -1,7 +1,7 @@
 """Parameters that no rank used in a step (find_unused_parameters=True).
 
-DDP leaves the gradient of such a parameter alone, whatever the hook puts into its bucket. What error
-feedback delivers for it in that step would be lost, so it goes back into the memory.
+DDP leaves the gradient of such a parameter alone, whatever the hook puts into its bucket. What
+error feedback delivers for it in that step would be lost, so it goes back into the memory.
 """
 
 import torch
