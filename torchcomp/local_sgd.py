@@ -14,7 +14,7 @@ from torchcomp.aggregators import Mean
 from torchcomp.bucket import Bucket, Group, memory_order, partition
 from torchcomp.component import Component
 from torchcomp.ddp.checks import OWNER, bucket_caps, check_is_ddp, check_model, trained_parameters
-from torchcomp.errors import CheckpointError, ScheduleError, SpecError
+from torchcomp.errors import CheckpointError, ScheduleError, SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
 from torchcomp.memory import ErrorMemory
@@ -244,6 +244,11 @@ class LocalSGD:
         return turn
 
     def _begin_turn(self) -> None:
+        if self._model._join_config.enable:
+            raise UnsupportedModelError(
+                "model.join() lets ranks take different numbers of steps, and rounds need the same "
+                "number: give every rank the same number of batches"
+            )
         if self._step >= self._horizon.total_steps:
             raise ScheduleError(
                 f"optimizer step {self._step + 1}, but the run was announced with total_steps="

@@ -24,7 +24,7 @@ class Assembly:
     def __init__(self, groups: tuple[Group, ...] | None) -> None:
         self._groups = groups
         self._group_of = {name: group for group in groups or () for name in group}
-        self._staging: dict[Group, Tensor] = {}
+        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._delivered: dict[Group, dict[str, Tensor]] = {}
 
     def begin(self) -> None:
@@ -51,9 +51,15 @@ class Assembly:
     def _staged(self, group: Group, parts: dict[str, Tensor]) -> Iterator[Bucket]:
         ordered = [parts[name] for name in group]
         sizes = tuple(part.numel() for part in ordered)
-        if group not in self._staging:
-            self._staging[group] = ordered[0].new_empty(sum(sizes))
-        flat = self._staging[group]
+        flat = self._buffer(sum(sizes), ordered[0])
         torch.cat(ordered, out=flat)
         yield Bucket(group, sizes, flat)
         torch._foreach_copy_(ordered, list(torch.split(flat, list(sizes))))
+
+    def _buffer(self, numel: int, like: Tensor) -> Tensor:
+        # Groups pass one after another, so one buffer of the largest group's size serves them all.
+        kind = (like.dtype, like.device)
+        held = self._scratch.get(kind)
+        if held is None or held.numel() < numel:
+            held = self._scratch[kind] = like.new_empty(numel)
+        return held[:numel]

@@ -112,6 +112,10 @@ def _check_options(model: DistributedDataParallel) -> None:
         raise UnsupportedModelError(
             "delay_all_reduce_named_params reduces these parameters past the hook: leave it out"
         )
+    if model.skip_all_reduce_unused_params:
+        raise UnsupportedModelError(
+            "skip_all_reduce_unused_params hides gradients from the hook: leave it out"
+        )
     if any(hasattr(p, "_in_backward_optimizers") for p in model.module.parameters()):
         raise UnsupportedModelError(
             "an optimizer runs inside the backward pass (_apply_optimizer_in_backward), before "

@@ -18,6 +18,7 @@ from torchcomp.component import Component
 from torchcomp.ddp.assembly import Assembly
 from torchcomp.ddp.executors import Executor
 from torchcomp.ddp.unused import UnusedWatch
+from torchcomp.errors import UnsupportedModelError
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
 from torchcomp.memory import ErrorMemory
@@ -66,6 +67,8 @@ class Handle:
         seed: int,
         scaler: "torch.amp.GradScaler | None",
     ) -> None:
+        # Weak, because DDP's reducer holds the handle: a cycle would keep the model alive.
+        self._model = weakref.ref(model)
         self._parameters = parameters
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._groups = groups
@@ -214,6 +217,12 @@ class Handle:
         return delivery
 
     def _begin_step(self) -> None:
+        model = self._model()
+        if model is not None and model._join_config.enable:
+            raise UnsupportedModelError(
+                "model.join() stands in for ranks that ran out of data with gradients of its own, "
+                "and an error memory cannot tell: give every rank the same number of batches"
+            )
         self._in_backward = True
         self._failure = None
         self._deliveries: list[Delivery] = []
