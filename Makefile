@@ -1,0 +1,29 @@
+# `make` alone lists what there is. Every target but help and clean first sets up .venv, which takes
+# two minutes or so the first time and no time after that: see tools/setup.sh.
+PYTHON ?= python3
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test lint setup clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):[^#]*## /  make \1@/p' Makefile | awk -F@ '{ printf "%-18s %s\n", $$1, $$2 }'
+	@echo '  PYTHON=python3.12 picks the interpreter that first makes .venv'
+
+quickstart: setup ## train three ways on real data with two ranks: a table and a plot, in minutes
+	@.venv/bin/python recipes/quickstart.py $(ARGS)
+
+test: setup ## run the tests; make test ARGS="-k topk" runs some of them
+	@.venv/bin/python -m pytest $(ARGS)
+
+lint: setup ## ruff (rules and format) and mypy --strict
+	@.venv/bin/python -m ruff check .
+	@.venv/bin/python -m ruff format --check .
+	@.venv/bin/python -m mypy
+
+setup: ## only set up .venv; does nothing when nothing changed
+	@PYTHON='$(PYTHON)' sh tools/setup.sh
+
+clean: ## remove caches and build products; keeps .venv and your runs
+	@rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@find . -path ./.venv -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +

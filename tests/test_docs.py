@@ -1,0 +1,87 @@
+"""What the documents show is run as it stands there."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchcomp
+from tests.support.ranks import on_processes
+from torchcomp.codec import Codec
+from torchcomp.keys import Key
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def after(diff: str) -> str:
+    return "".join(line[1:] for line in diff.splitlines(keepends=True))
+
+
+def before(diff: str) -> str:
+    kept = [line for line in diff.splitlines(keepends=True) if not line.startswith("+")]
+    return after("".join(kept))
+
+
+@pytest.mark.parametrize("diff", blocks(README, "diff"), ids=["register", "local-steps"])
+def test_readme_diff_runs_before_and_after(diff: str, tmp_path: Path) -> None:
+    assert diff.count("\n+") == 2, "an import and one line"
+    for version in (before(diff), after(diff)):
+        script = tmp_path / "script.py"
+        script.write_text(version)
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        run = subprocess.run(
+            [*launcher, "--nproc-per-node", "2", str(script)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=90,
+        )
+        assert run.returncode == 0, run.stderr
+
+
+def run_readme(folder: str) -> str:
+    os.chdir(folder)
+    model = DistributedDataParallel(nn.Linear(8, 3))
+    data = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(3)]
+    names = {
+        "dist": dist,
+        "loader": data,
+        "loss_of": nn.functional.cross_entropy,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "torch": torch,
+    }
+    for block in blocks(README, "python"):
+        exec(block, names)
+    return str(names["plan"])
+
+
+def test_readme_python_blocks_run_and_print_what_they_show(tmp_path: Path) -> None:
+    shown = on_processes(2, run_readme, str(tmp_path))[0]
+    assert f"```\n{shown}\n```" in README
+
+
+def test_contributing_adds_a_compressor(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, object] = {"__name__": "sign"}
+    (source,) = blocks((ROOT / "CONTRIBUTING.md").read_text(), "python")
+    exec(source, names)
+    monkeypatch.setitem(torchcomp.spec.COMPONENTS, "sign", names["Sign"])
+    compressor = torchcomp.parse("ef(sign)").compressor
+    x = torch.tensor([3.0, -1.0, 0.0])
+    codec = Codec(compressor, ("x",), (3,), x.dtype)
+    decoded = torch.zeros(3)
+    codec.accumulate(codec.unpack(codec.pack(codec.encode(x, Key(0)))), decoded, Key(0))
+    torch.testing.assert_close(decoded, torch.tensor([4 / 3, -4 / 3, 0.0]))
+    assert codec.nbytes == 3 + 4

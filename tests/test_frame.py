@@ -1,0 +1,408 @@
+"""The frame: what is packaged, what is pinned, and that the set-up keeps its promises.
+
+The set-up script runs here for real, but in a folder of its own whose PATH holds a make-believe
+machine: a Python that only writes down what pip was asked for, and an apt-get where a test has one.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+CONSTRAINTS = [
+    line
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+
+
+def run(command, *, cwd=ROOT, check=True, **env):
+    """Run a command without a terminal and without what an outer `make` left in the environment."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**clean, **env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    if check and done.returncode:
+        pytest.fail(f"{command} exited {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done
+
+
+# --- What is packaged -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    tree = tmp_path_factory.mktemp("wheel") / "tree"
+    left_out = shutil.ignore_patterns(
+        ".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "outputs", "data", "*.beton"
+    )
+    shutil.copytree(ROOT, tree, ignore=left_out)
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "."]
+    run([*build, "--wheel-dir", str(tree / "out")], cwd=tree)
+    (path,) = (tree / "out").glob("*.whl")
+    return path
+
+
+def test_wheel_holds_torchcomp_and_nothing_else(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    packed = {name for name in names if ".dist-info/" not in name}
+    sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "torchcomp").rglob("*.py")}
+    assert packed == sources | {"torchcomp/py.typed"}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_wheel_has_the_one_version(wheel):
+    import torchcomp
+
+    assert wheel.name == f"torchcomp_ddp-{torchcomp.__version__}-py3-none-any.whl"
+    holders = [
+        path.relative_to(ROOT).as_posix()
+        for path in [*(ROOT / "torchcomp").rglob("*.py"), ROOT / "pyproject.toml"]
+        if f'"{torchcomp.__version__}"' in path.read_text()
+    ]
+    assert holders == ["torchcomp/_version.py"]
+
+
+def test_console_script_can_be_called():
+    from torchcomp.__main__ import main
+
+    assert PROJECT["scripts"] == {"torchcomp": "torchcomp.__main__:main"}
+    assert callable(main)
+
+
+def test_core_depends_on_torch_and_numpy_alone():
+    assert {Requirement(d).name for d in PROJECT["dependencies"]} == {"torch", "numpy"}
+
+
+def test_import_takes_in_no_extra():
+    modules = ["torchvision", "timm", "ffcv", "numba", "sklearn", "matplotlib", "PIL", "yaml"]
+    code = f"import sys, torchcomp; print([m for m in {modules} if m in sys.modules])"
+    assert run([sys.executable, "-c", code]).stdout.strip() == "[]"
+
+
+# --- What is pinned -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
+def test_every_dependency_has_one_pin(python):
+    here = {"python_version": python}
+    pins = {}
+    for requirement in map(Requirement, CONSTRAINTS):
+        if requirement.marker is None or requirement.marker.evaluate(here):
+            name = canonicalize_name(requirement.name)
+            assert name not in pins, f"{name} is pinned twice for Python {python}"
+            pins[name] = next(iter(requirement.specifier)).version
+    named = [*PROJECT["dependencies"], *(d for extra in EXTRAS.values() for d in extra)]
+    for dependency in map(Requirement, named):
+        pin = pins.get(canonicalize_name(dependency.name))
+        assert pin is not None, f"{dependency.name} is not pinned for Python {python}"
+        assert dependency.specifier.contains(pin), f"{dependency} excludes its own pin {pin}"
+
+
+def test_constraints_are_plain_pins():
+    # No URL, no path, no local version (+cpu): the same file serves any index and either build.
+    pin = re.compile(r'[a-z0-9-]+==[0-9][0-9a-z.]*( ; python_version (<|>=) "3\.\d+")?')
+    assert [line for line in CONSTRAINTS if not pin.fullmatch(line)] == []
+    assert "torch==2.13.0" in CONSTRAINTS
+
+
+def test_environment_is_the_pinned_one():
+    # What runs these tests is what the file says, or a failure here could not be had elsewhere.
+    from importlib.metadata import PackageNotFoundError, version
+
+    for requirement in map(Requirement, CONSTRAINTS):
+        if requirement.marker is None or requirement.marker.evaluate():
+            try:
+                found = version(requirement.name).partition("+")[0]
+            except PackageNotFoundError:
+                continue  # an extra that is not installed
+            assert requirement.specifier.contains(found), f"{requirement} but {found} is installed"
+
+
+# --- make and .ci/run -----------------------------------------------------------------------------
+
+
+def test_make_lists_its_targets():
+    listed = run(["make"]).stdout
+    for target in ("help", "quickstart", "test", "lint", "clean"):
+        assert re.search(rf"^  make {target} +\S", listed, re.MULTILINE), target
+
+
+@pytest.mark.parametrize(
+    ("target", "command"),
+    [
+        ("quickstart", ".venv/bin/python recipes/quickstart.py --seeds 2"),
+        ("test", ".venv/bin/python -m pytest --seeds 2"),
+        ("lint", ".venv/bin/python -m mypy"),
+    ],
+)
+def test_target_sets_up_first(target, command):
+    steps = run(["make", "-n", target, "ARGS=--seeds 2"]).stdout.splitlines()
+    assert steps[0].endswith("sh tools/setup.sh")
+    assert steps[-1].strip() == command
+
+
+@pytest.mark.parametrize(("failing", "code"), [("none", 0), ("lint", 1), ("test", 1)])
+def test_ci_runs_both_and_fails_if_either_does(tmp_path, failing, code):
+    executable(tmp_path / "make", f'echo "ran $1"; [ "$1" != {failing} ]')
+    done = run([ROOT / ".ci/run"], check=False, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert (done.returncode, done.stdout) == (code, "ran lint\nran test\n")
+
+
+# --- The set-up -----------------------------------------------------------------------------------
+
+PYTHON = """
+case "$*" in
+"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+"-m pip --version") ;;
+"-m pip install"*)
+    echo "$*" >>pip-calls
+    case "$*" in *" ffcv")
+        [ ! -e interrupt ] || kill -INT $PPID
+        [ ! -e ffcv-fails ] || { echo "no such header" >&2; exit 1; }
+    esac
+    [ ! -e pip-fails ] ;;
+*version_info*10*) [ ! -e old-python ] ;;
+*"import ensurepip"*) [ ! -e no-venv ] ;;
+*python_version*) echo 3.9.18 ;;
+*get_path*) echo include ;;
+*importlib.metadata*) echo timm; echo pillow ;;
+esac
+"""
+PKG_CONFIG = 'for last; do :; done; case "$1" in --exists) [ -e "libraries/$last" ] ;; esac'
+APT_GET = """
+echo "$*" >>apt-calls
+case "$*" in *install*) touch libraries/opencv4 libraries/libturbojpeg ;; esac
+"""
+LIBRARIES = ("opencv4", "libturbojpeg")
+
+
+def executable(path, script):
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+class Machine:
+    """A folder with a copy of the set-up, and a PATH with nothing on it but what is put there."""
+
+    def __init__(self, root):
+        self.root, self.bin = root, root / "bin"
+        for folder in ("bin", "tools", "include", "libraries"):
+            (root / folder).mkdir()
+        (root / "include/Python.h").touch()
+        for name in ("tools/setup.sh", "pyproject.toml", "constraints.txt"):
+            shutil.copy(ROOT / name, root / name)
+        tools = ["sh", "dirname", "cksum", "sed", "cat", "cp", "rm", "mv", "mkdir", "env", "touch"]
+        for tool in tools:
+            (self.bin / tool).symlink_to(shutil.which(tool))
+        self.has("python3", PYTHON)
+        self.has("pkg-config", PKG_CONFIG)
+        self.has("c++", "")
+        self.has("id", "echo 0")
+
+    def has(self, name, script):
+        executable(self.bin / name, script)
+
+    def set_up(self, *arguments, check=True):
+        (self.root / "pip-calls").write_text("")
+        done = run(
+            [self.bin / "sh", "tools/setup.sh", *arguments],
+            cwd=self.root,
+            check=check,
+            PATH=str(self.bin),
+            PYTHON="python3",
+        )
+        self.installed = (self.root / "pip-calls").read_text().splitlines()
+        self.output, self.errors = done.stdout.splitlines(), done.stderr.splitlines()
+        return done.returncode
+
+    @property
+    def about_ffcv(self):
+        return [line for line in self.output if line.startswith("ffcv is skipped")]
+
+    @property
+    def ffcv_built(self):
+        return any(call.endswith(" ffcv") for call in self.installed)
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+@pytest.fixture
+def ready(machine):
+    """A machine where everything ffcv needs is there."""
+    for library in LIBRARIES:
+        (machine.root / "libraries" / library).touch()
+    return machine
+
+
+def test_without_apt_one_line_says_what_to_install(machine):
+    machine.set_up()
+    assert machine.about_ffcv == [
+        "ffcv is skipped, because there is no apt-get here: "
+        "install libturbojpeg0-dev libopencv-dev (names of Debian and Ubuntu) and run make again; "
+        "until then the recipes read with torchvision's loader."
+    ]
+    assert machine.errors == []
+    assert any("-e .[kernels,dev]" in call for call in machine.installed)
+    assert any(call.endswith(" timm pillow") for call in machine.installed)
+    assert not machine.ffcv_built
+
+
+def test_the_line_names_a_missing_compiler_and_pkg_config_too(machine):
+    (machine.bin / "c++").unlink()
+    (machine.bin / "pkg-config").unlink()
+    machine.set_up("--libraries")
+    assert len(machine.output) == 1
+    assert "install pkg-config libturbojpeg0-dev libopencv-dev g++ (" in machine.output[0]
+
+
+def test_apt_is_asked_for_just_what_is_missing(machine):
+    machine.has("apt-get", APT_GET)
+    (machine.root / "libraries/libturbojpeg").touch()
+    machine.set_up()
+    asked = (machine.root / "apt-calls").read_text().splitlines()
+    assert asked[0] == "update"
+    assert asked[1].endswith("install -y --no-install-recommends libopencv-dev")
+    assert machine.ffcv_built
+    assert machine.about_ffcv == []
+
+
+def test_apt_that_fails_is_one_line_and_no_more(machine):
+    machine.has("apt-get", "echo 'E: unable to fetch'; exit 100")
+    machine.set_up()
+    assert len(machine.about_ffcv) == 1
+    assert "because apt-get failed (see .venv/setup-apt.log)" in machine.about_ffcv[0]
+    assert "unable to fetch" in (machine.root / ".venv/setup-apt.log").read_text()
+    assert not any("unable" in line for line in machine.output + machine.errors)
+
+
+@pytest.mark.parametrize("sudo", [None, "echo 'a password is required' >&2; exit 1"])
+def test_apt_without_root_is_one_line(machine, sudo):
+    machine.has("apt-get", APT_GET)
+    machine.has("id", "echo 1000")
+    if sudo:
+        machine.has("sudo", sudo)
+    machine.set_up()
+    assert len(machine.about_ffcv) == 1
+    assert "because apt-get needs root: run apt-get install" in machine.about_ffcv[0]
+    assert machine.errors == []
+    assert not (machine.root / "apt-calls").exists()
+
+
+def test_apt_goes_through_sudo_that_asks_nothing(machine):
+    machine.has("apt-get", APT_GET)
+    machine.has("id", "echo 1000")
+    machine.has("sudo", 'echo "$*" >>sudo-calls; shift; [ "$1" = true ] || "$@"')
+    machine.set_up()
+    assert machine.ffcv_built
+    assert all(c.startswith("-n ") for c in (machine.root / "sudo-calls").read_text().splitlines())
+
+
+def test_second_run_does_nothing_and_says_nothing(ready):
+    ready.set_up()
+    assert ready.ffcv_built
+    ready.set_up()
+    assert (ready.installed, ready.output, ready.errors) == ([], [], [])
+
+
+def test_second_run_without_ffcv_says_so_again_and_does_nothing(machine):
+    machine.set_up()
+    first = machine.about_ffcv
+    machine.set_up()
+    assert (machine.installed, machine.output) == ([], first)
+
+
+def test_ffcv_is_built_once_its_libraries_have_come(machine):
+    machine.set_up()
+    for library in LIBRARIES:
+        (machine.root / "libraries" / library).touch()
+    machine.set_up()
+    assert len(machine.installed) == 1
+    assert machine.ffcv_built
+    machine.set_up()
+    assert (machine.installed, machine.output) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["constraints.txt", "pyproject.toml", "tools/setup.sh"])
+def test_changed_inputs_are_installed_anew(ready, name):
+    ready.set_up()
+    with (ready.root / name).open("a") as file:
+        file.write("# changed\n")
+    ready.set_up()
+    assert len(ready.installed) == 3
+
+
+def test_failed_set_up_leaves_no_stamp(ready):
+    ready.set_up()
+    (ready.root / "constraints.txt").write_text("torch==0.0\n")
+    (ready.root / "pip-fails").touch()
+    assert ready.set_up(check=False) != 0
+    assert not (ready.root / ".venv/setup-stamp").exists()
+    (ready.root / "pip-fails").unlink()
+    ready.set_up()
+    assert len(ready.installed) == 3
+
+
+def test_interrupted_build_of_ffcv_is_not_taken_for_a_failed_one(ready):
+    (ready.root / "interrupt").touch()
+    assert ready.set_up(check=False) == 130
+    assert not (ready.root / ".venv/setup-stamp").exists()
+
+
+def test_failed_build_of_ffcv_is_one_line_and_no_more(ready):
+    (ready.root / "ffcv-fails").touch()
+    ready.set_up()
+    first = ready.about_ffcv
+    assert len(first) == 1
+    assert "its build failed: see .venv/setup-ffcv.log" in first[0]
+    assert ready.errors == []
+    assert "no such header" in (ready.root / ".venv/setup-ffcv.log").read_text()
+    ready.set_up()
+    assert (ready.installed, ready.output) == ([], first)
+
+
+@pytest.mark.parametrize(
+    ("flaw", "message"),
+    [
+        ("old-python", "torchcomp needs Python 3.10 or newer, python3 is 3.9.18"),
+        ("no-venv", "cannot make virtual environments: install python3-venv"),
+    ],
+)
+def test_unfit_python_is_one_line(machine, flaw, message):
+    (machine.root / flaw).touch()
+    assert machine.set_up(check=False) == 1
+    assert machine.output == []
+    assert len(machine.errors) == 1
+    assert message in machine.errors[0]
+
+
+def test_missing_python_is_one_line(machine):
+    (machine.bin / "python3").unlink()
+    assert machine.set_up(check=False) == 1
+    assert len(machine.errors) == 1
+    assert "no Python called 'python3'" in machine.errors[0]
