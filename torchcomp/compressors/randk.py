@@ -1,6 +1,7 @@
 """RandK: keep k entries drawn at random, the same on every rank."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -55,7 +56,13 @@ class RandK(Sparsifier):
         return numel / self.kept(numel) if self.unbiased and numel else 1.0
 
     def _support(self, numel: int, key: Key, device: torch.device) -> Tensor:
-        # Drawn on the host, so that CPUs and GPUs of one run agree; ascending for locality.
-        chosen = key.shared().choice(numel, self.kept(numel), replace=False, shuffle=False)
-        chosen.sort()
-        return torch.from_numpy(chosen).to(device)
+        return _draw(numel, self.kept(numel), key).to(device)
+
+
+# One bucket's support is needed three times in a row: to send, to subtract and to decode.
+@lru_cache(maxsize=1)
+def _draw(numel: int, k: int, key: Key) -> Tensor:
+    # Drawn on the host, so that CPUs and GPUs of one run agree; ascending for locality.
+    chosen = key.shared().choice(numel, k, replace=False, shuffle=False)
+    chosen.sort()
+    return torch.from_numpy(chosen)

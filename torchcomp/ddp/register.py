@@ -96,7 +96,8 @@ def _transport(model: DistributedDataParallel) -> tuple[Exchange, Executor]:
     group, device = model.process_group, next(model.module.parameters()).device
     if device.type == "cuda":
         return Exchange(group, device), StreamExecutor(device)
-    if "gloo" not in dist.get_backend(group):
+    # Not get_backend, because a group that was made without naming a backend has several.
+    if "cpu:gloo" not in dist.get_backend_config(group):
         return Exchange(group, device), InlineExecutor()
     # A group of its own, because DDP and the user issue collectives from another thread.
     ranks = dist.get_process_group_ranks(group)
