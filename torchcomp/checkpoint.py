@@ -11,6 +11,7 @@ from torchcomp.errors import CheckpointError
 from torchcomp.exchange import Exchange
 
 VERSION = 1
+_HEADER = ("version", "spec", "rank", "world_size")
 
 
 def header(spec: str, exchange: Exchange) -> dict[str, Any]:
@@ -133,6 +134,12 @@ def _check_complete(states: list[dict[str, Any]], world_size: int) -> None:
         raise CheckpointError(f"world_size must be at least 1, not {world_size}")
     if not states:
         raise CheckpointError("no states: give the state dicts of all ranks of the old run")
+    needed = (*_HEADER, "step", "shapes", "error")
+    if any(name not in state for state in states for name in needed):
+        raise CheckpointError(
+            f"not state dicts of a gradient handle: each needs {', '.join(needed)} (local steps "
+            "keep no error memory, and start again from averaged weights)"
+        )
     ranks = sorted(state["rank"] for state in states)
     expected = list(range(states[0]["world_size"]))
     if ranks != expected:
@@ -140,3 +147,5 @@ def _check_complete(states: list[dict[str, Any]], world_size: int) -> None:
     for name in ("version", "spec", "step", "shapes"):
         if any(state[name] != states[0][name] for state in states):
             raise CheckpointError(f"the states are not of one run at one step: their {name} differ")
+    if any(state["error"].keys() != states[0]["error"].keys() for state in states):
+        raise CheckpointError("the states hold error memories of different parameters")

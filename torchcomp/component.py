@@ -44,6 +44,9 @@ class Component:
 def _literal(value: Any) -> str:
     if isinstance(value, Component):
         return str(value)
+    if isinstance(value, float):
+        # NumPy's floats are floats, too, but do not print as literals.
+        return repr(float(value))
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 

@@ -6,6 +6,7 @@ The only file of the project that imports ``torch.testing._internal``.
 import os
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -95,11 +96,12 @@ def on_processes(
             context.Process(target=_process_main, args=(rank, world_size, folder, body, args))
             for rank in range(world_size)
         ]
+        deadline = time.monotonic() + timeout
         for process in processes:
             process.start()
         try:
             for process in processes:
-                process.join(timeout)
+                process.join(max(0.0, deadline - time.monotonic()))
             if any(process.is_alive() for process in processes):
                 raise TimeoutError(f"a rank is still running after {timeout} seconds")
         finally:

@@ -60,4 +60,4 @@ class Sparsifier(Compressor):
         if self.k is not None:
             return min(self.k, numel)
         # The decimal that the user wrote, not its binary neighbour: 0.07 of 100 is 7, not 8.
-        return math.ceil(Fraction(repr(self.ratio)) * numel)
+        return math.ceil(Fraction(str(self.ratio)) * numel)
