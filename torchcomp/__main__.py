@@ -1,6 +1,7 @@
 """Command line: ``python -m torchcomp explain "ef(topk(0.01))" --numel 25.6e6 --world-size 8``."""
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 
@@ -44,7 +45,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
     if not number.is_integer():
         raise argparse.ArgumentTypeError(f"{text} is not a whole number")
     return int(number)

@@ -6,7 +6,7 @@ Compressors, aggregators and schedules are all components. ``str(component)`` is
 
 import difflib
 import json
-import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -22,11 +22,13 @@ class Component:
         name: the name in spec strings.
         kind: what the component is, for error messages ("compressor", "schedule", ...).
         positional: how many leading options are printed without their name.
+        example: a spec that builds one, for errors about missing options.
     """
 
     name: ClassVar[str]
     kind: ClassVar[str]
     positional: ClassVar[int] = 1
+    example: ClassVar[str] = ""
 
     def __str__(self) -> str:
         arguments = []
@@ -53,7 +55,7 @@ def _literal(value: Any) -> str:
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint: the known word most like `word`, or all known words where none is alike."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, n=1)
+    close = difflib.get_close_matches(word.lower(), names, n=1)
     if close:
         return f"did you mean '{close[0]}'?"
     return f"known: {', '.join(names)}" if names else "it takes no options"
@@ -94,7 +96,7 @@ def check_positive(owner: Component, field: str) -> None:
     """
     value = getattr(owner, field)
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
+    if not number or not 0 < value <= sys.float_info.max:
         raise SpecError(
             f"{owner.name}: {field} must be a finite number above 0, not {value!r}", field
         )

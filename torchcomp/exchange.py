@@ -134,6 +134,11 @@ class Exchange:
         return Traffic(sent=moved, received=moved, dense=sum_bytes(dense, self.world_size))
 
 
+def first_line(problem: Exception | None) -> str:
+    """An error in a form that :meth:`Exchange.require_same` can list beside other ranks'."""
+    return "none" if problem is None else str(problem).partition("\n")[0]
+
+
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 

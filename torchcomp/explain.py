@@ -13,7 +13,7 @@ from torchcomp.component import Component
 from torchcomp.ddp.checks import bucket_caps, trained_parameters
 from torchcomp.errors import SpecError
 from torchcomp.exchange import gather_bytes, sum_bytes
-from torchcomp.schedules import Every, Horizon, Schedule, synchronisations
+from torchcomp.schedules import Horizon, Schedule, synchronisations
 from torchcomp.spec import parse, parse_schedule
 
 Shape = tuple[tuple[str, ...], tuple[int, ...], torch.dtype]
@@ -35,7 +35,7 @@ class Plan:
         dense_bytes_sent: payload bytes that a rank sends per step under plain DDP.
         memory_bytes: bytes of state that a rank keeps beside the model.
         break_even_world_size: number of ranks from which on the method sends at least as much as
-            plain DDP; None if that never happens.
+            plain DDP; None where the ratio is the same for any number of ranks (all-reduce).
         syncs: synchronisations of the whole run, for a schedule; else None.
         total_steps: optimizer steps of the whole run, for a schedule; else None.
     """
@@ -79,7 +79,7 @@ class Plan:
     def _saving(self) -> str:
         if not self.bytes_sent:
             return "nothing is sent"
-        return f"{self.dense_bytes_sent / self.bytes_sent:.3g} x"
+        return f"{_three_digits(self.dense_bytes_sent / self.bytes_sent)} x"
 
     def _break_even(self) -> str:
         if self.break_even_world_size is None:
@@ -116,6 +116,8 @@ def explain(
     Raises:
         SpecError: if the spec cannot be built, or an argument that it needs is missing.
     """
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise SpecError(f"dtype must be a floating-point torch.dtype, not {dtype!r}")
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise SpecError(f"world_size must be a whole number of at least 1, not {world_size!r}")
     shapes = _shapes(numel, model, dtype)
@@ -142,7 +144,7 @@ def sync_steps(
 
     Raises:
         SpecError: if the schedule or the horizon cannot be built.
-        ScheduleError: if a rate is not a finite number above 0.
+        ScheduleError: if the schedule cannot use a rate.
     """
     return synchronisations(parse_schedule(spec), lr, Horizon(total_steps, warmup_steps))
 
@@ -177,8 +179,10 @@ def _explain_schedule(
 ) -> Plan:
     if total_steps is None:
         raise SpecError(f"to explain the schedule '{schedule}', give total_steps")
-    if lr is None and not isinstance(schedule, Every):
-        raise SpecError(f"to explain the schedule '{schedule}', give lr, a function of the step")
+    if lr is None and schedule.reads_rate:
+        raise SpecError(
+            f"to explain the schedule '{schedule}', give lr=, a function of the step (in Python)"
+        )
     rate = lr or (lambda step: 1.0)
     syncs = len(synchronisations(schedule, rate, Horizon(total_steps, warmup_steps)))
     # Parameters are averaged in float32 or wider.
@@ -234,5 +238,9 @@ def _nbytes(shapes: list[Shape]) -> int:
 def _bytes(count: int) -> str:
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
-            return f"{count / size:.3g} {unit} ({count:,} bytes)"
+            return f"{_three_digits(count / size)} {unit} ({count:,} bytes)"
     return f"{count:,} bytes"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

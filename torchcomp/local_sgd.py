@@ -1,8 +1,10 @@
 """LocalSGD: local optimizer steps, and an average of the parameters when the schedule says so."""
 
 import logging
+import weakref
 import zlib
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torchcomp.bucket import Bucket, Group, memory_order, partition
 from torchcomp.component import Component
 from torchcomp.ddp.checks import OWNER, bucket_caps, check_is_ddp, check_model, trained_parameters
 from torchcomp.errors import CheckpointError, ScheduleError, SpecError, UnsupportedModelError
-from torchcomp.exchange import Exchange
+from torchcomp.exchange import Exchange, first_line
 from torchcomp.keys import Key
 from torchcomp.memory import ErrorMemory
 from torchcomp.nonfinite import FiniteWatch
@@ -29,6 +31,30 @@ _SCALER_ADVICE = (
     "If a GradScaler skips optimizer steps on some ranks, hand it over: "
     "torchcomp.LocalSGD(..., scaler=scaler)"
 )
+
+
+@dataclass
+class Progress:
+    """One rank's clock.
+
+    Attributes:
+        step: turns of the optimizer so far.
+        round_start: steps before the round in progress, or before the last one.
+        round_end: the step, counted from 1, at whose end that round synchronises.
+        syncs: synchronisations so far.
+        forwards: forward passes in training since the last synchronisation.
+    """
+
+    step: int = 0
+    round_start: int = 0
+    round_end: int = 0
+    syncs: int = 0
+    forwards: int = 0
+
+    @property
+    def inside_round(self) -> bool:
+        """Whether local steps were taken since the last synchronisation."""
+        return self.round_start < self.step < self.round_end
 
 
 class LocalSGD:
@@ -54,7 +80,8 @@ class LocalSGD:
         optimizer: any torch optimizer over the model's parameters. Where its groups have different
             learning rates, the schedule reads the largest.
         spec: the schedule, such as ``"every(8)"`` or ``"qsr(alpha=0.0175, h_base=4)"``.
-        total_steps: T, optimizer steps of the whole run.
+        total_steps: T, optimizer steps of the whole run; of what is left of it, if a run goes on
+            without :meth:`load_state_dict`.
         warmup_steps: W, steps of learning-rate warm-up.
         scaler: the ``GradScaler`` of the loop, if there is one.
 
@@ -90,14 +117,15 @@ class LocalSGD:
         self._parameters = dict(trained_parameters(model))
         self._groups = partition(self._parameters.items(), bucket_caps(model))
         self._meter = Meter()
-        self._step = 0
-        self._round_start = 0
-        self._round_end = 0
-        self._syncs = 0
-        self._forwards = 0
+        self._progress = Progress()
         self._in_scaler = False
         self._expected_weights: int | None = None
         self._undo = self._install(scaler)
+        # A script that ends inside a round has as many models as ranks, and may not know it.
+        self._finalizer = weakref.finalize(self, _end, self._progress, self._horizon)
+
+    def __repr__(self) -> str:
+        return f"<LocalSGD '{self._schedule}': {self.stats}>"
 
     @property
     def schedule(self) -> Schedule:
@@ -106,13 +134,16 @@ class LocalSGD:
 
     @property
     def next_sync(self) -> int | None:
-        """The step, counted from 1, at which the round in progress ends; None between rounds."""
-        return self._round_end if self._step < self._round_end else None
+        """The step, counted from 1, at which the round in progress ends; None between rounds.
+
+        Between rounds all ranks hold the same parameters: the time to evaluate or to save.
+        """
+        return self._progress.round_end if self._progress.inside_round else None
 
     @property
     def stats(self) -> Stats:
         """Counters of this rank: bytes of the last synchronisation and in all."""
-        return self._meter.snapshot(self._step, self._syncs, {})
+        return self._meter.snapshot(self._progress.step, self._progress.syncs, {})
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's clock: plain numbers and strings.
@@ -124,11 +155,7 @@ class LocalSGD:
             **checkpoint.header(str(self._schedule), self._exchange),
             "total_steps": self._horizon.total_steps,
             "warmup_steps": self._horizon.warmup_steps,
-            "step": self._step,
-            "round_start": self._round_start,
-            "round_end": self._round_end,
-            "syncs": self._syncs,
-            "forwards": self._forwards,
+            **asdict(self._progress),
             "traffic": self._meter.state_dict(),
             "weights": _digest(self._parameters),
             "shapes": {name: list(p.shape) for name, p in self._parameters.items()},
@@ -151,24 +178,14 @@ class LocalSGD:
                     f"the checkpoint was taken with {name}={state[name]}, and this run has "
                     f"{name}={getattr(self._horizon, name)}"
                 )
-        self._step = state["step"]
-        self._round_start = state["round_start"]
-        self._round_end = state["round_end"]
-        self._syncs = state["syncs"]
-        self._forwards = state["forwards"]
+        for field in fields(Progress):
+            setattr(self._progress, field.name, state[field.name])
         self._meter.load_state_dict(state["traffic"])
         self._expected_weights = state["weights"]
 
     def close(self) -> None:
         """Remove every hook and give the model back to DDP; harmless when repeated."""
-        if self._undo and self._step not in (self._round_start, self._round_end):
-            _log.warning(
-                "local steps end at step %d, inside the round from %d to %d: the ranks' parameters "
-                "differ",
-                self._step,
-                self._round_start,
-                self._round_end,
-            )
+        self._finalizer()
         while self._undo:
             self._undo.pop()()
 
@@ -196,7 +213,7 @@ class LocalSGD:
             facts["parameters"] = [(name, tuple(p.shape)) for name, p in trained_parameters(model)]
         except Exception as error:
             problem = error
-        facts |= {"spec": spec if problem else schedule, "problem": problem}
+        facts |= {"spec": spec if problem else schedule, "problem": first_line(problem)}
         self._exchange.require_same("torchcomp.LocalSGD", facts)
         if problem is not None:
             raise problem
@@ -218,7 +235,7 @@ class LocalSGD:
 
     def _count_forward(self, module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():
-            self._forwards += 1
+            self._progress.forwards += 1
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._in_scaler:
@@ -249,22 +266,38 @@ class LocalSGD:
                 "model.join() lets ranks take different numbers of steps, and rounds need the same "
                 "number: give every rank the same number of batches"
             )
-        if self._step >= self._horizon.total_steps:
+        progress = self._progress
+        if progress.step >= self._horizon.total_steps:
             raise ScheduleError(
-                f"optimizer step {self._step + 1}, but the run was announced with total_steps="
+                f"optimizer step {progress.step + 1}, but the run was announced with total_steps="
                 f"{self._horizon.total_steps}, and its last synchronisation has been: announce "
                 "more steps, or close() and go on with plain DDP"
             )
         if self._expected_weights is not None:
             self._check_weights()
-        if self._step == self._round_end:
+        if progress.step == progress.round_end:
             rate = max(float(group["lr"]) for group in self._optimizer.param_groups)
-            self._round_end = self._schedule.round_end(self._step, rate, self._horizon)
-            self._round_start = self._step
+            progress.round_end = self._schedule.round_end(progress.step, rate, self._horizon)
+            progress.round_start = progress.step
+            self._warn_of_long_round(rate)
+
+    def _warn_of_long_round(self, rate: float) -> None:
+        start, end = self._progress.round_start, self._progress.round_end
+        total = self._horizon.total_steps
+        if self._schedule.reads_rate and 2 * (end - start) > total:
+            _log.warning(
+                "the round from step %d to %d is most of the run (%d steps), because the learning "
+                "rate is %g: no rank averages before its end. If that is a warm-up rate, give "
+                "warmup_steps; else compare the schedule's coefficient with the peak rate",
+                start,
+                end,
+                total,
+                rate,
+            )
 
     def _end_turn(self) -> None:
-        self._step += 1
-        if self._step == self._round_end:
+        self._progress.step += 1
+        if self._progress.step == self._progress.round_end:
             self._synchronise()
 
     def _check_weights(self) -> None:
@@ -277,17 +310,19 @@ class LocalSGD:
         self._expected_weights = None
 
     def _synchronise(self) -> None:
-        progress = {
-            "optimizer steps": self._step,
-            "round": f"{self._round_start} to {self._round_end}",
-            "forward passes in training": self._forwards,
+        progress = self._progress
+        facts = {
+            "optimizer steps": progress.step,
+            "round": f"{progress.round_start} to {progress.round_end}",
+            "forward passes in training": progress.forwards,
         }
-        self._exchange.require_same("synchronisation", progress, _SCALER_ADVICE)
+        self._exchange.require_same("synchronisation", facts, _SCALER_ADVICE)
         self._average()
         nbytes = sum(parameter.nbytes for parameter in self._parameters.values())
-        self._meter.record(self._exchange.take_traffic(nbytes * (self._step - self._round_start)))
-        self._syncs += 1
-        self._forwards = 0
+        steps = progress.step - progress.round_start
+        self._meter.record(self._exchange.take_traffic(nbytes * steps))
+        progress.syncs += 1
+        progress.forwards = 0
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -295,11 +330,11 @@ class LocalSGD:
         buckets = [self._flatten(group) for group in self._groups]
         for bucket in buckets:
             watch.before(bucket)
-            key = Key(seed=0, step=self._syncs, rank=self._exchange.rank)
+            key = Key(seed=0, step=self._progress.syncs, rank=self._exchange.rank)
             Mean().aggregate(bucket, self._exchange, ErrorMemory(), key)
             watch.after(bucket)
         if not watch.all_finite():
-            where = f"the parameters after step {self._step}"
+            where = f"the parameters after step {self._progress.step}"
             raise watch.error(self._exchange, where, "No rank has averaged its parameters.")
         for bucket in buckets:
             self._write_back(bucket)
@@ -323,15 +358,23 @@ class LocalSGD:
 _STATE_KEYS = (
     "total_steps",
     "warmup_steps",
-    "step",
-    "round_start",
-    "round_end",
-    "syncs",
-    "forwards",
+    *(field.name for field in fields(Progress)),
     "traffic",
     "weights",
     "shapes",
 )
+
+
+def _end(progress: Progress, horizon: Horizon) -> None:
+    if progress.inside_round:
+        _log.warning(
+            "local steps ended at step %d of %d, inside the round from %d to %d: the ranks' "
+            "parameters differ, and what one rank evaluates or saves is its own model only",
+            progress.step,
+            horizon.total_steps,
+            progress.round_start,
+            progress.round_end,
+        )
 
 
 def _check_optimizer(optimizer: object, model: DistributedDataParallel) -> None:

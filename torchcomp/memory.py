@@ -96,3 +96,4 @@ class ErrorMemory:
         for names in [names for names in self._current if not wanted.isdisjoint(names)]:
             self._loose.update(self._current.pop(names).parts())
             del self._next[names]
+            self._touched.discard(names)

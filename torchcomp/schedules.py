@@ -41,9 +41,14 @@ class Horizon:
 
 @dataclass(frozen=True)
 class Schedule(Component):
-    """Decides how many local steps a round takes."""
+    """Decides how many local steps a round takes.
+
+    Class attributes:
+        reads_rate: whether the learning rate decides.
+    """
 
     kind: ClassVar[str] = "schedule"
+    reads_rate: ClassVar[bool] = False
 
     @abstractmethod
     def period(self, step: int, rate: float, horizon: Horizon) -> int:
@@ -51,20 +56,23 @@ class Schedule(Component):
 
         Args:
             step: optimizer steps taken so far.
-            rate: learning rate of the round's first step; positive and finite.
+            rate: learning rate of the round's first step; finite and at least 0.
             horizon: ends of warm-up and run.
+
+        Raises:
+            ScheduleError: if the rule cannot use the rate.
         """
 
     def round_end(self, step: int, rate: float, horizon: Horizon) -> int:
         """The step, counted from 1, whose end is the round's synchronisation.
 
         Raises:
-            ScheduleError: if the rate is not a finite number above 0.
+            ScheduleError: if the rate is negative or not finite, or 0 where the rule reads it.
         """
-        if not math.isfinite(rate) or rate <= 0:
+        if not math.isfinite(rate) or rate < 0:
             raise ScheduleError(
-                f"the learning rate at step {step} is {rate!r}; a schedule needs a finite rate "
-                "above 0 (end a decay at a small rate such as 1e-6 instead of 0)"
+                f"the learning rate at step {step} is {rate!r}, and a rate is a finite number of "
+                "at least 0"
             )
         return min(step + self.period(step, rate, horizon), horizon.total_steps)
 
@@ -78,6 +86,7 @@ class Every(Schedule):
     """
 
     name: ClassVar[str] = "every"
+    example: ClassVar[str] = "every(4)"
 
     h: int
 
@@ -104,6 +113,8 @@ class QSR(Schedule):
 
     name: ClassVar[str] = "qsr"
     positional: ClassVar[int] = 0
+    reads_rate: ClassVar[bool] = True
+    example: ClassVar[str] = "qsr(alpha=0.0175, h_base=4)"
 
     alpha: float
     h_base: int
@@ -115,6 +126,11 @@ class QSR(Schedule):
     def period(self, step: int, rate: float, horizon: Horizon) -> int:
         if step < horizon.warmup_steps:
             return self.h_base
+        if rate == 0:
+            raise ScheduleError(
+                f"the learning rate at step {step} is 0, and {self.name} divides by it: end a "
+                "decay at a small rate such as 1e-6, or, if this is warm-up, give warmup_steps"
+            )
         ratio = self.alpha / rate
         square = min(ratio * ratio, float(horizon.total_steps))
         return max(self.h_base, math.floor(square))
@@ -135,7 +151,7 @@ def synchronisations(schedule: Schedule, lr: Callable[[int], float], horizon: Ho
         horizon: ends of warm-up and run.
 
     Raises:
-        ScheduleError: if a rate is not a finite number above 0.
+        ScheduleError: if the schedule cannot use a rate.
     """
     steps: list[int] = []
     step = 0

@@ -84,11 +84,15 @@ class _Parser:
             raise SpecError(f"a spec of {len(self.text)} characters; at most {_LONGEST} are read")
         try:
             tree = ast.parse(self.text, mode="eval")
+            return self._value(tree.body)
+        except SpecError:
+            raise
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             column = (getattr(error, "offset", None) or 1) - 1
             problem = getattr(error, "msg", None) or str(error)
+            if "%" in self.text:
+                problem += " (1 % is written 0.01)"
             raise self._error(f"not a spec: {problem}", column) from None
-        return self._value(tree.body)
 
     def _value(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Constant):
@@ -111,7 +115,8 @@ class _Parser:
         values = {option: self._value(value) for option, value in options.items()}
         missing = [f.name for f in fields(cls) if _required(f) and f.name not in values]
         if missing:
-            problem = f"{cls.name} needs {' and '.join(repr(option) for option in missing)}"
+            needed = " and ".join(repr(option) for option in missing)
+            problem = f"{cls.name} needs {needed}, as in {cls.example}"
             raise self._error(problem, self._column(node))
         return self._construct(cls, values, node, options)
 
@@ -132,7 +137,7 @@ class _Parser:
         if not isinstance(name, ast.Name):
             raise self._error("a method's name is expected here", self._column(name))
         if name.id not in COMPONENTS:
-            problem = f"unknown name '{name.id}'; {nearest(name.id, COMPONENTS)}"
+            problem = f"unknown name '{name.id}'; {_nearest_component(name.id)}"
             raise self._error(problem, self._column(name))
         return COMPONENTS[name.id]
 
@@ -167,6 +172,17 @@ class _Parser:
 
     def _error(self, problem: str, column: int) -> SpecError:
         return SpecError(f"{problem}\n  {self.text}\n  {' ' * column}^")
+
+
+def _nearest_component(word: str) -> str:
+    hint = nearest(word, COMPONENTS)
+    if hint.startswith("did you mean"):
+        return hint
+    kinds = {
+        "methods": [component.name for component in (*AGGREGATORS, *COMPRESSORS)],
+        "schedules": [component.name for component in SCHEDULES],
+    }
+    return "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds.items())
 
 
 def _required(field: Any) -> bool:

@@ -33,6 +33,16 @@ class Stats:
     total_dense_bytes_sent: int
     error_norms: Mapping[str, float] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        saved = ""
+        if self.total_bytes_sent:
+            saved = f" ({self.total_dense_bytes_sent / self.total_bytes_sent:.3g} x less)"
+        return (
+            f"{self.steps} steps, {self.syncs} exchanges, {self.total_bytes_sent:,} bytes sent "
+            f"instead of {self.total_dense_bytes_sent:,}{saved}, "
+            f"error memory of norm {self.error_norm:.3g}"
+        )
+
     @property
     def error_norm(self) -> float:
         """Euclidean norm of this rank's whole error memory; 0.0 where there is none."""

@@ -49,6 +49,7 @@ class EF(Aggregator):
     """
 
     name: ClassVar[str] = "ef"
+    example: ClassVar[str] = "ef(topk(0.01))"
     remembers: ClassVar[bool] = True
 
     memory_dtype: str | None = None

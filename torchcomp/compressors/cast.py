@@ -29,6 +29,7 @@ class Cast(Compressor):
     """
 
     name: ClassVar[str] = "cast"
+    example: ClassVar[str] = 'cast("bf16")'
     summable: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
 

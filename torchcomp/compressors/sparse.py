@@ -41,8 +41,8 @@ class Sparsifier(Compressor):
         ratio = self.ratio
         if isinstance(ratio, int) and not isinstance(ratio, bool):
             raise SpecError(
-                f"{self.name}: is {ratio} a fraction or a count? Write {self.name}({ratio}.0) for "
-                f"the fraction or {self.name}(k={ratio}) for the count",
+                f"{self.name}: is {ratio} a fraction or a count? A fraction is written with a "
+                f"point, {self.name}(0.01), and a count with its name, {self.name}(k=5)",
                 "ratio",
             )
         if not isinstance(ratio, float) or not math.isfinite(ratio) or not 0 < ratio <= 1:

@@ -18,11 +18,17 @@ def check_is_ddp(model: object) -> None:
     Raises:
         UnsupportedModelError: saying what was given.
     """
-    if not isinstance(model, DistributedDataParallel):
-        raise UnsupportedModelError(
-            f"expected a torch.nn.parallel.DistributedDataParallel model, not "
-            f"{type(model).__name__}: wrap the model first, model = DistributedDataParallel(model)"
-        )
+    if isinstance(model, DistributedDataParallel):
+        return
+    advice = ""
+    if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
+        advice = ": call this on the DDP model, before torch.compile"
+    elif isinstance(model, nn.Module):
+        advice = ": wrap the model first, model = DistributedDataParallel(model)"
+    raise UnsupportedModelError(
+        "expected a torch.nn.parallel.DistributedDataParallel model, not "
+        f"{type(model).__name__}{advice}"
+    )
 
 
 def check_model(model: DistributedDataParallel) -> None:

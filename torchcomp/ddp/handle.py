@@ -89,6 +89,9 @@ class Handle:
         self._use(aggregator)
         self._finalizer = weakref.finalize(self, executor.close)
 
+    def __repr__(self) -> str:
+        return f"<torchcomp.Handle '{self._aggregator}': {self.stats}>"
+
     @property
     def method(self) -> Aggregator:
         """The aggregator in use; its ``str`` is the spec."""
@@ -195,7 +198,10 @@ class Handle:
 
     def _receive(self, grad_bucket: GradBucket) -> Future:
         if self._closed:
-            raise RuntimeError("this handle is closed: the model can no longer exchange gradients")
+            raise RuntimeError(
+                "this handle is closed, and DDP cannot drop its hook: to train on, build "
+                "DistributedDataParallel anew (handle.swap('mean') instead of close() is plain DDP)"
+            )
         if grad_bucket.index() == 0:
             self._begin_step()
         delivery = self._deliver(grad_bucket)
@@ -226,6 +232,8 @@ class Handle:
         self._in_backward = True
         self._failure = None
         self._deliveries: list[Delivery] = []
+        # Whatever an earlier step left unfinished, by an error in the middle of it, never was.
+        self._memory.rollback()
         self._assembly.begin()
         self._finite = FiniteWatch()
         self._unused = UnusedWatch()

@@ -20,7 +20,7 @@ from torchcomp.ddp.checks import (
 )
 from torchcomp.ddp.executors import Executor, InlineExecutor, StreamExecutor, ThreadExecutor
 from torchcomp.ddp.handle import Handle, hook
-from torchcomp.exchange import Exchange
+from torchcomp.exchange import Exchange, first_line
 from torchcomp.keys import check_seed
 from torchcomp.spec import parse_aggregator
 
@@ -80,7 +80,7 @@ def _agree(
         aggregator = parse_aggregator(spec)
     except Exception as error:
         problem = error
-    facts: dict[str, Any] = {"spec": spec, "seed": seed, "problem": problem}
+    facts: dict[str, Any] = {"spec": spec, "seed": seed, "problem": first_line(problem)}
     if problem is None:
         groups = partition(trained_parameters(model), bucket_caps(model))
         shapes = {name: (tuple(p.shape), p.dtype) for name, p in trained_parameters(model)}

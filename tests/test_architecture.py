@@ -1,0 +1,354 @@
+"""The shape of torchcomp: who may import whom, who may talk to other ranks, how long things are."""
+
+import __future__
+
+import ast
+import graphlib
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchcomp
+from torchcomp import spec
+from torchcomp.aggregators import EF
+from torchcomp.codec import Codec
+from torchcomp.compressors import Compressor, Identity
+from torchcomp.ddp import handle
+from torchcomp.keys import Key
+from torchcomp.wire import Field
+
+PACKAGE = Path(torchcomp.__file__).parent
+
+# From the bottom up. A module (or sub-package) imports from lower layers, or from its own.
+LAYERS = [
+    {"errors", "_version"},
+    {"component", "keys", "wire"},
+    {"compressors", "schedules"},
+    {"codec", "bucket", "exchange", "memory"},
+    {"aggregators"},
+    {"spec", "stats", "nonfinite", "checkpoint"},
+    {"ddp"},
+    {"explain", "local_sgd"},
+    {"__init__"},
+    {"__main__"},
+]
+HEIGHT = {unit: height for height, layer in enumerate(LAYERS) for unit in layer}
+
+# What moves data or waits for other ranks; process groups themselves may be made elsewhere.
+VERBS = ("all_", "broadcast", "reduce", "gather", "scatter", "barrier", "monitored_barrier")
+VERBS += ("send", "recv", "isend", "irecv", "batch_isend")
+COLLECTIVES = {name for name in vars(dist) if name.startswith(VERBS)}
+GROUP_METHODS = {name for name in vars(dist.ProcessGroup) if name.startswith("all")}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of a package, by its path within the package."""
+
+    path: str
+    tree: ast.Module
+
+    @property
+    def unit(self):
+        """The module of the top level, or the sub-package, that the file belongs to."""
+        return self.path.removesuffix(".py").split("/")[0]
+
+
+def read(package):
+    paths = sorted(package.rglob("*.py"))
+    named = [(path.relative_to(package).as_posix(), path.read_text()) for path in paths]
+    return [Source(name, ast.parse(text)) for name, text in named]
+
+
+SOURCES = read(PACKAGE)
+
+
+def planted(path, text):
+    """The real package with one file more, or with one file's text replaced."""
+    return [source for source in SOURCES if source.path != path] + [Source(path, ast.parse(text))]
+
+
+def test_the_sources_are_found():
+    assert {"__init__.py", "compressors/topk.py", "ddp/handle.py"} <= {s.path for s in SOURCES}
+
+
+# --- Imports run one way --------------------------------------------------------------------------
+
+
+def imported_units(source, units):
+    """The units of torchcomp that a file imports anywhere, also inside of functions."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{absolute(node, source)}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            package, _, rest = name.partition(".")
+            if package == "torchcomp":
+                unit = rest.split(".")[0]
+                yield unit if unit in units else "__init__"
+
+
+def absolute(node, source):
+    """The module that a ``from`` import names, with its leading dots resolved."""
+    if not node.level:
+        return node.module
+    parents = ["torchcomp", *source.path.split("/")[:-1]]
+    base = parents[: len(parents) - node.level + 1]
+    return ".".join([*base, node.module] if node.module else base)
+
+
+def imports(sources):
+    """unit -> the other units that it imports."""
+    units = {source.unit for source in sources}
+    graph = {unit: set() for unit in units}
+    for source in sources:
+        graph[source.unit] |= set(imported_units(source, units)) - {source.unit}
+    return graph
+
+
+def upward_imports(sources):
+    return [
+        f"{unit} imports {other}"
+        for unit, others in imports(sources).items()
+        for other in others
+        if HEIGHT.get(other, -1) > HEIGHT.get(unit, len(LAYERS))
+    ]
+
+
+def test_every_module_has_its_place_in_the_layers():
+    homeless = {source.unit for source in SOURCES} - set(HEIGHT)
+    assert not homeless, f"put {homeless} into LAYERS"
+
+
+def test_nothing_imports_upward():
+    assert upward_imports(SOURCES) == []
+
+
+def test_imports_have_no_cycle():
+    graphlib.TopologicalSorter(imports(SOURCES)).prepare()
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "found"),
+    [
+        ("wire.py", "from torchcomp.codec import Codec", "wire imports codec"),
+        ("wire.py", "import torchcomp.codec", "wire imports codec"),
+        ("wire.py", "from torchcomp import codec", "wire imports codec"),
+        ("wire.py", "from . import codec", "wire imports codec"),
+        ("wire.py", "def f():\n    from .codec import Codec", "wire imports codec"),
+        ("compressors/new.py", "from ..aggregators import EF", "compressors imports aggregators"),
+        ("compressors/new.py", "from torchcomp.spec import parse", "compressors imports spec"),
+        ("codec.py", "from torchcomp import parse", "codec imports __init__"),
+        ("aggregators/new.py", "import torch, torchcomp.ddp.handle", "aggregators imports ddp"),
+    ],
+)
+def test_an_upward_import_would_be_found(path, text, found):
+    assert upward_imports(planted(path, text)) == [found]
+
+
+def test_a_cycle_would_be_found():
+    sources = planted("bucket.py", "from torchcomp.memory import ErrorMemory")
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(imports(sources)).prepare()
+
+
+@pytest.mark.parametrize("text", ["from torchcomp.keys import Key", "from .topk import TopK"])
+def test_a_downward_import_is_let_through(text):
+    assert upward_imports(planted("compressors/new.py", text)) == []
+
+
+# --- One file talks to other ranks ----------------------------------------------------------------
+
+
+def dotted(node):
+    """'torch.distributed.all_reduce' of such an expression; '' of any other."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value)
+        return f"{base}.{node.attr}" if base else ""
+    return ""
+
+
+def aliases(tree):
+    """name -> what it stands for, for every import of a file."""
+    known = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            known |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom):
+            known |= {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
+    return known
+
+
+def collectives(source):
+    """Collectives of torch.distributed that a file imports or names, getattr included."""
+    known = aliases(source.tree)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and dotted(node.func) == "getattr":
+            owner, name = node.args[0], getattr(node.args[1], "value", "")
+            node = ast.Attribute(owner, name)
+        head, _, rest = dotted(node).partition(".")
+        full = ".".join(filter(None, [known.get(head, head), rest]))
+        module, _, name = full.rpartition(".")
+        of_a_module = module.startswith("torch.distributed") and name in COLLECTIVES
+        if of_a_module or (module and name in GROUP_METHODS):
+            yield name
+
+
+def callers_of_collectives(sources):
+    return {source.path for source in sources if any(collectives(source))}
+
+
+def test_only_exchange_calls_collectives():
+    assert callers_of_collectives(SOURCES) == {"exchange.py"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch.distributed as dist\ndist.all_reduce(x)",
+        "import torch\ntorch.distributed.broadcast(x, 0)",
+        "from torch import distributed\ndistributed.barrier()",
+        "from torch.distributed import all_gather_object\nall_gather_object(x, y)",
+        "from torch.distributed import all_to_all_single as swap\nswap(x, y)",
+        "def f(group):\n    group.allreduce([x]).wait()",
+        "import torch.distributed as dist\ngetattr(dist, 'all_gather_into_tensor')(x, y)",
+        "def f():\n    from torch.distributed.nn.functional import all_reduce\n    all_reduce(x)",
+    ],
+)
+def test_a_collective_elsewhere_would_be_found(text):
+    assert "spec.py" in callers_of_collectives(planted("spec.py", text))
+
+
+def test_making_a_group_is_no_collective():
+    text = "import torch.distributed as dist\ndist.new_group([0]); exchange.gather(x)"
+    assert "spec.py" not in callers_of_collectives(planted("spec.py", text))
+
+
+def test_hook_is_a_function_whose_annotations_are_types():
+    # DDP compares them with the types: "from __future__ import annotations" makes them strings.
+    code = handle.hook.__code__
+    assert not code.co_flags & __future__.annotations.compiler_flag
+    assert code.co_varnames[:2] == ("state", "bucket")
+    annotations = handle.hook.__annotations__
+    assert annotations["bucket"] is dist.GradBucket
+    assert annotations["return"] == torch.futures.Future[torch.Tensor]
+
+
+# --- Size and style -------------------------------------------------------------------------------
+
+
+def functions(sources):
+    """'file:name' -> lines of the body without its docstring, for every function and method."""
+    return {
+        f"{source.path}:{node.lineno} {node.name}": body_lines(node)
+        for source in sources
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+
+def body_lines(function):
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+def test_functions_are_short():
+    lengths = functions(SOURCES)
+    assert statistics.median(lengths.values()) <= 10
+    assert {name: lines for name, lines in lengths.items() if lines > 60} == {}
+
+
+def test_lines_of_a_function_are_counted_without_its_docstring():
+    text = 'def f():\n    """A.\n\n    B.\n    """\n    x = (\n        1\n    )\n\n    return x\n'
+    text += 'class C:\n    async def g(self):\n        """Abstract."""\n    def h(self): ...\n'
+    assert list(functions([Source("new.py", ast.parse(text))]).values()) == [5, 0, 1]
+
+
+def asserts(sources):
+    return [
+        f"{source.path}:{node.lineno}"
+        for source in sources
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Assert)
+    ]
+
+
+def test_nothing_is_checked_by_assert_because_python_can_switch_it_off():
+    assert asserts(SOURCES) == []
+    assert asserts(planted("new.py", "def f(x):\n    assert x")) == ["new.py:2"]
+
+
+# --- A new method is its file and its line --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MeanOnly(Compressor):
+    """A compressor that this file alone defines: every element becomes the vector's mean."""
+
+    name: ClassVar[str] = "meanonly"
+
+    shift: float = 0.0
+
+    def layout(self, numel, dtype):
+        return (Field("mean", dtype, min(1, numel)),)
+
+    def compress(self, x, key):
+        return (x.mean().view(1) + self.shift if x.numel() else x,)
+
+    def accumulate(self, parts, out, key, weight=1.0):
+        out.add_(parts[0].to(out.dtype), alpha=weight)
+
+    def alpha(self, numel):
+        return 1 / numel if numel else 1.0
+
+    def omega(self, numel):
+        return None
+
+
+def test_a_new_compressor_is_its_class_and_its_registry_line(monkeypatch):
+    monkeypatch.setitem(spec.COMPONENTS, MeanOnly.name, MeanOnly)
+    method = torchcomp.parse("ef(meanonly(shift=1.0))")
+    assert method == EF(MeanOnly(1.0))
+    assert torchcomp.parse(str(method)) == method
+
+    codec = Codec(method.compressor, ("a", "b"), (2, 3), torch.float32)
+    message = codec.encode(torch.arange(5.0), Key(0))
+    out = torch.empty(5)
+    codec.decode_into(codec.unpack(codec.pack(message)), out, Key(0))
+    assert out.tolist() == [3.0] * 5
+
+    plan = torchcomp.explain("ef(meanonly)", numel=1000, world_size=8)
+    assert (plan.message_bytes, plan.collective) == (4, "gather")
+
+
+def files_naming(cls):
+    return {
+        source.path
+        for source in SOURCES
+        for node in ast.walk(source.tree)
+        if (isinstance(node, ast.Name) and node.id == cls.__name__)
+        or (isinstance(node, ast.alias) and node.name == cls.__name__)
+        or (isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+    }
+
+
+# Identity is also what the plain mean is made of.
+OTHERS = [cls for cls in spec.COMPRESSORS if cls is not Identity]
+
+
+@pytest.mark.parametrize("cls", OTHERS, ids=lambda cls: cls.name)
+def test_a_compressor_is_named_in_its_file_and_in_the_registry_alone(cls):
+    own = f"{cls.__module__.removeprefix('torchcomp.').replace('.', '/')}.py"
+    assert files_naming(cls) == {own, "compressors/__init__.py"}

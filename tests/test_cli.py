@@ -1,0 +1,115 @@
+"""The command line: what it prints, where, and how it exits."""
+
+import subprocess
+import sys
+
+import pytest
+
+import torchcomp
+from torchcomp.__main__ import main
+
+ASKED = ["--numel", "25557032", "--world-size", "8"]
+
+
+def refused(arguments, capsys):
+    """Exit status and error output of a command that must print nothing else."""
+    try:
+        status = main(arguments)
+    except SystemExit as error:
+        status = error.code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return status, printed.err
+
+
+@pytest.mark.parametrize("numel", ["25557032", "25.557032e6", "2.5557032e7"])
+def test_explain_prints_the_plan(numel, capsys):
+    assert main(["explain", "ef(topk(0.01))", "--numel", numel, "--world-size", "8"]) == 0
+    plan = torchcomp.explain("ef(topk(0.01))", numel=25_557_032, world_size=8)
+    assert capsys.readouterr() == (f"{plan}\n", "")
+
+
+def test_explain_prints_the_plan_of_a_schedule(capsys):
+    assert main(["explain", "every(4)", *ASKED, "--total-steps", "100"]) == 0
+    assert "25 of 100 steps (25.0%)" in capsys.readouterr().out
+
+
+def test_bad_spec_is_shown_with_its_caret_and_exits_2(capsys):
+    status, printed = refused(["explain", "ef(topp(0.01))", *ASKED], capsys)
+    assert status == 2
+    assert printed.split("\n") == [
+        "torchcomp: unknown name 'topp'; did you mean 'topk'?",
+        "  ef(topp(0.01))",
+        "     ^",
+        "",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["explain", "mean", "--numel", "5", "--world-size", "0"], "world_size must be a whole"),
+        (["explain", "mean", "--numel", "-5", "--world-size", "2"], "numel must be a whole number"),
+        (["explain", "mean", "--numel", "2.5", "--world-size", "2"], "2.5 is not a whole number"),
+        (["explain", "mean", "--numel", "nan", "--world-size", "2"], "nan is not a whole number"),
+        (["explain", "mean", "--numel", "inf", "--world-size", "2"], "inf is not a whole number"),
+        (["explain", "mean", "--numel", "many", "--world-size", "2"], "many is not a whole number"),
+        (["explain", "mean", "--numel", "5", "--world-size", "two"], "--world-size: invalid int"),
+        (["explain", "mean", "--numel", "5"], "required: --world-size"),
+        (["explain", "mean", "--world-size", "2"], "required: --numel"),
+        (["explain", *ASKED], "required: spec"),
+        (["explain", "every(4)", *ASKED], "to explain the schedule 'every(4)', give total_steps"),
+        (["explain", "every(4)", *ASKED, "--total-steps", "0"], "total_steps must be a whole"),
+        (["explain", "", *ASKED], "an empty spec"),
+        (["explian", "mean", *ASKED], "invalid choice: 'explian'"),
+        ([], "required: command"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_arguments_are_explained_on_stderr_and_exit_2(arguments, problem, capsys):
+    status, printed = refused(arguments, capsys)
+    assert status == 2
+    assert problem in printed
+    assert "Traceback" not in printed
+
+
+def test_a_narrow_terminal_still_shows_everything(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    with pytest.raises(SystemExit) as stopped:
+        main(["explain", "--help"])
+    assert stopped.value.code == 0
+    help_text = capsys.readouterr().out
+    assert all(option in help_text for option in ("--numel", "--world-size", "--total-steps"))
+    assert main(["explain", "mean", *ASKED]) == 0
+    plan = torchcomp.explain("mean", numel=25_557_032, world_size=8)
+    assert capsys.readouterr().out == f"{plan}\n"
+
+
+def test_help_names_the_commands(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    assert "explain" in capsys.readouterr().out
+
+
+def test_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert (stopped.value.code, capsys.readouterr().out) == (0, f"{torchcomp.__version__}\n")
+
+
+def module(*arguments):
+    command = [sys.executable, "-m", "torchcomp", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_module_runs_as_a_program():
+    good = module("explain", "ef(topk(0.01))", *ASKED)
+    assert (good.returncode, good.stderr) == (0, "")
+    assert good.stdout.startswith("ef(topk(0.01)), per rank\n")
+
+
+def test_module_exits_2_on_bad_input():
+    bad = module("explain", "ef(topk(2.0))", *ASKED)
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr.startswith("torchcomp: topk: ratio must be a fraction above 0")

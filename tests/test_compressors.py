@@ -1,0 +1,409 @@
+"""The contract of compressors: every registered one is held to what it declares."""
+
+import random
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from torchcomp.compressors import COMPRESSORS, Cast, Identity, RandK, TopK
+from torchcomp.keys import Key
+
+KEY = Key(seed=7, step=3, tensor=11, rank=1)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A compressor, and the magnitudes for which its docstring promises its alpha."""
+
+    compressor: object
+    lowest: float = 0.0
+    highest: float = float("inf")
+
+    def __str__(self):
+        return str(self.compressor)
+
+    def admit(self, x):
+        """`x` with its non-zero magnitudes moved into the promised range."""
+        magnitude = x.abs().clamp(self.lowest, self.highest)
+        return torch.where(x == 0, x, magnitude.copysign(x))
+
+
+BF16, FP16 = torch.finfo(torch.bfloat16), torch.finfo(torch.float16)
+EXAMPLES = [
+    Example(Identity()),
+    Example(TopK(0.25)),
+    Example(TopK(1.0)),
+    Example(TopK(k=3)),
+    Example(TopK(0.25, scope="tensor")),
+    Example(RandK(0.25)),
+    Example(RandK(k=3)),
+    Example(RandK(0.25, scope="tensor")),
+    Example(RandK(0.25, unbiased=True)),
+    Example(RandK(k=3, unbiased=True)),
+    Example(Cast("bf16"), lowest=BF16.tiny, highest=BF16.max),
+    Example(Cast("fp16"), lowest=FP16.tiny, highest=FP16.max),
+]
+COMPRESSOR_EXAMPLES = [example.compressor for example in EXAMPLES]
+
+
+def every_example(where=lambda compressor: True):
+    """Run a test for every example whose compressor is as `where` says."""
+    fitting = [example for example in EXAMPLES if where(example.compressor)]
+    return pytest.mark.parametrize("example", fitting, ids=str)
+
+
+def every_compressor(where=lambda compressor: True):
+    """Run a test for every compressor of EXAMPLES that is as `where` says."""
+    fitting = [compressor for compressor in COMPRESSOR_EXAMPLES if where(compressor)]
+    return pytest.mark.parametrize("compressor", fitting, ids=str)
+
+
+def contractive(compressor):
+    return compressor.alpha(20) is not None
+
+
+def unbiased(compressor):
+    return compressor.omega(20) is not None
+
+
+def adversarial_vectors(n):
+    """Float64 vectors of `n` elements that are hard on one compressor or another."""
+    noise = torch.Generator().manual_seed(n)
+    normal = torch.randn(n, generator=noise, dtype=torch.float64)
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(n)[:n]
+    spike = torch.zeros(n, dtype=torch.float64)
+    spike[n // 2] = -3.0
+    return {
+        "gaussian": normal,
+        "heavy-tailed": normal / torch.randn(n, generator=noise, dtype=torch.float64),
+        "sparse": normal * (torch.rand(n, generator=noise) < 0.1),
+        "all equal": torch.full((n,), 1 / 3, dtype=torch.float64),
+        "one spike": spike,
+        "alternating": signs * 0.7,
+        "zeros": torch.zeros(n, dtype=torch.float64),
+        "denormal": 5e-324 * torch.arange(1, n + 1, dtype=torch.float64),
+        "huge range": signs * torch.logspace(-300, 300, n, dtype=torch.float64),
+        "halfway between bf16": signs * (1 + 2.0**-8),
+        "halfway between fp16": signs * (1 + 2.0**-11),
+    }
+
+
+VECTORS = list(adversarial_vectors(1))
+every_vector = pytest.mark.parametrize("vector", VECTORS)
+
+
+def dense(compressor, x, key=KEY):
+    """What the receiver of the message decodes."""
+    message = compressor.compress(x, key)
+    return compressor.decompress(message, x.numel(), x.dtype, key)
+
+
+def relative_errors(compressor, x, draws):
+    """|C(x) - x|^2 / |x|^2 for each of `draws` keys; 0/0 counts as 0."""
+    largest = x.abs().max()
+    if not largest:
+        return torch.stack([dense(compressor, x, Key(s)).norm() for s in range(draws)])
+    # Scaled to 1 first, so that squares of the smallest and largest numbers neither vanish nor
+    # overflow.
+    unit = x / largest
+    errors = [(dense(compressor, x, Key(seed)) / largest - unit).norm() for seed in range(draws)]
+    return (torch.stack(errors) / unit.norm()) ** 2
+
+
+def at_most(samples, bound):
+    """Whether a mean is within `bound`, up to rounding and five standard errors of a random one."""
+    noise = 5 * samples.std() / len(samples) ** 0.5
+    return bool(samples.mean() <= bound * (1 + 1e-12) + noise)
+
+
+# --- The registry ---------------------------------------------------------------------------------
+
+
+def test_every_registered_compressor_has_an_example():
+    without = set(COMPRESSORS) - {type(compressor) for compressor in COMPRESSOR_EXAMPLES}
+    assert not without, f"add examples to EXAMPLES for {without}"
+
+
+def test_names_are_unique():
+    names = [compressor.name for compressor in COMPRESSORS]
+    assert len(set(names)) == len(names)
+
+
+@every_compressor()
+def test_declares_contraction_or_variance_in_range(compressor):
+    alpha, omega = compressor.alpha(20), compressor.omega(20)
+    assert alpha is not None or omega is not None
+    assert alpha is None or 0 < alpha <= 1
+    assert omega is None or omega >= 0
+
+
+@every_vector
+@every_example(where=contractive)
+def test_error_is_within_declared_alpha(example, vector):
+    x = example.admit(adversarial_vectors(20)[vector])
+    errors = relative_errors(example.compressor, x, draws=100)
+    assert at_most(errors, 1 - example.compressor.alpha(20))
+
+
+@every_vector
+@every_example(where=unbiased)
+def test_error_is_within_declared_omega(example, vector):
+    x = example.admit(adversarial_vectors(20)[vector])
+    errors = relative_errors(example.compressor, x, draws=100)
+    assert at_most(errors, example.compressor.omega(20))
+
+
+@every_compressor(where=unbiased)
+def test_unbiased_compressor_has_the_vector_as_its_mean(compressor):
+    x = torch.arange(1, 9, dtype=torch.float64)
+    draws = torch.stack([dense(compressor, x, Key(seed)) for seed in range(2000)])
+    noise = 5 * draws.std(0) / len(draws) ** 0.5
+    assert ((draws.mean(0) - x).abs() <= noise + 1e-12).all()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@every_compressor()
+def test_declared_constants_hold_for_tiny_vectors(compressor, n):
+    x = torch.ones(n, dtype=torch.float64)
+    alpha, omega = compressor.alpha(n), compressor.omega(n)
+    errors = relative_errors(compressor, x, draws=100)
+    assert alpha is None or at_most(errors, 1 - alpha)
+    assert omega is None or at_most(errors, omega)
+
+
+@every_compressor()
+def test_empty_vector_has_constants_and_an_empty_message(compressor):
+    assert compressor.alpha(0) is None or 0 < compressor.alpha(0) <= 1
+    assert compressor.omega(0) in (None, 0.0)
+    assert dense(compressor, torch.zeros(0)).numel() == 0
+
+
+# --- Purity ---------------------------------------------------------------------------------------
+
+
+def global_random_states():
+    name, keys, *rest = np.random.get_state()
+    return random.getstate(), (name, keys.tolist(), *rest), torch.get_rng_state().tolist()
+
+
+@every_compressor()
+def test_same_input_and_key_give_the_same_message(compressor):
+    x = torch.randn(300, generator=torch.Generator().manual_seed(0))
+    first, second = compressor.compress(x, KEY), compressor.compress(x, KEY)
+    assert all(map(torch.equal, first, second))
+
+
+@every_compressor()
+def test_input_and_message_are_not_changed(compressor):
+    x = torch.randn(300, generator=torch.Generator().manual_seed(0))
+    before = x.clone()
+    message = compressor.compress(x, KEY)
+    kept = [part.clone() for part in message]
+    compressor.accumulate(message, torch.ones(300), KEY, weight=-2.0)
+    compressor.decompress(message, 300, torch.float64, KEY)
+    assert torch.equal(x, before)
+    assert all(map(torch.equal, message, kept))
+
+
+@every_compressor()
+def test_global_random_generators_are_not_touched(compressor):
+    before = global_random_states()
+    dense(compressor, torch.ones(300))
+    assert global_random_states() == before
+
+
+@every_compressor()
+def test_accumulate_adds_the_weighted_dense_output(compressor):
+    x = torch.randn(300, generator=torch.Generator().manual_seed(0))
+    out = torch.full((300,), 0.5, dtype=torch.float64)
+    compressor.accumulate(compressor.compress(x, KEY), out, KEY, weight=-3.0)
+    torch.testing.assert_close(out, 0.5 - 3.0 * dense(compressor, x).double(), rtol=0, atol=1e-12)
+
+
+@every_compressor(where=lambda compressor: compressor.summable)
+def test_summable_messages_add_up_to_the_sum_of_dense_outputs(compressor):
+    mine, theirs = (torch.arange(64.0) * scale for scale in (1, -2))
+    (a,), (b,) = (
+        compressor.compress(x, Key(7, rank=rank)) for rank, x in enumerate((mine, theirs))
+    )
+    total = compressor.decompress((a + b,), 64, torch.float32, Key(7))
+    expected = dense(compressor, mine, Key(7)) + dense(compressor, theirs, Key(7))
+    torch.testing.assert_close(total, expected, rtol=0, atol=0)
+
+
+@every_compressor(where=lambda compressor: compressor.elementwise)
+def test_elementwise_compressor_does_not_depend_on_grouping(compressor):
+    x = torch.randn(300, generator=torch.Generator().manual_seed(0))
+    parts = torch.cat([dense(compressor, part) for part in x.split([1, 120, 179])])
+    assert torch.equal(parts, dense(compressor, x))
+
+
+# --- TopK -----------------------------------------------------------------------------------------
+
+
+def chosen(x, k):
+    index, _ = TopK(k=k).compress(torch.as_tensor(x), KEY)
+    return index.tolist()
+
+
+def naive_topk(x, k):
+    """Sort by (-|x|, index) in float64, NaN as infinite, and take the first k."""
+    magnitude = np.where(np.isnan(x), np.inf, np.abs(x)).tolist()
+    return sorted(sorted(range(len(x)), key=lambda i: (-magnitude[i], i))[:k])
+
+
+@pytest.mark.parametrize("k", [1, 3, 9])
+def test_topk_of_equal_magnitudes_keeps_the_lowest_indices(k):
+    assert chosen([2.0, -2.0] * 5, k) == list(range(k))
+
+
+def test_topk_ties_across_the_threshold_go_to_the_lowest_index():
+    assert chosen([1.0, -5.0, 2.0, -2.0, 2.0, 9.0, -2.0], 4) == [1, 2, 3, 5]
+
+
+def test_topk_of_zeros_keeps_the_lowest_indices():
+    assert chosen([0.0, -0.0, 0.0, -0.0], 2) == [0, 1]
+
+
+def test_topk_ranks_nan_and_infinities_first_and_alike():
+    top = torch.finfo(torch.float32).max
+    inf, nan = float("inf"), float("nan")
+    assert chosen([top, nan, -top, -inf, 1.0, inf], 3) == [1, 3, 5]
+    assert chosen([top, nan, -top, -inf, 1.0, inf], 2) == [1, 3]
+    assert chosen([top, inf, -inf, nan], 2) == [1, 2]
+
+
+def test_topk_tells_the_largest_number_from_infinity():
+    top = torch.finfo(torch.float32).max
+    assert chosen([top, 1.0, float("inf")], 1) == [2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_topk_equals_sorting(dtype):
+    noise = torch.Generator().manual_seed(1)
+    for n in (1, 2, 3, 5, 17, 64, 257, 1000, 4099):
+        # Few distinct values, so that ties are everywhere; the decimal part breaks some of them.
+        coarse = torch.randint(-4, 5, (n,), generator=noise).double()
+        fine = torch.randn(n, generator=noise, dtype=torch.float64)
+        for x in (coarse.to(dtype), fine.to(dtype)):
+            for k in {1, n // 3, n // 2, n - 1, n} - {0}:
+                assert chosen(x, k) == naive_topk(x.double().numpy(), k), (n, k)
+
+
+def test_topk_sends_the_values_at_its_indices():
+    x = torch.tensor([1.0, -5.0, 2.0, 9.0])
+    index, values = TopK(k=2).compress(x, KEY)
+    assert (index.tolist(), values.tolist()) == ([1, 3], [-5.0, 9.0])
+    assert dense(TopK(k=2), x).tolist() == [0.0, -5.0, 0.0, 9.0]
+
+
+# --- RandK ----------------------------------------------------------------------------------------
+
+
+def support(key, n=1000, k=50, **options):
+    return dense(RandK(k=k, **options), torch.ones(n), key).nonzero().flatten().tolist()
+
+
+def test_randk_keeps_k_entries_the_same_on_every_rank():
+    supports = [support(Key(5, step=2, tensor=9, rank=rank)) for rank in range(4)]
+    assert len(supports[0]) == 50
+    assert all(other == supports[0] for other in supports)
+
+
+@pytest.mark.parametrize("other", [Key(6, 2, 9), Key(5, 3, 9), Key(5, 2, 10)], ids=str)
+def test_randk_draws_anew_for_another_seed_step_or_tensor(other):
+    assert support(other) != support(Key(5, 2, 9))
+
+
+def test_randk_keeps_every_subset_equally_often():
+    draws = 3000
+    counts = {}
+    for seed in range(draws):
+        subset = tuple(support(Key(seed), n=5, k=2))
+        counts[subset] = counts.get(subset, 0) + 1
+    expected, spread = draws / 10, (draws * 0.1 * 0.9) ** 0.5
+    assert len(counts) == 10
+    assert all(abs(count - expected) < 4 * spread for count in counts.values())
+
+
+def test_randk_sends_the_values_unscaled_unless_unbiased():
+    x = torch.arange(1.0, 9.0)
+    kept = dense(RandK(0.25), x)
+    assert sorted(set(kept.tolist()) - {0.0}) == [v for v in x.tolist() if v in kept]
+    assert torch.equal(dense(RandK(0.25, unbiased=True), x), 4 * kept)
+
+
+# --- What is kept ---------------------------------------------------------------------------------
+
+SPARSIFIERS = pytest.mark.parametrize("sparsifier", [TopK, RandK], ids=lambda cls: cls.name)
+
+
+@SPARSIFIERS
+def test_k_larger_than_the_vector_keeps_it_whole(sparsifier):
+    x = torch.tensor([0.0, -1.0, 2.0])
+    assert sparsifier(k=5).kept(3) == 3
+    assert sparsifier(k=5).alpha(3) == 1.0
+    assert torch.equal(dense(sparsifier(k=5), x), x)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "numel", "kept"),
+    [
+        (0.07, 100, 7),
+        (0.1, 30, 3),
+        (0.29, 100, 29),
+        (0.01, 25_557_032, 255_571),
+        (0.001, 10**15, 10**12),
+        (1.0, 7, 7),
+        (0.01, 1, 1),
+        (1e-9, 5, 1),
+        (0.5, 0, 0),
+        (0.34, 3, 2),
+    ],
+)
+@SPARSIFIERS
+def test_ratio_counts_in_decimals_and_rounds_up(sparsifier, ratio, numel, kept):
+    assert sparsifier(ratio).kept(numel) == kept
+
+
+@SPARSIFIERS
+def test_numpy_ratio_counts_like_a_python_float(sparsifier):
+    ratio = np.linspace(0, 1, 11)[1]
+    assert sparsifier(ratio).kept(30) == 3
+
+
+# --- Dense methods --------------------------------------------------------------------------------
+
+
+def test_identity_sends_every_bit():
+    x = torch.tensor([0.0, -0.0, 1e-45, float("inf"), -float("nan"), 1 / 3])
+    assert torch.equal(dense(Identity(), x).view(torch.int32), x.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "rounded"),
+    [
+        ("bf16", 1 + 2.0**-8, 1.0),
+        ("bf16", 1 + 3 * 2.0**-8, 1 + 2.0**-6),
+        ("bf16", 1e38, 9.9692e37),
+        ("fp16", 1 + 2.0**-11, 1.0),
+        ("fp16", 1 + 3 * 2.0**-11, 1 + 2.0**-9),
+        ("fp16", 65504.0, 65504.0),
+        ("fp16", 65520.0, float("inf")),
+        ("fp16", 2.0**-24, 2.0**-24),
+        ("fp16", 2.0**-25, 0.0),
+    ],
+)
+def test_cast_rounds_to_the_nearest_even(dtype, value, rounded):
+    x = torch.tensor([value, -value])
+    expected = pytest.approx([rounded, -rounded], rel=1e-5)
+    assert dense(Cast(dtype), x).tolist() == expected
+
+
+@pytest.mark.parametrize("build", [partial(Cast, "bf16"), partial(Cast, "fp16")])
+def test_cast_sends_two_bytes_a_value(build):
+    (values,) = build().compress(torch.ones(7, dtype=torch.float64), KEY)
+    assert values.dtype.itemsize == 2

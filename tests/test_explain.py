@@ -1,0 +1,298 @@
+"""explain: its numbers against hand calculations, and the table that a person reads."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from torchcomp import ScheduleError, SpecError, explain
+from torchcomp.aggregators import EF
+from torchcomp.compressors import TopK
+
+RESNET50 = 25_557_032
+TOPK_MESSAGE = 255_571 * (4 + 4)
+"""ceil(1 % of ResNet-50) entries, each a 4-byte index and a 4-byte value."""
+
+METHOD_ROWS = [
+    "elements",
+    "ranks",
+    "collective",
+    "message",
+    "sent a step",
+    "received a step",
+    "plain DDP sends",
+    "less traffic",
+    "break-even",
+    "state a rank",
+]
+
+
+def topk(world_size, spec="ef(topk(0.01))", numel=RESNET50):
+    return explain(spec, numel=numel, world_size=world_size)
+
+
+def rows(plan):
+    """The table as name -> value, and its title."""
+    title, *lines = str(plan).split("\n")
+    return title, {line[2:18].strip(): line[19:] for line in lines}
+
+
+def saving(plan):
+    return plan.dense_bytes_sent / plan.bytes_sent
+
+
+# --- Methods --------------------------------------------------------------------------------------
+
+
+def test_one_percent_of_resnet50_at_8_ranks():
+    plan = topk(world_size=8)
+    assert plan.message_bytes == TOPK_MESSAGE
+    assert plan.bytes_sent == plan.bytes_received == 7 * TOPK_MESSAGE
+    assert plan.dense_bytes_sent == 2 * 7 * 4 * RESNET50 // 8
+    assert saving(plan) == pytest.approx(12.5, rel=1e-3)
+    # Two float32 copies of the error memory.
+    assert plan.memory_bytes == 8 * RESNET50
+    assert (plan.numel, plan.world_size, plan.collective) == (RESNET50, 8, "gather")
+    assert (plan.syncs, plan.total_steps) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "times"), [(2, 50), (8, 12.5), (64, 1.5625), (128, 0.78125)]
+)
+def test_gathering_saves_less_as_ranks_grow_and_loses_in_the_end(world_size, times):
+    assert saving(topk(world_size)) == pytest.approx(times, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "numel"),
+    [
+        ("ef(topk(0.01))", RESNET50),
+        ("ef(topk(0.001))", RESNET50),
+        ("topk(0.25)", 10_001),
+        ("ef(identity, exchange='gather')", 1000),
+        ("mean(cast('bf16'), exchange='gather')", 1000),
+    ],
+)
+def test_break_even_is_the_first_world_size_without_a_saving(spec, numel):
+    even = topk(2, spec, numel).break_even_world_size
+    at, below = topk(even, spec, numel), topk(even - 1, spec, numel)
+    assert at.bytes_sent >= at.dense_bytes_sent
+    assert below.bytes_sent < below.dense_bytes_sent or even == 2
+
+
+def test_break_even_of_one_percent_is_100_ranks():
+    assert topk(2).break_even_world_size == topk(500).break_even_world_size == 100
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("mean", 4000),
+        ("cast('bf16')", 2000),
+        ("ef(randk(0.1))", 400),
+        ("randk(k=10)", 40),
+        ("mean(randk(k=10, unbiased=True))", 40),
+    ],
+)
+def test_summed_methods_send_what_a_ring_all_reduce_sends(spec, message):
+    plan = topk(8, spec, 1000)
+    assert (plan.collective, plan.message_bytes) == ("sum", message)
+    assert plan.bytes_sent == plan.bytes_received == 2 * 7 * message // 8
+    assert plan.break_even_world_size is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "memory"),
+    [
+        ("mean", 0),
+        ("topk(0.1)", 0),
+        ("ef(topk(0.1))", 2 * 4 * 1000),
+        ("ef(topk(0.1), memory_dtype='bf16')", 2 * 2 * 1000),
+        ("ef(topk(0.1), memory_dtype='fp64')", 2 * 8 * 1000),
+    ],
+)
+def test_state_is_two_copies_of_the_error_memory(spec, memory):
+    assert topk(8, spec, 1000).memory_bytes == memory
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message", "memory"),
+    [
+        (torch.float16, 100 * (2 + 2), 8 * 1000),
+        (torch.float32, 100 * (2 + 4), 8 * 1000),
+        (torch.float64, 100 * (2 + 8), 16 * 1000),
+    ],
+)
+def test_dtype_is_that_of_the_gradient(dtype, message, memory):
+    plan = explain("ef(topk(0.1))", numel=1000, world_size=2, dtype=dtype)
+    assert (plan.message_bytes, plan.memory_bytes) == (message, memory)
+    assert plan.dense_bytes_sent == 1000 * dtype.itemsize
+
+
+def test_one_rank_sends_nothing():
+    plan = topk(world_size=1)
+    assert (plan.bytes_sent, plan.bytes_received, plan.dense_bytes_sent) == (0, 0, 0)
+    assert rows(plan)[1]["less traffic"] == "nothing is sent"
+
+
+def test_no_elements_cost_nothing():
+    plan = topk(8, numel=0)
+    assert (plan.message_bytes, plan.bytes_sent, plan.memory_bytes) == (0, 0, 0)
+
+
+def test_component_is_explained_like_its_string():
+    assert explain(EF(TopK(0.01)), numel=1000, world_size=8) == topk(8, numel=1000)
+
+
+# --- Models ---------------------------------------------------------------------------------------
+
+
+def test_model_is_explained_group_by_group():
+    # In reverse order: 1001 * 1001 + 1001 elements pass the first megabyte, the rest is one group.
+    model = nn.Sequential(nn.Linear(1000, 1001), nn.Linear(1001, 1001))
+    plan = explain("ef(topk(0.01))", model=model, world_size=2)
+    assert plan.numel == 1_002_001 + 1_003_002
+    assert plan.message_bytes == (10_021 + 10_031) * (4 + 4)
+    assert plan.memory_bytes == 8 * plan.numel
+
+
+def test_scope_tensor_counts_each_parameter():
+    plan = explain("topk(0.5, scope='tensor')", model=nn.Linear(3, 5), world_size=2)
+    assert plan.message_bytes == (8 + 3) * (2 + 4)
+
+
+def test_frozen_parameters_and_buffers_are_not_sent():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model[0].weight.requires_grad_(False)
+    assert explain("mean", model=model, world_size=2).numel == 4 + 4 + 4
+
+
+def test_shared_parameters_are_sent_once():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    plan = explain("mean", model=nn.Sequential(first, second), world_size=2)
+    assert plan.numel == 16 + 4 + 4
+
+
+def test_parameters_of_two_dtypes_are_sent_each_in_its_own():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False).half())
+    plan = explain("mean", model=model, world_size=2)
+    assert plan.message_bytes == 16 * 4 + 16 * 2
+
+
+# --- Schedules ------------------------------------------------------------------------------------
+
+
+def test_every_divides_the_traffic_by_its_period():
+    plan = explain("every(4)", numel=1000, world_size=8, total_steps=100)
+    assert (plan.syncs, plan.total_steps) == (25, 100)
+    assert plan.bytes_sent == plan.bytes_received == 2 * 7 * 4000 // 8 // 4
+    assert plan.dense_bytes_sent == 2 * 7 * 4000 // 8
+    assert (plan.memory_bytes, plan.collective) == (0, "sum")
+
+
+def test_last_round_counts_in_full():
+    plan = explain("every(4)", numel=1000, world_size=2, total_steps=10)
+    assert plan.syncs == 3
+    assert plan.bytes_sent == 4000 * 3 // 10
+
+
+def test_qsr_counts_its_synchronisations():
+    def rate(step):
+        return 1.0 if step < 20 else 0.1
+
+    options = {"numel": 1000, "world_size": 2, "total_steps": 220, "lr": rate}
+    # 10 rounds of 2 steps, then 2 rounds of 100; in warm-up, one that keeps to 2 steps.
+    assert explain("qsr(alpha=1.0, h_base=2)", **options).syncs == 10 + 2
+    assert explain("qsr(alpha=1.0, h_base=2)", warmup_steps=40, **options).syncs == 10 + 10 + 2
+
+
+def test_parameters_are_averaged_in_float32_or_wider():
+    plan = explain("every(1)", numel=1000, world_size=2, total_steps=9, dtype=torch.bfloat16)
+    assert (plan.bytes_sent, plan.dense_bytes_sent) == (4000, 2000)
+
+
+# --- The table ------------------------------------------------------------------------------------
+
+
+def test_table_says_everything_of_a_method():
+    title, table = rows(topk(world_size=8))
+    assert title == "ef(topk(0.01)), per rank"
+    assert list(table) == METHOD_ROWS
+    assert table == {
+        "elements": "25,557,032",
+        "ranks": "8",
+        "collective": "gather (all-gather)",
+        "message": "2.04 MB (2,044,568 bytes)",
+        "sent a step": "14.3 MB (14,311,976 bytes)",
+        "received a step": "14.3 MB (14,311,976 bytes)",
+        "plain DDP sends": "179 MB (178,899,224 bytes)",
+        "less traffic": "12.5 x",
+        "break-even": "100 ranks (from there on plain DDP sends no more)",
+        "state a rank": "204 MB (204,456,256 bytes)",
+    }
+
+
+def test_table_says_everything_of_a_schedule():
+    title, table = rows(explain("every(4)", numel=1000, world_size=8, total_steps=10))
+    assert title == "every(4), per rank"
+    assert list(table) == [*METHOD_ROWS[:4], "synchronisations", *METHOD_ROWS[4:]]
+    assert table["synchronisations"] == "3 of 10 steps (30.0%)"
+    assert table["message"] == "4 kB (4,000 bytes)"
+
+
+@pytest.mark.parametrize("numel", [0, 1, RESNET50, 10**12])
+@pytest.mark.parametrize("world_size", [1, 2, 10_000])
+@pytest.mark.parametrize(
+    "spec",
+    ["mean", "ef(topk(0.001))", "ef(topk(k=5, scope='tensor'), memory_dtype='fp32')", "every(7)"],
+)
+def test_table_fits_80_columns(spec, world_size, numel):
+    plan = explain(spec, numel=numel, world_size=world_size, total_steps=99_999)
+    assert max(map(len, str(plan).split("\n"))) <= 80
+
+
+@pytest.mark.parametrize(
+    ("spec", "numel"), [("ef(topk(0.0001))", RESNET50), ("mean", 249_999), ("mean", 10**12)]
+)
+def test_table_writes_large_numbers_out(spec, numel):
+    assert not re.search(r"\de[+-]\d", str(topk(2, spec, numel)))
+
+
+# --- Bad input ------------------------------------------------------------------------------------
+
+
+def rate_of_zero(step):
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "problem"),
+    [
+        ("mean", {}, "explain needs either numel=, a number of elements, or model="),
+        ("mean", {"numel": 5, "model": nn.Linear(1, 1)}, "explain needs either numel="),
+        ("mean", {"numel": -1}, "numel must be a whole number of at least 0, not -1"),
+        ("mean", {"numel": 2.5}, "numel must be a whole number of at least 0, not 2.5"),
+        ("mean", {"numel": True}, "numel must be a whole number of at least 0, not True"),
+        ("mean", {"numel": 5, "world_size": 0}, "world_size must be a whole .* at least 1, not 0"),
+        ("mean", {"numel": 5, "world_size": 2.0}, "world_size must be a whole .* 1, not 2.0"),
+        ("meen", {"numel": 5}, "unknown name 'meen'; did you mean 'mean'?"),
+        ("every(4)", {"numel": 5}, "to explain the schedule 'every.4.', give total_steps"),
+        ("every(4)", {"numel": 5, "total_steps": 0}, "total_steps must be a whole number"),
+        ("every(4)", {"numel": 5, "total_steps": 5, "warmup_steps": 6}, "warm-up .6 steps."),
+        (
+            "qsr(alpha=1, h_base=2)",
+            {"numel": 5, "total_steps": 9},
+            "give lr=, a function of the step",
+        ),
+    ],
+)
+def test_bad_argument_is_refused(spec, options, problem):
+    with pytest.raises(SpecError, match=problem):
+        explain(spec, **{"world_size": 2} | options)
+
+
+def test_impossible_rate_is_refused():
+    with pytest.raises(ScheduleError, match=r"the learning rate at step 0 is 0"):
+        explain("qsr(alpha=0.1, h_base=2)", numel=5, world_size=2, total_steps=9, lr=rate_of_zero)

@@ -1,0 +1,294 @@
+"""Messages: what is packed is what is decoded, byte for byte as documented."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.test_compressors import COMPRESSOR_EXAMPLES
+from torchcomp import wire
+from torchcomp.codec import Codec
+from torchcomp.compressors import Cast, Identity, RandK, TopK
+from torchcomp.keys import Key
+from torchcomp.wire import Field
+
+KEY = Key(seed=7, step=3)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+SIZES = [0, 1, 2, 7, 31, 257, 65535, 65536, 65537]
+
+every_compressor = pytest.mark.parametrize("compressor", COMPRESSOR_EXAMPLES, ids=str)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Vectors this short are faster on one thread than shared out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def gaussian(n, dtype):
+    return torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
+
+
+def codec_of(compressor, sizes, dtype=torch.float32):
+    names = tuple(f"layer{place}" for place in range(len(sizes)))
+    return Codec(compressor, names, tuple(sizes), dtype)
+
+
+def decoded(codec, message):
+    out = torch.full((sum(codec.sizes),), torch.nan, dtype=codec.dtype)
+    codec.decode_into(message, out, KEY)
+    return out
+
+
+def bits(tensor):
+    """What to compare where -0.0 is not 0.0."""
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def unaligned(raw):
+    """A copy of `raw` that begins at an odd address."""
+    copy = torch.empty(raw.numel() + 1, dtype=torch.uint8)[1:]
+    return copy.copy_(raw)
+
+
+# --- What is decoded ------------------------------------------------------------------------------
+
+
+@every_dtype
+@every_compressor
+def test_vector_survives_the_wire(compressor, dtype):
+    for n in SIZES:
+        codec = codec_of(compressor, [n], dtype)
+        message = codec.encode(gaussian(n, dtype), KEY)
+        raw = codec.pack(message)
+        assert (raw.dtype, raw.shape) == (torch.uint8, (codec.nbytes,)), n
+        (received,) = codec.unpack(raw)
+        assert all(map(torch.equal, received, *message)), n
+        assert bits(decoded(codec, [received])) == bits(decoded(codec, message)), n
+
+
+@every_dtype
+@every_compressor
+def test_parts_survive_an_unaligned_buffer(compressor, dtype):
+    for n in (0, 1, 2, 7, 257):
+        parts, layout = compressor.compress(gaussian(n, dtype), KEY), compressor.layout(n, dtype)
+        raw = unaligned(torch.zeros(wire.nbytes(layout), dtype=torch.uint8))
+        wire.pack(parts, layout, raw)
+        assert all(map(torch.equal, wire.unpack(raw, layout), parts)), n
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (5, 0, 2), (0, 3, 0), (0,), (7, 1, 257, 1)], ids=str)
+@every_dtype
+@every_compressor
+def test_bucket_of_odd_parameters_survives_the_wire(compressor, dtype, sizes):
+    codec = codec_of(compressor, sizes, dtype)
+    message = codec.encode(gaussian(sum(sizes), dtype), KEY)
+    received = codec.unpack(unaligned(codec.pack(message)))
+    assert bits(decoded(codec, received)) == bits(decoded(codec, message))
+
+
+@every_compressor
+def test_bucket_decodes_to_each_vectors_own_output(compressor):
+    sizes = (5, 0, 64, 1)
+    codec = codec_of(compressor, sizes)
+    x = gaussian(sum(sizes), torch.float32)
+    expected = torch.cat(
+        [
+            compressor.decompress(compressor.compress(part, key), part.numel(), x.dtype, key)
+            for name, part in whole_or_parts(codec, x)
+            for key in [KEY.of_tensor(name)]
+        ]
+    )
+    assert bits(decoded(codec, codec.encode(x, KEY))) == bits(expected)
+
+
+def whole_or_parts(codec, x):
+    if codec.compressor.per_tensor:
+        return list(zip(codec.names, x.split(codec.sizes), strict=True))
+    return [(codec.names[0], x)]
+
+
+@every_compressor
+def test_accumulating_a_received_message_adds_the_dense_output(compressor):
+    codec = codec_of(compressor, (5, 0, 64, 1))
+    message = codec.encode(gaussian(70, torch.float32), KEY)
+    out = torch.full((70,), 0.5, dtype=torch.float64)
+    codec.accumulate(codec.unpack(codec.pack(message)), out, KEY, weight=2.0)
+    torch.testing.assert_close(out, 0.5 + 2.0 * decoded(codec, message).double())
+
+
+def test_scope_tensor_keeps_k_of_each_parameter_and_scope_bucket_of_all():
+    x = torch.tensor([1.0, 2.0, 30.0, 40.0, 50.0])
+    by_tensor = codec_of(TopK(k=1, scope="tensor"), (2, 3))
+    by_bucket = codec_of(TopK(k=1), (2, 3))
+    assert decoded(by_tensor, by_tensor.encode(x, KEY)).tolist() == [0, 2, 0, 0, 50]
+    assert decoded(by_bucket, by_bucket.encode(x, KEY)).tolist() == [0, 0, 0, 0, 50]
+
+
+def test_scope_tensor_draws_differently_for_each_parameter():
+    codec = codec_of(RandK(k=10, scope="tensor"), (1000, 1000))
+    first, second = decoded(codec, codec.encode(torch.ones(2000), KEY)).split(1000)
+    assert not torch.equal(first, second)
+
+
+# --- How long a message is ------------------------------------------------------------------------
+
+
+@every_dtype
+@every_compressor
+def test_length_depends_on_the_shape_alone(compressor, dtype):
+    codec = codec_of(compressor, (5, 0, 64, 1), dtype)
+    values = [torch.zeros(70), torch.full((70,), 1e4), gaussian(70, dtype), torch.arange(70.0) % 2]
+    keys = [KEY, Key(8), Key(7, step=4, rank=3), Key(7, rank=1)]
+    lengths = {
+        codec.pack(codec.encode(x.to(dtype), key)).numel()
+        for x, key in zip(values, keys, strict=True)
+    }
+    assert lengths == {codec.nbytes}
+
+
+@pytest.mark.parametrize(
+    ("compressor", "sizes", "dtype", "nbytes"),
+    [
+        (Identity(), (10,), torch.float32, 40),
+        (Identity(), (10,), torch.bfloat16, 20),
+        (Cast("bf16"), (10,), torch.float64, 20),
+        (RandK(0.25), (10,), torch.float32, 3 * 4),
+        (TopK(0.25), (10,), torch.float32, 3 * (2 + 4)),
+        (TopK(0.25), (10,), torch.float16, 3 * (2 + 2)),
+        (TopK(k=3), (2**16,), torch.float32, 3 * (2 + 4)),
+        (TopK(k=3), (2**16 + 1,), torch.float32, 3 * (4 + 4)),
+        (TopK(k=3), (2**16, 1), torch.float32, 3 * (4 + 4)),
+        (TopK(k=3, scope="tensor"), (2**16, 1, 0), torch.float32, 3 * (2 + 4) + (2 + 4)),
+        (TopK(0.01), (25_557_032,), torch.float32, 2_044_568),
+    ],
+    ids=str,
+)
+def test_length_equals_a_hand_calculation(compressor, sizes, dtype, nbytes):
+    assert codec_of(compressor, sizes, dtype).nbytes == nbytes
+
+
+@pytest.mark.parametrize(
+    ("numel", "dtype"),
+    [
+        (0, torch.uint16),
+        (1, torch.uint16),
+        (2**16, torch.uint16),
+        (2**16 + 1, torch.int32),
+        (2**31, torch.int32),
+        (2**31 + 1, torch.int64),
+    ],
+)
+def test_index_is_the_narrowest_integer_that_reaches_the_last_element(numel, dtype):
+    assert wire.index_dtype(numel) == dtype
+
+
+# --- The bytes ------------------------------------------------------------------------------------
+
+
+def decode_topk(raw, n, k, index, values):
+    """A decoder of topk's message by the documentation alone: k indices, then k values."""
+    width = np.dtype(index).itemsize * k
+    dense = np.zeros(n, dtype=values)
+    dense[np.frombuffer(raw[:width], dtype=index)] = np.frombuffer(raw[width:], dtype=values)
+    return dense
+
+
+@pytest.mark.parametrize(
+    ("n", "index"), [(7, "<u2"), (65535, "<u2"), (65536, "<u2"), (65537, "<i4")]
+)
+@pytest.mark.parametrize(("dtype", "values"), [(torch.float32, "<f4"), (torch.float16, "<f2")])
+def test_topk_message_is_read_by_a_decoder_of_its_own(n, index, dtype, values):
+    x = gaussian(n, dtype)
+    # The last element is sent for sure: its index needs every bit of the index's type.
+    x[-1] = 60_000
+    codec = codec_of(TopK(k=5), [n], dtype)
+    raw = codec.pack(codec.encode(x, KEY)).numpy().tobytes()
+    expected = np.zeros(n, dtype=values)
+    top = np.argsort(-np.abs(x.numpy()), kind="stable")[:5]
+    expected[top] = x.numpy()[top]
+    assert decode_topk(raw, n, 5, index, values).tobytes() == expected.tobytes()
+
+
+def test_topk_bytes_are_ascending_indices_then_values_little_endian():
+    x = torch.zeros(300)
+    x[258], x[3] = 1.0, -2.0
+    codec = codec_of(TopK(k=2), [300])
+    assert codec.pack(codec.encode(x, KEY)).tolist() == [
+        *(3, 0),
+        *(2, 1),
+        *(0, 0, 0, 0xC0),
+        *(0, 0, 0x80, 0x3F),
+    ]
+
+
+def test_bucket_message_is_its_vectors_messages_one_after_another():
+    compressor = TopK(k=1, scope="tensor")
+    x = torch.tensor([1.0, 2.0, 30.0, 40.0, 50.0])
+    whole = codec_of(compressor, (2, 3))
+    alone = [codec_of(compressor, (2,)), codec_of(compressor, (3,))]
+    messages = [c.pack(c.encode(part, KEY)) for c, part in zip(alone, x.split((2, 3)), strict=True)]
+    assert torch.equal(whole.pack(whole.encode(x, KEY)), torch.cat(messages))
+
+
+def test_dense_bytes_are_the_values():
+    x = gaussian(7, torch.float32)
+    for compressor, dtype in ((Identity(), torch.float32), (Cast("bf16"), torch.bfloat16)):
+        codec = codec_of(compressor, [7])
+        assert codec.pack(codec.encode(x, KEY)).numpy().tobytes() == bits(x.to(dtype))
+
+
+def test_randk_bytes_are_the_kept_values_in_ascending_order_of_their_indices():
+    x = torch.arange(1.0, 101.0)
+    codec = codec_of(RandK(k=7), [100])
+    message = codec.encode(x, KEY)
+    kept = [value for value in decoded(codec, message).tolist() if value]
+    assert codec.pack(message).numpy().view("<f4").tolist() == kept
+
+
+# --- What does not fit ----------------------------------------------------------------------------
+
+LAYOUT = (Field("index", torch.uint16, 3), Field("values", torch.float32, 3))
+GOOD = (torch.zeros(3, dtype=torch.uint16), torch.zeros(3))
+
+
+@pytest.mark.parametrize("length", [0, 17, 19, 36])
+def test_message_of_another_length_is_refused(length):
+    raw = torch.zeros(length, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=f"a message of {length} bytes .* 18 bytes"):
+        wire.unpack(raw, LAYOUT)
+    codec = codec_of(TopK(k=3), [10])
+    with pytest.raises(ValueError, match=f"a message of {length} bytes.* 18 "):
+        codec.unpack(raw)
+
+
+@pytest.mark.parametrize(
+    ("parts", "problem"),
+    [
+        ((GOOD[0], torch.zeros(2)), "'values' is announced as 3 x torch.float32.* made 2 x"),
+        ((GOOD[0], torch.zeros(3).double()), "'values' is announced .* 3 x torch.float64"),
+        ((GOOD[0].int(), GOOD[1]), "'index' is announced as 3 x torch.uint16.* torch.int32"),
+        (GOOD[:1], "argument"),
+        ((*GOOD, torch.zeros(1)), "argument"),
+    ],
+)
+def test_part_that_the_layout_does_not_announce_is_refused(parts, problem):
+    with pytest.raises(ValueError, match=problem):
+        wire.pack(parts, LAYOUT, torch.zeros(18, dtype=torch.uint8))
+
+
+def test_parts_may_be_strided():
+    raw = torch.empty(18, dtype=torch.uint8)
+    wire.pack((GOOD[0], torch.arange(6.0)[::2]), LAYOUT, raw)
+    assert wire.unpack(raw, LAYOUT)[1].tolist() == [0.0, 2.0, 4.0]
+
+
+def test_aligned_fields_are_views_of_the_message():
+    layout = (Field("values", torch.float32, 2), Field("more", torch.float64, 1))
+    raw = torch.zeros(16, dtype=torch.uint8)
+    for field in wire.unpack(raw, layout):
+        field.fill_(1.0)
+    assert [field.tolist() for field in wire.unpack(raw, layout)] == [[1.0, 1.0], [1.0]]
