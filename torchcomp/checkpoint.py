@@ -25,9 +25,20 @@ def header(spec: str, exchange: Exchange) -> dict[str, Any]:
 
 
 def check_header(
-    state: Mapping[str, Any], spec: str, exchange: Exchange, keys: Iterable[str]
+    state: Mapping[str, Any],
+    spec: str,
+    exchange: Exchange,
+    keys: Iterable[str],
+    advice: Mapping[str, str],
 ) -> None:
     """Require a complete state dict of this version, method, rank and world size.
+
+    Args:
+        state: what the user wants to load.
+        spec: the method or schedule that it must be of.
+        exchange: the ranks of this run.
+        keys: what else a state dict of the caller holds.
+        advice: what to do about a "spec" or "world_size" that differs.
 
     Raises:
         CheckpointError: naming both values, and what to do.
@@ -38,9 +49,8 @@ def check_header(
         raise CheckpointError(f"not a state dict of torchcomp: it lacks {', '.join(missing)}")
     advice = {
         "version": "save it again with this version of torchcomp",
-        "spec": "register that method, load, and then handle.swap(...) to the new one",
-        "world_size": "torchcomp.redistribute(states, world_size) makes it fit",
         "rank": "every rank loads what it saved itself",
+        **advice,
     }
     for name in ("version", "spec", "world_size", "rank"):
         if state[name] != wanted[name]:

@@ -5,14 +5,17 @@ on futures: a second collective issued from a callback can pair with the wrong o
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchcomp.errors import RankMismatchError
+
+Built = TypeVar("Built")
 
 # torch 2.13 renames the collective and deprecates its old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -122,20 +125,49 @@ class Exchange:
         differing = "; ".join(line for line in lines if line)
         raise RankMismatchError(f"{what}: ranks disagree. {differing}. {advice}".strip())
 
+    def agree(
+        self,
+        what: str,
+        given: dict[str, Any],
+        build: Callable[[], tuple[Built, dict[str, Any]]],
+        advice: str = "",
+    ) -> Built:
+        """Build something on every rank alike, or raise on every rank.
+
+        Args:
+            what: what is being built, for the error.
+            given: this rank's arguments, compared if nothing can be built from them.
+            build: returns what was built and the facts that must be the same on all ranks.
+            advice: what to do if they are not.
+
+        Raises:
+            RankMismatchError: if the facts differ, or only some ranks fail to build.
+            Exception: what `build` raised, if it did on all ranks alike.
+        """
+        problem: Exception | None = None
+        facts: dict[str, Any] = {}
+        try:
+            built, facts = build()
+        except Exception as error:
+            problem = error
+        self.require_same(what, {**given, "problem": _first_line(problem), **facts}, advice)
+        if problem is not None:
+            raise problem
+        return built
+
     def take_traffic(self, dense: int) -> Traffic:
         """Bytes of payload since the last call; control messages are not counted.
 
         Args:
-            dense: bytes of gradients or parameters that plain DDP would have reduced instead.
+            dense: bytes that this rank would have sent under plain DDP.
         """
         moved = sum_bytes(self._summed, self.world_size)
         moved += gather_bytes(self._gathered, self.world_size)
         self._summed = self._gathered = 0
-        return Traffic(sent=moved, received=moved, dense=sum_bytes(dense, self.world_size))
+        return Traffic(sent=moved, received=moved, dense=dense)
 
 
-def first_line(problem: Exception | None) -> str:
-    """An error in a form that :meth:`Exchange.require_same` can list beside other ranks'."""
+def _first_line(problem: Exception | None) -> str:
     return "none" if problem is None else str(problem).partition("\n")[0]
 
 

@@ -17,7 +17,7 @@ from torchcomp.bucket import Bucket, Group, memory_order, partition
 from torchcomp.component import Component
 from torchcomp.ddp.checks import OWNER, bucket_caps, check_is_ddp, check_model, trained_parameters
 from torchcomp.errors import CheckpointError, ScheduleError, SpecError, UnsupportedModelError
-from torchcomp.exchange import Exchange, first_line
+from torchcomp.exchange import Exchange, sum_bytes
 from torchcomp.keys import Key
 from torchcomp.memory import ErrorMemory
 from torchcomp.nonfinite import FiniteWatch
@@ -109,8 +109,11 @@ class LocalSGD:
         check_is_ddp(model)
         device = next(model.module.parameters()).device
         self._exchange = Exchange(model.process_group, device)
-        self._schedule, self._horizon = self._agree(
-            model, optimizer, spec, total_steps, warmup_steps
+        given = {"spec": spec, "total_steps": total_steps, "warmup_steps": warmup_steps}
+        self._schedule, self._horizon = self._exchange.agree(
+            "torchcomp.LocalSGD",
+            given,
+            lambda: _check(model, optimizer, spec, Horizon(total_steps, warmup_steps)),
         )
         self._model = model
         self._optimizer = optimizer
@@ -119,7 +122,10 @@ class LocalSGD:
         self._meter = Meter()
         self._progress = Progress()
         self._in_scaler = False
+        self._closed = False
         self._expected_weights: int | None = None
+        # Whether a rank alone has loaded a checkpoint shows only when all ranks look.
+        self._verified = False
         self._undo = self._install(scaler)
         # A script that ends inside a round has as many models as ranks, and may not know it.
         self._finalizer = weakref.finalize(self, _end, self._progress, self._horizon)
@@ -170,7 +176,7 @@ class LocalSGD:
         Raises:
             CheckpointError: if it is another model's, schedule's, run's or rank's.
         """
-        checkpoint.check_header(state, str(self._schedule), self._exchange, _STATE_KEYS)
+        checkpoint.check_header(state, str(self._schedule), self._exchange, _STATE_KEYS, _ADVICE)
         checkpoint.check_shapes(state["shapes"], self._parameters)
         for name in ("total_steps", "warmup_steps"):
             if state[name] != getattr(self._horizon, name):
@@ -182,10 +188,12 @@ class LocalSGD:
             setattr(self._progress, field.name, state[field.name])
         self._meter.load_state_dict(state["traffic"])
         self._expected_weights = state["weights"]
+        self._verified = False
 
     def close(self) -> None:
         """Remove every hook and give the model back to DDP; harmless when repeated."""
         self._finalizer()
+        self._closed = True
         while self._undo:
             self._undo.pop()()
 
@@ -195,47 +203,20 @@ class LocalSGD:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _agree(
-        self,
-        model: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer,
-        spec: str | Component,
-        total_steps: int,
-        warmup_steps: int,
-    ) -> tuple[Schedule, Horizon]:
-        problem: Exception | None = None
-        facts: dict[str, Any] = {"total_steps": total_steps, "warmup_steps": warmup_steps}
-        try:
-            check_model(model)
-            _check_optimizer(optimizer, model)
-            horizon = Horizon(total_steps, warmup_steps)
-            schedule = parse_schedule(spec)
-            facts["parameters"] = [(name, tuple(p.shape)) for name, p in trained_parameters(model)]
-        except Exception as error:
-            problem = error
-        facts |= {"spec": spec if problem else schedule, "problem": first_line(problem)}
-        self._exchange.require_same("torchcomp.LocalSGD", facts)
-        if problem is not None:
-            raise problem
-        return schedule, horizon
-
     def _install(self, scaler: "torch.amp.GradScaler | None") -> list[Callable[[], None]]:
         model, optimizer = self._model, self._optimizer
         undo = [
             _override(model, "require_backward_grad_sync", False),
+            _override(model, "require_forward_param_sync", False),
             _override(model, "broadcast_buffers", False),
-            model.register_forward_pre_hook(self._count_forward).remove,
+            model.register_forward_pre_hook(_counter(model, self._progress)).remove,
             optimizer.register_step_pre_hook(self._before_step).remove,
             optimizer.register_step_post_hook(self._after_step).remove,
         ]
         if scaler is not None:
-            undo.append(_override(scaler, "step", self._scaled_step(scaler.step)))
+            undo.append(self._wrap(scaler))
         setattr(model, OWNER, f"torchcomp.LocalSGD('{self._schedule}')")
         return [*undo, lambda: delattr(model, OWNER)]
-
-    def _count_forward(self, module: nn.Module, args: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            self._progress.forwards += 1
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._in_scaler:
@@ -245,9 +226,12 @@ class LocalSGD:
         if not self._in_scaler:
             self._end_turn()
 
-    def _scaled_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap(self, scaler: torch.amp.GradScaler) -> Callable[[], None]:
+        """Make a call of ``scaler.step`` one turn, skipped or not; returns what undoes it."""
+        step = scaler.step
+
         def turn(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if optimizer is not self._optimizer:
+            if self._closed or optimizer is not self._optimizer:
                 return step(optimizer, *args, **kwargs)
             self._begin_turn()
             self._in_scaler = True
@@ -258,7 +242,9 @@ class LocalSGD:
             self._end_turn()
             return result
 
-        return turn
+        undo = _override(scaler, "step", turn)
+        # Another LocalSGD may have wrapped the scaler since, around this one.
+        return lambda: undo() if vars(scaler).get("step") is turn else None
 
     def _begin_turn(self) -> None:
         if self._model._join_config.enable:
@@ -273,8 +259,8 @@ class LocalSGD:
                 f"{self._horizon.total_steps}, and its last synchronisation has been: announce "
                 "more steps, or close() and go on with plain DDP"
             )
-        if self._expected_weights is not None:
-            self._check_weights()
+        if not self._verified:
+            self._verify()
         if progress.step == progress.round_end:
             rate = max(float(group["lr"]) for group in self._optimizer.param_groups)
             progress.round_end = self._schedule.round_end(progress.step, rate, self._horizon)
@@ -300,14 +286,20 @@ class LocalSGD:
         if self._progress.step == self._progress.round_end:
             self._synchronise()
 
-    def _check_weights(self) -> None:
-        if _digest(self._parameters) != self._expected_weights:
-            raise CheckpointError(
-                "this rank's parameters are not those that it had when the checkpoint was saved: "
-                "load the rank's own weights after DistributedDataParallel(...), because its "
-                "constructor copies rank 0's weights to all ranks"
-            )
+    def _verify(self) -> None:
+        advice = "Every rank loads its own state of one and the same step, or none does."
+        self._exchange.agree("the first local step", {}, self._check_weights, advice)
         self._expected_weights = None
+        self._verified = True
+
+    def _check_weights(self) -> tuple[None, dict[str, Any]]:
+        expected = self._expected_weights
+        if expected is not None and _digest(self._parameters) != expected:
+            raise CheckpointError(
+                "parameters that are not those of the checkpoint: every rank loads its own weights "
+                "after DistributedDataParallel(...), whose constructor copies rank 0's to all ranks"
+            )
+        return None, {"step": self._progress.step, "round end": self._progress.round_end}
 
     def _synchronise(self) -> None:
         progress = self._progress
@@ -320,7 +312,8 @@ class LocalSGD:
         self._average()
         nbytes = sum(parameter.nbytes for parameter in self._parameters.values())
         steps = progress.step - progress.round_start
-        self._meter.record(self._exchange.take_traffic(nbytes * steps))
+        dense = steps * sum_bytes(nbytes, self._exchange.world_size)
+        self._meter.record(self._exchange.take_traffic(dense))
         progress.syncs += 1
         progress.forwards = 0
 
@@ -355,6 +348,11 @@ class LocalSGD:
             parameter.copy_(memory_order(parameter, part))
 
 
+_ADVICE = {
+    "spec": "go on with the schedule that the run began with",
+    "world_size": "between rounds all ranks hold the same weights, so save there, and begin anew "
+    "with LocalSGD(..., total_steps=what is left)",
+}
 _STATE_KEYS = (
     "total_steps",
     "warmup_steps",
@@ -377,6 +375,37 @@ def _end(progress: Progress, horizon: Horizon) -> None:
         )
 
 
+def _check(
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    spec: str | Component,
+    horizon: Horizon,
+) -> tuple[tuple[Schedule, Horizon], dict[str, Any]]:
+    """What this rank's arguments come to, and the facts that all ranks must share."""
+    check_model(model)
+    if model.static_graph:
+        raise UnsupportedModelError(
+            "static_graph=True makes DDP expect an exchange in its first backward pass, and local "
+            "steps exchange no gradients: build DistributedDataParallel without it"
+        )
+    _check_optimizer(optimizer, model)
+    schedule = parse_schedule(spec)
+    parameters = [(name, tuple(p.shape), p.dtype) for name, p in trained_parameters(model)]
+    return (schedule, horizon), {"spec": schedule, "parameters": parameters}
+
+
+def _counter(model: nn.Module, progress: Progress) -> Callable[[nn.Module, Any], None]:
+    # A function and not a method: a copy of the model (an average of weights, say) takes its hooks
+    # along, and must neither copy the process group nor count.
+    owner = weakref.ref(model)
+
+    def count(module: nn.Module, args: Any) -> None:
+        if module is owner() and module.training and torch.is_grad_enabled():
+            progress.forwards += 1
+
+    return count
+
+
 def _check_optimizer(optimizer: object, model: DistributedDataParallel) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise SpecError(f"expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
@@ -388,10 +417,13 @@ def _check_optimizer(optimizer: object, model: DistributedDataParallel) -> None:
 
 
 def _override(owner: object, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute and return what restores it."""
+    """Set an attribute and return what restores it, or removes it where it hid the class's."""
+    inherited = name not in vars(owner) and not isinstance(
+        getattr(type(owner), name, None), property
+    )
     before = getattr(owner, name)
     setattr(owner, name, value)
-    return lambda: setattr(owner, name, before)
+    return lambda: delattr(owner, name) if inherited else setattr(owner, name, before)
 
 
 def _digest(parameters: dict[str, nn.Parameter]) -> int:

@@ -4,7 +4,7 @@ DDP numbers its buckets anew after the first iteration, parameter ids differ bet
 a checkpoint may come from a run with other bucket sizes. Names are what stays.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -55,10 +55,15 @@ class ErrorMemory:
         """The step does not count: the memory is what it was before it."""
         self._touched.clear()
 
-    def pending(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and 1-D view of what the step in flight wrote for each opened parameter."""
-        for names in self._touched:
-            yield from Bucket(names, self._current[names].sizes, self._next[names]).parts().items()
+    def keep(self, names: Iterable[str]) -> None:
+        """Undo the step in flight for some parameters: their memory stays what it was."""
+        wanted = set(names)
+        for touched in self._touched:
+            held = self._current[touched]
+            after = Bucket(touched, held.sizes, self._next[touched]).parts()
+            for name, before in held.parts().items():
+                if name in wanted:
+                    after[name].copy_(before)
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Name and 1-D memory (a view) of each parameter that has one."""

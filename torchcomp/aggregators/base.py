@@ -53,6 +53,16 @@ class Aggregator(Component):
         return "sum" if self.compressor.summable else "gather"
 
     @property
+    def loses(self) -> bool:
+        """Whether it leaves a large part of the gradient out, for good."""
+        return False
+
+    @property
+    def depends_on_grouping(self) -> bool:
+        """Whether its result depends on which parameters share a bucket."""
+        return True
+
+    @property
     def transparent(self) -> bool:
         """Whether it does what plain DDP does, NaN and infinities included."""
         return False

@@ -36,10 +36,13 @@ class EF(Aggregator):
     4. g <- mean of all messages     (plus: e takes up what rounding the mean to g's dtype loses)
 
     Nothing is lost: the sum of all applied means plus the mean memory equals the sum of all mean
-    gradients, up to the rounding of the memory's dtype. The exception is a 16-bit ``cast`` that is
-    summed on the way (see its docstring). References: Seide et al., "1-bit SGD", Interspeech 2014;
-    Karimireddy et al., "Error feedback fixes SignSGD", ICML 2019 (here the learning rate stays
-    outside the memory, so that any optimizer may follow).
+    gradients, up to the rounding of the memory's dtype. The exception are 16-bit values that are
+    summed on the way, by ``cast`` or of 16-bit gradients: every hop rounds, and no memory sees
+    it; ``exchange="gather"`` conserves them, too.
+
+    References: Seide et al., "1-bit SGD", Interspeech 2014; Karimireddy et al., "Error feedback
+    fixes SignSGD", ICML 2019 (here the learning rate stays outside the memory, so that any
+    optimizer may follow).
 
     Attributes:
         compressor: must be contractive.

@@ -13,6 +13,7 @@ from torchcomp.keys import Key
 from torchcomp.memory import ErrorMemory
 
 _DENSE = Identity()
+_LARGE = 10**6
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,16 @@ class Mean(Aggregator):
     name: ClassVar[str] = "mean"
 
     compressor: Compressor = _DENSE
+
+    @property
+    def loses(self) -> bool:
+        alpha = self.compressor.alpha(_LARGE)
+        return self.compressor.omega(_LARGE) is None and (alpha is None or alpha < 0.5)
+
+    @property
+    def depends_on_grouping(self) -> bool:
+        # Also where each element is summed in DDP's order, so that plain DDP is matched exactly.
+        return not self.compressor.elementwise
 
     @property
     def transparent(self) -> bool:

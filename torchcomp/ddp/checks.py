@@ -37,8 +37,8 @@ def check_model(model: DistributedDataParallel) -> None:
     Raises:
         UnsupportedModelError: naming the option or parameter and why it does not work.
     """
-    _check_free(model)
     _check_options(model)
+    _check_free(model)
     for name, parameter in trained_parameters(model):
         if parameter.is_complex():
             raise UnsupportedModelError(
@@ -62,7 +62,9 @@ def check_before_backward(model: DistributedDataParallel) -> None:
     logger: Any = model.logger
     logger.set_runtime_stats_and_log()
     logged: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    # Which of the two appears first depends on static_graph.
     reduced = "prev_iteration_grad_ready_order_indices" in logged
+    reduced |= logged.get("backward_comm_time_start", 0) > 0
     if reduced or model._has_rebuilt_buckets:
         raise UnsupportedModelError(
             "a backward pass has already run: register right after DistributedDataParallel(...), "

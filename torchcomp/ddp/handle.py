@@ -19,7 +19,7 @@ from torchcomp.ddp.assembly import Assembly
 from torchcomp.ddp.executors import Executor
 from torchcomp.ddp.unused import UnusedWatch
 from torchcomp.errors import UnsupportedModelError
-from torchcomp.exchange import Exchange
+from torchcomp.exchange import Exchange, sum_bytes
 from torchcomp.keys import Key
 from torchcomp.memory import ErrorMemory
 from torchcomp.nonfinite import FiniteWatch
@@ -27,6 +27,10 @@ from torchcomp.spec import parse_aggregator
 from torchcomp.stats import Meter, Stats
 
 _STATE_KEYS = ("step", "seed", "scale", "delivering", "groups", "traffic", "shapes", "error")
+_ADVICE = {
+    "spec": "register that method, load, and then handle.swap(...) to the new one",
+    "world_size": "torchcomp.redistribute(states, world_size) makes it fit",
+}
 _NOTHING_KEPT = (
     "Nothing of this step entered the error memory, and no parameter has changed. If a GradScaler "
     "is meant to skip such steps, hand it over: torchcomp.register(model, spec, scaler=scaler)"
@@ -75,15 +79,17 @@ class Handle:
         self._exchange = exchange
         self._executor = executor
         self._seed = seed
-        self._scaler = scaler
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._scale = 1.0
-        self._may_leave_unused = bool(model.find_unused_parameters) and not model.static_graph
+        may_leave_unused = bool(model.find_unused_parameters) and not model.static_graph
+        self._unused = UnusedWatch(parameters) if may_leave_unused else None
         self._memory = ErrorMemory()
         self._meter = Meter()
         self._step = 0
         self._in_backward = False
         self._closed = False
-        self._resumed = False
+        # Whether a rank alone has loaded a checkpoint shows only when all ranks look.
+        self._verified = False
         self._delivering = False
         self._failure: Exception | None = None
         self._use(aggregator)
@@ -117,9 +123,13 @@ class Handle:
             RankMismatchError: if the ranks give different specs.
             RuntimeError: in the middle of a backward pass.
         """
-        self._require_idle("swap")
-        aggregator = parse_aggregator(spec)
-        self._exchange.require_same("handle.swap", {"spec": aggregator})
+
+        def build() -> tuple[Aggregator, dict[str, Any]]:
+            self._require_idle("swap")
+            aggregator = parse_aggregator(spec)
+            return aggregator, {"spec": aggregator}
+
+        aggregator = self._exchange.agree("handle.swap", {"spec": spec}, build)
         self._use(aggregator)
         if not any(True for _ in self._memory.items()):
             self._delivering = False
@@ -161,7 +171,7 @@ class Handle:
             RuntimeError: in the middle of a backward pass.
         """
         self._require_idle("load_state_dict")
-        checkpoint.check_header(state, str(self._aggregator), self._exchange, _STATE_KEYS)
+        checkpoint.check_header(state, str(self._aggregator), self._exchange, _STATE_KEYS, _ADVICE)
         checkpoint.check_shapes(state["shapes"], self._parameters)
         self._memory.load(checkpoint.flat(state["error"], self._parameters))
         self._step = state["step"]
@@ -171,7 +181,7 @@ class Handle:
         self._groups = tuple(tuple(group) for group in state["groups"])
         self._meter.load_state_dict(state["traffic"])
         self._use(self._aggregator)
-        self._resumed = True
+        self._verified = False
 
     def close(self) -> None:
         """End the background thread. DDP cannot drop a hook, so the model cannot train on."""
@@ -186,7 +196,7 @@ class Handle:
 
     def _use(self, aggregator: Aggregator) -> None:
         self._aggregator = aggregator
-        self._assembly = Assembly(None if aggregator.compressor.elementwise else self._groups)
+        self._assembly = Assembly(self._groups if aggregator.depends_on_grouping else None)
 
     def _require_idle(self, call: str) -> None:
         if self._in_backward:
@@ -236,13 +246,10 @@ class Handle:
         self._memory.rollback()
         self._assembly.begin()
         self._finite = FiniteWatch()
-        self._unused = UnusedWatch()
         self._follow_scale()
 
     def _follow_scale(self) -> None:
-        if self._scaler is None:
-            return
-        scale = float(self._scaler.get_scale())
+        scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         if scale != self._scale:
             self._memory.scale(scale / self._scale)
             self._scale = scale
@@ -261,16 +268,16 @@ class Handle:
                 held.release()
 
     def _exchange_bucket(self, delivery: Delivery) -> None:
-        if self._resumed:
-            self._check_resumed()
-        watch_unused = self._may_leave_unused and (self._aggregator.remembers or self._delivering)
-        if watch_unused:
+        if not self._verified:
+            self._verify()
+        if self._unused is not None:
             self._unused.before(delivery.bucket)
         for bucket in self._assembly.add(delivery.bucket):
             self._aggregate(bucket)
         if delivery.is_last:
-            if watch_unused:
-                self._unused.give_back(self._exchange, self._memory)
+            if self._unused is not None:
+                self._unused.undo(self._exchange, self._memory)
+                self._unused.reset()
             self._settle()
 
     def _aggregate(self, bucket: Bucket) -> None:
@@ -278,8 +285,9 @@ class Handle:
         if guarded:
             self._finite.before(bucket)
         if self._delivering:
-            memory, rest = self._memory.open(bucket, bucket.flat.dtype)
-            bucket.flat.add_(memory)
+            wide = torch.promote_types(bucket.flat.dtype, torch.float32)
+            memory, rest = self._memory.open(bucket, wide)
+            bucket.flat.copy_(memory + bucket.flat)
             rest.zero_()
         key = Key(self._seed, self._step, rank=self._exchange.rank)
         self._aggregator.aggregate(bucket, self._exchange, self._memory, key)
@@ -287,7 +295,8 @@ class Handle:
             self._finite.after(bucket)
 
     def _settle(self) -> None:
-        dense = sum(p.nbytes for p in self._parameters.values())
+        nbytes = sum(p.nbytes for p in self._parameters.values())
+        dense = sum_bytes(nbytes, self._exchange.world_size)
         self._meter.record(self._exchange.take_traffic(dense))
         if self._finite.all_finite():
             self._memory.commit()
@@ -307,10 +316,11 @@ class Handle:
     def _unused_mass(self) -> bool:
         return any(bool(part.any()) for _, part in self._memory.items())
 
-    def _check_resumed(self) -> None:
+    def _verify(self) -> None:
         facts = {"step": self._step, "seed": self._seed, "groups": self._groups}
-        self._exchange.require_same("resumed training", facts)
-        self._resumed = False
+        advice = "Every rank loads its own state of one and the same step, or none does."
+        self._exchange.require_same("the first step", facts, advice)
+        self._verified = True
 
     # Runs in the backward pass again, once all of it is done.
 

@@ -1,5 +1,6 @@
 """register: the one line that gives a DDP model compressed gradients."""
 
+import logging
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from torchcomp.ddp.checks import (
 )
 from torchcomp.ddp.executors import Executor, InlineExecutor, StreamExecutor, ThreadExecutor
 from torchcomp.ddp.handle import Handle, hook
-from torchcomp.exchange import Exchange, first_line
+from torchcomp.exchange import Exchange
 from torchcomp.keys import check_seed
 from torchcomp.spec import parse_aggregator
+
+_log = logging.getLogger(__name__)
 
 
 def register(
@@ -57,7 +60,9 @@ def register(
     check_is_ddp(model)
     exchange, executor = _transport(model)
     try:
-        aggregator, groups = _agree(model, spec, seed, exchange)
+        aggregator, groups = exchange.agree(
+            "torchcomp.register", {"spec": spec, "seed": seed}, lambda: _check(model, spec, seed)
+        )
     except BaseException:
         executor.close()
         raise
@@ -65,31 +70,32 @@ def register(
     handle = Handle(model, parameters, groups, aggregator, exchange, executor, seed, scaler)
     model.register_comm_hook(handle, hook)
     setattr(model, OWNER, f"torchcomp.register('{aggregator}')")
+    if aggregator.loses and exchange.rank == 0:
+        _log.warning(
+            "%s keeps no error memory: what it does not send is lost; ef(%s) sends it later",
+            aggregator,
+            aggregator.compressor,
+        )
     return handle
 
 
-def _agree(
-    model: DistributedDataParallel, spec: str | Component, seed: int, exchange: Exchange
-) -> tuple[Aggregator, tuple[Group, ...]]:
-    """Check this rank's arguments, and that all ranks passed theirs and gave the same."""
-    problem: Exception | None = None
-    try:
-        check_seed(seed)
-        check_model(model)
-        check_before_backward(model)
-        aggregator = parse_aggregator(spec)
-    except Exception as error:
-        problem = error
-    facts: dict[str, Any] = {"spec": spec, "seed": seed, "problem": first_line(problem)}
-    if problem is None:
-        groups = partition(trained_parameters(model), bucket_caps(model))
-        shapes = {name: (tuple(p.shape), p.dtype) for name, p in trained_parameters(model)}
-        facts |= {"spec": aggregator, "parameters": shapes, "groups": groups}
-        facts["wire version"] = wire.VERSION
-    exchange.require_same("torchcomp.register", facts)
-    if problem is not None:
-        raise problem
-    return aggregator, groups
+def _check(
+    model: DistributedDataParallel, spec: str | Component, seed: int
+) -> tuple[tuple[Aggregator, tuple[Group, ...]], dict[str, Any]]:
+    """What this rank's arguments come to, and the facts that all ranks must share."""
+    check_seed(seed)
+    check_model(model)
+    check_before_backward(model)
+    aggregator = parse_aggregator(spec)
+    trained = trained_parameters(model)
+    groups = partition(trained, bucket_caps(model))
+    facts = {
+        "spec": aggregator,
+        "parameters": [(name, tuple(p.shape), p.dtype) for name, p in trained],
+        "groups": groups,
+        "wire version": wire.VERSION,
+    }
+    return (aggregator, groups), facts
 
 
 def _transport(model: DistributedDataParallel) -> tuple[Exchange, Executor]:

@@ -1,11 +1,13 @@
 """Parameters that no rank used in a step (find_unused_parameters=True).
 
-DDP leaves the gradient of such a parameter alone, whatever the hook puts into its bucket. What
-error feedback delivers for it in that step would be lost, so it goes back into the memory.
+DDP leaves the gradient of such a parameter as it was, whatever the hook puts into its bucket. What
+error feedback delivers for it in that step would be lost, so for that parameter the step is undone.
 """
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchcomp.bucket import Bucket
 from torchcomp.exchange import Exchange
@@ -13,23 +15,47 @@ from torchcomp.memory import ErrorMemory
 
 
 class UnusedWatch:
-    """Watches for parameters whose gradient is zero on every rank in this step."""
+    """Learns which parameters take part in a step, and undoes it for those that do on no rank.
 
-    def __init__(self) -> None:
-        self._parts: dict[str, Tensor] = {}
-        self._used: list[Tensor] = []
+    A parameter takes part if a gradient was accumulated for it since the last exchange, also under
+    ``no_sync``. Its gradient being zero says nothing, nor does one that is left from before.
+
+    Args:
+        parameters: by name, in an order that is the same on all ranks.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        self._names = list(parameters)
+        self._used: set[str] = set()
+        self._before: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, parameter in parameters.items():
+            note = _note(name, self._used)
+            parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     def before(self, delivery: Bucket) -> None:
-        """Note which parameters of one of DDP's buckets have a gradient on this rank."""
-        parts = delivery.parts()
-        self._parts.update(parts)
-        self._used.extend(part.any() for part in parts.values())
+        """Keep what one of DDP's buckets holds for parameters that this rank did not use."""
+        for name, part in delivery.parts().items():
+            if name not in self._used:
+                self._before[name] = (part, part.clone())
 
-    def give_back(self, exchange: Exchange, memory: ErrorMemory) -> None:
-        """Move the means of unused parameters from DDP's buckets into the memory of every rank."""
-        used = exchange.any_rank(torch.stack(self._used).to(torch.uint8)).tolist()
-        memories = dict(memory.pending())
-        for (name, mean), flag in zip(self._parts.items(), used, strict=True):
-            if not flag:
-                memories[name].add_(mean)
-                mean.zero_()
+    def undo(self, exchange: Exchange, memory: ErrorMemory) -> None:
+        """Put bucket and memory back for every parameter that no rank used."""
+        used = torch.tensor([name in self._used for name in self._names], dtype=torch.uint8)
+        flags = exchange.any_rank(used.to(exchange.device)).tolist()
+        unused = [name for name, flag in zip(self._names, flags, strict=True) if not flag]
+        for name in unused:
+            part, before = self._before[name]
+            part.copy_(before)
+        memory.keep(unused)
+
+    def reset(self) -> None:
+        """Begin to watch for the next exchange."""
+        self._used.clear()
+        self._before.clear()
+
+
+def _note(name: str, used: set[str]) -> Callable[[Tensor], None]:
+    def note(parameter: Tensor) -> None:
+        used.add(name)
+
+    return note

@@ -1,0 +1,337 @@
+"""Nothing is lost: sum of applied means + mean error memory = sum of the dense means."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchcomp
+from tests.support.models import (
+    CONSERVING,
+    Account,
+    Batch,
+    Branches,
+    Checkpointed,
+    OddSizes,
+    Tied,
+    assert_conserved,
+    assert_owing,
+    convolutions,
+    gradients,
+    images,
+    loss_of,
+    mlp,
+    rows,
+    seeded,
+    wrap,
+)
+from tests.support.ranks import on_processes, on_threads
+
+TOPK = "ef(topk(0.1))"
+Build = Callable[[], DistributedDataParallel]
+Batches = Callable[[int], list[Batch]]
+
+
+def one_batch(step: int) -> list[Batch]:
+    return [(rows(step),)]
+
+
+def book(build: Build, batches: Batches, spec: str, steps: int = 6, lr: float = 0.05) -> Account:
+    """The account of one rank that trains for some steps."""
+    model = build()
+    handle = torchcomp.register(model, spec)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    account = Account()
+    for step in range(steps):
+        account.step(model, *batches(step), optimizer=optimizer)
+    handle.close()
+    return account.close(handle)
+
+
+def check(build: Build, batches: Batches = one_batch, *specs: str, world_size: int = 4) -> None:
+    for spec in specs or (TOPK,):
+        accounts = on_threads(world_size, book, build, batches, spec)
+        assert_conserved(accounts)
+        if "cast" not in spec:
+            assert_owing(accounts)
+
+
+@pytest.mark.parametrize("spec", CONSERVING)
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_conserves_through_the_bucket_rebuild(spec: str, world_size: int) -> None:
+    check(lambda: wrap(mlp()), one_batch, spec, world_size=world_size)
+
+
+def test_conserves_over_gloo() -> None:
+    for accounts in zip(*on_processes(3, _gloo_books), strict=True):
+        assert_conserved(list(accounts))
+
+
+def _gloo_books() -> list[Account]:
+    books = [book(lambda: wrap(mlp()), one_batch, spec) for spec in CONSERVING]
+    return [*books, book(branching, wandering, TOPK)]
+
+
+def branching(**options: Any) -> DistributedDataParallel:
+    return wrap(seeded(Branches().double()), find_unused_parameters=True, **options)
+
+
+def test_conserves_under_no_sync_accumulation() -> None:
+    check(lambda: wrap(mlp()), lambda step: [(rows(3 * step + i),) for i in range(1 + step % 3)])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"static_graph": True},
+        {"static_graph": True, "gradient_as_bucket_view": True},
+        {"gradient_as_bucket_view": True},
+        {"bucket_cap_mb": None},
+        {"find_unused_parameters": True},
+    ],
+    ids=lambda options: ",".join(options),
+)
+def test_conserves_under_ddp_option(options: dict[str, object]) -> None:
+    def accumulate(step: int) -> list[Batch]:
+        # DDP refuses to begin a static graph under no_sync.
+        return [(rows(step + i),) for i in range(2 if step else 1)]
+
+    check(lambda: wrap(used_everywhere(options), **options), accumulate, *CONSERVING[:3])
+
+
+def used_everywhere(options: dict[str, object]) -> nn.Module:
+    """find_unused_parameters warns where it finds none."""
+    if "find_unused_parameters" not in options:
+        return mlp()
+    module = mlp()
+    module.register_parameter("unused", nn.Parameter(torch.ones(5, dtype=torch.float64)))
+    return module
+
+
+def wandering(step: int) -> list[Batch]:
+    """Branches that no rank uses, one rank uses, and all use, in changing steps."""
+    rank = dist.get_rank()
+    everyone = [("left", "right"), ("left",), (), ("right",), (), ("left",)][step % 6]
+    if step in (1, 7) and rank == 0:
+        everyone = ("left", "right")
+    return [(rows(step), everyone)]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
+@pytest.mark.parametrize("spec", CONSERVING)
+def test_conserves_where_parameters_are_unused(
+    spec: str, gradient_as_bucket_view: bool, set_to_none: bool
+) -> None:
+    def body() -> Account:
+        model = branching(gradient_as_bucket_view=gradient_as_bucket_view)
+        handle = torchcomp.register(model, spec)
+        account = Account()
+        for step in range(12):
+            account.step(model, *wandering(step), set_to_none=set_to_none)
+        return account.close(handle)
+
+    assert_conserved(on_threads(3, body))
+
+
+def test_conserves_where_unused_parameters_are_accumulated_under_no_sync() -> None:
+    def batches(step: int) -> list[Batch]:
+        return [(rows(2 * step), ("left",)), (rows(2 * step + 1), ("right",) if step % 2 else ())]
+
+    check(branching, batches)
+
+
+@pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
+def test_unused_parameter_keeps_a_gradient_that_was_not_cleared(
+    gradient_as_bucket_view: bool,
+) -> None:
+    """Without zero_grad, DDP leaves the gradient of a parameter that no rank uses as it was."""
+
+    def body() -> None:
+        model = branching(gradient_as_bucket_view=gradient_as_bucket_view)
+        handle = torchcomp.register(model, TOPK)
+        Account().step(model, (rows(0), ("left", "right")))
+        grad, owed = gradients(model), handle.state_dict()["error"]
+        loss_of(model(rows(1), ("right",))).backward()
+        torch.testing.assert_close(gradients(model)["left.weight"], grad["left.weight"])
+        torch.testing.assert_close(handle.state_dict()["error"]["left.weight"], owed["left.weight"])
+
+    on_threads(3, body)
+
+
+def test_conserves_shared_parameters() -> None:
+    check(lambda: wrap(seeded(Tied().double())), one_batch, *CONSERVING[:3])
+
+
+def test_conserves_channels_last_weights() -> None:
+    check(lambda: wrap(convolutions()), lambda step: [(images(step),)], *CONSERVING[:3])
+
+
+def test_conserves_parameters_of_no_and_of_one_element() -> None:
+    check(lambda: wrap(seeded(OddSizes().double())), one_batch, *CONSERVING[:3])
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["default", "static_graph"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_conserves_under_activation_checkpointing(
+    use_reentrant: bool, options: dict[str, bool]
+) -> None:
+    check(lambda: wrap(seeded(Checkpointed(use_reentrant).double()), **options))
+
+
+def test_conserves_with_several_parameter_groups() -> None:
+    def body() -> Account:
+        model = wrap(mlp())
+        handle = torchcomp.register(model, TOPK)
+        layers = list(model.module.children())
+        groups = [{"params": layers[0].parameters(), "lr": 0.1}, {"params": layers[2].parameters()}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        optimizer.add_param_group({"params": layers[4].parameters(), "weight_decay": 0.0})
+        account = Account()
+        for step in range(5):
+            account.step(model, (rows(step),), optimizer=optimizer)
+        return account.close(handle)
+
+    accounts = on_threads(3, body)
+    assert_conserved(accounts)
+    assert_owing(accounts)
+
+
+def test_conserves_frozen_and_ignored_parameters() -> None:
+    def build() -> DistributedDataParallel:
+        module = mlp()
+        module[2].weight.requires_grad_(False)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["4.bias"])
+        return wrap(module)
+
+    def body() -> Account:
+        account = book(build, one_batch, TOPK, lr=0.0)
+        for book_ in (account.dense, account.applied):
+            del book_["4.bias"]
+        return account
+
+    assert_conserved(on_threads(3, body))
+
+
+def test_float32_model_conserves_to_its_rounding() -> None:
+    def batches(step: int) -> list[Batch]:
+        return [(rows(step, torch.float32),)]
+
+    for spec in CONSERVING:
+        accounts = on_threads(4, book, lambda: wrap(mlp(torch.float32)), batches, spec)
+        assert_conserved(accounts, tolerance=2e-6)
+
+
+@pytest.mark.parametrize("spec", [TOPK, 'ef(randk(0.1), exchange="gather")'])
+def test_bfloat16_model_conserves_to_the_rounding_of_its_float32_memory(spec: str) -> None:
+    def batches(step: int) -> list[Batch]:
+        return [(rows(step, torch.bfloat16),)]
+
+    accounts = on_threads(3, book, lambda: wrap(mlp(torch.bfloat16)), batches, spec)
+    assert_conserved(accounts, tolerance=2e-6)
+    assert_owing(accounts)
+
+
+def test_swap_hands_the_memory_on_or_delivers_it() -> None:
+    def body() -> Account:
+        model = wrap(mlp())
+        handle = torchcomp.register(model, TOPK)
+        account = Account()
+        step = iter(range(100))
+
+        def train(steps: int) -> None:
+            for _ in range(steps):
+                account.step(model, (rows(next(step)),))
+
+        train(3)
+        assert "is kept" in handle.swap("ef(randk(0.2))")
+        train(3)
+        assert "adds what there is" in handle.swap("mean")
+        assert handle.stats.error_norm > 0
+        train(1)
+        assert handle.stats.error_norm == 0
+        assert handle.state_dict()["error"] == {}
+        train(2)
+        assert handle.swap(TOPK) == "There is no error memory yet."
+        train(3)
+        handle.swap("mean")
+        handle.swap(TOPK)
+        train(1)
+        assert str(handle.method) == TOPK
+        return account.close(handle)
+
+    accounts = on_threads(4, body)
+    assert_conserved(accounts)
+    assert_owing(accounts)
+
+
+def test_swap_delivers_the_memory_of_unused_parameters_once_they_are_used() -> None:
+    def body() -> Account:
+        model = branching()
+        handle = torchcomp.register(model, TOPK)
+        account = Account()
+        for branches in (("left", "right"), ("left",), ("right",)):
+            account.step(model, (rows(1), branches))
+        handle.swap("mean")
+        account.step(model, (rows(2), ("left",)))
+        norms = handle.stats.error_norms
+        assert norms["left.weight"] == norms["stem.weight"] == 0 < norms["right.weight"]
+        account.step(model, (rows(3), ("right",)))
+        assert handle.stats.error_norm == 0
+        return account.close(handle)
+
+    assert_conserved(on_threads(3, body))
+
+
+def test_conserves_over_a_resume() -> None:
+    def body() -> Account:
+        module, account = mlp(), Account()
+        model = wrap(module)
+        handle = torchcomp.register(model, TOPK)
+        for step in range(4):
+            account.step(model, (rows(step),))
+        state = handle.state_dict()
+        model = wrap(module)
+        handle = torchcomp.register(model, TOPK)
+        handle.load_state_dict(state)
+        for step in range(4, 8):
+            account.step(model, (rows(step),))
+        return account.close(handle)
+
+    accounts = on_threads(4, body)
+    assert_conserved(accounts)
+    assert_owing(accounts)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 3), (3, 1)])
+def test_conserves_over_a_change_of_the_number_of_ranks(before: int, after: int) -> None:
+    def body(states: list[dict], spec: str) -> tuple[Account, dict]:
+        model = wrap(mlp())
+        handle = torchcomp.register(model, spec)
+        if states:
+            handle.load_state_dict(states[dist.get_rank()])
+        account = Account()
+        for step in range(4):
+            account.step(model, (rows(step),))
+        return account.close(handle), handle.state_dict()
+
+    first = on_threads(before, body, [], TOPK)
+    states = torchcomp.redistribute([state for _, state in reversed(first)], after)
+    second = [account for account, _ in on_threads(after, body, states, TOPK)]
+    owed = torch.stack([flat_error(state) for _, state in first]).mean(0)
+    assert float(owed.abs().sum()) > 0.1
+    torch.testing.assert_close(flat_error(states[0]), owed, rtol=0, atol=1e-14)
+    # What the old run still owed is one more dense mean of the new one.
+    for account in second:
+        for name in account.dense:
+            handed = torch.stack([state["error"][name] for _, state in first]).mean(0)
+            account.dense[name] = account.dense[name] + handed
+    assert_conserved(second)
+
+
+def flat_error(state: dict) -> torch.Tensor:
+    return torch.cat([error.flatten() for error in state["error"].values()])

@@ -1,0 +1,242 @@
+"""A NaN or an infinity on one rank: one clear error on all ranks, or a step that all ranks skip."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import torchcomp
+from tests.support.models import (
+    CONSERVING,
+    METHODS,
+    WITH_MEMORY,
+    Account,
+    assert_conserved,
+    loss_of,
+    mlp,
+    raised_by,
+    rows,
+    weights,
+    wrap,
+)
+from tests.support.ranks import on_processes, on_threads
+from torchcomp import NonFiniteError
+
+CULPRIT = 1
+LAYER = "4.weight"
+CHECKED = tuple(spec for spec in METHODS if spec != "mean")
+
+
+def poison(model: DistributedDataParallel, value: float, rank: int = CULPRIT) -> Any:
+    """Make one entry of a gradient `value` on one rank, until the hook is removed."""
+
+    def spoil(gradient: Tensor) -> Tensor:
+        spoilt = gradient.clone()
+        spoilt[0, 0] = value
+        return spoilt
+
+    parameter = dict(model.module.named_parameters())[LAYER]
+    return parameter.register_hook(spoil if dist.get_rank() == rank else lambda gradient: gradient)
+
+
+def survives(spec: str, value: float) -> Account:
+    """Train, meet `value` on one rank, and train on; the account leaves that step out."""
+    model = wrap(mlp())
+    handle = torchcomp.register(model, spec)
+    account = Account()
+    for step in range(3):
+        account.step(model, (rows(step),))
+    before = handle.state_dict()
+    hook = poison(model, value)
+    error = raised_by(lambda: loss_of(model(rows(3))).backward())
+    hook.remove()
+    assert isinstance(error, NonFiniteError), repr(error)
+    assert f"a gradient of step 4: '{LAYER}' on rank {CULPRIT}." in str(error)
+    assert "Nothing of this step entered the error memory" in str(error)
+    after = handle.state_dict()
+    assert after["step"] == before["step"] == 3
+    assert set(after["error"]) == set(before["error"])
+    for name, memory in before["error"].items():
+        assert torch.equal(after["error"][name], memory), name
+    for step in range(4, 7):
+        account.step(model, (rows(step),))
+    handle.close()
+    return account.close(handle)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("spec", CHECKED)
+def test_nonfinite_gradient_is_one_error_on_all_ranks_and_training_goes_on(
+    spec: str, value: float
+) -> None:
+    accounts = on_threads(3, survives, spec, value)
+    if spec in CONSERVING:
+        assert_conserved(accounts)
+
+
+def test_nonfinite_gradient_over_gloo_is_one_error_on_all_ranks() -> None:
+    assert_conserved(on_processes(2, survives, "ef(topk(0.1))", float("nan")))
+
+
+def test_several_culprits_are_all_named() -> None:
+    def body() -> str:
+        model = wrap(mlp())
+        torchcomp.register(model, "ef(topk(0.1))")
+        for parameter in model.module.parameters():
+            parameter.register_hook(lambda g: g * (float("nan") if dist.get_rank() else 1.0))
+        return str(raised_by(lambda: loss_of(model(rows(0))).backward()))
+
+    for message in on_threads(3, body):
+        assert " and 5 more on rank 1; " in message
+        assert " and 5 more on rank 2." in message
+        assert "rank 0" not in message
+
+
+def test_overflow_of_the_rounding_is_named_as_such() -> None:
+    def body() -> str:
+        model = wrap(mlp())
+        torchcomp.register(model, 'ef(cast("fp16"))')
+        return str(raised_by(lambda: loss_of(1e6 * model(rows(0))).backward()))
+
+    for message in on_threads(2, body):
+        assert "no rank alone (their sum, or its rounding, overflowed)" in message
+
+
+def test_plain_mean_passes_a_nan_on_as_ddp_does() -> None:
+    def body() -> bool:
+        model = wrap(mlp())
+        torchcomp.register(model, "mean")
+        poison(model, float("nan"))
+        loss_of(model(rows(0))).backward()
+        return bool(model.module[4].weight.grad.isnan().any())
+
+    assert all(on_threads(2, body))
+
+
+def test_nan_while_a_swap_delivers_the_memory_leaves_it() -> None:
+    def body() -> Account:
+        model = wrap(mlp())
+        handle = torchcomp.register(model, "ef(topk(0.1))")
+        account = Account()
+        account.step(model, (rows(0),))
+        handle.swap("mean")
+        owed = handle.stats.error_norm
+        hook = poison(model, float("nan"))
+        error = raised_by(lambda: loss_of(model(rows(1))).backward())
+        hook.remove()
+        assert isinstance(error, NonFiniteError)
+        assert handle.stats.error_norm == owed > 0
+        account.step(model, (rows(2),))
+        assert handle.stats.error_norm == 0
+        return account.close(handle)
+
+    assert_conserved(on_threads(3, body))
+
+
+# With a GradScaler.
+
+
+def scaler_of(scale: float, **options: Any) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=scale, **options)
+
+
+class ScaledRun:
+    """One rank's AMP loop with an account in unscaled gradients."""
+
+    def __init__(self, spec: str, scale: float, **options: Any) -> None:
+        self.scaler = scaler_of(scale, **options)
+        self.model = wrap(mlp())
+        self.handle = torchcomp.register(self.model, spec, scaler=self.scaler)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.account = Account()
+
+    def step(self, step: int, skipped: bool = False) -> None:
+        self.optimizer.zero_grad()
+        loss = loss_of(self.model(rows(step)))
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        if not skipped:
+            self.account.note(self.model, (rows(step),))
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def skips(spec: str) -> Account:
+    run = ScaledRun(spec, 64.0, growth_interval=2)
+    for step in range(2):
+        run.step(step)
+    before, trained = run.handle.state_dict(), weights(run.model.module)
+    scale = run.scaler.get_scale()
+    assert before["scale"] == 64.0
+    assert scale == 128.0
+    hook = poison(run.model, float("inf"))
+    run.step(2, skipped=True)
+    hook.remove()
+    assert run.scaler.get_scale() == scale / 2, "the scaler did not see the infinity"
+    assert torch.equal(weights(run.model.module), trained), "a rank did not skip"
+    after = run.handle.state_dict()
+    for name, memory in before["error"].items():
+        factor = after["scale"] / before["scale"]
+        assert torch.equal(after["error"][name], memory * factor), name
+    for step in range(3, 7):
+        run.step(step)
+    assert run.handle.state_dict()["scale"] > 64.0
+    return run.account.close(run.handle)
+
+
+@pytest.mark.parametrize("spec", WITH_MEMORY)
+def test_with_a_scaler_all_ranks_skip_and_the_memory_follows_the_scale(spec: str) -> None:
+    accounts = on_threads(3, skips, spec)
+    if spec in CONSERVING:
+        assert_conserved(accounts)
+
+
+def test_scale_of_a_checkpoint_is_followed_in_the_resumed_run() -> None:
+    """Also where the resumed run has another scale, or none."""
+
+    def body() -> Account:
+        run = ScaledRun("ef(topk(0.1))", 2.0**14)
+        for step in range(3):
+            run.step(step)
+        state = run.handle.state_dict()
+        other = ScaledRun("ef(topk(0.1))", 2.0**9)
+        other.model.module.load_state_dict(run.model.module.state_dict())
+        other.handle.load_state_dict(state)
+        other.account = run.account
+        for step in range(3, 6):
+            other.step(step)
+        return other.account.close(other.handle)
+
+    assert_conserved(on_threads(2, body))
+
+
+def test_resumed_run_without_a_scaler_takes_the_scale_out_of_the_memory() -> None:
+    def body() -> Account:
+        run = ScaledRun("ef(topk(0.1))", 2.0**14)
+        for step in range(3):
+            run.step(step)
+        model = wrap(run.model.module)
+        handle = torchcomp.register(model, "ef(topk(0.1))")
+        handle.load_state_dict(run.handle.state_dict())
+        for step in range(3, 6):
+            run.account.step(model, (rows(step),))
+        return run.account.close(handle)
+
+    assert_conserved(on_threads(2, body))
+
+
+def test_disabled_scaler_does_not_hide_a_nan() -> None:
+    """Nobody would skip the step: the optimizer would take the NaN."""
+
+    def body() -> None:
+        model = wrap(mlp())
+        scaler = scaler_of(2.0**14, enabled=False)
+        torchcomp.register(model, "ef(topk(0.1))", scaler=scaler)
+        poison(model, float("nan"))
+        loss_of(model(rows(0))).backward()
+
+    outcomes = on_threads(2, body, catch=True)
+    assert [type(outcome) for outcome in outcomes] == [NonFiniteError] * 2

@@ -1,0 +1,45 @@
+"""Overlap over gloo: groups are exchanged while the backward pass goes on."""
+
+import threading
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+import torchcomp
+from tests.support.models import loss_of, mlp, rows, wrap
+from tests.support.ranks import on_processes
+from torchcomp.exchange import Exchange
+
+
+def exchanges_meanwhile(spec: str, collective: str) -> bool:
+    """Whether an exchange begins and ends while the last gradient of backward is held back."""
+    model = wrap(mlp())
+    handle = torchcomp.register(model, spec)
+    for step in range(2):
+        loss_of(model(rows(step))).backward()
+    exchanged = threading.Event()
+    in_time = []
+    exchange = getattr(Exchange, collective)
+
+    def noted(self: Exchange, values: Tensor) -> Any:
+        result = exchange(self, values)
+        exchanged.set()
+        return result
+
+    def hold_back(gradient: Tensor) -> None:
+        in_time.append(exchanged.wait(timeout=20))
+
+    model.module[0].weight.register_hook(hold_back)
+    with mock.patch.object(Exchange, collective, noted):
+        loss_of(model(rows(2))).backward()
+    handle.close()
+    return in_time == [True]
+
+
+def both() -> tuple[bool, bool]:
+    return exchanges_meanwhile("ef(topk(0.1))", "gather"), exchanges_meanwhile("mean", "sum")
+
+
+def test_first_exchange_is_over_before_the_last_gradient_is_ready() -> None:
+    assert on_processes(2, both) == [(True, True)] * 2

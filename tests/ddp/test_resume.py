@@ -1,0 +1,363 @@
+"""Checkpoints: a resumed run is bit-identical, and a checkpoint of another run is refused."""
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import torchcomp
+from tests.support.models import (
+    METHODS,
+    SMALL_BUCKETS,
+    Branches,
+    assert_replicas_equal,
+    convolutions,
+    images,
+    loss_of,
+    mlp,
+    raised_by,
+    rows,
+    seeded,
+    weights,
+    wrap,
+)
+from tests.support.ranks import on_processes, on_threads
+from torchcomp import CheckpointError, RankMismatchError
+
+TOPK = "ef(topk(0.1))"
+STEPS = 8
+State = dict[str, Any]
+
+
+def through_a_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+class Run:
+    """One rank's model, optimizer and handle; continues from the snapshot of another run."""
+
+    def __init__(
+        self,
+        spec: str,
+        module: nn.Module,
+        cap: float | None = SMALL_BUCKETS,
+        snapshot: State | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.model = wrap(module, bucket_cap_mb=cap)
+        self.handle = torchcomp.register(self.model, spec, seed=seed)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        if snapshot is not None:
+            self.model.module.load_state_dict(snapshot["model"])
+            self.optimizer.load_state_dict(snapshot["optimizer"])
+            self.handle.load_state_dict(snapshot["handle"])
+
+    def train(self, steps: range, inputs: Any = rows) -> "Run":
+        for step in steps:
+            self.optimizer.zero_grad()
+            loss_of(self.model(inputs(step))).backward()
+            self.optimizer.step()
+        return self
+
+    def snapshot(self) -> State:
+        state = {
+            "model": self.model.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "handle": self.handle.state_dict(),
+        }
+        return through_a_file(state)
+
+    def outcome(self) -> tuple[Tensor, Tensor, torchcomp.Stats]:
+        error = [tensor.flatten() for tensor in self.handle.state_dict()["error"].values()]
+        return weights(self.model.module), torch.cat([*error, torch.zeros(1)]), self.handle.stats
+
+
+def interrupted_and_not(spec: str, stop: int, cap: float | None = SMALL_BUCKETS) -> tuple[Run, Run]:
+    """A run of 8 steps, and one that continues it from its snapshot after `stop` steps."""
+    whole = Run(spec, mlp(), seed=5).train(range(stop))
+    # Another seed and other weights, both to be overwritten by the snapshot.
+    resumed = Run(spec, seeded(mlp(), seed=1), cap, whole.snapshot(), seed=6)
+    return whole.train(range(stop, STEPS)), resumed.train(range(stop, STEPS))
+
+
+def assert_same_outcome(whole: Run, resumed: Run) -> None:
+    expected, actual = whole.outcome(), resumed.outcome()
+    assert torch.equal(actual[0], expected[0]), "weights differ"
+    assert torch.equal(actual[1], expected[1]), "error memories differ"
+    assert actual[2] == expected[2]
+
+
+@pytest.mark.parametrize("spec", METHODS)
+@pytest.mark.parametrize("stop", [1, 5], ids=["before_rebuild", "after_rebuild"])
+def test_resumed_run_is_bit_identical(spec: str, stop: int) -> None:
+    on_threads(3, lambda: assert_same_outcome(*interrupted_and_not(spec, stop)))
+
+
+@pytest.mark.parametrize("spec", METHODS)
+@pytest.mark.parametrize("cap", [4 * SMALL_BUCKETS, None], ids=["larger", "default"])
+def test_resumed_run_with_another_bucket_size_is_bit_identical(spec: str, cap: float) -> None:
+    on_threads(3, lambda: assert_same_outcome(*interrupted_and_not(spec, 1, cap)))
+
+
+def test_resumed_run_over_gloo_is_bit_identical() -> None:
+    on_processes(2, _over_gloo)
+
+
+def _over_gloo() -> None:
+    for spec in (TOPK, 'ef(randk(0.1), exchange="gather")', 'ef(cast("bf16"))', "mean"):
+        for stop, cap in ((1, SMALL_BUCKETS), (4, None)):
+            whole, resumed = interrupted_and_not(spec, stop, cap)
+            assert_same_outcome(whole, resumed)
+            whole.handle.close()
+            resumed.handle.close()
+
+
+def test_resumed_channels_last_run_is_bit_identical() -> None:
+    def body() -> None:
+        whole = Run(TOPK, convolutions()).train(range(3), images)
+        resumed = Run(TOPK, convolutions(), snapshot=whole.snapshot())
+        assert_same_outcome(whole.train(range(3, 6), images), resumed.train(range(3, 6), images))
+
+    on_threads(3, body)
+
+
+def test_memory_of_channels_last_weights_is_saved_in_their_shape() -> None:
+    """A contiguous model can go on with it."""
+
+    def body() -> None:
+        run = Run('ef(topk(0.1, scope="tensor"))', convolutions()).train(range(3), images)
+        error = run.handle.state_dict()["error"]
+        contiguous = convolutions().to(memory_format=torch.contiguous_format)
+        other = Run('ef(topk(0.1, scope="tensor"))', contiguous, snapshot=run.snapshot())
+        restored = other.handle.state_dict()["error"]
+        for name, parameter in contiguous.named_parameters():
+            assert error[name].shape == parameter.shape
+            assert error[name].is_contiguous()
+            assert torch.equal(restored[name], error[name])
+
+    on_threads(2, body)
+
+
+def test_state_is_a_copy_keyed_by_parameter_name() -> None:
+    def body() -> None:
+        run = Run(TOPK, mlp()).train(range(2))
+        state = run.handle.state_dict()
+        before = copy.deepcopy(state)
+        run.train(range(2, 4))
+        names = {name for name, _ in run.model.module.named_parameters()}
+        assert set(state["error"]) == set(state["shapes"]) == names
+        for name in names:
+            assert torch.equal(state["error"][name], before["error"][name])
+        run.handle.load_state_dict(state)
+        run.train(range(4, 6))
+        for name in names:
+            assert torch.equal(state["error"][name], before["error"][name])
+
+    on_threads(2, body)
+
+
+def test_state_of_a_run_that_has_not_begun_resumes() -> None:
+    def body() -> None:
+        whole = Run(TOPK, mlp())
+        resumed = Run(TOPK, mlp(), snapshot=whole.snapshot())
+        assert_same_outcome(whole.train(range(3)), resumed.train(range(3)))
+
+    on_threads(2, body)
+
+
+def test_state_saved_while_a_swap_delivers_its_memory_resumes() -> None:
+    def body() -> None:
+        whole = Run(TOPK, mlp()).train(range(3))
+        whole.handle.swap("mean")
+        snapshot = whole.snapshot()
+        assert snapshot["handle"]["error"]
+        resumed = Run("mean", mlp(), snapshot=snapshot)
+        whole.train(range(3, 5))
+        resumed.train(range(3, 5))
+        assert_same_outcome(whole, resumed)
+        assert whole.handle.stats.error_norm == 0
+
+    on_threads(2, body)
+
+
+# Checkpoints of another run.
+
+
+def state_of(spec: str = TOPK, module: nn.Module | None = None) -> State:
+    run = Run(spec, module or mlp())
+    run.train(range(2))
+    return run.handle.state_dict()
+
+
+def refusal(spec: str, module: nn.Module, state: State) -> str:
+    """The message with which a run refuses `state`; its own memory must stay what it was."""
+    run = Run(spec, module)
+    before = run.handle.state_dict()
+    error = raised_by(lambda: run.handle.load_state_dict(state))
+    assert isinstance(error, CheckpointError), repr(error)
+    assert run.handle.state_dict() == before
+    return str(error)
+
+
+def refused_on_all_ranks(body: Any) -> str:
+    messages = on_threads(2, body)
+    assert len(messages) == 2
+    return messages[-1]
+
+
+def test_checkpoint_of_another_model_is_refused_with_names_and_shapes() -> None:
+    def body() -> str:
+        other = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+        return refusal(TOPK, other, state_of())
+
+    message = refused_on_all_ranks(body)
+    assert "'0.weight' has shape [16, 16] in the checkpoint and [8, 16] in the model" in message
+    assert "'6.bias' is not in the model" in message
+    assert "and 3 more" in message
+
+
+def test_checkpoint_without_a_parameter_of_the_model_is_refused() -> None:
+    def body() -> str:
+        smaller = nn.Sequential(nn.Linear(16, 16)).double()
+        return refusal(TOPK, mlp(), state_of(module=smaller))
+
+    assert "'2.weight' is not in the checkpoint" in refused_on_all_ranks(body)
+
+
+def test_checkpoint_of_another_method_is_refused_with_both() -> None:
+    message = refused_on_all_ranks(lambda: refusal("ef(topk(0.2))", mlp(), state_of()))
+    assert "spec 'ef(topk(0.1))', and this run has 'ef(topk(0.2))'" in message
+
+
+def test_checkpoint_of_another_world_size_is_refused_with_both_and_the_remedy() -> None:
+    states = on_threads(3, state_of)
+    message = refused_on_all_ranks(lambda: refusal(TOPK, mlp(), states[dist.get_rank()]))
+    assert "world_size 3, and this run has 2" in message
+    assert "torchcomp.redistribute" in message
+
+
+def test_checkpoint_of_another_rank_is_refused() -> None:
+    states = on_threads(2, state_of)
+    message = refused_on_all_ranks(lambda: refusal(TOPK, mlp(), states[1 - dist.get_rank()]))
+    assert "rank 0, and this run has 1" in message
+
+
+@pytest.mark.parametrize("key", ["version", "spec", "error", "groups", "traffic"])
+def test_checkpoint_that_lacks_a_key_is_refused_with_its_name(key: str) -> None:
+    def body() -> str:
+        state = state_of()
+        del state[key]
+        return refusal(TOPK, mlp(), state)
+
+    assert f"it lacks {key}" in refused_on_all_ranks(body)
+
+
+def test_checkpoint_with_a_memory_of_another_shape_is_refused() -> None:
+    def body() -> str:
+        state = state_of()
+        state["error"]["0.weight"] = state["error"]["0.weight"][:5]
+        return refusal(TOPK, mlp(), state)
+
+    assert "'0.weight' has shape [5, 16] in the checkpoint" in refused_on_all_ranks(body)
+
+
+def ranks_of_different_steps() -> str:
+    run = Run(TOPK, mlp())
+    states = [run.snapshot(), run.train(range(1)).snapshot(), run.train(range(2)).snapshot()]
+    resumed = Run(TOPK, mlp(), snapshot=states[1 + dist.get_rank() % 2])
+    resumed.optimizer.zero_grad()
+    before = resumed.handle.state_dict()["error"]
+    error = raised_by(lambda: loss_of(resumed.model(rows(9))).backward())
+    assert isinstance(error, RankMismatchError), repr(error)
+    after = resumed.handle.state_dict()["error"]
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    resumed.handle.close()
+    run.handle.close()
+    return str(error)
+
+
+def test_ranks_resumed_from_different_steps_are_told_both_at_the_next_step() -> None:
+    outcomes = [
+        *on_threads(3, ranks_of_different_steps),
+        *on_processes(2, ranks_of_different_steps),
+    ]
+    for message in outcomes:
+        assert "the first step: ranks disagree. step: 1 on rank" in message
+        assert "3 on rank 1" in message
+
+
+def test_resuming_on_one_rank_only_is_an_error_on_all() -> None:
+    outcomes = on_processes(2, _one_rank_resumes, catch=True, timeout=20)
+    assert all(isinstance(error, RankMismatchError) for error in outcomes), outcomes
+
+
+def _one_rank_resumes() -> None:
+    run = Run(TOPK, mlp()).train(range(2))
+    state = run.handle.state_dict()
+    run.handle.close()
+    run = Run(TOPK, mlp())
+    if dist.get_rank() == 0:
+        run.handle.load_state_dict(state)
+    run.train(range(1))
+
+
+# Another number of ranks.
+
+
+def test_redistribute_refuses_what_is_not_one_run() -> None:
+    states = on_threads(2, state_of)
+    later = {**states[1], "step": 9}
+    cases = [
+        (([], 2), "no states"),
+        ((states, 0), "world_size must be at least 1"),
+        ((states[:1], 2), r"need one state of each of the ranks \[0, 1\], and got \[0\]"),
+        ((states[:1] * 2, 2), r"got \[0, 0\]"),
+        (([states[0], later], 2), "not of one run at one step: their step differ"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(CheckpointError, match=message):
+            torchcomp.redistribute(*arguments)
+
+
+def test_redistributed_states_load_and_train_alike() -> None:
+    states = torchcomp.redistribute(on_threads(2, state_of), 4)
+
+    def body() -> Tensor:
+        run = Run(TOPK, mlp())
+        run.handle.load_state_dict(through_a_file(states[dist.get_rank()]))
+        return weights(run.train(range(2)).model.module)
+
+    assert_replicas_equal(on_threads(4, body))
+
+
+def test_redistributing_leaves_the_old_states_alone() -> None:
+    states = on_threads(2, state_of)
+    kept = copy.deepcopy(states)
+    fresh = torchcomp.redistribute(states, 2)
+    fresh[0]["error"]["0.weight"].zero_()
+    for state, copied in zip(states, kept, strict=True):
+        assert torch.equal(state["error"]["0.weight"], copied["error"]["0.weight"])
+    assert not torch.equal(fresh[1]["error"]["0.weight"], fresh[0]["error"]["0.weight"])
+
+
+def test_memory_of_a_parameter_that_is_unused_after_a_resume_stays_owed() -> None:
+    def body() -> tuple[Tensor, Tensor]:
+        models = [wrap(seeded(Branches().double()), find_unused_parameters=True) for _ in range(2)]
+        first, second = (torchcomp.register(model, TOPK) for model in models)
+        loss_of(models[0](rows(0), ("left", "right"))).backward()
+        owed = first.state_dict()["error"]["right.weight"]
+        second.load_state_dict(through_a_file(first.state_dict()))
+        loss_of(models[1](rows(1), ("left",))).backward()
+        assert models[1].module.right.weight.grad is None
+        return owed, second.state_dict()["error"]["right.weight"]
+
+    before, after = zip(*on_threads(2, body), strict=True)
+    assert float(torch.stack(before).mean(0).norm()) > 0.1
+    torch.testing.assert_close(torch.stack(after).mean(0), torch.stack(before).mean(0))

@@ -1,0 +1,269 @@
+"""Small models, the methods they are trained with, and an account of their gradients."""
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import torchcomp
+
+METHODS = (
+    "mean",
+    "topk(0.1)",
+    'topk(k=3, scope="tensor")',
+    "randk(0.1)",
+    'randk(k=3, scope="tensor", unbiased=True)',
+    'cast("bf16")',
+    'mean(cast("fp16"), exchange="gather")',
+    "ef(identity)",
+    "ef(topk(0.1))",
+    'ef(topk(0.1, scope="tensor"), memory_dtype="bf16")',
+    "ef(randk(0.1))",
+    'ef(randk(k=3, scope="tensor"), exchange="gather")',
+    'ef(cast("bf16"))',
+    'ef(cast("fp16"), exchange="gather")',
+)
+"""Specs that every test over "all methods" runs; together they name everything registered."""
+
+WITH_MEMORY = tuple(spec for spec in METHODS if torchcomp.parse(spec).remembers)
+
+CONSERVING = (
+    "ef(topk(0.1))",
+    'ef(topk(k=3, scope="tensor"))',
+    "ef(randk(0.1))",
+    'ef(cast("bf16"), exchange="gather")',
+)
+"""Methods that lose nothing but the rounding of float64."""
+
+SMALL_BUCKETS = 0.002
+"""bucket_cap_mb at which each layer of :func:`mlp` fills a bucket and DDP's rebuild has work."""
+
+Gradients = dict[str, Tensor]
+Batch = tuple[Any, ...]
+
+
+def seeded(module: nn.Module, seed: int = 0) -> nn.Module:
+    """`module` with parameters from a local generator: threads share torch's global one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(values.mul_(0.3))
+    return module
+
+
+def mlp(dtype: torch.dtype = torch.float64, width: int = 16) -> nn.Module:
+    hidden = [layer for _ in range(3) for layer in (nn.Linear(width, width), nn.Tanh())]
+    return seeded(nn.Sequential(*hidden, nn.Linear(width, 4)).to(dtype))
+
+
+def rows(step: int, dtype: torch.dtype = torch.float64, width: int = 16) -> Tensor:
+    """A mini-batch of its own for each step and rank."""
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    return torch.randn(4, width, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def images(step: int) -> Tensor:
+    return rows(step, width=2 * 6 * 6).view(4, 2, 6, 6)
+
+
+class Branches(nn.Module):
+    """Uses only the branches that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 16)
+        self.left = nn.Linear(16, 4)
+        self.right = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, branches: Iterable[str]) -> Tensor:
+        h = torch.tanh(self.stem(x))
+        return sum((getattr(self, name)(h) for name in branches), h[:, :4])
+
+
+class Tied(nn.Module):
+    """One weight at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(16, 16)
+        self.middle = nn.Linear(16, 16)
+        self.decode = nn.Linear(16, 16)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(torch.tanh(self.middle(torch.tanh(self.encode(x)))))
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its blocks in the backward pass."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.stem = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=self.use_reentrant)
+        return h
+
+
+class OddSizes(nn.Module):
+    """Parameters of no, one and many elements, and one with gaps in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.gain = nn.Parameter(torch.ones(()))
+        self.one = nn.Parameter(torch.ones(1))
+        self.strided = nn.Parameter(torch.ones(16, 8)[:, ::2])
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * self.linear(x) + self.one * (x @ self.strided) + self.empty.sum()
+
+
+def convolutions() -> nn.Module:
+    """Weights in channels_last order, one of them with a single input channel."""
+    layers = nn.Sequential(
+        nn.Conv2d(2, 8, 3), nn.Tanh(), nn.Conv2d(8, 8, 3, groups=8), nn.Tanh(), nn.Conv2d(8, 3, 2)
+    )
+    return seeded(layers.double()).to(memory_format=torch.channels_last)
+
+
+def wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
+    """`module` in DDP, with small buckets unless told otherwise."""
+    return DistributedDataParallel(module, **{"bucket_cap_mb": SMALL_BUCKETS, **options})
+
+
+def rebuilt_buckets(model: DistributedDataParallel) -> int:
+    """Number of buckets that DDP has made in the order of readiness; 0 before it has."""
+    model.logger.set_runtime_stats_and_log()
+    sizes = model._get_ddp_logging_data().get("rebuilt_bucket_sizes", "")
+    return len(sizes.split(",")) if sizes else 0
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().sum()
+
+
+def gradients(model: nn.Module) -> Gradients:
+    """A copy of what the optimizer sees, in float64."""
+    return {name: _grad(parameter) for name, parameter in inner(model).named_parameters()}
+
+
+def inner(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return grad.double().clone()
+
+
+def local_gradients(model: nn.Module, batch: Batch) -> Gradients:
+    """What this rank alone would have: the gradients of a copy of the module, outside of DDP."""
+    twin = copy.deepcopy(inner(model))
+    twin.zero_grad()
+    loss_of(twin(*batch)).backward()
+    return gradients(twin)
+
+
+def weights(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().double().flatten() for p in module.parameters()])
+
+
+@dataclass
+class Account:
+    """One rank's book: what it put into the exchanges, what came out, and what is still owed.
+
+    Attributes:
+        dense: sum of this rank's own gradients, by parameter.
+        applied: sum of the gradients that DDP handed to the optimizer.
+        owed: the error memory, in the unit of the gradients.
+    """
+
+    dense: Gradients = field(default_factory=dict)
+    applied: Gradients = field(default_factory=dict)
+    owed: Gradients = field(default_factory=dict)
+
+    def step(
+        self,
+        model: DistributedDataParallel,
+        *batches: Batch,
+        optimizer: torch.optim.Optimizer | None = None,
+        set_to_none: bool = True,
+    ) -> None:
+        """One step; of several batches, all but the last are accumulated under ``no_sync``."""
+        model.zero_grad(set_to_none=set_to_none)
+        with model.no_sync():
+            for batch in batches[:-1]:
+                loss_of(model(*batch)).backward()
+        loss_of(model(*batches[-1])).backward()
+        self.note(model, *batches)
+        if optimizer is not None:
+            optimizer.step()
+
+    def note(self, model: nn.Module, *batches: Batch) -> None:
+        """Enter a step whose backward pass is over and whose optimizer has not stepped yet."""
+        for batch in batches:
+            _add(self.dense, local_gradients(model, batch))
+        _add(self.applied, gradients(model))
+
+    def close(self, handle: torchcomp.Handle) -> "Account":
+        """Note what `handle` still owes."""
+        state = handle.state_dict()
+        self.owed = {name: e.double() / state["scale"] for name, e in state["error"].items()}
+        return self
+
+
+def _add(total: Gradients, more: Gradients) -> None:
+    for name, value in more.items():
+        total[name] = total[name] + value if name in total else value
+
+
+def assert_conserved(accounts: list[Account], tolerance: float = 1e-12) -> None:
+    """Applied means + mean memory = dense means, for each parameter; replicas alike."""
+    for name in accounts[0].dense:
+        applied = accounts[0].applied[name]
+        for rank, account in enumerate(accounts):
+            assert torch.equal(account.applied[name], applied), f"'{name}' differs on rank {rank}"
+        dense = torch.stack([account.dense[name] for account in accounts]).mean(0)
+        zero = torch.zeros_like(dense)
+        owed = torch.stack([account.owed.get(name, zero) for account in accounts]).mean(0)
+        scale = max(1.0, float(dense.abs().max())) if dense.numel() else 1.0
+        torch.testing.assert_close(
+            applied + owed,
+            dense,
+            rtol=0,
+            atol=tolerance * scale,
+            msg=lambda text, name=name: f"'{name}' is not conserved: {text}",
+        )
+
+
+def assert_owing(accounts: list[Account]) -> None:
+    """Something is in the memory, so that conservation is not a matter of course."""
+    assert sum(float(e.abs().sum()) for a in accounts for e in a.owed.values()) > 0.1
+
+
+def assert_replicas_equal(values: list[Tensor]) -> None:
+    for rank, value in enumerate(values):
+        assert torch.equal(value, values[0]), f"rank {rank} differs from rank 0"
+
+
+def raised_by(call: Callable[[], Any]) -> Exception:
+    """The exception that `call` raises."""
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("no exception")
