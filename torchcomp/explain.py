@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp.aggregators import Aggregator, Mean
+from torchcomp.aggregators import Aggregator
 from torchcomp.bucket import Caps, partition
 from torchcomp.component import Component
 from torchcomp.ddp.checks import bucket_caps, trained_parameters
@@ -193,7 +193,7 @@ def _explain_schedule(
         spec=str(schedule),
         numel=_numel(shapes),
         world_size=world_size,
-        collective=Mean().collective,
+        collective="sum",
         message_bytes=_nbytes(wide),
         bytes_sent=average,
         bytes_received=average,

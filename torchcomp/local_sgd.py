@@ -1,6 +1,7 @@
 """LocalSGD: local optimizer steps, and an average of the parameters when the schedule says so."""
 
 import logging
+import math
 import weakref
 import zlib
 from collections.abc import Callable
@@ -12,14 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import checkpoint
-from torchcomp.aggregators import Mean
 from torchcomp.bucket import Bucket, Group, memory_order, partition
 from torchcomp.component import Component
 from torchcomp.ddp.checks import OWNER, bucket_caps, check_is_ddp, check_model, trained_parameters
 from torchcomp.errors import CheckpointError, ScheduleError, SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange, sum_bytes
-from torchcomp.keys import Key
-from torchcomp.memory import ErrorMemory
 from torchcomp.nonfinite import FiniteWatch
 from torchcomp.schedules import Horizon, Schedule
 from torchcomp.spec import parse_schedule
@@ -29,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 _SCALER_ADVICE = (
     "If a GradScaler skips optimizer steps on some ranks, hand it over: "
-    "torchcomp.LocalSGD(..., scaler=scaler)"
+    "torchcomp.LocalSGD(..., scaler=scaler)."
 )
 
 
@@ -83,15 +81,17 @@ class LocalSGD:
         total_steps: T, optimizer steps of the whole run; of what is left of it, if a run goes on
             without :meth:`load_state_dict`.
         warmup_steps: W, steps of learning-rate warm-up.
-        scaler: the ``GradScaler`` of the loop, if there is one.
+        scaler: the ``GradScaler`` of the loop, if there is one. One that is not handed over is
+            found at the synchronisation after it skipped a step on some rank; after a skip in the
+            last round there is none, and the other ranks wait until the group's timeout.
 
     Raises:
         SpecError: if the schedule or its horizon cannot be built; all ranks raise.
         UnsupportedModelError: as for :func:`torchcomp.register`.
         RankMismatchError: if the ranks give different arguments, at construction; or if they lose
             step with each other, at the next synchronisation.
-        ScheduleError: from ``optimizer.step()``, beyond ``total_steps`` or at a rate that is not
-            above 0.
+        ScheduleError: from ``optimizer.step()``, beyond ``total_steps`` or at a rate that the
+            schedule cannot use.
         NonFiniteError: at a synchronisation, if a rank's parameters are not finite; no parameter
             has been averaged then.
     """
@@ -121,6 +121,7 @@ class LocalSGD:
         self._groups = partition(self._parameters.items(), bucket_caps(model))
         self._meter = Meter()
         self._progress = Progress()
+        self._rate = math.nan
         self._in_scaler = False
         self._closed = False
         self._expected_weights: int | None = None
@@ -265,6 +266,7 @@ class LocalSGD:
             rate = max(float(group["lr"]) for group in self._optimizer.param_groups)
             progress.round_end = self._schedule.round_end(progress.step, rate, self._horizon)
             progress.round_start = progress.step
+            self._rate = rate
             self._warn_of_long_round(rate)
 
     def _warn_of_long_round(self, rate: float) -> None:
@@ -308,7 +310,8 @@ class LocalSGD:
             "round": f"{progress.round_start} to {progress.round_end}",
             "forward passes in training": progress.forwards,
         }
-        self._exchange.require_same("synchronisation", facts, _SCALER_ADVICE)
+        advice = f"{_SCALER_ADVICE} This rank's round began at the learning rate {self._rate:g}."
+        self._exchange.require_same("synchronisation", facts, advice)
         self._average()
         nbytes = sum(parameter.nbytes for parameter in self._parameters.values())
         steps = progress.step - progress.round_start
@@ -323,10 +326,13 @@ class LocalSGD:
         buckets = [self._flatten(group) for group in self._groups]
         for bucket in buckets:
             watch.before(bucket)
-            key = Key(seed=0, step=self._progress.syncs, rank=self._exchange.rank)
-            Mean().aggregate(bucket, self._exchange, ErrorMemory(), key)
+            self._exchange.sum(bucket.flat)
+            # Not times the reciprocal, as gradients are: its rounding errs to one side, and weights
+            # that are averaged thousands of times would grow by it.
+            bucket.flat.div_(self._exchange.world_size)
             watch.after(bucket)
         if not watch.all_finite():
+            self._exchange.take_traffic(0)
             where = f"the parameters after step {self._progress.step}"
             raise watch.error(self._exchange, where, "No rank has averaged its parameters.")
         for bucket in buckets:

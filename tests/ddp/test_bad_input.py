@@ -36,6 +36,8 @@ def registering(build: Callable[[], Any], spec: Any = TOPK, **options: Any) -> C
 # The model.
 
 
+# torch.compile imports a module of torch that uses a deprecated function of torch.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("build", "given"),
     [

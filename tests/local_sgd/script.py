@@ -1,0 +1,210 @@
+"""A user's training script in small: what the tests of local steps run on every rank."""
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+
+import torchcomp
+from tests.support.ranks import on_threads
+
+sgd = partial(torch.optim.SGD, lr=1.0)
+momentum = partial(torch.optim.SGD, lr=1.0, momentum=0.9, weight_decay=0.01)
+adamw = partial(torch.optim.AdamW, lr=1.0, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.05)
+
+
+def constant(step: int) -> float:
+    return 0.05
+
+
+def cosine(step: int, *, peak: float, warmup: int, total: int) -> float:
+    """Linear warm-up from peak/1000, then a cosine to peak/1000 at `total`."""
+    floor = peak / 1000
+    if step < warmup:
+        return floor + (peak - floor) * step / warmup
+    done = (step - warmup) / (total - warmup)
+    return floor + (peak - floor) * (1 + math.cos(math.pi * done)) / 2
+
+
+def mlp(width: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3)).double()
+
+
+def convnet(channels: int = 4) -> nn.Module:
+    """For inputs of 3 x 4 x 4."""
+    first = [nn.Conv2d(3, channels, 3), nn.BatchNorm2d(channels), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*first, nn.Linear(4 * channels, 3)).double()
+
+
+@torch.no_grad()
+def initialised(module: nn.Module, seed: int = 0) -> nn.Module:
+    """The module with weights that depend on nothing but the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.copy_(0.3 * values)
+    return module
+
+
+def batch(rank: int, step: int, shape: tuple[int, ...] = (6,)) -> tuple[Tensor, Tensor]:
+    """What `rank` sees in the step that follows `step` others."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    inputs = torch.randn(5, *shape, generator=generator, dtype=torch.float64)
+    return inputs, torch.randn(5, 3, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    return (model(inputs.to(dtype)) - targets.to(dtype)).square().mean()
+
+
+@torch.no_grad()
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """A copy of all values in one float64 vector."""
+    return torch.cat([tensor.reshape(-1).double() for tensor in tensors])
+
+
+class Script:
+    """The usual lines of a training script, on the calling rank.
+
+    Args:
+        spec: the schedule; None trains with plain DDP.
+        total_steps: steps of the run.
+        build: makes the module, which is then given the same weights on every rank.
+        optimizer: takes the parameters.
+        rate: learning rate of a step, by the number of steps before it.
+        warmup_steps: told to LocalSGD.
+        scaler: used in the loop, and handed to LocalSGD if `hand_over`.
+        hand_over: see `scaler`.
+        shape: of one input.
+        ddp: options of DistributedDataParallel.
+    """
+
+    def __init__(
+        self,
+        spec: str | None = "every(3)",
+        total_steps: int = 12,
+        *,
+        build: Callable[[], nn.Module] = mlp,
+        optimizer: Callable[..., torch.optim.Optimizer] = momentum,
+        rate: Callable[[int], float] = constant,
+        warmup_steps: int = 0,
+        scaler: torch.amp.GradScaler | None = None,
+        hand_over: bool = True,
+        shape: tuple[int, ...] = (6,),
+        **ddp: Any,
+    ) -> None:
+        self.rank = dist.get_rank()
+        self.model = DistributedDataParallel(initialised(build()), **ddp)
+        self.optimizer = optimizer([p for p in self.model.parameters() if p.requires_grad])
+        self.scheduler = LambdaLR(self.optimizer, rate)
+        self.scaler = scaler
+        self.shape = shape
+        self.sync = spec and torchcomp.LocalSGD(
+            self.model,
+            self.optimizer,
+            spec,
+            total_steps=total_steps,
+            warmup_steps=warmup_steps,
+            scaler=scaler if hand_over else None,
+        )
+
+    def backward(self, step: int, scale: float = 1.0) -> None:
+        loss = loss_of(self.model, *batch(self.rank, step, self.shape)) * scale
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def turn(self) -> None:
+        """The optimizer's turn, through the scaler if there is one."""
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def step(self, step: int, scale: float = 1.0) -> Tensor:
+        """One step; the weights right after the optimizer's turn."""
+        self.optimizer.zero_grad()
+        self.backward(step, scale)
+        self.turn()
+        weights = self.weights()
+        self.scheduler.step()
+        return weights
+
+    def train(self, start: int, stop: int) -> list[Tensor]:
+        """Steps `start` to `stop`, and the weights after each."""
+        return [self.step(step) for step in range(start, stop)]
+
+    def weights(self) -> Tensor:
+        return flat(self.model.parameters())
+
+    def buffers(self) -> Tensor:
+        return flat(self.model.buffers())
+
+    def moments(self) -> Tensor:
+        """All tensors of the optimizer's state."""
+        states = self.optimizer.state_dict()["state"].values()
+        return flat(value for state in states for value in state.values() if value is not None)
+
+    def save(self) -> dict[str, Any]:
+        """What this rank's checkpoint holds."""
+        return {
+            "model": self.model.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "sync": self.sync.state_dict(),
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self.model.module.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.scheduler.load_state_dict(saved["scheduler"])
+        self.sync.load_state_dict(saved["sync"])
+
+
+def spied(make: Callable[..., torch.optim.Optimizer], look: Callable[[], None]) -> Any:
+    """An optimizer that calls `look` after its local step and before any average."""
+
+    def build(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = make(parameters)
+        optimizer.register_step_post_hook(lambda *_: look())
+        return optimizer
+
+    return build
+
+
+def trained(steps: int, **options: Any) -> list[Tensor]:
+    """Body of a rank: run a script; the weights after each step."""
+    return Script(**options).train(0, steps)
+
+
+def equal_on_all(values: Iterable[Tensor]) -> bool:
+    """Whether all tensors are the same bit for bit."""
+    first, *others = values
+    return all(torch.equal(first, other) for other in others)
+
+
+def synchronised_steps(runs: list[list[Tensor]]) -> list[int]:
+    """The steps, counted from 1, after which all ranks hold the same weights."""
+    return [
+        step for step, weights in enumerate(zip(*runs, strict=True), 1) if equal_on_all(weights)
+    ]
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def assert_refused(
+    world_size: int, body: Callable[..., Any], error: type[Exception], *words: str
+) -> None:
+    """Every rank raises exactly `error`, with all of `words` in its message."""
+    for rank, outcome in enumerate(on_threads(world_size, body, catch=True)):
+        assert type(outcome) is error, f"rank {rank}: {outcome!r}"
+        for word in words:
+            assert word in str(outcome), f"rank {rank}: {outcome}"

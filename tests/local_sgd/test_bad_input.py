@@ -1,0 +1,322 @@
+"""What local steps refuse: on all ranks, with the reason, and without a hang."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import torchcomp
+from tests.local_sgd.script import (
+    Script,
+    assert_refused,
+    initialised,
+    mlp,
+    momentum,
+    sgd,
+    spied,
+    synchronised_steps,
+    trained,
+)
+from tests.support.ranks import on_threads
+
+
+def construct(change):
+    """Build LocalSGD with one argument changed; `change` takes the model and the rank."""
+    model = DistributedDataParallel(mlp())
+    arguments = {
+        "model": model,
+        "optimizer": sgd(model.parameters()),
+        "spec": "every(2)",
+        "total_steps": 8,
+    }
+    arguments |= change(model, dist.get_rank())
+    torchcomp.LocalSGD(**arguments)
+
+
+def assert_constructor_refuses(change, error, *words, world_size=2):
+    assert_refused(world_size, partial(construct, change), error, *words)
+
+
+@pytest.mark.parametrize("given", [mlp(), None, "model"])
+def test_a_model_that_is_not_ddp(given):
+    assert_constructor_refuses(
+        lambda model, rank: {"model": given},
+        torchcomp.UnsupportedModelError,
+        "DistributedDataParallel",
+        type(given).__name__,
+    )
+
+
+def test_an_optimizer_of_another_model():
+    assert_constructor_refuses(
+        lambda model, rank: {"optimizer": sgd(mlp().parameters())},
+        torchcomp.SpecError,
+        "the optimizer holds no parameter of this model",
+    )
+
+
+@pytest.mark.parametrize("given", [None, mlp(), "adam"])
+def test_something_that_is_not_an_optimizer(given):
+    assert_constructor_refuses(
+        lambda model, rank: {"optimizer": given},
+        torchcomp.SpecError,
+        "torch.optim.Optimizer",
+        type(given).__name__,
+    )
+
+
+@pytest.mark.parametrize("spec", ["ef(topk(0.01))", "topk(0.01)", "mean"])
+def test_a_gradient_method_instead_of_a_schedule(spec):
+    assert_constructor_refuses(
+        lambda model, rank: {"spec": spec},
+        torchcomp.SpecError,
+        "gradient method",
+        "torchcomp.register",
+        "every(4)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "word"),
+    [
+        ("evry(4)", "'every'"),
+        ("every(0)", "h must be a whole number"),
+        ("every(2.5)", "h must be a whole number"),
+        ("every(h=True)", "h must be a whole number"),
+        ("every(period=2)", "no option 'period'"),
+        ("qsr(alpha=0, h_base=4)", "alpha must be a finite number above 0"),
+        ("qsr(alpha=nan, h_base=4)", "alpha must be a finite number above 0"),
+        ("qsr(alpha=inf, h_base=4)", "alpha must be a finite number above 0"),
+        ("qsr(alpha=0.1, h_base=0)", "h_base must be a whole number"),
+        ("qsr(0.1)", "needs 'h_base'"),
+        ("", "empty spec"),
+    ],
+)
+def test_a_schedule_that_cannot_be_built(spec, word):
+    change = {"spec": spec}
+    assert_constructor_refuses(lambda model, rank: change, torchcomp.SpecError, word)
+
+
+@pytest.mark.parametrize("total", [0, -1, 8.0, math.inf, "8", None, True])
+def test_a_number_of_steps_that_is_none(total):
+    assert_constructor_refuses(
+        lambda model, rank: {"total_steps": total},
+        torchcomp.SpecError,
+        "total_steps must be a whole number of at least 1",
+        repr(total),
+    )
+
+
+@pytest.mark.parametrize("warmup", [-1, 2.0, None, True])
+def test_a_warm_up_that_is_none(warmup):
+    assert_constructor_refuses(
+        lambda model, rank: {"warmup_steps": warmup},
+        torchcomp.SpecError,
+        "warmup_steps must be a whole number of at least 0",
+        repr(warmup),
+    )
+
+
+def test_a_warm_up_longer_than_the_run():
+    assert_constructor_refuses(
+        lambda model, rank: {"warmup_steps": 9}, torchcomp.SpecError, "9 steps", "8 steps"
+    )
+
+
+def test_total_steps_is_required():
+    def body():
+        model = DistributedDataParallel(mlp())
+        torchcomp.LocalSGD(model, sgd(model.parameters()), "every(2)")
+
+    assert_refused(2, body, TypeError, "total_steps")
+
+
+CHANGES_OF_RANK_1 = {
+    "spec": ({"spec": "every(3)"}, "every(2) on ranks 0, 2", "every(3) on rank 1"),
+    "total_steps": ({"total_steps": 9}, "8 on ranks 0, 2", "9 on rank 1"),
+    "warmup_steps": ({"warmup_steps": 2}, "0 on ranks 0, 2", "2 on rank 1"),
+    "wrong": ({"total_steps": -3}, "on rank 1", "-3"),
+    "misspelt": ({"spec": "evry(2)"}, "on rank 1", "evry"),
+    "no-optimizer": ({"optimizer": None}, "on rank 1", "NoneType"),
+}
+
+
+@pytest.mark.parametrize("which", CHANGES_OF_RANK_1)
+def test_arguments_that_differ_between_ranks(which):
+    changes, *words = CHANGES_OF_RANK_1[which]
+    assert_constructor_refuses(
+        lambda model, rank: changes if rank == 1 else {},
+        torchcomp.RankMismatchError,
+        *words,
+        world_size=3,
+    )
+
+
+def test_local_steps_twice_on_one_model():
+    def body():
+        script = Script("every(2)")
+        torchcomp.LocalSGD(script.model, script.optimizer, "every(3)", total_steps=4)
+
+    assert_refused(2, body, torchcomp.UnsupportedModelError, "every(2)", "already", "close()")
+
+
+def test_local_steps_on_a_registered_model():
+    def body():
+        script = Script(spec=None)
+        torchcomp.register(script.model, "ef(topk(0.1))")
+        torchcomp.LocalSGD(script.model, script.optimizer, "every(3)", total_steps=4)
+
+    assert_refused(2, body, torchcomp.UnsupportedModelError, "ef(topk(0.1))", "already")
+
+
+def test_a_method_registered_on_a_model_with_local_steps():
+    def body():
+        torchcomp.register(Script("every(2)").model, "ef(topk(0.1))")
+
+    assert_refused(2, body, torchcomp.UnsupportedModelError, "every(2)", "already", "close()")
+
+
+def test_a_model_with_a_communication_hook():
+    def hooked(model, rank):
+        model.register_comm_hook(None, allreduce_hook)
+        return {}
+
+    assert_constructor_refuses(hooked, torchcomp.UnsupportedModelError, "allreduce_hook")
+
+
+def of_module(module):
+    def change(model, rank):
+        other = DistributedDataParallel(module())
+        return {"model": other, "optimizer": sgd(other.parameters())}
+
+    return change
+
+
+def test_complex_parameters():
+    module = partial(nn.Linear, 2, 2, dtype=torch.complex64)
+    assert_constructor_refuses(
+        of_module(module), torchcomp.UnsupportedModelError, "'weight' is complex"
+    )
+
+
+def test_sparse_gradients():
+    module = partial(nn.Embedding, 4, 2, sparse=True)
+    assert_constructor_refuses(of_module(module), torchcomp.UnsupportedModelError, "sparse")
+
+
+def test_a_static_graph():
+    body = partial(Script, "every(2)", static_graph=True)
+    assert_refused(2, body, torchcomp.UnsupportedModelError, "static_graph", "without it")
+
+
+def test_uneven_inputs_of_join():
+    def body():
+        script = Script("every(2)")
+        with script.model.join():
+            script.step(0)
+
+    assert_refused(2, body, torchcomp.UnsupportedModelError, "join()")
+
+
+EVERY, QSR = "every(3)", "qsr(alpha=0.01, h_base=3)"
+IMPOSSIBLE_RATES = [(spec, bad) for spec in (EVERY, QSR) for bad in (-0.1, math.nan, math.inf)]
+
+
+@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize(("spec", "bad"), [*IMPOSSIBLE_RATES, (QSR, 0)])
+def test_an_impossible_rate_at_the_start_of_a_round(spec, bad, start):
+    def body():
+        script = Script(spec, rate=lambda step: bad if step == start else 0.1)
+        script.train(0, start)
+        untouched = script.weights()
+        with pytest.raises(torchcomp.ScheduleError) as raised:
+            script.step(start)
+        assert torch.equal(script.weights(), untouched)
+        return str(raised.value)
+
+    for message in on_threads(2, body):
+        assert f"the learning rate at step {start} is {bad}" in message
+
+
+@pytest.mark.parametrize(("spec", "warmup"), [(EVERY, 0), (QSR, 1)])
+def test_a_warm_up_may_begin_at_a_rate_of_zero(spec, warmup):
+    options = {"total_steps": 6, "warmup_steps": warmup, "rate": lambda step: 0.1 * min(step, 1)}
+    runs = on_threads(2, partial(trained, 6, spec=spec, **options))
+    assert 3 in synchronised_steps(runs)
+
+
+def test_a_rate_of_zero_within_a_round_is_no_error():
+    rate = [0.1, 0.0, 0.1, 0.1, 0.1].__getitem__
+    on_threads(2, partial(trained, 4, spec="every(2)", rate=rate, total_steps=4))
+
+
+def test_a_step_beyond_the_end():
+    def body():
+        script = Script("every(2)", total_steps=3)
+        script.train(0, 3)
+        untouched = [script.weights(), script.moments()]
+        with pytest.raises(torchcomp.ScheduleError, match=r"step 4.*total_steps=3.*close\(\)"):
+            script.step(3)
+        assert all(map(torch.equal, untouched, [script.weights(), script.moments()]))
+        return script.sync.stats.steps
+
+    assert on_threads(2, body) == [3, 3]
+
+
+def test_rates_that_differ_between_ranks():
+    def body():
+        # H = 4 at 0.1, and 16 at 0.05.
+        rate = 0.05 if dist.get_rank() == 1 else 0.1
+        trained(20, spec="qsr(alpha=0.2, h_base=2)", total_steps=20, rate=lambda step: rate)
+
+    assert_refused(
+        3, body, torchcomp.RankMismatchError, "0 to 4 on ranks 0, 2", "0 to 16 on rank 1"
+    )
+
+
+def test_numbers_of_steps_that_differ_between_ranks():
+    def body():
+        script = Script("every(2)")
+        for step in range(12):
+            script.step(step)
+            if (script.rank, step) == (1, 2):
+                script.optimizer.step()
+
+    assert_refused(2, body, torchcomp.RankMismatchError, "forward passes")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_parameters_that_are_not_finite_on_one_rank(bad):
+    def poisoned():
+        local = []
+        options = {"optimizer": spied(momentum, lambda: local.append(script.weights()))}
+        script = Script("every(3)", bucket_cap_mb=0.0002, **options)
+        script.train(0, 2)
+        if script.rank == 1:
+            nn.init.constant_(script.model.module[0].bias[2:3].detach(), bad)
+        with pytest.raises(torchcomp.NonFiniteError) as raised:
+            script.step(2)
+        averaged = not torch.equal(local[-1].nan_to_num(), script.weights().nan_to_num())
+        return str(raised.value), averaged
+
+    for message, averaged in on_threads(3, poisoned):
+        assert "rank 1" in message
+        assert "'0.bias'" in message
+        assert "after step 3" in message
+        assert "rank 0" not in message
+        assert not averaged
+
+
+def test_parameters_of_one_model_that_differ_in_name_between_ranks():
+    def body():
+        names = ["a", "b"] if dist.get_rank() else ["b", "a"]
+        module = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
+        model = DistributedDataParallel(initialised(module))
+        torchcomp.LocalSGD(model, sgd(model.parameters()), "every(2)", total_steps=4)
+
+    assert_refused(2, body, torchcomp.RankMismatchError, "parameters", "a.weight")

@@ -1,0 +1,242 @@
+"""close() gives the model, the optimizer and the scaler back as they were."""
+
+import gc
+import logging
+
+import pytest
+import torch
+
+import torchcomp
+from tests.local_sgd.script import (
+    Script,
+    constant,
+    equal_on_all,
+    mlp,
+    sgd,
+    synchronised_steps,
+)
+from tests.support.ranks import on_processes, on_threads
+
+LOGGER = "torchcomp.local_sgd"
+
+
+def installed(script):
+    """Everything on the user's objects that local steps may change."""
+    model, optimizer = script.model, script.optimizer
+    return {
+        "model": sorted(vars(model)),
+        "model hooks": [len(model._forward_pre_hooks), len(model._forward_hooks)],
+        "optimizer hooks": [
+            len(optimizer._optimizer_step_pre_hooks),
+            len(optimizer._optimizer_step_post_hooks),
+        ],
+        "gradients": model.require_backward_grad_sync,
+        "buffers": model.forward_sync_buffers,
+        "scaler": sorted(vars(script.scaler)),
+    }
+
+
+def around_local_steps():
+    """What is installed before, during and after local steps."""
+    script = Script(spec=None, scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+    before = installed(script)
+    script.sync = torchcomp.LocalSGD(
+        script.model, script.optimizer, "every(2)", total_steps=2, scaler=script.scaler
+    )
+    during = installed(script)
+    script.train(0, 2)
+    script.sync.close()
+    return before, during, installed(script)
+
+
+@pytest.mark.parametrize(
+    "part", ["model", "model hooks", "optimizer hooks", "gradients", "buffers", "scaler"]
+)
+def test_close_leaves_nothing_behind(part):
+    for before, during, after in on_threads(2, around_local_steps):
+        assert during[part] != before[part]
+        assert after[part] == before[part]
+
+
+def plain_after_local():
+    script = Script("every(2)", total_steps=4, optimizer=sgd)
+    script.train(0, 4)
+    script.sync.close()
+    plain = Script(spec=None, optimizer=sgd)
+    plain.model.module.load_state_dict(script.model.module.state_dict())
+    return torch.stack(script.train(4, 8)), torch.stack(plain.train(4, 8))
+
+
+def test_plain_ddp_training_works_after_close():
+    outcomes = on_threads(2, plain_after_local)
+    assert equal_on_all(weights for outcome in outcomes for weights in outcome)
+
+
+def compressed_after_local():
+    script = Script("every(2)", total_steps=4, optimizer=sgd)
+    script.train(0, 4)
+    script.sync.close()
+    with torchcomp.register(script.model, "ef(topk(0.5))") as handle:
+        return *script.train(4, 7), torch.tensor(handle.stats.syncs)
+
+
+@pytest.mark.parametrize("launch", [on_threads, on_processes])
+def test_a_method_can_be_registered_after_close(launch):
+    outcomes = launch(2, compressed_after_local)
+    assert all(equal_on_all(values) for values in zip(*outcomes, strict=True))
+    assert outcomes[0][-1] == 3
+
+
+def test_local_steps_can_follow_local_steps():
+    def body():
+        script = Script("every(2)", total_steps=2)
+        weights = script.train(0, 2)
+        script.sync.close()
+        first = script.sync
+        script.sync = torchcomp.LocalSGD(script.model, script.optimizer, "every(3)", total_steps=4)
+        first.close()
+        return weights + script.train(2, 6)
+
+    assert synchronised_steps(on_threads(2, body)) == [2, 5, 6]
+
+
+@pytest.mark.parametrize("option", [None, "find_unused_parameters", "gradient_as_bucket_view"])
+def test_local_steps_can_follow_plain_ddp_training(option):
+    def body():
+        script = Script(spec=None, optimizer=sgd, **({option: True} if option else {}))
+        weights = script.train(0, 3)
+        torchcomp.LocalSGD(script.model, script.optimizer, "every(2)", total_steps=4)
+        return weights + script.train(3, 7)
+
+    assert synchronised_steps(on_threads(2, body)) == [1, 2, 3, 5, 7]
+
+
+def fail_inside(script):
+    with script.sync as entered:
+        assert entered is script.sync
+        script.train(0, 2)
+        raise KeyError("the user's own")
+
+
+def test_leaving_the_context_closes_even_by_an_exception():
+    def body():
+        script = Script("every(2)", optimizer=sgd)
+        with pytest.raises(KeyError, match="the user's own"):
+            fail_inside(script)
+        return script.train(2, 4)
+
+    assert synchronised_steps(on_threads(2, body)) == [1, 2]
+
+
+def test_closing_twice_is_harmless():
+    def body():
+        script = Script("every(2)", optimizer=sgd)
+        script.train(0, 2)
+        script.sync.close()
+        script.sync.close()
+        return script.train(2, 4)
+
+    assert synchronised_steps(on_threads(2, body)) == [1, 2]
+
+
+def closed_after(steps):
+    script = Script("every(3)", total_steps=6)
+    script.train(0, steps)
+    script.sync.close()
+    script.sync.close()
+    return script
+
+
+@pytest.fixture
+def logged(caplog):
+    """The messages of local steps, without those of objects that earlier tests left behind."""
+    gc.collect()
+    caplog.set_level(logging.DEBUG, LOGGER)
+    caplog.clear()
+    return lambda: [record.getMessage() for record in caplog.records if record.name == LOGGER]
+
+
+def test_closing_inside_a_round_logs_one_warning_a_rank(logged):
+    kept = on_threads(2, closed_after, 4)
+    messages = logged()
+    assert len(messages) == len(kept) == 2
+    for number in ("step 4", "from 3 to 6"):
+        assert number in messages[0]
+
+
+@pytest.mark.parametrize("steps", [0, 3, 6])
+def test_closing_between_rounds_logs_nothing(steps, logged):
+    on_threads(2, closed_after, steps)
+    assert logged() == []
+
+
+@pytest.mark.parametrize(("steps", "warnings"), [(4, 1), (6, 0)])
+def test_a_script_that_is_dropped_without_close_logs_the_same_warning(steps, warnings, logged):
+    def body():
+        script = Script("every(3)", total_steps=6)
+        script.train(0, steps)
+
+    on_threads(1, body)
+    gc.collect()
+    assert len(logged()) == warnings
+
+
+def two_models(order):
+    """Two models of one loop share a scaler; the local steps of one end before the other's."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scripts = [Script("every(2)", total_steps=8, scaler=scaler, optimizer=sgd) for _ in range(2)]
+    _both(scripts, 0, 2)
+    closed, going_on = scripts[order[0]], scripts[order[1]]
+    closed.sync.close()
+    clock = closed.sync.stats.steps
+    weights = _both([closed, going_on], 2, 6, overflow=(1, 3))
+    going_on.sync.close()
+    assert closed.sync.stats.steps == clock
+    return weights
+
+
+def _both(scripts, start, stop, overflow=None):
+    seen = []
+    for step in range(start, stop):
+        for script in scripts:
+            script.optimizer.zero_grad()
+            bad = (script.rank, step) == overflow and script is scripts[1]
+            script.backward(step, scale=float("inf") if bad else 1.0)
+            script.scaler.step(script.optimizer)
+            script.scheduler.step()
+        scripts[0].scaler.update()
+        seen.append(scripts[1].weights())
+    return seen
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])
+def test_closing_leaves_other_local_steps_of_the_same_scaler_alone(order):
+    assert synchronised_steps(on_threads(2, two_models, order)) == [2, 4]
+
+
+def test_a_constructor_that_fails_leaves_nothing_behind():
+    def body():
+        script = Script(spec=None, scaler=torch.amp.GradScaler("cpu"))
+        before = installed(script)
+        arguments = {"total_steps": 4, "scaler": script.scaler}
+        for optimizer, spec in [
+            (script.optimizer, "every(0)"),
+            (torch.optim.SGD(mlp().parameters(), lr=constant(0)), "every(2)"),
+        ]:
+            with pytest.raises(torchcomp.SpecError):
+                torchcomp.LocalSGD(script.model, optimizer, spec, **arguments)
+        after = installed(script)
+        torchcomp.LocalSGD(script.model, script.optimizer, "every(2)", **arguments)
+        return before, after
+
+    for before, after in on_threads(2, body):
+        assert after == before
+
+
+def test_ddp_options_that_the_user_chose_come_back():
+    def body():
+        script = Script("every(2)", forward_sync_buffers=False)
+        script.sync.close()
+        return script.model.forward_sync_buffers
+
+    assert on_threads(1, body) == [False]

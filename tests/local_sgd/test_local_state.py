@@ -1,0 +1,244 @@
+"""What stays local in local steps, and how each kind of parameter is averaged."""
+
+import copy
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchcomp
+from tests.local_sgd.script import (
+    Script,
+    assert_close,
+    constant,
+    convnet,
+    equal_on_all,
+    flat,
+    mlp,
+    momentum,
+    sgd,
+    spied,
+    synchronised_steps,
+    trained,
+)
+from tests.support.ranks import on_threads
+
+IMAGE = (3, 4, 4)
+
+
+def tagged():
+    """A network with a buffer that no forward pass changes."""
+    module = convnet()
+    module.register_buffer("tag", torch.zeros(2))
+    return module
+
+
+def tags():
+    script = Script("every(2)", total_steps=4, build=tagged, shape=IMAGE)
+    tag = script.model.module.tag
+    tag.fill_(script.rank)
+    seen = []
+    for step in range(4):
+        script.step(step)
+        seen.append(tag[0].item())
+    script.sync.close()
+    script.step(4)
+    return seen, tag[0].item()
+
+
+def test_buffers_are_neither_averaged_nor_broadcast_until_close():
+    for rank, (during, _) in enumerate(on_threads(3, tags)):
+        assert during == [rank] * 4
+
+
+def test_the_first_forward_pass_after_close_broadcasts_buffers_again():
+    assert [after for _, after in on_threads(3, tags)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("optimizer", [momentum, torch.optim.AdamW])
+def test_optimizer_state_is_left_alone(optimizer):
+    def around_the_average():
+        before = []
+        script = Script(
+            "every(2)",
+            total_steps=2,
+            optimizer=spied(optimizer, lambda: before.append(script.moments())),
+        )
+        script.train(0, 2)
+        return before[-1], script.moments()
+
+    outcomes = on_threads(3, around_the_average)
+    for before, after in outcomes:
+        assert torch.equal(before, after)
+    assert not equal_on_all(after for _, after in outcomes)
+
+
+def test_frozen_parameters_are_left_alone():
+    def first_layer():
+        def build():
+            module = mlp()
+            module[0].requires_grad_(False)
+            return module
+
+        script = Script("every(2)", total_steps=2, build=build)
+        layer = script.model.module[0]
+        nn.init.constant_(layer.weight, script.rank)
+        script.train(0, 2)
+        return layer.weight.unique().tolist(), flat(script.model.module[2].parameters())
+
+    outcomes = on_threads(3, first_layer)
+    assert [frozen for frozen, _ in outcomes] == [[0.0], [1.0], [2.0]]
+    assert equal_on_all(trained for _, trained in outcomes)
+
+
+def test_channels_last_weights_are_averaged_element_by_element():
+    def run(memory_format):
+        def build():
+            return convnet().to(memory_format=memory_format)
+
+        script = Script("every(2)", total_steps=4, build=build, shape=IMAGE)
+        weights = script.train(0, 4)
+        conv = script.model.module[0].weight
+        assert conv.is_contiguous(memory_format=memory_format)
+        return weights
+
+    contiguous = on_threads(3, run, torch.contiguous_format)
+    channels_last = on_threads(3, run, torch.channels_last)
+    assert synchronised_steps(channels_last) == [2, 4]
+    for mine, wanted in zip(channels_last, contiguous, strict=True):
+        assert_close(torch.stack(mine), torch.stack(wanted))
+
+
+def averaged_bfloat16():
+    """One average of bfloat16 weights that differ from rank to rank; before and after."""
+    model = DistributedDataParallel(nn.Linear(40, 10).bfloat16())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torchcomp.LocalSGD(model, optimizer, "every(1)", total_steps=1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with torch.no_grad():
+        model.module.weight.copy_(torch.randn(10, 40, generator=generator))
+    before = model.module.weight.detach().clone()
+    optimizer.step()
+    return before, model.module.weight.detach()
+
+
+def test_bfloat16_weights_are_averaged_in_float32():
+    before, after = zip(*on_threads(3, averaged_bfloat16), strict=True)
+    exact = torch.stack(before).double().mean(0)
+    # One rounding to bfloat16, where an average in bfloat16 rounds several times.
+    bound = 0.501 * 2.0 ** (exact.frexp().exponent - 8)
+    assert equal_on_all(after)
+    assert ((after[0].double() - exact).abs() <= bound).all()
+    coarse = before[0] / 3 + before[1] / 3 + before[2] / 3
+    assert ((coarse.double() - exact).abs() > bound).any(), "the values do not tell the two apart"
+
+
+def two_groups(parameters, rates):
+    halves = parameters[:2], parameters[2:]
+    groups = [{"params": half, "lr": rate} for half, rate in zip(halves, rates, strict=True)]
+    return torch.optim.SGD(groups)
+
+
+@pytest.mark.parametrize("rates", [(0.1, 0.01), (0.01, 0.1)])
+def test_the_schedule_reads_the_largest_rate_of_all_groups(rates):
+    # H = 4 at 0.1, and 400 at 0.01.
+    optimizer = partial(two_groups, rates=rates)
+    options = {"spec": "qsr(alpha=0.2, h_base=2)", "total_steps": 10, "rate": lambda step: 1.0}
+    runs = on_threads(2, partial(trained, 10, optimizer=optimizer, **options))
+    assert synchronised_steps(runs) == [4, 8, 10]
+
+
+def test_the_rate_may_be_a_tensor():
+    def body():
+        model = DistributedDataParallel(mlp())
+        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1, dtype=torch.float64))
+        sync = torchcomp.LocalSGD(model, optimizer, "qsr(alpha=0.2, h_base=2)", total_steps=10)
+        optimizer.step()
+        return sync.next_sync
+
+    assert on_threads(2, body) == [4, 4]
+
+
+def accumulated(no_sync):
+    script, weights = Script("every(2)", total_steps=5), []
+    for step in range(5):
+        script.optimizer.zero_grad()
+        for micro in range(3):
+            last = micro == 2
+            with script.model.no_sync() if no_sync and not last else nullcontext():
+                script.backward(10 * step + micro)
+        script.turn()
+        weights.append(script.weights())
+        script.scheduler.step()
+    return weights
+
+
+def test_gradients_may_be_accumulated_with_and_without_no_sync():
+    plain, with_no_sync = (on_threads(3, accumulated, no_sync) for no_sync in (False, True))
+    assert synchronised_steps(plain) == [2, 4, 5]
+    for mine, wanted in zip(with_no_sync, plain, strict=True):
+        assert equal_on_all([torch.stack(mine), torch.stack(wanted)])
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "gradient_as_bucket_view"])
+def test_options_of_ddp_make_no_difference(option):
+    def body(**options):
+        script = Script("every(2)", total_steps=4, optimizer=sgd, **options)
+        local = script.train(0, 4)
+        script.sync.close()
+        return torch.stack([*local, *script.train(4, 7)])
+
+    plain, other = on_threads(3, body), on_threads(3, partial(body, **{option: True}))
+    for mine, wanted in zip(other, plain, strict=True):
+        assert torch.equal(mine, wanted)
+
+
+def test_forward_passes_outside_training_do_not_touch_the_clock():
+    def body():
+        script, weights = Script("every(2)", total_steps=4), []
+        for step in range(4):
+            weights.append(script.step(step))
+            if script.rank == 0:
+                evaluate(script.model)
+        return weights
+
+    assert synchronised_steps(on_threads(2, body)) == [2, 4]
+
+
+def evaluate(model):
+    inputs = torch.ones(1, 6, dtype=torch.float64)
+    with torch.no_grad():
+        model(inputs)
+    model.eval()
+    model(inputs)
+    model.train()
+
+
+def test_a_copy_of_the_model_can_be_made_and_trains_apart():
+    # As torch.optim.swa_utils.AveragedModel(model) does.
+    def body():
+        script = Script("every(2)", total_steps=2)
+        script.train(0, 1)
+        copied = copy.deepcopy(script.model)
+        if script.rank == 0:
+            copied.module(torch.ones(1, 6, dtype=torch.float64))
+        return [script.weights(), *script.train(1, 2)]
+
+    assert synchronised_steps(on_threads(2, body)) == [2]
+
+
+def test_another_optimizer_of_the_loop_does_not_touch_the_clock():
+    def body():
+        other = mlp()
+        other_optimizer = torch.optim.SGD(other.parameters(), lr=constant(0))
+        script, weights = Script("every(2)", total_steps=4), []
+        for step in range(4):
+            other_optimizer.step()
+            weights.append(script.step(step))
+        return weights
+
+    assert synchronised_steps(on_threads(2, body)) == [2, 4]

@@ -1,0 +1,254 @@
+"""A checkpoint taken at any step goes on bit for bit, and fits no other run."""
+
+import copy
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchcomp
+from tests.local_sgd.script import (
+    Script,
+    assert_refused,
+    convnet,
+    cosine,
+)
+from tests.support.ranks import on_processes, on_threads
+
+TOTAL = 12
+OPTIONS = {
+    # Rounds end at 2, 6, 11 and 12; the rate falls meanwhile, so a round's end cannot be found
+    # again from the rate at which the run is resumed.
+    "spec": "qsr(alpha=0.2, h_base=2)",
+    "total_steps": TOTAL,
+    "warmup_steps": 1,
+    "rate": partial(cosine, peak=0.1, warmup=1, total=24),
+    "build": convnet,
+    "shape": (3, 4, 4),
+}
+LOADED_FIRST = ("model", "sync")
+
+
+def everything(script):
+    parts = [script.weights(), script.buffers(), script.moments()]
+    return [*parts, torch.tensor(script.optimizer.param_groups[0]["lr"], dtype=torch.float64)]
+
+
+def through_a_file(saved, path):
+    torch.save(saved, path)
+    return torch.load(path, weights_only=True)
+
+
+def resumed(cut, folder, first="model"):
+    """Whether a run that is saved at `cut` and loaded into new objects ends as one that is not."""
+    whole = Script(**OPTIONS)
+    expected = whole.train(0, TOTAL)
+
+    interrupted = Script(**OPTIONS)
+    before = interrupted.train(0, cut)
+    saved = through_a_file(interrupted.save(), Path(folder) / f"{whole.rank}.pt")
+    again = Script(**OPTIONS)
+    if first == "sync":
+        again.sync.load_state_dict(saved["sync"])
+    again.load(saved)
+    after = again.train(cut, TOTAL)
+
+    actual = [*before, *after, *everything(again)]
+    assert again.sync.stats == whole.sync.stats
+    return all(map(torch.equal, actual, [*expected, *everything(whole)]))
+
+
+def test_the_setting_has_rounds_of_several_lengths():
+    ends = torchcomp.sync_steps(
+        OPTIONS["spec"], lr=OPTIONS["rate"], total_steps=TOTAL, warmup_steps=1
+    )
+    assert ends == [2, 6, 11, 12]
+
+
+@pytest.mark.parametrize("first", LOADED_FIRST)
+@pytest.mark.parametrize(
+    "cut", [0, 1, 2, 4, 6, 11], ids=["start", "warm-up", "end", "middle", "end2", "last-round"]
+)
+def test_a_resumed_run_is_bit_identical(cut, first, tmp_path):
+    assert on_threads(3, resumed, cut, tmp_path, first) == [True] * 3
+
+
+def test_a_run_resumed_by_processes_is_bit_identical(tmp_path):
+    assert on_processes(2, resumed, 4, str(tmp_path)) == [True] * 2
+
+
+def test_a_run_in_progress_can_go_back_to_a_checkpoint(tmp_path):
+    def body():
+        script = Script(**OPTIONS)
+        script.train(0, 4)
+        # A file, because the live state is changed in place by the steps that follow.
+        saved = through_a_file(script.save(), tmp_path / f"{script.rank}.pt")
+        expected = script.train(4, TOTAL)
+        script.load(saved)
+        return torch.equal(torch.stack(script.train(4, TOTAL)), torch.stack(expected))
+
+    assert on_threads(2, body) == [True, True]
+
+
+def test_a_loaded_state_can_be_saved_again_before_the_next_step():
+    def body():
+        script, again = Script(**OPTIONS), Script(**OPTIONS)
+        script.train(0, 4)
+        again.load(script.save())
+        return script.sync.state_dict() == again.sync.state_dict()
+
+    assert on_threads(2, body) == [True, True]
+
+
+def test_next_sync_survives():
+    def body():
+        script, again = Script(**OPTIONS), Script(**OPTIONS)
+        script.train(0, 4)
+        again.load(script.save())
+        return again.sync.next_sync
+
+    assert on_threads(2, body) == [6, 6]
+
+
+def with_weights_of(chosen):
+    """Resume in the middle of a round, with weights that `chosen` picks from all ranks'."""
+    script, again = Script(**OPTIONS), Script(**OPTIONS)
+    script.train(0, 4)
+    saved = copy.deepcopy(script.save())
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, saved["model"])
+    again.load({**saved, "model": everyone[chosen(script.rank)]})
+    untouched = again.weights()
+    try:
+        again.step(4)
+    finally:
+        assert torch.equal(again.weights(), untouched)
+
+
+def test_weights_of_rank_0_everywhere_are_found_at_the_next_step_on_all_ranks():
+    # This is what DDP's constructor makes of weights that were loaded before it.
+    body = partial(with_weights_of, lambda rank: 0)
+    words = ("none on rank 0", "not those of the checkpoint", "on ranks 1, 2")
+    assert_refused(3, body, torchcomp.RankMismatchError, *words)
+
+
+def test_wrong_weights_on_all_ranks_are_found_at_the_next_step():
+    body = partial(with_weights_of, lambda rank: (rank + 1) % 3)
+    words = ("not those of the checkpoint", "its own weights")
+    assert_refused(3, body, torchcomp.CheckpointError, *words)
+
+
+def test_a_run_that_has_ended_stays_ended():
+    def body():
+        script, again = Script(**OPTIONS), Script(**OPTIONS)
+        script.train(0, TOTAL)
+        again.load(script.save())
+        again.step(TOTAL)
+
+    assert_refused(2, body, torchcomp.ScheduleError, "total_steps=12")
+
+
+OTHERS = {
+    "schedule": ({"spec": "every(4)"}, "every(4)", "qsr(alpha=0.2, h_base=2)"),
+    "total_steps": ({"total_steps": 20}, "20", "12"),
+    "warmup_steps": ({"warmup_steps": 3}, "3", "1"),
+    "shape": ({"build": partial(convnet, 5)}, "0.weight", "[5, 3, 3, 3]", "[4, 3, 3, 3]"),
+}
+
+
+@pytest.mark.parametrize("which", OTHERS)
+def test_a_state_of_another_run_is_refused_and_changes_nothing(which):
+    options, *words = OTHERS[which]
+
+    def body():
+        other, script = Script(**OPTIONS | options), Script(**OPTIONS)
+        other.train(0, 3)
+        script.train(0, 1)
+        before = script.sync.state_dict()
+        with pytest.raises(torchcomp.CheckpointError) as raised:
+            script.sync.load_state_dict(other.sync.state_dict())
+        assert script.sync.state_dict() == before
+        script.train(1, 3)
+        return str(raised.value)
+
+    for message in on_threads(2, body):
+        for word in words:
+            assert word in message
+
+
+EDITS = {
+    "rank": ({"rank": 7}, "7", "0"),
+    "world_size": ({"world_size": 64}, "64", "1"),
+    "version": ({"version": 99}, "99", "1"),
+    "names": ({"shapes": {}}, "'0.weight' is not in the checkpoint"),
+    "spec": ({"spec": "every(7)"}, "every(7)", "qsr("),
+}
+
+
+def refusal(edit):
+    """The error about this state, on one rank."""
+
+    def body():
+        script = Script(**OPTIONS)
+        state = script.sync.state_dict()
+        with pytest.raises(torchcomp.CheckpointError) as raised:
+            script.sync.load_state_dict(edit(state))
+        assert script.sync.state_dict() == state
+        return str(raised.value)
+
+    (message,) = on_threads(1, body)
+    return message
+
+
+@pytest.mark.parametrize("which", EDITS)
+def test_the_error_names_what_differs_and_both_values(which):
+    changes, *words = EDITS[which]
+    message = refusal(lambda state: state | changes)
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("which", ["world_size", "spec"])
+def test_the_error_sends_the_user_to_nothing_that_local_steps_do_not_have(which):
+    message = refusal(lambda state: state | EDITS[which][0])
+    for word in ("redistribute", "swap", "register"):
+        assert word not in message
+
+
+@pytest.mark.parametrize("missing", ["round_end", "weights", "rank"])
+def test_an_incomplete_state_is_refused(missing):
+    message = refusal(lambda state: {k: v for k, v in state.items() if k != missing})
+    assert missing in message
+
+
+def test_a_state_of_a_registered_model_is_refused():
+    def body():
+        script = Script(spec=None)
+        state = torchcomp.register(script.model, "mean").state_dict()
+        with pytest.raises(torchcomp.CheckpointError, match="total_steps"):
+            Script(**OPTIONS).sync.load_state_dict(state)
+
+    on_threads(1, body)
+
+
+def from_steps(cuts):
+    """Each rank resumes from its own one of `cuts`; None starts afresh."""
+    script, again = Script(**OPTIONS), Script(**OPTIONS)
+    saved = {None: None}
+    for step in range(8):
+        saved[step] = copy.deepcopy(script.save())
+        script.step(step)
+    cut = cuts[script.rank]
+    if cut is not None:
+        again.load(saved[cut])
+    again.step(cut or 0)
+
+
+@pytest.mark.parametrize(
+    "cuts", [(3, 4), (3, 7), (3, None)], ids=["one-round", "two-rounds", "one-rank-only"]
+)
+def test_checkpoints_of_different_steps_are_found_at_the_next_step(cuts):
+    words = (f"{cuts[0]} on rank 0", f"{cuts[1] or 0} on rank 1")
+    assert_refused(2, partial(from_steps, cuts), torchcomp.RankMismatchError, *words)

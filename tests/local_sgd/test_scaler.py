@@ -1,0 +1,147 @@
+"""A GradScaler may skip optimizer steps on one rank; the ranks' clocks stay equal."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import torchcomp
+from tests.local_sgd import reference
+from tests.local_sgd.script import (
+    Script,
+    assert_close,
+    constant,
+    mlp,
+    momentum,
+    sgd,
+    spied,
+    synchronised_steps,
+)
+from tests.support.ranks import on_processes, on_threads
+
+TOTAL = 8
+
+
+def scaled(overflows, **options):
+    """A run in which the given (rank, step) pairs overflow; weights after each step."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    script = Script(**{"spec": "every(3)", "total_steps": TOTAL, "scaler": scaler} | options)
+    return [
+        script.step(step, scale=float("inf") if (script.rank, step) in overflows else 1.0)
+        for step in range(TOTAL)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize(
+    "overflows",
+    [{(1, 4)}, {(2, 0)}, {(3, 5)}, {(0, 7)}, {(1, 3), (1, 4), (1, 5)}, {(r, 1) for r in range(4)}],
+    ids=["mid-round", "first", "round-end", "last", "whole-round", "all-ranks"],
+)
+def test_a_skipped_step_is_skipped_and_nothing_else_changes(overflows):
+    runs = on_threads(4, scaled, overflows)
+    assert synchronised_steps(runs) == [3, 6, 8]
+    expected = reference.local_opt(
+        4,
+        TOTAL,
+        update=reference.momentum_update,
+        rule=reference.every(3),
+        rate=constant,
+        skipped=frozenset(overflows),
+    )
+    for actual, (weights, _) in zip(zip(*runs, strict=True), expected, strict=True):
+        for mine, wanted in zip(actual, weights, strict=True):
+            assert_close(mine, wanted)
+
+
+def test_the_average_happens_inside_a_skipped_turn():
+    def body():
+        script = Script("every(2)", total_steps=2, scaler=torch.amp.GradScaler("cpu"))
+        script.step(0)
+        script.optimizer.zero_grad()
+        script.backward(1, scale=float("inf") if script.rank else 1.0)
+        script.scaler.step(script.optimizer)
+        return [script.weights()]
+
+    assert synchronised_steps(on_threads(2, body)) == [1]
+
+
+@pytest.mark.parametrize("launch", [on_threads, on_processes])
+def test_a_scaler_that_was_not_handed_over_is_found_on_all_ranks(launch):
+    outcomes = launch(2, partial(scaled, {(1, 1)}, hand_over=False), catch=True)
+    for outcome in outcomes:
+        assert type(outcome) is torchcomp.RankMismatchError, outcome
+        for words in ("scaler=scaler", "forward passes", "3 on rank 0", "4 on rank 1"):
+            assert words in str(outcome)
+
+
+def test_a_scaler_that_was_not_handed_over_is_found_before_anything_is_averaged():
+    def body():
+        local = []
+        options = {"optimizer": spied(momentum, lambda: local.append(script.weights()))}
+        script = Script(scaler=torch.amp.GradScaler("cpu"), hand_over=False, **options)
+        script.step(0)
+        if script.rank:
+            script.step(1, scale=float("inf"))
+        script.step(1)
+        with pytest.raises(torchcomp.RankMismatchError):
+            script.step(2)
+        return local[-1], script.weights()
+
+    for local, weights in on_threads(2, body):
+        assert torch.equal(local, weights)
+
+
+def test_a_scaler_that_is_switched_off_may_be_handed_over():
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    assert synchronised_steps(on_threads(2, partial(scaled, set(), scaler=scaler))) == [3, 6, 8]
+
+
+def test_gradients_may_be_unscaled_and_clipped_before_the_turn():
+    def body(scaler):
+        script, weights = Script("every(2)", total_steps=4, scaler=scaler), []
+        for step in range(4):
+            script.optimizer.zero_grad()
+            script.backward(step)
+            if scaler:
+                scaler.unscale_(script.optimizer)
+            torch.nn.utils.clip_grad_norm_(script.model.parameters(), 0.1)
+            script.turn()
+            weights.append(script.weights())
+        return weights
+
+    with_scaler = on_threads(2, lambda: body(torch.amp.GradScaler("cpu", init_scale=4.0)))
+    assert synchronised_steps(with_scaler) == [2, 4]
+    for mine, wanted in zip(with_scaler, on_threads(2, body, None), strict=True):
+        assert_close(torch.stack(mine), torch.stack(wanted))
+
+
+def test_turns_of_another_optimizer_of_the_scaler_do_not_count():
+    def body():
+        script = Script("every(2)", total_steps=4, scaler=torch.amp.GradScaler("cpu"))
+        other = mlp()
+        other_optimizer = sgd(other.parameters())
+        weights = []
+        for step in range(4):
+            script.scaler.scale(other(torch.ones(1, 6).double()).sum()).backward()
+            script.scaler.step(other_optimizer)
+            weights.append(script.step(step))
+        return weights
+
+    assert synchronised_steps(on_threads(2, body)) == [2, 4]
+
+
+def test_a_turn_that_the_scaler_refuses_does_not_count():
+    def body():
+        script, weights = Script("every(2)", total_steps=6, scaler=torch.amp.GradScaler("cpu")), []
+        for step in range(5):
+            script.optimizer.zero_grad()
+            script.backward(step)
+            script.scaler.step(script.optimizer)
+            with pytest.raises(RuntimeError, match="already been called"):
+                script.scaler.step(script.optimizer)
+            script.scaler.update()
+            weights.append(script.weights())
+        return weights
+
+    assert synchronised_steps(on_threads(2, body)) == [2, 4]

@@ -1,0 +1,128 @@
+"""The counted bytes: what a synchronisation sends, and what plain DDP would have sent."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import torchcomp
+from tests.local_sgd.script import Script, constant, convnet, cosine, mlp
+from tests.support.ranks import on_threads, with_fake_ranks
+
+STEPS = 8
+# 83 elements of float64: no multiple of 3.
+NBYTES = 83 * 8
+
+
+def counted(steps=STEPS, **options):
+    script = Script(**{"spec": "every(3)", "total_steps": STEPS} | options)
+    seen = [script.sync.stats]
+    for step in range(steps):
+        script.step(step)
+        seen.append(script.sync.stats)
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_synchronisation_sends_one_all_reduce_of_the_parameters(world_size):
+    once = 2 * (world_size - 1) * NBYTES // world_size
+    for seen in on_threads(world_size, counted):
+        assert [stats.steps for stats in seen] == list(range(STEPS + 1))
+        assert [stats.syncs for stats in seen] == [0, 0, 0, 1, 1, 1, 2, 2, 3]
+        assert [stats.bytes_sent for stats in seen] == [0, 0, 0] + 6 * [once]
+        for stats in seen:
+            assert stats.total_bytes_sent == stats.syncs * once
+            assert stats.total_bytes_received == stats.total_bytes_sent
+            assert stats.bytes_received == stats.bytes_sent
+
+
+def test_small_buckets_count_the_same():
+    for seen in on_threads(2, partial(counted, bucket_cap_mb=0.0002)):
+        assert seen[-1].total_bytes_sent == 3 * NBYTES
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_dense_bytes_are_what_plain_ddp_sends_over_the_same_steps(world_size):
+    def plain():
+        script = Script(spec=None)
+        with torchcomp.register(script.model, "mean") as handle:
+            script.train(0, STEPS)
+            return handle.stats.total_bytes_sent
+
+    dense = on_threads(world_size, plain)
+    local = [seen[-1].total_dense_bytes_sent for seen in on_threads(world_size, counted)]
+    assert local == dense
+
+
+def test_dense_bytes_of_a_round_are_those_of_its_steps():
+    for seen in on_threads(2, counted):
+        assert [stats.dense_bytes_sent // NBYTES for stats in seen] == [0, 0, 0, 3, 3, 3, 3, 3, 2]
+
+
+@pytest.mark.parametrize("spec", ["every(3)", "qsr(alpha=0.2, h_base=2)"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_run_sends_what_explain_says(spec, world_size):
+    rate = partial(cosine, peak=0.1, warmup=2, total=20)
+    options = {"total_steps": 20, "warmup_steps": 2}
+    runs = on_threads(world_size, partial(counted, 20, spec=spec, rate=rate, **options))
+    plan = torchcomp.explain(spec, model=mlp(), world_size=world_size, lr=rate, **options)
+    for stats in (seen[-1] for seen in runs):
+        assert stats.syncs == plan.syncs
+        assert round(stats.total_bytes_sent / 20) == plan.bytes_sent
+        assert round(stats.total_bytes_received / 20) == plan.bytes_received
+        assert stats.total_dense_bytes_sent == 20 * plan.dense_bytes_sent
+
+
+def half():
+    return mlp().bfloat16()
+
+
+def test_bfloat16_parameters_travel_as_float32():
+    for seen in on_threads(2, partial(counted, build=half)):
+        assert seen[-1].bytes_sent == 83 * 4
+        assert seen[-1].total_dense_bytes_sent == 83 * 2 * STEPS
+    plan = torchcomp.explain("every(3)", model=half(), world_size=2, total_steps=STEPS, lr=constant)
+    assert plan.message_bytes == 83 * 4
+
+
+def test_frozen_parameters_are_not_sent():
+    def build():
+        module = mlp()
+        module[0].requires_grad_(False)
+        return module
+
+    for seen in on_threads(2, partial(counted, build=build)):
+        assert seen[-1].bytes_sent == 27 * 8
+
+
+@pytest.mark.parametrize("build", [convnet, mlp])
+def test_64_ranks(build):
+    shape = (6,) if build is mlp else (3, 4, 4)
+    rate = partial(cosine, peak=0.1, warmup=2, total=20)
+    options = {"total_steps": 20, "warmup_steps": 2}
+    spec = "qsr(alpha=0.2, h_base=2)"
+    seen = with_fake_ranks(
+        64, partial(counted, 20, build=build, shape=shape, spec=spec, rate=rate, **options)
+    )
+    once = 2 * 63 * sum(p.nbytes for p in build().parameters()) // 64
+    ends = torchcomp.sync_steps(spec, lr=rate, **options)
+    assert [step for step in range(1, 21) if seen[step].syncs > seen[step - 1].syncs] == ends
+    assert seen[-1].total_bytes_sent == once * len(ends)
+
+
+def test_a_skipped_step_counts_as_a_step():
+    def body():
+        script = Script(total_steps=3, scaler=torch.amp.GradScaler("cpu"))
+        for step in range(3):
+            script.step(step, scale=float("inf") if script.rank and step == 1 else 1.0)
+        return script.sync.stats
+
+    first, second = on_threads(2, body)
+    assert first == second
+    assert (first.steps, first.syncs) == (3, 1)
+
+
+def test_local_steps_have_no_error_memory():
+    for seen in on_threads(2, counted):
+        assert seen[-1].error_norms == {}
+        assert seen[-1].error_norm == 0.0
