@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchcomp.compressors import COMPRESSORS, Cast, Identity, RandK, TopK
+from torchcomp.compressors import COMPRESSORS, Cast, Identity, RandK, TopK, topk
 from torchcomp.keys import Key
 
 KEY = Key(seed=7, step=3, tensor=11, rank=1)
@@ -255,19 +255,30 @@ def naive_topk(x, k):
     return sorted(sorted(range(len(x)), key=lambda i: (-magnitude[i], i))[:k])
 
 
+@pytest.fixture(params=["host", "device"])
+def selection(request, monkeypatch):
+    """Both ways to select, the one for accelerators run on this CPU."""
+    chosen_way = getattr(topk, f"largest_on_{request.param}")
+    monkeypatch.setattr(topk, "largest_on_host", chosen_way)
+
+
+@pytest.mark.usefixtures("selection")
 @pytest.mark.parametrize("k", [1, 3, 9])
 def test_topk_of_equal_magnitudes_keeps_the_lowest_indices(k):
     assert chosen([2.0, -2.0] * 5, k) == list(range(k))
 
 
+@pytest.mark.usefixtures("selection")
 def test_topk_ties_across_the_threshold_go_to_the_lowest_index():
     assert chosen([1.0, -5.0, 2.0, -2.0, 2.0, 9.0, -2.0], 4) == [1, 2, 3, 5]
 
 
+@pytest.mark.usefixtures("selection")
 def test_topk_of_zeros_keeps_the_lowest_indices():
     assert chosen([0.0, -0.0, 0.0, -0.0], 2) == [0, 1]
 
 
+@pytest.mark.usefixtures("selection")
 def test_topk_ranks_nan_and_infinities_first_and_alike():
     top = torch.finfo(torch.float32).max
     inf, nan = float("inf"), float("nan")
@@ -276,11 +287,13 @@ def test_topk_ranks_nan_and_infinities_first_and_alike():
     assert chosen([top, inf, -inf, nan], 2) == [1, 2]
 
 
+@pytest.mark.usefixtures("selection")
 def test_topk_tells_the_largest_number_from_infinity():
     top = torch.finfo(torch.float32).max
     assert chosen([top, 1.0, float("inf")], 1) == [2]
 
 
+@pytest.mark.usefixtures("selection")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_topk_equals_sorting(dtype):
     noise = torch.Generator().manual_seed(1)
