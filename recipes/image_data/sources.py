@@ -1,0 +1,180 @@
+"""The data sets as they lie on disk: indexable, giving (height x width x channel bytes, label)."""
+
+import hashlib
+import io
+import pickle
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from errors import RecipeError
+from PIL import Image
+
+Bytes = npt.NDArray[np.uint8]
+Labels = npt.NDArray[np.int64]
+
+SPLITS = ("train", "test")
+_CIFAR_FILES = {"train": [f"data_batch_{i}" for i in range(1, 6)], "test": ["test_batch"]}
+# On disk, ImageNet's folders and FFCV's files call the test images "val".
+FILE_WORDS = {"train": "train", "test": "val"}
+_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """A small data set, decoded and in memory: images (N, H, W, C) and labels (N)."""
+
+    images: Bytes
+    labels: Labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Bytes, int]:
+        return self.images[index], int(self.labels[index])
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        return int(self.labels.max()) + 1
+
+    def fingerprint(self) -> str:
+        """Return a digest of every image and label."""
+        digest = hashlib.sha256(str(self.images.shape).encode())
+        digest.update(np.ascontiguousarray(self.images))
+        digest.update(np.ascontiguousarray(self.labels))
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Photographs:
+    """An image folder: one sub-folder a class, its images decoded when they are asked for."""
+
+    paths: tuple[Path, ...]
+    labels: tuple[int, ...]
+    classes: int
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Bytes, int]:
+        return np.asarray(decoded(self.paths[index])), self.labels[index]
+
+
+def decoded(path: Path) -> Image.Image:
+    """Decode a whole image file as RGB."""
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError) as error:
+        raise RecipeError(
+            f"cannot decode the image {path} ({error}); replace it, or delete it to leave it out"
+        ) from None
+
+
+def digits() -> dict[str, Arrays]:
+    """Return scikit-learn's handwritten digits; of each class, every fifth image is for testing."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    images = bunch.images.astype(np.uint8)[..., None]
+    labels = bunch.target.astype(np.int64)
+    place_in_class = np.empty(len(labels), dtype=np.int64)
+    for label in np.unique(labels):
+        place_in_class[labels == label] = np.arange((labels == label).sum())
+    test = place_in_class % 5 == 4
+    return {
+        split: Arrays(images[chosen], labels[chosen])
+        for split, chosen in (("train", ~test), ("test", test))
+    }
+
+
+def cifar10(path: Path) -> dict[str, Arrays]:
+    """Read CIFAR-10's python archive: the ``.tar.gz``, its folder, or the folder above."""
+    batches = dict(_cifar_batches(path))
+    missing = [n for names in _CIFAR_FILES.values() for n in names if n not in batches]
+    if missing:
+        raise RecipeError(
+            f"{path} lacks {', '.join(missing)}: expected CIFAR-10's python archive, the .tar.gz "
+            "or its folder cifar-10-batches-py"
+        )
+    return {split: _joined([batches[n] for n in names]) for split, names in _CIFAR_FILES.items()}
+
+
+def _cifar_batches(path: Path) -> Iterator[tuple[str, dict[bytes, Any]]]:
+    wanted = {name for names in _CIFAR_FILES.values() for name in names}
+    if path.is_file():
+        with tarfile.open(path) as archive:
+            for member in archive:
+                stream = archive.extractfile(member)
+                if Path(member.name).name in wanted and stream is not None:
+                    yield Path(member.name).name, _unpickled(stream.read(), member.name)
+        return
+    folder = path / "cifar-10-batches-py"
+    for file in (folder if folder.is_dir() else path).glob("*_batch*"):
+        if file.name in wanted:
+            yield file.name, _unpickled(file.read_bytes(), str(file))
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Reads the archive's pickles without running what a doctored one might ask for."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.split(".")[0] == "numpy" or (module, name) == ("_codecs", "encode"):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"unexpected {module}.{name}")
+
+
+def _unpickled(content: bytes, name: str) -> dict[bytes, Any]:
+    try:
+        batch: dict[bytes, Any] = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
+    except (pickle.UnpicklingError, EOFError, ValueError) as error:
+        raise RecipeError(
+            f"{name} is damaged ({error}); fetch the CIFAR-10 archive again"
+        ) from None
+    return batch
+
+
+def _joined(batches: list[dict[bytes, Any]]) -> Arrays:
+    planes = np.concatenate([batch[b"data"] for batch in batches]).reshape(-1, 3, 32, 32)
+    labels = np.concatenate([np.asarray(batch[b"labels"]) for batch in batches])
+    return Arrays(np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), labels.astype(np.int64))
+
+
+def photographs(path: Path) -> dict[str, Photographs]:
+    """Read an image folder of ImageNet's layout: ``train/CLASS/*.jpg`` and ``val/CLASS/*.jpg``."""
+    classes = {split: _class_names(path / FILE_WORDS[split]) for split in SPLITS}
+    differing = sorted(set(classes["train"]) ^ set(classes["test"]))
+    if differing:
+        raise RecipeError(
+            f"{path}: train/ and val/ must hold the same class folders; only one of them has "
+            f"{', '.join(differing[:5])}{', ...' if len(differing) > 5 else ''}"
+        )
+    return {split: _listed(path / FILE_WORDS[split], classes["train"]) for split in SPLITS}
+
+
+def _class_names(folder: Path) -> list[str]:
+    names = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+    if not names:
+        raise RecipeError(
+            f"{folder} has no class folders: expected one sub-folder a class, each with its images"
+        )
+    return names
+
+
+def _listed(folder: Path, names: list[str]) -> Photographs:
+    found = [
+        (file, label)
+        for label, name in enumerate(names)
+        for file in sorted((folder / name).rglob("*"))
+        if file.suffix.lower() in _SUFFIXES
+    ]
+    if not found:
+        raise RecipeError(
+            f"{folder} is empty: its class folders hold no {', '.join(sorted(_SUFFIXES))}"
+        )
+    return Photographs(tuple(f for f, _ in found), tuple(n for _, n in found), len(names))

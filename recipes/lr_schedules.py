@@ -1,0 +1,40 @@
+"""Learning rates as pure functions of the step, exactly as the recipes' papers state them."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+from settings import Settings
+
+Rate = Callable[[int], float]
+
+
+def cosine(step: int, *, peak: float, final: float, total: int) -> float:
+    """Fall from ``peak`` at step 0 to ``final`` at step ``total`` along half a cosine."""
+    return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * step / total))
+
+
+def stepwise(step: int, *, peak: float, gamma: float, drops: tuple[int, ...]) -> float:
+    """Multiply ``peak`` by ``gamma`` at every step in ``drops``."""
+    return float(peak * gamma ** sum(step >= drop for drop in drops))
+
+
+def warmed_up(step: int, *, rate: Rate, peak: float, final: float, steps: int) -> float:
+    """Rise linearly from ``final`` to ``peak`` in ``steps`` steps, then follow ``rate``."""
+    if step < steps:
+        return final + (peak - final) * step / steps
+    return rate(step)
+
+
+def rate_of(settings: Settings, steps_per_epoch: int) -> Rate:
+    """Return the learning rate of every optimizer step, counted from 0."""
+    total, warmup = settings.epochs * steps_per_epoch, settings.warmup_steps
+    peak, final = settings.lr, settings.final_lr
+
+    def after_warmup(step: int) -> float:
+        if settings.schedule == "cosine":
+            return cosine(step - warmup, peak=peak, final=final, total=total - warmup)
+        drops = tuple(epoch * steps_per_epoch for epoch in settings.milestones)
+        return stepwise(step, peak=peak, gamma=settings.gamma, drops=drops)
+
+    return partial(warmed_up, rate=after_warmup, peak=peak, final=final, steps=warmup)

@@ -1,0 +1,75 @@
+"""What a run would do, without doing it: ``--dry-run``."""
+
+import torch
+import yaml
+from errors import RecipeError
+from image_data import Facts, facts
+from image_data.presets import PRESETS
+from lr_schedules import rate_of
+from method import check_specs, planned
+from models import build_model
+from settings import Settings, resolved
+from torch import nn
+
+
+def total_steps(settings: Settings, steps_per_epoch: int) -> int:
+    """Return the optimizer steps of the whole run, after checking that warm-up fits."""
+    total = settings.epochs * steps_per_epoch
+    if settings.warmup_steps >= total:
+        raise RecipeError(
+            f"--warmup-steps {settings.warmup_steps} leaves nothing of the run's {total} steps "
+            f"({settings.epochs} epochs of {steps_per_epoch})"
+        )
+    return total
+
+
+def check_micro_batches(settings: Settings, ranks: int) -> None:
+    """Refuse a batch that its ranks cannot split into equal micro-batches."""
+    pieces = ranks * settings.accumulate
+    if settings.batch_size % pieces:
+        raise RecipeError(
+            f"--batch-size {settings.batch_size} cannot be divided into {pieces} micro-batches "
+            f"({ranks} ranks x --accumulate {settings.accumulate}): it counts the images of all "
+            "ranks, and every micro-batch must be as large"
+        )
+
+
+def describe(settings: Settings, ranks: int) -> str:
+    """Return the resolved configuration and the plan, as text."""
+    check_specs(settings)
+    check_micro_batches(settings, ranks)
+    known = facts(settings)
+    model = _weightless(settings, known)
+    per_epoch = known.train_images // settings.batch_size
+    total = total_steps(settings, per_epoch)
+    rate = rate_of(settings, per_epoch)
+    cost = planned(settings, model, rate=rate, total_steps=total, ranks=ranks)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    syncs = total if cost.syncs is None else cost.syncs
+    rows = {
+        "model": f"{settings.model}, {weights:,} parameters",
+        "images": f"{known.train_images:,} to train, {known.test_images:,} to test",
+        "ranks": f"{ranks}, {settings.batch_size // ranks} images each a step",
+        "steps": f"{total:,} ({settings.epochs} epochs of {per_epoch:,})",
+        "learning rate": f"{rate(0):g} at the first step, {rate(total - 1):g} at the last",
+        "synchronisations": f"{syncs:,}",
+    }
+    plan = "\n".join(f"{name:<17} {value}" for name, value in rows.items())
+    configuration = yaml.safe_dump(resolved(settings), sort_keys=False)
+    parts = ["configuration", _indented(configuration), "plan", _indented(plan), str(cost)]
+    return "\n".join(parts)
+
+
+def _weightless(settings: Settings, known: Facts) -> nn.Module:
+    channels = PRESETS[settings.dataset].channels
+    with torch.device("meta"):
+        return build_model(
+            settings.model,
+            channels=channels,
+            classes=known.classes,
+            small_stem=settings.small_stem,
+        )
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.rstrip().splitlines()) + "\n"

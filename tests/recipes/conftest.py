@@ -1,0 +1,176 @@
+"""What the tests of the recipes share: their modules, tiny data sets, and runs of the trainer."""
+
+import importlib.util
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
+# The recipes are scripts: they import their neighbours as modules beside them.
+sys.path.insert(0, str(RECIPES))
+
+_RUN_SECONDS = 90
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder of this test run, so that the user's own is left alone."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def needs_ffcv() -> None:
+    """Skip where ffcv is not installed."""
+    if importlib.util.find_spec("ffcv") is None:
+        pytest.skip(
+            "ffcv is not installed: install pkg-config, libturbojpeg0-dev and libopencv-dev, "
+            "then pip install ffcv"
+        )
+
+
+@pytest.fixture
+def digits_flags(tmp_path: Path, cache: Path) -> list[str]:
+    """Flags of a small, fast run on the digits; torchvision's loader has nothing to compile."""
+    flags = ["--loader", "torchvision", "--data-cache", str(cache), "--threads", "1"]
+    return [*flags, "--out", str(tmp_path / "run")]
+
+
+@pytest.fixture
+def cifar_archive(tmp_path: Path) -> Path:
+    """A folder in the format of CIFAR-10's python archive: 100 images to train, 20 to test."""
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
+        pixels = rng.integers(0, 256, (20, 3072), dtype=np.uint8)
+        content = {b"data": pixels, b"labels": [i % 10 for i in range(20)]}
+        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+    return folder
+
+
+@pytest.fixture
+def cifar_tarball(cifar_archive: Path) -> Path:
+    """The same as a .tar.gz."""
+    path = cifar_archive.parent / "cifar-10-python.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        archive.add(cifar_archive, arcname=cifar_archive.name)
+    return path
+
+
+@pytest.fixture
+def photo_folder(tmp_path: Path) -> Path:
+    """An image folder of two classes with JPEGs of several sizes: 12 to train, 4 to test."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    root = tmp_path / "photos"
+    for split, count in (("train", 6), ("val", 2)):
+        for name in ("cat", "dog"):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 256, (40 + i, 50 - i, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{i}.jpg")
+    return root
+
+
+@pytest.fixture
+def train_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Train as the only rank, in this process, and return the summary."""
+    import train
+    from settings import read_settings
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+
+    def run(*flags: str) -> dict[str, Any]:
+        settings = read_settings(list(flags))
+        try:
+            train.train(settings)
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+        return summary_in(Path(settings.out))
+
+    yield run
+    torch.set_num_threads(threads)
+    torch.set_rng_state(state)
+
+
+class TorchRun:
+    """Starts runs of recipes/train.py on several gloo ranks, and ends what it started."""
+
+    def __init__(self) -> None:
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(self, *flags: str, ranks: int = 2) -> "subprocess.Popen[str]":
+        """Start a run and return at once."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(ranks), str(RECIPES / "train.py"), *flags]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        process = subprocess.Popen(
+            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        self._started.append(process)
+        return process
+
+    def finish(self, process: "subprocess.Popen[str]") -> str:
+        """Wait for a run that must succeed; return what it printed."""
+        output, _ = process.communicate(timeout=_RUN_SECONDS)
+        assert process.returncode == 0, output
+        return output
+
+    def kill(self, process: "subprocess.Popen[str]") -> None:
+        """Kill every rank, and torchrun itself, without notice."""
+        for pid in _children(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.communicate(timeout=_RUN_SECONDS)
+
+    def close(self) -> None:
+        """End whatever still runs."""
+        for process in self._started:
+            if process.poll() is None:
+                self.kill(process)
+
+
+@pytest.fixture
+def torchrun() -> Iterator[TorchRun]:
+    """Start runs on several ranks; whatever is left of them ends with the test."""
+    runs = TorchRun()
+    yield runs
+    runs.close()
+
+
+def summary_in(folder: Path) -> dict[str, Any]:
+    """Read a finished run's summary."""
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+def wait_for_checkpoint(folder: Path, step: int, process: "subprocess.Popen[str]") -> None:
+    """Wait for a complete checkpoint of ``step`` or later, while its run is alive."""
+    deadline = time.monotonic() + _RUN_SECONDS
+    while not any(int(p.parent.name[5:]) >= step for p in folder.glob("step-*/complete.json")):
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise AssertionError(f"no checkpoint in {folder}:\n{process.communicate(timeout=5)[0]}")
+        time.sleep(0.01)
+
+
+def _children(parent: int) -> list[int]:
+    text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+    return [int(pid) for pid in text.split()]

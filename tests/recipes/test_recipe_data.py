@@ -1,0 +1,334 @@
+"""Data sets, loaders and augmentation: what comes out, and what is said of bad input."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from errors import RecipeError
+from image_data import beton, facts, open_batches, sources
+from image_data.augment import Augmentation, normalised
+from image_data.order import TrainOrder
+from image_data.presets import PRESETS
+from settings import Settings
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _same_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    assert torch.get_num_threads() == threads
+
+
+def opened(rank: int = 0, ranks: int = 1, **changes: Any) -> Any:
+    settings = Settings(**{"loader": "torchvision", **changes})
+    return open_batches(settings, rank, ranks, CPU, workers=1)
+
+
+def all_of(batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    pairs = [(images.clone(), labels.clone()) for images, labels in batches]
+    return tuple(torch.cat(parts) for parts in zip(*pairs, strict=True))
+
+
+def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# The digits.
+
+
+def test_digits_match_what_the_plan_says_of_them() -> None:
+    data, preset = sources.digits(), PRESETS["digits"]
+    assert len(data["train"]) == preset.train_images
+    assert len(data["test"]) == preset.test_images
+    assert data["train"].images.mean() == pytest.approx(preset.mean[0], abs=0.01)
+    assert data["train"].images.std() == pytest.approx(preset.std[0], abs=0.01)
+    shares = np.bincount(data["test"].labels) / np.bincount(data["train"].labels)
+    assert shares.min() > 0.22
+    assert shares.max() < 0.26
+
+
+def test_ranks_together_see_what_one_rank_sees() -> None:
+    whole = list(opened().train(1, 0))
+    halves = [list(opened(rank, 2).train(1, 0)) for rank in range(2)]
+    for step, (images, labels) in enumerate(whole):
+        parts = [half[step] for half in halves]
+        assert torch.equal(torch.cat([part[0] for part in parts]), images)
+        assert torch.equal(torch.cat([part[1] for part in parts]), labels)
+
+
+@pytest.mark.parametrize("step", [0, 1, 21])
+def test_an_epoch_goes_on_bit_for_bit_from_any_step(step: int) -> None:
+    batches = opened()
+    whole = list(batches.train(2, 0))
+    rest = list(batches.train(2, step))
+    assert len(rest) == len(whole) - step
+    assert all(same(a, b) for a, b in zip(rest, whole[step:], strict=True))
+
+
+def test_every_test_image_is_seen_once_by_some_rank() -> None:
+    labels = [all_of(opened(rank, 3, batch_size=60).test())[1] for rank in range(3)]
+    assert sorted(torch.cat(labels).tolist()) == sorted(sources.digits()["test"].labels.tolist())
+
+
+@pytest.mark.usefixtures("needs_ffcv")
+def test_both_loaders_give_the_same_digits_bit_for_bit(cache: Path) -> None:
+    ffcv = opened(1, 2, loader="ffcv", data_cache=str(cache))
+    plain = opened(1, 2)
+    assert same(all_of(ffcv.train(0, 4)), all_of(plain.train(0, 4)))
+    # A shorter first epoch must not shorten the next.
+    assert same(all_of(ffcv.train(1, 0)), all_of(plain.train(1, 0)))
+    assert same(all_of(ffcv.test()), all_of(plain.test()))
+
+
+# Augmentation.
+
+
+def augmentation(name: str, ranks: int = 1, rank: int = 0) -> Augmentation:
+    return Augmentation(PRESETS[name], TrainOrder(100, 20, rank, ranks, seed=3))
+
+
+def test_shifts_move_images_by_at_most_a_pixel() -> None:
+    images = torch.zeros(20, 8, 8, 1, dtype=torch.uint8)
+    images[:, 4, 4] = 9
+    moved = augmentation("digits")(images, epoch=0, step=0)
+    places = moved.squeeze(-1).nonzero()
+    assert len(places) == 20
+    assert (places[:, 1:] - 4).abs().max() == 1
+    assert len(places[:, 1:].unique(dim=0)) > 4
+
+
+def test_colour_images_are_also_mirrored() -> None:
+    ramp = torch.arange(32, dtype=torch.uint8)[None, None, :, None].expand(20, 32, 32, 3)
+    result = augmentation("cifar10")(ramp, epoch=0, step=0)
+    rising = (result[:, 16, 20, 0] > result[:, 16, 12, 0]).sum().item()
+    assert 3 <= rising <= 17
+
+
+def test_augmentation_depends_on_epoch_and_step_and_not_on_ranks() -> None:
+    images = torch.randint(0, 256, (20, 32, 32, 3), dtype=torch.uint8)
+    whole = augmentation("cifar10")(images, 1, 2)
+    halves = [augmentation("cifar10", 2, r)(images[10 * r : 10 * r + 10], 1, 2) for r in range(2)]
+    assert torch.equal(torch.cat(halves), whole)
+    assert not torch.equal(augmentation("cifar10")(images, 1, 3), whole)
+    assert not torch.equal(augmentation("cifar10")(images, 2, 2), whole)
+
+
+def test_normalised_images_have_mean_0_and_deviation_1() -> None:
+    digits = torch.from_numpy(sources.digits()["train"].images)
+    result = normalised(digits, PRESETS["digits"])
+    assert result.shape == (1442, 1, 8, 8)
+    assert result.mean().abs() < 0.01
+    assert (result.std() - 1).abs() < 0.01
+
+
+# CIFAR-10 and photographs.
+
+
+def test_cifar_from_folder_parent_and_tarball(cifar_archive: Path, cifar_tarball: Path) -> None:
+    read = [sources.cifar10(p) for p in (cifar_archive, cifar_archive.parent, cifar_tarball)]
+    assert len({data["train"].fingerprint() for data in read}) == 1
+    assert read[0]["train"].images.shape == (100, 32, 32, 3)
+    assert len(read[0]["test"]) == 20
+
+
+def test_cifar_archive_that_lacks_a_batch(cifar_archive: Path) -> None:
+    (cifar_archive / "data_batch_3").unlink()
+    with pytest.raises(RecipeError, match="lacks data_batch_3: expected CIFAR-10's python archive"):
+        sources.cifar10(cifar_archive)
+
+
+def test_cifar_archive_that_is_cut_short(cifar_archive: Path) -> None:
+    path = cifar_archive / "data_batch_3"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(RecipeError, match="data_batch_3 is damaged"):
+        sources.cifar10(cifar_archive)
+
+
+@pytest.mark.usefixtures("needs_ffcv")
+def test_both_loaders_give_the_same_cifar_bit_for_bit(cifar_archive: Path, tmp_path: Path) -> None:
+    where = {"dataset": "cifar10", "data_path": str(cifar_archive), "batch_size": 20}
+    ffcv = opened(loader="ffcv", data_cache=str(tmp_path), **where)
+    plain = opened(**where)
+    assert same(all_of(ffcv.train(1, 0)), all_of(plain.train(1, 0)))
+    assert same(all_of(ffcv.test()), all_of(plain.test()))
+
+
+def test_photographs_are_cropped_reproducibly(photo_folder: Path) -> None:
+    where = {"dataset": "folder", "data_path": str(photo_folder), "batch_size": 4}
+    whole = all_of(opened(**where).train(1, 0))
+    assert whole[0].shape == (12, 3, 224, 224)
+    later = all_of(opened(**where).train(1, 1))
+    assert same(later, tuple(part[4:] for part in whole))
+    assert all_of(opened(**where).test())[0].shape == (4, 3, 224, 224)
+    assert facts(Settings(**where)) == facts(Settings(**where, loader="torchvision"))
+    assert facts(Settings(**where)).classes == 2
+
+
+def test_reading_photographs_leaves_the_global_generator_alone(photo_folder: Path) -> None:
+    where = {"dataset": "folder", "data_path": str(photo_folder), "batch_size": 4}
+    batches = open_batches(Settings(**where, loader="torchvision"), 0, 1, CPU, workers=0)
+    before = torch.get_rng_state()
+    all_of(batches.train(0, 0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_corrupt_photograph_is_named(photo_folder: Path) -> None:
+    bad = photo_folder / "train" / "dog" / "3.jpg"
+    bad.write_bytes(bad.read_bytes()[:300])
+    batches = opened(dataset="folder", data_path=str(photo_folder), batch_size=4)
+    with pytest.raises(RecipeError, match=r"cannot decode the image .*dog/3.jpg"):
+        all_of(batches.train(0, 0))
+
+
+def test_missing_class_folders(photo_folder: Path) -> None:
+    where = {"dataset": "folder", "data_path": str(photo_folder), "batch_size": 4}
+    shutil.rmtree(photo_folder / "val" / "dog")
+    with pytest.raises(RecipeError, match="same class folders; only one of them has dog"):
+        opened(**where)
+    shutil.rmtree(photo_folder / "val")
+    with pytest.raises(RecipeError, match=r"val has no class folders: expected one sub-folder"):
+        opened(**where)
+
+
+def test_empty_data_set(photo_folder: Path) -> None:
+    for image in (photo_folder / "train").rglob("*.jpg"):
+        image.unlink()
+    with pytest.raises(RecipeError, match=r"train is empty: its class folders hold no .*jpg"):
+        opened(dataset="folder", data_path=str(photo_folder), batch_size=4)
+
+
+def test_missing_data_path() -> None:
+    with pytest.raises(RecipeError, match="--data-path nowhere does not exist"):
+        opened(dataset="cifar10", data_path="nowhere")
+
+
+# .beton files.
+
+
+def test_ffcv_is_replaced_once_and_only_if_it_was_not_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ffcv", None)
+    assert len(list(opened(0, 2, loader="auto").train(0, 20))) == 2
+    opened(1, 2, loader="auto")
+    said = capsys.readouterr().err
+    assert said.count("ffcv cannot be imported") == 1
+    assert "using --loader torchvision" in said
+    with pytest.raises(RecipeError, match=r"install the system packages .* libturbojpeg0-dev"):
+        opened(loader="ffcv")
+
+
+def tiny() -> sources.Arrays:
+    images = np.arange(6 * 4, dtype=np.uint8).reshape(6, 2, 2, 1)
+    return sources.Arrays(images, np.arange(6, dtype=np.int64))
+
+
+@pytest.mark.usefixtures("needs_ffcv")
+class TestCachedBeton:
+    def test_a_good_file_is_kept(self, tmp_path: Path) -> None:
+        path = beton.cached_beton(tmp_path, "tiny", tiny())
+        written = path.stat().st_mtime_ns
+        assert beton.cached_beton(tmp_path, "tiny", tiny()).stat().st_mtime_ns == written
+
+    @pytest.mark.parametrize("harm", ["truncate", "forget", "other", "version"])
+    def test_a_stale_file_is_written_again(
+        self, harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = beton.cached_beton(tmp_path, "tiny", tiny())
+        good, written = path.read_bytes(), path.stat().st_mtime_ns
+        source = tiny()
+        if harm == "truncate":
+            path.write_bytes(good[:-50])
+        elif harm == "forget":
+            (tmp_path / "tiny.json").write_text("{")
+        elif harm == "other":
+            source.images[0, 0, 0, 0] = 99
+        else:
+            monkeypatch.setattr(beton, "WRITER_VERSION", beton.WRITER_VERSION + 1)
+        beton.cached_beton(tmp_path, "tiny", source)
+        assert path.stat().st_mtime_ns != written
+        beton.check_beton(path)
+        assert (path.read_bytes() == good) == (harm != "other")
+
+    def test_two_processes_at_once(self, tmp_path: Path) -> None:
+        code = (
+            f"import sys; sys.path.insert(0, {str(Path(beton.__file__).parents[1])!r})\n"
+            "from pathlib import Path\n"
+            "from image_data import beton, sources\n"
+            f"folder = Path({str(tmp_path)!r})\n"
+            "sys.stdin.readline()\n"
+            "path = beton.cached_beton(folder, 'digits', sources.digits()['test'])\n"
+            "beton.check_beton(path)\n"
+            "print(path.stat().st_mtime_ns)\n"
+        )
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for _ in range(2)
+        ]
+        for process in started:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        times = {process.communicate(timeout=60)[0] for process in started}
+        assert [process.returncode for process in started] == [0, 0]
+        assert len(times) == 1, "the file was written more than once"
+        names = {path.name for path in tmp_path.iterdir()}
+        assert names == {"digits.beton", "digits.json", "digits.lock"}
+
+
+@pytest.mark.usefixtures("needs_ffcv")
+class TestBadBeton:
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        path = tmp_path / "train_tiny.beton"
+        beton.write_beton(path, tiny())
+        return path
+
+    def test_missing(self, tmp_path: Path) -> None:
+        with pytest.raises(RecipeError, match=r"no .*none.beton: write it with recipes/write_"):
+            beton.check_beton(tmp_path / "none.beton")
+
+    @pytest.mark.parametrize("left", [0, 10, 1000, -1])
+    def test_cut_short(self, path: Path, left: int) -> None:
+        path.write_bytes(path.read_bytes()[:left])
+        with pytest.raises(RecipeError, match=r"is damaged or cut short .*write it again with"):
+            beton.check_beton(path)
+
+    def test_never_finished(self, path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[16:24] = bytes(8)
+        path.write_bytes(content)
+        with pytest.raises(RecipeError, match="is damaged or cut short"):
+            beton.check_beton(path)
+
+    def test_not_a_beton_at_all(self, path: Path) -> None:
+        path.write_bytes(b"\xff" * 10_000)
+        with pytest.raises(RecipeError, match="its format version is 65535"):
+            beton.check_beton(path)
+
+    def test_empty(self, path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[8:16] = bytes(8)
+        path.write_bytes(content)
+        with pytest.raises(RecipeError, match="is empty: it holds no samples"):
+            beton.check_beton(path)
+
+    def test_one_split_missing(self, path: Path) -> None:
+        with pytest.raises(RecipeError, match=r"must hold one val\*.beton file, found none"):
+            opened(dataset="folder", loader="ffcv", data_path=str(path.parent))
+
+    def test_photographs_that_were_not_converted(self, photo_folder: Path) -> None:
+        with pytest.raises(RecipeError, match=r"no .beton files in .*write_beton.py, or read the"):
+            opened(dataset="folder", loader="ffcv", data_path=str(photo_folder))

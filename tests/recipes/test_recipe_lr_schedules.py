@@ -1,0 +1,57 @@
+"""The learning rate of every step is the formula's, to the last bit."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from lr_schedules import rate_of
+from settings import Settings
+from train import build_optimizer
+
+STEPS_PER_EPOCH = 10
+PEAK, FINAL = 0.8, 1e-6
+
+
+def settings(**changes: Any) -> Settings:
+    return Settings(**{"epochs": 9, "lr": PEAK, "final_lr": FINAL, "warmup_steps": 20, **changes})
+
+
+def cosine_by_hand(step: int, total: int, warmup: int) -> float:
+    if step < warmup:
+        return FINAL + (PEAK - FINAL) * step / warmup
+    angle = math.pi * (step - warmup) / (total - warmup)
+    return FINAL + (PEAK - FINAL) * 0.5 * (1 + math.cos(angle))
+
+
+def test_cosine_with_warmup_at_every_step() -> None:
+    rate = rate_of(settings(), STEPS_PER_EPOCH)
+    assert [rate(t) for t in range(91)] == [cosine_by_hand(t, 90, 20) for t in range(91)]
+    assert rate(0) == FINAL
+    assert rate(20) == PEAK
+    assert rate(90) == FINAL
+
+
+def test_cosine_without_warmup_starts_at_the_peak() -> None:
+    rate = rate_of(settings(warmup_steps=0), STEPS_PER_EPOCH)
+    assert [rate(t) for t in range(91)] == [cosine_by_hand(t, 90, 0) for t in range(91)]
+
+
+def test_step_schedule_at_every_step() -> None:
+    rate = rate_of(settings(schedule="step", milestones=(3, 6), gamma=0.1), STEPS_PER_EPOCH)
+    for step in range(90):
+        warm = FINAL + (PEAK - FINAL) * step / 20
+        dropped = PEAK * 0.1 ** ((step >= 30) + (step >= 60))
+        assert rate(step) == (warm if step < 20 else dropped)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_optimizer_gets_exactly_that_rate(optimizer: str) -> None:
+    chosen = settings(optimizer=optimizer)
+    rate = rate_of(chosen, STEPS_PER_EPOCH)
+    made = build_optimizer(chosen, torch.nn.Linear(2, 2))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(made, rate)
+    for step in range(90):
+        assert made.param_groups[0]["lr"] == rate(step)
+        made.step()
+        scheduler.step()

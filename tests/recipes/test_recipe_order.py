@@ -1,0 +1,68 @@
+"""Every image once an epoch, the same images at a step whatever the number of ranks."""
+
+import numpy as np
+import pytest
+from errors import RecipeError
+from image_data.order import TrainOrder, keyed_seed
+from image_data.order import test_shard as shard_of
+
+
+def orders(ranks: int, *, samples: int = 103, batch: int = 12, seed: int = 5) -> list[TrainOrder]:
+    return [TrainOrder(samples, batch, rank, ranks, seed) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_a_step_sees_the_same_images_whatever_the_number_of_ranks(ranks: int) -> None:
+    together = np.concatenate([order.batches(3) for order in orders(ranks)], axis=1)
+    assert np.array_equal(together, orders(1)[0].batches(3))
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_an_epoch_shows_no_image_twice_and_drops_less_than_a_batch(ranks: int) -> None:
+    seen = np.concatenate([order.batches(0).ravel() for order in orders(ranks)])
+    assert len(np.unique(seen)) == len(seen) == 103 // 12 * 12
+    assert seen.min() >= 0
+    assert seen.max() < 103
+
+
+def test_an_epoch_goes_on_from_any_step() -> None:
+    order = orders(2)[1]
+    whole = order.batches(2)
+    for step in range(order.steps_per_epoch + 1):
+        assert np.array_equal(order.batches(2, step), whole[step:])
+
+
+def test_order_depends_on_seed_and_epoch_alone() -> None:
+    first = orders(1)[0]
+    assert np.array_equal(first.batches(1), orders(1)[0].batches(1))
+    assert not np.array_equal(first.batches(1), first.batches(2))
+    assert not np.array_equal(first.batches(1), orders(1, seed=6)[0].batches(1))
+
+
+@pytest.mark.parametrize(("samples", "ranks"), [(10, 1), (10, 3), (11, 4), (3, 3)])
+def test_test_shards_cover_every_image_once(samples: int, ranks: int) -> None:
+    shards = [shard_of(samples, rank, ranks) for rank in range(ranks)]
+    assert sorted(np.concatenate(shards)) == list(range(samples))
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+def test_keyed_seeds_differ_in_every_part() -> None:
+    keys = [(1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3), (3, 2, 1)]
+    assert len({keyed_seed(*key) for key in keys}) == len(keys)
+
+
+def test_more_ranks_than_samples() -> None:
+    with pytest.raises(RecipeError, match="8 ranks are more than the 5 training images"):
+        TrainOrder(samples=5, batch_size=8, rank=0, ranks=8, seed=0)
+    with pytest.raises(RecipeError, match="8 ranks are more than the 5 test images"):
+        shard_of(5, 0, 8)
+
+
+def test_batch_not_divisible_by_ranks() -> None:
+    with pytest.raises(RecipeError, match="--batch-size 10 cannot be divided by 4 ranks"):
+        TrainOrder(samples=100, batch_size=10, rank=0, ranks=4, seed=0)
+
+
+def test_batch_larger_than_the_training_set() -> None:
+    with pytest.raises(RecipeError, match="exceeds the 100 training images"):
+        TrainOrder(samples=100, batch_size=128, rank=0, ranks=2, seed=0)

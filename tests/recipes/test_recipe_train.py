@@ -1,0 +1,311 @@
+"""Runs of recipes/train.py: they learn, they repeat, and killed runs end as if never killed."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import RECIPES, TorchRun, summary_in, wait_for_checkpoint
+from errors import RecipeError
+
+import torchcomp
+
+TrainHere = Callable[..., dict[str, Any]]
+
+METHODS = {
+    "dense": [],
+    "ef": ["--compress", "ef(topk(0.01))"],
+    "qsr": ["--sync", "qsr(alpha=0.2, h_base=4)"],
+}
+
+
+# One rank, in this process.
+
+
+def test_a_short_run_learns_and_reports(train_here: TrainHere, digits_flags: list[str]) -> None:
+    summary = train_here(*digits_flags, "--epochs", "3", "--log-every", "22")
+    assert summary["test_accuracy"] > 0.9
+    folder = Path(summary["settings"]["out"])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [22, 22, 44, 44, 66, 66]
+    assert lines[-1]["test_accuracy"] == summary["test_accuracy"]
+    assert {"loss", "lr", "bytes_sent", "ms"} <= lines[0].keys()
+    # The rate that the last step used, which is not yet the final one.
+    assert lines[-2]["lr"] > 1e-6
+    weights = torch.load(folder / "weights.pt", weights_only=True)
+    assert "features.0.weight" in weights
+
+
+def test_no_thread_of_gloo_outlives_the_run(train_here: TrainHere, digits_flags: list[str]) -> None:
+    # One that does aborts the process at its end now and then.
+    before = gloo_threads()
+    train_here(*digits_flags, "--epochs", "1", "--compress", "ef(topk(0.1))")
+    assert gloo_threads() == before
+
+
+def gloo_threads() -> int:
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--optimizer", "adamw", "--lr", "0.003", "--amp", "bf16", "--label-smoothing", "0.1"],
+        ["--accumulate", "4", "--nesterov", "--channels-last"],
+        ["--schedule", "step", "--milestones", "1", "--warmup-steps", "5", "--eval-every", "5"],
+        ["--model", "torchvision/mobilenet_v3_small", "--epochs", "1"],
+    ],
+    ids=lambda flags: flags[1].replace("/", "-"),
+)
+def test_options_train_repeat_and_resume(
+    flags: list[str], train_here: TrainHere, digits_flags: list[str]
+) -> None:
+    # 4 steps an epoch: every other checkpoint is inside one.
+    flags = [*digits_flags, "--epochs", "2", "--batch-size", "360", *flags]
+    whole = train_here(*flags)
+    shutil.rmtree(whole["settings"]["out"])
+    again = train_here(*flags, "--checkpoint-every", "2")
+    assert again["weights_sha256"] == whole["weights_sha256"]
+    forget_newest_checkpoint(Path(again["settings"]["out"]))
+    resumed = train_here(*flags, "--checkpoint-every", "2", "--resume")
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+
+
+def forget_newest_checkpoint(out: Path) -> None:
+    shutil.rmtree(sorted((out / "checkpoints").iterdir())[-1])
+
+
+def test_another_seed_gives_other_weights(train_here: TrainHere, digits_flags: list[str]) -> None:
+    hashes = {
+        train_here(*digits_flags, "--epochs", "1", "--seed", seed)["weights_sha256"]
+        for seed in ("0", "1")
+    }
+    assert len(hashes) == 2
+
+
+def test_accumulation_changes_the_result_by_rounding_alone(
+    train_here: TrainHere, digits_flags: list[str]
+) -> None:
+    # One step and no batch normalisation in between: the loss is that of the whole batch.
+    flags = [*digits_flags, "--epochs", "1", "--batch-size", "1440", "--log-every", "1"]
+    losses = []
+    for pieces in ("1", "4"):
+        out = Path(train_here(*flags, "--accumulate", pieces)["settings"]["out"])
+        losses.append(steps_and_losses(out)[0][1])
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+def test_metrics_of_a_resumed_run_have_no_gap_and_no_double(
+    train_here: TrainHere, digits_flags: list[str]
+) -> None:
+    flags = [*digits_flags, "--epochs", "2", "--log-every", "5", "--checkpoint-every", "15"]
+    whole = train_here(*flags)
+    out = Path(whole["settings"]["out"])
+    before = steps_and_losses(out)
+    forget_newest_checkpoint(out)
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4')
+    train_here(*flags, "--resume")
+    assert steps_and_losses(out) == before
+
+
+def steps_and_losses(out: Path) -> list[tuple[int, float]]:
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line.get("loss", line.get("train_loss"))) for line in lines]
+
+
+def test_photographs_with_torchvision(
+    train_here: TrainHere, photo_folder: Path, tmp_path: Path
+) -> None:
+    flags = ["--dataset", "folder", "--data-path", str(photo_folder), "--loader", "torchvision"]
+    flags += ["--model", "smallcnn", "--batch-size", "4", "--epochs", "1", "--workers", "1"]
+    assert train_here(*flags, "--out", str(tmp_path / "run"))["steps"] == 3
+
+
+@pytest.mark.usefixtures("needs_ffcv")
+def test_photographs_with_ffcv(photo_folder: Path, tmp_path: Path) -> None:
+    convert("--dataset", "folder", "--source", str(photo_folder), "--out", str(tmp_path / "b"))
+    assert (tmp_path / "b" / "val_500_0.50_90.beton").is_file()
+    flags = ["--dataset", "folder", "--data-path", str(tmp_path / "b"), "--loader", "ffcv"]
+    flags += ["--model", "smallcnn", "--batch-size", "4", "--epochs", "2", "--threads", "1"]
+    # In a process of its own: at its end, Numba stumbles over what it compiled for JPEGs.
+    done = run_script(*flags, "--out", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("random crops cannot be seeded") == 1
+    assert summary_in(tmp_path / "run")["steps"] == 6
+
+
+@pytest.mark.usefixtures("needs_ffcv")
+def test_a_corrupt_photograph_stops_the_conversion(photo_folder: Path, tmp_path: Path) -> None:
+    for name in ("0.jpg", "3.jpg"):
+        (photo_folder / "train" / "cat" / name).write_bytes(b"not a photograph")
+    with pytest.raises(RecipeError, match=r"cannot decode .*cat/[03].jpg .*2 of 12 images are bad"):
+        convert("--dataset", "folder", "--source", str(photo_folder), "--out", str(tmp_path / "b"))
+    assert not list((tmp_path / "b").iterdir())
+
+
+@pytest.mark.usefixtures("needs_ffcv")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--jpeg-share", "2"], "JPEG share must be 0 to 1"),
+        (["--quality", "0"], "JPEG quality must be 1 to 100"),
+        (["--max-resolution", "5000"], "resolution must be 1 to 1672"),
+    ],
+)
+def test_bad_formats(flags: list[str], message: str, photo_folder: Path, tmp_path: Path) -> None:
+    paths = ["--source", str(photo_folder), "--out", str(tmp_path)]
+    with pytest.raises(RecipeError, match=message):
+        convert("--dataset", "folder", *paths, *flags)
+
+
+def convert(*flags: str) -> None:
+    import write_beton
+
+    write_beton.convert(write_beton.parse([*flags, "--workers", "2"]))
+
+
+# Bad input that only a run can find.
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "message"),
+    [
+        (["--batch-size", "64", "--accumulate", "3"], RecipeError, "into 3 micro-batches .1 ranks"),
+        (["--warmup-steps", "440"], RecipeError, "leaves nothing of the run's 440 steps"),
+        (["--batch-size", "2000"], RecipeError, "exceeds the 1442 training images"),
+        (["--amp", "fp16", "--device", "cpu"], RecipeError, "--amp fp16 needs a CUDA device"),
+        (
+            ["--lr", "1e30", "--threads", "1"],
+            RecipeError,
+            "diverged: .* epoch 1 is nan; lower --lr",
+        ),
+        (["--resume"], RecipeError, "--resume: no complete checkpoint"),
+        (["--compress", "ef(topkk(0.01))"], torchcomp.SpecError, "topk"),
+        (["--sync", "qsr(alpha=0, h_base=4)"], torchcomp.SpecError, "alpha"),
+        (["--sync", "topk(0.1)"], torchcomp.SpecError, "schedule"),
+    ],
+)
+def test_bad_input(
+    flags: list[str],
+    error: type[Exception],
+    message: str,
+    train_here: TrainHere,
+    digits_flags: list[str],
+) -> None:
+    with pytest.raises(error, match=message):
+        train_here(*digits_flags, *flags)
+
+
+def test_resuming_another_run_and_overwriting_one(
+    train_here: TrainHere, digits_flags: list[str]
+) -> None:
+    flags = [*digits_flags, "--epochs", "1", "--checkpoint-every", "10"]
+    train_here(*flags)
+    with pytest.raises(RecipeError, match="holds checkpoints of an earlier run: add --resume"):
+        train_here(*flags)
+    with pytest.raises(RecipeError, match=r"has lr 0\.1 and this run has 0\.2"):
+        train_here(*flags, "--resume", "--lr", "0.2")
+    with pytest.raises(RecipeError, match="has compress 'none' and this run has 'ef"):
+        train_here(*flags, "--resume", "--compress", "ef(topk(0.5))")
+
+
+def test_the_command_line_shows_one_line_and_no_traceback() -> None:
+    done = run_script("--lr", "fast")
+    assert done.returncode == 1
+    assert done.stderr == "error (rank 0): --lr: expected a finite number, found 'fast'\n"
+
+
+def run_script(*flags: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(RECIPES / "train.py"), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "config", sorted((RECIPES / "configs").rglob("*.yaml")), ids=lambda p: p.stem
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_configurations_dry_run(
+    config: Path, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import train
+    from settings import read_settings
+
+    flags = ["--config", str(config), "--dry-run", "--plan-ranks", "4", *METHODS[method]]
+    train.plan(read_settings(flags))
+    shown = capsys.readouterr().out
+    assert "\nplan\n" in shown
+    assert "sent a step" in shown
+    assert "synchronisations" in shown
+
+
+def test_a_dry_run_does_not_train(tmp_path: Path) -> None:
+    done = run_script("--dry-run", "--out", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    assert "model: smallcnn" in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+# Several ranks.
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_killed_run_resumes_and_ends_with_the_same_weights(
+    method: str, torchrun: TorchRun, tmp_path: Path, digits_flags: list[str]
+) -> None:
+    # 22 steps an epoch: step 25 is inside the second epoch, and inside a round of qsr (4, 8, ...).
+    flags = [*digits_flags, "--epochs", "3", "--log-every", "1", *METHODS[method]]
+    whole = torchrun.start(*flags, "--out", str(tmp_path / "whole"))
+    killed_flags = [*flags, "--out", str(tmp_path / "killed"), "--checkpoint-every", "5"]
+    killed = torchrun.start(*killed_flags)
+    wait_for_checkpoint(tmp_path / "killed" / "checkpoints", 25, killed)
+    torchrun.kill(killed)
+    assert not (tmp_path / "killed" / "summary.json").exists()
+    torchrun.finish(whole)
+    said = torchrun.finish(torchrun.start(*killed_flags, "--resume"))
+    assert "resumed after step" in said
+    one, other = summary_in(tmp_path / "whole"), summary_in(tmp_path / "killed")
+    assert one["weights_sha256"] == other["weights_sha256"]
+    assert one["bytes_sent"] == other["bytes_sent"]
+    assert one["synchronisations"] == other["synchronisations"]
+    assert one["replicas_agree"]
+    assert steps_and_losses(tmp_path / "whole") == steps_and_losses(tmp_path / "killed")
+
+
+def test_three_dense_ranks_resume_bit_for_bit(
+    torchrun: TorchRun, tmp_path: Path, digits_flags: list[str]
+) -> None:
+    # With three ranks, where a gradient lies in DDP's buckets decides how its sum is rounded.
+    flags = [*digits_flags, "--epochs", "1", "--batch-size", "240", "--checkpoint-every", "2"]
+    flags += ["--model", "torchvision/mobilenet_v3_small"]
+    torchrun.finish(torchrun.start(*flags, ranks=3))
+    whole = summary_in(tmp_path / "run")
+    forget_newest_checkpoint(tmp_path / "run")
+    torchrun.finish(torchrun.start(*flags, "--resume", ranks=3))
+    assert summary_in(tmp_path / "run")["weights_sha256"] == whole["weights_sha256"]
+
+
+@pytest.mark.usefixtures("needs_ffcv")
+def test_two_ranks_with_ffcv_give_what_torchvision_gives(
+    torchrun: TorchRun, tmp_path: Path, cache: Path
+) -> None:
+    common = ["--data-cache", str(cache / "fresh"), "--threads", "1", "--epochs", "2"]
+    outs = [tmp_path / "ffcv", tmp_path / "torchvision"]
+    runs = [torchrun.start(*common, "--loader", out.name, "--out", str(out)) for out in outs]
+    for run in runs:
+        torchrun.finish(run)
+    assert summary_in(outs[0])["weights_sha256"] == summary_in(outs[1])["weights_sha256"]
+
+
+def test_an_error_on_every_rank_ends_the_run(torchrun: TorchRun, digits_flags: list[str]) -> None:
+    process = torchrun.start(*digits_flags, "--batch-size", "63")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "--batch-size 63 cannot be divided into 2 micro-batches (2 ranks" in said
+    assert "Traceback" not in said.split("recipes/train.py FAILED")[0].split("error (rank")[0]
