@@ -115,8 +115,10 @@ class LocalSGD:
             given,
             lambda: _check(model, optimizer, spec, Horizon(total_steps, warmup_steps)),
         )
-        self._model = model
-        self._optimizer = optimizer
+        # The optimizer's hooks own this object. It holds model and optimizer weakly: a cycle would
+        # keep the process group, and gloo's threads, alive until after the interpreter has ended.
+        self._model = weakref.ref(model)
+        self._optimizer = weakref.ref(optimizer)
         self._parameters = dict(trained_parameters(model))
         self._groups = partition(self._parameters.items(), bucket_caps(model))
         self._meter = Meter()
@@ -127,7 +129,7 @@ class LocalSGD:
         self._expected_weights: int | None = None
         # Whether a rank alone has loaded a checkpoint shows only when all ranks look.
         self._verified = False
-        self._undo = self._install(scaler)
+        self._undo = self._install(model, optimizer, scaler)
         # A script that ends inside a round has as many models as ranks, and may not know it.
         self._finalizer = weakref.finalize(self, _end, self._progress, self._horizon)
 
@@ -204,9 +206,14 @@ class LocalSGD:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _install(self, scaler: "torch.amp.GradScaler | None") -> list[Callable[[], None]]:
-        model, optimizer = self._model, self._optimizer
+    def _install(
+        self,
+        model: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        scaler: "torch.amp.GradScaler | None",
+    ) -> list[Callable[[], None]]:
         undo = [
+            _override(model, OWNER, f"torchcomp.LocalSGD('{self._schedule}')"),
             _override(model, "require_backward_grad_sync", False),
             _override(model, "require_forward_param_sync", False),
             _override(model, "broadcast_buffers", False),
@@ -216,12 +223,11 @@ class LocalSGD:
         ]
         if scaler is not None:
             undo.append(self._wrap(scaler))
-        setattr(model, OWNER, f"torchcomp.LocalSGD('{self._schedule}')")
-        return [*undo, lambda: delattr(model, OWNER)]
+        return undo
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._in_scaler:
-            self._begin_turn()
+            self._begin_turn(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._in_scaler:
@@ -229,26 +235,29 @@ class LocalSGD:
 
     def _wrap(self, scaler: torch.amp.GradScaler) -> Callable[[], None]:
         """Make a call of ``scaler.step`` one turn, skipped or not; returns what undoes it."""
-        step = scaler.step
+        step, owner = scaler.step, weakref.ref(self)
 
         def turn(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if self._closed or optimizer is not self._optimizer:
+            sync = owner()
+            if sync is None or sync._closed or optimizer is not sync._optimizer():
                 return step(optimizer, *args, **kwargs)
-            self._begin_turn()
-            self._in_scaler = True
+            sync._begin_turn(optimizer)
+            sync._in_scaler = True
             try:
                 result = step(optimizer, *args, **kwargs)
             finally:
-                self._in_scaler = False
-            self._end_turn()
+                sync._in_scaler = False
+            sync._end_turn()
             return result
 
-        undo = _override(scaler, "step", turn)
+        undo, mine = _override(scaler, "step", turn), weakref.ref(turn)
+        held = weakref.ref(scaler)
         # Another LocalSGD may have wrapped the scaler since, around this one.
-        return lambda: undo() if vars(scaler).get("step") is turn else None
+        return lambda: undo() if getattr(held(), "step", None) is mine() else None
 
-    def _begin_turn(self) -> None:
-        if self._model._join_config.enable:
+    def _begin_turn(self, optimizer: torch.optim.Optimizer) -> None:
+        model = self._model()
+        if model is not None and model._join_config.enable:
             raise UnsupportedModelError(
                 "model.join() lets ranks take different numbers of steps, and rounds need the same "
                 "number: give every rank the same number of batches"
@@ -263,7 +272,7 @@ class LocalSGD:
         if not self._verified:
             self._verify()
         if progress.step == progress.round_end:
-            rate = max(float(group["lr"]) for group in self._optimizer.param_groups)
+            rate = max(float(group["lr"]) for group in optimizer.param_groups)
             progress.round_end = self._schedule.round_end(progress.step, rate, self._horizon)
             progress.round_start = progress.step
             self._rate = rate
@@ -423,13 +432,20 @@ def _check_optimizer(optimizer: object, model: DistributedDataParallel) -> None:
 
 
 def _override(owner: object, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute and return what restores it, or removes it where it hid the class's."""
-    inherited = name not in vars(owner) and not isinstance(
-        getattr(type(owner), name, None), property
-    )
-    before = getattr(owner, name)
+    """Set an attribute and return what restores it, or removes it where there was none before."""
+    existed = name in vars(owner) or isinstance(getattr(type(owner), name, None), property)
+    before = getattr(owner, name) if existed else None
     setattr(owner, name, value)
-    return lambda: delattr(owner, name) if inherited else setattr(owner, name, before)
+    held = weakref.ref(owner)
+
+    def undo() -> None:
+        alive = held()
+        if alive is not None and existed:
+            setattr(alive, name, before)
+        elif alive is not None:
+            delattr(alive, name)
+
+    return undo
 
 
 def _digest(parameters: dict[str, nn.Parameter]) -> int:

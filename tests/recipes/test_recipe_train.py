@@ -59,7 +59,7 @@ def gloo_threads() -> int:
         ["--optimizer", "adamw", "--lr", "0.003", "--amp", "bf16", "--label-smoothing", "0.1"],
         ["--accumulate", "4", "--nesterov", "--channels-last"],
         ["--schedule", "step", "--milestones", "1", "--warmup-steps", "5", "--eval-every", "5"],
-        ["--model", "torchvision/mobilenet_v3_small", "--epochs", "1"],
+        ["--model", "timm/test_resnet"],
     ],
     ids=lambda flags: flags[1].replace("/", "-"),
 )
@@ -67,7 +67,19 @@ def test_options_train_repeat_and_resume(
     flags: list[str], train_here: TrainHere, digits_flags: list[str]
 ) -> None:
     # 4 steps an epoch: every other checkpoint is inside one.
-    flags = [*digits_flags, "--epochs", "2", "--batch-size", "360", *flags]
+    repeat_and_resume(train_here, [*digits_flags, "--epochs", "2", "--batch-size", "360", *flags])
+
+
+def test_dropout_and_mirroring_repeat_and_resume(
+    train_here: TrainHere, digits_flags: list[str], cifar_archive: Path
+) -> None:
+    flags = ["--dataset", "cifar10", "--data-path", str(cifar_archive), "--batch-size", "20"]
+    flags += ["--model", "torchvision/mobilenet_v3_small", "--epochs", "1"]
+    repeat_and_resume(train_here, [*digits_flags, *flags])
+
+
+def repeat_and_resume(train_here: TrainHere, flags: list[str]) -> None:
+    """Train, train again with checkpoints, and go on from one in the middle of an epoch."""
     whole = train_here(*flags)
     shutil.rmtree(whole["settings"]["out"])
     again = train_here(*flags, "--checkpoint-every", "2")
@@ -283,7 +295,6 @@ def test_three_dense_ranks_resume_bit_for_bit(
 ) -> None:
     # With three ranks, where a gradient lies in DDP's buckets decides how its sum is rounded.
     flags = [*digits_flags, "--epochs", "1", "--batch-size", "240", "--checkpoint-every", "2"]
-    flags += ["--model", "torchvision/mobilenet_v3_small"]
     torchrun.finish(torchrun.start(*flags, ranks=3))
     whole = summary_in(tmp_path / "run")
     forget_newest_checkpoint(tmp_path / "run")
