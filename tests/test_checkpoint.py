@@ -152,8 +152,11 @@ def test_check_shapes_accepts_the_same_model_in_another_order():
 # --- Headers --------------------------------------------------------------------------------------
 
 
+ADVICE = {"spec": "swap it", "world_size": "re-divide it"}
+
+
 def check(state, spec=SPEC, rank=0, world_size=2):
-    checkpoint.check_header(state, spec, exchange(rank, world_size), ("step", "error"))
+    checkpoint.check_header(state, spec, exchange(rank, world_size), ("step", "error"), ADVICE)
 
 
 def test_header_of_the_same_run_and_rank_is_accepted():
@@ -163,11 +166,11 @@ def test_header_of_the_same_run_and_rank_is_accepted():
 @pytest.mark.parametrize(
     ("state", "problem"),
     [
-        (handle_state(spec="mean"), "has spec 'mean', and this run has 'ef.topk.0.01..': register"),
+        (handle_state(spec="mean"), "has spec 'mean', and this run has 'ef.topk.0.01..': swap it"),
         (handle_state(rank=1), "has rank 1, and this run has 0: every rank loads what it saved"),
         (
             handle_state(world_size=4),
-            "has world_size 4, and this run has 2: torchcomp.redistribute",
+            "has world_size 4, and this run has 2: re-divide it",
         ),
         (handle_state(version=99), "has version 99, and this run has 1: save it again"),
         ({}, "lacks version, spec, rank, world_size, step, error$"),
@@ -195,7 +198,7 @@ def test_redistributed_states_are_one_for_each_rank_in_order_and_of_the_same_run
     before = [handle_state(rank, 2) for rank in (1, 0)]
     after = redistribute(before, 3)
     for rank, state in enumerate(after):
-        checkpoint.check_header(state, SPEC, exchange(rank, 3), before[0])
+        checkpoint.check_header(state, SPEC, exchange(rank, 3), before[0], ADVICE)
         assert (state["step"], state["shapes"]) == (10, before[0]["shapes"])
 
 

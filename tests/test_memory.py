@@ -141,21 +141,11 @@ def test_memory_dtype_does_not_depend_on_the_gradients_dtype():
     assert before.dtype == torch.float32
 
 
-def test_pending_is_what_the_step_in_flight_wrote(memory):
+def test_a_parameter_can_be_kept_out_of_the_step_in_flight(memory):
     write(memory, ("a", "b"), 9.0)
-    assert {name: part.tolist() for name, part in memory.pending()} == {
-        "a": [9.0] * 2,
-        "b": [10.0] * 3,
-    }
+    memory.keep(["a"])
     memory.commit()
-    assert dict(memory.pending()) == {}
-
-
-def test_pending_can_be_written_before_the_commit(memory):
-    write(memory, ("a", "b"), 9.0)
-    dict(memory.pending())["a"].add_(0.5)
-    memory.commit()
-    assert held(memory) == COMMITTED | {"a": [9.5] * 2, "b": [10.0] * 3}
+    assert held(memory) == COMMITTED | {"b": [10.0] * 3}
 
 
 def test_load_replaces_everything_and_fits_any_layout(memory):
