@@ -140,3 +140,24 @@ def test_compiled_module_conserves_under_its_own_names() -> None:
     assert set(names[0]) == {name for name, _ in mlp().named_parameters()}
     assert_conserved(list(accounts), tolerance=1e-10)
     assert_owing(list(accounts))
+
+
+def averaged() -> Tensor:
+    model = wrap(mlp())
+    handle = torchcomp.register(model, TOPK)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    for step in range(3):
+        loss_of(model(rows(step))).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(0.01 * parameter.grad)
+        model.zero_grad()
+        average.update_parameters(model)
+    assert handle.stats.steps == 3
+    with torch.no_grad():
+        return average(rows(0))
+
+
+def test_weights_of_a_registered_model_can_be_averaged_in_a_copy() -> None:
+    first, second = on_processes(2, averaged)
+    assert first.shape == second.shape == (4, 4)

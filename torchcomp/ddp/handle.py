@@ -188,6 +188,10 @@ class Handle:
         self._closed = True
         self._finalizer()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Handle":
+        # A copy of the model, to average its weights for one, lists the hook but does not call it.
+        return self
+
     def __enter__(self) -> "Handle":
         return self
 
@@ -309,12 +313,11 @@ class Handle:
         self._step += 1
 
     def _end_delivery(self) -> None:
-        if self._delivering and not self._unused_mass():
+        # What belongs to a parameter that no rank used waits for a step that uses it.
+        waiting = self._delivering and any(bool(part.any()) for _, part in self._memory.items())
+        if self._delivering and not waiting:
             self._memory.clear()
             self._delivering = False
-
-    def _unused_mass(self) -> bool:
-        return any(bool(part.any()) for _, part in self._memory.items())
 
     def _verify(self) -> None:
         facts = {"step": self._step, "seed": self._seed, "groups": self._groups}
