@@ -10,6 +10,9 @@ from torchcomp.bucket import memory_order
 from torchcomp.errors import CheckpointError
 from torchcomp.exchange import Exchange
 
+ONE_STEP = "Every rank loads its own state of one and the same step, or none does."
+"""Advice for ranks that do not stand at the same step."""
+
 VERSION = 1
 _HEADER = ("version", "spec", "rank", "world_size")
 
@@ -22,6 +25,11 @@ def header(spec: str, exchange: Exchange) -> dict[str, Any]:
         "rank": exchange.rank,
         "world_size": exchange.world_size,
     }
+
+
+def shapes(parameters: Mapping[str, nn.Parameter]) -> dict[str, list[int]]:
+    """Shape of each parameter by name, as a checkpoint holds it."""
+    return {name: list(parameter.shape) for name, parameter in parameters.items()}
 
 
 def check_header(
@@ -66,7 +74,7 @@ def check_shapes(saved: Mapping[str, list[int]], parameters: Mapping[str, nn.Par
     Raises:
         CheckpointError: naming what is missing, unknown, or of another shape.
     """
-    here = {name: list(parameter.shape) for name, parameter in parameters.items()}
+    here = shapes(parameters)
     problems = [f"'{name}' is not in the model" for name in saved if name not in here]
     problems += [f"'{name}' is not in the checkpoint" for name in here if name not in saved]
     problems += [

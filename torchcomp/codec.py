@@ -7,6 +7,7 @@ The bucket's message is the concatenation of the messages of its vectors: one ve
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -40,8 +41,7 @@ class Codec:
         """Name, first element and end of each vector that is compressed by itself."""
         if not self.compressor.per_tensor:
             return ((self.names[0], 0, sum(self.sizes)),)
-        stops = [sum(self.sizes[: place + 1]) for place in range(len(self.sizes))]
-        spans = zip(self.names, self.sizes, stops, strict=True)
+        spans = zip(self.names, self.sizes, accumulate(self.sizes), strict=True)
         return tuple((name, stop - size, stop) for name, size, stop in spans)
 
     @cached_property

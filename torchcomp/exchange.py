@@ -155,15 +155,17 @@ class Exchange:
             raise problem
         return built
 
-    def take_traffic(self, dense: int) -> Traffic:
+    def take_traffic(self, nbytes: int, steps: int = 1) -> Traffic:
         """Bytes of payload since the last call; control messages are not counted.
 
         Args:
-            dense: bytes that this rank would have sent under plain DDP.
+            nbytes: bytes of gradients that plain DDP would have reduced in a step instead.
+            steps: number of steps that the call stands for.
         """
         moved = sum_bytes(self._summed, self.world_size)
         moved += gather_bytes(self._gathered, self.world_size)
         self._summed = self._gathered = 0
+        dense = steps * sum_bytes(nbytes, self.world_size)
         return Traffic(sent=moved, received=moved, dense=dense)
 
 

@@ -17,7 +17,7 @@ from torchcomp.bucket import Bucket, Group, memory_order, partition
 from torchcomp.component import Component
 from torchcomp.ddp.checks import OWNER, bucket_caps, check_is_ddp, check_model, trained_parameters
 from torchcomp.errors import CheckpointError, ScheduleError, SpecError, UnsupportedModelError
-from torchcomp.exchange import Exchange, sum_bytes
+from torchcomp.exchange import Exchange
 from torchcomp.nonfinite import FiniteWatch
 from torchcomp.schedules import Horizon, Schedule
 from torchcomp.spec import parse_schedule
@@ -167,7 +167,7 @@ class LocalSGD:
             **asdict(self._progress),
             "traffic": self._meter.state_dict(),
             "weights": _digest(self._parameters),
-            "shapes": {name: list(p.shape) for name, p in self._parameters.items()},
+            "shapes": checkpoint.shapes(self._parameters),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -298,8 +298,7 @@ class LocalSGD:
             self._synchronise()
 
     def _verify(self) -> None:
-        advice = "Every rank loads its own state of one and the same step, or none does."
-        self._exchange.agree("the first local step", {}, self._check_weights, advice)
+        self._exchange.agree("the first local step", {}, self._check_weights, checkpoint.ONE_STEP)
         self._expected_weights = None
         self._verified = True
 
@@ -324,8 +323,7 @@ class LocalSGD:
         self._average()
         nbytes = sum(parameter.nbytes for parameter in self._parameters.values())
         steps = progress.step - progress.round_start
-        dense = steps * sum_bytes(nbytes, self._exchange.world_size)
-        self._meter.record(self._exchange.take_traffic(dense))
+        self._meter.record(self._exchange.take_traffic(nbytes, steps))
         progress.syncs += 1
         progress.forwards = 0
 

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 
+from torchcomp.aggregators.transfer import Transfer
 from torchcomp.bucket import Bucket
 from torchcomp.codec import Codec
 from torchcomp.component import Component, check_choice, check_kind
@@ -76,6 +77,11 @@ class Aggregator(Component):
     def memory_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Bytes of state that a rank keeps for `numel` elements."""
         return 0
+
+    def transfer(self, bucket: Bucket, exchange: Exchange, key: Key) -> Transfer:
+        """The bucket's way through this aggregator's compressor and collective."""
+        codec = Codec(self.compressor, bucket.names, bucket.sizes, bucket.flat.dtype)
+        return Transfer(codec, exchange, self.collective, key)
 
     @abstractmethod
     def aggregate(self, bucket: Bucket, exchange: Exchange, memory: ErrorMemory, key: Key) -> None:

@@ -9,7 +9,6 @@ from torch import Tensor
 from torchcomp.aggregators.base import Aggregator
 from torchcomp.aggregators.transfer import Transfer
 from torchcomp.bucket import Bucket
-from torchcomp.codec import Codec
 from torchcomp.component import check_choice
 from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange
@@ -83,8 +82,7 @@ class EF(Aggregator):
         g = bucket.flat
         e, x = memory.open(bucket, self.dtype_of_memory(g.dtype))
         torch.add(g, e, out=x)
-        codec = Codec(self.compressor, bucket.names, bucket.sizes, g.dtype)
-        transfer = Transfer(codec, exchange, self.collective, key)
+        transfer = self.transfer(bucket, exchange, key)
         message = transfer.encode(g.copy_(x))
         transfer.subtract(message, x)
         _write_mean(transfer, message, g, x)

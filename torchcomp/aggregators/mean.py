@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torchcomp.aggregators.base import Aggregator
-from torchcomp.aggregators.transfer import Transfer
 from torchcomp.bucket import Bucket
-from torchcomp.codec import Codec
 from torchcomp.compressors import Compressor, Identity
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
@@ -49,7 +47,6 @@ class Mean(Aggregator):
         return isinstance(self.compressor, Identity)
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, memory: ErrorMemory, key: Key) -> None:
-        codec = Codec(self.compressor, bucket.names, bucket.sizes, bucket.flat.dtype)
-        transfer = Transfer(codec, exchange, self.collective, key)
+        transfer = self.transfer(bucket, exchange, key)
         message = transfer.encode(bucket.flat)
         transfer.mean(message, out=bucket.flat)

@@ -19,7 +19,7 @@ from torchcomp.ddp.assembly import Assembly
 from torchcomp.ddp.executors import Executor
 from torchcomp.ddp.unused import UnusedWatch
 from torchcomp.errors import UnsupportedModelError
-from torchcomp.exchange import Exchange, sum_bytes
+from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
 from torchcomp.memory import ErrorMemory
 from torchcomp.nonfinite import FiniteWatch
@@ -156,7 +156,7 @@ class Handle:
             "delivering": self._delivering,
             "groups": [list(group) for group in self._groups],
             "traffic": self._meter.state_dict(),
-            "shapes": {name: list(p.shape) for name, p in self._parameters.items()},
+            "shapes": checkpoint.shapes(self._parameters),
             "error": checkpoint.shaped(self._memory.items(), self._parameters),
         }
 
@@ -300,8 +300,7 @@ class Handle:
 
     def _settle(self) -> None:
         nbytes = sum(p.nbytes for p in self._parameters.values())
-        dense = sum_bytes(nbytes, self._exchange.world_size)
-        self._meter.record(self._exchange.take_traffic(dense))
+        self._meter.record(self._exchange.take_traffic(nbytes))
         if self._finite.all_finite():
             self._memory.commit()
             self._end_delivery()
@@ -321,8 +320,7 @@ class Handle:
 
     def _verify(self) -> None:
         facts = {"step": self._step, "seed": self._seed, "groups": self._groups}
-        advice = "Every rank loads its own state of one and the same step, or none does."
-        self._exchange.require_same("the first step", facts, advice)
+        self._exchange.require_same("the first step", facts, checkpoint.ONE_STEP)
         self._verified = True
 
     # Runs in the backward pass again, once all of it is done.
