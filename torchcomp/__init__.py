@@ -14,6 +14,7 @@ from torchcomp.errors import (
     ScheduleError,
     SpecError,
     UnsupportedModelError,
+    WireError,
 )
 from torchcomp.explain import Plan, explain, sync_steps
 from torchcomp.local_sgd import LocalSGD
@@ -31,6 +32,7 @@ __all__ = [
     "SpecError",
     "Stats",
     "UnsupportedModelError",
+    "WireError",
     "__version__",
     "explain",
     "parse",

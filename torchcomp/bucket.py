@@ -1,7 +1,9 @@
 """Bucket: the gradients of a few parameters as one flat vector, and how parameters are grouped."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -97,3 +99,55 @@ def _is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The contiguous part of a bucket that one rank owns.
+
+    Attributes:
+        start: first element within the bucket.
+        stop: one past the last element.
+        names: parameters that have elements in it, in order.
+        sizes: how many elements of each.
+        offsets: the first of them within each parameter.
+    """
+
+    start: int
+    stop: int
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    @property
+    def span(self) -> slice:
+        """Its elements within the bucket."""
+        return slice(self.start, self.stop)
+
+
+@lru_cache(maxsize=1024)
+def shards(names: tuple[str, ...], sizes: tuple[int, ...], world_size: int) -> tuple[Shard, ...]:
+    """Divide a bucket among the ranks, rank r owning [r n / W, (r + 1) n / W) of n elements."""
+    total = sum(sizes)
+    cuts = [rank * total // world_size for rank in range(world_size + 1)]
+    return tuple(_shard(names, sizes, start, stop) for start, stop in pairwise(cuts))
+
+
+def _shard(names: tuple[str, ...], sizes: tuple[int, ...], start: int, stop: int) -> Shard:
+    held = []
+    for name, size, end in zip(names, sizes, accumulate(sizes), strict=True):
+        first, last = max(end - size, start), min(end, stop)
+        if first < last:
+            held.append((name, last - first, first - (end - size)))
+    columns = list(zip(*held, strict=True)) or [(), (), ()]
+    return Shard(start, stop, *columns)
+
+
+def merge(groups: Iterable[Group], parameters: Mapping[str, nn.Parameter]) -> tuple[Group, ...]:
+    """One group of all parameters, or one for each dtype and device where there are several."""
+    merged: dict[tuple[torch.dtype, torch.device], Group] = {}
+    for group in groups:
+        first = parameters[group[0]]
+        kind = (first.dtype, first.device)
+        merged[kind] = (*merged.get(kind, ()), *group)
+    return tuple(merged.values())

@@ -1,19 +1,20 @@
 """Checkpoint: what a state dict must say so that it cannot be loaded into the wrong run."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchcomp.bucket import memory_order
+from torchcomp.bucket import Shard, memory_order, shards
 from torchcomp.errors import CheckpointError
 from torchcomp.exchange import Exchange
 
 ONE_STEP = "Every rank loads its own state of one and the same step, or none does."
 """Advice for ranks that do not stand at the same step."""
 
-VERSION = 1
+VERSION = 2
 _HEADER = ("version", "spec", "rank", "world_size")
 
 
@@ -30,6 +31,42 @@ def header(spec: str, exchange: Exchange) -> dict[str, Any]:
 def shapes(parameters: Mapping[str, nn.Parameter]) -> dict[str, list[int]]:
     """Shape of each parameter by name, as a checkpoint holds it."""
     return {name: list(parameter.shape) for name, parameter in parameters.items()}
+
+
+def strides(parameters: Mapping[str, nn.Parameter]) -> dict[str, list[int]]:
+    """Strides of each parameter by name: an owner's memory is in the order that they give."""
+    return {name: list(parameter.stride()) for name, parameter in parameters.items()}
+
+
+def check_owner(
+    state: Mapping[str, Any], owned: Iterable[Shard], parameters: Mapping[str, nn.Parameter]
+) -> None:
+    """Require that what a checkpoint owes as an owner lies in this rank's shards.
+
+    Raises:
+        CheckpointError: naming the parameter whose memory order or piece differs.
+    """
+    sizes = {n: s for shard in owned for n, s in zip(shard.names, shard.sizes, strict=True)}
+    here = strides(parameters)
+    for name, part in state["owner"].items():
+        if part.numel() != sizes.get(name, 0):
+            raise CheckpointError(
+                f"the checkpoint owes {part.numel()} elements of '{name}', and this rank owns "
+                f"{sizes.get(name, 0)}: torchcomp.redistribute(states, world_size) divides the "
+                "memory of owners anew"
+            )
+        if state["strides"][name] != here[name]:
+            raise CheckpointError(
+                f"'{name}' has strides {state['strides'][name]} in the checkpoint and {here[name]} "
+                "in the model: bring the model into the memory format that it was saved in"
+            )
+
+
+def on_devices(
+    tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
+    """Copies of per-parameter tensors, on their parameters' devices."""
+    return {name: t.to(parameters[name].device, copy=True) for name, t in tensors.items()}
 
 
 def check_header(
@@ -120,7 +157,7 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
     """State dicts of all ranks of a run, made to fit another number of ranks.
 
     Every new rank gets the mean of the old memories, so the mean memory, which is what error
-    feedback still owes the model, stays what it was.
+    feedback still owes the model, stays what it was. What owners of shards owe is divided anew.
 
     Args:
         states: ``handle.state_dict()`` of every rank of the old run, in any order.
@@ -141,10 +178,27 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
         for name, tensor in first["error"].items()
     }
     fresh = {**first, "world_size": world_size}
+    owners = _redivided(states, world_size)
     return [
-        {**fresh, "rank": rank, "error": {name: t.clone() for name, t in error.items()}}
-        for rank in range(world_size)
+        {**fresh, "rank": rank, "error": {n: t.clone() for n, t in error.items()}, "owner": owner}
+        for rank, owner in enumerate(owners)
     ]
+
+
+def _redivided(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Tensor]]:
+    """What each of `world_size` owners owes, from what the old ones do."""
+    old = sorted(states, key=lambda state: state["rank"])
+    whole: dict[str, Tensor] = {}
+    for name in {name for state in old for name in state["owner"]}:
+        whole[name] = torch.cat([state["owner"][name] for state in old if name in state["owner"]])
+    owners: list[dict[str, Tensor]] = [{} for _ in range(world_size)]
+    for names in old[0]["buckets"]:
+        sizes = tuple(math.prod(old[0]["shapes"][name]) for name in names)
+        for owner, shard in enumerate(shards(tuple(names), sizes, world_size)):
+            for name, at, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
+                if name in whole:
+                    owners[owner][name] = whole[name][at : at + size].clone()
+    return owners
 
 
 def _check_complete(states: list[dict[str, Any]], world_size: int) -> None:
@@ -152,7 +206,7 @@ def _check_complete(states: list[dict[str, Any]], world_size: int) -> None:
         raise CheckpointError(f"world_size must be at least 1, not {world_size}")
     if not states:
         raise CheckpointError("no states: give the state dicts of all ranks of the old run")
-    needed = (*_HEADER, "step", "shapes", "error")
+    needed = (*_HEADER, "step", "shapes", "error", "buckets", "owner")
     if any(name not in state for state in states for name in needed):
         raise CheckpointError(
             f"not state dicts of a gradient handle: each needs {', '.join(needed)} (local steps "
@@ -162,7 +216,7 @@ def _check_complete(states: list[dict[str, Any]], world_size: int) -> None:
     expected = list(range(states[0]["world_size"]))
     if ranks != expected:
         raise CheckpointError(f"need one state of each of the ranks {expected}, and got {ranks}")
-    for name in ("version", "spec", "step", "shapes"):
+    for name in ("version", "spec", "step", "shapes", "buckets"):
         if any(state[name] != states[0][name] for state in states):
             raise CheckpointError(f"the states are not of one run at one step: their {name} differ")
     if any(state["error"].keys() != states[0]["error"].keys() for state in states):

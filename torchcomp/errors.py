@@ -25,6 +25,10 @@ class NonFiniteError(FloatingPointError):
     """A NaN or an infinity reached an exchange; nothing of that step was kept or applied."""
 
 
+class WireError(RuntimeError):
+    """A message that is not what its sender should have sent; nothing of that step was applied."""
+
+
 class CheckpointError(ValueError):
     """A state dict that does not belong to this model, method or world size."""
 

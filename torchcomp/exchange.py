@@ -5,7 +5,7 @@ on futures: a second collective issued from a callback can pair with the wrong o
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchcomp.errors import RankMismatchError
+from torchcomp import wire
+from torchcomp.errors import RankMismatchError, WireError
 
 Built = TypeVar("Built")
 
@@ -52,6 +53,32 @@ class Traffic:
         self.dense += other.dense
 
 
+@dataclass
+class Load:
+    """What a step moves over a rank's link.
+
+    Attributes:
+        summed: bytes that went through all-reduces.
+        sent: bytes sent otherwise.
+        received: bytes received otherwise.
+    """
+
+    summed: int = 0
+    sent: int = 0
+    received: int = 0
+
+    def add(self, other: "Load") -> None:
+        """Add another load to this one."""
+        self.summed += other.summed
+        self.sent += other.sent
+        self.received += other.received
+
+    def traffic(self, world_size: int, dense: int) -> Traffic:
+        """The bytes that crossed the link, beside the `dense` ones of plain DDP."""
+        around = sum_bytes(self.summed, world_size)
+        return Traffic(around + self.sent, around + self.received, dense)
+
+
 class Exchange:
     """Collectives of one process group, with their traffic.
 
@@ -69,13 +96,13 @@ class Exchange:
         self.device = device
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self._summed = 0
-        self._gathered = 0
+        self._load = Load()
+        self._found: list[tuple[int, Tensor]] = []
 
     def sum(self, values: Tensor) -> None:
         """All-reduce `values` (1-D, contiguous, floating point) in place."""
         dist.all_reduce(values, group=self.group)
-        self._summed += values.nbytes
+        self._load.summed += values.nbytes
 
     def gather(self, message: Tensor) -> list[Tensor]:
         """Every rank's `message` (1-D uint8, the same length everywhere), in rank order."""
@@ -83,8 +110,72 @@ class Exchange:
         rows = torch.empty(self.world_size * length, dtype=torch.uint8, device=message.device)
         if length:
             _all_gather(rows, message, group=self.group)
-        self._gathered += length
+        moved = gather_bytes(length, self.world_size)
+        self._load.add(Load(sent=moved, received=moved))
         return list(rows.view(self.world_size, length).unbind())
+
+    def scatter(self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]) -> Tensor:
+        """Send every rank its part of `outgoing`, and receive what they send here.
+
+        Args:
+            outgoing: 1-D; the parts for rank 0, 1, ... one after another.
+            sizes: elements of each part.
+            arriving: elements that each rank sends here.
+
+        Returns:
+            1-D of ``sum(arriving)`` elements, in rank order.
+        """
+        received = outgoing.new_empty(sum(arriving))
+        dist.all_to_all_single(received, outgoing, list(arriving), list(sizes), group=self.group)
+        item = outgoing.element_size()
+        sent, came = sum(sizes) - sizes[self.rank], sum(arriving) - arriving[self.rank]
+        self._load.add(Load(sent=item * sent, received=item * came))
+        return received
+
+    def gather_varied(self, mine: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Every rank's `mine`, one after another, where rank r's has ``sizes[r]`` elements.
+
+        gloo's all-gather needs equal lengths and passes everything on around a ring; sending each
+        rank its copy directly takes as many bytes and half the time at 4 ranks.
+        """
+        return self.scatter(mine.repeat(self.world_size), [mine.numel()] * self.world_size, sizes)
+
+    def sum_counts(self, counts: Tensor) -> Tensor:
+        """All-reduce integers in place, exactly."""
+        dist.all_reduce(counts, group=self.group)
+        self._load.summed += counts.nbytes
+        return counts
+
+    def receive(self, sender: int, frame: Tensor, length: int) -> Tensor:
+        """Check a frame, noting what is found, and return its message (1-D uint8, a view).
+
+        What is wrong with it is raised by :meth:`require_intact`, by all ranks together: raised
+        here, it would leave the others waiting.
+        """
+        self._found.append((sender, wire.inspect(frame, length)))
+        return wire.payload(frame, length)
+
+    def require_intact(self, where: str, advice: str) -> None:
+        """Raise on all ranks if a frame that came in since the last call was not intact.
+
+        Raises:
+            WireError: naming the senders and what is wrong with their messages.
+        """
+        if not self._found:
+            return
+        worst = torch.zeros(self.world_size, dtype=torch.uint8, device=self.device)
+        senders, found = zip(*self._found, strict=True)
+        index = torch.tensor(senders, device=self.device)
+        worst.scatter_reduce_(0, index, torch.stack(found), "amax")
+        self._found.clear()
+        findings = self.any_rank(worst).tolist()
+        bad = [f"rank {r}'s {wire.FINDINGS[f]}" for r, f in enumerate(findings) if f]
+        if bad:
+            raise WireError(f"a message of {where} cannot be used: {'; '.join(bad)}. {advice}")
+
+    def forget(self) -> None:
+        """Forget the frames of a step that did not finish."""
+        self._found.clear()
 
     def any_rank(self, flags: Tensor) -> Tensor:
         """Per element, whether a rank has a non-zero flag (1-D integer tensor); the same on all."""
@@ -162,11 +253,8 @@ class Exchange:
             nbytes: bytes of gradients that plain DDP would have reduced in a step instead.
             steps: number of steps that the call stands for.
         """
-        moved = sum_bytes(self._summed, self.world_size)
-        moved += gather_bytes(self._gathered, self.world_size)
-        self._summed = self._gathered = 0
-        dense = steps * sum_bytes(nbytes, self.world_size)
-        return Traffic(sent=moved, received=moved, dense=dense)
+        load, self._load = self._load, Load()
+        return load.traffic(self.world_size, steps * sum_bytes(nbytes, self.world_size))
 
 
 def _first_line(problem: Exception | None) -> str:

@@ -8,16 +8,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Aggregator
-from torchcomp.bucket import Caps, partition
+from torchcomp.aggregators.base import Shape
+from torchcomp.bucket import Caps, merge, partition
 from torchcomp.component import Component
 from torchcomp.ddp.checks import bucket_caps, trained_parameters
 from torchcomp.errors import SpecError
-from torchcomp.exchange import gather_bytes, sum_bytes
+from torchcomp.exchange import Load, sum_bytes
 from torchcomp.schedules import Horizon, Schedule, synchronisations
 from torchcomp.spec import parse, parse_schedule
-
-Shape = tuple[tuple[str, ...], tuple[int, ...], torch.dtype]
-"""Names, sizes and dtype of one group of parameters."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,8 @@ class Plan:
         spec: the method or schedule, in canonical form.
         numel: gradient elements of the model.
         world_size: number of ranks.
-        collective: "sum" (all-reduce) or "gather" (all-gather).
+        collective: "sum" (all-reduce), "gather" (all-gather) or "sharded" (to the owners of shards
+            and back); joined by "and" if groups of parameters differ.
         message_bytes: size of one rank's encoded gradient.
         bytes_sent: payload bytes that a rank sends per step; for a schedule, on average.
         bytes_received: payload bytes that a rank receives per step; for a schedule, on average.
@@ -57,7 +56,7 @@ class Plan:
         rows = [
             ("elements", f"{self.numel:,}"),
             ("ranks", f"{self.world_size:,}"),
-            ("collective", _COLLECTIVES[self.collective]),
+            ("collective", _COLLECTIVES.get(self.collective, self.collective)),
             ("message", _bytes(self.message_bytes)),
             *self._schedule_rows(),
             ("sent a step", _bytes(self.bytes_sent)),
@@ -83,11 +82,15 @@ class Plan:
 
     def _break_even(self) -> str:
         if self.break_even_world_size is None:
-            return "none: it does not depend on the number of ranks"
+            return "none: it does not grow with the number of ranks"
         return f"{self.break_even_world_size:,} ranks (from there on plain DDP sends no more)"
 
 
-_COLLECTIVES = {"sum": "sum (all-reduce)", "gather": "gather (all-gather)"}
+_COLLECTIVES = {
+    "sum": "sum (all-reduce)",
+    "gather": "gather (all-gather)",
+    "sharded": "sharded (all-to-all, all-gather of the answers)",
+}
 
 
 def explain(
@@ -100,8 +103,12 @@ def explain(
     lr: Callable[[int], float] | None = None,
     total_steps: int | None = None,
     warmup_steps: int = 0,
+    rank: int = 0,
 ) -> Plan:
     """Work out what a method sends per rank and step; a real run's counted bytes equal it.
+
+    The exception is a selection from a whole bucket that is sharded, such as bidirectional's
+    "exact": there the entries are taken to fall evenly into the shards.
 
     Args:
         spec: a method, ``"ef(topk(0.01))"``, or a schedule, ``"qsr(alpha=0.0175, h_base=4)"``.
@@ -112,6 +119,7 @@ def explain(
         lr: for a schedule, learning rate as a function of the steps taken so far.
         total_steps: for a schedule, optimizer steps of the run.
         warmup_steps: for a schedule, steps of warm-up.
+        rank: whose traffic; ranks differ by a few bytes where shards are uneven.
 
     Raises:
         SpecError: if the spec cannot be built, or an argument that it needs is missing.
@@ -120,11 +128,11 @@ def explain(
         raise SpecError(f"dtype must be a floating-point torch.dtype, not {dtype!r}")
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise SpecError(f"world_size must be a whole number of at least 1, not {world_size!r}")
-    shapes = _shapes(numel, model, dtype)
     built = parse(spec)
+    shapes = _shapes(numel, model, dtype, isinstance(built, Aggregator) and built.whole_model)
     if isinstance(built, Schedule):
         return _explain_schedule(built, shapes, world_size, lr, total_steps, warmup_steps)
-    return _explain_method(built, shapes, world_size)
+    return _explain_method(built, shapes, world_size, rank)
 
 
 def sync_steps(
@@ -149,24 +157,37 @@ def sync_steps(
     return synchronisations(parse_schedule(spec), lr, Horizon(total_steps, warmup_steps))
 
 
-def _explain_method(aggregator: Aggregator, shapes: list[Shape], world_size: int) -> Plan:
-    message = sum(aggregator.message_bytes(*shape) for shape in shapes)
-    dense = _nbytes(shapes)
-    by_sum = aggregator.collective == "sum"
-    moved = (sum_bytes if by_sum else gather_bytes)(message, world_size)
+def _explain_method(
+    aggregator: Aggregator, shapes: list[Shape], world_size: int, rank: int
+) -> Plan:
+    load = Load()
+    for shape in shapes:
+        load.add(aggregator.load(shape, world_size, rank))
+    moved = load.traffic(world_size, sum_bytes(_nbytes(shapes), world_size))
+    routes = sorted({aggregator.route(shape, world_size) for shape in shapes})
     return Plan(
         spec=str(aggregator),
         numel=_numel(shapes),
         world_size=world_size,
-        collective=aggregator.collective,
-        message_bytes=message,
-        bytes_sent=moved,
-        bytes_received=moved,
-        dense_bytes_sent=sum_bytes(dense, world_size),
-        memory_bytes=sum(aggregator.memory_bytes(sum(s), d) for _, s, d in shapes),
-        # (W - 1) message >= 2 (W - 1) dense / W  <=>  W >= 2 dense / message
-        break_even_world_size=None if by_sum or not message else -(-2 * dense // message),
+        collective=" and ".join(routes),
+        message_bytes=sum(aggregator.message_bytes(shape) for shape in shapes),
+        bytes_sent=moved.sent,
+        bytes_received=moved.received,
+        dense_bytes_sent=moved.dense,
+        memory_bytes=sum(aggregator.memory_bytes(sum(s), d, world_size) for _, s, d in shapes),
+        break_even_world_size=_break_even(aggregator, shapes, world_size, routes),
     )
+
+
+def _break_even(
+    aggregator: Aggregator, shapes: list[Shape], world_size: int, routes: list[str]
+) -> int | None:
+    """Where an all-gather, whose traffic grows with the ranks, reaches plain DDP's."""
+    if routes != ["gather"] or world_size < 2:
+        return None
+    each = sum(aggregator.load(shape, world_size, 0).sent for shape in shapes) // (world_size - 1)
+    # (W - 1) each >= 2 (W - 1) dense / W  <=>  W >= 2 dense / each
+    return -(-2 * _nbytes(shapes) // each) if each else None
 
 
 def _explain_schedule(
@@ -205,25 +226,28 @@ def _explain_schedule(
     )
 
 
-def _shapes(numel: int | None, model: nn.Module | None, dtype: torch.dtype) -> list[Shape]:
+def _shapes(
+    numel: int | None, model: nn.Module | None, dtype: torch.dtype, merged: bool
+) -> list[Shape]:
     if (numel is None) == (model is None):
         raise SpecError("explain needs either numel=, a number of elements, or model=")
     if model is not None:
-        return _model_shapes(model)
+        return _model_shapes(model, merged)
     if isinstance(numel, bool) or not isinstance(numel, int) or numel < 0:
         raise SpecError(f"numel must be a whole number of at least 0, not {numel!r}")
     return [(("gradient",), (numel,), dtype)]
 
 
-def _model_shapes(model: nn.Module) -> list[Shape]:
+def _model_shapes(model: nn.Module, merged: bool) -> list[Shape]:
     if isinstance(model, DistributedDataParallel):
         parameters, caps = dict(trained_parameters(model)), bucket_caps(model)
     else:
         named = model.named_parameters()
         parameters, caps = {name: p for name, p in named if p.requires_grad}, Caps()
+    groups = partition(parameters.items(), caps)
     return [
         (group, tuple(parameters[name].numel() for name in group), parameters[group[0]].dtype)
-        for group in partition(parameters.items(), caps)
+        for group in (merge(groups, parameters) if merged else groups)
     ]
 
 

@@ -152,7 +152,7 @@ class LocalSGD:
     @property
     def stats(self) -> Stats:
         """Counters of this rank: bytes of the last synchronisation and in all."""
-        return self._meter.snapshot(self._progress.step, self._progress.syncs, {})
+        return self._meter.snapshot(self._progress.step, self._progress.syncs, {}, {})
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's clock: plain numbers and strings.

@@ -112,13 +112,26 @@ class _Parser:
     ) -> Component:
         cls = self._class(name)
         options = self._options(cls, args, keywords)
-        values = {option: self._value(value) for option, value in options.items()}
+        kinds = {field.name: field.type for field in fields(cls)}
+        values = {
+            option: self._quoted(self._value(value), kinds[option], value)
+            for option, value in options.items()
+        }
         missing = [f.name for f in fields(cls) if _required(f) and f.name not in values]
         if missing:
             needed = " and ".join(repr(option) for option in missing)
             problem = f"{cls.name} needs {needed}, as in {cls.example}"
             raise self._error(problem, self._column(node))
         return self._construct(cls, values, node, options)
+
+    def _quoted(self, value: Any, kind: Any, node: ast.expr) -> Any:
+        """A compressor may also stand in quotes: ``down="identity"``."""
+        if kind is not Compressor or not isinstance(value, str):
+            return value
+        try:
+            return _Parser(value).build()
+        except SpecError as error:
+            raise self._error(str(error).partition("\n")[0], self._column(node)) from None
 
     def _construct(
         self,

@@ -21,6 +21,7 @@ class Stats:
         total_bytes_received: payload bytes received since the start.
         total_dense_bytes_sent: bytes that plain DDP would have sent since the start.
         error_norms: Euclidean norm of this rank's error memory, by parameter name.
+        owner_norms: the same of what it owes as the owner of shards, where the method has owners.
     """
 
     steps: int
@@ -32,6 +33,7 @@ class Stats:
     total_bytes_received: int
     total_dense_bytes_sent: int
     error_norms: Mapping[str, float] = field(default_factory=dict)
+    owner_norms: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         saved = ""
@@ -61,7 +63,13 @@ class Meter:
         self.last = step
         self.total.add(step)
 
-    def snapshot(self, steps: int, syncs: int, error_norms: Mapping[str, float]) -> Stats:
+    def snapshot(
+        self,
+        steps: int,
+        syncs: int,
+        error_norms: Mapping[str, float],
+        owner_norms: Mapping[str, float],
+    ) -> Stats:
         """The counters as :class:`Stats`."""
         return Stats(
             steps=steps,
@@ -73,6 +81,7 @@ class Meter:
             total_bytes_received=self.total.received,
             total_dense_bytes_sent=self.total.dense,
             error_norms=error_norms,
+            owner_norms=owner_norms,
         )
 
     def state_dict(self) -> dict[str, int]:

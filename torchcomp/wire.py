@@ -1,9 +1,14 @@
-"""Wire: the static byte layout of a message.
+"""Wire: the static byte layout of a message, and the frame that it travels in.
 
 A message is the concatenation of its fields, each a C-contiguous little-endian array, without
-padding and without a header. The layout follows from the number of elements and the dtype alone,
-never from the values, so the receiver knows every size beforehand and no sizes are exchanged.
+padding. The layout follows from the number of elements and the dtype alone, never from the values.
 :func:`nbytes` is the only source of every ratio, plan, table and test.
+
+Messages that are summed on the way travel as they are. All others travel in a frame, which lets
+the receiver check them: two little-endian 64-bit words, ``256 * length + version`` and a checksum,
+then the message, then zeros up to a multiple of 8 bytes. With the frame's words w[0], w[1], ... and
+w[1] taken as zero, the checksum is the sum of (2 i + 1) w[i] modulo 2^64: the weights are odd, so
+that every change of a single word is found.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-VERSION = 1
+VERSION = 2
 """Changes whenever the bytes of any message change; ranks compare it when they register."""
 
 
@@ -36,6 +41,18 @@ class Field:
         return self.count * self.dtype.itemsize
 
 
+HEADER = 16
+"""Bytes of a frame before the message."""
+
+INTACT, OTHER_VERSION, OTHER_LENGTH, DAMAGED = range(4)
+"""What :func:`inspect` finds."""
+
+FINDINGS = {
+    OTHER_VERSION: f"was written in another version of the wire format than {VERSION}",
+    OTHER_LENGTH: "has another length than this rank expects",
+    DAMAGED: "was damaged on the way: its checksum does not fit its bytes",
+}
+
 Layout = tuple[Field, ...]
 Parts = tuple[Tensor, ...]
 
@@ -45,11 +62,53 @@ def nbytes(layout: Layout) -> int:
     return sum(field.nbytes for field in layout)
 
 
-def index_dtype(numel: int) -> torch.dtype:
-    """The narrowest unsigned (or, past 2 bytes, signed) integer that addresses `numel` elements."""
-    if numel <= 2**16:
-        return torch.uint16
-    return torch.int32 if numel <= 2**31 else torch.int64
+def framed(length: int) -> int:
+    """Bytes of the frame of a message of `length` bytes."""
+    return HEADER + -(-length // 8) * 8
+
+
+def payload(frame: Tensor, length: int) -> Tensor:
+    """The part of a frame that holds its message, as a view."""
+    return frame[HEADER : HEADER + length]
+
+
+def seal(frame: Tensor, length: int) -> None:
+    """Write the header of a frame whose message and padding are in place.
+
+    Args:
+        frame: 1-D uint8 tensor of ``framed(length)`` elements, aligned to 8 bytes.
+        length: bytes of the message.
+    """
+    words = frame.view(torch.int64)
+    words[0] = _signature(length)
+    words[1] = _checksum(words)
+
+
+def inspect(frame: Tensor, length: int) -> Tensor:
+    """Whether a received frame is what a rank of this version sends; no host sync.
+
+    Args:
+        frame: as received; 1-D uint8 of ``framed(length)`` elements, aligned to 8 bytes.
+        length: bytes of the message that is expected.
+
+    Returns:
+        A scalar uint8 tensor: INTACT, or the first that holds of OTHER_VERSION, OTHER_LENGTH and
+        DAMAGED.
+    """
+    words = frame.view(torch.int64)
+    found = torch.where(words[1] == _checksum(words), INTACT, DAMAGED)
+    found = torch.where(words[0] == _signature(length), found, OTHER_LENGTH)
+    return torch.where(words[0] & 255 == VERSION, found, OTHER_VERSION).to(torch.uint8)
+
+
+def _signature(length: int) -> int:
+    return 256 * length + VERSION
+
+
+def _checksum(words: Tensor) -> Tensor:
+    weights = torch.arange(1, 2 * words.numel(), 2, device=words.device)
+    weights[1] = 0
+    return (words * weights).sum()
 
 
 def pack(parts: Sequence[Tensor], layout: Layout, out: Tensor) -> None:

@@ -4,27 +4,23 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from torchcomp.aggregators.base import Aggregator
-from torchcomp.aggregators.transfer import Transfer
+from torchcomp.aggregators.feedback import (
+    check_contractive,
+    check_memory_dtype,
+    memory_dtype,
+    two_copies,
+    write_mean,
+)
+from torchcomp.aggregators.one_way import OneWay
 from torchcomp.bucket import Bucket
-from torchcomp.component import check_choice
-from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
-from torchcomp.memory import ErrorMemory
-
-_MEMORY_DTYPES = {
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+from torchcomp.state import State
 
 
 @dataclass(frozen=True)
-class EF(Aggregator):
+class EF(OneWay):
     """``ef(C)``: error feedback around a contractive compressor C.
 
     With e the error memory of this rank (0 at the start) and g its gradient:
@@ -45,7 +41,7 @@ class EF(Aggregator):
 
     Attributes:
         compressor: must be contractive.
-        exchange: "sum", "gather", or "auto" (sum where messages can be added).
+        exchange: "sum", "gather", "sharded" or "auto" (see OneWay).
         memory_dtype: "fp32", "fp64", "bf16" or "fp16"; by default fp32, or the gradient's dtype
             where that is wider. With a 16-bit memory the law above holds only to its rounding.
     """
@@ -58,44 +54,19 @@ class EF(Aggregator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.compressor.alpha(1) is None:
-            raise SpecError(
-                f"ef needs a contractive compressor, and {self.compressor} is not: its error can "
-                "be larger than its input, so the memory would grow; leave out its scaling, or "
-                f"use mean({self.compressor})",
-                "compressor",
-            )
-        if self.memory_dtype is not None:
-            check_choice(self, "memory_dtype", _MEMORY_DTYPES)
+        check_contractive(self, "compressor")
+        check_memory_dtype(self)
 
-    def dtype_of_memory(self, gradient: torch.dtype) -> torch.dtype:
-        """Dtype of the memory for gradients of a dtype."""
-        if self.memory_dtype is not None:
-            return _MEMORY_DTYPES[self.memory_dtype]
-        return torch.promote_types(gradient, torch.float32)
+    def memory_dtype_of(self, gradient: torch.dtype) -> torch.dtype:
+        return memory_dtype(self.memory_dtype, gradient)
 
-    def memory_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        # Two copies: the memory before the step and the one after it, for roll-back.
-        return 2 * numel * self.dtype_of_memory(dtype).itemsize
+    def memory_bytes(self, numel: int, dtype: torch.dtype, world_size: int) -> int:
+        return two_copies(numel, self.memory_dtype_of(dtype))
 
-    def aggregate(self, bucket: Bucket, exchange: Exchange, memory: ErrorMemory, key: Key) -> None:
+    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
         g = bucket.flat
-        e, x = memory.open(bucket, self.dtype_of_memory(g.dtype))
-        torch.add(g, e, out=x)
-        transfer = self.transfer(bucket, exchange, key)
-        message = transfer.encode(g.copy_(x))
-        transfer.subtract(message, x)
-        _write_mean(transfer, message, g, x)
-
-
-def _write_mean(
-    transfer: Transfer, message: list[tuple[Tensor, ...]], g: Tensor, e: Tensor
-) -> None:
-    wide = torch.promote_types(g.dtype, e.dtype)
-    if wide == g.dtype:
-        transfer.mean(message, out=g)
-        return
-    mean = torch.empty_like(g, dtype=wide)
-    transfer.mean(message, out=mean)
-    g.copy_(mean)
-    e.add_(mean.sub_(g))
+        e, x = state.worker.open(bucket, self.memory_dtype_of(g.dtype))
+        transfer = self.transfer(bucket, exchange, state, key)
+        transfer.encode_sum(g, e, x)
+        transfer.subtract(x)
+        write_mean(transfer, g, x)

@@ -3,19 +3,19 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torchcomp.aggregators.base import Aggregator
+from torchcomp.aggregators.one_way import OneWay
 from torchcomp.bucket import Bucket
 from torchcomp.compressors import Compressor, Identity
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
-from torchcomp.memory import ErrorMemory
+from torchcomp.state import State
 
 _DENSE = Identity()
 _LARGE = 10**6
 
 
 @dataclass(frozen=True)
-class Mean(Aggregator):
+class Mean(OneWay):
     """``mean`` is what DDP does; ``mean(C)`` averages C(gradient), and a bare ``C`` means the same.
 
     1. message = C(g)
@@ -25,7 +25,7 @@ class Mean(Aggregator):
 
     Attributes:
         compressor: applied to each rank's gradient.
-        exchange: "sum", "gather", or "auto" (sum where messages can be added).
+        exchange: "sum", "gather", "sharded" or "auto" (see OneWay).
     """
 
     name: ClassVar[str] = "mean"
@@ -34,6 +34,7 @@ class Mean(Aggregator):
 
     @property
     def loses(self) -> bool:
+        """Whether it leaves a large part of the gradient out, for good."""
         alpha = self.compressor.alpha(_LARGE)
         return self.compressor.omega(_LARGE) is None and (alpha is None or alpha < 0.5)
 
@@ -46,7 +47,7 @@ class Mean(Aggregator):
     def transparent(self) -> bool:
         return isinstance(self.compressor, Identity)
 
-    def aggregate(self, bucket: Bucket, exchange: Exchange, memory: ErrorMemory, key: Key) -> None:
-        transfer = self.transfer(bucket, exchange, key)
-        message = transfer.encode(bucket.flat)
-        transfer.mean(message, out=bucket.flat)
+    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
+        transfer = self.transfer(bucket, exchange, state, key)
+        transfer.encode(bucket.flat)
+        transfer.mean(out=bucket.flat)

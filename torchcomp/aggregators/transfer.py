@@ -1,76 +1,140 @@
-"""Transfer: from every rank's message to the mean, by one of two collectives.
+"""Transfer: from every rank's message to the mean, by one of three routes.
 
 "sum" divides by the number of ranks first, as plain DDP does, and adds the messages on the way.
 "gather" hands every rank all messages; each decodes them in rank order, because another order
-rounds differently and the replicas would drift apart.
+rounds differently and the replicas would drift apart. "sharded" is in sharded.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from torchcomp.codec import Codec, Message
+from torchcomp.codec import Codec, Encoded, Message, Selections
 from torchcomp.exchange import Exchange
+from torchcomp.kernels.select import Warm
 from torchcomp.keys import Key
+
+ROUTES = ("sum", "gather", "sharded")
+
+
+class Transfer(Protocol):
+    """One bucket's way through the collectives of a step."""
+
+    def encode(self, x: Tensor) -> None:
+        """Make this rank's message for `x` (1-D, of the bucket's dtype); may overwrite `x`."""
+
+    def encode_sum(self, g: Tensor, e: Tensor, x: Tensor) -> None:
+        """Make this rank's message for ``x = g + e``; writes `x`, may overwrite `g`."""
+
+    def subtract(self, x: Tensor) -> None:
+        """Take what the message carries out of `x`, which it was made from."""
+
+    def mean(self, out: Tensor) -> None:
+        """Exchange messages and write the mean over the ranks to `out`."""
 
 
 @dataclass
-class Transfer:
-    """One bucket's way through a collective.
+class SumTransfer:
+    """All-reduce of messages with one support. See :class:`Transfer`.
 
     Attributes:
         codec: how the bucket is encoded.
         exchange: the collectives of the group.
-        collective: "sum" or "gather".
         key: key of the encoding.
     """
 
     codec: Codec
     exchange: Exchange
-    collective: str
     key: Key
 
-    def encode(self, x: Tensor) -> Message:
-        """This rank's message for `x` (1-D, of the codec's dtype); `x` may be overwritten.
+    def encode(self, x: Tensor) -> None:
+        # As plain DDP does it: times the reciprocal, which rounds unlike a division.
+        scaled = x.mul_(1.0 / self.exchange.world_size)
+        self._message = spoiled(self.codec.encode(scaled, self.key), scaled, self.codec)
 
-        A vector with a NaN or an infinity is sent as NaN throughout, so that every rank learns of
-        it, whichever entries were selected.
-        """
-        if self.collective == "sum":
-            # As plain DDP does it: times the reciprocal, which rounds unlike a division.
-            x = x.mul_(1.0 / self.exchange.world_size)
-        message = self.codec.encode(x, self.key)
-        if self.codec.compressor.elementwise:
-            return message
-        poison = nan_unless_finite(x)
-        return [tuple(_spoil(part, poison) for part in parts) for parts in message]
+    def encode_sum(self, g: Tensor, e: Tensor, x: Tensor) -> None:
+        torch.add(g, e, out=x)
+        self.encode(g.copy_(x))
 
-    def subtract(self, message: Message, x: Tensor) -> None:
-        """Take what `message` carries out of `x`, which it was made from."""
-        scale = self.exchange.world_size if self.collective == "sum" else 1
-        self.codec.accumulate(message, x, self.key, weight=-scale)
+    def subtract(self, x: Tensor) -> None:
+        self.codec.subtract(self._message, x, self.key, weight=self.exchange.world_size)
 
-    def mean(self, message: Message, out: Tensor) -> None:
-        """Exchange `message` and write the mean over the ranks to `out`."""
-        if self.collective == "sum":
-            self._mean_by_sum(message, out)
-        else:
-            self._mean_by_gather(message, out)
-
-    def _mean_by_sum(self, message: Message, out: Tensor) -> None:
-        values = [parts[0] for parts in message]
+    def mean(self, out: Tensor) -> None:
+        values = [encoded.parts[0] for encoded in self._message]
         total = values[0] if len(values) == 1 else torch.cat(values)
         self.exchange.sum(total)
         summed = torch.split(total, [value.numel() for value in values])
-        self.codec.decode_into([(value,) for value in summed], out, self.key)
+        self.codec.decode_into([Encoded((value,)) for value in summed], out, self.key)
 
-    def _mean_by_gather(self, message: Message, out: Tensor) -> None:
-        received = self.exchange.gather(self.codec.pack(message))
+
+@dataclass
+class GatherTransfer:
+    """All-gather of messages. See :class:`Transfer`.
+
+    Attributes:
+        codec: how the bucket is encoded.
+        exchange: the collectives of the group.
+        key: key of the encoding.
+        warm: what earlier selections left, one for each vector.
+    """
+
+    codec: Codec
+    exchange: Exchange
+    key: Key
+    warm: Sequence[Warm]
+
+    def encode(self, x: Tensor) -> None:
+        self._encode(x, None)
+
+    def encode_sum(self, g: Tensor, e: Tensor, x: Tensor) -> None:
+        chosen = self.codec.select_sum(g, e, x, self.warm)
+        self._encode(narrowed(x, g), chosen)
+
+    def subtract(self, x: Tensor) -> None:
+        self.codec.subtract(self._message, x, self.key)
+
+    def mean(self, out: Tensor) -> None:
         out.zero_()
-        for raw in received:
-            self.codec.accumulate(self.codec.unpack(raw), out, self.key)
+        for sender, received in enumerate(self.exchange.gather(self._frame)):
+            add_frame(self.codec, self.exchange, sender, received, out, self.key)
         out.div_(self.exchange.world_size)
+
+    def _encode(self, x: Tensor, selections: Selections | None) -> None:
+        self._message = spoiled(self.codec.encode(x, self.key, selections), x, self.codec)
+        # At once, because a message may be a view of what it was made from.
+        self._frame = torch.empty(self.codec.framed, dtype=torch.uint8, device=x.device)
+        self.codec.pack(self._message, self._frame)
+
+
+def add_frame(
+    codec: Codec, exchange: Exchange, sender: int, frame: Tensor, out: Tensor, key: Key
+) -> None:
+    """Check and decode the frame that `sender` sent, adding it to `out`."""
+    if codec.nbytes:
+        payload = exchange.receive(sender, frame, codec.nbytes)
+        codec.accumulate(codec.unpack(payload), out, key)
+
+
+def narrowed(x: Tensor, g: Tensor) -> Tensor:
+    """`x` in the dtype of `g`: itself, or written to `g`."""
+    return x if x.dtype == g.dtype else g.copy_(x)
+
+
+def spoiled(message: Message, x: Tensor, codec: Codec) -> Message:
+    """`message`, all NaN if `x` has a NaN or an infinity, so that every rank learns of it.
+
+    Compressors that treat every element, or that select those first, need no help in this.
+    """
+    if all(v.compressor.elementwise or v.compressor.selects for v in codec.vectors):
+        return message
+    poison = nan_unless_finite(x)
+    return [
+        Encoded(tuple(_spoil(part, poison) for part in encoded.parts), encoded.index)
+        for encoded in message
+    ]
 
 
 def nan_unless_finite(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torchcomp.component import check_choice, check_count
 from torchcomp.compressors.base import Compressor
 from torchcomp.errors import SpecError
 
-SCOPES = ("bucket", "tensor")
+SCOPES = ("bucket", "tensor", "model")
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Sparsifier(Compressor):
     Attributes:
         ratio: fraction of the entries to keep, in (0, 1]; ceil(ratio * n) are kept, at least one.
         k: number of entries to keep, instead of `ratio`; a shorter vector is kept whole.
-        scope: "bucket" selects within the whole bucket, "tensor" within each parameter by itself.
+        scope: "bucket" selects within the whole bucket, "tensor" within each parameter by itself,
+            "model" among all gradients at once (so the exchange begins when backward has ended).
     """
 
     ratio: float | None = None
@@ -54,6 +55,10 @@ class Sparsifier(Compressor):
     @property
     def per_tensor(self) -> bool:
         return self.scope == "tensor"
+
+    @property
+    def whole_model(self) -> bool:
+        return self.scope == "model"
 
     def kept(self, numel: int) -> int:
         """Number of entries kept of `numel`: at least one of a vector that is not empty."""

@@ -1,15 +1,20 @@
 """TopK: keep the k entries of largest magnitude."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from torchcomp.component import check_choice
 from torchcomp.compressors.sparse import Sparsifier
+from torchcomp.errors import SpecError
+from torchcomp.kernels import elias_fano, quantize
+from torchcomp.kernels.select import Warm, add_and_select, largest
 from torchcomp.keys import Key
-from torchcomp.wire import Field, Layout, Parts, index_dtype
+from torchcomp.wire import Field, Layout, Parts
+
+_FORMATS = ("bf16", "fp16", "int8", "int4")
 
 
 @dataclass(frozen=True)
@@ -17,63 +22,90 @@ class TopK(Sparsifier):
     """``topk(0.01)`` or ``topk(k=5)``: contractive with alpha = k/n.
 
     Among equal magnitudes the lowest index wins, so the result is the same on every machine. NaN
-    and infinities rank above every number. Reference: Stich, Cordonnier, Jaggi, "Sparsified SGD
-    with memory", NeurIPS 2018.
+    and infinities rank above every number. Indices travel as an Elias-Fano code. Reference: Stich,
+    Cordonnier, Jaggi, "Sparsified SGD with memory", NeurIPS 2018.
+
+    Attributes:
+        values: how the kept values travel: "bf16", "fp16", "int8" or "int4" (the last two with a
+            scale for every 128 values); by default in the gradient's dtype.
+        rounding: "nearest" or "stochastic" (unbiased), for "int8" and "int4".
     """
 
     name: ClassVar[str] = "topk"
+    selects: ClassVar[bool] = True
+
+    values: str | None = None
+    rounding: str = "nearest"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.values is not None:
+            check_choice(self, "values", _FORMATS)
+        check_choice(self, "rounding", ("nearest", "stochastic"))
+        if self.rounding == "stochastic" and self.values not in ("int8", "int4"):
+            raise SpecError(
+                'topk: rounding="stochastic" goes with values="int8" or "int4", because only these '
+                "have evenly spaced levels to choose between",
+                "rounding",
+            )
+
+    def exactly(self, count: int) -> "TopK":
+        """The same compressor, keeping `count` (at least 1) entries."""
+        return replace(self, ratio=None, k=count)
 
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         k = self.kept(numel)
-        return (Field("index", index_dtype(numel), k), Field("values", dtype, k))
+        index = Field("index", torch.uint8, elias_fano.nbytes(numel, k))
+        if self.values is None:
+            return (Field("values", dtype, k), index)
+        return (*quantize.layout(self.values, k), index)
+
+    def select(self, x: Tensor) -> Tensor:
+        return largest(x, self.kept(x.numel()))
+
+    def select_sum(self, g: Tensor, e: Tensor, out: Tensor, warm: Warm) -> Tensor:
+        return add_and_select(g, e, out, self.kept(g.numel()), warm)
 
     def compress(self, x: Tensor, key: Key) -> Parts:
-        index = largest(x, self.kept(x.numel()))
-        return index.to(index_dtype(x.numel())), x[index]
+        return self.compress_entries(x, None, key)
+
+    def compress_entries(self, x: Tensor, index: Tensor | None, key: Key) -> Parts:
+        chosen = self.select(x) if index is None else index
+        values = x[chosen]
+        code = elias_fano.encode(chosen, x.numel())
+        if self.values is None:
+            return (values, code)
+        noise = key.private() if self.rounding == "stochastic" else None
+        return (*quantize.encode(values, self.values, noise), code)
+
+    def subtract(
+        self, parts: Parts, x: Tensor, key: Key, index: Tensor | None, weight: float = 1.0
+    ) -> None:
+        if index is None:
+            super().subtract(parts, x, key, index, weight)
+        else:
+            values = self._values(parts, self.kept(x.numel()), x.dtype)
+            x[index] = x[index].sub_(values, alpha=weight)
 
     def accumulate(self, parts: Parts, out: Tensor, key: Key, weight: float = 1.0) -> None:
-        index, values = parts
-        out.index_add_(0, index.long(), values.to(out.dtype), alpha=weight)
+        k = self.kept(out.numel())
+        index, intact = elias_fano.decode(parts[-1], out.numel(), k)
+        values = self._values(parts, k, out.dtype)
+        # Indices that no sender writes decode to NaN, which stops the step on all ranks.
+        values = torch.where(intact, values, torch.nan)
+        out.index_add_(0, index, values, alpha=weight)
+
+    def _values(self, parts: Parts, k: int, dtype: torch.dtype) -> Tensor:
+        if self.values is None:
+            return parts[0].to(dtype)
+        return quantize.decode(parts[:-1], k, self.values, dtype)
 
     def alpha(self, numel: int) -> float:
-        return self.kept(numel) / numel if numel else 1.0
+        if not numel:
+            return 1.0
+        k = self.kept(numel)
+        lost = 0.0 if self.values is None else quantize.error_bound(self.values, k)
+        return k / numel * (1.0 - lost)
 
     def omega(self, numel: int) -> None:
         return None
-
-
-def largest(x: Tensor, k: int) -> Tensor:
-    """Indices, ascending, of the `k` entries of largest magnitude; ties go to the lowest index.
-
-    Args:
-        x: 1-D floating-point tensor; NaN counts as infinite.
-        k: at most ``x.numel()``.
-
-    Returns:
-        1-D int64 tensor of `k` distinct indices, on the device of `x`.
-    """
-    if k in (0, x.numel()):
-        return torch.arange(k, device=x.device)
-    magnitude = x.detach().abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
-    select = largest_on_host if x.device.type == "cpu" else largest_on_device
-    return select(magnitude, k)
-
-
-def largest_on_host(magnitude: Tensor, k: int) -> Tensor:
-    """The selection by NumPy, whose partition is vectorised: many times faster than torch.topk."""
-    # NumPy knows no bfloat16 and is slow at float16; both convert exactly.
-    wide = magnitude.to(torch.promote_types(magnitude.dtype, torch.float32)).numpy()
-    threshold = np.partition(wide, -k)[-k]
-    above = np.flatnonzero(wide > threshold)
-    tied = np.flatnonzero(wide == threshold)[: k - above.size]
-    return torch.from_numpy(np.sort(np.concatenate([above, tied])))
-
-
-def largest_on_device(magnitude: Tensor, k: int) -> Tensor:
-    """The selection in static shapes, so that the host never waits for an accelerator."""
-    threshold = torch.topk(magnitude, k, sorted=False).values.min()
-    above = magnitude > threshold
-    tied = magnitude == threshold
-    room = k - above.sum()
-    chosen = above | (tied & (tied.cumsum(0) <= room))
-    return torch.nonzero_static(chosen, size=k).squeeze(1)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import checkpoint
 from torchcomp.aggregators import Aggregator
-from torchcomp.bucket import Bucket, Group
+from torchcomp.bucket import Bucket, Group, Shard, merge, shards
 from torchcomp.component import Component
 from torchcomp.ddp.assembly import Assembly
 from torchcomp.ddp.executors import Executor
@@ -21,19 +21,23 @@ from torchcomp.ddp.unused import UnusedWatch
 from torchcomp.errors import UnsupportedModelError
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
-from torchcomp.memory import ErrorMemory
 from torchcomp.nonfinite import FiniteWatch
 from torchcomp.spec import parse_aggregator
+from torchcomp.state import State
 from torchcomp.stats import Meter, Stats
 
-_STATE_KEYS = ("step", "seed", "scale", "delivering", "groups", "traffic", "shapes", "error")
+_STATE_KEYS = (
+    *("step", "seed", "scale", "delivering", "groups", "traffic"),
+    *("shapes", "strides", "error", "buckets", "owner"),
+)
 _ADVICE = {
     "spec": "register that method, load, and then handle.swap(...) to the new one",
     "world_size": "torchcomp.redistribute(states, world_size) makes it fit",
 }
-_NOTHING_KEPT = (
-    "Nothing of this step entered the error memory, and no parameter has changed. If a GradScaler "
-    "is meant to skip such steps, hand it over: torchcomp.register(model, spec, scaler=scaler)"
+_NOTHING_KEPT = "Nothing of this step entered the error memory, and no parameter has changed."
+_SCALER = (
+    f"{_NOTHING_KEPT} If a GradScaler is meant to skip such steps, hand it over: "
+    "torchcomp.register(model, spec, scaler=scaler)"
 )
 
 Future = torch.futures.Future[Tensor]
@@ -83,7 +87,7 @@ class Handle:
         self._scale = 1.0
         may_leave_unused = bool(model.find_unused_parameters) and not model.static_graph
         self._unused = UnusedWatch(parameters) if may_leave_unused else None
-        self._memory = ErrorMemory()
+        self._state = State()
         self._meter = Meter()
         self._step = 0
         self._in_backward = False
@@ -92,6 +96,7 @@ class Handle:
         self._verified = False
         self._delivering = False
         self._failure: Exception | None = None
+        self._buckets = groups
         self._use(aggregator)
         self._finalizer = weakref.finalize(self, executor.close)
 
@@ -106,8 +111,9 @@ class Handle:
     @property
     def stats(self) -> Stats:
         """Counters of this rank: bytes of the last step and in all, and norms of the memory."""
-        norms = {name: float(part.norm()) for name, part in self._memory.items()}
-        return self._meter.snapshot(self._step, self._step, norms)
+        norms = {name: float(part.norm()) for name, part in self._state.worker.items()}
+        owed = {name: float(part.norm()) for name, part in self._state.owner.items()}
+        return self._meter.snapshot(self._step, self._step, norms, owed)
 
     def swap(self, spec: str | Component) -> str:
         """Change the method between two steps; to be called on all ranks alike.
@@ -131,7 +137,7 @@ class Handle:
 
         aggregator = self._exchange.agree("handle.swap", {"spec": spec}, build)
         self._use(aggregator)
-        if not any(True for _ in self._memory.items()):
+        if not any(True for _ in self._state.worker.items()):
             self._delivering = False
             return "There is no error memory yet."
         self._delivering = not aggregator.remembers
@@ -157,7 +163,10 @@ class Handle:
             "groups": [list(group) for group in self._groups],
             "traffic": self._meter.state_dict(),
             "shapes": checkpoint.shapes(self._parameters),
-            "error": checkpoint.shaped(self._memory.items(), self._parameters),
+            "strides": checkpoint.strides(self._parameters),
+            "error": checkpoint.shaped(self._state.worker.items(), self._parameters),
+            "buckets": [list(group) for group in self._buckets],
+            "owner": {name: part.clone() for name, part in self._state.owner.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -173,7 +182,14 @@ class Handle:
         self._require_idle("load_state_dict")
         checkpoint.check_header(state, str(self._aggregator), self._exchange, _STATE_KEYS, _ADVICE)
         checkpoint.check_shapes(state["shapes"], self._parameters)
-        self._memory.load(checkpoint.flat(state["error"], self._parameters))
+        buckets = tuple(tuple(bucket) for bucket in state["buckets"])
+        owned = self._owned(buckets)
+        checkpoint.check_owner(state, owned, self._parameters)
+        error = checkpoint.flat(state["error"], self._parameters)
+        self._state.clear()
+        self._state.worker.load(error)
+        self._state.owner.load(checkpoint.on_devices(state["owner"], self._parameters))
+        self._buckets = buckets
         self._step = state["step"]
         self._seed = state["seed"]
         self._scale = state["scale"]
@@ -200,7 +216,20 @@ class Handle:
 
     def _use(self, aggregator: Aggregator) -> None:
         self._aggregator = aggregator
-        self._assembly = Assembly(self._groups if aggregator.depends_on_grouping else None)
+        merged = merge(self._groups, self._parameters) if aggregator.whole_model else self._groups
+        if merged != self._buckets or not aggregator.owes:
+            self._state.settle(self._owned(self._buckets), self._exchange.world_size)
+        self._buckets = merged
+        self._assembly = Assembly(merged if aggregator.depends_on_grouping else None)
+
+    def _owned(self, buckets: tuple[Group, ...]) -> list[Shard]:
+        """This rank's shard of each bucket."""
+        rank, world_size = self._exchange.rank, self._exchange.world_size
+        sizes = [tuple(self._parameters[name].numel() for name in names) for names in buckets]
+        return [
+            shards(names, each, world_size)[rank]
+            for names, each in zip(buckets, sizes, strict=True)
+        ]
 
     def _require_idle(self, call: str) -> None:
         if self._in_backward:
@@ -247,7 +276,8 @@ class Handle:
         self._failure = None
         self._deliveries: list[Delivery] = []
         # Whatever an earlier step left unfinished, by an error in the middle of it, never was.
-        self._memory.rollback()
+        self._state.rollback()
+        self._exchange.forget()
         self._assembly.begin()
         self._finite = FiniteWatch()
         self._follow_scale()
@@ -255,7 +285,7 @@ class Handle:
     def _follow_scale(self) -> None:
         scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
         if scale != self._scale:
-            self._memory.scale(scale / self._scale)
+            self._state.scale(scale / self._scale)
             self._scale = scale
 
     # Runs in the executor, bucket by bucket.
@@ -280,7 +310,7 @@ class Handle:
             self._aggregate(bucket)
         if delivery.is_last:
             if self._unused is not None:
-                self._unused.undo(self._exchange, self._memory)
+                self._unused.undo(self._exchange, self._state)
                 self._unused.reset()
             self._settle()
 
@@ -290,32 +320,35 @@ class Handle:
             self._finite.before(bucket)
         if self._delivering:
             wide = torch.promote_types(bucket.flat.dtype, torch.float32)
-            memory, rest = self._memory.open(bucket, wide)
+            memory, rest = self._state.worker.open(bucket, wide)
             bucket.flat.copy_(memory + bucket.flat)
             rest.zero_()
         key = Key(self._seed, self._step, rank=self._exchange.rank)
-        self._aggregator.aggregate(bucket, self._exchange, self._memory, key)
+        self._aggregator.aggregate(bucket, self._exchange, self._state, key)
         if guarded:
             self._finite.after(bucket)
 
     def _settle(self) -> None:
         nbytes = sum(p.nbytes for p in self._parameters.values())
         self._meter.record(self._exchange.take_traffic(nbytes))
+        self._exchange.require_intact(f"step {self._step + 1}", _NOTHING_KEPT)
         if self._finite.all_finite():
-            self._memory.commit()
+            self._state.commit()
             self._end_delivery()
         else:
-            self._memory.rollback()
+            self._state.rollback()
             if self._scaler is None:
                 where = f"a gradient of step {self._step + 1}"
-                raise self._finite.error(self._exchange, where, _NOTHING_KEPT)
+                raise self._finite.error(self._exchange, where, _SCALER)
         self._step += 1
 
     def _end_delivery(self) -> None:
         # What belongs to a parameter that no rank used waits for a step that uses it.
-        waiting = self._delivering and any(bool(part.any()) for _, part in self._memory.items())
+        waiting = self._delivering and any(
+            bool(part.any()) for _, part in self._state.worker.items()
+        )
         if self._delivering and not waiting:
-            self._memory.clear()
+            self._state.clear()
             self._delivering = False
 
     def _verify(self) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import wire
-from torchcomp.aggregators import Aggregator
+from torchcomp.aggregators import Aggregator, Mean
 from torchcomp.bucket import Group, partition
 from torchcomp.component import Component
 from torchcomp.ddp.checks import (
@@ -70,7 +70,7 @@ def register(
     handle = Handle(model, parameters, groups, aggregator, exchange, executor, seed, scaler)
     model.register_comm_hook(handle, hook)
     setattr(model, OWNER, f"torchcomp.register('{aggregator}')")
-    if aggregator.loses and exchange.rank == 0:
+    if isinstance(aggregator, Mean) and aggregator.loses and exchange.rank == 0:
         _log.warning(
             "%s keeps no error memory: what it does not send is lost; ef(%s) sends it later",
             aggregator,

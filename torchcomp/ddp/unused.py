@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchcomp.bucket import Bucket
 from torchcomp.exchange import Exchange
-from torchcomp.memory import ErrorMemory
+from torchcomp.state import State
 
 
 class UnusedWatch:
@@ -38,15 +38,15 @@ class UnusedWatch:
             if name not in self._used:
                 self._before[name] = (part, part.clone())
 
-    def undo(self, exchange: Exchange, memory: ErrorMemory) -> None:
-        """Put bucket and memory back for every parameter that no rank used."""
+    def undo(self, exchange: Exchange, state: State) -> None:
+        """Put bucket and memories back for every parameter that no rank used."""
         used = torch.tensor([name in self._used for name in self._names], dtype=torch.uint8)
         flags = exchange.any_rank(used.to(exchange.device)).tolist()
         unused = [name for name, flag in zip(self._names, flags, strict=True) if not flag]
         for name in unused:
             part, before = self._before[name]
             part.copy_(before)
-        memory.keep(unused)
+        state.keep(unused)
 
     def reset(self) -> None:
         """Begin to watch for the next exchange."""

@@ -1,0 +1,337 @@
+"""Sharded exchange: entries go to the rank that owns their part of the bucket, and answers come back.
+
+Every rank owns a contiguous part, its shard. A step is straight-line:
+
+1. up:   all-to-all, every rank sends each owner the entries that lie in its shard
+2. own:  the owner averages them in rank order and, if it remembers, adds what it owes
+3. down: all-gather, the owners' answers go to everybody
+
+What a rank sends and receives does not grow with the number of ranks. Messages of compressors that
+treat shards by themselves have fixed sizes. A selection from the whole bucket ("exact") puts any
+number of entries into a shard, so counts travel first, and for the answer the owners agree on a
+threshold (agreement.py).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from torchcomp.aggregators.agreement import agree, agreement_load, chosen, order_bits
+from torchcomp.aggregators.transfer import add_frame, narrowed, spoiled
+from torchcomp.bucket import Bucket, Shard, shards
+from torchcomp.codec import Codec, Message, Selections, Vector, codec
+from torchcomp.compressors import Compressor
+from torchcomp.errors import WireError
+from torchcomp.exchange import Exchange, Load
+from torchcomp.kernels.select import add_and_select
+from torchcomp.keys import Key
+from torchcomp.state import State
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The elements of one vector that lie in one shard.
+
+    Attributes:
+        vector: the vector's place in the bucket's codec.
+        name: of the vector and the place where the piece begins.
+        start: first element within the shard.
+        stop: one past the last element.
+    """
+
+    vector: int
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one bucket's shards are encoded in one direction.
+
+    Attributes:
+        role: "up" or "down"; part of the key, so that the two draw different numbers.
+        compressor: of this direction.
+        exact: whether it selects from whole vectors of the bucket.
+        names: parameter names of the bucket, in order.
+        sizes: number of elements of each.
+        dtype: of the values on the wire.
+        world_size: number of ranks.
+    """
+
+    role: str
+    compressor: Compressor
+    exact: bool
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    world_size: int
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """The bucket's parts, by owner."""
+        return shards(self.names, self.sizes, self.world_size)
+
+    @cached_property
+    def whole(self) -> Codec:
+        """The codec of the bucket as one."""
+        return codec(self.compressor, self.names, self.sizes, self.dtype)
+
+    @cached_property
+    def fixed(self) -> list[Codec]:
+        """By owner, the codec of a shard that is compressed by itself."""
+        return [
+            codec(self.compressor, self._names(part), part.sizes, self.dtype)
+            for part in self.shards
+        ]
+
+    @cached_property
+    def pieces(self) -> list[list[Piece]]:
+        """By owner, the vectors of the whole bucket, cut to a shard."""
+        return [list(self._cut(part)) for part in self.shards]
+
+    @cached_property
+    def widths(self) -> list[list[int]]:
+        """By vector, the elements of its piece in each shard."""
+        table = [[0] * self.world_size for _ in self.whole.vectors]
+        for owner, pieces in enumerate(self.pieces):
+            for piece in pieces:
+                table[piece.vector][owner] = piece.stop - piece.start
+        return table
+
+    def counted(self, owner: int, counts: Sequence[int]) -> Codec:
+        """The codec of a shard that holds `counts` entries of its pieces."""
+        vectors = []
+        for piece, count in zip(self.pieces[owner], counts, strict=True):
+            if count:
+                exactly = self.compressor.exactly(count)
+                layout = exactly.layout(piece.stop - piece.start, self.dtype)
+                vectors.append(Vector(piece.name, piece.start, piece.stop, exactly, layout))
+        return Codec(tuple(vectors), self.dtype)
+
+    def kept(self, vector: int) -> int:
+        """Entries that are kept of one vector of the whole bucket."""
+        return self.compressor.kept(sum(self.widths[vector]))
+
+    def framed(self, owner: int) -> int:
+        """Bytes of a shard's frame; for a selection from the whole, if it is spread evenly."""
+        if not self.exact:
+            return self.fixed[owner].framed
+        even = [
+            self.kept(piece.vector) * (piece.stop - piece.start) // sum(self.widths[piece.vector])
+            for piece in self.pieces[owner]
+        ]
+        return self.counted(owner, even).framed
+
+    def _names(self, part: Shard) -> tuple[str, ...]:
+        return tuple(f"{self.role} {name} from {part.start}" for name in part.names)
+
+    def _cut(self, part: Shard) -> Iterator[Piece]:
+        for place, vector in enumerate(self.whole.vectors):
+            start, stop = max(vector.start, part.start), min(vector.stop, part.stop)
+            if start < stop:
+                name = f"{self.role} {vector.name} from {part.start}"
+                yield Piece(place, name, start - part.start, stop - part.start)
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    role: str,
+    compressor: Compressor,
+    selection: str,
+    names: tuple[str, ...],
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    world_size: int,
+) -> Plan:
+    """The :class:`Plan` of one direction; `selection` is "exact" or "shard"."""
+    exact = selection == "exact" and compressor.selects
+    return Plan(role, compressor, exact, names, sizes, dtype, world_size)
+
+
+@dataclass
+class ShardedTransfer:
+    """One bucket's way to the owners and back. See :class:`transfer.Transfer`.
+
+    Attributes:
+        up: how entries are encoded for the owners.
+        down: how the owners encode their answers.
+        exchange: the collectives of the group.
+        key: key of the encodings.
+        state: the owner's memory, and what earlier selections left.
+        dtype: in which the owner adds up.
+        remembers: whether the owner keeps what its answer leaves out.
+    """
+
+    up: Plan
+    down: Plan
+    exchange: Exchange
+    key: Key
+    state: State
+    dtype: torch.dtype
+    remembers: bool
+
+    def encode(self, x: Tensor) -> None:
+        chosen = [v.compressor.select(x[v.span]) for v in self.up.whole.vectors]
+        self._encode(x, chosen if self.up.exact else None)
+
+    def encode_sum(self, g: Tensor, e: Tensor, x: Tensor) -> None:
+        codecs = [self.up.whole] if self.up.exact else self.up.fixed
+        spans = [slice(None)] if self.up.exact else [part.span for part in self.up.shards]
+        selections: Selections = []
+        for place, (c, span) in enumerate(zip(codecs, spans, strict=True)):
+            warm = self.state.warm(f"up {place}", self.up.names, len(c.vectors))
+            selections += c.select_sum(g[span], e[span], x[span], warm)
+        self._encode(narrowed(x, g), selections)
+
+    def subtract(self, x: Tensor) -> None:
+        for c, part, message in zip(self._codecs, self.up.shards, self._messages, strict=True):
+            c.subtract(message, x[part.span], self.key)
+
+    def mean(self, out: Tensor) -> None:
+        total = self._collect(out.device)
+        self._answer(total.div_(self.exchange.world_size), out)
+
+    def _encode(self, x: Tensor, selections: Selections | None) -> None:
+        if self.up.exact:
+            self._codecs, self._counts, selections = _cut(self.up, selections or [])
+        else:
+            self._codecs = self.up.fixed
+        left = iter(selections or [None] * sum(len(c.vectors) for c in self._codecs))
+        self._sizes = [c.framed for c in self._codecs]
+        self._outgoing = torch.empty(sum(self._sizes), dtype=torch.uint8, device=x.device)
+        frames = torch.split(self._outgoing, self._sizes)
+        self._messages = []
+        for c, part, frame in zip(self._codecs, self.up.shards, frames, strict=True):
+            message = c.encode(x[part.span], self.key, [next(left) for _ in c.vectors])
+            self._messages.append(spoiled(message, x, c))
+            c.pack(self._messages[-1], frame)
+
+    def _collect(self, device: torch.device) -> Tensor:
+        """The sum of all ranks' entries for the shard that this rank owns."""
+        arriving = self._arriving()
+        incoming = [c.framed for c in arriving]
+        received = self.exchange.scatter(self._outgoing, self._sizes, incoming)
+        frames = torch.split(received, incoming)
+        part = self.up.shards[self.exchange.rank]
+        total = torch.zeros(part.stop - part.start, dtype=self.dtype, device=device)
+        for sender, (c, frame) in enumerate(zip(arriving, frames, strict=True)):
+            add_frame(c, self.exchange, sender, frame, total, self.key)
+        return total
+
+    def _arriving(self) -> list[Codec]:
+        """The codec of each rank's message to this one."""
+        rank, world_size = self.exchange.rank, self.exchange.world_size
+        if not self.up.exact:
+            return [self.up.fixed[rank]] * world_size
+        counts = torch.tensor(sum(self._counts, []), dtype=torch.int64, device=self.exchange.device)
+        here = len(self.up.pieces[rank])
+        sizes = [len(pieces) for pieces in self.up.pieces]
+        received = self.exchange.scatter(counts, sizes, [here] * world_size)
+        rows = received.view(world_size, here).tolist()
+        for sender, row in enumerate(rows):
+            _check_counts(sender, row, self.up.pieces[rank])
+        return [self.up.counted(rank, row) for row in rows]
+
+    def _answer(self, mean: Tensor, out: Tensor) -> None:
+        rank = self.exchange.rank
+        codecs, selections, rest = self._choose(mean)
+        mine = codecs[rank]
+        answer = rest.to(self.down.dtype)
+        message = spoiled(mine.encode(answer, self.key, selections), answer, mine)
+        frame = torch.empty(mine.framed, dtype=torch.uint8, device=out.device)
+        mine.pack(message, frame)
+        if self.remembers:
+            mine.subtract(message, rest, self.key)
+        sizes = [c.framed for c in codecs]
+        frames = torch.split(self.exchange.gather_varied(frame, sizes), sizes)
+        out.zero_()
+        for owner, part in enumerate(self.down.shards):
+            add_frame(codecs[owner], self.exchange, owner, frames[owner], out[part.span], self.key)
+
+    def _choose(self, mean: Tensor) -> tuple[list[Codec], Selections | None, Tensor]:
+        """Codecs of all answers, this owner's selections, and what it selected them from."""
+        if not self.remembers:
+            return self.down.fixed, None, mean
+        part = self.down.shards[self.exchange.rank]
+        owed, rest = self.state.owner.open(Bucket(part.names, part.sizes, mean), self.dtype)
+        if self.down.exact:
+            return (*self._agree(mean, owed, rest), rest)
+        mine = self.down.fixed[self.exchange.rank]
+        warm = self.state.warm("down", self.down.names, len(mine.vectors))
+        return self.down.fixed, mine.select_sum(mean, owed, rest, warm), rest
+
+    def _agree(self, mean: Tensor, owed: Tensor, rest: Tensor) -> tuple[list[Codec], Selections]:
+        """Select from the whole bucket, whose parts the owners hold."""
+        rank = self.exchange.rank
+        warm = self.state.warm("down", self.down.names, len(self.down.whole.vectors))
+        spans = {piece.vector: slice(piece.start, piece.stop) for piece in self.down.pieces[rank]}
+        counts: list[list[int]] = [[] for _ in range(self.exchange.world_size)]
+        selections: Selections = []
+        for place, widths in enumerate(self.down.widths):
+            k = self.down.kept(place)
+            if not k:
+                continue
+            sizes = tuple(min(k, width) for width in widths)
+            span = spans.get(place, slice(0, 0))
+            local = add_and_select(mean[span], owed[span], rest[span], sizes[rank], warm[place])
+            bits = order_bits(rest[span][local])
+            agreed = agree(self.exchange, bits, sizes, k)
+            for owner in (owner for owner, width in enumerate(widths) if width):
+                counts[owner].append(agreed.counts[owner])
+            if agreed.counts[rank]:
+                selections.append(local[chosen(bits, agreed.threshold, agreed.counts[rank])])
+        return [self.down.counted(o, c) for o, c in enumerate(counts)], selections
+
+
+def sharded_load(up: Plan, down: Plan, rank: int) -> Load:
+    """What one bucket moves over a rank's link; about, where a selection is exact."""
+    load = Load()
+    others = [owner for owner in range(up.world_size) if owner != rank]
+    load.add(Load(sent=sum(up.framed(o) for o in others), received=len(others) * up.framed(rank)))
+    load.add(
+        Load(sent=len(others) * down.framed(rank), received=sum(down.framed(o) for o in others))
+    )
+    if up.exact:
+        sent = sum(len(up.pieces[o]) for o in others)
+        load.add(Load(sent=8 * sent, received=8 * len(others) * len(up.pieces[rank])))
+    if down.exact:
+        itemsize = max(4, down.dtype.itemsize)
+        for place, widths in enumerate(down.widths):
+            sizes = tuple(min(down.kept(place), width) for width in widths)
+            if any(sizes):
+                load.add(agreement_load(sizes, itemsize, rank))
+    return load
+
+
+def _cut(up: Plan, selections: Selections) -> tuple[list[Codec], list[list[int]], Selections]:
+    """Divide selections from the whole bucket among the shards."""
+    held: dict[tuple[int, int], Tensor] = {}
+    indices = [index for index in selections if index is not None]
+    for place, (vector, index) in enumerate(zip(up.whole.vectors, indices, strict=True)):
+        cuts = torch.tensor([part.start - vector.start for part in up.shards[1:]])
+        stops = torch.searchsorted(index, cuts.to(index)).tolist()
+        for owner, local in enumerate(torch.tensor_split(index, stops)):
+            held[owner, place] = local + (vector.start - up.shards[owner].start)
+    counts = [
+        [held[owner, p.vector].numel() for p in pieces] for owner, pieces in enumerate(up.pieces)
+    ]
+    cut: Selections = [
+        held[owner, p.vector] - p.start
+        for owner, pieces in enumerate(up.pieces)
+        for p in pieces
+        if held[owner, p.vector].numel()
+    ]
+    return [up.counted(owner, row) for owner, row in enumerate(counts)], counts, cut
+
+
+def _check_counts(sender: int, counts: list[int], pieces: list[Piece]) -> None:
+    for count, piece in zip(counts, pieces, strict=True):
+        if not 0 <= count <= piece.stop - piece.start:
+            raise WireError(
+                f"rank {sender} announces {count} entries for a piece of "
+                f"{piece.stop - piece.start} elements ('{piece.name}')"
+            )
