@@ -3,6 +3,7 @@
 from torchcomp.compressors.base import Compressor
 from torchcomp.compressors.cast import Cast
 from torchcomp.compressors.identity import Identity
+from torchcomp.compressors.quantize import Quantize
 from torchcomp.compressors.randk import RandK
 from torchcomp.compressors.topk import TopK
 
@@ -11,6 +12,7 @@ COMPRESSORS: tuple[type[Compressor], ...] = (
     TopK,
     RandK,
     Cast,
+    Quantize,
 )
 
-__all__ = ["COMPRESSORS", "Cast", "Compressor", "Identity", "RandK", "TopK"]
+__all__ = ["COMPRESSORS", "Cast", "Compressor", "Identity", "Quantize", "RandK", "TopK"]

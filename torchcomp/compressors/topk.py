@@ -89,11 +89,10 @@ class TopK(Sparsifier):
 
     def accumulate(self, parts: Parts, out: Tensor, key: Key, weight: float = 1.0) -> None:
         k = self.kept(out.numel())
-        index, intact = elias_fano.decode(parts[-1], out.numel(), k)
         values = self._values(parts, k, out.dtype)
-        # Indices that no sender writes decode to NaN, which stops the step on all ranks.
-        values = torch.where(intact, values, torch.nan)
-        out.index_add_(0, index, values, alpha=weight)
+        intact = elias_fano.accumulate(parts[-1], values, out, weight)
+        # Indices that no sender writes leave a NaN, which stops the step on all ranks.
+        out[:1].add_(torch.where(intact, 0.0, torch.nan))
 
     def _values(self, parts: Parts, k: int, dtype: torch.dtype) -> Tensor:
         if self.values is None:

@@ -27,18 +27,25 @@ fills the low part's last byte is zero. So intact strings and sets match one to 
 
 In parallel: when encoding, the bits of an entry depend on the entry and its rank i alone. When
 decoding, a prefix sum of the set bits of each word says which ranks a word of the high part holds.
+
+On a CPU with Numba :mod:`.elias_fano_numba` does the work; elsewhere, accelerators included, plain
+torch does (:mod:`.elias_fano_torch`), with the same results.
 """
 
 import functools
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from torchcomp.kernels import elias_fano_torch
+from torchcomp.kernels.backend import numba_form
+
+_FAST_DTYPES = (torch.float32, torch.float64)
 
 
 def nbytes(n: int, k: int) -> int:
-    """Bytes that the code of any k of n indices takes."""
+    """Bytes that the code of any k of n indices takes; 0 <= k <= n < 2^56."""
     return 0 if k in (0, n) else _nbytes(n, k, low_bits(n, k))
 
 
@@ -62,11 +69,31 @@ def encode(index: Tensor, n: int) -> Tensor:
 
     Returns:
         1-D uint8 of ``nbytes(n, k)`` elements, k being the number of indices.
+
+    Raises:
+        ValueError: on a CPU, if the indices are not as above. An accelerator does not look.
     """
     k = index.numel()
     if k in (0, n):
         return index.new_empty(0, dtype=torch.uint8)
-    return elias_fano_torch.encode(index, n, low_bits(n, k))
+    low, fast = low_bits(n, k), _fast(index)
+    if fast is not None:
+        out = torch.empty(nbytes(n, k), dtype=torch.uint8)
+        _require(fast.encode(index.numpy(), n, low, out.numpy()), n)
+        return out
+    if index.device.type == "cpu":
+        _require(_ascends(index, n), n)
+    return elias_fano_torch.encode(index, n, low)
+
+
+def _ascends(index: Tensor, n: int) -> bool:
+    inside = index[0] >= 0 and index[-1] < n
+    return bool(inside and (index[1:] > index[:-1]).all())
+
+
+def _require(ascends: bool, n: int) -> None:
+    if not ascends:
+        raise ValueError(f"indices to encode must ascend strictly within [0, {n})")
 
 
 def decode(raw: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
@@ -78,8 +105,8 @@ def decode(raw: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
         k: number of indices.
 
     Returns:
-        1-D int64 of k indices, always within [0, n), and a scalar bool tensor. If that is true the
-        indices ascend strictly and :func:`encode` makes `raw` of them; else they mean nothing.
+        1-D int64 of k strictly ascending indices within [0, n), and a scalar bool tensor. If that
+        is true, :func:`encode` makes `raw` of them; else they are 0, 1, 2, ... and mean nothing.
 
     Raises:
         ValueError: if `raw` has another length.
@@ -89,5 +116,41 @@ def decode(raw: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
             f"the code of {k} of {n} indices takes {nbytes(n, k)} bytes, not {raw.numel()}"
         )
     if k in (0, n):
-        return torch.arange(k, device=raw.device), torch.ones((), dtype=torch.bool).to(raw.device)
-    return elias_fano_torch.decode(raw, n, k, low_bits(n, k))
+        index = torch.arange(k, device=raw.device)
+        return index, torch.ones((), dtype=torch.bool, device=raw.device)
+    low, fast = low_bits(n, k), _fast(raw)
+    if fast is None:
+        return elias_fano_torch.decode(raw, n, k, low)
+    index = torch.empty(k, dtype=torch.int64)
+    intact = fast.decode(raw.numpy(), n, low, index.numpy())
+    return index, torch.tensor(intact)
+
+
+def accumulate(raw: Tensor, values: Tensor, out: Tensor, weight: float = 1.0) -> Tensor:
+    """``out[decode(raw)] += weight * values`` if the code is intact; else `out` stays as it was.
+
+    Args:
+        raw: 1-D uint8 of ``nbytes(n, k)`` elements; their values may be anything.
+        values: 1-D of k elements, of the dtype of `out`.
+        out: 1-D of n elements, floating-point.
+        weight: factor on the values.
+
+    Returns:
+        Whether the code was intact, a scalar bool tensor.
+
+    Raises:
+        ValueError: if `raw` has another length.
+    """
+    index, intact = decode(raw, out.numel(), values.numel())
+    fast = _fast(out) if out.dtype in _FAST_DTYPES else None
+    if fast is None:
+        # Adds zeros instead of asking whether it is intact: the host would have to wait for that.
+        out.index_add_(0, index, values.where(intact, 0.0), alpha=weight)
+    elif intact:
+        fast.add(index.numpy(), values.detach().numpy(), out.detach().numpy(), weight)
+    return intact
+
+
+def _fast(tensor: Tensor) -> ModuleType | None:
+    """The module that works on this tensor faster than plain torch, if any."""
+    return numba_form("elias_fano") if tensor.device.type == "cpu" else None

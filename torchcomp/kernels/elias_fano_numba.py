@@ -7,8 +7,8 @@ Serial, and without the GIL: the threads that call it are the parallelism. Both 
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
@@ -17,7 +17,7 @@ Array = NDArray[Any]
 
 def encode(index: Array, n: int, low: int, out: Array) -> bool:
     """Write the code of 0 < k < n indices into `out`; False if they do not ascend within [0, n)."""
-    k, cut = index.size, (index.size * low + 7) // 8
+    cut = (index.size * low + 7) // 8
     lows, highs = _zeros(cut), _zeros(out.size - cut)
     if not _encode(index, n, low, lows, highs):
         return False
@@ -31,13 +31,10 @@ def decode(raw: Array, n: int, low: int, index: Array) -> bool:
     return bool(_decode(*_split(raw, index.size, low), n, low, index))
 
 
-def accumulate(raw: Array, n: int, low: int, values: Array, out: Array, weight: float) -> bool:
-    """``out[index] += weight * values`` if `raw` is intact, else False and `out` as it was."""
-    index = np.empty(values.size, np.int64)
-    if not decode(raw, n, low, index):
-        return False
-    _add(index, values, out, out.dtype.type(weight))
-    return True
+def add(index: Array, values: Array, out: Array, weight: float) -> None:
+    """``out[index] += weight * values``, of one dtype; every index must be within bounds."""
+    # Unsigned, since Numba asks of every signed index whether it counts from the end.
+    _add(index.view(np.uint64), values, out, out.dtype.type(weight))
 
 
 def _split(raw: Array, k: int, low: int) -> tuple[Array, Array]:
@@ -53,15 +50,18 @@ def _zeros(nbytes: int) -> Array:
     return np.zeros(nbytes // 8 + 2, np.uint64)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _trailing_zeros(typing_context: Any, word: Any) -> Any:
+def _count_trailing_zeros(typing_context: Any, word: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+        return builder.cttz(args[0], cgutils.true_bit)
 
     return types.int64(types.uint64), generate
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+_trailing_zeros: Any = intrinsic(_count_trailing_zeros)
+"""Zeros below the lowest set bit of a 64-bit word, in one instruction; undefined for 0."""
+
+
+@njit(nogil=True, cache=True)
 def _encode(index: Array, n: int, low: int, lows: Array, highs: Array) -> bool:
     last, step = -1, 1 if low else 0
     mask = (1 << low) - 1
@@ -77,7 +77,7 @@ def _encode(index: Array, n: int, low: int, lows: Array, highs: Array) -> bool:
     return True
 
 
-@njit(nogil=True, cache=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True, inline="always")
 def _put(words: Array, at: int, low: int, value: Any) -> None:
     word, shift = at >> 6, at & 63
     words[word] |= value << np.uint64(shift)
@@ -85,7 +85,7 @@ def _put(words: Array, at: int, low: int, value: Any) -> None:
         words[word + 1] |= value >> np.uint64(64 - shift)
 
 
-@njit(nogil=True, cache=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True, inline="always")
 def _get(words: Array, at: int) -> Any:
     """The 64 bits from `at` on."""
     word, shift = at >> 6, np.uint64(at & 63)
@@ -94,7 +94,7 @@ def _get(words: Array, at: int) -> Any:
     return (words[word] >> shift) | above
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def _decode(lows: Array, highs: Array, n: int, low: int, index: Array) -> bool:
     k, i, last, step = index.size, 0, -1, 1 if low else 0
     mask = (np.uint64(1) << np.uint64(low)) - np.uint64(1)
@@ -116,7 +116,7 @@ def _decode(lows: Array, highs: Array, n: int, low: int, index: Array) -> bool:
     return True
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, cache=True)
 def _add(index: Array, values: Array, out: Array, weight: Any) -> None:
     for i in range(index.size):
         out[index[i]] += weight * values[i]

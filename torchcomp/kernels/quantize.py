@@ -11,9 +11,10 @@ filled up with zero. What a message decodes to, code * scale in float32, depends
 what error feedback keeps, v - decode(encode(v)), is the same on sender and receiver.
 
 *Corners.* A NaN or an infinity in a block makes its scale NaN, so the whole block decodes to NaN.
-A scale below 2^-126 counts as 0, so a block whose values are all below L 2^-126 decodes to zeros: no
-accuracy is pretended where float32 has none, and it does not matter whether the processor flushes
-subnormal numbers. fp16 turns finite values beyond 65,504 into 65,504, while NaN and infinities stay.
+A scale below 2^-126 counts as 0, so a block whose values are all below L 2^-126 decodes to zeros:
+no accuracy is pretended where float32 has none, and it does not matter whether the processor
+flushes subnormal numbers. bf16 and fp16 turn finite values beyond their largest (3.39e38 and
+65,504) into that, while NaN and infinities stay.
 
 The blocks are independent, and so are the values of a block but for their maximum.
 """
@@ -27,7 +28,7 @@ from torch import Tensor
 from torchcomp.kernels import quantize_torch
 from torchcomp.wire import Field, Layout, Parts
 
-BLOCK = 128
+BLOCK = quantize_torch.BLOCK
 """Values that share a scale."""
 
 LEVELS = {"int8": 127, "int4": 7}
@@ -94,15 +95,16 @@ def decode(parts: Parts, count: int, fmt: str, dtype: torch.dtype) -> Tensor:
         raise ValueError(f"these are not the fields of {count} values as {fmt}")
     if fmt in _CASTS:
         return parts[0].to(dtype)
-    return quantize_torch.decode(*parts, count).to(dtype)
+    scale, codes = parts
+    return quantize_torch.decode(scale, codes, count).to(dtype)
 
 
 def error_bound(fmt: str, count: int) -> float:
     """A delta with E|decode(encode(v)) - v|^2 <= delta |v|^2, decoded to float32 or wider.
 
-    For bf16 and fp16 it holds where every value is 0 or has full precision, which is at least 2^-126
-    or 2^-14 in magnitude and at most the format's largest; each value is then off by at most half a
-    unit in its last place, 2^-p of itself with p bits of precision.
+    For bf16 and fp16 it holds where every value is 0 or of full precision, at least 2^-126 or 2^-14
+    in magnitude and at most the format's largest; each value is then off by at most half a unit in
+    its last place, 2^-p of itself with p bits of precision.
 
     For int8 and int4 it holds, with both ways of rounding, where every block is zero or has a
     largest magnitude of at least L 2^-126. Proof for a block, in units of its scale: the largest
@@ -115,8 +117,8 @@ def error_bound(fmt: str, count: int) -> float:
     Summed over the block, E|error|^2 - d |v|^2 <= C / (4 (1 + d)) - d L^2, which is zero for
     d (1 + d) = C / (4 L^2), that is d = (sqrt(1 + C / L^2) - 1) / 2.
 
-    Float32 rounds the scale, the quotient, the product and a float64 input, each by 2^-24 of itself:
-    together less than 2^-20 |v|, which adds to sqrt(d) by the triangle inequality.
+    Float32 rounds the scale, the quotient, the product and a float64 input, each by 2^-24 of
+    itself: together less than 2^-20 |v|, which adds to sqrt(d) by the triangle inequality.
 
     Raises:
         ValueError: if there is no such format.

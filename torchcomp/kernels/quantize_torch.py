@@ -5,15 +5,13 @@ from torch import Tensor
 
 BLOCK = 128
 _SMALLEST = torch.finfo(torch.float32).tiny
-_LARGEST_HALF = torch.finfo(torch.float16).max
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values in 16 bits; for fp16, finite ones stay finite."""
-    if dtype == torch.float16:
-        inside = values.clamp(-_LARGEST_HALF, _LARGEST_HALF)
-        values = torch.where(values.isinf(), values, inside)
-    return values.to(dtype)
+    """Values in 16 bits; finite ones stay finite."""
+    largest = torch.finfo(dtype).max
+    return values.float().clamp(-largest, largest).where(~values.isinf(), values).to(dtype)
 
 
 def encode(values: Tensor, levels: int, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -56,7 +54,8 @@ def _scale(blocks: Tensor, levels: int) -> Tensor:
     largest = blocks.abs().amax(1)
     # Divided by a tensor: CUDA takes division by a number as multiplication by its inverse.
     scale = largest / torch.full_like(largest, levels)
-    scale = scale.where(scale >= _SMALLEST, 0.0)
+    # Rounded up, the scale of the very largest values would decode them to infinity.
+    scale = scale.clamp(max=_LARGEST * (1 - 2.0**-23) / levels).where(scale >= _SMALLEST, 0.0)
     return scale.where(largest.isfinite(), torch.nan)
 
 

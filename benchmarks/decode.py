@@ -1,0 +1,115 @@
+"""Time what a receiver does with the messages of 8 ranks: decode them and add them up.
+
+    taskset -c 0,1 python benchmarks/decode.py
+
+Each message holds 1 % of 25 million entries, as bf16 values and Elias-Fano indices. The unit is one
+dense pass, which reads and writes that many float32, so that the figures of different machines can
+be compared. It is taken twice: with all of torch's threads, and with the one thread that decoding
+has. All cases take turns, on vectors that together do not fit into a cache, and the figure is the
+fastest of --repeats: other work on the machine can only slow things down.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchcomp.kernels import elias_fano, quantize
+
+Case = Callable[[Tensor], object]
+VECTORS = 4
+
+
+def messages(ranks: int, n: int, k: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Per rank: indices, their code, values."""
+    generator = np.random.default_rng(0)
+    chosen = [np.sort(generator.choice(n, k, replace=False)) for _ in range(ranks)]
+    values = [torch.from_numpy(generator.standard_normal(k).astype(np.float32)) for _ in chosen]
+    return [
+        (torch.from_numpy(c), elias_fano.encode(torch.from_numpy(c), n), v.bfloat16())
+        for c, v in zip(chosen, values, strict=True)
+    ]
+
+
+def decode_values(values: Tensor) -> Tensor:
+    return quantize.decode((values,), values.numel(), "bf16", torch.float32)
+
+
+def dense(out: Tensor) -> None:
+    out.mul_(1.0000001)
+
+
+def dense_on_one_thread(out: Tensor) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    out.mul_(1.0000001)
+    torch.set_num_threads(threads)
+
+
+def cases(sent: list[tuple[Tensor, Tensor, Tensor]], n: int, k: int) -> dict[str, Case]:
+    def fused(out: Tensor) -> None:
+        for _, code, values in sent:
+            elias_fano.accumulate(code, decode_values(values), out, 1 / len(sent))
+
+    def index_add(out: Tensor) -> None:
+        for _, code, values in sent:
+            index, intact = elias_fano.decode(code, n, k)
+            decoded = torch.where(intact, decode_values(values), torch.nan)
+            out.index_add_(0, index, decoded, alpha=1 / len(sent))
+
+    def decode(out: Tensor) -> None:
+        for _, code, _ in sent:
+            elias_fano.decode(code, n, k)
+
+    def encode(out: Tensor) -> None:
+        for index, _, _ in sent:
+            elias_fano.encode(index, n)
+
+    return {
+        "dense pass, all threads": dense,
+        "dense pass, one thread": dense_on_one_thread,
+        "decode, accumulate": fused,
+        "decode, index_add_": index_add,
+        "decode the indices only": decode,
+        "encode the indices": encode,
+    }
+
+
+def fastest(timed: dict[str, Case], vectors: list[Tensor], repeats: int) -> dict[str, float]:
+    """Seconds per case, the cases taking turns; the first round only compiles."""
+    times: dict[str, list[float]] = {name: [] for name in timed}
+    turn = 0
+    for _ in range(repeats + 1):
+        for name, case in timed.items():
+            out = vectors[turn % len(vectors)]
+            turn += 1
+            start = time.perf_counter()
+            case(out)
+            times[name].append(time.perf_counter() - start)
+    return {name: min(taken[1:]) for name, taken in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--n", type=int, default=25_000_000, help="entries of the vector")
+    parser.add_argument("--ratio", type=float, default=0.01, help="fraction that is kept")
+    parser.add_argument("--ranks", type=int, default=8, help="messages")
+    parser.add_argument("--repeats", type=int, default=21)
+    args = parser.parse_args()
+    k = max(1, int(args.ratio * args.n))
+    timed = cases(messages(args.ranks, args.n, k), args.n, k)
+    times = fastest(timed, [torch.zeros(args.n) for _ in range(VECTORS)], args.repeats)
+    bits = 8 * elias_fano.nbytes(args.n, k) / k
+    print(f"{args.ranks} messages of {k} of {args.n}, {bits:.2f} bits an index")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    all_threads, one = list(times.values())[:2]
+    print(f"{'':28}{'ms':>9}{'dense':>9}{'dense, 1 thread':>17}")
+    for name, taken in times.items():
+        print(f"{name:28}{1e3 * taken:9.2f}{taken / all_threads:9.2f}{taken / one:17.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""Elias-Fano: its bytes, its size, and that sets and intact strings match one to one."""
+
+import itertools
+import logging
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchcomp.kernels import elias_fano
+
+BACKENDS = ["torch", "numba"]
+BIG = 2**31 + 5
+
+
+@pytest.fixture(params=[*BACKENDS, *(["cuda"] if torch.cuda.is_available() else [])])
+def device(request, monkeypatch):
+    """Runs a test on every backend; the device that its tensors belong on."""
+    if request.param == "cuda":
+        return "cuda"
+    use(request.param, monkeypatch)
+    return "cpu"
+
+
+def use(backend, monkeypatch):
+    if backend == "numba":
+        pytest.importorskip("numba")
+        assert elias_fano.numba_form("elias_fano") is not None
+    else:
+        monkeypatch.setattr(elias_fano, "numba_form", lambda stem: None)
+
+
+def indices(*values, device="cpu"):
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def raw(content, device="cpu"):
+    return torch.tensor(list(content), dtype=torch.uint8, device=device)
+
+
+def some_of(n, k, seed=0):
+    """k of n indices, also where n is too large to permute."""
+    generator = np.random.default_rng(seed)
+    drawn = np.unique(generator.integers(0, n, 2 * k + 8)) if k < n // 100 else np.arange(n)
+    return torch.from_numpy(np.sort(generator.choice(drawn, k, replace=False)))
+
+
+def bound(n, k):
+    """log2 C(n, k)."""
+    nats = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    return nats / math.log(2)
+
+
+# --- The bytes ------------------------------------------------------------------------------------
+
+
+EXAMPLES = [
+    ([5, 40, 41, 120], 128, "85 89 19 04"),  # the module's own, l = 4
+    ([1, 200, 255], 256, "01 7d 81 02"),  # l = 5: an entry crosses the bytes
+    ([0, 2, 3, 9], 10, "0d 02"),  # l = 0, a bitmap
+    ([BIG - 1], BIG, "04 00 00 00 10"),  # l = 29
+    ([], 1000, ""),
+    ([0, 1, 2], 3, ""),
+]
+
+
+@pytest.mark.parametrize(("chosen", "n", "expected"), EXAMPLES)
+def test_worked_examples(device, chosen, n, expected):
+    code = elias_fano.encode(indices(*chosen, device=device), n)
+    assert (code.dtype, code.device.type) == (torch.uint8, device)
+    assert bytes(code.tolist()) == bytes.fromhex(expected)
+    index, intact = elias_fano.decode(raw(bytes.fromhex(expected), device), n, len(chosen))
+    assert intact.dtype == torch.bool
+    assert intact.shape == ()
+    assert intact
+    assert (index.dtype, index.device.type, index.tolist()) == (torch.int64, device, chosen)
+
+
+def test_the_low_part_is_as_wide_as_takes_the_fewest_bytes():
+    assert [elias_fano._nbytes(128, 4, low) for low in range(8)] == [16, 10, 6, 5, 4, 4, 4, 5]
+    assert elias_fano.low_bits(128, 4) == 4
+
+
+def test_the_two_parts_may_start_at_any_address(device):
+    spaced = raw(bytes(3) + bytes.fromhex("85 89 19 04"), device)[3:]
+    index, intact = elias_fano.decode(spaced, 128, 4)
+    assert intact
+    assert index.tolist() == [5, 40, 41, 120]
+
+
+# --- Its size -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ratio", "factor"), [(0.001, 1.10), (0.01, 1.10), (0.1, 1.15)])
+@pytest.mark.parametrize("n", [20_000, 65_537, 10**6, 2**20, 25_557_032, BIG, 10**11])
+def test_the_size_is_near_the_information_bound(n, ratio, factor):
+    k = math.ceil(ratio * n)
+    # Two parts end in whole bytes: up to 14 bits that a few entries cannot make up for.
+    assert bound(n, k) <= 8 * elias_fano.nbytes(n, k) <= factor * bound(n, k) + 14
+
+
+@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1])
+def test_the_size_is_near_the_information_bound_for_every_length(ratio):
+    factor = 1.15 if ratio == 0.1 else 1.10
+    # One n of each power of 2^(1/16): the width of the low part changes once per power of 2.
+    for n in [round(2 ** (power / 16)) for power in range(16 * 17, 16 * 34)]:
+        k = math.ceil(ratio * n)
+        assert 8 * elias_fano.nbytes(n, k) <= factor * bound(n, k) + 14, n
+
+
+@pytest.mark.parametrize("k", [0, 1, 200, 300, 500, 900, 999, 1000])
+def test_it_never_takes_more_than_a_bitmap(k):
+    assert elias_fano.nbytes(1000, k) <= (0 if k in (0, 1000) else 125)
+    assert (elias_fano.nbytes(1000, k) == 125) == (300 <= k < 1000)
+
+
+# --- Sets and intact strings match one to one -----------------------------------------------------
+
+
+TINY = [(n, k) for n in range(9) for k in range(n + 1)] + [(40, 2)]
+
+
+def test_of_all_strings_exactly_the_codes_are_intact(device):
+    # The last shape is the one with a low part; it has all 65,536 strings of two bytes to it.
+    assert (elias_fano.nbytes(40, 2), elias_fano.low_bits(40, 2)) == (2, 3)
+    for n, k in TINY[: None if device == "cpu" else -1]:
+        sets = map(list, itertools.combinations(range(n), k))
+        codes = {bytes(elias_fano.encode(indices(*s, device=device), n).tolist()) for s in sets}
+        assert len(codes) == math.comb(n, k)
+        strings = map(bytes, itertools.product(range(256), repeat=elias_fano.nbytes(n, k)))
+        intact = {s for s in strings if elias_fano.decode(raw(s, device), n, k)[1]}
+        assert intact == codes, (n, k)
+
+
+@st.composite
+def subsets(draw):
+    """(n, ascending indices), with k at and beside its limits more often than not."""
+    n = draw(st.one_of(st.integers(1, 40), st.integers(41, 3000)))
+    k = draw(st.one_of(st.sampled_from([0, min(1, n), n - 1, n]), st.integers(0, n)))
+    return n, some_of(n, k, draw(st.integers(0, 2**32)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(subsets())
+@settings(deadline=None, max_examples=150)
+def test_every_set_survives(backend, subset):
+    n, chosen = subset
+    with pytest.MonkeyPatch.context() as patch:
+        use(backend, patch)
+        code = elias_fano.encode(chosen, n)
+        index, intact = elias_fano.decode(code, n, chosen.numel())
+    assert code.numel() == elias_fano.nbytes(n, chosen.numel())
+    assert intact
+    assert index.equal(chosen)
+
+
+@pytest.mark.parametrize(
+    ("n", "k"), [(BIG, 1), (BIG, 5), (BIG, 1000), (2**55, 7), (10**6, 10**4), (10**5, 99_999)]
+)
+def test_large_vectors_survive(device, n, k):
+    chosen = some_of(n, k)
+    chosen[-1] = n - 1
+    index, intact = elias_fano.decode(elias_fano.encode(chosen.to(device), n), n, k)
+    assert intact
+    assert index.cpu().equal(chosen)
+
+
+def check_decoded(content, n, k):
+    """Whatever a string holds: its indices are in range, and it is intact if and only if a code."""
+    index, intact = elias_fano.decode(content, n, k)
+    assert (index.dtype, index.numel()) == (torch.int64, k)
+    assert index[0] >= 0
+    assert index[-1] < n
+    assert (index[1:] > index[:-1]).all()
+    assert elias_fano.encode(index, n).equal(content) == bool(intact)
+    return index, bool(intact)
+
+
+SHAPES = [(64, 9), (100, 1), (100, 60), (1000, 10), (4096, 64), (70_000, 3), (BIG, 4)]
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_random_bytes_are_told_from_codes(device, n, k):
+    generator = np.random.default_rng(n + k)
+    for density in [0.05, 0.1, 0.3, 0.5, 0.9] * 20:
+        bits = generator.random(8 * elias_fano.nbytes(n, k)) < density
+        check_decoded(raw(np.packbits(bits).tolist(), device), n, k)
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("byte", [0x00, 0xFF])
+def test_equal_bytes_are_no_code(device, n, k, byte):
+    _, intact = check_decoded(raw([byte] * elias_fano.nbytes(n, k), device), n, k)
+    assert not intact
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_every_flipped_bit_gives_another_set_or_is_found(device, n, k):
+    chosen = some_of(n, k).to(device)
+    code = elias_fano.encode(chosen, n)
+    low_part = k * elias_fano.low_bits(n, k)
+    for bit in range(8 * code.numel()):
+        flipped = code.clone()
+        flipped[bit // 8] ^= 1 << bit % 8
+        index, intact = check_decoded(flipped, n, k)
+        assert not (intact and index.equal(chosen))
+        assert not (intact and bit >= low_part), "the number of set bits has changed"
+
+
+@pytest.mark.parametrize("off", [-3, -1, 1, 8])
+@pytest.mark.parametrize(("n", "k"), [(1000, 10), (100, 60), (10, 10), (10, 0)])
+def test_a_string_of_another_length_is_refused(n, k, off):
+    length = elias_fano.nbytes(n, k)
+    if length + off >= 0:
+        with pytest.raises(ValueError, match=rf"takes {length} bytes, not {length + off}$"):
+            elias_fano.decode(raw(bytes(length + off)), n, k)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("chosen", [[-1, 3], [3, 3], [4, 3], [3, 100], [0, -1], [-(2**63), 0]])
+def test_indices_out_of_order_or_range_are_refused(backend, monkeypatch, chosen):
+    use(backend, monkeypatch)
+    with pytest.raises(ValueError, match=r"must ascend strictly within \[0, 100\)"):
+        elias_fano.encode(indices(*chosen), 100)
+
+
+# --- Backends -------------------------------------------------------------------------------------
+
+
+def both(call):
+    """What `call` makes with plain torch and with Numba."""
+    made = []
+    for backend in BACKENDS:
+        with pytest.MonkeyPatch.context() as patch:
+            use(backend, patch)
+            made.append(call())
+    return made
+
+
+@given(st.integers(2, 5000), st.data())
+@settings(deadline=None, max_examples=100)
+def test_backends_agree_on_any_bytes(n, data):
+    k = data.draw(st.integers(1, n - 1))
+    length = elias_fano.nbytes(n, k)
+    content = raw(data.draw(st.binary(min_size=length, max_size=length)))
+    (index, intact), (other, other_intact) = both(lambda: elias_fano.decode(content, n, k))
+    assert intact.equal(other_intact)
+    assert index.equal(other)
+
+
+@pytest.mark.parametrize(("n", "k"), [*SHAPES, (10**6, 10**4), (10**5, 70_000)])
+def test_backends_make_the_same_bytes(n, k):
+    chosen = some_of(n, k)
+    reference, fast = both(lambda: elias_fano.encode(chosen, n))
+    assert reference.equal(fast)
+
+
+def test_without_numba_it_says_so_once(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "torchcomp.kernels.elias_fano_numba", None)
+    elias_fano.numba_form.cache_clear()
+    with caplog.at_level(logging.INFO, logger="torchcomp"):
+        codes = [elias_fano.encode(indices(5, 40, 41, 120), 128) for _ in range(3)]
+    elias_fano.numba_form.cache_clear()
+    assert bytes(codes[0].tolist()) == bytes.fromhex("85 89 19 04")
+    assert ["elias_fano" in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_an_accelerator_is_never_waited_for():
+    chosen, values, out = some_of(5000, 70).cuda(), torch.ones(70).cuda(), torch.zeros(5000).cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        code = elias_fano.encode(chosen, 5000)
+        elias_fano.decode(code, 5000, 70)
+        elias_fano.accumulate(code, values, out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# --- Adding up ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k"), [(5000, 70), (5000, 4000), (50, 50), (50, 0)])
+def test_accumulate_is_index_add(device, n, k, dtype):
+    generator = torch.Generator().manual_seed(3)
+    chosen = some_of(n, k).to(device)
+    values = torch.randn(k, generator=generator).to(device, dtype)
+    out = torch.randn(n, generator=generator).to(device, dtype)
+    expected = out.index_add(0, chosen, values, alpha=1 / 3)
+    assert elias_fano.accumulate(elias_fano.encode(chosen, n), values, out, 1 / 3)
+    # Bit for bit, since ranks with and without Numba must not drift apart.
+    assert out.equal(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_accumulate_leaves_everything_as_it_was_if_the_code_is_damaged(device, dtype):
+    code = elias_fano.encode(indices(5, 40, 41, 120, device=device), 128)
+    code[-1] ^= 1
+    out = torch.arange(1, 129, dtype=dtype, device=device)
+    values = torch.full((4,), torch.nan, dtype=dtype, device=device)
+    assert not elias_fano.accumulate(code, values, out)
+    assert out.equal(torch.arange(1, 129, dtype=dtype, device=device))
+
+
+def test_accumulate_refuses_a_code_of_another_length():
+    out = torch.zeros(128)
+    with pytest.raises(ValueError, match="takes 4 bytes, not 3"):
+        elias_fano.accumulate(raw(bytes(3)), torch.ones(4), out)
+    assert not out.any()

@@ -1,0 +1,320 @@
+"""Values in fewer bits: their bytes, how far off they are, and what becomes of NaN."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from torchcomp import wire
+from torchcomp.kernels import quantize
+from torchcomp.kernels.quantize import BLOCK, FORMATS, LEVELS
+
+COUNTS = [0, 1, 2, 127, 128, 129, 255, 256, 1001]
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+SMALLEST = torch.finfo(torch.float32).tiny
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def roundings(fmt):
+    """No noise, and noise where the format takes it."""
+    return [None, np.random.default_rng(5)] if fmt in LEVELS else [None]
+
+
+def through(values, fmt, noise=None, dtype=torch.float32):
+    """Encoded, packed, unpacked and decoded: the values as the receiver has them."""
+    count = values.numel()
+    layout = quantize.layout(fmt, count)
+    message = torch.empty(wire.nbytes(layout), dtype=torch.uint8)
+    wire.pack(quantize.encode(values, fmt, noise), layout, message)
+    return quantize.decode(wire.unpack(message, layout), count, fmt, dtype)
+
+
+def message(values, fmt, noise=None):
+    layout = quantize.layout(fmt, values.numel())
+    out = torch.empty(wire.nbytes(layout), dtype=torch.uint8)
+    wire.pack(quantize.encode(values, fmt, noise), layout, out)
+    return bytes(out.tolist())
+
+
+# --- The bytes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fmt", "values", "expected"),
+    [
+        # 254 / 127 = 2.0f = 00 00 00 40; codes 127, -127, 1, 0 (0.5 to even), 2 (1.5 to even).
+        ("int8", [254, -254, 2, 1, 3], "00000040 7f 81 01 00 02"),
+        # 14 / 7 = 2.0f; codes 7, -7 (nibble 9), 1, -2 (nibble e), 2, and a nibble to fill up.
+        ("int4", [14, -14, 2, -3, 4], "00000040 97 e1 02"),
+        ("int8", [0, 0, 0], "00000000 00 00 00"),
+        ("int4", [0, -0.0], "00000000 00"),
+        ("bf16", [1.0, -2.5, 1 + 2**-8], "803f 20c0 803f"),
+        ("fp16", [1.0, -2.5, 1e9, -1e9], "003c 00c1 ff7b fffb"),
+        *((fmt, [], "") for fmt in FORMATS),
+    ],
+)
+def test_worked_examples(fmt, values, expected):
+    assert message(torch.tensor(values, dtype=torch.float32), fmt) == bytes.fromhex(expected)
+
+
+def test_every_block_has_its_own_scale():
+    values = torch.cat([torch.full((BLOCK,), 127.0), torch.full((2,), 254.0)])
+    scale, codes = quantize.encode(values, "int8", None)
+    assert scale.tolist() == [1.0, 2.0]
+    assert codes.tolist() == [127] * (BLOCK + 2)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "bytes_of_1001"), [("bf16", 2002), ("fp16", 2002), ("int8", 1033), ("int4", 533)]
+)
+def test_the_size(fmt, bytes_of_1001):
+    assert wire.nbytes(quantize.layout(fmt, 1001)) == bytes_of_1001
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("count", COUNTS)
+def test_the_parts_are_as_announced(fmt, count):
+    for noise in roundings(fmt):
+        parts = quantize.encode(normal(count), fmt, noise)
+        announced = [(field.dtype, (field.count,)) for field in quantize.layout(fmt, count)]
+        assert [(part.dtype, part.shape) for part in parts] == announced
+
+
+# --- How far off ----------------------------------------------------------------------------------
+
+
+def fractional(fmt, count):
+    """All but one of a block a fraction of a level: for one of the fractions, the worst case."""
+    for level in torch.linspace(0.02, 0.98, 25):
+        values = torch.full((count,), float(level))
+        values[::BLOCK] = LEVELS.get(fmt, 1)
+        yield values
+
+
+def hard(fmt, count):
+    yield from fractional(fmt, count)
+    yield normal(count)
+    yield normal(count).pow(5)
+    for scale in [4 * LEVELS.get(fmt, 1) * SMALLEST, 1e-3, 1e30]:
+        yield scale * normal(count).clamp(-3, 3).add(4)
+
+
+def mean_square_error(values, fmt, noise):
+    """Of 200 encodings, if they are random."""
+    rounds = 1 if noise is None else 200
+    errors = [(through(values, fmt, noise).double() - values).norm() ** 2 for _ in range(rounds)]
+    return float(sum(errors)) / rounds
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("count", [1, 2, 127, 300])
+def test_the_error_is_within_the_bound(fmt, count):
+    for values in hard(fmt, count):
+        if fmt == "fp16" and not 2**-14 < values.abs().min() <= values.abs().max() < 65504:
+            continue
+        for noise in roundings(fmt):
+            error, allowed = mean_square_error(values, fmt, noise), quantize.error_bound(fmt, count)
+            sampled = 1.0 if noise is None else 1.1
+            assert error <= sampled * allowed * float(values.double().norm()) ** 2
+
+
+@pytest.mark.parametrize("fmt", LEVELS)
+def test_the_bound_is_attained(fmt):
+    noise = np.random.default_rng(5)
+    ratios = [
+        mean_square_error(values, fmt, noise) / float(values.norm()) ** 2
+        for values in fractional(fmt, BLOCK)
+    ]
+    assert max(ratios) > 0.95 * quantize.error_bound(fmt, BLOCK)
+
+
+def test_the_bounds_are_what_they_were_proved_to_be():
+    assert quantize.error_bound("bf16", 10) == 2.0**-16
+    assert quantize.error_bound("fp16", 10) == 2.0**-22
+    assert quantize.error_bound("int8", 10**6) == pytest.approx(0.0019628, rel=2e-3)
+    assert quantize.error_bound("int4", 10**6) == pytest.approx(0.4476, rel=1e-3)
+    for fmt, levels in LEVELS.items():
+        assert quantize.error_bound(fmt, 10**6) < BLOCK / (4 * levels**2)
+        assert quantize.error_bound(fmt, 1) < 1e-11
+        assert quantize.error_bound(fmt, 0) < 1e-11
+
+
+@pytest.mark.parametrize("fmt", LEVELS)
+def test_to_nearest_is_off_by_half_a_level_at_most(fmt):
+    values = normal(BLOCK)
+    scale = quantize.encode(values, fmt, None)[0]
+    assert (through(values, fmt) - values).abs().max() <= 0.5001 * scale
+
+
+@pytest.mark.parametrize("fmt", LEVELS)
+def test_random_rounding_is_unbiased(fmt):
+    values, noise, rounds = normal(300), np.random.default_rng(5), 4000
+    total = torch.zeros(300, dtype=torch.float64)
+    for _ in range(rounds):
+        total += through(values, fmt, noise)
+    scale = quantize.encode(values, fmt, None)[0].repeat_interleave(BLOCK)[:300]
+    # The deviation of a mean is at most half a level over the root of the number of rounds.
+    deviations = (total / rounds - values).abs() / (scale * 0.5 / math.sqrt(rounds))
+    assert deviations.max() < 5
+    # Rounding to nearest fails the same test by far.
+    assert ((through(values, fmt) - values).abs() / (scale * 0.5 / math.sqrt(rounds))).max() > 20
+
+
+@pytest.mark.parametrize("fmt", LEVELS)
+def test_random_rounding_is_to_one_of_the_two_levels_beside_it(fmt):
+    values, noise = normal(BLOCK), np.random.default_rng(5)
+    scale = quantize.encode(values, fmt, None)[0]
+    draws = torch.stack([through(values, fmt, noise) for _ in range(50)])
+    assert ((draws - values).abs() <= 1.0001 * scale).all()
+    assert draws.abs().max() == draws[0].abs().max()
+    assert (draws != draws[0]).any()
+
+
+@pytest.mark.parametrize("fmt", LEVELS)
+def test_random_rounding_is_a_function_of_the_generator(fmt):
+    same = [message(normal(300), fmt, np.random.default_rng(5)) for _ in range(2)]
+    assert same[0] == same[1]
+    assert same[0] != message(normal(300), fmt, np.random.default_rng(6))
+
+
+class Lowest:
+    """A generator that draws the lowest number that there is, 0, every time."""
+
+    def random(self, count, dtype):
+        return np.zeros(count, dtype)
+
+
+@pytest.mark.parametrize("fmt", LEVELS)
+@pytest.mark.parametrize("noise", [Lowest(), np.random.default_rng(5)], ids=["lowest", "any"])
+def test_random_rounding_leaves_levels_alone(fmt, noise):
+    levels = torch.arange(-LEVELS[fmt], LEVELS[fmt] + 1.0)[:BLOCK]
+    assert through(levels, fmt, noise).equal(levels)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("count", COUNTS)
+def test_what_remains_is_what_was_not_sent(fmt, count):
+    """Decoded plus v - decoded is v to float32's precision, as error feedback takes for granted."""
+    values = normal(count)
+    for noise in roundings(fmt):
+        sent = through(values, fmt, noise)
+        again = sent + (values - sent)
+        assert (again - values).abs().le(2.0**-23 * values.abs().maximum(sent.abs())).all()
+
+
+@pytest.mark.parametrize("fmt", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decoding_multiplies_in_float32(fmt, dtype):
+    scale, codes = quantize.encode(normal(128).to(dtype), fmt, None)
+    decoded = quantize.decode((scale, codes), 128, fmt, dtype)
+    assert decoded.dtype == dtype
+    in_float32 = quantize.decode((scale, codes), 128, fmt, torch.float32)
+    assert decoded.equal(in_float32.to(dtype))
+    assert (in_float32 / scale - (in_float32 / scale).round()).abs().max() < 1e-4
+
+
+# --- NaN, infinities, zeros -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("fmt", LEVELS)
+def test_a_block_with_a_nan_or_an_infinity_is_nan(fmt, bad):
+    values = normal(3 * BLOCK)
+    values[BLOCK + 7] = bad
+    for noise in roundings(fmt):
+        decoded = through(values, fmt, noise).view(3, BLOCK)
+        assert decoded[1].isnan().all()
+        assert decoded[::2].isfinite().all()
+        assert not quantize.encode(values, fmt, noise)[1].view(3, -1)[1].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
+def test_casts_keep_nan_and_infinities_and_nothing_else_becomes_one(fmt, dtype):
+    largest = torch.finfo(torch.float32 if dtype == torch.float64 else dtype).max
+    values = torch.tensor([math.nan, math.inf, -math.inf, largest, -largest], dtype=dtype)
+    decoded = through(values, fmt, dtype=torch.float64)
+    limit = 65504.0 if fmt == "fp16" else torch.finfo(torch.bfloat16).max
+    assert decoded[0].isnan()
+    assert decoded[1:].tolist() == [math.inf, -math.inf, limit, -limit]
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
+def test_float64_beyond_float32_is_clamped_by_casts(fmt):
+    assert through(torch.tensor([1e300], dtype=torch.float64), fmt).isfinite().all()
+
+
+@pytest.mark.parametrize("fmt", LEVELS)
+def test_float64_beyond_float32_is_nan_in_blocks(fmt):
+    assert through(torch.tensor([1.0, 1e300], dtype=torch.float64), fmt).isnan().all()
+
+
+@pytest.mark.parametrize("fmt", LEVELS)
+@pytest.mark.parametrize("largest", [0.0, 1e-45, 1e-40, SMALLEST])
+def test_a_block_too_small_for_a_scale_is_zero(fmt, largest):
+    values = torch.cat([largest * torch.linspace(-1, 1, BLOCK), torch.ones(3)])
+    for noise in roundings(fmt):
+        decoded = through(values, fmt, noise)
+        assert not decoded[:BLOCK].any()
+        assert decoded[BLOCK:].equal(torch.ones(3))
+
+
+@pytest.mark.parametrize("fmt", LEVELS)
+def test_the_smallest_scale_is_normal(fmt):
+    values = torch.tensor([LEVELS[fmt] * SMALLEST, SMALLEST, 0.3 * SMALLEST])
+    assert through(values, fmt).tolist() == [LEVELS[fmt] * SMALLEST, SMALLEST, 0.0]
+
+
+@pytest.mark.parametrize("fmt", LEVELS)
+def test_the_largest_scale_does_not_overflow(fmt):
+    values = torch.full((3,), torch.finfo(torch.float32).max)
+    for noise in roundings(fmt):
+        assert through(values, fmt, noise).isfinite().all()
+
+
+# --- Wrong use, and devices -----------------------------------------------------------------------
+
+
+def test_an_unknown_format_is_refused():
+    calls = [
+        lambda: quantize.layout("int3", 5),
+        lambda: quantize.encode(torch.ones(5), "int3", None),
+        lambda: quantize.decode((torch.ones(5),), 5, "int3", torch.float32),
+        lambda: quantize.error_bound("int3", 5),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="not as 'int3'"):
+            call()
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp16"])
+def test_noise_is_refused_where_there_are_no_levels(fmt):
+    with pytest.raises(ValueError, match="no evenly spaced levels"):
+        quantize.encode(torch.ones(5), fmt, np.random.default_rng(5))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("count", [1, 4, 6, 200])
+def test_parts_of_another_count_are_refused(fmt, count):
+    if (fmt, count) != ("int4", 6):  # which takes the bytes of 5
+        with pytest.raises(ValueError, match=f"not the fields of {count} values as {fmt}"):
+            quantize.decode(quantize.encode(torch.ones(5), fmt, None), count, fmt, torch.float32)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("count", COUNTS)
+def test_devices_agree_bit_for_bit(fmt, count):
+    values = normal(count).pow(3)
+    for seed in [None, 5] if fmt in LEVELS else [None]:
+        made = []
+        for device in DEVICES:
+            noise = None if seed is None else np.random.default_rng(seed)
+            parts = quantize.encode(values.to(device), fmt, noise)
+            made.append([*parts, quantize.decode(parts, count, fmt, torch.float32)])
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(*made, strict=True))

@@ -1,0 +1,55 @@
+"""Quantize: every value in 8 or 4 bits, with a scale for every 128 values."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from torchcomp.component import check_choice
+from torchcomp.compressors.base import Compressor
+from torchcomp.kernels import quantize
+from torchcomp.keys import Key
+from torchcomp.wire import Layout, Parts
+
+
+@dataclass(frozen=True)
+class Quantize(Compressor):
+    """``quantize("int8")`` or ``quantize("int4")``: evenly spaced levels up to a block's maximum.
+
+    Contractive; with ``rounding="stochastic"`` also unbiased. Reference: Alistarh et al., "QSGD",
+    NeurIPS 2017, there with the Euclidean norm as scale.
+
+    Attributes:
+        format: "int8" (levels -127 to 127) or "int4" (-7 to 7).
+        rounding: "nearest" or "stochastic".
+    """
+
+    name: ClassVar[str] = "quantize"
+    example: ClassVar[str] = 'quantize("int8")'
+
+    format: str
+    rounding: str = "nearest"
+
+    def __post_init__(self) -> None:
+        check_choice(self, "format", quantize.LEVELS)
+        check_choice(self, "rounding", ("nearest", "stochastic"))
+
+    def layout(self, numel: int, dtype: torch.dtype) -> Layout:
+        return quantize.layout(self.format, numel)
+
+    def compress(self, x: Tensor, key: Key) -> Parts:
+        noise = key.private() if self.rounding == "stochastic" else None
+        return quantize.encode(x, self.format, noise)
+
+    def accumulate(self, parts: Parts, out: Tensor, key: Key, weight: float = 1.0) -> None:
+        decoded = quantize.decode(parts, out.numel(), self.format, out.dtype)
+        out.add_(decoded, alpha=weight)
+
+    def alpha(self, numel: int) -> float:
+        return 1.0 - quantize.error_bound(self.format, numel)
+
+    def omega(self, numel: int) -> float | None:
+        if self.rounding == "nearest":
+            return None
+        return quantize.error_bound(self.format, numel)
