@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import torchcomp
+from tests.support.codecs import codec_of, packed
 from torchcomp import spec
 from torchcomp.aggregators import EF
-from torchcomp.codec import Codec
 from torchcomp.compressors import Compressor, Identity
 from torchcomp.ddp import handle
 from torchcomp.keys import Key
@@ -28,8 +28,11 @@ PACKAGE = Path(torchcomp.__file__).parent
 LAYERS = [
     {"errors", "_version"},
     {"component", "keys", "wire"},
+    {"kernels"},
     {"compressors", "schedules"},
-    {"codec", "bucket", "exchange", "memory"},
+    {"codec", "bucket", "exchange"},
+    {"memory"},
+    {"state"},
     {"aggregators"},
     {"spec", "stats", "nonfinite", "checkpoint"},
     {"ddp"},
@@ -323,10 +326,10 @@ def test_a_new_compressor_is_its_class_and_its_registry_line(monkeypatch):
     assert method == EF(MeanOnly(1.0))
     assert torchcomp.parse(str(method)) == method
 
-    codec = Codec(method.compressor, ("a", "b"), (2, 3), torch.float32)
+    codec = codec_of(method.compressor, (2, 3))
     message = codec.encode(torch.arange(5.0), Key(0))
     out = torch.empty(5)
-    codec.decode_into(codec.unpack(codec.pack(message)), out, Key(0))
+    codec.decode_into(codec.unpack(packed(codec, message)), out, Key(0))
     assert out.tolist() == [3.0] * 5
 
     plan = torchcomp.explain("ef(meanonly)", numel=1000, world_size=8)

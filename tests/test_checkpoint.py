@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from torchcomp import CheckpointError, checkpoint, redistribute
+from torchcomp.bucket import shards
 
 SPEC = "ef(topk(0.01))"
 
@@ -46,7 +47,10 @@ def handle_state(rank=0, world_size=2, **changes):
         "groups": [list(parameters)],
         "traffic": {"sent": 1, "received": 2, "dense": 3},
         "shapes": {name: list(parameter.shape) for name, parameter in parameters.items()},
+        "strides": checkpoint.strides(parameters),
         "error": checkpoint.shaped(memories(parameters, seed=rank).items(), parameters),
+        "buckets": [list(parameters)],
+        "owner": {},
     }
     return state | changes
 
@@ -172,7 +176,7 @@ def test_header_of_the_same_run_and_rank_is_accepted():
             handle_state(world_size=4),
             "has world_size 4, and this run has 2: re-divide it",
         ),
-        (handle_state(version=99), "has version 99, and this run has 1: save it again"),
+        (handle_state(version=99), "has version 99, and this run has 2: save it again"),
         ({}, "lacks version, spec, rank, world_size, step, error$"),
         ({"model": 1, **checkpoint.header(SPEC, exchange())}, "lacks step, error$"),
     ],
@@ -271,3 +275,49 @@ def without(state, *names):
 def test_redistribute_refuses_states_without_a_whole_memory(states):
     with pytest.raises(CheckpointError):
         redistribute(states, 2)
+
+
+# --- What owners owe ------------------------------------------------------------------------------
+
+
+def owners(world_size, debts):
+    """One state for each rank, that owes its shard of `debts`."""
+    names, sizes = tuple(debts), tuple(part.numel() for part in debts.values())
+    states = []
+    for rank, shard in enumerate(shards(names, sizes, world_size)):
+        places = zip(shard.names, shard.offsets, shard.sizes, strict=True)
+        owner = {name: debts[name][at : at + size].clone() for name, at, size in places}
+        states.append(handle_state(rank, world_size, owner=owner))
+    return states
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (4, 3), (3, 5), (2, 40), (7, 1)])
+def test_owners_debts_are_divided_anew(before, after):
+    debts = memories(model_parameters())
+    states = redistribute(owners(before, debts)[::-1], after)
+    expected = owners(after, debts)
+    for state, wanted in zip(states, expected, strict=True):
+        assert state["owner"].keys() == wanted["owner"].keys()
+        for name, part in wanted["owner"].items():
+            assert torch.equal(state["owner"][name], part)
+
+
+def owned(rank, world_size):
+    parameters = model_parameters()
+    sizes = tuple(parameter.numel() for parameter in parameters.values())
+    return [shards(tuple(parameters), sizes, world_size)[rank]]
+
+
+def test_debts_of_another_division_are_refused():
+    state = owners(2, memories(model_parameters()))[0]
+    checkpoint.check_owner(state, owned(0, 2), model_parameters())
+    with pytest.raises(CheckpointError, match=r"owes \d+ elements of .*redistribute"):
+        checkpoint.check_owner(state, owned(0, 3), model_parameters())
+
+
+def test_debts_in_another_memory_order_are_refused():
+    state = owners(1, memories(model_parameters()))[0]
+    parameters = model_parameters()
+    parameters["conv"] = nn.Parameter(parameters["conv"].detach().contiguous())
+    with pytest.raises(CheckpointError, match=r"'conv' has strides .* memory format"):
+        checkpoint.check_owner(state, owned(0, 1), parameters)

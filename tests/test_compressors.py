@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchcomp.compressors import COMPRESSORS, Cast, Identity, RandK, TopK, topk
+from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, TopK
+from torchcomp.kernels import select, select_torch
 from torchcomp.keys import Key
 
 KEY = Key(seed=7, step=3, tensor=11, rank=1)
@@ -32,6 +33,9 @@ class Example:
 
 
 BF16, FP16 = torch.finfo(torch.bfloat16), torch.finfo(torch.float16)
+FP32 = torch.finfo(torch.float32)
+FINE = 128 * FP32.tiny
+"""Where a block's scale, a 127th of its maximum, is of full precision."""
 EXAMPLES = [
     Example(Identity()),
     Example(TopK(0.25)),
@@ -45,6 +49,12 @@ EXAMPLES = [
     Example(RandK(k=3, unbiased=True)),
     Example(Cast("bf16"), lowest=BF16.tiny, highest=BF16.max),
     Example(Cast("fp16"), lowest=FP16.tiny, highest=FP16.max),
+    Example(TopK(0.25, values="bf16"), lowest=BF16.tiny, highest=BF16.max),
+    Example(TopK(0.25, values="fp16"), lowest=FP16.tiny, highest=FP16.max),
+    Example(TopK(0.25, values="int8"), lowest=FINE, highest=FP32.max),
+    Example(TopK(k=3, values="int4", rounding="stochastic"), lowest=FINE, highest=FP32.max),
+    Example(Quantize("int8"), lowest=FINE, highest=FP32.max),
+    Example(Quantize("int4", rounding="stochastic"), lowest=FINE, highest=FP32.max),
 ]
 COMPRESSOR_EXAMPLES = [example.compressor for example in EXAMPLES]
 
@@ -245,8 +255,7 @@ def test_elementwise_compressor_does_not_depend_on_grouping(compressor):
 
 
 def chosen(x, k):
-    index, _ = TopK(k=k).compress(torch.as_tensor(x), KEY)
-    return index.tolist()
+    return TopK(k=k).select(torch.as_tensor(x)).tolist()
 
 
 def naive_topk(x, k):
@@ -255,11 +264,13 @@ def naive_topk(x, k):
     return sorted(sorted(range(len(x)), key=lambda i: (-magnitude[i], i))[:k])
 
 
-@pytest.fixture(params=["host", "device"])
+@pytest.fixture(params=["fast", "host", "device"])
 def selection(request, monkeypatch):
-    """Both ways to select, the one for accelerators run on this CPU."""
-    chosen_way = getattr(topk, f"largest_on_{request.param}")
-    monkeypatch.setattr(topk, "largest_on_host", chosen_way)
+    """All ways to select, the plain one for accelerators run on this CPU."""
+    if request.param != "fast":
+        monkeypatch.setattr(select, "_fast", lambda x: None)
+        chosen_way = getattr(select_torch, f"largest_on_{request.param}")
+        monkeypatch.setattr(select_torch, "largest_on_host", chosen_way)
 
 
 @pytest.mark.usefixtures("selection")
@@ -308,8 +319,9 @@ def test_topk_equals_sorting(dtype):
 
 def test_topk_sends_the_values_at_its_indices():
     x = torch.tensor([1.0, -5.0, 2.0, 9.0])
-    index, values = TopK(k=2).compress(x, KEY)
-    assert (index.tolist(), values.tolist()) == ([1, 3], [-5.0, 9.0])
+    values, code = TopK(k=2).compress(x, KEY)
+    # A bitmap of the indices 1 and 3.
+    assert (values.tolist(), code.tolist()) == ([-5.0, 9.0], [0b1010])
     assert dense(TopK(k=2), x).tolist() == [0.0, -5.0, 0.0, 9.0]
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
+from tests.support.codecs import codec_of, packed
 from tests.support.ranks import on_processes
-from torchcomp.codec import Codec
 from torchcomp.keys import Key
 
 ROOT = Path(__file__).parent.parent
@@ -76,8 +76,8 @@ def test_contributing_adds_a_compressor(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(torchcomp.spec.COMPONENTS, "sign", names["Sign"])
     compressor = torchcomp.parse("ef(sign)").compressor
     x = torch.tensor([3.0, -1.0, 0.0])
-    codec = Codec(compressor, ("x",), (3,), x.dtype)
+    codec = codec_of(compressor, (3,))
     decoded = torch.zeros(3)
-    codec.accumulate(codec.unpack(codec.pack(codec.encode(x, Key(0)))), decoded, Key(0))
+    codec.accumulate(codec.unpack(packed(codec, codec.encode(x, Key(0)))), decoded, Key(0))
     torch.testing.assert_close(decoded, torch.tensor([4 / 3, -4 / 3, 0.0]))
     assert codec.nbytes == 3 + 4

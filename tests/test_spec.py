@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import torchcomp
-from torchcomp.aggregators import AGGREGATORS, EF, Mean
-from torchcomp.aggregators.base import EXCHANGES
-from torchcomp.compressors import COMPRESSORS, Cast, Identity, RandK, TopK
+from torchcomp.aggregators import AGGREGATORS, EF, Bidirectional, Mean
+from torchcomp.aggregators.one_way import EXCHANGES
+from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, TopK
 from torchcomp.errors import SpecError
 from torchcomp.schedules import QSR, SCHEDULES, Every
 from torchcomp.spec import COMPONENTS, parse_aggregator, parse_schedule
@@ -27,8 +27,16 @@ positive = st.one_of(st.floats(0, exclude_min=True, allow_infinity=False), count
 amounts = st.one_of(
     ratios.map(lambda ratio: {"ratio": ratio}), counts.map(lambda count: {"k": count})
 )
-scopes = st.sampled_from(["bucket", "tensor"])
-topks = st.builds(lambda amount, scope: TopK(**amount, scope=scope), amounts, scopes)
+scopes = st.sampled_from(["bucket", "tensor", "model"])
+topks = st.builds(
+    lambda amount, scope, values: TopK(**amount, scope=scope, **values),
+    amounts,
+    scopes,
+    st.sampled_from([{}, {"values": "bf16"}, {"values": "int4", "rounding": "stochastic"}]),
+)
+quantizes = st.builds(
+    Quantize, st.sampled_from(["int8", "int4"]), st.sampled_from(["nearest", "stochastic"])
+)
 randks = st.builds(
     lambda amount, scope, unbiased: RandK(**amount, scope=scope, unbiased=unbiased),
     amounts,
@@ -36,19 +44,39 @@ randks = st.builds(
     st.booleans(),
 )
 compressors = st.one_of(
-    st.just(Identity()), topks, randks, st.builds(Cast, st.sampled_from(["bf16", "fp16"]))
+    st.just(Identity()),
+    topks,
+    randks,
+    quantizes,
+    st.builds(Cast, st.sampled_from(["bf16", "fp16"])),
 )
 memory_dtypes = st.sampled_from([None, "fp32", "fp64", "bf16", "fp16"])
 
 
+contractive = compressors.filter(lambda compressor: compressor.alpha(1) is not None)
+bidirectionals = st.builds(
+    Bidirectional, contractive, contractive, st.just("shard"), memory_dtypes
+) | st.builds(Bidirectional, topks, topks)
+
+
+def admits(compressor, exchange):
+    if exchange == "sum":
+        return compressor.summable
+    return exchange != "sharded" or compressor.selects or compressor.elementwise
+
+
 @st.composite
-def aggregators(draw):
+def one_way_aggregators(draw):
     compressor = draw(compressors)
-    allowed = [name for name in EXCHANGES if name != "sum" or compressor.summable]
+    allowed = [name for name in EXCHANGES if admits(compressor, name)]
     exchange = draw(st.sampled_from(allowed))
     if compressor.alpha(1) is not None and draw(st.booleans()):
         return EF(compressor, exchange, draw(memory_dtypes))
     return Mean(compressor, exchange)
+
+
+def aggregators():
+    return one_way_aggregators() | bidirectionals
 
 
 schedules = st.one_of(st.builds(Every, counts), st.builds(QSR, positive, counts))
@@ -92,7 +120,7 @@ def test_a_bare_compressor_means_its_mean(compressor):
 
 
 def test_random_specs_cover_the_registry():
-    covered = {Identity, TopK, RandK, Cast, Mean, EF, Every, QSR}
+    covered = {Identity, TopK, RandK, Cast, Quantize, Mean, EF, Bidirectional, Every, QSR}
     missing = {*COMPRESSORS, *AGGREGATORS, *SCHEDULES} - covered
     assert not missing, f"add strategies for {missing}"
     assert len(COMPONENTS) == len(COMPRESSORS) + len(AGGREGATORS) + len(SCHEDULES)
@@ -154,7 +182,7 @@ def refusal(text, parse=torchcomp.parse):
         ("ef(^topp(0.1))", "unknown name 'topp'; did you mean 'topk'?"),
         (
             "ef(^zzz)",
-            "unknown name 'zzz'; methods: cast, ef, identity, mean, randk, topk; schedules: every",
+            "unknown name 'zzz'; methods: bidirectional, cast, ef, identity, mean",
         ),
         ("topk(0.1, ^scop='tensor')", "topk has no option 'scop'; did you mean 'scope'?"),
         ("ef(randk(0.1, ^unbiase=True))", "randk has no option 'unbiase'; did you mean 'unbiased'"),
@@ -198,11 +226,14 @@ def refusal(text, parse=torchcomp.parse):
         ("randk(0.1, unbiased=^1)", "randk: unbiased must be True or False, not 1"),
         (
             "topk(0.1, scope=^'layer')",
-            'scope must be one of "bucket", "tensor", not \'layer\'',
+            'scope must be one of "bucket", "model", "tensor", not \'layer\'',
         ),
         ("cast(^'fp8')", 'cast: dtype must be one of "bf16", "fp16", not \'fp8\''),
         ("cast(^None)", "not None"),
-        ("mean(exchange=^'ring')", 'mean: exchange must be one of "auto", "gather", "sum"'),
+        (
+            "mean(exchange=^'ring')",
+            'mean: exchange must be one of "auto", "gather", "sharded"',
+        ),
         ("ef(topk(0.1), memory_dtype=^'fp8')", "ef: memory_dtype must be one of"),
         ("ef(^0.01)", "ef takes a compressor such as topk(0.01), not 0.01"),
         # Combinations that make no sense.

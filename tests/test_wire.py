@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.codecs import codec_of, packed
 from tests.test_compressors import COMPRESSOR_EXAMPLES
 from torchcomp import wire
-from torchcomp.codec import Codec
-from torchcomp.compressors import Cast, Identity, RandK, TopK
+from torchcomp.compressors import Cast, Identity, Quantize, RandK, TopK
 from torchcomp.keys import Key
 from torchcomp.wire import Field
 
@@ -32,13 +32,9 @@ def gaussian(n, dtype):
     return torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
 
 
-def codec_of(compressor, sizes, dtype=torch.float32):
-    names = tuple(f"layer{place}" for place in range(len(sizes)))
-    return Codec(compressor, names, tuple(sizes), dtype)
-
-
 def decoded(codec, message):
-    out = torch.full((sum(codec.sizes),), torch.nan, dtype=codec.dtype)
+    total = codec.vectors[-1].stop if codec.vectors else 0
+    out = torch.full((total,), torch.nan, dtype=codec.dtype)
     codec.decode_into(message, out, KEY)
     return out
 
@@ -63,10 +59,10 @@ def test_vector_survives_the_wire(compressor, dtype):
     for n in SIZES:
         codec = codec_of(compressor, [n], dtype)
         message = codec.encode(gaussian(n, dtype), KEY)
-        raw = codec.pack(message)
+        raw = packed(codec, message)
         assert (raw.dtype, raw.shape) == (torch.uint8, (codec.nbytes,)), n
         (received,) = codec.unpack(raw)
-        assert all(map(torch.equal, received, *message)), n
+        assert all(map(torch.equal, received.parts, message[0].parts)), n
         assert bits(decoded(codec, [received])) == bits(decoded(codec, message)), n
 
 
@@ -86,7 +82,7 @@ def test_parts_survive_an_unaligned_buffer(compressor, dtype):
 def test_bucket_of_odd_parameters_survives_the_wire(compressor, dtype, sizes):
     codec = codec_of(compressor, sizes, dtype)
     message = codec.encode(gaussian(sum(sizes), dtype), KEY)
-    received = codec.unpack(unaligned(codec.pack(message)))
+    received = codec.unpack(unaligned(packed(codec, message)))
     assert bits(decoded(codec, received)) == bits(decoded(codec, message))
 
 
@@ -106,9 +102,7 @@ def test_bucket_decodes_to_each_vectors_own_output(compressor):
 
 
 def whole_or_parts(codec, x):
-    if codec.compressor.per_tensor:
-        return list(zip(codec.names, x.split(codec.sizes), strict=True))
-    return [(codec.names[0], x)]
+    return [(vector.name, x[vector.span]) for vector in codec.vectors]
 
 
 @every_compressor
@@ -116,7 +110,7 @@ def test_accumulating_a_received_message_adds_the_dense_output(compressor):
     codec = codec_of(compressor, (5, 0, 64, 1))
     message = codec.encode(gaussian(70, torch.float32), KEY)
     out = torch.full((70,), 0.5, dtype=torch.float64)
-    codec.accumulate(codec.unpack(codec.pack(message)), out, KEY, weight=2.0)
+    codec.accumulate(codec.unpack(packed(codec, message)), out, KEY, weight=2.0)
     torch.testing.assert_close(out, 0.5 + 2.0 * decoded(codec, message).double())
 
 
@@ -144,7 +138,7 @@ def test_length_depends_on_the_shape_alone(compressor, dtype):
     values = [torch.zeros(70), torch.full((70,), 1e4), gaussian(70, dtype), torch.arange(70.0) % 2]
     keys = [KEY, Key(8), Key(7, step=4, rank=3), Key(7, rank=1)]
     lengths = {
-        codec.pack(codec.encode(x.to(dtype), key)).numel()
+        packed(codec, codec.encode(x.to(dtype), key)).numel()
         for x, key in zip(values, keys, strict=True)
     }
     assert lengths == {codec.nbytes}
@@ -157,13 +151,18 @@ def test_length_depends_on_the_shape_alone(compressor, dtype):
         (Identity(), (10,), torch.bfloat16, 20),
         (Cast("bf16"), (10,), torch.float64, 20),
         (RandK(0.25), (10,), torch.float32, 3 * 4),
-        (TopK(0.25), (10,), torch.float32, 3 * (2 + 4)),
-        (TopK(0.25), (10,), torch.float16, 3 * (2 + 2)),
-        (TopK(k=3), (2**16,), torch.float32, 3 * (2 + 4)),
-        (TopK(k=3), (2**16 + 1,), torch.float32, 3 * (4 + 4)),
-        (TopK(k=3), (2**16, 1), torch.float32, 3 * (4 + 4)),
-        (TopK(k=3, scope="tensor"), (2**16, 1, 0), torch.float32, 3 * (2 + 4) + (2 + 4)),
-        (TopK(0.01), (25_557_032,), torch.float32, 2_044_568),
+        # 10 bits of bitmap.
+        (TopK(0.25), (10,), torch.float32, 3 * 4 + 2),
+        (TopK(0.25), (10,), torch.float16, 3 * 2 + 2),
+        # 3 low parts of 14 bits, and 3 + 3 bits.
+        (TopK(k=3), (2**16,), torch.float32, 3 * 4 + 6 + 1),
+        (TopK(k=3, scope="tensor"), (2**16, 1, 0), torch.float32, 3 * 4 + 7 + 4),
+        (TopK(k=3, values="int8"), (2**16,), torch.float32, 4 + 3 + 7),
+        (TopK(k=3, values="int4"), (2**16,), torch.float32, 4 + 2 + 7),
+        (TopK(k=3, values="bf16"), (2**16,), torch.float64, 3 * 2 + 7),
+        (Quantize("int4"), (257,), torch.float32, 3 * 4 + 129),
+        # Low parts of 6 bits, and a bit for each entry and each 64 elements.
+        (TopK(0.01), (25_557_032,), torch.float32, 255_571 * 4 + 191_679 + 81_863),
     ],
     ids=str,
 )
@@ -171,58 +170,43 @@ def test_length_equals_a_hand_calculation(compressor, sizes, dtype, nbytes):
     assert codec_of(compressor, sizes, dtype).nbytes == nbytes
 
 
-@pytest.mark.parametrize(
-    ("numel", "dtype"),
-    [
-        (0, torch.uint16),
-        (1, torch.uint16),
-        (2**16, torch.uint16),
-        (2**16 + 1, torch.int32),
-        (2**31, torch.int32),
-        (2**31 + 1, torch.int64),
-    ],
-)
-def test_index_is_the_narrowest_integer_that_reaches_the_last_element(numel, dtype):
-    assert wire.index_dtype(numel) == dtype
-
-
 # --- The bytes ------------------------------------------------------------------------------------
 
 
-def decode_topk(raw, n, k, index, values):
-    """A decoder of topk's message by the documentation alone: k indices, then k values."""
-    width = np.dtype(index).itemsize * k
+def decode_topk(raw, n, k, low, values):
+    """A decoder of topk's message by the documentation alone, for low parts of `low` bits."""
+    width = np.dtype(values).itemsize * k
+    lows = np.unpackbits(np.frombuffer(raw[width:], np.uint8), bitorder="little")
+    highs = lows[8 * -(-k * low // 8) :]
     dense = np.zeros(n, dtype=values)
-    dense[np.frombuffer(raw[:width], dtype=index)] = np.frombuffer(raw[width:], dtype=values)
+    for rank, place in enumerate(np.flatnonzero(highs)):
+        bits = lows[rank * low : (rank + 1) * low]
+        index = (place - rank) * 2**low + sum(int(bit) << power for power, bit in enumerate(bits))
+        dense[index] = np.frombuffer(raw[:width], dtype=values)[rank]
     return dense
 
 
-@pytest.mark.parametrize(
-    ("n", "index"), [(7, "<u2"), (65535, "<u2"), (65536, "<u2"), (65537, "<i4")]
-)
+@pytest.mark.parametrize(("n", "low"), [(64, 3), (65535, 14), (65536, 14), (65537, 12)])
 @pytest.mark.parametrize(("dtype", "values"), [(torch.float32, "<f4"), (torch.float16, "<f2")])
-def test_topk_message_is_read_by_a_decoder_of_its_own(n, index, dtype, values):
+def test_topk_message_is_read_by_a_decoder_of_its_own(n, low, dtype, values):
     x = gaussian(n, dtype)
     # The last element is sent for sure: its index needs every bit of the index's type.
     x[-1] = 60_000
     codec = codec_of(TopK(k=5), [n], dtype)
-    raw = codec.pack(codec.encode(x, KEY)).numpy().tobytes()
+    raw = packed(codec, codec.encode(x, KEY)).numpy().tobytes()
     expected = np.zeros(n, dtype=values)
     top = np.argsort(-np.abs(x.numpy()), kind="stable")[:5]
     expected[top] = x.numpy()[top]
-    assert decode_topk(raw, n, 5, index, values).tobytes() == expected.tobytes()
+    assert decode_topk(raw, n, 5, low, values).tobytes() == expected.tobytes()
 
 
-def test_topk_bytes_are_ascending_indices_then_values_little_endian():
-    x = torch.zeros(300)
-    x[258], x[3] = 1.0, -2.0
-    codec = codec_of(TopK(k=2), [300])
-    assert codec.pack(codec.encode(x, KEY)).tolist() == [
-        *(3, 0),
-        *(2, 1),
-        *(0, 0, 0, 0xC0),
-        *(0, 0, 0x80, 0x3F),
-    ]
+def test_topk_bytes_are_values_then_the_code_of_their_indices():
+    x = torch.zeros(128)
+    x[[5, 40, 41, 120]] = torch.tensor([1.0, -2.0, 1.0, 1.0])
+    codec = codec_of(TopK(k=4), [128])
+    one, minus_two = (0, 0, 0x80, 0x3F), (0, 0, 0, 0xC0)
+    code = (0x85, 0x89, 0x19, 0x04)
+    assert packed(codec, codec.encode(x, KEY)).tolist() == [*one, *minus_two, *one, *one, *code]
 
 
 def test_bucket_message_is_its_vectors_messages_one_after_another():
@@ -230,15 +214,17 @@ def test_bucket_message_is_its_vectors_messages_one_after_another():
     x = torch.tensor([1.0, 2.0, 30.0, 40.0, 50.0])
     whole = codec_of(compressor, (2, 3))
     alone = [codec_of(compressor, (2,)), codec_of(compressor, (3,))]
-    messages = [c.pack(c.encode(part, KEY)) for c, part in zip(alone, x.split((2, 3)), strict=True)]
-    assert torch.equal(whole.pack(whole.encode(x, KEY)), torch.cat(messages))
+    messages = [
+        packed(c, c.encode(part, KEY)) for c, part in zip(alone, x.split((2, 3)), strict=True)
+    ]
+    assert torch.equal(packed(whole, whole.encode(x, KEY)), torch.cat(messages))
 
 
 def test_dense_bytes_are_the_values():
     x = gaussian(7, torch.float32)
     for compressor, dtype in ((Identity(), torch.float32), (Cast("bf16"), torch.bfloat16)):
         codec = codec_of(compressor, [7])
-        assert codec.pack(codec.encode(x, KEY)).numpy().tobytes() == bits(x.to(dtype))
+        assert packed(codec, codec.encode(x, KEY)).numpy().tobytes() == bits(x.to(dtype))
 
 
 def test_randk_bytes_are_the_kept_values_in_ascending_order_of_their_indices():
@@ -246,7 +232,7 @@ def test_randk_bytes_are_the_kept_values_in_ascending_order_of_their_indices():
     codec = codec_of(RandK(k=7), [100])
     message = codec.encode(x, KEY)
     kept = [value for value in decoded(codec, message).tolist() if value]
-    assert codec.pack(message).numpy().view("<f4").tolist() == kept
+    assert packed(codec, message).numpy().view("<f4").tolist() == kept
 
 
 # --- What does not fit ----------------------------------------------------------------------------
@@ -260,7 +246,8 @@ def test_message_of_another_length_is_refused(length):
     raw = torch.zeros(length, dtype=torch.uint8)
     with pytest.raises(ValueError, match=f"a message of {length} bytes .* 18 bytes"):
         wire.unpack(raw, LAYOUT)
-    codec = codec_of(TopK(k=3), [10])
+    codec = codec_of(TopK(k=4), [10])
+    assert codec.nbytes == 18
     with pytest.raises(ValueError, match=f"a message of {length} bytes.* 18 "):
         codec.unpack(raw)
 
@@ -292,3 +279,56 @@ def test_aligned_fields_are_views_of_the_message():
     for field in wire.unpack(raw, layout):
         field.fill_(1.0)
     assert [field.tolist() for field in wire.unpack(raw, layout)] == [[1.0, 1.0], [1.0]]
+
+
+# --- Frames ---------------------------------------------------------------------------------------
+
+
+def frame_of(payload):
+    frame = torch.zeros(wire.framed(len(payload)), dtype=torch.uint8)
+    wire.payload(frame, len(payload)).copy_(torch.tensor(payload, dtype=torch.uint8))
+    wire.seal(frame, len(payload))
+    return frame
+
+
+def test_frame_is_length_and_version_then_checksum_then_the_message_up_to_8_bytes():
+    frame = frame_of([1, 2, 3])
+    words = [256 * 3 + wire.VERSION, 0, 0x030201]
+    words[1] = (1 * words[0] + 5 * words[2]) % 2**64
+    assert frame.numpy().tobytes() == b"".join(word.to_bytes(8, "little") for word in words)
+    assert int(wire.inspect(frame, 3)) == wire.INTACT
+
+
+@pytest.mark.parametrize("length", [1, 8, 13])
+def test_every_changed_bit_of_a_frame_is_found(length):
+    good = frame_of(list(range(length)))
+    for bit in range(8 * good.numel()):
+        bad = good.clone()
+        bad[bit // 8] ^= 1 << bit % 8
+        assert int(wire.inspect(bad, length)) != wire.INTACT, bit
+
+
+def test_frame_of_another_version_or_length_is_told_apart():
+    frame = frame_of([1] * 5)
+    assert int(wire.inspect(frame, 6)) == wire.OTHER_LENGTH
+    frame[0] += 1
+    assert int(wire.inspect(frame, 5)) == wire.OTHER_VERSION
+
+
+def test_random_frames_are_not_taken_for_messages():
+    noise = torch.Generator().manual_seed(0)
+    for length in range(1, 300):
+        frame = torch.randint(256, (wire.framed(length),), dtype=torch.uint8, generator=noise)
+        assert int(wire.inspect(frame, length)) != wire.INTACT
+
+
+def test_a_message_of_random_bytes_stays_within_its_vector():
+    noise = torch.Generator().manual_seed(0)
+    for compressor in (TopK(k=5), TopK(0.5), TopK(k=5, values="int4"), Quantize("int4")):
+        codec = codec_of(compressor, [100])
+        for _ in range(200):
+            raw = torch.randint(256, (codec.nbytes,), dtype=torch.uint8, generator=noise)
+            around = torch.zeros(300)
+            codec.accumulate(codec.unpack(raw), around[100:200], KEY)
+            assert not around[:100].any()
+            assert not around[200:].any()

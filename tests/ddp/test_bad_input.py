@@ -370,7 +370,9 @@ def test_failing_exchange_is_raised_as_itself() -> None:
     def body() -> None:
         model = wrap(mlp())
         torchcomp.register(model, TOPK)
-        with mock.patch("torchcomp.compressors.topk.largest", side_effect=ValueError("no luck")):
+        with mock.patch(
+            "torchcomp.compressors.topk.add_and_select", side_effect=ValueError("no luck")
+        ):
             loss_of(model(rows(0))).backward()
 
     refuses(ValueError, "^no luck$", body, ranks=1)

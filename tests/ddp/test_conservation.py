@@ -32,6 +32,7 @@ from tests.support.models import (
 from tests.support.ranks import on_processes, on_threads
 
 TOPK = "ef(topk(0.1))"
+BIDIRECTIONAL = tuple(spec for spec in CONSERVING if spec.startswith("bidirectional"))
 Build = Callable[[], DistributedDataParallel]
 Batches = Callable[[int], list[Batch]]
 
@@ -100,7 +101,7 @@ def test_conserves_under_ddp_option(options: dict[str, object]) -> None:
         # DDP refuses to begin a static graph under no_sync.
         return [(rows(step + i),) for i in range(2 if step else 1)]
 
-    check(lambda: wrap(used_everywhere(options), **options), accumulate, *CONSERVING[:3])
+    check(lambda: wrap(used_everywhere(options), **options), accumulate, *CONSERVING[:5])
 
 
 def used_everywhere(options: dict[str, object]) -> nn.Module:
@@ -164,15 +165,15 @@ def test_unused_parameter_keeps_a_gradient_that_was_not_cleared(
 
 
 def test_conserves_shared_parameters() -> None:
-    check(lambda: wrap(seeded(Tied().double())), one_batch, *CONSERVING[:3])
+    check(lambda: wrap(seeded(Tied().double())), one_batch, *CONSERVING[:5])
 
 
 def test_conserves_channels_last_weights() -> None:
-    check(lambda: wrap(convolutions()), lambda step: [(images(step),)], *CONSERVING[:3])
+    check(lambda: wrap(convolutions()), lambda step: [(images(step),)], *CONSERVING[:5])
 
 
 def test_conserves_parameters_of_no_and_of_one_element() -> None:
-    check(lambda: wrap(seeded(OddSizes().double())), one_batch, *CONSERVING[:3])
+    check(lambda: wrap(seeded(OddSizes().double())), one_batch, *CONSERVING[:5])
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["default", "static_graph"])
@@ -250,6 +251,13 @@ def test_swap_hands_the_memory_on_or_delivers_it() -> None:
         train(3)
         assert "is kept" in handle.swap("ef(randk(0.2))")
         train(3)
+        for spec in BIDIRECTIONAL:
+            handle.swap(spec)
+            train(2)
+            assert any(handle.stats.owner_norms.values())
+        handle.swap("ef(randk(0.2))")
+        assert handle.stats.owner_norms == {}
+        train(1)
         assert "adds what there is" in handle.swap("mean")
         assert handle.stats.error_norm > 0
         train(1)
@@ -307,8 +315,9 @@ def test_conserves_over_a_resume() -> None:
     assert_owing(accounts)
 
 
+@pytest.mark.parametrize("spec", [TOPK, *BIDIRECTIONAL])
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 3), (3, 1)])
-def test_conserves_over_a_change_of_the_number_of_ranks(before: int, after: int) -> None:
+def test_conserves_over_a_change_of_the_number_of_ranks(before: int, after: int, spec: str) -> None:
     def body(states: list[dict], spec: str) -> tuple[Account, dict]:
         model = wrap(mlp())
         handle = torchcomp.register(model, spec)
@@ -319,16 +328,16 @@ def test_conserves_over_a_change_of_the_number_of_ranks(before: int, after: int)
             account.step(model, (rows(step),))
         return account.close(handle), handle.state_dict()
 
-    first = on_threads(before, body, [], TOPK)
+    first = on_threads(before, body, [], spec)
     states = torchcomp.redistribute([state for _, state in reversed(first)], after)
-    second = [account for account, _ in on_threads(after, body, states, TOPK)]
+    second = [account for account, _ in on_threads(after, body, states, spec)]
     owed = torch.stack([flat_error(state) for _, state in first]).mean(0)
     assert float(owed.abs().sum()) > 0.1
     torch.testing.assert_close(flat_error(states[0]), owed, rtol=0, atol=1e-14)
     # What the old run still owed is one more dense mean of the new one.
     for account in second:
         for name in account.dense:
-            handed = torch.stack([state["error"][name] for _, state in first]).mean(0)
+            handed = torch.stack([account.owed[name] for account, _ in first]).mean(0)
             account.dense[name] = account.dense[name] + handed
     assert_conserved(second)
 

@@ -1,5 +1,7 @@
 """Replicas stay bit-identical: every rank decodes the same messages in the same order."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from torch import Tensor
@@ -29,7 +31,8 @@ def two_trained() -> list[Tensor]:
 
 def test_methods_name_everything_that_is_registered() -> None:
     methods = [torchcomp.parse(spec) for spec in METHODS]
-    listed = {type(method) for method in methods} | {type(m.compressor) for m in methods}
+    listed = {type(method) for method in methods}
+    listed |= {type(getattr(method, field.name)) for method in methods for field in fields(method)}
     missing = {cls.name for cls in (*AGGREGATORS, *COMPRESSORS) if cls not in listed}
     assert not missing, f"give METHODS in tests/support/models.py a spec with {missing}"
 

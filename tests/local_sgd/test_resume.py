@@ -181,7 +181,7 @@ def test_a_state_of_another_run_is_refused_and_changes_nothing(which):
 EDITS = {
     "rank": ({"rank": 7}, "7", "0"),
     "world_size": ({"world_size": 64}, "64", "1"),
-    "version": ({"version": 99}, "99", "1"),
+    "version": ({"version": 99}, "99", "2"),
     "names": ({"shapes": {}}, "'0.weight' is not in the checkpoint"),
     "spec": ({"spec": "every(7)"}, "every(7)", "qsr("),
 }

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import torchcomp
+from torchcomp.bucket import memory_order, shards
 
 METHODS = (
     "mean",
@@ -28,6 +29,16 @@ METHODS = (
     'ef(randk(k=3, scope="tensor"), exchange="gather")',
     'ef(cast("bf16"))',
     'ef(cast("fp16"), exchange="gather")',
+    'ef(topk(0.1), exchange="sharded")',
+    'ef(topk(0.1, values="int8"))',
+    'ef(quantize("int8"))',
+    "bidirectional(topk(0.1), topk(0.1))",
+    'bidirectional(topk(0.1, scope="model"), topk(0.1, scope="model"), selection="shard")',
+    'bidirectional(topk(k=3, scope="tensor"), topk(k=3, scope="tensor"), memory_dtype="bf16")',
+    "bidirectional(identity, topk(0.1))",
+    "bidirectional(topk(0.1), identity)",
+    'bidirectional(randk(0.1), quantize("int4", rounding="stochastic"), selection="shard")',
+    'bidirectional(topk(0.2, values="int4", rounding="stochastic"), topk(0.2, values="bf16"))',
 )
 """Specs that every test over "all methods" runs; together they name everything registered."""
 
@@ -35,7 +46,11 @@ WITH_MEMORY = tuple(spec for spec in METHODS if torchcomp.parse(spec).remembers)
 
 CONSERVING = (
     "ef(topk(0.1))",
+    "bidirectional(topk(0.1), topk(0.1))",
     'ef(topk(k=3, scope="tensor"))',
+    'bidirectional(topk(0.2), topk(k=3, scope="tensor"), selection="shard")',
+    'bidirectional(topk(0.1, scope="model"), randk(0.3), selection="shard")',
+    'bidirectional(topk(0.2, values="int8"), topk(0.3, values="int4"))',
     "ef(randk(0.1))",
     'ef(cast("bf16"), exchange="gather")',
 )
@@ -223,7 +238,24 @@ class Account:
         """Note what `handle` still owes."""
         state = handle.state_dict()
         self.owed = {name: e.double() / state["scale"] for name, e in state["error"].items()}
+        _add(self.owed, owed_as_owner(handle, state))
         return self
+
+
+def owed_as_owner(handle: torchcomp.Handle, state: dict[str, Any]) -> Gradients:
+    """What a rank owes as the owner of shards, times the ranks: as it enters a mean over them."""
+    owed = {}
+    rank, world_size = state["rank"], state["world_size"]
+    for names in state["buckets"]:
+        sizes = tuple(handle._parameters[name].numel() for name in names)
+        shard = shards(tuple(names), sizes, world_size)[rank]
+        for name, at, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
+            if name in state["owner"]:
+                parameter = handle._parameters[name]
+                flat = torch.zeros(parameter.numel(), dtype=torch.float64)
+                flat[at : at + size] = state["owner"][name].double() * world_size / state["scale"]
+                owed[name] = memory_order(parameter, flat).clone()
+    return owed
 
 
 def _add(total: Gradients, more: Gradients) -> None:

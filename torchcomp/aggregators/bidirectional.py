@@ -83,8 +83,8 @@ class Bidirectional(Aggregator):
         compressor: Compressor = getattr(self, way)
         if self.selection == "exact" and not (compressor.selects or compressor.elementwise):
             raise SpecError(
-                f"{compressor.name} works on whole vectors, and the parts of a bucket lie on several "
-                'ranks: with selection="shard" it works on every shard by itself',
+                f"{compressor.name} works on whole vectors, and the parts of a bucket lie on "
+                'several ranks: with selection="shard" it works on every shard by itself',
                 way,
             )
 

@@ -40,8 +40,8 @@ class Mean(OneWay):
 
     @property
     def depends_on_grouping(self) -> bool:
-        # Also where each element is summed in DDP's order, so that plain DDP is matched exactly.
-        return not self.compressor.elementwise
+        # Where elements are summed on the way, DDP's own buckets give DDP's order of additions.
+        return not (self.compressor.elementwise and self.exchange in ("auto", "sum"))
 
     @property
     def transparent(self) -> bool:

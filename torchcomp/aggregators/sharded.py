@@ -1,4 +1,4 @@
-"""Sharded exchange: entries go to the rank that owns their part of the bucket, and answers come back.
+"""Sharded exchange: entries go to the rank that owns their part of a bucket, answers come back.
 
 Every rank owns a contiguous part, its shard. A step is straight-line:
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torchcomp.aggregators.agreement import agree, agreement_load, chosen, order_bits
 from torchcomp.aggregators.transfer import add_frame, narrowed, spoiled
 from torchcomp.bucket import Bucket, Shard, shards
-from torchcomp.codec import Codec, Message, Selections, Vector, codec
+from torchcomp.codec import Codec, Selections, Vector, codec
 from torchcomp.compressors import Compressor
 from torchcomp.errors import WireError
 from torchcomp.exchange import Exchange, Load
@@ -227,7 +227,8 @@ class ShardedTransfer:
         rank, world_size = self.exchange.rank, self.exchange.world_size
         if not self.up.exact:
             return [self.up.fixed[rank]] * world_size
-        counts = torch.tensor(sum(self._counts, []), dtype=torch.int64, device=self.exchange.device)
+        flat = [count for row in self._counts for count in row]
+        counts = torch.tensor(flat, dtype=torch.int64, device=self.exchange.device)
         here = len(self.up.pieces[rank])
         sizes = [len(pieces) for pieces in self.up.pieces]
         received = self.exchange.scatter(counts, sizes, [here] * world_size)

@@ -17,8 +17,9 @@ from torchcomp.wire import Layout, Parts
 class Quantize(Compressor):
     """``quantize("int8")`` or ``quantize("int4")``: evenly spaced levels up to a block's maximum.
 
-    Contractive; with ``rounding="stochastic"`` also unbiased. Reference: Alistarh et al., "QSGD",
-    NeurIPS 2017, there with the Euclidean norm as scale.
+    Contractive; with ``rounding="stochastic"`` also unbiased. The constants hold for values whose
+    block's maximum lies between 127 * 2^-126 and float32's largest number. Reference: Alistarh et
+    al., "QSGD", NeurIPS 2017, there with the Euclidean norm as scale.
 
     Attributes:
         format: "int8" (levels -127 to 127) or "int4" (-7 to 7).
@@ -47,9 +48,9 @@ class Quantize(Compressor):
         out.add_(decoded, alpha=weight)
 
     def alpha(self, numel: int) -> float:
-        return 1.0 - quantize.error_bound(self.format, numel)
+        return 1.0 - quantize.error_bound(self.format, numel) if numel else 1.0
 
     def omega(self, numel: int) -> float | None:
         if self.rounding == "nearest":
             return None
-        return quantize.error_bound(self.format, numel)
+        return quantize.error_bound(self.format, numel) if numel else 0.0

@@ -17,12 +17,8 @@ def numba_form(stem: str) -> ModuleType | None:
     try:
         return importlib.import_module(f"torchcomp.kernels.{stem}_numba")
     except ImportError as error:
-        _log.warning(
-            'torchcomp: the %s kernel runs slowly on CPUs because Numba is missing (%s); pip install "'
-            'torchcomp-ddp[kernels]" brings it',
-            stem,
-            error,
-        )
+        advice = 'pip install "torchcomp-ddp[kernels]"'
+        _log.warning("CPU kernel %s runs slowly without Numba (%s): %s", stem, error, advice)
         return None
 
 

@@ -12,6 +12,7 @@ After a guess that gives too few candidates, or too many, comes another, and the
 with the whole vector. So the guess decides how long it takes, and never the result.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]  # ships no types
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -34,8 +35,8 @@ Array = NDArray[Any]
 _SMALL = 1 << 14
 """A vector of so many entries is not worth a sample: all are candidates."""
 
-_INLINE = 1 << 17
-"""So many entries are not worth a second thread."""
+_INLINE = 1 << 20
+"""So many entries are not worth a second thread: handing over takes 0.1 ms or so (measured)."""
 
 _CHUNKS = 4
 """Chunks for each thread, so that one that falls behind leaves work to the others."""
@@ -130,23 +131,24 @@ class Room:
         lowest: bits of the bound for the next selection; None at the start.
     """
 
-    def __init__(self, n: int, k: int, word: np.dtype[Any]) -> None:
-        self.made_for = (n, k, word)
+    def __init__(self, n: int, k: int, form: Format) -> None:
+        self.made_for = (n, k, form)
         chunks = 1 if n <= _INLINE else _CHUNKS * torch.get_num_threads()
         self.ends = [n * chunk // chunks for chunk in range(chunks + 1)]
         capacity = n if n <= _SMALL else min(n // chunks + 1, 4 * k + n // 256)
         shape = (chunks, capacity + _WORD)
-        self.key = np.empty(shape, word)
-        self.place = np.empty(shape, np.uint32)
+        # By torch: NumPy asks for huge pages, of which a row's first candidate would fill one.
+        self.key: Array = torch.empty(shape, dtype=form.word).numpy()
+        self.place: Array = torch.empty(shape, dtype=torch.uint32).numpy()
         self.count = np.zeros(chunks, np.int64)
         self.histogram = np.zeros((chunks, 1 << _DIGIT), np.int32)
         self.lowest: int | None = None
 
 
-def _room(warm: Warm, n: int, k: int, word: np.dtype[Any]) -> Room:
+def _room(warm: Warm, n: int, k: int, form: Format) -> Room:
     room = warm.memo
-    if not isinstance(room, Room) or room.made_for != (n, k, word):
-        room = warm.memo = Room(n, k, word)
+    if not isinstance(room, Room) or room.made_for != (n, k, form):
+        room = warm.memo = Room(n, k, form)
     return room
 
 
@@ -160,7 +162,7 @@ class _Selection:
         self.bits = self.form.bits(x)
         self.k = k
         self.summands = summands
-        self.room = _room(warm, x.numel(), k, self.bits.dtype)
+        self.room = _room(warm, x.numel(), k, self.form)
         word = self.bits.dtype.type
         self.limits = word(np.iinfo(word).max >> 1), word(self.form.infinity)
 
@@ -200,7 +202,8 @@ class _Selection:
         return int(np.partition(sample, -rank)[-rank])
 
     def _collect(self, lowest: int) -> None:
-        room, bound = self.room, self.bits.dtype.type(lowest)
+        # Above infinity, it would pass over infinities, which rank with NaN.
+        room, bound = self.room, self.bits.dtype.type(min(lowest, self.form.infinity))
 
         def work(chunk: int) -> None:
             part = slice(room.ends[chunk], room.ends[chunk + 1])
@@ -220,7 +223,7 @@ class _Selection:
 
     def _everything(self) -> tuple[list[Array], list[None]]:
         ends = self.room.ends
-        keys = [self.bits[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
+        keys = [self.bits[start:end] for start, end in itertools.pairwise(ends)]
         return keys, [None] * len(keys)
 
     def _pick(
@@ -229,23 +232,11 @@ class _Selection:
         """The k largest of the keys of each chunk, and the bits of the smallest of them."""
         each = pool.each if total > _INLINE else _one_by_one
         threshold, ties = self._threshold(keys, each)
-        bound = self.bits.dtype.type(threshold)
-        tally = np.zeros((len(keys), 2), np.int64)
+        limits: tuple[Any, Any, Any] = (self.bits.dtype.type(threshold), *self.limits)
+        tally = np.empty((len(keys), 2), np.int64)
 
         def count(chunk: int) -> None:
-            tally[chunk] = _tally(keys[chunk], bound, *self.limits)
-
-        def write(chunk: int) -> None:
-            start, end = ends[chunk], ends[chunk + 1]
-            _write(
-                keys[chunk],
-                places[chunk],
-                bound,
-                *self.limits,
-                self.room.ends[chunk],
-                quota[chunk],
-                chosen[start:end],
-            )
+            tally[chunk] = _tally(keys[chunk], *limits)
 
         each(count, len(keys))
         above, tied = tally.T
@@ -253,6 +244,12 @@ class _Selection:
         ends = [0, *(above + quota).cumsum()]
         result = torch.empty(self.k, dtype=torch.int64)
         chosen = result.numpy()
+
+        def write(chunk: int) -> None:
+            place = chosen[ends[chunk] : ends[chunk + 1]]
+            offset = self.room.ends[chunk]
+            _write(keys[chunk], places[chunk], *limits, offset, quota[chunk], place)
+
         each(write, len(keys))
         return result, threshold
 
@@ -262,9 +259,9 @@ class _Selection:
         prefix, rank, high = 0, self.k, 8 * self.bits.itemsize - 1
         while high:
             low = max(high - _DIGIT, 0)
-            known = word(prefix), word(high), word(low)
+            known: tuple[Any, Any, Any] = (word(prefix), word(high), word(low))
 
-            def work(chunk: int, known: Any = known) -> None:
+            def work(chunk: int, known: tuple[Any, Any, Any] = known) -> None:
                 _count_digits(keys[chunk], *self.limits, *known, histogram[chunk])
 
             each(work, len(keys))
@@ -405,8 +402,10 @@ def _add_and_scan(
     count = 0
     for start in range(0, out.size, _BLOCK):
         stop = min(start + _BLOCK, out.size)
-        for i in range(start, stop):
-            out[i] = _number(g[i]) + e[i]
+        # Of slices from 0 on: only then LLVM sees that it can vectorise.
+        first, second, total = g[start:stop], e[start:stop], out[start:stop]
+        for i in range(total.size):
+            total[i] = _number(first[i]) + second[i]
         if count >= 0:
             count = _scan_part(bits, start, stop, lowest, unsigned, infinity, key, place, count)
     return count
@@ -433,12 +432,13 @@ def _count_digits(
 @njit(nogil=True, cache=True)
 def _digit(histogram: Array, rank: int) -> tuple[int, int]:
     """The digit of the rank-th largest, and its rank among those with this digit."""
-    digit = histogram.shape[1]
-    count = 0
+    digit, count = histogram.shape[1], 0
     while count < rank:
         rank -= count
         digit -= 1
-        count = histogram[:, digit].sum()
+        count = 0
+        for chunk in range(histogram.shape[0]):
+            count += histogram[chunk, digit]
     return digit, rank
 
 

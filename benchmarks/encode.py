@@ -1,0 +1,250 @@
+"""What encoding and decoding cost on the CPU, against the memory floor of the same run.
+
+    python benchmarks/encode.py --threads 2 --out benchmarks/results/encode.csv
+
+Error feedback with TopK must read the gradient and the memory and write the new memory: 12 bytes an
+entry. The *floor* is the time of that at the bandwidth at which this machine copies. Copying n
+floats moves 8 bytes an entry, so it is 1.5 times the median copy. The *pass* is one over n floats
+in place (it reads and writes 4 bytes an entry each), which decoding is compared with. Both are
+repeated over the same arrays, back to back, with the threads that the selection runs on (one, for a
+vector that it leaves to one). That is a strict floor: of arrays that fit into the last cache, a
+repeated copy finds some there, and a step of training that comes after others does not.
+
+Gradients are fresh in every step, normal with one of two scales an entry, and the memory is what
+error feedback makes of them, so a warm start sees the drift that it sees in training. Rows:
+
+    select warm, cold       add_and_select with what the last step left, and without anything
+    values, code, subtract  what comes after it: gather, Elias-Fano, taking out what is sent
+    encode warm, cold       all of it, as ``ef(topk(...))`` calls it
+    decode 8                decoding 8 messages and adding them up, against the pass
+    add + np.partition      the reference form, without Numba
+    add + torch.topk, add + torch.kthvalue     (at 1 % only; they take seconds)
+    PowerSGD                rank 1 on a square view: add, two products, orthogonalise, subtract
+
+Every figure is a median over the steps. *Cold* steps start without anything, memory for candidates
+included. Designs of add_and_select that were tried and left (2 threads, n = 25e6, k = 1 %, times
+torch.add on the same machine): a branch for every 16 entries in plain Numba 1.9 (LLVM does not
+vectorise the comparison); the comparison of 64 entries at once, with the addition in a loop over
+absolute indices 1.6 (LLVM does not vectorise that one); the addition in a loop over slices, as it
+is now, 1.1 to 1.3. A radix histogram of the whole vector as the cold start is exact without a
+guess, but needs three passes more; a sample of 32,768 entries takes a tenth of one.
+"""
+
+import argparse
+import csv
+import datetime
+import math
+import statistics
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchcomp.compressors import TopK
+from torchcomp.kernels import elias_fano, pool, select_torch
+from torchcomp.kernels.select import Warm
+from torchcomp.keys import Key
+
+SIZES = (100_000, 1_000_000, 10_000_000, 25_000_000)
+RATIOS = (0.001, 0.01, 0.1)
+SERIAL = 1 << 20
+KEY = Key(0)
+T = TypeVar("T")
+COLUMNS = ("date", "device", "threads", "torch", "numba", "n", "k", "what", "ms", "of", "of_ms")
+
+
+class Clock:
+    """Collects times by name, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = defaultdict(list)
+
+    def __call__(self, name: str, work: Callable[[], T]) -> T:
+        start = time.perf_counter()
+        result = work()
+        self.times[name].append((time.perf_counter() - start) * 1e3)
+        return result
+
+    def medians(self) -> dict[str, float]:
+        return {name: statistics.median(times) for name, times in self.times.items()}
+
+
+def measure(n: int, ratio: float, steps: int) -> dict[str, float]:
+    """Median milliseconds of everything, by name."""
+    clock = Clock()
+    for start in ("cold", "warm"):
+        run = Training(n, ratio)
+        memory_speed(clock, run)
+        for step in range(steps + 2):
+            if start == "cold":
+                run.warm = Warm()
+            run.step(clock if step >= 2 else Clock(), start)
+    decode(clock, run, steps)
+    baselines(clock, run, slow=ratio == 0.01)
+    times = clock.medians()
+    times["floor"] = 1.5 * times.pop("copy")
+    return times
+
+
+class Training:
+    """The gradients and the error memory of one rank."""
+
+    def __init__(self, n: int, ratio: float) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.scale = 0.1 + 0.9 * (torch.rand(n, generator=self.generator) < 0.1)
+        self.topk = TopK(ratio)
+        self.warm = Warm()
+        self.messages: deque[tuple[Tensor, ...]] = deque(maxlen=8)
+        # Written, because pages that never were are all one page of zeros, and fast to read.
+        self.g, self.e, self.x = (torch.zeros(n).fill_(value) for value in (1.0, 0.0, 0.0))
+
+    def step(self, clock: Clock, start: str) -> None:
+        self.g.normal_(generator=self.generator).mul_(self.scale)
+        g, e, x = self.g, self.e, self.x
+        begin = time.perf_counter()
+        index = clock(f"select {start}", lambda: self.topk.select_sum(g, e, x, self.warm))
+        values = clock("values", lambda: x[index])
+        code = clock("code", lambda: elias_fano.encode(index, x.numel()))
+        message = (values, code)
+        clock("subtract", lambda: self.topk.subtract(message, x, KEY, index))
+        clock.times[f"encode {start}"].append((time.perf_counter() - begin) * 1e3)
+        self.messages.append(message)
+        self.e, self.x = x, e
+
+
+def memory_speed(clock: Clock, run: Training, times: int = 11) -> None:
+    for _ in range(times):
+        clock("copy", partial(in_threads, np.copyto, run.x.numpy(), run.g.numpy()))
+    for _ in range(times):
+        clock("pass", partial(in_threads, negate, run.x.numpy()))
+
+
+def in_threads(work: Callable[..., object], *arrays: NDArray[np.float32]) -> None:
+    n = arrays[0].size
+    parts = torch.get_num_threads() if n > SERIAL else 1
+    ends = [n * part // parts for part in range(parts + 1)]
+    pool.each(lambda part: work(*(a[ends[part] : ends[part + 1]] for a in arrays)), parts)
+
+
+def negate(x: NDArray[np.float32]) -> None:
+    np.negative(x, out=x)
+
+
+def decode(clock: Clock, run: Training, times: int) -> None:
+    """Adds the messages of the last 8 steps up, as if they came from 8 ranks."""
+
+    def add_up() -> None:
+        for message in run.messages:
+            run.topk.accumulate(message, run.x, KEY)
+
+    assert len(run.messages) == 8
+    for _ in range(times):
+        run.g.normal_()
+        run.x.zero_()
+        clock("decode 8", add_up)
+
+
+def baselines(clock: Clock, run: Training, slow: bool, times: int = 3) -> None:
+    g, e, x = run.g, run.e, run.x
+    k = run.topk.kept(g.numel())
+
+    def added(select: Callable[[], object]) -> Callable[[], object]:
+        return lambda: (torch.add(g, e, out=x), select())
+
+    q = torch.randn(math.isqrt(g.numel()), 1)
+    for _ in range(times):
+        clock("add + np.partition", added(lambda: select_torch.largest(x, k)))
+        clock("PowerSGD", lambda: power_sgd(g, e, x, q))
+        if slow:
+            clock("add + torch.topk", added(lambda: torch.topk(x.abs(), k, sorted=False)))
+            clock("add + torch.kthvalue", added(lambda: kth_value(x, k)))
+
+
+def kth_value(x: Tensor, k: int) -> Tensor:
+    magnitude = x.abs()
+    return torch.nonzero(magnitude >= torch.kthvalue(magnitude, x.numel() - k + 1).values)
+
+
+def power_sgd(g: Tensor, e: Tensor, x: Tensor, q: Tensor) -> None:
+    """What PyTorch's hook computes for a square matrix, without its two all-reduces."""
+    side = q.numel()
+    torch.add(g, e, out=x)
+    matrix = x[: side * side].view(side, side)
+    p = matrix @ q
+    p /= p.norm()
+    q = matrix.t() @ p
+    matrix.addmm_(p, q.t(), alpha=-1.0)
+
+
+# --- Rows -----------------------------------------------------------------------------------------
+
+
+def rows(n: int, ratio: float, times: dict[str, float]) -> list[dict[str, object]]:
+    conditions = {
+        "date": datetime.date.today().isoformat(),
+        "device": processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "numba": numba_version(),
+        "n": n,
+        "k": TopK(ratio).kept(n),
+    }
+    units = {"decode 8": "pass", "pass": "pass"}
+    measured = []
+    for what, milliseconds in times.items():
+        of = units.get(what, "floor")
+        figures = {"ms": f"{milliseconds:.3f}", "of": of, "of_ms": f"{times[of]:.3f}"}
+        measured.append({**conditions, "what": what, **figures})
+    return measured
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next(line.split(": ")[1] for line in lines if line.startswith("model name"))
+
+
+def numba_version() -> str:
+    try:
+        import numba
+    except ImportError:
+        return "none"
+    return str(numba.__version__)
+
+
+def show(row: dict[str, object]) -> None:
+    ratio = float(str(row["ms"])) / float(str(row["of_ms"]))
+    print(f"{row['n']:>10} {row['k']:>9}  {row['what']:<22} {row['ms']:>10} ms  ", end="")
+    print(f"{ratio:8.2f} × {row['of']}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--out", type=Path, help="CSV file to write; by default only print")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    measured = []
+    for n in arguments.sizes:
+        for ratio in RATIOS:
+            found = rows(n, ratio, measure(n, ratio, arguments.steps))
+            for row in found:
+                show(row)
+            measured += found
+    if arguments.out:
+        with arguments.out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(measured)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Hosts on one machine, joined by shaped links, and what is measured on them."""

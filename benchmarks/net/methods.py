@@ -1,0 +1,94 @@
+"""Methods by name: what is attached to a model before it trains.
+
+Baselines have names. Everything else is a spec of torchcomp: a method, or a schedule of local
+steps.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import torchcomp
+from net import baselines
+
+BASELINES = ("no-op", "ddp", "bf16", "powersgd-1", "naive-topk")
+_SCHEDULES = ("qsr(", "every(")
+# All of a model in one bucket. PyTorch's PowerSGD waits for collectives inside of callbacks, which
+# hangs gloo as soon as two buckets do it; with one bucket its own hook runs unchanged.
+_ONE_BUCKET_MB = 4096
+
+
+@dataclass
+class Trainee:
+    """A model in training; `counter` is the handle that counts bytes, if the method has one."""
+
+    model: DistributedDataParallel
+    optimizer: SGD
+    counter: Any = None
+
+    def counted_bytes(self) -> int:
+        """Bytes that torchcomp says it has sent."""
+        return self.counter.stats.total_bytes_sent if self.counter is not None else 0
+
+    def close(self) -> None:
+        if self.counter is not None:
+            self.counter.close()
+
+
+@dataclass(frozen=True)
+class Course:
+    """The training that lies ahead; `settled` skips PowerSGD's dense steps at the start."""
+
+    rate: float
+    total_steps: int
+    warmup_steps: int = 0
+    settled: bool = False
+
+
+def attach(method: str, module: nn.Module, course: Course) -> Trainee:
+    """Make `module` train by `method`."""
+    # Statistics of batch normalisation stay local in all methods, or their broadcast would be in
+    # the bytes and in the time.
+    options: dict[str, Any] = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+    # All ranks have built the same weights from the same seed; sending them takes minutes on a
+    # slow link.
+    options["init_sync"] = False
+    if method == "powersgd-1":
+        options["bucket_cap_mb"] = _ONE_BUCKET_MB
+    model = DistributedDataParallel(module, **options)
+    optimizer = SGD(model.parameters(), lr=course.rate, momentum=0.9, weight_decay=5e-4)
+    if method.startswith(_SCHEDULES):
+        counter = torchcomp.LocalSGD(
+            model,
+            optimizer,
+            method,
+            total_steps=course.total_steps,
+            warmup_steps=course.warmup_steps,
+        )
+        return Trainee(model, optimizer, counter)
+    if method not in BASELINES:
+        return Trainee(model, optimizer, torchcomp.register(model, method))
+    _register_baseline(method, model, course.settled)
+    return Trainee(model, optimizer)
+
+
+def _register_baseline(method: str, model: DistributedDataParallel, settled: bool) -> None:
+    if method == "no-op":
+        model.register_comm_hook(None, baselines.no_op)
+    elif method == "bf16":
+        model.register_comm_hook(None, baselines.bf16)
+    elif method == "powersgd-1":
+        model.register_comm_hook(_powersgd_state(settled), powerSGD_hook.powerSGD_hook)
+    elif method == "naive-topk":
+        model.register_comm_hook(baselines.NaiveTopK(0.01), baselines.naive_topk)
+
+
+def _powersgd_state(settled: bool) -> powerSGD_hook.PowerSGDState:
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    if settled:
+        state.iter = state.start_powerSGD_iter
+    return state

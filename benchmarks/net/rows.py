@@ -1,0 +1,71 @@
+"""CSV files of results: a row is on disk as soon as it is measured, and a run can go on."""
+
+import csv
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+_COMMON = ["date", "revision", "torch", "device", "cpus"]
+_RUN = ["hosts", "mbit", "delay_us", "model", "parameters", "batch", "method"]
+STEPS = [*_COMMON, *_RUN, "steps", "step_ms", "step_ms_low", "step_ms_high", "user_ms"]
+STEPS += ["system_ms", "collective_ms", "wire_bytes", "packets", "payload_bytes", "tcp_bytes"]
+STEPS += ["counted_bytes"]
+ACCURACY = [*_COMMON, *_RUN, "rate", "seed", "target", "reached", "accuracy", "steps", "seconds"]
+ACCURACY += ["wire_bytes", "payload_bytes"]
+
+
+class Table:
+    """One CSV file, appended to."""
+
+    def __init__(self, path: Path, columns: list[str]) -> None:
+        self.path, self.columns = path, columns
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def read(self) -> list[dict[str, str]]:
+        if not self.path.exists():
+            return []
+        with self.path.open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    def add(self, row: dict[str, Any]) -> None:
+        fresh = not self.path.exists()
+        with self.path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
+            if fresh:
+                writer.writeheader()
+            writer.writerow(row)
+
+    def has(self, **wanted: Any) -> bool:
+        texts = {name: str(value) for name, value in wanted.items()}
+        return any(all(row[name] == text for name, text in texts.items()) for row in self.read())
+
+
+def conditions() -> dict[str, Any]:
+    """What every row says about where and when it was measured."""
+    from importlib.metadata import version
+
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "revision": _revision(),
+        "torch": version("torch"),
+        "device": _processor(),
+        "cpus": len(os.sched_getaffinity(0)),
+    }
+
+
+def _revision() -> str:
+    """The commit, with a + where the working tree differs from it."""
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--exclude=*"]
+    described = subprocess.run(command, capture_output=True, text=True)
+    return described.stdout.strip() or "unknown"
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

@@ -1,0 +1,125 @@
+"""Time and bytes of a training step, by one method, seen from one rank."""
+
+import gc
+import resource
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+from net import counters, data, models
+from net.collectives import CollectiveClock
+from net.job import Job
+from net.methods import Course, Trainee, attach
+
+_MOST_STEPS = 40
+_WARM_UP = (2, 5)
+_WARM_UP_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that is counted, at one moment."""
+
+    user: float
+    system: float
+    collective: float | None
+    sent: counters.Counters
+    counted: int
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """What one rank saw; times in seconds, bytes of all steps together."""
+
+    times: list[float]
+    user: float
+    system: float
+    collective: float | None
+    wire: int
+    payload: int
+    packets: int
+    tcp: int
+    counted: int
+
+
+class StepBench:
+    """Trains the way a user's loop does, and counts."""
+
+    def __init__(self, job: Job, rank: int, clock: CollectiveClock) -> None:
+        self.job, self.rank, self.clock = job, rank, clock
+        self.train, _ = data.digits(models.SIZES[job.model])
+
+    def measure(self, method: str) -> RankSteps:
+        module = models.build(self.job.model, seed=0)
+        trainee = attach(method, module, Course(rate=0.01, total_steps=1000, settled=True))
+        try:
+            return self._measure(trainee)
+        finally:
+            trainee.close()
+            del trainee, module
+            gc.collect()
+
+    def _measure(self, trainee: Trainee) -> RankSteps:
+        steps = self._warm_up(trainee)
+        dist.barrier()
+        self.clock.reset()
+        before = self._snapshot(trainee)
+        times = [self._step(trainee, number) for number in range(steps)]
+        collective = self.clock.seconds
+        # What this rank sent last may still wait in its queue when its own step is over.
+        dist.barrier()
+        after = self._snapshot(trainee)
+        sent = after.sent - before.sent
+        return RankSteps(
+            times=times,
+            user=after.user - before.user,
+            system=after.system - before.system,
+            collective=collective,
+            payload=sent.payload,
+            counted=after.counted - before.counted,
+            **asdict(sent),
+        )
+
+    def _warm_up(self, trainee: Trainee) -> int:
+        """Train until times have settled; return how many steps are then worth measuring."""
+        started = time.perf_counter()
+        fewest, most = _WARM_UP
+        for number in range(most):
+            seconds = self._step(trainee, number)
+            done = time.perf_counter() - started > _WARM_UP_SECONDS
+            if self._of_rank_0(float(done and number + 1 >= fewest)):
+                break
+        worth = min(self.job.seconds / seconds, _MOST_STEPS)
+        return int(self._of_rank_0(max(self.job.least, worth)))
+
+    def _of_rank_0(self, value: float) -> float:
+        agreed = torch.tensor([value], dtype=torch.float64)
+        dist.broadcast(agreed, src=0)
+        return float(agreed)
+
+    def _step(self, trainee: Trainee, number: int) -> float:
+        rows = data.shard(self.train, self.job.batch, self.rank, self.job.world, number, seed=0)
+        images, labels = self.train.take(rows)
+        started = time.perf_counter()
+        trainee.optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(trainee.model(images), labels)
+        loss.backward()
+        trainee.optimizer.step()
+        return time.perf_counter() - started
+
+    def _snapshot(self, trainee: Trainee) -> Snapshot:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return Snapshot(
+            user=used.ru_utime,
+            system=used.ru_stime,
+            collective=self.clock.seconds,
+            sent=self._sent(),
+            counted=trainee.counted_bytes(),
+        )
+
+    def _sent(self) -> counters.Counters:
+        if not self.job.counted:
+            return counters.Counters(0, 0, 0)
+        return counters.read(self.job.interface, self.job.port)

@@ -1,0 +1,101 @@
+"""What network.csv holds, ready to be told: the latest row of each kind, and what follows."""
+
+import csv
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+Row = dict[str, str]
+Key = tuple[str, int, int]
+
+FLOOR, PLAIN, POWERSGD = "no-op", "ddp", "powersgd-1"
+BASELINES = (FLOOR, PLAIN, "bf16", POWERSGD, "naive-topk")
+FLAT = 1.05
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where the milliseconds of a step go."""
+
+    compute: float
+    encode: float
+    sockets: float
+    wait: float
+
+
+class StepRows:
+    """Rows of network.csv by (model, hosts, Mbit/s) and method; a later row replaces an earlier."""
+
+    def __init__(self, path: Path) -> None:
+        self.rows = read(path)
+        self.by_link: dict[Key, dict[str, Row]] = defaultdict(dict)
+        for row in self.rows:
+            key = (row["model"], int(row["hosts"]), int(row["mbit"]))
+            self.by_link[key][row["method"]] = row
+
+    def cell(self, model: str, hosts: int, mbit: int, method: str) -> Row | None:
+        return self.by_link.get((model, hosts, mbit), {}).get(method)
+
+    def methods(self) -> list[str]:
+        """Baselines first, then specs in the order in which they came."""
+        found = dict.fromkeys(row["method"] for row in self.rows)
+        return [m for m in BASELINES if m in found] + [m for m in found if m not in BASELINES]
+
+    def values(self, part: int) -> list:
+        """The distinct models (0), hosts (1) or rates (2), in order."""
+        return sorted({key[part] for key in self.by_link})
+
+    def milliseconds(self, model: str, hosts: int, mbit: int, method: str) -> float | None:
+        row = self.cell(model, hosts, mbit, method)
+        return float(row["step_ms"]) if row else None
+
+    def relative(self, model: str, hosts: int, mbit: int, method: str) -> float | None:
+        """Step time over plain DDP's."""
+        own = self.milliseconds(model, hosts, mbit, method)
+        plain = self.milliseconds(model, hosts, mbit, PLAIN)
+        return own / plain if own is not None and plain else None
+
+    def floor(self, model: str, hosts: int, column: str) -> float | None:
+        """The median of `no-op`, which is the same work on every link and each time."""
+        found = [
+            float(row[column])
+            for row in self.rows
+            if (row["model"], row["hosts"], row["method"]) == (model, str(hosts), FLOOR)
+        ]
+        return statistics.median(found) if found else None
+
+    def above_floor(self, model: str, hosts: int, mbit: int, method: str) -> float | None:
+        """Milliseconds that a step takes longer than one without any exchange."""
+        own = self.milliseconds(model, hosts, mbit, method)
+        floor = self.floor(model, hosts, "step_ms")
+        return own - floor if own is not None and floor is not None else None
+
+    def split(self, model: str, hosts: int, mbit: int, method: str) -> Split | None:
+        row = self.cell(model, hosts, mbit, method)
+        names = ("step_ms", "user_ms", "system_ms")
+        floors = [self.floor(model, hosts, name) for name in names]
+        if row is None or None in floors:
+            return None
+        step, encode, sockets = (
+            max(0.0, float(row[name]) - (floor or 0.0))
+            for name, floor in zip(names, floors, strict=True)
+        )
+        compute = float(row["step_ms"]) - step
+        return Split(compute, encode, sockets, max(0.0, step - encode - sockets))
+
+    def payload(self, model: str, hosts: int, method: str) -> float | None:
+        """Bytes of payload that a rank sends in a step; the link's rate does not matter."""
+        found = [
+            float(rows[method]["payload_bytes"])
+            for (name, count, _), rows in self.by_link.items()
+            if (name, count) == (model, hosts) and method in rows
+        ]
+        return statistics.median(found) if found else None
+
+
+def read(path: Path) -> list[Row]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))

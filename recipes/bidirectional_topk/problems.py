@@ -1,0 +1,126 @@
+"""What the workers train on: images as tensors, and an MLP and a small CNN of their size."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+# The recipes are scripts: they import their neighbours as modules beside them.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from errors import RecipeError
+from image_data.sources import Arrays, cifar10, digits
+from torchvision_compat import import_torchvision
+
+DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10")
+MODELS = ("mlp", "cnn")
+_CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images (N, C, H, W), standardised, and labels."""
+
+    images: Tensor
+    labels: Tensor
+
+    def take(self, chosen: Tensor) -> "Split":
+        """Return the images that ``chosen`` (indices or a mask) names."""
+        return Split(self.images[chosen], self.labels[chosen])
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A data set and a model; every sixth training image is kept to choose learning rates by."""
+
+    dataset: str
+    model: str
+    train: Split
+    validation: Split
+    test: Split
+
+    def build(self, seed: int) -> nn.Module:
+        """Return the model with fresh weights, the same for the same seed."""
+        channels, size = self.train.images.shape[1], self.train.images.shape[2]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return _BUILDERS[self.model](channels, size)
+
+
+def open_problem(dataset: str, model: str, data: Path | None) -> Problem:
+    """Read a data set; nothing is ever downloaded."""
+    splits = _arrays(dataset, data)
+    scale = splits["train"].images.astype("float32")
+    mean, std = float(scale.mean()), float(scale.std())
+    train, test = (_tensors(splits[name], mean, std) for name in ("train", "test"))
+    held_out = torch.arange(len(train.labels)) % 6 == 5
+    return Problem(dataset, model, train.take(~held_out), train.take(held_out), test)
+
+
+def _arrays(dataset: str, data: Path | None) -> dict[str, Arrays]:
+    if dataset == "digits":
+        return digits()
+    if data is None or not data.exists():
+        given = "not given" if data is None else f"{data}, which does not exist"
+        raise RecipeError(
+            f"--data is {given}: {dataset} is read from there, and nothing is downloaded; "
+            "--dataset digits needs no path"
+        )
+    return cifar10(data) if dataset == "cifar10" else _mnist(dataset, data)
+
+
+def _mnist(dataset: str, data: Path) -> dict[str, Arrays]:
+    import_torchvision()
+    from torchvision import datasets
+
+    kind = {"mnist": datasets.MNIST, "fashion-mnist": datasets.FashionMNIST}[dataset]
+    try:
+        splits = {name: kind(str(data), train=name == "train") for name in ("train", "test")}
+    except RuntimeError as error:
+        folder = data / kind.__name__ / "raw"
+        raise RecipeError(
+            f"--data {data}: torchvision finds no {dataset} there ({error}); it looks for the "
+            f"idx files in {folder}"
+        ) from None
+    return {
+        name: Arrays(split.data.numpy()[..., None], split.targets.numpy())
+        for name, split in splits.items()
+    }
+
+
+def _tensors(arrays: Arrays, mean: float, std: float) -> Split:
+    images = torch.from_numpy(arrays.images).permute(0, 3, 1, 2).float()
+    return Split(((images - mean) / std).contiguous(), torch.from_numpy(arrays.labels))
+
+
+def _mlp(channels: int, size: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(channels * size * size, 256),
+        nn.ReLU(),
+        nn.Linear(256, 256),
+        nn.ReLU(),
+        nn.Linear(256, _CLASSES),
+    )
+
+
+def _cnn(channels: int, size: int) -> nn.Module:
+    """Return two convolutions and two layers; any size from 8 x 8 on ends as 4 x 4 places."""
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(512, 128),
+        nn.ReLU(),
+        nn.Linear(128, _CLASSES),
+    )
+
+
+_BUILDERS: dict[str, Callable[[int, int], nn.Module]] = {"mlp": _mlp, "cnn": _cnn}

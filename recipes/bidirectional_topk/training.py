@@ -1,0 +1,55 @@
+"""Training by many simulated workers: each takes its own ten images of every batch."""
+
+from collections.abc import Callable
+
+import torch
+from problems import Problem, Split
+from simulation import Workers
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+# problems.py has put the recipes on the path.
+from image_data.order import TrainOrder  # isort: skip
+
+BATCH = 10
+
+
+def train(
+    problem: Problem,
+    workers: Workers,
+    model: nn.Module,
+    *,
+    lr: float,
+    steps: int,
+    seed: int,
+    after_step: Callable[[int], None] | None = None,
+) -> bool:
+    """Take ``steps`` steps of plain SGD; returns whether every loss stayed finite."""
+    count = len(workers.exchanges)
+    rounds = TrainOrder(len(problem.train.labels), BATCH * count, 0, 1, seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for step in range(steps):
+        epoch, place = divmod(step, rounds.steps_per_epoch)
+        if place == 0:
+            batches = torch.from_numpy(rounds.batches(epoch))
+        shares = batches[place].view(count, BATCH)
+
+        def loss_of(rank: int, shares: torch.Tensor = shares) -> torch.Tensor:
+            mine = problem.train.take(shares[rank])
+            return cross_entropy(model(mine.images), mine.labels)
+
+        workers.backward(loss_of)
+        if not all(bool(p.grad.isfinite().all()) for p in model.parameters()):
+            return False
+        optimizer.step()
+        if after_step is not None:
+            after_step(step)
+    return True
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, split: Split) -> tuple[float, float]:
+    """Return the accuracy, in per cent, and the mean loss."""
+    scores = torch.cat([model(images) for images in split.images.split(1000)])
+    correct = (scores.argmax(1) == split.labels).float().mean()
+    return 100 * float(correct), float(cross_entropy(scores, split.labels))

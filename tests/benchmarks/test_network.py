@@ -1,0 +1,142 @@
+"""A tiny run on two shaped hosts of its own; what the kernel counts is what the handle counts."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+TINY = ["--mbit", "1000", "--models", "mlp", "--seconds", "0.5"]
+SPECS = ["mean", "ef(topk(0.1))"]
+
+
+def probe() -> str:
+    """What this machine lacks for shaped hosts; empty if nothing."""
+    code = """
+from net.shell import ShellError, missing
+from net.hosts import Hosts
+try:
+    reason = missing()
+    if not reason:
+        with Hosts(2, 100, 500): pass
+except ShellError as error:
+    reason = str(error)
+print(reason)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def shaped_hosts() -> None:
+    """Skip where hosts cannot be shaped."""
+    reason = probe()
+    if reason:
+        pytest.skip(f"no shaped hosts here: {reason}")
+
+
+class Run:
+    """A run of network.py, known by a mark in the environment of all that it starts."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        self._mark = f"TORCHCOMP_TEST={uuid.uuid4()}"
+        name, _, value = self._mark.partition("=")
+        self.process = subprocess.Popen(
+            [sys.executable, str(BENCHMARKS / "network.py"), *arguments],
+            env={**os.environ, name: value, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def finish(self, seconds: float) -> tuple[int, str, str]:
+        """Wait; return the exit status and what was printed."""
+        try:
+            output, errors = self.process.communicate(timeout=seconds)
+        finally:
+            self.process.terminate()
+            self.process.wait(timeout=30)
+        return self.process.returncode, output, errors
+
+    def left_behind(self) -> list[str]:
+        """Namespaces of the run, and whatever else of it is alive."""
+        spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+        own = f"tcb{self.process.pid}x"
+        return [line for line in spaces.splitlines() if line.startswith(own)] + self._alive()
+
+    def _alive(self) -> list[str]:
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self._mark.encode() in (folder / "environ").read_bytes():
+                    found.append((folder / "cmdline").read_text())
+            except (OSError, ValueError):
+                continue
+        return found
+
+
+def rows_in(folder: Path) -> dict[str, dict[str, str]]:
+    with (folder / "network.csv").open(newline="") as file:
+        return {row["method"]: row for row in csv.DictReader(file)}
+
+
+@pytest.mark.usefixtures("shaped_hosts")
+def test_the_kernel_counts_what_the_handle_counts(tmp_path: Path) -> None:
+    # Between two ranks a miscount by their number could pass; between three it cannot.
+    run = Run(*TINY, "--hosts", "3", "--methods", *SPECS, "--out", str(tmp_path))
+    status, output, errors = run.finish(seconds=80)
+    assert status == 0, output + errors
+    rows = rows_in(tmp_path)
+    assert list(rows) == SPECS
+    for row in rows.values():
+        said = float(row["counted_bytes"])
+        assert float(row["payload_bytes"]) == pytest.approx(said, rel=0.03)
+        assert float(row["tcp_bytes"]) == pytest.approx(said, rel=0.03)
+        assert float(row["wire_bytes"]) > said
+    assert run.left_behind() == []
+
+
+@pytest.mark.usefixtures("shaped_hosts")
+def test_a_method_that_fails_is_named_and_the_others_are_measured(tmp_path: Path) -> None:
+    run = Run(*TINY, "--hosts", "2", "--methods", "topq(0.1)", "no-op", "--out", str(tmp_path))
+    status, output, errors = run.finish(seconds=80)
+    assert status == 1, output + errors
+    assert "unknown" in errors or "topk" in errors
+    assert errors.splitlines()[-1].startswith("failed: topq(0.1) ")
+    assert list(rows_in(tmp_path)) == ["no-op"]
+    assert run.left_behind() == []
+
+
+@pytest.mark.usefixtures("shaped_hosts")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_nothing_behind(number: int, tmp_path: Path) -> None:
+    run = Run(
+        *TINY, "--hosts", "2", "--methods", "no-op", "--seconds", "30", "--out", str(tmp_path)
+    )
+    deadline = time.monotonic() + 30
+    while not any("net.worker" in one for one in run.left_behind()):
+        assert time.monotonic() < deadline, "no worker was started"
+        time.sleep(0.1)
+    run.process.send_signal(number)
+    status, _, _ = run.finish(seconds=30)
+    assert status in (130, 143)
+    assert run.left_behind() == []
+
+
+def test_a_machine_that_cannot_is_told_in_one_line(tmp_path: Path) -> None:
+    run = Run("--quick", "--out", str(tmp_path), PATH=str(tmp_path))
+    status, output, errors = run.finish(seconds=60)
+    assert status == 1
+    assert output == ""
+    assert errors.count("\n") == 1
+    assert errors.startswith("error: ")
+    assert "need" in errors

@@ -1,0 +1,287 @@
+"""bidirectional and the sharded exchange against serial loops written from the thesis."""
+
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import torchcomp
+from tests.support.models import SMALL_BUCKETS, gradients, loss_of, mlp, rows, weights, wrap
+from tests.support.ranks import on_processes, on_threads
+from torchcomp.aggregators import agreement
+from torchcomp.aggregators.agreement import Agreed, agree, order_bits
+from torchcomp.bucket import Bucket, Caps, partition
+from torchcomp.exchange import Exchange
+from torchcomp.keys import Key
+from torchcomp.state import State
+
+STEPS = 5
+SIZES = (0, 7, 1, 30, 12)
+NAMES = ("empty", "a", "one", "b", "c")
+
+
+def gradient(step: int, rank: int, dtype: torch.dtype, tied: bool = False) -> Tensor:
+    """Tied: few different magnitudes, so that the order of equals matters."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    if tied:
+        return torch.randint(-2, 3, (sum(SIZES),), generator=generator).to(dtype)
+    return torch.randn(sum(SIZES), generator=generator, dtype=torch.float64).to(dtype)
+
+
+def top(x: Tensor, k: int) -> Tensor:
+    """The k largest magnitudes, among equals the lowest index."""
+    kept = sorted(range(len(x)), key=lambda i: (-abs(float(x[i])), i))[:k]
+    out = torch.zeros_like(x)
+    out[kept] = x[kept]
+    return out
+
+
+def by_vector(cuts: list[int], k: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.cat([top(part, min(k, len(part))) for part in x.split(cuts)])
+
+
+def serial(
+    world_size: int,
+    dtype: torch.dtype,
+    tied: bool,
+    up: Callable[[Tensor], Tensor],
+    down: Callable[[Tensor], Tensor],
+) -> list[Tensor]:
+    """The thesis's algorithm with one server; weights 1/N, the learning rate outside."""
+    eps = [torch.zeros(sum(SIZES), dtype=dtype) for _ in range(world_size)]
+    delta = torch.zeros(sum(SIZES), dtype=dtype)
+    answers = []
+    for step in range(STEPS):
+        s = torch.zeros(sum(SIZES), dtype=dtype)
+        for q in range(world_size):
+            a = gradient(step, q, dtype, tied) + eps[q]
+            sent = up(a)
+            eps[q] = a - sent
+            s += sent
+        s = s / world_size + delta
+        answers.append(down(s))
+        delta = s - answers[-1]
+    return answers
+
+
+def distributed(world_size: int, spec: str, dtype: torch.dtype, tied: bool) -> list[Tensor]:
+    def body() -> list[Tensor]:
+        exchange = Exchange(None, torch.device("cpu"))
+        state, answers = State(), []
+        for step in range(STEPS):
+            bucket = Bucket(NAMES, SIZES, gradient(step, exchange.rank, dtype, tied))
+            key = Key(0, step, rank=exchange.rank)
+            torchcomp.parse(spec).aggregate(bucket, exchange, state, key)
+            exchange.require_intact("a test", "")
+            state.commit()
+            answers.append(bucket.flat)
+        return answers
+
+    outcomes = on_threads(world_size, body)
+    for answers in outcomes:
+        assert all(map(torch.equal, answers, outcomes[0]))
+    return outcomes[0]
+
+
+def keep_all(x: Tensor) -> Tensor:
+    return x
+
+
+WHOLE = by_vector([sum(SIZES)], 6)
+EACH = by_vector(list(SIZES), 3)
+FORMS = {
+    "bidirectional(topk(k=6), topk(k=6))": (WHOLE, WHOLE),
+    'bidirectional(topk(k=3, scope="tensor"), topk(k=3, scope="tensor"))': (EACH, EACH),
+    'bidirectional(topk(k=6), topk(k=3, scope="tensor"))': (WHOLE, EACH),
+    "bidirectional(identity, topk(k=6))": (keep_all, WHOLE),
+    "bidirectional(topk(k=6), identity)": (WHOLE, keep_all),
+    "ef(topk(k=6))": (WHOLE, keep_all),
+    'ef(topk(k=6), exchange="sharded")': (WHOLE, keep_all),
+    'ef(topk(k=3, scope="tensor"), exchange="sharded")': (EACH, keep_all),
+    "bidirectional(topk(k=1000), topk(k=1000))": (keep_all, keep_all),
+}
+
+
+@pytest.mark.parametrize("spec", FORMS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("tied", [False, True], ids=["distinct", "tied"])
+def test_equals_one_server_bit_for_bit(
+    spec: str, world_size: int, dtype: torch.dtype, tied: bool
+) -> None:
+    expected = serial(world_size, dtype, tied, *FORMS[spec])
+    assert all(map(torch.equal, distributed(world_size, spec, dtype, tied), expected))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7, 60])
+def test_shards_by_themselves_are_vectors(world_size: int) -> None:
+    """With more ranks than elements, some shards are empty."""
+    cuts = [r * sum(SIZES) // world_size for r in range(world_size + 1)]
+    each = by_vector([b - a for a, b in zip(cuts, cuts[1:], strict=False)], 2)
+    spec = 'bidirectional(topk(k=2), topk(k=2), selection="shard")'
+    expected = serial(world_size, torch.float64, False, each, each)
+    assert all(map(torch.equal, distributed(world_size, spec, torch.float64, False), expected))
+
+
+@pytest.mark.parametrize("gathers", [True, False], ids=["gather", "histograms"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_both_ways_to_agree_find_the_largest(
+    gathers: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "_gathers", lambda *sizes: gathers)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-50, 51, (90,), generator=generator).to(dtype) / 7
+    values[[3, 40]] = torch.tensor([torch.nan, -torch.inf], dtype=dtype)
+    sizes = (20, 0, 63, 7)
+
+    def body(k: int) -> Agreed:
+        mine = values.split(sizes)[dist.get_rank()]
+        return agree(Exchange(None, torch.device("cpu")), order_bits(mine), sizes, k)
+
+    magnitude = values.abs().nan_to_num(nan=torch.inf)
+    for k in (1, 2, 30, 89, 90):
+        kept = set(sorted(range(90), key=lambda i: (-float(magnitude[i]), i))[:k])
+        starts = [0, 20, 20, 83, 90]
+        counts = tuple(len(kept & set(range(*starts[r : r + 2]))) for r in range(4))
+        for agreed in on_threads(4, body, k):
+            assert agreed.counts == counts
+
+
+def trained(spec: str, steps: int = 4) -> Tensor:
+    model = wrap(mlp(torch.float32))
+    torchcomp.register(model, spec)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model(rows(step, torch.float32))).backward()
+        optimizer.step()
+    return weights(model)
+
+
+def test_gathered_and_sharded_error_feedback_train_alike() -> None:
+    gathered = on_threads(3, trained, 'ef(topk(0.1), exchange="gather")')
+    sharded = on_threads(3, trained, 'ef(topk(0.1), exchange="sharded")')
+    assert all(torch.equal(weight, gathered[0]) for weight in gathered + sharded)
+
+
+def test_trains_over_gloo_as_over_threads() -> None:
+    for spec in ("bidirectional(topk(0.1), topk(0.1))", 'ef(topk(0.1), exchange="sharded")'):
+        assert torch.equal(on_processes(3, trained, spec)[2], on_threads(3, trained, spec)[0])
+
+
+def test_scope_model_selects_from_all_gradients_at_once() -> None:
+    spec = 'bidirectional(topk(k=9, scope="model"), topk(k=5, scope="model"))'
+
+    def body() -> tuple[Tensor, Tensor]:
+        model = wrap(mlp())
+        named = list(model.module.named_parameters())
+        cap = int(SMALL_BUCKETS * 2**20)
+        order = [name for group in partition(named, Caps(cap, cap)) for name in group]
+        torchcomp.register(model, spec)
+        alone = mlp()
+        loss_of(alone(rows(0))).backward()
+        loss_of(model(rows(0))).backward()
+        own, mean = gradients(alone), gradients(model)
+        flat = [torch.cat([g[name].flatten() for name in order]) for g in (own, mean)]
+        return flat[0], flat[1]
+
+    outcomes = on_threads(2, body)
+    expected = top((top(outcomes[0][0], 9) + top(outcomes[1][0], 9)) / 2, 5)
+    for _, mean in outcomes:
+        assert torch.equal(mean, expected)
+
+
+# --- Messages that cannot be used -----------------------------------------------------------------
+
+DAMAGES = {
+    "flipped bit": (lambda frame: frame[17].bitwise_xor_(4), "damaged"),
+    "other version": (lambda frame: frame[0].add_(1), "another version"),
+    "other length": (lambda frame: frame[1].add_(1), "another length"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("route", ["up", "down", "gather"])
+def test_a_damaged_message_stops_all_ranks_and_nothing_is_applied(route: str, damage: str) -> None:
+    """Rank 1 damages its first frame of step 2, in one direction, and of no other step."""
+    spoil, problem = DAMAGES[damage]
+    spec = "ef(topk(0.2))" if route == "gather" else "bidirectional(topk(0.2), topk(0.2))"
+    method = {"up": "scatter", "down": "gather_varied", "gather": "gather"}[route]
+
+    def body() -> None:
+        model = wrap(mlp(), bucket_cap_mb=None)
+        handle = torchcomp.register(model, spec)
+        loss_of(model(rows(0))).backward()
+        before = handle.state_dict()
+        send = getattr(handle._exchange, method)
+
+        def damaged(outgoing: Tensor, *sizes: object) -> object:
+            if outgoing.dtype == torch.uint8 and dist.get_rank() == 1:
+                spoil(outgoing)
+            return send(outgoing, *sizes)
+
+        with mock.patch.object(handle._exchange, method, damaged):
+            model.zero_grad()
+            with pytest.raises(torchcomp.WireError, match=f"step 2 .*rank 1's .*{problem}"):
+                loss_of(model(rows(1))).backward()
+        after = handle.state_dict()
+        for memory in ("error", "owner"):
+            assert all(torch.equal(after[memory][n], t) for n, t in before[memory].items())
+        assert after["step"] == 1
+        model.zero_grad()
+        loss_of(model(rows(1))).backward()
+        assert handle.stats.steps == 2
+
+    on_threads(3, body)
+
+
+def test_counts_beyond_a_shard_are_refused_with_the_sender() -> None:
+    def body() -> str:
+        exchange = Exchange(None, torch.device("cpu"))
+        send = exchange.scatter
+
+        def lying(outgoing: Tensor, *sizes: object) -> object:
+            wrong = outgoing + 1000 if outgoing.dtype == torch.int64 else outgoing
+            return send(wrong if dist.get_rank() == 1 else outgoing, *sizes)
+
+        bucket = Bucket(NAMES, SIZES, gradient(0, exchange.rank, torch.float32))
+        with mock.patch.object(exchange, "scatter", lying):
+            method = torchcomp.parse("bidirectional(topk(k=6), topk(k=6))")
+            with pytest.raises(torchcomp.WireError, match=r"rank 1 announces \d+ entries"):
+                method.aggregate(bucket, exchange, State(), Key(0))
+        return "refused"
+
+    assert on_threads(3, body) == ["refused"] * 3
+
+
+# --- What cannot be built -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("bidirectional(randk(0.1), topk(0.1))", 'randk works on whole vectors.*"shard"'),
+        ('bidirectional(topk(0.1), quantize("int8"))', 'quantize works on whole vectors.*"shard"'),
+        (
+            'bidirectional(randk(0.1, unbiased=True), identity, selection="shard")',
+            "needs a contractive compressor",
+        ),
+        ('bidirectional(topk(0.1), topk(0.1), selection="some")', '"exact", "shard"'),
+        ("bidirectional(topk(0.1))", "needs 'down'"),
+        ('bidirectional(topk(0.1), down="identify")', "did you mean 'identity'"),
+        ('ef(randk(0.1), exchange="sharded")', "randk makes one for the whole bucket"),
+        ('topk(0.1, values="fp8")', '"bf16", "fp16", "int4", "int8"'),
+        ('topk(0.1, rounding="stochastic")', "goes with values"),
+    ],
+)
+def test_what_cannot_go_a_way_is_refused_with_the_reason(spec: str, problem: str) -> None:
+    with pytest.raises(torchcomp.SpecError, match=problem):
+        torchcomp.parse(spec)
+
+
+def test_a_compressor_may_stand_in_quotes() -> None:
+    quoted = 'bidirectional(up="topk(k=1)", down="identity")'
+    assert str(torchcomp.parse(quoted)) == "bidirectional(topk(k=1), identity)"

@@ -1,0 +1,400 @@
+"""Selection: every form gives what a plain sort gives, whatever it remembers."""
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+
+import hypothesis.extra.numpy as arrays
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchcomp.kernels import backend, pool, select, select_torch
+from torchcomp.kernels.select import Warm, add_and_select, largest
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+# Of one and several chunks, and around the kernels' words of 64 and blocks of 2048.
+SIZES = [1, 2, 63, 64, 65, 2049, 20_000, 140_003]
+
+
+def sorted_out(x, k):
+    """The specification: a stable sort by magnitude, NaN and infinities first."""
+    magnitude = x.double().abs().nan_to_num(nan=torch.inf, posinf=torch.inf).numpy()
+    return torch.from_numpy(np.sort(np.argsort(-magnitude, kind="stable")[:k]))
+
+
+@pytest.fixture(params=["torch", "numba"])
+def form(request, monkeypatch):
+    """Runs a test on each form for the CPU."""
+    if request.param == "torch":
+        monkeypatch.setattr(backend, "numba_form", lambda stem: None)
+    else:
+        pytest.importorskip("numba", reason='needs pip install "torchcomp-ddp[kernels]"')
+        assert backend.numba_form("select") is not None
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _several_chunks(monkeypatch):
+    """Vectors of few entries, too, go in chunks and by threads."""
+    if backend.numba_form("select"):
+        monkeypatch.setattr("torchcomp.kernels.select_numba._INLINE", 1 << 17)
+
+
+def gaussian(n, dtype=torch.float32, seed=0):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def awkward(n, dtype):
+    """Ties, both zeros, denormals, infinities of both signs and NaN among ordinary numbers."""
+    x = gaussian(n, dtype)
+    tiny = torch.finfo(dtype).smallest_normal / 4
+    odd = [0.0, -0.0, tiny, -tiny, 1.5, -1.5, torch.inf, -torch.inf, torch.nan, -torch.nan]
+    for at, value in enumerate(odd):
+        x[at::23] = value
+    return x
+
+
+def ks(n):
+    return sorted({k for k in (0, n // 100, n // 3, n - 1, n) if 0 <= k <= n})
+
+
+# --- Exactness ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [0, *SIZES])
+def test_awkward_numbers(form, n, dtype):
+    x = awkward(n, dtype)
+    for k in ks(n):
+        assert torch.equal(largest(x, k), sorted_out(x, k)), k
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [0.0, -0.0, -3.0, torch.nan, torch.inf])
+@pytest.mark.parametrize("n", [5, 20_000, 140_003])
+def test_among_equals_the_lowest_indices_win(form, n, value, dtype):
+    x = torch.full((n,), value, dtype=dtype)
+    assert torch.equal(largest(x, n // 3 + 1), torch.arange(n // 3 + 1))
+
+
+def test_ties_are_shared_out_over_chunks(form):
+    x = torch.zeros(400_000)
+    x[::2] = 2.0
+    x[-5:] = 3.0
+    expected = torch.cat([torch.arange(0, 300_000, 2), torch.arange(399_995, 400_000)])
+    assert torch.equal(largest(x, 150_005), expected)
+
+
+def test_a_vector_mostly_of_zeros(form):
+    x = torch.zeros(300_000)
+    x[::1000] = gaussian(300)
+    assert torch.equal(largest(x, 3000), sorted_out(x, 3000))
+
+
+def test_all_of_the_largest_in_one_place(form):
+    x = gaussian(400_000)
+    x[100_000:104_000] *= 1e6
+    assert torch.equal(largest(x, 4000), sorted_out(x, 4000))
+
+
+def test_a_pattern_that_a_regular_sample_would_fall_for(form):
+    x = gaussian(1 << 20) * 1e-3
+    x[:: (1 << 20) // (1 << 15)] = 1.0
+    for k in (100, 1 << 15, 1 << 16):
+        assert torch.equal(largest(x, k), sorted_out(x, k))
+
+
+numbers = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, np.inf, -np.inf, np.nan, 1e-45, 1e-40])
+floats = st.one_of(numbers, st.floats(width=32))
+
+
+@given(arrays.arrays(np.float32, st.integers(1, 200), elements=floats), st.data())
+def test_any_numbers(values, data):
+    x = torch.from_numpy(values)
+    k = data.draw(st.integers(0, x.numel()))
+    assert torch.equal(largest(x, k), sorted_out(x, k))
+
+
+@pytest.mark.parametrize("view", [lambda x: x[::2], lambda x: x.view(2, -1)[:, 3:][1]])
+def test_any_strides(form, view):
+    x = view(awkward(4000, torch.float32))
+    assert torch.equal(largest(x, 40), sorted_out(x, 40))
+
+
+def test_a_parameter(form):
+    x = gaussian(100).requires_grad_()
+    assert torch.equal(largest(x, 10), sorted_out(x.detach(), 10))
+
+
+@pytest.mark.parametrize("k", [-1, 6])
+def test_more_or_less_than_there_is(form, k):
+    with pytest.raises(ValueError, match=f"cannot select {k} of 5"):
+        largest(torch.zeros(5), k)
+    with pytest.raises(ValueError, match=f"cannot select {k} of 5"):
+        add_and_select(torch.zeros(5), torch.zeros(5), torch.zeros(5), k)
+
+
+# --- Sums -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory", DTYPES)
+@pytest.mark.parametrize("gradient", DTYPES)
+@pytest.mark.parametrize("n", [0, 65, 140_003])
+def test_sums(form, n, gradient, memory):
+    g, e = awkward(n, gradient), gaussian(n, memory, seed=1)
+    out, expected = torch.full((n,), 7.0, dtype=memory), torch.empty(n, dtype=memory)
+    torch.add(g, e, out=expected)
+    for k in {0, n // 50, n}:
+        chosen = add_and_select(g, e, out.fill_(7.0), k)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(out.signbit(), expected.signbit()) or expected.isnan().any()
+        assert torch.equal(chosen, sorted_out(expected, k)), k
+
+
+def test_summands_are_only_read(form):
+    g, e, out = gaussian(20_000), gaussian(20_000, seed=1), torch.empty(20_000)
+    before = g.clone(), e.clone()
+    add_and_select(g, e, out, 200)
+    assert torch.equal(g, before[0])
+    assert torch.equal(e, before[1])
+
+
+def test_sums_of_any_strides(form):
+    g, e, out = gaussian(4000)[::2], gaussian(2000, seed=1), torch.empty(4000)[1::2]
+    chosen = add_and_select(g, e, out, 20)
+    assert torch.equal(out, g + e)
+    assert torch.equal(chosen, sorted_out(g + e, 20))
+
+
+# --- Warm starts ----------------------------------------------------------------------------------
+
+
+def drift(n, steps):
+    """Gradients as error feedback sees them: fresh ones, and what was not sent."""
+    e, out = torch.zeros(n), torch.empty(n)
+    for step in range(steps):
+        g = gaussian(n, seed=step) * 3.0 ** (step // 2)
+        yield g, e, out
+        e = out.clone()
+        e[sorted_out(out, n // 100)] = 0.0
+
+
+@pytest.mark.parametrize("n", [1000, 20_000, 140_003])
+def test_step_after_step(form, n):
+    warm = Warm()
+    for g, e, out in drift(n, 8):
+        assert torch.equal(add_and_select(g, e, out, n // 100, warm), sorted_out(g + e, n // 100))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bound", ["zero", "denormal", "median", "infinity", "nan"])
+@pytest.mark.parametrize("n", [20_000, 140_003])
+def test_no_bound_changes_the_result(n, bound, dtype):
+    pytest.importorskip("numba")
+    x, warm = gaussian(n, dtype), Warm()
+    expected = sorted_out(x, n // 100)
+    largest(x, n // 100, warm)
+    infinity = int(torch.tensor(torch.inf, dtype=dtype).view(_integer(dtype)))
+    median = int(x.abs().median().view(_integer(dtype)))
+    bounds = {"zero": 0, "denormal": 1, "median": median, "infinity": infinity}
+    for forced in (True, False):
+        warm.memo.lowest = bounds.get(bound, infinity + 1)
+        k = n // 100 if forced else n // 50
+        assert torch.equal(largest(x, n // 100, warm), expected)
+        assert torch.equal(largest(x, k, warm), sorted_out(x, k))
+
+
+def _integer(dtype):
+    return {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+
+
+def test_one_warm_for_all_sorts_of_vectors(form):
+    warm = Warm()
+    for n, dtype in [(300, torch.float32), (140_003, torch.float64), (70, torch.bfloat16)] * 2:
+        x = awkward(n, dtype)
+        assert torch.equal(largest(x, n // 7, warm), sorted_out(x, n // 7))
+
+
+def test_a_warm_start_goes_over_the_vector_once(monkeypatch):
+    pytest.importorskip("numba")
+    from torchcomp.kernels import select_numba
+
+    n, warm, passes = 140_003, Warm(), []
+    collect = select_numba._Selection._collect
+    spy = lambda self, lowest: (passes.append(lowest), collect(self, lowest))  # noqa: E731
+    monkeypatch.setattr(select_numba._Selection, "_collect", spy)
+    monkeypatch.setattr(select_numba._Selection, "_sampled", lambda self: 1 << 20)
+    for seed in range(5):
+        del passes[:]
+        add_and_select(gaussian(n, seed=seed), torch.zeros(n), torch.empty(n), n // 100, warm)
+    assert len(passes) == 1
+    assert n // 100 <= warm.memo.count.sum() < 1.6 * (n // 100)
+
+
+def test_in_steady_state_nothing_but_the_result_is_allocated():
+    pytest.importorskip("numba")
+    n, warm = 1 << 20, Warm()
+    g, e, out = gaussian(n), gaussian(n, seed=1), torch.empty(n)
+    for _ in range(3):
+        add_and_select(g, e, out, n // 100, warm)
+    room = warm.memo
+    held = [array.ctypes.data for array in (room.key, room.place, room.count, room.histogram)]
+    tracemalloc.start()  # NumPy's arrays are traced; torch's are not, and there is the result alone
+    add_and_select(g, e, out, n // 100, warm)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 50_000  # a hundredth of the vector, or less than a byte for each of its entries
+    assert warm.memo is room
+    assert held == [a.ctypes.data for a in (room.key, room.place, room.count, room.histogram)]
+
+
+def test_threads_do_not_disturb_each_other(form):
+    n = 140_003
+    jobs = [(gaussian(n, seed=seed), n // (10 + seed)) for seed in range(4)]
+    expected = [sorted_out(x, k) for x, k in jobs]
+
+    def rank(job):
+        warm = Warm()
+        return [largest(*job, warm) for _ in range(10)]
+
+    with ThreadPoolExecutor(4) as ranks:
+        for results, wanted in zip(ranks.map(rank, jobs), expected, strict=True):
+            assert all(torch.equal(result, wanted) for result in results)
+
+
+# --- Pool -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_pool_takes_every_turn_once(two_threads):
+    turns = []
+    pool.each(turns.append, 1000)
+    assert sorted(turns) == list(range(1000))
+
+
+def test_the_pool_works_in_threads_beside_the_caller(two_threads):
+    met = threading.Barrier(2, timeout=60)
+    names = []
+    pool.each(lambda turn: (met.wait(), names.append(threading.current_thread())), 2)
+    assert threading.current_thread() in names
+    assert len(set(names)) == 2
+
+
+def test_one_thread_asks_for_no_helper(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(pool, "_shared", lambda: pytest.fail("a helper was asked for"))
+    names = set()
+    pool.each(lambda turn: names.add(threading.current_thread()), 10)
+    assert names == {threading.current_thread()}
+
+
+def test_nobody_waits_for_a_pool_that_is_taken(two_threads, monkeypatch):
+    with ThreadPoolExecutor(1) as taken:
+        done = threading.Event()
+        taken.submit(done.wait)
+        monkeypatch.setattr(pool, "_shared", lambda: taken)
+        turns = []
+        pool.each(turns.append, 10)
+        done.set()
+    assert sorted(turns) == list(range(10))
+
+
+@pytest.mark.parametrize("guilty", ["caller", "helper"])
+def test_errors_of_any_thread_come_through(two_threads, guilty):
+    met = threading.Barrier(2, timeout=60)
+    caller = threading.current_thread()
+
+    def work(turn):
+        met.wait()
+        if (threading.current_thread() is caller) == (guilty == "caller"):
+            raise KeyError(turn)
+
+    with pytest.raises(KeyError):
+        pool.each(work, 2)
+
+
+def test_a_forked_child_starts_its_own_threads():
+    script = """
+import os, torch
+from torchcomp.kernels import pool
+torch.set_num_threads(2)
+turns = []
+pool.each(turns.append, 100)
+child = os.fork()
+if not child:
+    turns = []
+    pool.each(turns.append, 100)
+    os._exit(0 if sorted(turns) == list(range(100)) else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+
+
+# --- Other forms ----------------------------------------------------------------------------------
+
+
+def test_without_numba_it_says_so_once(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "torchcomp.kernels.select_numba", None)
+    backend.numba_form.cache_clear()
+    x = gaussian(1000)
+    with caplog.at_level(logging.WARNING, logger="torchcomp"):
+        assert torch.equal(largest(x, 10), sorted_out(x, 10))
+        largest(x, 10)
+    backend.numba_form.cache_clear()
+    assert ['torchcomp-ddp[kernels]"' in r.getMessage() for r in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", SIZES)
+def test_the_form_for_any_device(n, dtype):
+    x = awkward(n, dtype)
+    magnitude = x.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    for k in set(ks(n)) - {0, n}:
+        assert torch.equal(select_torch.largest_on_device(magnitude, k), sorted_out(x, k))
+
+
+TRITON = """
+import torch
+from tests.kernels.test_select import DTYPES, awkward, gaussian, sorted_out
+from torchcomp.kernels import select_triton
+
+for dtype in DTYPES[:3]:
+    for n in (2, 65, 4097, 9000):
+        x, e, out = awkward(n, dtype), gaussian(n, seed=1), torch.empty(n)
+        assert select_triton.takes(x) and select_triton.adds(x, e, out)
+        for k in {n // 50, n // 3, n - 1} - {0, n}:
+            assert torch.equal(select_triton.largest(x, k, None), sorted_out(x, k)), (dtype, n, k)
+            chosen = select_triton.add_and_select(x, e, out, k, None)
+            torch.testing.assert_close(out, x + e, rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(chosen, sorted_out(x + e, k)), (dtype, n, k)
+    ties = torch.full((9000,), 2.0, dtype=dtype)
+    assert torch.equal(select_triton.largest(ties, 5000, None), torch.arange(5000))
+assert not select_triton.takes(torch.zeros(2, dtype=torch.float64))
+"""
+
+
+def test_triton():
+    reason = "Triton is missing: pip install triton, or put one on PYTHONPATH; needs no GPU"
+    pytest.importorskip("triton", reason=reason)
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", TRITON], check=True, timeout=110, env=env)
+
+
+def test_triton_is_asked_for_cuda_alone(monkeypatch):
+    monkeypatch.setattr(backend, "triton_form", lambda stem: pytest.fail("asked for a CPU"))
+    largest(gaussian(100), 10)
+    assert select._fast(torch.empty(100, device="meta")) is None

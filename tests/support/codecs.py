@@ -1,0 +1,23 @@
+"""Codecs of made-up buckets, and the bytes of their messages without the frame."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchcomp import wire
+from torchcomp.codec import Codec, Message, codec
+from torchcomp.compressors import Compressor
+
+
+def codec_of(
+    compressor: Compressor, sizes: Sequence[int], dtype: torch.dtype = torch.float32
+) -> Codec:
+    names = tuple(f"layer{place}" for place in range(len(sizes)))
+    return codec(compressor, names, tuple(sizes), dtype)
+
+
+def packed(codec: Codec, message: Message) -> Tensor:
+    frame = torch.full((codec.framed,), 0xA5, dtype=torch.uint8)
+    codec.pack(message, frame)
+    return wire.payload(frame, codec.nbytes).clone()

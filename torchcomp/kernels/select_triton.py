@@ -1,0 +1,182 @@
+"""Selection in Triton, for CUDA: exact, in static shapes, and the host never waits.
+
+1. Radix: three rounds count the next digit of the magnitudes' bits and choose the one that the k-th
+   largest has. The first round adds the summands on the way.
+2. Every block counts its entries above the k-th largest and equal to it, which gives it its place
+   in the result and its share of those that are equal.
+3. Every block writes the indices that it keeps.
+
+So an entry is read five times. Of the 20 bytes, an L2 cache saves what it can hold.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchcomp.kernels.select import Warm
+
+_BLOCK = 4096
+_DIGITS = ((31, 20), (20, 10), (10, 0))
+_BINS = 2048
+_NARROW = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def takes(x: Tensor) -> bool:
+    """Whether :func:`largest` works for this one; the reference does the others."""
+    return x.dtype in _NARROW and x.numel() < 2**31 - _BLOCK
+
+
+def adds(g: Tensor, e: Tensor, out: Tensor) -> bool:
+    """Whether :func:`add_and_select` works for these."""
+    return (
+        g.shape == e.shape == out.shape
+        and g.device == e.device == out.device
+        and g.dtype in _NARROW
+        and e.dtype == out.dtype == torch.float32
+        and all(t.is_contiguous() for t in (g, e, out))
+    )
+
+
+def largest(x: Tensor, k: int, warm: Warm) -> Tensor:
+    """As :func:`torchcomp.kernels.select.largest`, for 0 < k < n and contiguous `x`."""
+    return _select(x, k, None)
+
+
+def add_and_select(g: Tensor, e: Tensor, out: Tensor, k: int, warm: Warm) -> Tensor:
+    """As :func:`torchcomp.kernels.select.add_and_select`, for 0 < k < n and what `adds` allows."""
+    return _select(out, k, (g, e))
+
+
+def _select(x: Tensor, k: int, summands: tuple[Tensor, Tensor] | None) -> Tensor:
+    n = x.numel()
+    grid = (triton.cdiv(n, _BLOCK),)
+    # Triton launches on the current device; -1 leaves that alone.
+    with torch.cuda.device(x.device.index if x.is_cuda else -1):
+        state = _threshold(x, k, summands, grid)
+        above, tied = torch.empty((2, *grid), dtype=torch.int32, device=x.device)
+        _tally[grid](x, state, above, tied, n, BLOCK=_BLOCK)
+        quota = (state[1] - (tied.cumsum(0) - tied)).clamp_(min=0).minimum(tied)
+        start = (above + quota).cumsum(0) - above - quota
+        chosen = torch.empty(k, dtype=torch.int64, device=x.device)
+        _write[grid](x, state, start, quota, chosen, n, BLOCK=_BLOCK)
+    return chosen
+
+
+def _threshold(
+    x: Tensor, k: int, summands: tuple[Tensor, Tensor] | None, grid: tuple[int]
+) -> Tensor:
+    """Bits of the k-th largest magnitude, and how many of those equal to it are among the k."""
+    state = torch.zeros(2, dtype=torch.int32, device=x.device)
+    state[1].fill_(k)
+    counts = torch.zeros(_BINS, dtype=torch.int32, device=x.device)
+    g, e = summands or (x, x)
+    for high, low in _DIGITS:
+        add = summands is not None and high == 31
+        _count[grid](g, e, x, state, counts, x.numel(), high, low, add, BLOCK=_BLOCK, BINS=_BINS)
+        _choose[(1,)](state, counts, high - low, BINS=_BINS)
+    return state
+
+
+def _jit(kernel: Callable[..., Any]) -> Any:
+    """``triton.jit``, with types."""
+    return triton.jit(kernel)
+
+
+@_jit
+def _number(x: tl.tensor) -> tl.tensor:
+    # By its bits, because Triton's interpreter takes the denormals of bfloat16 for zero.
+    if x.dtype == tl.bfloat16:
+        wide = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        x = wide.to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@_jit
+def _key(x: tl.tensor) -> tl.tensor:
+    bits = _number(x).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.minimum(bits, 0x7F800000)
+
+
+@_jit
+def _count(
+    g: tl.tensor,
+    e: tl.tensor,
+    x: tl.tensor,
+    state: tl.tensor,
+    counts: tl.tensor,
+    n: tl.tensor,
+    high: tl.constexpr,
+    low: tl.constexpr,
+    add: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+) -> None:
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    if add:
+        value = _number(tl.load(g + at, mask=inside, other=0.0))
+        value += tl.load(e + at, mask=inside, other=0.0)
+        tl.store(x + at, value, mask=inside)
+    else:
+        value = tl.load(x + at, mask=inside, other=0.0)
+    key = _key(value)
+    # In two steps below bit 31, as the prefix of the first round is nothing at all.
+    alike = inside & ((key >> (high - 1)) >> 1 == tl.load(state))
+    digit = (key >> low) & ((1 << (high - low)) - 1)
+    found = tl.histogram(digit, BINS, mask=alike)
+    bins = tl.arange(0, BINS)
+    tl.atomic_add(counts + bins, found, mask=found > 0)
+
+
+@_jit
+def _choose(state: tl.tensor, counts: tl.tensor, width: tl.constexpr, BINS: tl.constexpr) -> None:
+    bins = tl.arange(0, BINS)
+    count = tl.load(counts + bins)
+    prefix, rank = tl.load(state), tl.load(state + 1)
+    above = tl.sum(count, 0) - tl.cumsum(count, 0)  # with a larger digit
+    digit = tl.sum((above + count >= rank).to(tl.int32), 0) - 1
+    tl.store(state, (prefix << width) | digit)
+    tl.store(state + 1, rank - tl.sum(tl.where(bins == digit, above, 0), 0))
+    tl.store(counts + bins, tl.zeros_like(count))
+
+
+@_jit
+def _tally(
+    x: tl.tensor,
+    state: tl.tensor,
+    above: tl.tensor,
+    tied: tl.tensor,
+    n: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    block = tl.program_id(0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    key, threshold = _key(tl.load(x + at, mask=inside, other=0.0)), tl.load(state)
+    tl.store(above + block, tl.sum((inside & (key > threshold)).to(tl.int32), 0))
+    tl.store(tied + block, tl.sum((inside & (key == threshold)).to(tl.int32), 0))
+
+
+@_jit
+def _write(
+    x: tl.tensor,
+    state: tl.tensor,
+    start: tl.tensor,
+    quota: tl.tensor,
+    chosen: tl.tensor,
+    n: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    block = tl.program_id(0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    key, threshold = _key(tl.load(x + at, mask=inside, other=0.0)), tl.load(state)
+    tied = inside & (key == threshold)
+    first = tl.cumsum(tied.to(tl.int32), 0) <= tl.load(quota + block)
+    keep = (inside & (key > threshold)) | (tied & first)
+    place = tl.load(start + block) + tl.cumsum(keep.to(tl.int32), 0) - 1
+    tl.store(chosen + place, at.to(tl.int64), mask=keep)
