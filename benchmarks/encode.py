@@ -22,12 +22,18 @@ error feedback makes of them, so a warm start sees the drift that it sees in tra
     PowerSGD                rank 1 on a square view: add, two products, orthogonalise, subtract
 
 Every figure is a median over the steps. *Cold* steps start without anything, memory for candidates
-included. Designs of add_and_select that were tried and left (2 threads, n = 25e6, k = 1 %, times
-torch.add on the same machine): a branch for every 16 entries in plain Numba 1.9 (LLVM does not
-vectorise the comparison); the comparison of 64 entries at once, with the addition in a loop over
-absolute indices 1.6 (LLVM does not vectorise that one); the addition in a loop over slices, as it
-is now, 1.1 to 1.3. A radix histogram of the whole vector as the cold start is exact without a
-guess, but needs three passes more; a sample of 32,768 entries takes a tenth of one.
+included. Designs of the pass that were tried, at 1 %, each by itself and not as rows of the CSV:
+
+- a branch for every 16 entries in plain Numba: 1.9 times torch.add at n = 25e6, two threads. LLVM
+  does not vectorise the comparison;
+- 64 entries compared at once, the addition in a loop over absolute indices: 78 us for 100,000
+  entries on one thread, of which the addition, not vectorised either, takes 62;
+- the same with the addition over slices, as it is now: 28 us;
+- candidates' memory from NumPy instead of torch: cold 20 to 40 ms at n = 25e6 instead of 20,
+  because NumPy asks for huge pages.
+
+A radix histogram of the whole vector as the cold start needs no guess, but three more passes; a
+sample of 32,768 entries takes a twelfth of one pass at n = 25e6.
 """
 
 import argparse

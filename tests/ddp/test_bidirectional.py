@@ -1,6 +1,7 @@
 """bidirectional and the sharded exchange against serial loops written from the thesis."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -120,7 +121,7 @@ def test_equals_one_server_bit_for_bit(
 def test_shards_by_themselves_are_vectors(world_size: int) -> None:
     """With more ranks than elements, some shards are empty."""
     cuts = [r * sum(SIZES) // world_size for r in range(world_size + 1)]
-    each = by_vector([b - a for a, b in zip(cuts, cuts[1:], strict=False)], 2)
+    each = by_vector([b - a for a, b in pairwise(cuts)], 2)
     spec = 'bidirectional(topk(k=2), topk(k=2), selection="shard")'
     expected = serial(world_size, torch.float64, False, each, each)
     assert all(map(torch.equal, distributed(world_size, spec, torch.float64, False), expected))
