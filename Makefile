@@ -4,14 +4,20 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint setup clean
+.PHONY: help quickstart counterexample workers test lint setup clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):[^#]*## /  make \1@/p' Makefile | awk -F@ '{ printf "%-18s %s\n", $$1, $$2 }'
-	@echo '  PYTHON=python3.12 picks the interpreter that first makes .venv'
+	@sed -n 's/^\([a-z]*\):[^#]*## /  make \1@/p' Makefile | awk -F@ '{ printf "%-22s %s\n", $$1, $$2 }'
+	@echo '  PYTHON=python3.12    picks the interpreter that first makes .venv'
 
 quickstart: setup ## train three ways on real data with two ranks: a table and a plot, in minutes
 	@.venv/bin/python recipes/quickstart.py $(ARGS)
+
+counterexample: setup ## the thesis's counterexample to one-way TopK, on three ranks: two minutes
+	@.venv/bin/python recipes/bidirectional_topk/counterexample.py $(ARGS)
+
+workers: setup ## bytes and accuracy of 2 to 100 simulated workers: ten minutes
+	@.venv/bin/python recipes/bidirectional_topk/workers.py $(ARGS)
 
 test: setup ## run the tests; make test ARGS="-k topk" runs some of them
 	@.venv/bin/python -m pytest $(ARGS)
