@@ -107,9 +107,7 @@ class Exchange:
     def gather(self, message: Tensor) -> list[Tensor]:
         """Every rank's `message` (1-D uint8, the same length everywhere), in rank order."""
         length = message.numel()
-        rows = torch.empty(self.world_size * length, dtype=torch.uint8, device=message.device)
-        if length:
-            _all_gather(rows, message, group=self.group)
+        rows = self._everyones(message, [length] * self.world_size)
         moved = gather_bytes(length, self.world_size)
         self._load.add(Load(sent=moved, received=moved))
         return list(rows.view(self.world_size, length).unbind())
@@ -133,45 +131,69 @@ class Exchange:
         return received
 
     def gather_varied(self, mine: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Every rank's `mine`, one after another, where rank r's has ``sizes[r]`` elements.
-
-        gloo's all-gather needs equal lengths and passes everything on around a ring; sending each
-        rank its copy directly takes as many bytes and half the time at 4 ranks.
-        """
-        return self.scatter(mine.repeat(self.world_size), [mine.numel()] * self.world_size, sizes)
+        """Every rank's `mine`, one after another, where rank r's has ``sizes[r]`` elements."""
+        moved = mine.element_size() * (self.world_size - 1) * mine.numel()
+        came = mine.element_size() * (sum(sizes) - sizes[self.rank])
+        self._load.add(Load(sent=moved, received=came))
+        return self._everyones(mine, sizes)
 
     def sum_counts(self, counts: Tensor) -> Tensor:
-        """All-reduce integers in place, exactly."""
-        dist.all_reduce(counts, group=self.group)
-        self._load.summed += counts.nbytes
-        return counts
+        """The sum of all ranks' `counts` (1-D, integers), exactly.
+
+        Over gloo every rank adds a part up, and hands it out: twice the latency of the link, where
+        its ring takes that twice for every other rank.
+        """
+        if counts.is_cuda:
+            dist.all_reduce(counts, group=self.group)
+            self._load.summed += counts.nbytes
+            return counts
+        sizes = [part.numel() for part in torch.tensor_split(counts, self.world_size)]
+        mine = self.scatter(counts, sizes, [sizes[self.rank]] * self.world_size)
+        added = mine.view(self.world_size, -1).sum(0, dtype=counts.dtype)
+        return self.gather_varied(added, sizes)
 
     def receive(self, sender: int, frame: Tensor, length: int) -> Tensor:
         """Check a frame, noting what is found, and return its message (1-D uint8, a view).
 
-        What is wrong with it is raised by :meth:`require_intact`, by all ranks together: raised
-        here, it would leave the others waiting.
+        What is wrong with it is raised by :meth:`conclude`, by all ranks together: raised here, it
+        would leave the others waiting.
         """
         self._found.append((sender, wire.inspect(frame, length)))
         return wire.payload(frame, length)
 
-    def require_intact(self, where: str, advice: str) -> None:
-        """Raise on all ranks if a frame that came in since the last call was not intact.
+    @property
+    def concludes(self) -> bool:
+        """Whether frames came in since the last :meth:`conclude`, which then asks all ranks."""
+        return bool(self._found)
+
+    def conclude(self, finite: Tensor, where: str, advice: str) -> bool:
+        """Learn what the ranks found in this step; if frames came in, all ranks call it alike.
+
+        Args:
+            finite: scalar bool, whether all that this rank has looked at is finite.
+            where: what is exchanged, for the error.
+            advice: what the step left behind.
+
+        Returns:
+            Whether it is finite on all ranks.
 
         Raises:
-            WireError: naming the senders and what is wrong with their messages.
+            WireError: if a frame that came in since the last call was not intact; on all ranks,
+                naming the senders and what is wrong with their messages.
         """
         if not self._found:
-            return
-        worst = torch.zeros(self.world_size, dtype=torch.uint8, device=self.device)
+            return bool(finite)
+        worst = torch.zeros(self.world_size + 1, dtype=torch.uint8, device=self.device)
         senders, found = zip(*self._found, strict=True)
         index = torch.tensor(senders, device=self.device)
         worst.scatter_reduce_(0, index, torch.stack(found), "amax")
+        worst[-1] = ~finite
         self._found.clear()
-        findings = self.any_rank(worst).tolist()
+        *findings, nonfinite = self.any_rank(worst).tolist()
         bad = [f"rank {r}'s {wire.FINDINGS[f]}" for r, f in enumerate(findings) if f]
         if bad:
             raise WireError(f"a message of {where} cannot be used: {'; '.join(bad)}. {advice}")
+        return not nonfinite
 
     def forget(self) -> None:
         """Forget the frames of a step that did not finish."""
@@ -179,8 +201,24 @@ class Exchange:
 
     def any_rank(self, flags: Tensor) -> Tensor:
         """Per element, whether a rank has a non-zero flag (1-D integer tensor); the same on all."""
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        return flags
+        rows = self._everyones(flags, [flags.numel()] * self.world_size)
+        return rows.view(self.world_size, -1).amax(0)
+
+    def _everyones(self, mine: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Every rank's `mine`, one after another.
+
+        Over gloo every rank sends each other its copy directly. gloo's all-gather passes everything
+        on around a ring, and its all-reduce twice around: as many bytes, but the latency of the
+        link as many times as there are other ranks, or twice that.
+        """
+        received = mine.new_empty(sum(sizes))
+        if mine.is_cuda and len(set(sizes)) == 1:
+            _all_gather(received, mine, group=self.group)
+        elif sum(sizes):
+            outgoing = mine.repeat(self.world_size)
+            split = [mine.numel()] * self.world_size
+            dist.all_to_all_single(received, outgoing, list(sizes), split, group=self.group)
+        return received
 
     def same_everywhere(self, numbers: list[int]) -> bool:
         """Whether all ranks hold the same list of integers (of one length)."""

@@ -329,7 +329,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def _average(self) -> None:
-        watch = FiniteWatch()
+        watch = FiniteWatch(self._exchange)
         buckets = [self._flatten(group) for group in self._groups]
         for bucket in buckets:
             watch.before(bucket)
@@ -338,10 +338,10 @@ class LocalSGD:
             # that are averaged thousands of times would grow by it.
             bucket.flat.div_(self._exchange.world_size)
             watch.after(bucket)
-        if not watch.all_finite():
+        where = f"the parameters after step {self._progress.step}"
+        if not watch.conclude(where, _NOT_AVERAGED):
             self._exchange.take_traffic(0)
-            where = f"the parameters after step {self._progress.step}"
-            raise watch.error(self._exchange, where, "No rank has averaged its parameters.")
+            raise watch.error(where, _NOT_AVERAGED)
         for bucket in buckets:
             self._write_back(bucket)
 
@@ -361,6 +361,7 @@ class LocalSGD:
             parameter.copy_(memory_order(parameter, part))
 
 
+_NOT_AVERAGED = "No rank has averaged its parameters."
 _ADVICE = {
     "spec": "go on with the schedule that the run began with",
     "world_size": "between rounds all ranks hold the same weights, so save there, and begin anew "

@@ -10,9 +10,14 @@ from torchcomp.exchange import Exchange
 
 
 class FiniteWatch:
-    """Watches the buckets of one step, before and after the exchange, without a host sync."""
+    """Watches the buckets of one step, before and after the exchange, without a host sync.
 
-    def __init__(self) -> None:
+    Args:
+        exchange: the ranks, which share the search where they conclude the step together anyway.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
         self._local: list[tuple[tuple[str, ...], Tensor]] = []
         self._means: list[Tensor] = []
 
@@ -22,14 +27,39 @@ class FiniteWatch:
         self._local.append((bucket.names, torch.stack(norms)))
 
     def after(self, bucket: Bucket) -> None:
-        """Note whether the mean is finite; it is the same on all ranks."""
-        self._means.append(nan_unless_finite(bucket.flat))
+        """Note whether the mean is finite, which is the same on all ranks, or this rank's share."""
+        flat = bucket.flat
+        if self._exchange.concludes:
+            rank, world_size = self._exchange.rank, self._exchange.world_size
+            flat = torch.tensor_split(flat, world_size)[rank]
+        self._means.append(nan_unless_finite(flat))
 
-    def all_finite(self) -> bool:
-        """Whether every mean of the step is finite; the same answer on all ranks."""
-        return not self._means or bool(torch.stack(self._means).isfinite().all())
+    def conclude(self, where: str, advice: str) -> bool:
+        """Whether every mean of the step is finite; all ranks call it and get the same answer.
 
-    def culprits(self) -> list[str]:
+        Args:
+            where: what is exchanged, for the error.
+            advice: what the step left behind.
+
+        Raises:
+            WireError: if a message was not intact; on all ranks.
+        """
+        means = torch.stack(self._means or [torch.zeros((), device=self._exchange.device)])
+        return self._exchange.conclude(means.isfinite().all(), where, advice)
+
+    def error(self, where: str, advice: str) -> NonFiniteError:
+        """The error that all ranks raise alike, with the ranks and parameters at fault.
+
+        Args:
+            where: what was not finite, and when.
+            advice: what the step left behind, and what to do.
+        """
+        everyone = self._exchange.gather_objects(self._culprits())
+        found = [_describe(rank, names) for rank, names in enumerate(everyone) if names]
+        cause = "; ".join(found) or "no rank alone (their sum, or its rounding, overflowed)"
+        return NonFiniteError(f"NaN or infinity in {where}: {cause}. {advice}")
+
+    def _culprits(self) -> list[str]:
         """Parameters whose values on this rank are not finite."""
         return [
             name
@@ -37,19 +67,6 @@ class FiniteWatch:
             for name, finite in zip(names, norms.isfinite().tolist(), strict=True)
             if not finite
         ]
-
-    def error(self, exchange: Exchange, where: str, advice: str) -> NonFiniteError:
-        """The error that all ranks raise alike, with the ranks and parameters at fault.
-
-        Args:
-            exchange: to learn what the other ranks found; all ranks call this together.
-            where: what was not finite, and when.
-            advice: what the step left behind, and what to do.
-        """
-        everyone = exchange.gather_objects(self.culprits())
-        found = [_describe(rank, names) for rank, names in enumerate(everyone) if names]
-        cause = "; ".join(found) or "no rank alone (their sum, or its rounding, overflowed)"
-        return NonFiniteError(f"NaN or infinity in {where}: {cause}. {advice}")
 
 
 def _describe(rank: int, names: list[str]) -> str:

@@ -19,6 +19,7 @@ class State:
         self.worker = ErrorMemory()
         self.owner = ErrorMemory()
         self._warm: dict[tuple[str, tuple[str, ...]], list[Warm]] = {}
+        self._agreed: dict[tuple[str, ...], dict[int, int]] = {}
 
     def warm(self, role: str, names: tuple[str, ...], count: int) -> list[Warm]:
         """What the last selections from the `count` vectors of a bucket left for the next ones."""
@@ -26,6 +27,13 @@ class State:
         if kept is None or len(kept) != count:
             kept = self._warm[role, names] = [Warm() for _ in range(count)]
         return kept
+
+    def agreed(self, names: tuple[str, ...]) -> dict[int, int]:
+        """By vector of a bucket, the threshold that the owners agreed on last; the caller's to set.
+
+        The same on all ranks.
+        """
+        return self._agreed.setdefault(names, {})
 
     def commit(self) -> None:
         """The step counts."""
@@ -71,3 +79,4 @@ class State:
         self.worker.clear()
         self.owner.clear()
         self._warm.clear()
+        self._agreed.clear()

@@ -12,8 +12,7 @@ from torch import Tensor
 import torchcomp
 from tests.support.models import SMALL_BUCKETS, gradients, loss_of, mlp, rows, weights, wrap
 from tests.support.ranks import on_processes, on_threads
-from torchcomp.aggregators import agreement
-from torchcomp.aggregators.agreement import Agreed, agree, order_bits
+from torchcomp.aggregators.agreement import Agreed, Question, agree, order_bits
 from torchcomp.bucket import Bucket, Caps, partition
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
@@ -76,7 +75,7 @@ def distributed(world_size: int, spec: str, dtype: torch.dtype, tied: bool) -> l
             bucket = Bucket(NAMES, SIZES, gradient(step, exchange.rank, dtype, tied))
             key = Key(0, step, rank=exchange.rank)
             torchcomp.parse(spec).aggregate(bucket, exchange, state, key)
-            exchange.require_intact("a test", "")
+            exchange.conclude(torch.tensor(True), "a test", "")
             state.commit()
             answers.append(bucket.flat)
         return answers
@@ -127,28 +126,66 @@ def test_shards_by_themselves_are_vectors(world_size: int) -> None:
     assert all(map(torch.equal, distributed(world_size, spec, torch.float64, False), expected))
 
 
-@pytest.mark.parametrize("gathers", [True, False], ids=["gather", "histograms"])
+def check_agreement(values: Tensor, sizes: tuple[int, ...], k: int, guess: int | None) -> None:
+    """Compare what ranks with parts of `values` agree on with a sort of the whole."""
+
+    def body() -> Agreed:
+        bits = order_bits(values.split(sizes)[dist.get_rank()])
+        question = Question(bits, sizes, k, guess)
+        return agree(Exchange(None, torch.device("cpu")), [question])[0]
+
+    magnitude = values.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    kept = torch.sort(magnitude, descending=True, stable=True).indices[:k]
+    owner = torch.repeat_interleave(torch.tensor(sizes))
+    counts = tuple(torch.bincount(owner[kept], minlength=len(sizes)).tolist())
+    for agreed in on_threads(len(sizes), body):
+        assert agreed.counts == counts
+
+
+@pytest.mark.parametrize("few", [True, False], ids=["shown", "digits"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_both_ways_to_agree_find_the_largest(
-    gathers: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    few: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "_gathers", lambda *sizes: gathers)
+    monkeypatch.setattr(Question, "few", few)
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(-50, 51, (90,), generator=generator).to(dtype) / 7
     values[[3, 40]] = torch.tensor([torch.nan, -torch.inf], dtype=dtype)
-    sizes = (20, 0, 63, 7)
-
-    def body(k: int) -> Agreed:
-        mine = values.split(sizes)[dist.get_rank()]
-        return agree(Exchange(None, torch.device("cpu")), order_bits(mine), sizes, k)
-
-    magnitude = values.abs().nan_to_num(nan=torch.inf)
     for k in (1, 2, 30, 89, 90):
-        kept = set(sorted(range(90), key=lambda i: (-float(magnitude[i]), i))[:k])
-        starts = [0, 20, 20, 83, 90]
-        counts = tuple(len(kept & set(range(*starts[r : r + 2]))) for r in range(4))
-        for agreed in on_threads(4, body, k):
-            assert agreed.counts == counts
+        check_agreement(values, (20, 0, 63, 7), k, None)
+
+
+@pytest.mark.parametrize("away", [None, 1.0, 1.1, 0.9, 3.0, 0.1, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("tied", [False, True], ids=["distinct", "tied"])
+def test_no_guess_of_the_threshold_changes_the_answer(
+    away: float | None, dtype: torch.dtype, tied: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(20_000, generator=generator, dtype=dtype)
+    values[::7] = 2.0 if tied else values[::7]
+    values[[5, 19_000]] = torch.tensor([torch.inf, torch.nan], dtype=dtype)
+    for k in (1, 700, 5000, 19_999):
+        threshold = (
+            values.abs()
+            .nan_to_num(nan=torch.inf, posinf=torch.inf)
+            .sort(descending=True)
+            .values[k - 1]
+        )
+        guess = None if away is None else int(order_bits(threshold.mul(away).view(1)))
+        for sizes in ((9000, 1, 0, 10_999), (1, 0, *[2000] * 9, 1999)):
+            check_agreement(values, sizes, k, guess)
+
+
+def test_a_good_guess_saves_all_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on, owners agree in two small messages."""
+    rounds = []
+    monkeypatch.setattr(Exchange, "sum_counts", lambda self, counts: rounds.append(counts.numel()))
+    values = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
+    threshold = values.abs().sort(descending=True).values[699]
+    guess = int(order_bits(threshold.mul(1.02).view(1)))
+    check_agreement(values, (10_000, 10_000), 700, guess)
+    assert not rounds
 
 
 def trained(spec: str, steps: int = 4) -> Tensor:

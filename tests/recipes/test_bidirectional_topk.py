@@ -211,11 +211,12 @@ def test_the_threshold_is_agreed_on_by_histograms_too() -> None:
     generator = torch.Generator().manual_seed(0)
     whole = torch.randint(0, 2**31 - 1, (40_000,), generator=generator, dtype=torch.int32)
     parts = whole.split(10_000)
-    agree = torchcomp.aggregators.agreement.agree
+    agreement = torchcomp.aggregators.agreement
 
     def work(exchange: simulation.SimulatedExchange) -> Any:
+        question = agreement.Question(parts[exchange.rank], (10_000,) * 4, 500)
         with exchange._meeting.floor:
-            return agree(exchange, parts[exchange.rank], (10_000,) * 4, 500)
+            return agreement.agree(exchange, [question])[0]
 
     for agreed in in_threads(work, exchanges):
         assert agreed.threshold == int(whole.sort(descending=True).values[499])

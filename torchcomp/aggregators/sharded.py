@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from torchcomp.aggregators.agreement import agree, agreement_load, chosen, order_bits
+from torchcomp.aggregators.agreement import Question, agree, agreement_load, chosen, order_bits
 from torchcomp.aggregators.transfer import add_frame, narrowed, spoiled
 from torchcomp.bucket import Bucket, Shard, shards
 from torchcomp.codec import Codec, Selections, Vector, codec
@@ -101,6 +101,14 @@ class Plan:
             for piece in pieces:
                 table[piece.vector][owner] = piece.stop - piece.start
         return table
+
+    @cached_property
+    def candidates(self) -> list[tuple[int, ...]]:
+        """By vector, of how many entries each owner must speak for the k largest to be found."""
+        return [
+            tuple(min(self.kept(place), width) for width in widths)
+            for place, widths in enumerate(self.widths)
+        ]
 
     def counted(self, owner: int, counts: Sequence[int]) -> Codec:
         """The codec of a shard that holds `counts` entries of its pieces."""
@@ -269,23 +277,27 @@ class ShardedTransfer:
         """Select from the whole bucket, whose parts the owners hold."""
         rank = self.exchange.rank
         warm = self.state.warm("down", self.down.names, len(self.down.whole.vectors))
+        guesses = self.state.agreed(self.down.names)
         spans = {piece.vector: slice(piece.start, piece.stop) for piece in self.down.pieces[rank]}
-        counts: list[list[int]] = [[] for _ in range(self.exchange.world_size)]
-        selections: Selections = []
-        for place, widths in enumerate(self.down.widths):
-            k = self.down.kept(place)
-            if not k:
-                continue
-            sizes = tuple(min(k, width) for width in widths)
+        locals_, questions = [], []
+        for place, sizes in enumerate(self.down.candidates):
             span = spans.get(place, slice(0, 0))
             local = add_and_select(mean[span], owed[span], rest[span], sizes[rank], warm[place])
+            locals_.append(local)
             bits = order_bits(rest[span][local])
-            agreed = agree(self.exchange, bits, sizes, k)
-            for owner in (owner for owner, width in enumerate(widths) if width):
-                counts[owner].append(agreed.counts[owner])
-            if agreed.counts[rank]:
-                selections.append(local[chosen(bits, agreed.threshold, agreed.counts[rank])])
-        return [self.down.counted(o, c) for o, c in enumerate(counts)], selections
+            questions.append(Question(bits, sizes, self.down.kept(place), guesses.get(place)))
+        answers = agree(self.exchange, questions)
+        guesses.update(enumerate(answer.threshold for answer in answers))
+        selections: Selections = [
+            local[chosen(question.candidates, answer.threshold, answer.counts[rank])]
+            for local, question, answer in zip(locals_, questions, answers, strict=True)
+            if answer.counts[rank]
+        ]
+        counts = [
+            [answers[piece.vector].counts[owner] for piece in pieces]
+            for owner, pieces in enumerate(self.down.pieces)
+        ]
+        return [self.down.counted(o, row) for o, row in enumerate(counts)], selections
 
 
 def sharded_load(up: Plan, down: Plan, rank: int) -> Load:
@@ -301,10 +313,8 @@ def sharded_load(up: Plan, down: Plan, rank: int) -> Load:
         load.add(Load(sent=8 * sent, received=8 * len(others) * len(up.pieces[rank])))
     if down.exact:
         itemsize = max(4, down.dtype.itemsize)
-        for place, widths in enumerate(down.widths):
-            sizes = tuple(min(down.kept(place), width) for width in widths)
-            if any(sizes):
-                load.add(agreement_load(sizes, itemsize, rank))
+        for sizes in down.candidates:
+            load.add(agreement_load(sizes, itemsize, rank))
     return load
 
 

@@ -279,7 +279,7 @@ class Handle:
         self._state.rollback()
         self._exchange.forget()
         self._assembly.begin()
-        self._finite = FiniteWatch()
+        self._finite = FiniteWatch(self._exchange)
         self._follow_scale()
 
     def _follow_scale(self) -> None:
@@ -331,15 +331,14 @@ class Handle:
     def _settle(self) -> None:
         nbytes = sum(p.nbytes for p in self._parameters.values())
         self._meter.record(self._exchange.take_traffic(nbytes))
-        self._exchange.require_intact(f"step {self._step + 1}", _NOTHING_KEPT)
-        if self._finite.all_finite():
+        if self._finite.conclude(f"step {self._step + 1}", _NOTHING_KEPT):
             self._state.commit()
             self._end_delivery()
         else:
             self._state.rollback()
             if self._scaler is None:
                 where = f"a gradient of step {self._step + 1}"
-                raise self._finite.error(self._exchange, where, _SCALER)
+                raise self._finite.error(where, _SCALER)
         self._step += 1
 
     def _end_delivery(self) -> None:
