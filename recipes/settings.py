@@ -57,7 +57,11 @@ class Settings:
     weight_decay: float = option(0.0005, "weight decay on all parameters", least=0)
     lr: float = option(0.1, "peak learning rate", above=0)
     final_lr: float = option(1e-6, "rate at the start of warm-up and at the end of cosine", least=0)
-    schedule: str = option("cosine", "cosine or step", choices=("cosine", "step"))
+    schedule: str = option(
+        "cosine",
+        "cosine, linear, step-cosine (its powers of two) or step",
+        choices=("cosine", "linear", "step-cosine", "step"),
+    )
     warmup_steps: int = option(0, "steps of linear warm-up", least=0)
     milestones: tuple[int, ...] = option((), "epochs at which the step schedule drops")
     gamma: float = option(0.1, "the step schedule's factor", above=0)
@@ -229,6 +233,8 @@ def _check_together(settings: Settings) -> None:
         raise RecipeError("--nesterov needs --momentum above 0: it looks ahead along the momentum")
     if settings.final_lr > settings.lr:
         raise RecipeError(f"--final-lr {settings.final_lr} is above the peak --lr {settings.lr}")
+    if settings.schedule == "step-cosine" and settings.final_lr == 0:
+        raise RecipeError("--schedule step-cosine needs --final-lr above 0: it takes its logarithm")
     if settings.dataset != "digits" and not settings.data_path and not settings.dry_run:
         raise RecipeError(f"--dataset {settings.dataset} needs --data-path: it is not embedded")
     _check_milestones(settings)

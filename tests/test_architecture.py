@@ -35,7 +35,7 @@ LAYERS = [
     {"state"},
     {"aggregators"},
     {"spec", "stats", "nonfinite", "checkpoint"},
-    {"ddp"},
+    {"ddp", "time_model", "batchnorm"},
     {"explain", "local_sgd"},
     {"__init__"},
     {"__main__"},

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import torchcomp
 from torchcomp import ScheduleError, SpecError, explain
 from torchcomp.aggregators import EF
 from torchcomp.compressors import TopK
@@ -264,6 +265,21 @@ def test_table_says_everything_of_a_method():
         "break-even": "158 ranks (from there on plain DDP sends no more)",
         "state a rank": "204 MB (204,456,256 bytes)",
     }
+
+
+def test_time_model_adds_the_wall_clocks_of_a_schedule():
+    options = {"numel": 1000, "world_size": 2, "total_steps": 3600, "dtype": torch.bfloat16}
+    time = torchcomp.TimeModel(step_seconds=1.0, bandwidth=4000.0)
+    plan = explain("every(4)", time=time, **options)
+    # Averages travel in float32, gradients in bfloat16.
+    assert plan.wall_clock.exchange_seconds == 900 * 1.0
+    assert plan.parallel_wall_clock.exchange_seconds == 3600 * 0.5
+    _, table = rows(plan)
+    assert table["wall clock"] == "1.25 h, of which 0.25 h for 900 exchanges"
+    assert table["plain DDP takes"] == "1.5 h, of which 0.5 h for 3,600 exchanges"
+    assert explain("every(4)", **options).wall_clock is None
+    with pytest.raises(SpecError, match=r"time= is for schedules, and 'ef.* is a gradient method"):
+        explain("ef(topk(0.01))", numel=1000, world_size=2, time=time)
 
 
 def test_table_says_everything_of_a_schedule():

@@ -13,7 +13,7 @@ from torchcomp.aggregators import AGGREGATORS, EF, Bidirectional, Mean
 from torchcomp.aggregators.one_way import EXCHANGES
 from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, TopK
 from torchcomp.errors import SpecError
-from torchcomp.schedules import QSR, SCHEDULES, Every
+from torchcomp.schedules import QSR, SCHEDULES, Every, PostLocal, Power, Swap
 from torchcomp.spec import COMPONENTS, parse_aggregator, parse_schedule
 
 fast = settings(deadline=None, derandomize=True, max_examples=200)
@@ -79,7 +79,15 @@ def aggregators():
     return one_way_aggregators() | bidirectionals
 
 
-schedules = st.one_of(st.builds(Every, counts), st.builds(QSR, positive, counts))
+caps = st.one_of(st.none(), st.integers(10**12, 10**15))
+switches = st.integers(0, 10**12)
+schedules = st.one_of(
+    st.builds(Every, counts),
+    st.builds(QSR, positive, counts, caps),
+    st.builds(Power, positive, positive, counts, caps),
+    st.builds(PostLocal, switches, counts),
+    st.builds(Swap, switches),
+)
 
 
 def in_keywords(component):
@@ -120,7 +128,8 @@ def test_a_bare_compressor_means_its_mean(compressor):
 
 
 def test_random_specs_cover_the_registry():
-    covered = {Identity, TopK, RandK, Cast, Quantize, Mean, EF, Bidirectional, Every, QSR}
+    covered = {Identity, TopK, RandK, Cast, Quantize, Mean, EF, Bidirectional}
+    covered |= {Every, QSR, Power, PostLocal, Swap}
     missing = {*COMPRESSORS, *AGGREGATORS, *SCHEDULES} - covered
     assert not missing, f"add strategies for {missing}"
     assert len(COMPONENTS) == len(COMPRESSORS) + len(AGGREGATORS) + len(SCHEDULES)

@@ -5,6 +5,7 @@
 """
 
 from torchcomp._version import __version__
+from torchcomp.batchnorm import reestimate_batchnorm
 from torchcomp.checkpoint import redistribute
 from torchcomp.ddp import Handle, register
 from torchcomp.errors import (
@@ -20,6 +21,7 @@ from torchcomp.explain import Plan, explain, sync_steps
 from torchcomp.local_sgd import LocalSGD
 from torchcomp.spec import parse
 from torchcomp.stats import Stats
+from torchcomp.time_model import TimeModel, WallClock, fit_time_model
 
 __all__ = [
     "CheckpointError",
@@ -31,12 +33,16 @@ __all__ = [
     "ScheduleError",
     "SpecError",
     "Stats",
+    "TimeModel",
     "UnsupportedModelError",
+    "WallClock",
     "WireError",
     "__version__",
     "explain",
+    "fit_time_model",
     "parse",
     "redistribute",
+    "reestimate_batchnorm",
     "register",
     "sync_steps",
 ]

@@ -16,6 +16,7 @@ from torchcomp.errors import SpecError
 from torchcomp.exchange import Load, sum_bytes
 from torchcomp.schedules import Horizon, Schedule, synchronisations
 from torchcomp.spec import parse, parse_schedule
+from torchcomp.time_model import TimeModel, WallClock
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Plan:
             plain DDP; None where the ratio is the same for any number of ranks (all-reduce).
         syncs: synchronisations of the whole run, for a schedule; else None.
         total_steps: optimizer steps of the whole run, for a schedule; else None.
+        wall_clock: of the whole run, for a schedule with a time model; else None.
+        parallel_wall_clock: what plain DDP would take instead; else None.
     """
 
     spec: str
@@ -51,6 +54,8 @@ class Plan:
     break_even_world_size: int | None
     syncs: int | None = None
     total_steps: int | None = None
+    wall_clock: WallClock | None = None
+    parallel_wall_clock: WallClock | None = None
 
     def __str__(self) -> str:
         rows = [
@@ -65,6 +70,7 @@ class Plan:
             ("less traffic", self._saving()),
             ("break-even", self._break_even()),
             ("state a rank", _bytes(self.memory_bytes)),
+            *self._wall_clock_rows(),
         ]
         lines = [f"  {name:<16} {value}" for name, value in rows]
         return "\n".join([f"{self.spec}, per rank", *lines])
@@ -74,6 +80,10 @@ class Plan:
             return []
         share = self.syncs / self.total_steps
         return [("synchronisations", f"{self.syncs:,} of {self.total_steps:,} steps ({share:.1%})")]
+
+    def _wall_clock_rows(self) -> list[tuple[str, str]]:
+        clocks = {"wall clock": self.wall_clock, "plain DDP takes": self.parallel_wall_clock}
+        return [(name, str(clock)) for name, clock in clocks.items() if clock is not None]
 
     def _saving(self) -> str:
         if not self.bytes_sent:
@@ -103,6 +113,7 @@ def explain(
     lr: Callable[[int], float] | None = None,
     total_steps: int | None = None,
     warmup_steps: int = 0,
+    time: TimeModel | None = None,
     rank: int = 0,
 ) -> Plan:
     """Work out what a method sends per rank and step; a real run's counted bytes equal it.
@@ -119,6 +130,7 @@ def explain(
         lr: for a schedule, learning rate as a function of the steps taken so far.
         total_steps: for a schedule, optimizer steps of the run.
         warmup_steps: for a schedule, steps of warm-up.
+        time: for a schedule, the constants of a cluster, for the wall clocks of the run.
         rank: whose traffic; ranks differ by a few bytes where shards are uneven.
 
     Raises:
@@ -131,7 +143,9 @@ def explain(
     built = parse(spec)
     shapes = _shapes(numel, model, dtype, isinstance(built, Aggregator) and built.whole_model)
     if isinstance(built, Schedule):
-        return _explain_schedule(built, shapes, world_size, lr, total_steps, warmup_steps)
+        return _explain_schedule(built, shapes, world_size, lr, total_steps, warmup_steps, time)
+    if time is not None:
+        raise SpecError(f"time= is for schedules, and '{built}' is a gradient method")
     return _explain_method(built, shapes, world_size, rank)
 
 
@@ -197,6 +211,7 @@ def _explain_schedule(
     lr: Callable[[int], float] | None,
     total_steps: int | None,
     warmup_steps: int,
+    time: TimeModel | None,
 ) -> Plan:
     if total_steps is None:
         raise SpecError(f"to explain the schedule '{schedule}', give total_steps")
@@ -210,6 +225,13 @@ def _explain_schedule(
     wide = [(n, s, torch.promote_types(d, torch.float32)) for n, s, d in shapes]
     once = sum_bytes(_nbytes(wide), world_size)
     average = round(once * syncs / total_steps)
+    run = {"total_steps": total_steps, "world_size": world_size}
+    local = parallel = None
+    if time is not None:
+        parallel = time.parallel(nbytes=_nbytes(shapes), **run)
+        local = time.local(
+            schedule, lr=rate, warmup_steps=warmup_steps, nbytes=_nbytes(wide), **run
+        )
     return Plan(
         spec=str(schedule),
         numel=_numel(shapes),
@@ -223,6 +245,8 @@ def _explain_schedule(
         break_even_world_size=None,
         syncs=syncs,
         total_steps=total_steps,
+        wall_clock=local,
+        parallel_wall_clock=parallel,
     )
 
 

@@ -404,6 +404,7 @@ def _check(
         )
     _check_optimizer(optimizer, model)
     schedule = parse_schedule(spec)
+    schedule.check(horizon)
     parameters = [(name, tuple(p.shape), p.dtype) for name, p in trained_parameters(model)]
     return (schedule, horizon), {"spec": schedule, "parameters": parameters}
 

@@ -9,9 +9,9 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from torchcomp.component import Component, check_count, check_positive
+from torchcomp.component import Component
 from torchcomp.errors import ScheduleError, SpecError
 
 
@@ -50,6 +50,13 @@ class Schedule(Component):
     kind: ClassVar[str] = "schedule"
     reads_rate: ClassVar[bool] = False
 
+    def check(self, horizon: Horizon) -> None:
+        """Require, before a run, that the schedule fits it.
+
+        Raises:
+            SpecError: naming the option that lies outside.
+        """
+
     @abstractmethod
     def period(self, step: int, rate: float, horizon: Horizon) -> int:
         """H: local steps of the round that begins after `step` steps, before it is cut at the end.
@@ -69,77 +76,19 @@ class Schedule(Component):
         Raises:
             ScheduleError: if the rate is negative or not finite, or 0 where the rule reads it.
         """
-        if not math.isfinite(rate) or rate < 0:
+        if not _is_rate(rate):
             raise ScheduleError(
                 f"the learning rate at step {step} is {rate!r}, and a rate is a finite number of "
                 "at least 0"
             )
-        return min(step + self.period(step, rate, horizon), horizon.total_steps)
+        return min(step + self.period(step, float(rate), horizon), horizon.total_steps)
 
 
-@dataclass(frozen=True)
-class Every(Schedule):
-    """``every(h)``: average after every h local steps. ``every(1)`` is parallel training.
-
-    Attributes:
-        h: local steps between synchronisations.
-    """
-
-    name: ClassVar[str] = "every"
-    example: ClassVar[str] = "every(4)"
-
-    h: int
-
-    def __post_init__(self) -> None:
-        check_count(self, "h")
-
-    def period(self, step: int, rate: float, horizon: Horizon) -> int:
-        return self.h
-
-
-@dataclass(frozen=True)
-class QSR(Schedule):
-    """``qsr(alpha=0.0175, h_base=4)``: the Quadratic Synchronization Rule.
-
-    A round that begins at learning rate eta takes H = max(h_base, floor((alpha / eta)^2)) steps;
-    during warm-up H = h_base, because a tiny warm-up rate would make one round of the whole run.
-    Source: Gu, Lyu, Arora, Zhang, Huang, ICLR 2024 (arXiv 2310.14423), Algorithm 2 with its rule
-    for H.
-
-    Attributes:
-        alpha: growth coefficient, in units of the learning rate.
-        h_base: the shortest round, in steps.
-    """
-
-    name: ClassVar[str] = "qsr"
-    positional: ClassVar[int] = 0
-    reads_rate: ClassVar[bool] = True
-    example: ClassVar[str] = "qsr(alpha=0.0175, h_base=4)"
-
-    alpha: float
-    h_base: int
-
-    def __post_init__(self) -> None:
-        check_positive(self, "alpha")
-        check_count(self, "h_base")
-
-    def period(self, step: int, rate: float, horizon: Horizon) -> int:
-        if step < horizon.warmup_steps:
-            return self.h_base
-        if rate == 0:
-            raise ScheduleError(
-                f"the learning rate at step {step} is 0, and {self.name} divides by it: end a "
-                "decay at a small rate such as 1e-6, or, if this is warm-up, give warmup_steps"
-            )
-        ratio = self.alpha / rate
-        square = min(ratio * ratio, float(horizon.total_steps))
-        return max(self.h_base, math.floor(square))
-
-
-SCHEDULES: tuple[type[Schedule], ...] = (
-    Every,
-    QSR,
-)
+def _is_rate(value: Any) -> bool:
+    try:
+        return math.isfinite(value) and value >= 0
+    except (TypeError, OverflowError):
+        return False
 
 
 def synchronisations(schedule: Schedule, lr: Callable[[int], float], horizon: Horizon) -> list[int]:
@@ -151,8 +100,10 @@ def synchronisations(schedule: Schedule, lr: Callable[[int], float], horizon: Ho
         horizon: ends of warm-up and run.
 
     Raises:
+        SpecError: if the schedule does not fit the run.
         ScheduleError: if the schedule cannot use a rate.
     """
+    schedule.check(horizon)
     steps: list[int] = []
     step = 0
     while step < horizon.total_steps:

@@ -1,0 +1,359 @@
+"""reestimate_batchnorm: statistics of averaged weights, against a plain float64 reference."""
+
+import copy
+import logging
+import math
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.models import assert_replicas_equal, seeded
+from tests.support.ranks import on_processes, on_threads
+from torchcomp import LocalSGD, NonFiniteError, RankMismatchError, SpecError, UnsupportedModelError
+from torchcomp.batchnorm import _say_that_there_is_nothing_to_do, reestimate_batchnorm
+
+WIDTH = 5
+
+
+def network(dtype=torch.float64):
+    """Two BatchNorm layers, so that the second one's statistics depend on the first."""
+    layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()]
+    layers += [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=0.3, eps=1e-3)]
+    model = seeded(nn.Sequential(*layers, nn.Linear(WIDTH, 2))).to(dtype)
+    model[1].running_mean.fill_(1e6)
+    model[4].running_var.fill_(math.nan)
+    return model
+
+
+def shard(rank=0, batches=8, size=6):
+    """A rank's batches: images of a mean and a spread of their own, with labels."""
+    generator = torch.Generator().manual_seed(rank)
+    images = torch.randn(batches, size, WIDTH, generator=generator, dtype=torch.float64)
+    images = images * (1 + rank) + torch.arange(batches).view(-1, 1, 1)
+    return [(batch, torch.zeros(size)) for batch in images]
+
+
+def reference(model, batches):
+    """Mean over the batches of each layer's batch mean and unbiased variance, by hand."""
+    means = {1: [], 4: []}
+    variances = {1: [], 4: []}
+    for x, _ in batches:
+        for place, layer in enumerate(model):
+            if place in means:
+                mean, variance = x.mean(0), x.var(0, unbiased=True)
+                means[place].append(mean)
+                variances[place].append(variance)
+                scaled = (x - mean) / (x.var(0, unbiased=False) + layer.eps).sqrt()
+                x = scaled * layer.weight + layer.bias
+            else:
+                x = layer(x)
+    average = [(sum(means[p]) / len(means[p]), sum(variances[p]) / len(means[p])) for p in means]
+    return torch.cat([values.detach() for pair in average for values in pair])
+
+
+def statistics(model):
+    both = [(layer.running_mean, layer.running_var) for layer in (model[1], model[4])]
+    return torch.cat([values for pair in both for values in pair])
+
+
+class Reader:
+    """A loader that counts the batches that are read."""
+
+    def __init__(self, batches):
+        self.batches = batches
+        self.read = 0
+
+    def __iter__(self):
+        for batch in self.batches:
+            self.read += 1
+            yield batch
+
+
+# --- One process ----------------------------------------------------------------------------------
+
+
+def test_statistics_are_the_mean_of_the_batches_statistics():
+    model, batches = network(), shard()
+    weights = [p.clone() for p in model.parameters()]
+    reestimate_batchnorm(model, batches, images=48)
+    torch.testing.assert_close(statistics(model), reference(model, batches), rtol=1e-12, atol=1e-12)
+    assert all(map(torch.equal, weights, model.parameters()))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_passes_are_in_training_mode_and_build_no_graph():
+    seen = []
+    model = network().eval()
+    model.append(nn.Dropout(0.5))
+    model[-1].register_forward_hook(lambda module, *_: seen.append(module.training))
+    model[-1].register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    reestimate_batchnorm(model, shard(), images=6)
+    assert seen == [True, False]
+    assert torch.is_grad_enabled()
+
+
+def test_twice_is_as_good_as_once():
+    model = network()
+    reestimate_batchnorm(model, shard(), images=48)
+    once = statistics(model)
+    reestimate_batchnorm(model, shard(), images=48)
+    assert torch.equal(statistics(model), once)
+
+
+@pytest.mark.parametrize(("images", "read"), [(1, 1), (6, 1), (7, 2), (12, 2), (13, 3), (48, 8)])
+def test_whole_batches_are_read_until_there_are_enough_images(images, read):
+    model, loader = network(), Reader(shard())
+    reestimate_batchnorm(model, loader, images=images)
+    assert loader.read == read
+    torch.testing.assert_close(statistics(model), reference(model, loader.batches[:read]))
+
+
+def test_about_4096_images_are_read_by_default():
+    loader = Reader(shard(batches=9, size=512))
+    reestimate_batchnorm(network(), loader)
+    assert loader.read == 8
+
+
+def test_a_smaller_batch_counts_as_much_as_the_others():
+    model = network()
+    batches = [*shard(batches=2), *shard(rank=1, batches=1, size=2)]
+    reestimate_batchnorm(model, batches, images=14)
+    torch.testing.assert_close(statistics(model), reference(model, batches))
+
+
+@pytest.mark.parametrize("form", [lambda x, y: x, lambda x, y: [x, y], lambda x, y: (x,)])
+def test_batches_are_images_or_begin_with_them(form):
+    model, batches = network(), shard(batches=2)
+    reestimate_batchnorm(model, (form(*batch) for batch in batches), images=12)
+    torch.testing.assert_close(statistics(model), reference(model, batches))
+
+
+def test_modes_and_momenta_are_as_before():
+    model = network().eval()
+    model[2].train()
+    model[1].momentum = None
+    modes = [module.training for module in model.modules()]
+    reestimate_batchnorm(model, shard(), images=12)
+    assert [module.training for module in model.modules()] == modes
+    assert (model[1].momentum, model[4].momentum) == (None, 0.3)
+
+
+def test_training_goes_on_from_the_estimate():
+    model = network()
+    model[1].momentum = None
+    model[1].num_batches_tracked.fill_(10_000)
+    reestimate_batchnorm(model, shard(), images=12)
+    assert model[1].num_batches_tracked == 2
+    model(shard(batches=3)[2][0])
+    # The layer without a momentum took the third batch into the mean of all three.
+    inputs = torch.stack([model[0](x) for x, _ in shard(batches=3)])
+    torch.testing.assert_close(model[1].running_mean, inputs.mean((0, 1)).detach())
+
+
+def test_frozen_layers_keep_their_statistics():
+    class Frozen(nn.Sequential):
+        def train(self, mode=True):
+            super().train(mode)
+            self[1].eval()
+            return self
+
+    model, (images, _) = Frozen(*network()), shard()[1]
+    model[1].running_mean.fill_(0.5)
+    reestimate_batchnorm(model, [images], images=6)
+    assert model[1].running_mean.tolist() == [0.5] * WIDTH
+    assert model[1].num_batches_tracked == 0
+    normalised = (model[0](images) - 0.5) / math.sqrt(1 + model[1].eps)
+    wanted = model[3](torch.tanh(normalised * model[1].weight + model[1].bias)).mean(0)
+    torch.testing.assert_close(model[4].running_mean, wanted.detach())
+
+
+def test_layers_that_no_batch_reaches_keep_their_statistics():
+    model = network()
+    model.head = nn.BatchNorm1d(WIDTH)
+    model.head.running_mean.fill_(7.0)
+    model.head.num_batches_tracked.fill_(9)
+    model.forward = lambda x: nn.Sequential(*list(model)[:-1])(x)
+    reestimate_batchnorm(model, shard(), images=12)
+    assert model.head.running_mean.tolist() == [7.0] * WIDTH
+    assert (model.head.num_batches_tracked, model.head.momentum) == (9, 0.1)
+    assert torch.isfinite(statistics(model)).all()
+
+
+def test_sixteen_bit_layers_are_estimated_too():
+    model = network(torch.bfloat16)
+    batches = [(x.bfloat16(), y) for x, y in shard()]
+    reestimate_batchnorm(model, batches, images=48)
+    assert model[1].running_mean.dtype == torch.bfloat16
+    wanted = reference(network(), shard()).bfloat16()
+    torch.testing.assert_close(statistics(model), wanted, rtol=0.1, atol=0.1)
+
+
+def test_a_model_without_statistics_is_left_alone_and_that_is_said_once(caplog):
+    _say_that_there_is_nothing_to_do.cache_clear()
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, track_running_stats=False), nn.Dropout()
+    ).eval()
+    before = copy.deepcopy(model.state_dict())
+    with caplog.at_level(logging.WARNING, logger="torchcomp.batchnorm"):
+        for _ in range(2):
+            reestimate_batchnorm(model, iter(()))
+    assert [record.getMessage() for record in caplog.records] == [
+        "reestimate_batchnorm: the model has no BatchNorm layer with running statistics, so there "
+        "is nothing to do (this is said once)"
+    ]
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
+    assert not any(module.training for module in model.modules())
+
+
+# --- Ranks ----------------------------------------------------------------------------------------
+
+
+def wrapped(kind):
+    model = network()
+    if kind == "module":
+        return model, model
+    ddp = DistributedDataParallel(model)
+    return (torch.compile(ddp, backend="eager") if kind == "compiled" else ddp), model
+
+
+def on_a_rank(kind, images):
+    rank = dist.get_rank()
+    model, module = wrapped(kind)
+    loader = Reader(shard(rank))
+    reestimate_batchnorm(model, loader, images=images)
+    return statistics(module), loader.read
+
+
+@pytest.mark.parametrize("kind", ["module", "ddp"])
+@pytest.mark.parametrize(("images", "read"), [(48, 2), (49, 3), (192, 8)])
+def test_statistics_are_averaged_over_the_ranks(kind, images, read):
+    found, batches = zip(*on_threads(4, on_a_rank, kind, images), strict=True)
+    assert batches == (read,) * 4
+    assert_replicas_equal(list(found))
+    wanted = torch.stack([reference(network(), shard(rank)[:read]) for rank in range(4)]).mean(0)
+    torch.testing.assert_close(found[0], wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_processes_over_gloo_end_with_the_same_statistics():
+    # Compiled as well: torch.compile wants the main thread.
+    for kind in ("ddp", "compiled"):
+        found, _ = zip(*on_processes(2, on_a_rank, kind, 48), strict=True)
+        assert_replicas_equal(list(found))
+        wanted = torch.stack([reference(network(), shard(rank)[:4]) for rank in range(2)]).mean(0)
+        torch.testing.assert_close(found[0], wanted, rtol=1e-12, atol=1e-12)
+
+
+def rank_0_alone():
+    if dist.get_rank() == 0:
+        reestimate_batchnorm(nn.Linear(2, 2), iter(()))
+
+
+def test_a_model_without_statistics_waits_for_nobody():
+    on_threads(2, rank_0_alone)
+
+
+def after_local_steps(local_steps):
+    """Local steps on different batches, then an estimate, then the rest of the run."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def train(steps):
+        for step in steps:
+            optimizer.zero_grad()
+            model(shard(rank)[step][0]).square().sum().backward()
+            optimizer.step()
+
+    with LocalSGD(model, optimizer, "every(2)", total_steps=4) as sync:
+        train(range(local_steps))
+        before = statistics(model.module)
+        averaged = copy.deepcopy(model.module)
+        reestimate_batchnorm(model, shard(rank), images=24)
+        after = statistics(model.module)
+        train(range(local_steps, 4))
+    return before, after, averaged, sync.stats.syncs
+
+
+def test_statistics_of_local_steps_become_those_of_the_averaged_weights():
+    befores, afters, models, syncs = zip(*on_threads(2, after_local_steps, 2), strict=True)
+    assert not torch.equal(befores[0][:WIDTH], befores[1][:WIDTH])
+    assert_replicas_equal(list(afters))
+    wanted = torch.stack([reference(models[0], shard(rank)[:2]) for rank in range(2)]).mean(0)
+    torch.testing.assert_close(afters[0], wanted, rtol=1e-12, atol=1e-12)
+    # The passes of the estimate are no steps and no forward passes of the schedule's clock.
+    assert syncs == (2, 2)
+
+
+def test_inside_a_round_it_is_refused_on_all_ranks():
+    for error in on_threads(2, after_local_steps, 1, catch=True):
+        assert isinstance(error, RankMismatchError)
+        assert "parameters: " in str(error)
+        assert "call it between rounds" in str(error)
+
+
+# --- Bad input ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def unchanged(model):
+    """The model's state, modes and momenta are the same at the end."""
+    state = copy.deepcopy(model.state_dict())
+    yield
+    for name, values in model.state_dict().items():
+        torch.testing.assert_close(values, state[name], rtol=0, atol=0, equal_nan=True)
+    assert all(module.training for module in model.modules())
+    assert (model[1].momentum, model[4].momentum) == (0.1, 0.3)
+
+
+def nan_images():
+    return [(x * math.nan, y) for x, y in shard()]
+
+
+@pytest.mark.parametrize(
+    ("loader", "images", "error", "problem"),
+    [
+        (shard, 49, SpecError, "ended after 48 images, and this rank's share is 49"),
+        (list, 4096, SpecError, "ended after 0 images, and this rank's share is 4,096"),
+        (shard, 0, SpecError, "images must be a whole number of at least 1, not 0"),
+        (shard, -3, SpecError, "not -3"),
+        (shard, 4.5, SpecError, "not 4.5"),
+        (shard, True, SpecError, "not True"),
+        (lambda: [{"image": 1}], 6, SpecError, "begins with one, not dict"),
+        (lambda: [()], 6, SpecError, "begins with one, not tuple"),
+        (lambda: [("a.jpeg", 1)], 6, SpecError, "begins with one, not str"),
+        (nan_images, 6, NonFiniteError, "statistics of 2 BatchNorm layers ('1', '4')"),
+    ],
+)
+def test_bad_input_is_refused_and_changes_nothing(loader, images, error, problem):
+    model = network()
+    with unchanged(model), pytest.raises(error) as caught:
+        reestimate_batchnorm(model, loader(), images=images)
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize("model", [None, "resnet", network])
+def test_what_is_no_module_is_refused(model):
+    with pytest.raises(UnsupportedModelError, match=r"expected a torch.nn.Module, not "):
+        reestimate_batchnorm(model, shard())
+
+
+def one_short_shard(kind, batches):
+    wrapper, module = wrapped(kind)
+    with unchanged(module):
+        try:
+            reestimate_batchnorm(wrapper, shard(batches=batches[dist.get_rank()]), images=24)
+        except RankMismatchError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("kind", ["module", "ddp"])
+@pytest.mark.parametrize("batches", [(0, 2), (1, 2)])
+def test_one_rank_with_too_few_images_is_an_error_on_all(kind, batches):
+    for message in on_threads(2, one_short_shard, kind, batches):
+        assert f"loader ended after {6 * batches[0]} images, and this rank's share is 12" in message
+        assert "on rank 0, none on rank 1" in message
+        assert "Nothing was changed" in message

@@ -1,0 +1,239 @@
+"""reestimate_batchnorm: BatchNorm statistics of averaged weights."""
+
+import logging
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from torchcomp.errors import NonFiniteError, SpecError, UnsupportedModelError
+from torchcomp.exchange import Exchange
+
+_log = logging.getLogger(__name__)
+
+Layers = dict[str, _BatchNorm]
+Buffers = list[tuple[Tensor, Tensor]]
+
+
+def reestimate_batchnorm(model: nn.Module, loader: Iterable[Any], images: int = 4096) -> None:
+    """Estimate the running mean and variance of every BatchNorm anew, before an evaluation.
+
+    Local steps average parameters but not BatchNorm's buffers, which are then those of weights that
+    are no more. As in Gu et al., ICLR 2024 (arXiv 2310.14423), every rank
+
+    1. runs `model` in training mode, without gradients, on batches of its own shard of the
+       training set, augmented as in training;
+    2. takes the mean of the batches' statistics (momentum 1/(1+i) at batch i = 0, 1, ..., so the
+       first batch replaces what was there);
+    3. averages running mean and variance over the ranks, in float32 or wider.
+
+    Without torch.distributed step 3 falls away. With it, all ranks call this together, between
+    rounds (``sync.next_sync is None``), and end with the same statistics. Modes and momenta are as
+    before afterwards; ``num_batches_tracked`` is the number of batches of this estimate, so that a
+    layer with ``momentum=None`` goes on from it. Layers that ``model.train()`` leaves in evaluation
+    mode (frozen ones) and layers that no batch reaches keep their statistics, as do all layers if
+    an error is raised. Dropout and the loader draw from the global generators, as in training. A
+    model without running statistics is left alone, which is logged once.
+
+    Args:
+        model: the module, or the DDP model around it, whose process group is then used instead of
+            the default one. Call this under the same autocast as training.
+        loader: yields tensors of images (n, ...), or tuples or lists that begin with one; they are
+            moved to the model's device. With several ranks, each one's own shard.
+        images: how many images to take, of all ranks together; each takes whole batches until it
+            has seen its share, ``ceil(images / ranks)``, at least. A last, smaller batch counts as
+            much as the others.
+
+    Raises:
+        SpecError: if `images` is not a whole number above 0, a batch is something else, or the
+            loader ends before this rank's share.
+        NonFiniteError: if statistics are not finite.
+        UnsupportedModelError: if `model` is no module.
+        RankMismatchError: on all ranks, if their parameters or layers differ, or some of them fail.
+    """
+    module, group = _unwrapped(model)
+    with _in_training(module):
+        layers = _layers(module)
+        if not layers:
+            _say_that_there_is_nothing_to_do()
+            return
+        with _anew(layers):
+            _estimate(module, group, layers, loader, images)
+
+
+@cache
+def _say_that_there_is_nothing_to_do() -> None:
+    _log.warning(
+        "reestimate_batchnorm: the model has no BatchNorm layer with running statistics, so there "
+        "is nothing to do (this is said once)"
+    )
+
+
+def _unwrapped(model: object) -> tuple[nn.Module, dist.ProcessGroup | None]:
+    """The user's module, and its ranks: DDP's forward would wait for ranks without a batch."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"expected a torch.nn.Module, not {type(model).__name__}")
+    inner = getattr(model, "_orig_mod", model)  # of a compiled DDP model
+    if isinstance(inner, DistributedDataParallel):
+        return inner.module, inner.process_group
+    return model, None
+
+
+@contextmanager
+def _in_training(module: nn.Module) -> Iterator[None]:
+    """Training mode without gradients; each module's own mode again at the end."""
+    modes = [(each, each.training) for each in module.modules()]
+    module.train()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for each, training in modes:
+            each.training = training
+
+
+def _layers(module: nn.Module) -> Layers:
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and layer.training and layer.track_running_stats
+    }
+
+
+@contextmanager
+def _anew(layers: Layers) -> Iterator[None]:
+    """Empty statistics that average cumulatively; the layers' momenta again at the end."""
+    momenta = {name: layer.momentum for name, layer in layers.items()}
+    before = {name: _copies(layer) for name, layer in layers.items()}
+    for layer in layers.values():
+        layer.reset_running_stats()
+        layer.momentum = None
+    try:
+        yield
+    except BaseException:
+        for buffers in before.values():
+            _restore(buffers)
+        raise
+    finally:
+        for name, layer in layers.items():
+            layer.momentum = momenta[name]
+            if not layer.num_batches_tracked:
+                _restore(before[name])
+
+
+def _copies(layer: nn.Module) -> Buffers:
+    return [(buffer, buffer.clone()) for buffer in layer.buffers(recurse=False)]
+
+
+def _restore(buffers: Buffers) -> None:
+    for buffer, copy in buffers:
+        buffer.copy_(copy)
+
+
+def _estimate(
+    module: nn.Module,
+    group: dist.ProcessGroup | None,
+    layers: Layers,
+    loader: Iterable[Any],
+    images: int,
+) -> None:
+    if not dist.is_initialized():
+        _passes(module, layers, _share(loader, images, 1))
+        return
+    exchange = Exchange(group, _statistics(layers)[0].device)
+    passes = partial(_passes, module, layers, _share(loader, images, exchange.world_size))
+    exchange.agree("torchcomp.reestimate_batchnorm", {"images": images}, passes, _ADVICE)
+    _average(_statistics(layers), exchange)
+
+
+_ADVICE = (
+    "Nothing was changed. All ranks need the averaged weights and enough images: call it between "
+    "rounds (LocalSGD's next_sync is None), with each rank's own shard of the training set."
+)
+
+
+def _passes(
+    module: nn.Module, layers: Layers, batches: Iterator[Tensor]
+) -> tuple[None, dict[str, Any]]:
+    """This rank's forward passes, and the facts that all ranks must share."""
+    device = _statistics(layers)[0].device
+    for inputs in batches:
+        module(inputs.to(device))
+    reached = {name: layer for name, layer in layers.items() if layer.num_batches_tracked}
+    _check_finite(reached)
+    return None, {"BatchNorm layers": list(reached), "parameters": _checksum(module)}
+
+
+def _share(loader: Iterable[Any], images: int, world_size: int) -> Iterator[Tensor]:
+    """The first batches of a rank's shard, with ``ceil(images / world_size)`` images at least."""
+    if isinstance(images, bool) or not isinstance(images, int) or images < 1:
+        raise SpecError(f"images must be a whole number of at least 1, not {images!r}")
+    share, seen = -(-images // world_size), 0
+    for batch in loader:
+        inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch
+        if not isinstance(inputs, Tensor):
+            raise SpecError(
+                "a batch is a tensor of images, or a tuple or list that begins with one, not "
+                f"{type(inputs).__name__}"
+            )
+        yield inputs
+        seen += len(inputs)
+        if seen >= share:
+            return
+    raise SpecError(
+        f"the loader ended after {seen:,} images, and this rank's share is {share:,} "
+        f"(images={images} over {world_size} ranks): give a longer loader, or a smaller images="
+    )
+
+
+def _check_finite(layers: Layers) -> None:
+    bad = [
+        name for name, layer in layers.items() if not all(map(_is_finite, _statistics_of(layer)))
+    ]
+    if bad:
+        shown = ", ".join(f"'{name}'" for name in bad[:3])
+        raise NonFiniteError(
+            f"NaN or infinity in the statistics of {len(bad)} BatchNorm layers ({shown}): look at "
+            "the images and the weights; the layers keep the statistics that they had"
+        )
+
+
+def _is_finite(values: Tensor) -> bool:
+    return bool(values.isfinite().all())
+
+
+def _checksum(module: nn.Module) -> int:
+    """A number that ranks with equal parameters share, whatever order they add them up in."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    floats = [p.detach() for p in module.parameters() if p.is_floating_point()]
+    sums = [int(p.view(bits[p.element_size()]).sum(dtype=torch.int64)) for p in floats]
+    return zlib.crc32(repr(sums).encode())
+
+
+def _statistics(layers: Layers) -> list[Tensor]:
+    return [values for layer in layers.values() for values in _statistics_of(layer)]
+
+
+def _statistics_of(layer: _BatchNorm) -> list[Tensor]:
+    both = (layer.running_mean, layer.running_var)
+    return [values for values in both if values is not None]
+
+
+def _average(statistics: list[Tensor], exchange: Exchange) -> None:
+    flat = torch.cat([_wide(values).to(exchange.device) for values in statistics])
+    exchange.sum(flat)
+    flat.div_(exchange.world_size)
+    sizes = [values.numel() for values in statistics]
+    for values, mean in zip(statistics, torch.split(flat, sizes), strict=True):
+        values.copy_(mean)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -1,0 +1,30 @@
+"""Every: a constant number of local steps."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torchcomp.component import check_count
+from torchcomp.schedules.base import Horizon, Schedule
+
+
+@dataclass(frozen=True)
+class Every(Schedule):
+    """``every(h)``: average after every h local steps, during warm-up as well.
+
+    ``every(1)`` averages the parameters after each step. Reference: Stich, "Local SGD converges
+    fast and communicates little", ICLR 2019.
+
+    Attributes:
+        h: local steps between synchronisations.
+    """
+
+    name: ClassVar[str] = "every"
+    example: ClassVar[str] = "every(4)"
+
+    h: int
+
+    def __post_init__(self) -> None:
+        check_count(self, "h")
+
+    def period(self, step: int, rate: float, horizon: Horizon) -> int:
+        return self.h

@@ -1,0 +1,81 @@
+"""Power: rounds that grow as the learning rate falls."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torchcomp.component import Component, check_count, check_positive
+from torchcomp.errors import ScheduleError, SpecError
+from torchcomp.schedules.base import Horizon, Schedule
+
+
+@dataclass(frozen=True)
+class Power(Schedule):
+    """``power(coef=0.03, exponent=1, h_base=4)``: H = max(h_base, floor((coef / eta)^exponent)).
+
+    eta is the rate of the round's first step; H then holds for the whole round. During warm-up H =
+    h_base, because a tiny warm-up rate would make one round of the whole run. Exponent 1 is the
+    linear rule, H = beta / eta, and exponent 3 the cubic one, H = (gamma / eta)^3, with which Gu,
+    Lyu, Arora, Zhang, Huang, ICLR 2024 (arXiv 2310.14423), compare their quadratic rule, exponent
+    2 (``qsr``).
+
+    Attributes:
+        coef: growth coefficient (beta, alpha or gamma), in units of the learning rate.
+        exponent: how fast rounds grow; above 0, whole or not.
+        h_base: the shortest round, in steps.
+        cap: the longest round, in steps; by default there is none, and the last rounds of a rate
+            that falls near 0 are thousands of steps long.
+    """
+
+    name: ClassVar[str] = "power"
+    positional: ClassVar[int] = 0
+    reads_rate: ClassVar[bool] = True
+    example: ClassVar[str] = "power(coef=0.03, exponent=1, h_base=4)"
+
+    coef: float
+    exponent: float
+    h_base: int
+    cap: int | None = None
+
+    def __post_init__(self) -> None:
+        check_positive(self, "coef")
+        check_positive(self, "exponent")
+        check_bounds(self, self.h_base, self.cap)
+
+    def period(self, step: int, rate: float, horizon: Horizon) -> int:
+        if step < horizon.warmup_steps:
+            return self.h_base
+        if rate == 0:
+            raise ScheduleError(
+                f"the learning rate at step {step} is 0, and the rule divides by it: end a decay "
+                "at a small rate such as 1e-6, or, if this is warm-up, give warmup_steps"
+            )
+        total = horizon.total_steps
+        longest = total if self.cap is None else min(self.cap, total)
+        grown = min(_raised(self.coef / rate, self.exponent), float(longest))
+        return max(self.h_base, math.floor(grown))
+
+
+def check_bounds(owner: Component, h_base: int, cap: int | None) -> None:
+    """Require options `h_base` and `cap` that leave a round between them.
+
+    Raises:
+        SpecError: naming the option and its value.
+    """
+    check_count(owner, "h_base")
+    if cap is None:
+        return
+    check_count(owner, "cap")
+    if cap < h_base:
+        raise SpecError(
+            f"{owner.name}: cap={cap} is below h_base={h_base}, and no round is shorter than "
+            "h_base",
+            "cap",
+        )
+
+
+def _raised(base: float, exponent: float) -> float:
+    try:
+        return float(base**exponent)
+    except OverflowError:
+        return math.inf

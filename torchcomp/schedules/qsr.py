@@ -1,0 +1,41 @@
+"""QSR: the Quadratic Synchronization Rule."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torchcomp.component import check_positive
+from torchcomp.schedules.base import Horizon, Schedule
+from torchcomp.schedules.power import Power, check_bounds
+
+
+@dataclass(frozen=True)
+class QSR(Schedule):
+    """``qsr(alpha=0.0175, h_base=4)``: the Quadratic Synchronization Rule.
+
+    A round that begins at learning rate eta takes H = max(h_base, floor((alpha / eta)^2)) steps;
+    during warm-up H = h_base, because a tiny warm-up rate would make one round of the whole run.
+    It is :class:`Power` with exponent 2. Source: Gu, Lyu, Arora, Zhang, Huang, ICLR 2024 (arXiv
+    2310.14423), Algorithm 2 with its rule for H.
+
+    Attributes:
+        alpha: growth coefficient, in units of the learning rate.
+        h_base: the shortest round, in steps.
+        cap: the longest round, in steps; by default, as in the paper, there is none.
+    """
+
+    name: ClassVar[str] = "qsr"
+    positional: ClassVar[int] = 0
+    reads_rate: ClassVar[bool] = True
+    example: ClassVar[str] = "qsr(alpha=0.0175, h_base=4)"
+
+    alpha: float
+    h_base: int
+    cap: int | None = None
+
+    def __post_init__(self) -> None:
+        check_positive(self, "alpha")
+        check_bounds(self, self.h_base, self.cap)
+
+    def period(self, step: int, rate: float, horizon: Horizon) -> int:
+        rule = Power(coef=self.alpha, exponent=2, h_base=self.h_base, cap=self.cap)
+        return rule.period(step, rate, horizon)
