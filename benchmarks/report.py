@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import plots
+import report_kernels
 from report_accuracy import Reached, loopback_ratios, times_to_accuracy
 from report_data import FLAT, FLOOR, PLAIN, POWERSGD, StepRows, read
 
@@ -50,7 +51,7 @@ def document(results: Path) -> str:
         conditions(results),
         noise(steps),
         "## Goals",
-        goals(steps, reached, ratios),
+        goals(steps, reached, ratios, report_kernels.goals(results / "encode.csv")),
         "## Time of a step",
         _STEP_TEXT,
         *[step_table(steps, model, hosts) for model, hosts in shapes(steps)],
@@ -67,6 +68,9 @@ def document(results: Path) -> str:
         "## Where the network is free",
         loopback_text(results),
         loopback_table(ratios),
+        "## What the kernels cost",
+        report_kernels.text(results / "encode.csv"),
+        markdown(*report_kernels.table(results / "encode.csv")),
         "## Where it does not pay",
         does_not_pay(steps, ratios),
         _AGAIN,
@@ -174,6 +178,7 @@ def goals(
     steps: StepRows,
     reached: list[Reached],
     ratios: dict[tuple[str, int], dict[str, list[float]]],
+    kernels: list[tuple[str, str, str, bool]],
 ) -> str:
     rows: list[Goal] = []
     for method in ours(steps.methods()):
@@ -181,6 +186,7 @@ def goals(
         rows += [accuracy_goal(reached, method)]
         rows += [flat_goal(steps, model, method) for model in steps.values(0)]
     rows += loopback_goals(ratios)
+    rows += [(what, goal, told, yes(reached)) for what, goal, told, reached in kernels]
     return markdown(["method", "goal", "measured", "reached"], [list(row) for row in rows])
 
 

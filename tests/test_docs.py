@@ -78,6 +78,7 @@ def test_contributing_adds_a_compressor(monkeypatch: pytest.MonkeyPatch) -> None
     x = torch.tensor([3.0, -1.0, 0.0])
     codec = codec_of(compressor, (3,))
     decoded = torch.zeros(3)
-    codec.accumulate(codec.unpack(packed(codec, codec.encode(x, Key(0)))), decoded, Key(0))
+    message = codec.unpack(packed(codec, codec.encode(x, Key(0))))
+    codec.accumulate([message], decoded, Key(0))
     torch.testing.assert_close(decoded, torch.tensor([4 / 3, -4 / 3, 0.0]))
     assert codec.nbytes == 3 + 4

@@ -106,12 +106,15 @@ def whole_or_parts(codec, x):
 
 
 @every_compressor
-def test_accumulating_a_received_message_adds_the_dense_output(compressor):
+def test_accumulating_received_messages_adds_their_dense_outputs_in_order(compressor):
     codec = codec_of(compressor, (5, 0, 64, 1))
-    message = codec.encode(gaussian(70, torch.float32), KEY)
-    out = torch.full((70,), 0.5, dtype=torch.float64)
-    codec.accumulate(codec.unpack(packed(codec, message)), out, KEY, weight=2.0)
-    torch.testing.assert_close(out, 0.5 + 2.0 * decoded(codec, message).double())
+    sent = [codec.encode(gaussian(70, torch.float32) * scale, KEY) for scale in (1.0, 1e6, 1.0)]
+    out = torch.full((70,), 0.5)
+    codec.accumulate([codec.unpack(packed(codec, message)) for message in sent], out, KEY)
+    expected = torch.full((70,), 0.5)
+    for message in sent:
+        expected += decoded(codec, message)
+    assert bits(out) == bits(expected)
 
 
 def test_scope_tensor_keeps_k_of_each_parameter_and_scope_bucket_of_all():
@@ -329,6 +332,6 @@ def test_a_message_of_random_bytes_stays_within_its_vector():
         for _ in range(200):
             raw = torch.randint(256, (codec.nbytes,), dtype=torch.uint8, generator=noise)
             around = torch.zeros(300)
-            codec.accumulate(codec.unpack(raw), around[100:200], KEY)
+            codec.accumulate([codec.unpack(raw)], around[100:200], KEY)
             assert not around[:100].any()
             assert not around[200:].any()

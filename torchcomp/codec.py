@@ -110,10 +110,11 @@ class Codec:
                 encoded.parts, x[v.span], key.of_tensor(v.name), encoded.index, weight
             )
 
-    def accumulate(self, message: Message, out: Tensor, key: Key, weight: float = 1.0) -> None:
-        """Add `weight` times the decoded bucket to `out`, in place."""
-        for encoded, v in zip(message, self.vectors, strict=True):
-            v.compressor.accumulate(encoded.parts, out[v.span], key.of_tensor(v.name), weight)
+    def accumulate(self, messages: Sequence[Message], out: Tensor, key: Key) -> None:
+        """Add the decoded buckets to `out`, in place, one message after another."""
+        for v, sent in zip(self.vectors, zip(*messages, strict=True), strict=True):
+            parts = [encoded.parts for encoded in sent]
+            v.compressor.accumulate_all(parts, out[v.span], key.of_tensor(v.name))
 
     def decode_into(self, message: Message, out: Tensor, key: Key) -> None:
         """Write the decoded bucket to `out`."""

@@ -21,6 +21,9 @@ Built = TypeVar("Built")
 # torch 2.13 renames the collective and deprecates its old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+_COPIED = 2**20
+"""Bytes of a message of which a copy for every rank is made; latency matters less beyond."""
+
 
 def sum_bytes(nbytes: int, world_size: int) -> int:
     """Bytes that a rank sends (and receives) in a ring all-reduce of `nbytes`."""
@@ -207,12 +210,12 @@ class Exchange:
     def _everyones(self, mine: Tensor, sizes: Sequence[int]) -> Tensor:
         """Every rank's `mine`, one after another.
 
-        Over gloo every rank sends each other its copy directly. gloo's all-gather passes everything
-        on around a ring, and its all-reduce twice around: as many bytes, but the latency of the
-        link as many times as there are other ranks, or twice that.
+        Over gloo every rank sends each other its own copy, unless that is large. gloo's all-gather
+        passes everything on around a ring, and its all-reduce twice around: as many bytes, but the
+        latency of the link as many times as there are other ranks, or twice that.
         """
         received = mine.new_empty(sum(sizes))
-        if mine.is_cuda and len(set(sizes)) == 1:
+        if len(set(sizes)) == 1 and (mine.is_cuda or mine.nbytes > _COPIED):
             _all_gather(received, mine, group=self.group)
         elif sum(sizes):
             outgoing = mine.repeat(self.world_size)

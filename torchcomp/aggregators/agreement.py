@@ -17,10 +17,8 @@ from torch import Tensor
 from torchcomp.exchange import Exchange, Load, gather_bytes, sum_bytes
 
 _DIGIT = 11
-_BINS = 512
-_BIN = {torch.int32: 23 - 8, torch.int64: 52 - 8}
-"""Bits of a bin: the window reaches an octave either way, and a bin holds a fiftieth of k or so."""
-
+_WINDOW = {torch.int32: 24, torch.int64: 53}
+"""Bits that tell places in a window of two octaves apart, by dtype of the candidates."""
 
 _TOGETHER = 8
 """So many ranks see all histograms at once. More would get too many bytes, and add them up."""
@@ -48,14 +46,19 @@ class Question:
         """Whether showing all candidates to all ranks takes no more bytes than histograms."""
         itemsize = self.candidates.element_size()
         if self.guess is None:
-            by_digits = _rounds(itemsize) * 4 * 2**_DIGIT
-            return itemsize * sum(self.sizes) <= sum_bytes(by_digits, len(self.sizes))
-        return _few(self.sizes, itemsize)
+            return _beats_digits(self.sizes, itemsize)
+        return _few(self.sizes, itemsize, self.k)
 
-    def bins(self) -> Tensor:
-        """By candidate, its bin in the window around the guess; the end bins take the rest."""
-        distance = (self.candidates - (self.guess or 0)) >> _BIN[self.candidates.dtype]
-        return (distance + _BINS // 2).clamp_(0, _BINS - 1)
+    @property
+    def bins(self) -> int:
+        """Number of bins in the window around the guess."""
+        return _bins(self.k, len(self.sizes))
+
+    def binned(self) -> Tensor:
+        """By candidate, its bin; the end bins take what is outside of the window."""
+        width = _WINDOW[self.candidates.dtype] - self.bins.bit_length() + 1
+        distance = (self.candidates - (self.guess or 0)) >> width
+        return (distance + self.bins // 2).clamp_(0, self.bins - 1)
 
 
 @dataclass(frozen=True)
@@ -110,73 +113,102 @@ def chosen(candidates: Tensor, threshold: int, count: int) -> Tensor:
     return torch.cat([above, tied]).sort().values
 
 
-def agreement_load(sizes: tuple[int, ...], itemsize: int, rank: int) -> Load:
+def agreement_load(sizes: tuple[int, ...], itemsize: int, k: int, rank: int) -> Load:
     """What :func:`agree` moves over a rank's link for a vector, given a guess; about, if many."""
     others = len(sizes) - 1
-    if _few(sizes, itemsize):
+    if _few(sizes, itemsize, k):
         received = itemsize * (sum(sizes) - sizes[rank])
         return Load(sent=itemsize * sizes[rank] * others, received=received)
     if len(sizes) <= _TOGETHER:
-        moved = gather_bytes(4 * _BINS, len(sizes))
+        moved = gather_bytes(4 * _bins(k, len(sizes)), len(sizes))
         return Load(sent=moved, received=moved)
     pairs = gather_bytes(8, len(sizes))
-    return Load(4 * _BINS, pairs, pairs)
+    return Load(4 * _bins(k, len(sizes)), pairs, pairs)
 
 
-def _few(sizes: Sequence[int], itemsize: int) -> bool:
-    return itemsize * sum(sizes) <= 4 * _BINS * len(sizes)
+def _bins(k: int, world_size: int) -> int:
+    """A power of two, so that histograms and what is left in a bin take about as many bytes.
+
+    That is if ten times k candidates lie in the window, which is a guess.
+    """
+    return int(2 ** max(5, (10 * k // world_size).bit_length() // 2))
+
+
+def _few(sizes: Sequence[int], itemsize: int, k: int) -> bool:
+    return itemsize * sum(sizes) <= 4 * _bins(k, len(sizes)) * len(sizes)
+
+
+def _beats_digits(sizes: Sequence[int], itemsize: int) -> bool:
+    """Whether showing so many candidates takes no more bytes than the digits of a threshold."""
+    by_digits = _rounds(itemsize) * 4 * 2**_DIGIT
+    return itemsize * sum(sizes) <= sum_bytes(by_digits, len(sizes))
 
 
 def _narrow(exchange: Exchange, questions: list[Question]) -> list[_Rest | None]:
     """What is left of each question once all ranks know the histograms; None if it stays open."""
     if not questions:
         return []
-    bins = [question.bins() for question in questions]
-    mine = torch.stack([torch.bincount(each, minlength=_BINS).int() for each in bins])
-    if exchange.world_size <= _TOGETHER:
-        everyone = exchange.gather_varied(mine.view(-1), [mine.numel()] * exchange.world_size)
-        histograms = everyone.view(-1, *mine.shape)
-        places = _places(histograms.sum(0), questions)
-        found = _around(histograms, places)
-    else:
-        places = _places(exchange.sum_counts(mine.view(-1)).view(mine.shape), questions)
-        around = _around(mine[None], places)
-        found = exchange.gather_varied(around.view(-1), [around.numel()] * exchange.world_size)
-        found = found.view(-1, len(questions), 2)
+    binned = [question.binned() for question in questions]
+    mine = [
+        torch.bincount(each, minlength=question.bins).int()
+        for each, question in zip(binned, questions, strict=True)
+    ]
+    places, found = (_together if exchange.world_size <= _TOGETHER else _summed)(
+        exchange, mine, [question.k for question in questions]
+    )
     return [
-        _within(question, each, place, found[:, row].t().tolist())
-        for row, (question, each, place) in enumerate(zip(questions, bins, places, strict=True))
+        _within(question, each, place, above, inside)
+        for question, each, place, (above, inside) in zip(
+            questions, binned, places, found, strict=True
+        )
     ]
 
 
-def _places(histograms: Tensor, questions: list[Question]) -> list[int]:
-    """By question, the bin of its k-th largest candidate."""
-    at_least = histograms.flip(1).cumsum(1).flip(1)
-    wanted = torch.tensor([question.k for question in questions], device=histograms.device)
-    places: list[int] = ((at_least >= wanted[:, None]).sum(1) - 1).tolist()
-    return places
+Found = list[tuple[list[int], list[int]]]
+"""By question and rank, how many candidates are above the threshold's bin, and how many in it."""
 
 
-def _around(histograms: Tensor, places: list[int]) -> Tensor:
-    """By rank and question, how many candidates are above the bin at its place, and how many in it.
-
-    Args:
-        histograms: by rank, question and bin.
-        places: by question.
-    """
-    rows = torch.arange(len(places), device=histograms.device)
-    at = torch.tensor(places, device=histograms.device)
-    at_least = histograms.flip(2).cumsum(2, dtype=torch.int32).flip(2)
-    inside = histograms[:, rows, at]
-    return torch.stack([at_least[:, rows, at] - inside, inside], 2)
+def _together(exchange: Exchange, mine: list[Tensor], ks: list[int]) -> tuple[list[int], Found]:
+    """The threshold's bin of each question, from all ranks' histograms."""
+    joined = torch.cat(mine)
+    everyone = exchange.gather_varied(joined, [joined.numel()] * exchange.world_size)
+    rows = torch.split(everyone.view(exchange.world_size, -1), [h.numel() for h in mine], 1)
+    places = [_place(each.sum(0), k) for each, k in zip(rows, ks, strict=True)]
+    found = [_around(each, place) for each, place in zip(rows, places, strict=True)]
+    return places, [(pair[:, 0].tolist(), pair[:, 1].tolist()) for pair in found]
 
 
-def _within(question: Question, bins: Tensor, place: int, found: list[list[int]]) -> _Rest | None:
+def _summed(exchange: Exchange, mine: list[Tensor], ks: list[int]) -> tuple[list[int], Found]:
+    """The same, from the histograms' sum, and then the ranks' shares of it."""
+    total = torch.split(exchange.sum_counts(torch.cat(mine)), [h.numel() for h in mine])
+    places = [_place(each, k) for each, k in zip(total, ks, strict=True)]
+    own = [_around(each[None], place) for each, place in zip(mine, places, strict=True)]
+    joined = torch.cat(own).view(-1)
+    everyone = exchange.gather_varied(joined, [joined.numel()] * exchange.world_size)
+    rows = everyone.view(exchange.world_size, len(mine), 2).unbind(1)
+    return places, [(pair[:, 0].tolist(), pair[:, 1].tolist()) for pair in rows]
+
+
+def _place(histogram: Tensor, k: int) -> int:
+    """The bin of the k-th largest candidate."""
+    at_least = histogram.flip(0).cumsum(0).flip(0)
+    return int((at_least >= k).sum()) - 1
+
+
+def _around(histograms: Tensor, place: int) -> Tensor:
+    """By rank, how many candidates are above a bin, and how many in it; two columns."""
+    above = histograms[:, place + 1 :].sum(1, dtype=histograms.dtype)
+    return torch.stack([above, histograms[:, place]], 1)
+
+
+def _within(
+    question: Question, binned: Tensor, place: int, above: list[int], inside: list[int]
+) -> _Rest | None:
     """The candidates in the threshold's bin; None if that is an end bin, or holds too many."""
-    above, sizes = found
-    if place in (0, _BINS - 1) or not _few(sizes, question.candidates.element_size()):
+    many = not _beats_digits(inside, question.candidates.element_size())
+    if many or place in (0, question.bins - 1):
         return None
-    return _Rest(question.candidates[bins == place], sizes, above)
+    return _Rest(question.candidates[binned == place], inside, above)
 
 
 def _show(exchange: Exchange, rests: list[_Rest]) -> list[list[Tensor]]:

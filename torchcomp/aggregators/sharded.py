@@ -15,12 +15,13 @@ threshold (agreement.py).
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from torchcomp.aggregators.agreement import Question, agree, agreement_load, chosen, order_bits
-from torchcomp.aggregators.transfer import add_frame, narrowed, spoiled
+from torchcomp.aggregators.transfer import add_frames, narrowed, spoiled
 from torchcomp.bucket import Bucket, Shard, shards
 from torchcomp.codec import Codec, Selections, Vector, codec
 from torchcomp.compressors import Compressor
@@ -226,8 +227,11 @@ class ShardedTransfer:
         frames = torch.split(received, incoming)
         part = self.up.shards[self.exchange.rank]
         total = torch.zeros(part.stop - part.start, dtype=self.dtype, device=device)
-        for sender, (c, frame) in enumerate(zip(arriving, frames, strict=True)):
-            add_frame(c, self.exchange, sender, frame, total, self.key)
+        senders = zip(arriving, enumerate(frames), strict=True)
+        # Neighbours that share a codec (all do, unless entries were counted) are added at once.
+        for _, run in groupby(senders, key=lambda sender: id(sender[0])):
+            codecs, held = zip(*run, strict=True)
+            add_frames(codecs[0], self.exchange, held, total, self.key)
         return total
 
     def _arriving(self) -> list[Codec]:
@@ -259,7 +263,8 @@ class ShardedTransfer:
         frames = torch.split(self.exchange.gather_varied(frame, sizes), sizes)
         out.zero_()
         for owner, part in enumerate(self.down.shards):
-            add_frame(codecs[owner], self.exchange, owner, frames[owner], out[part.span], self.key)
+            sent = [(owner, frames[owner])]
+            add_frames(codecs[owner], self.exchange, sent, out[part.span], self.key)
 
     def _choose(self, mean: Tensor) -> tuple[list[Codec], Selections | None, Tensor]:
         """Codecs of all answers, this owner's selections, and what it selected them from."""
@@ -313,8 +318,8 @@ def sharded_load(up: Plan, down: Plan, rank: int) -> Load:
         load.add(Load(sent=8 * sent, received=8 * len(others) * len(up.pieces[rank])))
     if down.exact:
         itemsize = max(4, down.dtype.itemsize)
-        for sizes in down.candidates:
-            load.add(agreement_load(sizes, itemsize, rank))
+        for place, sizes in enumerate(down.candidates):
+            load.add(agreement_load(sizes, itemsize, down.kept(place), rank))
     return load
 
 

@@ -98,8 +98,8 @@ class GatherTransfer:
 
     def mean(self, out: Tensor) -> None:
         out.zero_()
-        for sender, received in enumerate(self.exchange.gather(self._frame)):
-            add_frame(self.codec, self.exchange, sender, received, out, self.key)
+        frames = list(enumerate(self.exchange.gather(self._frame)))
+        add_frames(self.codec, self.exchange, frames, out, self.key)
         out.div_(self.exchange.world_size)
 
     def _encode(self, x: Tensor, selections: Selections | None) -> None:
@@ -109,13 +109,21 @@ class GatherTransfer:
         self.codec.pack(self._message, self._frame)
 
 
-def add_frame(
-    codec: Codec, exchange: Exchange, sender: int, frame: Tensor, out: Tensor, key: Key
+def add_frames(
+    codec: Codec, exchange: Exchange, frames: Sequence[tuple[int, Tensor]], out: Tensor, key: Key
 ) -> None:
-    """Check and decode the frame that `sender` sent, adding it to `out`."""
+    """Check and decode frames of one codec, and add them to `out` in their order.
+
+    Args:
+        codec: of all of them.
+        exchange: notes what is wrong with them.
+        frames: with the rank that each came from.
+        out: 1-D, of the bucket's or shard's elements.
+        key: of the encodings.
+    """
     if codec.nbytes:
-        payload = exchange.receive(sender, frame, codec.nbytes)
-        codec.accumulate(codec.unpack(payload), out, key)
+        received = [exchange.receive(sender, frame, codec.nbytes) for sender, frame in frames]
+        codec.accumulate([codec.unpack(payload) for payload in received], out, key)
 
 
 def narrowed(x: Tensor, g: Tensor) -> Tensor:

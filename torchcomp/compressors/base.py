@@ -1,6 +1,7 @@
 """Compressor: tensor -> message -> tensor, pure and static in size."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -106,6 +107,11 @@ class Compressor(Component):
             key: the key that :meth:`compress` was given.
             weight: factor on the decoded values.
         """
+
+    def accumulate_all(self, messages: Sequence[Parts], out: Tensor, key: Key) -> None:
+        """Add several ranks' decoded messages to `out`, in place, as one after another would be."""
+        for parts in messages:
+            self.accumulate(parts, out, key)
 
     def decompress(self, parts: Parts, numel: int, dtype: torch.dtype, key: Key) -> Tensor:
         """The dense vector that a message stands for; 1-D, `numel` elements of `dtype`."""
