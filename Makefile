@@ -20,6 +20,7 @@ workers: setup ## bytes and accuracy of 2 to 100 simulated workers: ten minutes
 	@.venv/bin/python recipes/bidirectional_topk/workers.py $(ARGS)
 
 test: setup ## run the tests; make test ARGS="-k topk" runs some of them
+	@sh tools/setup.sh --triton
 	@.venv/bin/python -m pytest $(ARGS)
 
 lint: setup ## ruff (rules and format) and mypy --strict

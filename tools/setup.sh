@@ -3,6 +3,7 @@
 #
 #   tools/setup.sh              all of it; returns at once when nothing has changed since
 #   tools/setup.sh --libraries  only the system libraries that ffcv is built against
+#   tools/setup.sh --triton     Triton, for the tests of its kernels, if torch has not brought it
 #
 # PYTHON names the interpreter that makes .venv (default: python3). The script may be interrupted at
 # any point and run again: the stamp goes before the first change and comes back after the last.
@@ -16,6 +17,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 VENV=.venv
 PY=$VENV/bin/python
+TRITON=triton==3.9.0 # not among the constraints, as CUDA builds of torch each demand their own
 STAMP=$VENV/setup-stamp
 FFCV_LOG=$VENV/setup-ffcv.log
 APT_LOG=$VENV/setup-apt.log
@@ -109,6 +111,15 @@ pip_install() {
         "$PY" -m pip install --no-input $quiet "$@"
 }
 
+# --- Triton ---------------------------------------------------------------------------------------
+
+# Its interpreter needs no GPU. Where there is no wheel, the tests of the kernels say so and skip.
+install_triton() {
+    if "$PY" -c 'import triton' 2>/dev/null; then return; fi
+    say "installing Triton, whose interpreter tests the CUDA kernels (300 MB; 1 GB on disk)"
+    pip_install --no-deps --only-binary :all: "$TRITON" || say "there is no Triton for this system"
+}
+
 # --- ffcv -----------------------------------------------------------------------------------------
 
 # Sets `skipped` to the line that says why there is no ffcv, or to nothing.
@@ -197,5 +208,6 @@ die() {
 case ${1-} in
 '') main ;;
 --libraries) install_libraries ;;
-*) die "unknown option '$1': there is only --libraries" ;;
+--triton) install_triton ;;
+*) die "unknown option '$1': there are only --libraries and --triton" ;;
 esac

@@ -36,7 +36,7 @@ class Size:
     union_steps: int = 8
     accuracy_workers: int = 20
     accuracy_steps: int = 200
-    rates: tuple[float, ...] = (0.1, 0.3, 1.0)
+    rates: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0)
     seeds: int = 5
 
 
