@@ -4,9 +4,10 @@
 
 Each message holds 1 % of 25 million entries, as bf16 values and Elias-Fano indices. The unit is one
 dense pass, which reads and writes that many float32, so that the figures of different machines can
-be compared. It is taken twice: with all of torch's threads, and with the one thread that decoding
-has. All cases take turns, on vectors that together do not fit into a cache, and the figure is the
-fastest of --repeats: other work on the machine can only slow things down.
+be compared. It is taken twice: with all of torch's threads, which adding up and encoding have too,
+and with the one thread that decoding indices alone has. All cases take turns, on vectors that
+together do not fit into a cache, and the figure is the fastest of --repeats: other work on the
+machine can only slow things down.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcomp.kernels import elias_fano, quantize
+from torchcomp.kernels import elias_fano, entries, quantize
 
 Case = Callable[[Tensor], object]
 VECTORS = 4
@@ -50,9 +51,14 @@ def dense_on_one_thread(out: Tensor) -> None:
 
 
 def cases(sent: list[tuple[Tensor, Tensor, Tensor]], n: int, k: int) -> dict[str, Case]:
-    def fused(out: Tensor) -> None:
-        for _, code, values in sent:
-            elias_fano.accumulate(code, decode_values(values), out, 1 / len(sent))
+    packed = [(values, code) for _, code, values in sent]
+
+    def at_once(out: Tensor) -> None:
+        entries.accumulate(packed, k, "bf16", out, 1 / len(sent))
+
+    def in_turn(out: Tensor) -> None:
+        for message in packed:
+            entries.accumulate([message], k, "bf16", out, 1 / len(sent))
 
     def index_add(out: Tensor) -> None:
         for _, code, values in sent:
@@ -71,7 +77,8 @@ def cases(sent: list[tuple[Tensor, Tensor, Tensor]], n: int, k: int) -> dict[str
     return {
         "dense pass, all threads": dense,
         "dense pass, one thread": dense_on_one_thread,
-        "decode, accumulate": fused,
+        "add up, at once": at_once,
+        "add up, one by one": in_turn,
         "decode, index_add_": index_add,
         "decode the indices only": decode,
         "encode the indices": encode,

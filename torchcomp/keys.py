@@ -6,6 +6,7 @@ ranks that hold the same key draw the same numbers, and a resumed run draws what
 
 import zlib
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -41,6 +42,7 @@ class Key:
         return _generator(self.seed, self.step, self.tensor, self.rank + 1)
 
 
+@lru_cache(maxsize=4096)
 def tensor_id(name: str) -> int:
     """A number for a parameter name, the same in every process (unlike Python's ``hash``)."""
     return zlib.crc32(name.encode())

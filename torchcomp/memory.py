@@ -58,12 +58,18 @@ class ErrorMemory:
     def keep(self, names: Iterable[str]) -> None:
         """Undo the step in flight for some parameters: their memory stays what it was."""
         wanted = set(names)
-        for touched in self._touched:
-            held = self._current[touched]
-            after = Bucket(touched, held.sizes, self._next[touched]).parts()
-            for name, before in held.parts().items():
-                if name in wanted:
-                    after[name].copy_(before)
+        before = {
+            name: part for held in self._current.values() for name, part in held.parts().items()
+        }
+        for name, after in self.pending():
+            if name in wanted:
+                after.copy_(before[name])
+
+    def pending(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and 1-D memory (a view) of each parameter, as the step in flight has left it."""
+        for names in self._touched:
+            held = self._current[names]
+            yield from Bucket(names, held.sizes, self._next[names]).parts().items()
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Name and 1-D memory (a view) of each parameter that has one."""

@@ -1,5 +1,7 @@
 """NaN and infinities: found on all ranks at once, because what reaches one mean reaches all."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -47,14 +49,18 @@ class FiniteWatch:
         means = torch.stack(self._means or [torch.zeros((), device=self._exchange.device)])
         return self._exchange.conclude(means.isfinite().all(), where, advice)
 
-    def error(self, where: str, advice: str) -> NonFiniteError:
+    def error(
+        self, where: str, advice: str, traces: Iterable[tuple[str, Tensor]] = ()
+    ) -> NonFiniteError:
         """The error that all ranks raise alike, with the ranks and parameters at fault.
 
         Args:
             where: what was not finite, and when.
             advice: what the step left behind, and what to do.
+            traces: by parameter, what else is not finite if this rank is at fault.
         """
-        everyone = self._exchange.gather_objects(self._culprits())
+        traced = [name for name, part in traces if not part.isfinite().all()]
+        everyone = self._exchange.gather_objects([*self._culprits(), *traced])
         found = [_describe(rank, names) for rank, names in enumerate(everyone) if names]
         cause = "; ".join(found) or "no rank alone (their sum, or its rounding, overflowed)"
         return NonFiniteError(f"NaN or infinity in {where}: {cause}. {advice}")

@@ -8,12 +8,31 @@ import torch
 
 from torchcomp import wire
 from torchcomp.kernels import quantize
+from torchcomp.kernels.backend import numba_form
 from torchcomp.kernels.quantize import BLOCK, FORMATS, LEVELS
 
 COUNTS = [0, 1, 2, 127, 128, 129, 255, 256, 1001]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SMALLEST = torch.finfo(torch.float32).tiny
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+BACKENDS = ["torch", "numba"]
+
+
+@pytest.fixture(autouse=True, params=BACKENDS)
+def backend(request, monkeypatch):
+    """Runs every test on every form for the CPU."""
+    use(request.param, monkeypatch)
+
+
+def use(backend, monkeypatch):
+    if backend == "numba":
+        pytest.importorskip("numba")
+        monkeypatch.setattr(quantize, "numba_form", numba_form)
+        assert numba_form("quantize") is not None
+    else:
+        monkeypatch.setattr(quantize, "numba_form", lambda stem: None)
 
 
 def normal(*shape, seed=0):
@@ -275,6 +294,100 @@ def test_the_largest_scale_does_not_overflow(fmt):
     values = torch.full((3,), torch.finfo(torch.float32).max)
     for noise in roundings(fmt):
         assert through(values, fmt, noise).isfinite().all()
+
+
+# --- Forms ----------------------------------------------------------------------------------------
+
+
+def both(call):
+    """What `call` makes with plain torch and with Numba."""
+    made = []
+    for backend in BACKENDS:
+        with pytest.MonkeyPatch.context() as patch:
+            use(backend, patch)
+            made.append(call())
+    return made
+
+
+def adversarial(dtype):
+    """Numbers of every magnitude, halves between levels, and blocks with one bad number each."""
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.randint(-(2**31), 2**31, (40 * BLOCK,), generator=generator, dtype=torch.int64)
+    halves = torch.arange(-254, 258).view(4, BLOCK) / 2
+    halves[:, 0] = torch.tensor([127.0, 7.0, 254.0, 14.0])
+    powers = torch.ldexp(normal(40, BLOCK), torch.arange(-155, 125, 7)[:, None])
+    largest = torch.full((3, BLOCK), torch.finfo(torch.float32).max) * torch.rand(3, BLOCK)
+    bad = normal(6, BLOCK)
+    bad[torch.arange(6), torch.arange(6)] = torch.tensor(
+        [math.nan, math.inf, -math.inf, 1e-45, SMALLEST, -0.0]
+    )
+    numbers = [bits.to(torch.int32).view(torch.float32), halves, powers, largest, bad]
+    return torch.cat([part.reshape(-1) for part in [*numbers, torch.ones(5)]]).to(dtype)
+
+
+def same_bits(made):
+    """NaN included, which has more than one."""
+    return all(
+        torch.equal(a.nan_to_num(12345.0), b.nan_to_num(12345.0))
+        and torch.equal(a.signbit(), b.signbit())
+        for a, b in zip(*made, strict=True)
+    )
+
+
+@pytest.mark.parametrize("fmt", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", [None, 5])
+def test_forms_agree_bit_for_bit(fmt, dtype, seed):
+    values = adversarial(dtype)
+    if seed is None:
+        index, count = None, values.numel()
+    else:
+        count = 3001
+        index = torch.randperm(values.numel(), generator=torch.Generator().manual_seed(2))[:count]
+
+    def encoded():
+        noise = None if seed is None else np.random.default_rng(seed)
+        return quantize.encode(values, fmt, noise, index)
+
+    parts = both(encoded)
+    assert same_bits(parts)
+    for to in DTYPES:
+        assert same_bits(both(lambda to=to: [quantize.decode(parts[0], count, fmt, to)]))
+
+
+@pytest.mark.parametrize("fmt", LEVELS)
+def test_any_bytes_decode_alike(fmt):
+    generator = np.random.default_rng(3)
+    layout = quantize.layout(fmt, 1001)
+    content = generator.integers(0, 256, wire.nbytes(layout), dtype=np.uint8)
+    parts = wire.unpack(torch.from_numpy(content), layout)
+    assert same_bits(both(lambda: [quantize.decode(parts, 1001, fmt, torch.float32)]))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_an_index_chooses_the_values(fmt):
+    values, index = normal(5000), torch.arange(4999, 0, -3)
+    for one, other in zip(
+        quantize.encode(values, fmt, None, index),
+        quantize.encode(values[index], fmt, None),
+        strict=True,
+    ):
+        assert one.equal(other)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("index", [[-5001], [5, 5000], [2**62]])
+def test_an_index_out_of_bounds_is_refused(fmt, index):
+    with pytest.raises(IndexError, match=r"out of (the vector's )?bounds"):
+        quantize.encode(normal(5000), fmt, None, torch.tensor(index))
+
+
+@pytest.mark.parametrize("fmt", LEVELS)
+def test_every_other_value_of_a_vector_can_be_encoded(fmt):
+    values = normal(2000)
+    strided = quantize.encode(values[::2], fmt, None)
+    plain = quantize.encode(values[::2].clone(), fmt, None)
+    assert all(a.equal(b) for a, b in zip(strided, plain, strict=True))
 
 
 # --- Wrong use, and devices -----------------------------------------------------------------------

@@ -42,9 +42,11 @@ def form(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _several_chunks(monkeypatch):
-    """Vectors of few entries, too, go in chunks and by threads."""
+    """Vectors of few entries, too, go in chunks, by threads and past the caches."""
     if backend.numba_form("select"):
         monkeypatch.setattr("torchcomp.kernels.select_numba._INLINE", 1 << 17)
+        monkeypatch.setattr("torchcomp.kernels.select_numba._STREAM", 1 << 16)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
 
 def gaussian(n, dtype=torch.float32, seed=0):
@@ -173,6 +175,21 @@ def test_sums_of_any_strides(form):
     assert torch.equal(chosen, sorted_out(g + e, 20))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("start", [0, 1, 5, 15])
+@pytest.mark.parametrize("n", [20_000, 20_479, 140_003])
+def test_sums_that_begin_and_end_within_a_cache_line(form, n, start, dtype):
+    g, e = gaussian(n + start, dtype), gaussian(n + start, dtype, seed=1)
+    for end in (n + start, n + start - 1):
+        out = torch.full((n + start + 9,), 7.0, dtype=dtype)
+        part = slice(start, end)
+        chosen = add_and_select(g[part], e[part], out[part], n // 100)
+        assert torch.equal(out[part], g[part] + e[part])
+        assert (out[:start] == 7.0).all()
+        assert (out[end:] == 7.0).all()
+        assert torch.equal(chosen, sorted_out(out[part], n // 100))
+
+
 # --- Warm starts ----------------------------------------------------------------------------------
 
 
@@ -222,20 +239,40 @@ def test_one_warm_for_all_sorts_of_vectors(form):
         assert torch.equal(largest(x, n // 7, warm), sorted_out(x, n // 7))
 
 
-def test_a_warm_start_goes_over_the_vector_once(monkeypatch):
+@pytest.fixture
+def passes(monkeypatch):
+    """The bounds that candidates are collected by, as they come."""
     pytest.importorskip("numba")
     from torchcomp.kernels import select_numba
 
-    n, warm, passes = 140_003, Warm(), []
-    collect = select_numba._Selection._collect
-    spy = lambda self, lowest: (passes.append(lowest), collect(self, lowest))  # noqa: E731
-    monkeypatch.setattr(select_numba._Selection, "_collect", spy)
-    monkeypatch.setattr(select_numba._Selection, "_sampled", lambda self: 1 << 20)
+    bounds = []
+    for name in ("_attempt", "_attempt_alone"):
+        attempt = getattr(select_numba._Selection, name)
+        spy = lambda self, bound, attempt=attempt: (bounds.append(bound), attempt(self, bound))[1]  # noqa: E731
+        monkeypatch.setattr(select_numba._Selection, name, spy)
+    return bounds
+
+
+@pytest.mark.parametrize("n", [100_003, 140_003])
+def test_a_warm_start_goes_over_the_vector_once(n, passes):
+    warm = Warm()
     for seed in range(5):
         del passes[:]
         add_and_select(gaussian(n, seed=seed), torch.zeros(n), torch.empty(n), n // 100, warm)
-    assert len(passes) == 1
+        assert len(passes) == 1
     assert n // 100 <= warm.memo.count.sum() < 1.6 * (n // 100)
+
+
+@pytest.mark.parametrize("n", [100_003, 140_003])
+def test_bounds_make_way_for_vectors_that_change_from_step_to_step(n, passes):
+    warm, twice = Warm(), 0
+    for step in range(30):
+        del passes[:]
+        x = gaussian(n, seed=step) * (1.0, 0.9, 1.1, 0.95)[step % 4]
+        assert torch.equal(largest(x, n // 100, warm), sorted_out(x, n // 100))
+        twice += len(passes) > 1
+    assert twice <= 6  # were the bound to stay as tight as at first, it would be every second step
+    assert warm.memo.spare > 0.5
 
 
 def test_in_steady_state_nothing_but_the_result_is_allocated():
@@ -388,7 +425,7 @@ assert not select_triton.takes(torch.zeros(2, dtype=torch.float64))
 
 
 def test_triton():
-    reason = "Triton is missing: pip install triton, or put one on PYTHONPATH; needs no GPU"
+    reason = "Triton is missing: sh tools/setup.sh --triton installs it; it needs no GPU"
     pytest.importorskip("triton", reason=reason)
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", TRITON], check=True, timeout=110, env=env)

@@ -47,6 +47,13 @@ class Aggregator(Component):
         """Whether it does what plain DDP does, NaN and infinities included."""
         return False
 
+    def traces(self, dtype: torch.dtype) -> bool:
+        """Whether a gradient's NaN and infinities, of a dtype, stay in the memory, and no others.
+
+        Then the memory of a step that fails tells which parameters were at fault.
+        """
+        return False
+
     @abstractmethod
     def route(self, shape: Shape, world_size: int) -> str:
         """How messages travel: "sum", "gather" or "sharded" (see transfer.py)."""

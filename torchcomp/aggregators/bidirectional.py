@@ -10,6 +10,7 @@ from torchcomp.aggregators.feedback import (
     check_contractive,
     check_memory_dtype,
     memory_dtype,
+    traces,
     two_copies,
     write_mean,
 )
@@ -100,6 +101,9 @@ class Bidirectional(Aggregator):
 
     def load(self, shape: Shape, world_size: int, rank: int) -> Load:
         return sharded_load(*self._plans(shape, world_size), rank)
+
+    def traces(self, dtype: torch.dtype) -> bool:
+        return traces(self.up, dtype, memory_dtype(self.memory_dtype, dtype))
 
     def memory_bytes(self, numel: int, dtype: torch.dtype, world_size: int) -> int:
         memory = memory_dtype(self.memory_dtype, dtype)

@@ -9,6 +9,7 @@ from torchcomp.aggregators.feedback import (
     check_contractive,
     check_memory_dtype,
     memory_dtype,
+    traces,
     two_copies,
     write_mean,
 )
@@ -59,6 +60,9 @@ class EF(OneWay):
 
     def memory_dtype_of(self, gradient: torch.dtype) -> torch.dtype:
         return memory_dtype(self.memory_dtype, gradient)
+
+    def traces(self, dtype: torch.dtype) -> bool:
+        return traces(self.compressor, dtype, self.memory_dtype_of(dtype))
 
     def memory_bytes(self, numel: int, dtype: torch.dtype, world_size: int) -> int:
         return two_copies(numel, self.memory_dtype_of(dtype))

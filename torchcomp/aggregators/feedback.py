@@ -5,6 +5,7 @@ from torch import Tensor
 
 from torchcomp.aggregators.transfer import Transfer
 from torchcomp.component import Component, check_choice
+from torchcomp.compressors import Compressor
 from torchcomp.errors import SpecError
 
 _DTYPES = {
@@ -49,6 +50,11 @@ def memory_dtype(name: str | None, gradient: torch.dtype) -> torch.dtype:
 def two_copies(numel: int, dtype: torch.dtype) -> int:
     """Bytes of a memory: as it was before the step, and after it, for roll-back."""
     return 2 * numel * dtype.itemsize
+
+
+def traces(compressor: Compressor, gradient: torch.dtype, memory: torch.dtype) -> bool:
+    """See :meth:`Aggregator.traces`: what selects takes out nothing that is not finite."""
+    return compressor.selects and torch.promote_types(gradient, memory) == gradient
 
 
 def write_mean(transfer: Transfer, g: Tensor, e: Tensor) -> None:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 from torchcomp.component import check_choice, check_count
 from torchcomp.compressors.base import Compressor
@@ -62,7 +63,10 @@ class Sparsifier(Compressor):
 
     def kept(self, numel: int) -> int:
         """Number of entries kept of `numel`: at least one of a vector that is not empty."""
-        if self.k is not None:
-            return min(self.k, numel)
-        # The decimal that the user wrote, not its binary neighbour: 0.07 of 100 is 7, not 8.
-        return math.ceil(Fraction(str(self.ratio)) * numel)
+        return min(self.k, numel) if self.k is not None else _share(self.ratio, numel)
+
+
+@lru_cache
+def _share(ratio: float | None, numel: int) -> int:
+    # The decimal that the user wrote, not its binary neighbour: 0.07 of 100 is 7, not 8.
+    return math.ceil(Fraction(str(ratio)) * numel)

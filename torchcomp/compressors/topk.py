@@ -1,5 +1,6 @@
 """TopK: keep the k entries of largest magnitude."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from torchcomp.component import check_choice
 from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.errors import SpecError
-from torchcomp.kernels import elias_fano, quantize
+from torchcomp.kernels import elias_fano, entries, quantize
 from torchcomp.kernels.select import Warm, add_and_select, largest
 from torchcomp.keys import Key
 from torchcomp.wire import Field, Layout, Parts
@@ -71,12 +72,11 @@ class TopK(Sparsifier):
 
     def compress_entries(self, x: Tensor, index: Tensor | None, key: Key) -> Parts:
         chosen = self.select(x) if index is None else index
-        values = x[chosen]
         code = elias_fano.encode(chosen, x.numel())
         if self.values is None:
-            return (values, code)
+            return (entries.take(x, chosen), code)
         noise = key.private() if self.rounding == "stochastic" else None
-        return (*quantize.encode(values, self.values, noise), code)
+        return (*quantize.encode(x, self.values, noise, chosen), code)
 
     def subtract(
         self, parts: Parts, x: Tensor, key: Key, index: Tensor | None, weight: float = 1.0
@@ -84,20 +84,13 @@ class TopK(Sparsifier):
         if index is None:
             super().subtract(parts, x, key, index, weight)
         else:
-            values = self._values(parts, self.kept(x.numel()), x.dtype)
-            x[index] = x[index].sub_(values, alpha=weight)
+            entries.subtract(x, index, parts[:-1], self.values, weight)
 
     def accumulate(self, parts: Parts, out: Tensor, key: Key, weight: float = 1.0) -> None:
-        k = self.kept(out.numel())
-        values = self._values(parts, k, out.dtype)
-        intact = elias_fano.accumulate(parts[-1], values, out, weight)
-        # Indices that no sender writes leave a NaN, which stops the step on all ranks.
-        out[:1].add_(torch.where(intact, 0.0, torch.nan))
+        entries.accumulate((parts,), self.kept(out.numel()), self.values, out, weight)
 
-    def _values(self, parts: Parts, k: int, dtype: torch.dtype) -> Tensor:
-        if self.values is None:
-            return parts[0].to(dtype)
-        return quantize.decode(parts[:-1], k, self.values, dtype)
+    def accumulate_all(self, messages: Sequence[Parts], out: Tensor, key: Key) -> None:
+        entries.accumulate(messages, self.kept(out.numel()), self.values, out)
 
     def alpha(self, numel: int) -> float:
         if not numel:

@@ -18,7 +18,7 @@ from torchcomp.component import Component
 from torchcomp.ddp.assembly import Assembly
 from torchcomp.ddp.executors import Executor
 from torchcomp.ddp.unused import UnusedWatch
-from torchcomp.errors import UnsupportedModelError
+from torchcomp.errors import NonFiniteError, UnsupportedModelError
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
 from torchcomp.nonfinite import FiniteWatch
@@ -28,7 +28,7 @@ from torchcomp.stats import Meter, Stats
 
 _STATE_KEYS = (
     *("step", "seed", "scale", "delivering", "groups", "traffic"),
-    *("shapes", "strides", "error", "buckets", "owner"),
+    *("shapes", "strides", "error", "buckets", "owner", "thresholds"),
 )
 _ADVICE = {
     "spec": "register that method, load, and then handle.swap(...) to the new one",
@@ -167,6 +167,7 @@ class Handle:
             "error": checkpoint.shaped(self._state.worker.items(), self._parameters),
             "buckets": [list(group) for group in self._buckets],
             "owner": {name: part.clone() for name, part in self._state.owner.items()},
+            "thresholds": [dict(self._state.agreed(group)) for group in self._buckets],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -190,6 +191,8 @@ class Handle:
         self._state.worker.load(error)
         self._state.owner.load(checkpoint.on_devices(state["owner"], self._parameters))
         self._buckets = buckets
+        for bucket, thresholds in zip(buckets, state["thresholds"], strict=True):
+            self._state.agreed(bucket).update(thresholds)
         self._step = state["step"]
         self._seed = state["seed"]
         self._scale = state["scale"]
@@ -316,7 +319,7 @@ class Handle:
 
     def _aggregate(self, bucket: Bucket) -> None:
         guarded = self._delivering or not self._aggregator.transparent
-        if guarded:
+        if guarded and not self._aggregator.traces(bucket.flat.dtype):
             self._finite.before(bucket)
         if self._delivering:
             wide = torch.promote_types(bucket.flat.dtype, torch.float32)
@@ -335,11 +338,21 @@ class Handle:
             self._state.commit()
             self._end_delivery()
         else:
-            self._state.rollback()
             if self._scaler is None:
-                where = f"a gradient of step {self._step + 1}"
-                raise self._finite.error(where, _SCALER)
+                raise self._nonfinite_error()
+            self._state.rollback()
         self._step += 1
+
+    def _nonfinite_error(self) -> NonFiniteError:
+        where = f"a gradient of step {self._step + 1}"
+        traces = (
+            (name, part)
+            for name, part in self._state.worker.pending()
+            if self._aggregator.traces(self._parameters[name].dtype)
+        )
+        error = self._finite.error(where, _SCALER, traces)
+        self._state.rollback()
+        return error
 
     def _end_delivery(self) -> None:
         # What belongs to a parameter that no rank used waits for a step that uses it.
@@ -351,7 +364,10 @@ class Handle:
             self._delivering = False
 
     def _verify(self) -> None:
-        facts = {"step": self._step, "seed": self._seed, "groups": self._groups}
+        facts = {
+            **{"step": self._step, "seed": self._seed, "groups": self._groups},
+            "thresholds": [self._state.agreed(group) for group in self._buckets],
+        }
         self._exchange.require_same("the first step", facts, checkpoint.ONE_STEP)
         self._verified = True
 

@@ -41,8 +41,6 @@ from torch import Tensor
 from torchcomp.kernels import elias_fano_torch
 from torchcomp.kernels.backend import numba_form
 
-_FAST_DTYPES = (torch.float32, torch.float64)
-
 
 def nbytes(n: int, k: int) -> int:
     """Bytes that the code of any k of n indices takes; 0 <= k <= n < 2^56."""
@@ -79,7 +77,7 @@ def encode(index: Tensor, n: int) -> Tensor:
     low, fast = low_bits(n, k), _fast(index)
     if fast is not None:
         out = torch.empty(nbytes(n, k), dtype=torch.uint8)
-        _require(fast.encode(index.numpy(), n, low, out.numpy()), n)
+        _require(fast.encode(index.to(torch.int64).contiguous(), n, low, out), n)
         return out
     if index.device.type == "cpu":
         _require(_ascends(index, n), n)
@@ -111,10 +109,7 @@ def decode(raw: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: if `raw` has another length.
     """
-    if raw.numel() != nbytes(n, k):
-        raise ValueError(
-            f"the code of {k} of {n} indices takes {nbytes(n, k)} bytes, not {raw.numel()}"
-        )
+    check_length(raw, n, k)
     if k in (0, n):
         index = torch.arange(k, device=raw.device)
         return index, torch.ones((), dtype=torch.bool, device=raw.device)
@@ -122,33 +117,20 @@ def decode(raw: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
     if fast is None:
         return elias_fano_torch.decode(raw, n, k, low)
     index = torch.empty(k, dtype=torch.int64)
-    intact = fast.decode(raw.numpy(), n, low, index.numpy())
+    intact = fast.decode(raw.contiguous().numpy(), n, low, index.numpy())
     return index, torch.tensor(intact)
 
 
-def accumulate(raw: Tensor, values: Tensor, out: Tensor, weight: float = 1.0) -> Tensor:
-    """``out[decode(raw)] += weight * values`` if the code is intact; else `out` stays as it was.
-
-    Args:
-        raw: 1-D uint8 of ``nbytes(n, k)`` elements; their values may be anything.
-        values: 1-D of k elements, of the dtype of `out`.
-        out: 1-D of n elements, floating-point.
-        weight: factor on the values.
-
-    Returns:
-        Whether the code was intact, a scalar bool tensor.
+def check_length(raw: Tensor, n: int, k: int) -> None:
+    """Require as many bytes as the code of k of n indices takes.
 
     Raises:
-        ValueError: if `raw` has another length.
+        ValueError: if there are more or fewer.
     """
-    index, intact = decode(raw, out.numel(), values.numel())
-    fast = _fast(out) if out.dtype in _FAST_DTYPES else None
-    if fast is None:
-        # Adds zeros instead of asking whether it is intact: the host would have to wait for that.
-        out.index_add_(0, index, values.where(intact, 0.0), alpha=weight)
-    elif intact:
-        fast.add(index.numpy(), values.detach().numpy(), out.detach().numpy(), weight)
-    return intact
+    if raw.numel() != nbytes(n, k):
+        raise ValueError(
+            f"the code of {k} of {n} indices takes {nbytes(n, k)} bytes, not {raw.numel()}"
+        )
 
 
 def _fast(tensor: Tensor) -> ModuleType | None:

@@ -16,16 +16,21 @@ no accuracy is pretended where float32 has none, and it does not matter whether 
 flushes subnormal numbers. bf16 and fp16 turn finite values beyond their largest (3.39e38 and
 65,504) into that, while NaN and infinities stay.
 
-The blocks are independent, and so are the values of a block but for their maximum.
+The blocks are independent, and so are the values of a block but for their maximum. On a CPU with
+Numba :mod:`.quantize_numba` does the work; elsewhere, accelerators included, plain torch does
+(:mod:`.quantize_torch`), with the same results.
 """
 
+import functools
 import math
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torchcomp.kernels import quantize_torch
+from torchcomp.kernels.backend import numba_form
 from torchcomp.wire import Field, Layout, Parts
 
 BLOCK = quantize_torch.BLOCK
@@ -52,7 +57,9 @@ def layout(fmt: str, count: int) -> Layout:
     return (scale, Field("codes", torch.int8, count))
 
 
-def encode(values: Tensor, fmt: str, noise: np.random.Generator | None) -> Parts:
+def encode(
+    values: Tensor, fmt: str, noise: np.random.Generator | None, index: Tensor | None = None
+) -> Parts:
     """The fields for some values.
 
     Args:
@@ -60,19 +67,22 @@ def encode(values: Tensor, fmt: str, noise: np.random.Generator | None) -> Parts
         fmt: one of FORMATS.
         noise: None rounds to the nearest level, half to even. A generator rounds up or down at
             random so that the mean is the value, to within 2^-24 of a level.
+        index: 1-D int64, contiguous: encodes ``values[index]`` instead.
 
     Returns:
         Tensors as :func:`layout` announces them.
 
     Raises:
         ValueError: if there is no such format, or if noise is given for one without levels.
+        IndexError: on a CPU, if the index is out of bounds.
     """
     _check(fmt)
     if fmt in LEVELS:
-        return quantize_torch.encode(values, LEVELS[fmt], _uniform(noise, values))
+        return _encode(values, LEVELS[fmt], noise, index)
     if noise is not None:
         raise ValueError(f"{fmt} has no evenly spaced levels to choose between at random")
-    return (quantize_torch.cast(values, _CASTS[fmt]),)
+    chosen = values if index is None else values[index]
+    return (quantize_torch.cast(chosen, _CASTS[fmt]),)
 
 
 def decode(parts: Parts, count: int, fmt: str, dtype: torch.dtype) -> Tensor:
@@ -90,13 +100,27 @@ def decode(parts: Parts, count: int, fmt: str, dtype: torch.dtype) -> Tensor:
     Raises:
         ValueError: if there is no such format, or if the parts do not fit its layout.
     """
-    announced = [(field.dtype, field.count) for field in layout(fmt, count)]
-    if announced != [(part.dtype, part.numel()) for part in parts]:
-        raise ValueError(f"these are not the fields of {count} values as {fmt}")
+    check_fields(parts, count, fmt)
     if fmt in _CASTS:
         return parts[0].to(dtype)
     scale, codes = parts
-    return quantize_torch.decode(scale, codes, count).to(dtype)
+    form = _fast(codes) or quantize_torch
+    return form.decode(scale, codes, count).to(dtype)  # type: ignore[no-any-return]
+
+
+def check_fields(parts: Parts, count: int, fmt: str) -> None:
+    """Require the fields of `count` values.
+
+    Raises:
+        ValueError: if there is no such format, or if the parts do not fit its layout.
+    """
+    if _announced(fmt, count) != tuple((part.dtype, part.numel()) for part in parts):
+        raise ValueError(f"these are not the fields of {count} values as {fmt}")
+
+
+@functools.lru_cache
+def _announced(fmt: str, count: int) -> tuple[tuple[torch.dtype, int], ...]:
+    return tuple((field.dtype, field.count) for field in layout(fmt, count))
 
 
 def error_bound(fmt: str, count: int) -> float:
@@ -136,7 +160,18 @@ def _check(fmt: str) -> None:
         raise ValueError(f"values travel as {', '.join(FORMATS)}, not as {fmt!r}")
 
 
-def _uniform(noise: np.random.Generator | None, values: Tensor) -> Tensor | None:
-    if noise is None:
-        return None
-    return torch.from_numpy(noise.random(values.numel(), dtype=np.float32)).to(values.device)
+def _encode(
+    values: Tensor, levels: int, noise: np.random.Generator | None, index: Tensor | None
+) -> Parts:
+    count = values.numel() if index is None else index.numel()
+    uniform = None if noise is None else noise.random(count, dtype=np.float32)
+    fast = _fast(values)
+    if fast is not None:
+        return fast.encode(values, levels, uniform, index)  # type: ignore[no-any-return]
+    drawn = None if uniform is None else torch.from_numpy(uniform).to(values.device)
+    return quantize_torch.encode(values if index is None else values[index], levels, drawn)
+
+
+def _fast(tensor: Tensor) -> ModuleType | None:
+    """The module that works on this tensor faster than plain torch, if any."""
+    return numba_form("quantize") if tensor.device.type == "cpu" else None

@@ -54,9 +54,13 @@ def _scale(blocks: Tensor, levels: int) -> Tensor:
     largest = blocks.abs().amax(1)
     # Divided by a tensor: CUDA takes division by a number as multiplication by its inverse.
     scale = largest / torch.full_like(largest, levels)
-    # Rounded up, the scale of the very largest values would decode them to infinity.
-    scale = scale.clamp(max=_LARGEST * (1 - 2.0**-23) / levels).where(scale >= _SMALLEST, 0.0)
+    scale = scale.clamp(max=largest_scale(levels)).where(scale >= _SMALLEST, 0.0)
     return scale.where(largest.isfinite(), torch.nan)
+
+
+def largest_scale(levels: int) -> float:
+    """Rounded up, the scale of the very largest values would decode them to infinity."""
+    return _LARGEST * (1 - 2.0**-23) / levels
 
 
 def _pairs(codes: Tensor) -> Tensor:
