@@ -16,12 +16,12 @@ quickstart: setup ## train three ways on real data with two ranks: a table and a
 counterexample: setup ## the thesis's counterexample to one-way TopK, on three ranks: two minutes
 	@.venv/bin/python recipes/bidirectional_topk/counterexample.py $(ARGS)
 
-workers: setup ## bytes and accuracy of 2 to 100 simulated workers: ten minutes
+workers: setup ## bytes and accuracy of 2 to 100 simulated workers: half an hour
 	@.venv/bin/python recipes/bidirectional_topk/workers.py $(ARGS)
 
 test: setup ## run the tests; make test ARGS="-k topk" runs some of them
 	@sh tools/setup.sh --triton
-	@.venv/bin/python -m pytest $(ARGS)
+	@.venv/bin/python -m pytest -n 2 $(ARGS)
 
 lint: setup ## ruff (rules and format) and mypy --strict
 	@.venv/bin/python -m ruff check .

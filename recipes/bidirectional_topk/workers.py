@@ -1,6 +1,6 @@
 """What a compressed downlink saves as workers are added, and what it costs in accuracy.
 
-    python recipes/bidirectional_topk/workers.py              # some ten minutes on two cores
+    python recipes/bidirectional_topk/workers.py              # half an hour on two cores
     python recipes/bidirectional_topk/workers.py --quick      # half a minute, to see that it works
     python recipes/bidirectional_topk/workers.py --dataset mnist --data FOLDER
 
