@@ -30,7 +30,8 @@ def step_time(steps: StepRows, model: str = "resnet18", hosts: int = 4) -> Any:
     from matplotlib.figure import Figure
 
     rates = [mbit for mbit in steps.values(2) if (model, hosts, mbit) in steps.by_link]
-    figure = Figure(figsize=(10, 2.2 + 2.6 * len(rates)), layout="constrained")
+    height = 0.8 + 0.4 * len(steps.methods())
+    figure = Figure(figsize=(10, 1 + height * max(1, len(rates))), layout="constrained")
     panels = figure.subplots(max(1, len(rates)), squeeze=False)[:, 0]
     for axes, mbit in zip(panels, rates, strict=False):
         _step_panel(axes, steps, (model, hosts, mbit))
@@ -52,14 +53,16 @@ def _step_panel(axes: Any, steps: StepRows, link: tuple[str, int, int]) -> None:
         end for method, end in ends.items() if len(ends) == 1 or method not in _DENSE
     )
     for place, (method, end) in enumerate(ends.items()):
-        _label_bar(axes, place, end, limit, steps.relative(*link, method))
-    axes.set_yticks(range(len(methods)), [short(method) for method in methods], fontsize=9)
+        note = f"{steps.milliseconds(*link, method) or end:,.0f} ms"
+        ratio = steps.relative(*link, method)
+        note += "" if ratio is None or ratio == 1 else f" ({ratio:.3f} ×)"
+        _label_bar(axes, place, end, limit, note)
+    axes.set_yticks(range(len(methods)), [short(method) for method in methods], fontsize=8)
     axes.set_title(f"{link[0]}, {link[1]} hosts, {link[2]:,} Mbit/s", fontsize=10)
     axes.set_xlim(0, limit)
 
 
-def _label_bar(axes: Any, place: int, end: float, limit: float, ratio: float | None) -> None:
-    note = f"{end:,.0f} ms" + ("" if ratio is None or ratio == 1 else f" ({ratio:.3f} ×)")
+def _label_bar(axes: Any, place: int, end: float, limit: float, note: str) -> None:
     if end < limit:
         axes.text(end, place, f" {note}", va="center", fontsize=9)
     else:

@@ -152,7 +152,7 @@ def noise(steps: StepRows) -> str:
         if row["method"] == FLOOR:
             floors.setdefault((row["model"], row["hosts"]), []).append(float(row["step_ms"]))
     told = [
-        f"{min(times):,.0f} to {max(times):,.0f} ms ({model}, {hosts} hosts, {len(times)} times)"
+        f"{min(times):,.3g} to {max(times):,.3g} ms ({model}, {hosts} hosts, {len(times)} times)"
         for (model, hosts), times in sorted(floors.items())
         if len(times) > 1
     ]
