@@ -1,15 +1,19 @@
 """What ``--compress`` and ``--sync`` attach to a DDP model, behind one face."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from lr_schedules import Rate
 from settings import Settings
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 import torchcomp
+from torchcomp.spec import parse_aggregator, parse_schedule
 
 
 class Method:
@@ -26,9 +30,12 @@ class Method:
         *,
         total_steps: int,
         ranks: int,
-        scaler: GradScaler | None,
+        scaler: GradScaler,
     ) -> None:
         self.averages_weights = settings.sync != "none"
+        self._optimizer, self._scaler = optimizer, scaler
+        handed = scaler if scaler.is_enabled() else None
+        self._recomputes = self.averages_weights and handed is not None
         self._attached: Any = None
         if self.averages_weights:
             self._attached = torchcomp.LocalSGD(
@@ -37,13 +44,41 @@ class Method:
                 settings.sync,
                 total_steps=total_steps,
                 warmup_steps=settings.warmup_steps,
-                scaler=scaler,
+                scaler=handed,
+                compress=averager(settings),
+                seed=settings.seed,
             )
         elif settings.compress != "none":
             self._attached = torchcomp.register(
-                model, settings.compress, seed=settings.seed, scaler=scaler
+                model, settings.compress, seed=settings.seed, scaler=handed
             )
         self._dense_bytes = dense_bytes(model, ranks)
+
+    def backward(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Add a micro-batch's gradients; return its loss, which ``compute`` returns and may repeat.
+
+        Where ranks step on their own, none may skip a step that the others take: a micro-batch
+        that overflows in float16 is computed again at a lower scale, as in the paper.
+        """
+        if self._recomputes:
+            again: Tensor = self._attached.backward(compute)
+            return again.detach()
+        loss = compute()
+        self._scaler.scale(loss).backward()
+        return loss.detach()
+
+    def step(self, clip_norm: float) -> None:
+        """Clip the gradient to ``clip_norm`` (0: do not) and take the optimizer's step."""
+        if clip_norm:
+            if not self._recomputes:
+                self._scaler.unscale_(self._optimizer)
+            parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+            clip_grad_norm_(parameters, clip_norm)
+        if self._recomputes:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
 
     def bytes_sent(self, steps: int) -> int:
         """Return the bytes that this rank has sent in its first ``steps`` steps."""
@@ -79,26 +114,53 @@ def dense_bytes(model: nn.Module, ranks: int) -> int:
     return int(torchcomp.explain("mean", model=model, world_size=ranks).dense_bytes_sent)
 
 
+def averager(settings: Settings) -> str:
+    """Return the method by which gradients or, with ``--sync``, weights are averaged."""
+    return "mean" if settings.compress == "none" else settings.compress
+
+
 def check_specs(settings: Settings) -> None:
     """Refuse a ``--compress`` or ``--sync`` that torchcomp cannot read."""
     if settings.compress != "none":
-        torchcomp.parse(settings.compress)
+        parse_aggregator(settings.compress)
     if settings.sync != "none":
-        torchcomp.sync_steps(settings.sync, lr=lambda step: settings.lr, total_steps=1)
+        parse_schedule(settings.sync)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run exchanges.
+
+    Attributes:
+        plan: bytes per rank and step, averaged over the run.
+        exchanges: of gradients or of weights, in the whole run.
+        bytes_in_all: that a rank sends in the whole run.
+    """
+
+    plan: torchcomp.Plan
+    exchanges: int
+    bytes_in_all: int
 
 
 def planned(
     settings: Settings, model: nn.Module, *, rate: Rate, total_steps: int, ranks: int
-) -> torchcomp.Plan:
-    """Return what the method will send per rank and step, averaged over the run."""
+) -> Cost:
+    """Return what the method will send."""
+    how = averager(settings)
     if settings.sync == "none":
-        spec = "mean" if settings.compress == "none" else settings.compress
-        return torchcomp.explain(spec, model=model, world_size=ranks)
-    return torchcomp.explain(
+        plan = torchcomp.explain(how, model=model, world_size=ranks)
+        return Cost(plan, total_steps, total_steps * plan.bytes_sent)
+    once = torchcomp.explain(
+        "every(1)", model=model, world_size=ranks, total_steps=1, compress=how
+    ).bytes_sent
+    plan = torchcomp.explain(
         settings.sync,
         model=model,
         world_size=ranks,
         lr=rate,
         total_steps=total_steps,
         warmup_steps=settings.warmup_steps,
+        compress=how,
     )
+    assert plan.syncs is not None, "a schedule's plan counts them"
+    return Cost(plan, plan.syncs, plan.syncs * once)

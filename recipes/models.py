@@ -1,9 +1,10 @@
-"""Models by name: a small CNN of our own, and those of torchvision and timm."""
+"""Models by name: a small CNN, the simple ViT, and the models of torchvision and timm."""
 
 from typing import Any
 
 import torch
 from errors import RecipeError, nearest
+from simple_vit import SIZES, SimpleViT
 from torch import Tensor, nn
 from torchvision_compat import import_torchvision
 
@@ -36,23 +37,28 @@ def build_model(name: str, *, channels: int, classes: int, small_stem: bool) -> 
         raise RecipeError(f"--small-stem changes torchvision's ResNets, not --model {name}")
     if name == "smallcnn":
         return SmallCNN(channels, classes)
+    if library == "simple_vit":
+        _check_known("simple_vit", kind, list(SIZES))
+        return SimpleViT(SIZES[kind], channels, classes)
     if library == "torchvision":
         return _torchvision_model(kind, channels, classes, small_stem)
     if library == "timm":
         return _timm_model(kind, channels, classes)
-    hint = nearest(name, ["smallcnn", "torchvision/resnet18", "timm/vit_tiny_patch16_224"])
+    hint = nearest(name, ["smallcnn", "simple_vit/b16", "torchvision/resnet18", "timm/resnet10t"])
     raise RecipeError(
-        f"--model {name!r}: expected smallcnn, torchvision/NAME or timm/NAME, such as {hint}"
+        f"--model {name!r}: expected smallcnn, simple_vit/SIZE, torchvision/NAME or timm/NAME, "
+        f"such as {hint}"
     )
 
 
 def check_model(model: nn.Module, name: str, *, channels: int, size: int) -> None:
     """Send one image through ``model``, so that one that does not fit is refused at once."""
     was_training = model.training
+    device = next(model.parameters()).device
     try:
         with torch.no_grad():
-            model.eval()(torch.zeros(1, channels, size, size))
-    except (RuntimeError, AssertionError) as error:
+            model.eval()(torch.zeros(1, channels, size, size, device=device))
+    except (RuntimeError, ValueError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         shape = f"{channels} x {size} x {size}"
         raise RecipeError(f"--model {name} cannot take images of {shape}: {reason}") from None

@@ -3,11 +3,11 @@
 import torch
 import yaml
 from errors import RecipeError
-from image_data import Facts, facts
-from image_data.presets import PRESETS
+from image_data import Facts, facts, preset_of
+from image_data.order import TrainOrder
 from lr_schedules import rate_of
 from method import check_specs, planned
-from models import build_model
+from models import build_model, check_model
 from settings import Settings, resolved
 from torch import nn
 
@@ -24,13 +24,20 @@ def total_steps(settings: Settings, steps_per_epoch: int) -> int:
 
 
 def check_micro_batches(settings: Settings, ranks: int) -> None:
-    """Refuse a batch that its ranks cannot split into equal micro-batches."""
+    """Refuse a batch that its ranks cannot split into equal micro-batches, or MixUp's pairs."""
     pieces = ranks * settings.accumulate
     if settings.batch_size % pieces:
         raise RecipeError(
             f"--batch-size {settings.batch_size} cannot be divided into {pieces} micro-batches "
             f"({ranks} ranks x --accumulate {settings.accumulate}): it counts the images of all "
             "ranks, and every micro-batch must be as large"
+        )
+    each = settings.batch_size // ranks
+    if settings.mixup and each % 2:
+        raise RecipeError(
+            f"--mixup {settings.mixup:g} mixes the images of a rank in pairs, and --batch-size "
+            f"{settings.batch_size} over {ranks} ranks gives each {each}: choose one that gives an "
+            "even number"
         )
 
 
@@ -39,36 +46,41 @@ def describe(settings: Settings, ranks: int) -> str:
     check_specs(settings)
     check_micro_batches(settings, ranks)
     known = facts(settings)
-    model = _weightless(settings, known)
-    per_epoch = known.train_images // settings.batch_size
+    order = TrainOrder(known.train_images, settings.batch_size, 0, ranks, settings.seed)
+    per_epoch = order.steps_per_epoch
     total = total_steps(settings, per_epoch)
     rate = rate_of(settings, per_epoch)
+    # The highest rate is on one of the two sides of warm-up's end: step-cosine rounds only one.
+    peak = max(rate(max(settings.warmup_steps - 1, 0)), rate(settings.warmup_steps))
+    model = _weightless(settings, known)
     cost = planned(settings, model, rate=rate, total_steps=total, ranks=ranks)
     weights = sum(parameter.numel() for parameter in model.parameters())
-    syncs = total if cost.syncs is None else cost.syncs
     rows = {
         "model": f"{settings.model}, {weights:,} parameters",
         "images": f"{known.train_images:,} to train, {known.test_images:,} to test",
         "ranks": f"{ranks}, {settings.batch_size // ranks} images each a step",
         "steps": f"{total:,} ({settings.epochs} epochs of {per_epoch:,})",
-        "learning rate": f"{rate(0):g} at the first step, {rate(total - 1):g} at the last",
-        "synchronisations": f"{syncs:,}",
+        "learning rate": f"{rate(0):g} first, {peak:g} at most, {rate(total - 1):g} last",
+        "synchronisations": f"{cost.exchanges:,}",
+        "bytes in all": f"{cost.bytes_in_all:,} sent by each rank",
     }
     plan = "\n".join(f"{name:<17} {value}" for name, value in rows.items())
     configuration = yaml.safe_dump(resolved(settings), sort_keys=False)
-    parts = ["configuration", _indented(configuration), "plan", _indented(plan), str(cost)]
+    parts = ["configuration", _indented(configuration), "plan", _indented(plan), str(cost.plan)]
     return "\n".join(parts)
 
 
 def _weightless(settings: Settings, known: Facts) -> nn.Module:
-    channels = PRESETS[settings.dataset].channels
+    preset = preset_of(settings)
     with torch.device("meta"):
-        return build_model(
+        model = build_model(
             settings.model,
-            channels=channels,
+            channels=preset.channels,
             classes=known.classes,
             small_stem=settings.small_stem,
         )
+    check_model(model, settings.model, channels=preset.channels, size=preset.size)
+    return model
 
 
 def _indented(text: str) -> str:

@@ -15,7 +15,7 @@ from errors import RecipeError, nearest
 
 
 def option(default: Any, text: str, **limits: Any) -> Any:
-    """Declare a setting; ``limits`` are ``choices``, ``least``, ``above`` and ``below``."""
+    """Declare a setting; ``limits`` are ``choices``, ``least``, ``above``, ``below``, ``most``."""
     return field(default=default, metadata={"help": text, **limits})
 
 
@@ -38,8 +38,19 @@ class Settings:
     workers: int = option(
         0, "loader threads or processes a rank (0: as many as --threads)", least=0
     )
+    image_size: int = option(
+        0, "photographs: pixels a side (0: the data set's, which is 224)", least=0
+    )
+    crop_ratio: float = option(
+        0.875, "photographs: share of the shorter side that a test image keeps", above=0, most=1
+    )
+    randaugment_ops: int = option(0, "RandAugment: operations an image (0: none)", least=0)
+    randaugment_magnitude: int = option(10, "RandAugment: their strength, of 30", least=0, most=30)
+    mixup: float = option(0.0, "MixUp: alpha of Beta(alpha, alpha) (0: none)", least=0)
 
-    model: str = option("smallcnn", "smallcnn, torchvision/NAME or timm/NAME")
+    model: str = option(
+        "smallcnn", "smallcnn, simple_vit/b16 or ti16, torchvision/NAME or timm/NAME"
+    )
     small_stem: bool = option(False, "torchvision ResNets: a 3x3 stem without pooling, for CIFAR")
     channels_last: bool = option(False, "keep images and weights in channels_last order")
     label_smoothing: float = option(
@@ -55,8 +66,9 @@ class Settings:
     beta1: float = option(0.9, "adamw's first decay", least=0, below=1)
     beta2: float = option(0.999, "adamw's second decay", least=0, below=1)
     weight_decay: float = option(0.0005, "weight decay on all parameters", least=0)
+    clip_norm: float = option(0.0, "largest norm of a rank's gradient (0: any)", least=0)
     lr: float = option(0.1, "peak learning rate", above=0)
-    final_lr: float = option(1e-6, "rate at the start of warm-up and at the end of cosine", least=0)
+    final_lr: float = option(1e-6, "rate where warm-up begins and where the decay ends", least=0)
     schedule: str = option(
         "cosine",
         "cosine, linear, step-cosine (its powers of two) or step",
@@ -66,14 +78,22 @@ class Settings:
     milestones: tuple[int, ...] = option((), "epochs at which the step schedule drops")
     gamma: float = option(0.1, "the step schedule's factor", above=0)
 
-    compress: str = option("none", 'gradient compression, e.g. "ef(topk(0.01))"')
+    compress: str = option(
+        "none", 'how gradients (with --sync: changes) are compressed, e.g. "ef(topk(0.01))"'
+    )
     sync: str = option("none", 'local steps, e.g. "qsr(alpha=0.0175, h_base=4)"')
+    bn_images: int = option(
+        4096,
+        "local steps: training images, over all ranks, that batch normalisation's statistics are "
+        "estimated from before an evaluation (0: the mean of the ranks' own)",
+        least=0,
+    )
 
     device: str = option("auto", "auto is cuda where there is one", choices=("auto", "cpu", "cuda"))
     amp: str = option("off", "autocast to bf16 or fp16", choices=("off", "bf16", "fp16"))
     threads: int = option(0, "torch's threads a rank (0: this machine's cores shared)", least=0)
     deterministic: bool = option(True, "cuda: only cuDNN's repeatable algorithms, at some cost")
-    seed: int = option(0, "of weights, order and augmentation", least=0)
+    seed: int = option(0, "of weights, order and augmentation", least=0, most=2**63 - 1)
 
     out: str = option("runs/train", "folder for metrics, summary, weights and checkpoints")
     checkpoint_every: int = option(0, "steps between checkpoints (0: none)", least=0)
@@ -82,6 +102,7 @@ class Settings:
     eval_every: int = option(1, "epochs between evaluations", least=1)
     dry_run: bool = option(False, "print the configuration and the plan, and stop")
     plan_ranks: int = option(0, "ranks that --dry-run plans for (0: those started)", least=0)
+    shrink: bool = option(False, "train a shrunken copy for a step, and stop")
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -107,7 +128,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise RecipeError(f"no configuration file {path}: --config wants the path of a YAML file")
     try:
         raw = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not YAML: {error}") from None
     if not isinstance(raw, dict):
         raise RecipeError(f"{path} holds no settings: expected lines of the form 'key: value'")
@@ -186,6 +207,10 @@ class _Parser(argparse.ArgumentParser):
 def _read_flags(arguments: list[str]) -> dict[str, Any]:
     parser = _parser()
     flags, unknown = parser.parse_known_args(arguments)
+    if unknown and not unknown[0].startswith("-"):
+        raise RecipeError(
+            f"{unknown[0]!r} is no flag; a configuration file is given as --config {unknown[0]}"
+        )
     if unknown:
         known = ["--config", *map(_flag, _KINDS)]
         hint = nearest(unknown[0], known)
@@ -219,23 +244,22 @@ def _check_limits(name: str, value: Any, limits: Any) -> None:
         raise RecipeError(f"{_flag(name)} must be at least {limits['least']}, found {value}")
     if "above" in limits and value <= limits["above"]:
         raise RecipeError(f"{_flag(name)} must be above {limits['above']}, found {value}")
+    if "most" in limits and value > limits["most"]:
+        raise RecipeError(f"{_flag(name)} must be at most {limits['most']}, found {value}")
     if "below" in limits and value >= limits["below"]:
         raise RecipeError(f"{_flag(name)} must be below {limits['below']}, found {value}")
 
 
 def _check_together(settings: Settings) -> None:
-    if settings.compress != "none" and settings.sync != "none":
-        raise RecipeError(
-            "--compress and --sync were both given; choose one, because local steps exchange no "
-            "gradients that could be compressed"
-        )
     if settings.nesterov and settings.momentum == 0:
         raise RecipeError("--nesterov needs --momentum above 0: it looks ahead along the momentum")
     if settings.final_lr > settings.lr:
         raise RecipeError(f"--final-lr {settings.final_lr} is above the peak --lr {settings.lr}")
     if settings.schedule == "step-cosine" and settings.final_lr == 0:
         raise RecipeError("--schedule step-cosine needs --final-lr above 0: it takes its logarithm")
-    if settings.dataset != "digits" and not settings.data_path and not settings.dry_run:
+    # Without training, a data set is opened only where its size is not known beforehand.
+    opened = settings.dataset == "folder" or not (settings.dry_run or settings.shrink)
+    if settings.dataset != "digits" and opened and not settings.data_path:
         raise RecipeError(f"--dataset {settings.dataset} needs --data-path: it is not embedded")
     _check_milestones(settings)
 

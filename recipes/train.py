@@ -10,9 +10,13 @@ Read it top to bottom. Every key of a configuration file is a flag, and the othe
 import copy
 import gc
 import hashlib
+import itertools
+import logging
 import math
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +27,7 @@ import torch.distributed as dist
 from checkpoints import Checkpoints
 from errors import RecipeError
 from image_data import open_batches
-from image_data.order import keyed_seed
+from image_data.order import NOISE, keyed_seed
 from lr_schedules import rate_of
 from method import Method, check_specs
 from models import build_model, check_model
@@ -32,7 +36,9 @@ from random_state import random_state, restore, seed_all
 from ranks import Ranks, count_in_environment, join, leave, place, rank_in_environment, threads_of
 from report import Report
 from settings import Settings, read_settings, resolved
+from shrink import shrunken
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -40,8 +46,7 @@ import torchcomp
 
 # What may differ between a run and its resumption without changing the weights that it ends with.
 _FREE = {"out", "resume", "checkpoint_every", "log_every", "eval_every", "dry_run", "plan_ranks"}
-_FREE |= {"data_path", "data_cache", "workers", "threads"}
-_NOISE = 4
+_FREE |= {"data_path", "data_cache", "workers", "threads", "shrink"}
 
 USER_ERRORS = (
     RecipeError,
@@ -60,7 +65,9 @@ def main() -> None:
         settings = read_settings(sys.argv[1:])
         if settings.dry_run:
             plan(settings)
-        else:
+        if settings.shrink:
+            train_shrunken(settings)
+        if not (settings.dry_run or settings.shrink):
             train(settings)
     except USER_ERRORS as error:
         sys.exit(f"error (rank {rank_in_environment()}): {error}")
@@ -70,6 +77,17 @@ def plan(settings: Settings) -> None:
     """Print the plan, once, for the ranks that are here or that --plan-ranks names."""
     if rank_in_environment() == 0:
         print(describe(settings, settings.plan_ranks or count_in_environment()))
+
+
+def train_shrunken(settings: Settings) -> None:
+    """Train a shrunken copy for a step or two, evaluate it, forget it."""
+    with tempfile.TemporaryDirectory() as folder:
+        copied = shrunken(settings, Path(folder))
+        if rank_in_environment() == 0:
+            print("\na shrunken copy", flush=True)
+        # It would be said that a round is most of the run, which has a step or two.
+        logging.getLogger("torchcomp").setLevel(logging.ERROR)
+        train(copied)
 
 
 def train(settings: Settings) -> None:
@@ -118,8 +136,12 @@ class Meter:
 
     sums: Tensor
 
-    def add(self, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
-        """Add one batch, given its mean loss; the sums stay on their device."""
+    def add(self, loss: Tensor, scores: Tensor, targets: Tensor) -> None:
+        """Add one batch, given its mean loss; the sums stay on their device.
+
+        Of targets that are probabilities, the likeliest class is the correct answer.
+        """
+        labels = targets if targets.ndim == 1 else targets.argmax(1)
         correct = (scores.argmax(1) == labels).sum()
         count = torch.tensor(float(len(labels)), device=self.sums.device)
         self.sums += torch.stack([loss.detach().double() * count, correct.double(), count.double()])
@@ -167,7 +189,7 @@ class Trainer:
         self.layout = torch.channels_last if settings.channels_last else torch.contiguous_format
         module = self._module().to(self.device, memory_format=self.layout)
         # Dropout and the like must differ between ranks; the weights must not.
-        seed_all(keyed_seed(_NOISE, settings.seed, self.ranks.rank))
+        seed_all(keyed_seed(NOISE, settings.seed, self.ranks.rank))
         self.twin = copy.deepcopy(module)
         devices = [self.device] if self.device.type == "cuda" else None
         self.model = DistributedDataParallel(module, device_ids=devices)
@@ -182,7 +204,7 @@ class Trainer:
             self.optimizer,
             total_steps=self.total,
             ranks=self.ranks.count,
-            scaler=self.scaler if self.scaler.is_enabled() else None,
+            scaler=self.scaler,
         )
 
     def _module(self) -> nn.Module:
@@ -220,8 +242,8 @@ class Trainer:
 
     def _epoch(self, epoch: int, first_step: int) -> None:
         self.model.train()
-        for images, labels in self.batches.train(epoch, first_step):
-            loss = self._train_step(images.clone(memory_format=self.layout), labels)
+        for images, targets in self.batches.train(epoch, first_step):
+            loss = self._train_step(images.clone(memory_format=self.layout), targets)
             self.step += 1
             self.report.step()
             if self.step % self.settings.log_every == 0:
@@ -232,28 +254,34 @@ class Trainer:
             if every and self.step % every == 0:
                 self.checkpoints.save(self.step, self.state_dict(), self._fixed_settings())
 
-    def _train_step(self, images: Tensor, labels: Tensor) -> Tensor:
+    def _train_step(self, images: Tensor, targets: Tensor) -> Tensor:
         """Take one optimizer step; DDP exchanges gradients after the last micro-batch only."""
         pieces = self.settings.accumulate
         loss = torch.zeros((), device=self.device)
-        micro_batches = zip(images.chunk(pieces), labels.chunk(pieces), strict=True)
+        micro_batches = zip(images.chunk(pieces), targets.chunk(pieces), strict=True)
         for place_in_step, (some, answers) in enumerate(micro_batches):
             last = place_in_step == pieces - 1
             with nullcontext() if last else self.model.no_sync():
-                loss += self._backward(some, answers) / pieces
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+                loss += self._backward(some, answers)
+        self.method.step(self.settings.clip_norm)
         self.optimizer.zero_grad()
         self.scheduler.step()
         return loss
 
-    def _backward(self, images: Tensor, labels: Tensor) -> Tensor:
-        with self._autocast():
-            scores = self.model(images)
-            loss: Tensor = self.loss_of(scores, labels)
-        self.scaler.scale(loss / self.settings.accumulate).backward()
-        self.meter.add(loss, scores, labels)
-        return loss.detach()
+    def _backward(self, images: Tensor, targets: Tensor) -> Tensor:
+        """Add the gradients of a micro-batch; return its part of the step's loss."""
+        found: list[tuple[Tensor, Tensor]] = []
+
+        def compute() -> Tensor:
+            with self._autocast():
+                scores = self.model(images)
+                loss: Tensor = self.loss_of(scores, targets)
+            found.append((loss, scores))
+            return loss / self.settings.accumulate
+
+        part = self.method.backward(compute)
+        self.meter.add(*found[-1], targets)
+        return part
 
     def _autocast(self) -> torch.autocast:
         dtype = torch.float16 if self.settings.amp == "fp16" else torch.bfloat16
@@ -299,7 +327,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
         """Return the loss and accuracy of the ranks' average on the whole test set."""
-        average_into(self.twin, self.model.module, self.ranks.count)
+        self._prepare_twin()
         self.twin.eval()
         meter = self._new_meter()
         for images, labels in self.batches.test():
@@ -308,8 +336,28 @@ class Trainer:
             meter.add(nn.functional.cross_entropy(scores.float(), labels), scores, labels)
         return meter.over_ranks()
 
-    def _finish(self, accuracy: float) -> None:
+    def _prepare_twin(self) -> None:
+        """Make the twin the model that is evaluated and saved."""
         average_into(self.twin, self.model.module, self.ranks.count)
+        if not (self.method.averages_weights and self.settings.bn_images):
+            return
+        if not any(isinstance(layer, _BatchNorm) for layer in self.twin.modules()):
+            return
+        # Dropout draws from generators whose state the rest of the run depends on.
+        before = random_state()
+        with self._autocast():
+            images = self._micro_batches_from((self.step - 1) // self.per_epoch + 1)
+            torchcomp.reestimate_batchnorm(self.twin, images, self.settings.bn_images)
+        restore(before)
+
+    def _micro_batches_from(self, epoch: int) -> Iterator[Tensor]:
+        """This rank's training images, augmented, as the epochs from ``epoch`` on order them."""
+        for later in itertools.count(epoch):
+            for images, _ in self.batches.train(later, 0):
+                yield from images.clone(memory_format=self.layout).chunk(self.settings.accumulate)
+
+    def _finish(self, accuracy: float) -> None:
+        self._prepare_twin()
         weights = self.twin.state_dict()
         agree = replicas_agree(self.model.module, self.ranks.count)
         if self.ranks.leads:
@@ -393,10 +441,9 @@ class Trainer:
 def average_into(twin: nn.Module, module: nn.Module, ranks: int) -> None:
     """Set ``twin`` to the average over ranks of ``module``, weights and buffers alike.
 
-    This is what is evaluated and saved. In the middle of a round of local steps every rank has
-    weights of its own, and batch statistics are each rank's own in any case; averaging them into a
-    copy asks about one model, the one that a synchronisation now would give, and leaves the run
-    as it is. (Published local-step results re-estimate the statistics from training images.)
+    In the middle of a round of local steps every rank has weights of its own, and batch statistics
+    are each rank's own in any case; averaging them into a copy asks about one model, the one that
+    a synchronisation now would give, and leaves the run as it is.
     """
     twin.load_state_dict(module.state_dict())
     averaged = [value for value in twin.state_dict().values() if value.is_floating_point()]

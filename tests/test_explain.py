@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import torchcomp
+from tests.local_sgd.script import Script
+from tests.support.ranks import on_threads
 from torchcomp import ScheduleError, SpecError, explain
 from torchcomp.aggregators import EF
 from torchcomp.compressors import TopK
@@ -244,6 +246,50 @@ def test_qsr_counts_its_synchronisations():
 def test_parameters_are_averaged_in_float32_or_wider():
     plan = explain("every(1)", numel=1000, world_size=2, total_steps=9, dtype=torch.bfloat16)
     assert (plan.bytes_sent, plan.dense_bytes_sent) == (4000, 2000)
+
+
+@pytest.mark.parametrize(
+    "method", ["ef(topk(0.2))", 'bidirectional(topk(0.2), topk(0.2), selection="shard")']
+)
+def test_compressed_averages_are_counted_as_a_run_counts_them(method):
+    def run():
+        script = Script("every(3)", total_steps=9, local={"compress": method}, bucket_cap_mb=0.0002)
+        script.train(0, 9)
+        planned = explain(
+            "every(3)",
+            model=script.model,
+            world_size=3,
+            total_steps=9,
+            compress=method,
+            rank=torch.distributed.get_rank(),
+        )
+        return script.sync.stats.total_bytes_sent, planned
+
+    for counted, plan in on_threads(3, run):
+        assert plan.syncs == 3
+        assert counted / 9 == pytest.approx(plan.bytes_sent, abs=0.5)
+        assert plan.spec == f"every(3) with compress={torchcomp.parse(method)}"
+
+
+def test_the_plan_of_compressed_averages():
+    plan = explain(
+        "every(4)", numel=RESNET50, world_size=8, total_steps=100, compress="ef(topk(0.01))"
+    )
+    assert plan.bytes_sent == round(7 * TOPK_FRAME / 4)
+    assert (plan.collective, plan.message_bytes) == ("gather", TOPK_MESSAGE)
+    # Error memory in two copies, and the parameters of the last synchronisation.
+    assert plan.memory_bytes == (8 + 4) * RESNET50
+    # 4 steps of plain DDP against one gather.
+    assert plan.break_even_world_size == -(-4 * 2 * 4 * RESNET50 // TOPK_FRAME)
+
+
+def test_compressed_averages_that_cannot_be_planned():
+    options = {"numel": 1000, "world_size": 2}
+    with pytest.raises(SpecError, match=r"compress= is for schedules, and 'mean' is a gradient"):
+        explain("mean", compress="ef(topk(0.01))", **options)
+    time = torchcomp.TimeModel(step_seconds=1.0, bandwidth=4000.0)
+    with pytest.raises(SpecError, match="leave compress= out, or time="):
+        explain("every(4)", total_steps=8, compress="ef(topk(0.01))", time=time, **options)
 
 
 # --- The table ------------------------------------------------------------------------------------

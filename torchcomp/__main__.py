@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 numel=options.numel,
                 world_size=options.world_size,
                 total_steps=options.total_steps,
+                compress=options.compress,
             )
         )
     except SpecError as error:
@@ -41,6 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--world-size", type=int, required=True, help="number of ranks")
     command.add_argument("--total-steps", type=int, help="for every(h): steps of the run")
+    command.add_argument(
+        "--compress", default="mean", metavar="METHOD", help="for every(h): how it averages [mean]"
+    )
     return parser
 
 

@@ -160,7 +160,7 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
     feedback still owes the model, stays what it was. What owners of shards owe is divided anew.
 
     Args:
-        states: ``handle.state_dict()`` of every rank of the old run, in any order.
+        states: ``state_dict()`` of every rank's handle, or LocalSGD between rounds, in any order.
         world_size: number of ranks of the new run.
 
     Returns:
@@ -209,8 +209,7 @@ def _check_complete(states: list[dict[str, Any]], world_size: int) -> None:
     needed = (*_HEADER, "step", "shapes", "error", "buckets", "owner")
     if any(name not in state for state in states for name in needed):
         raise CheckpointError(
-            f"not state dicts of a gradient handle: each needs {', '.join(needed)} (local steps "
-            "keep no error memory, and start again from averaged weights)"
+            f"not state dicts of a handle or of LocalSGD: each needs {', '.join(needed)}"
         )
     ranks = sorted(state["rank"] for state in states)
     expected = list(range(states[0]["world_size"]))

@@ -1,7 +1,9 @@
 """explain: what a method sends, keeps and costs, before anything runs."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ from torchcomp.ddp.checks import bucket_caps, trained_parameters
 from torchcomp.errors import SpecError
 from torchcomp.exchange import Load, sum_bytes
 from torchcomp.schedules import Horizon, Schedule, synchronisations
-from torchcomp.spec import parse, parse_schedule
+from torchcomp.spec import parse, parse_aggregator, parse_schedule
 from torchcomp.time_model import TimeModel, WallClock
 
 
@@ -113,6 +115,7 @@ def explain(
     lr: Callable[[int], float] | None = None,
     total_steps: int | None = None,
     warmup_steps: int = 0,
+    compress: str | Component = "mean",
     time: TimeModel | None = None,
     rank: int = 0,
 ) -> Plan:
@@ -130,7 +133,9 @@ def explain(
         lr: for a schedule, learning rate as a function of the steps taken so far.
         total_steps: for a schedule, optimizer steps of the run.
         warmup_steps: for a schedule, steps of warm-up.
-        time: for a schedule, the constants of a cluster, for the wall clocks of the run.
+        compress: for a schedule, the method that averages, as in :class:`torchcomp.LocalSGD`.
+        time: for a schedule without `compress`, the constants of a cluster, for the wall clocks of
+            the run.
         rank: whose traffic; ranks differ by a few bytes where shards are uneven.
 
     Raises:
@@ -140,12 +145,15 @@ def explain(
         raise SpecError(f"dtype must be a floating-point torch.dtype, not {dtype!r}")
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise SpecError(f"world_size must be a whole number of at least 1, not {world_size!r}")
-    built = parse(spec)
-    shapes = _shapes(numel, model, dtype, isinstance(built, Aggregator) and built.whole_model)
+    built, averager = parse(spec), parse_aggregator(compress)
+    aggregator = averager if isinstance(built, Schedule) else built
+    shapes = _shapes(numel, model, dtype, aggregator.whole_model)
     if isinstance(built, Schedule):
-        return _explain_schedule(built, shapes, world_size, lr, total_steps, warmup_steps, time)
-    if time is not None:
-        raise SpecError(f"time= is for schedules, and '{built}' is a gradient method")
+        run = _run(built, lr, total_steps, warmup_steps)
+        return _explain_schedule(run, aggregator, shapes, world_size, time, rank)
+    for name, given in (("time", time is not None), ("compress", not averager.transparent)):
+        if given:
+            raise SpecError(f"{name}= is for schedules, and '{built}' is a gradient method")
     return _explain_method(built, shapes, world_size, rank)
 
 
@@ -189,65 +197,103 @@ def _explain_method(
         bytes_received=moved.received,
         dense_bytes_sent=moved.dense,
         memory_bytes=sum(aggregator.memory_bytes(sum(s), d, world_size) for _, s, d in shapes),
-        break_even_world_size=_break_even(aggregator, shapes, world_size, routes),
+        break_even_world_size=_break_even(aggregator, shapes, world_size, _nbytes(shapes)),
     )
 
 
 def _break_even(
-    aggregator: Aggregator, shapes: list[Shape], world_size: int, routes: list[str]
+    aggregator: Aggregator, shapes: list[Shape], world_size: int, dense: int | Fraction
 ) -> int | None:
-    """Where an all-gather, whose traffic grows with the ranks, reaches plain DDP's."""
-    if routes != ["gather"] or world_size < 2:
+    """Where an all-gather, whose traffic grows with the ranks, reaches plain DDP's.
+
+    `dense` counts the bytes of gradients that plain DDP reduces in the time of one exchange.
+    """
+    routes = {aggregator.route(shape, world_size) for shape in shapes}
+    if routes != {"gather"} or world_size < 2:
         return None
     each = sum(aggregator.load(shape, world_size, 0).sent for shape in shapes) // (world_size - 1)
     # (W - 1) each >= 2 (W - 1) dense / W  <=>  W >= 2 dense / each
-    return -(-2 * _nbytes(shapes) // each) if each else None
+    return math.ceil(Fraction(2 * dense, each)) if each else None
 
 
-def _explain_schedule(
+@dataclass(frozen=True)
+class _Run:
+    """A schedule at work: its learning rate by step, and how often it synchronises."""
+
+    schedule: Schedule
+    rate: Callable[[int], float]
+    horizon: Horizon
+    syncs: int
+
+
+def _run(
     schedule: Schedule,
-    shapes: list[Shape],
-    world_size: int,
     lr: Callable[[int], float] | None,
     total_steps: int | None,
     warmup_steps: int,
-    time: TimeModel | None,
-) -> Plan:
+) -> _Run:
     if total_steps is None:
         raise SpecError(f"to explain the schedule '{schedule}', give total_steps")
     if lr is None and schedule.reads_rate:
         raise SpecError(
             f"to explain the schedule '{schedule}', give lr=, a function of the step (in Python)"
         )
-    rate = lr or (lambda step: 1.0)
-    syncs = len(synchronisations(schedule, rate, Horizon(total_steps, warmup_steps)))
+    rate, horizon = lr or (lambda step: 1.0), Horizon(total_steps, warmup_steps)
+    return _Run(schedule, rate, horizon, len(synchronisations(schedule, rate, horizon)))
+
+
+def _explain_schedule(
+    run: _Run,
+    aggregator: Aggregator,
+    shapes: list[Shape],
+    world_size: int,
+    time: TimeModel | None,
+    rank: int,
+) -> Plan:
+    compresses, total_steps = not aggregator.transparent, run.horizon.total_steps
     # Parameters are averaged in float32 or wider.
     wide = [(n, s, torch.promote_types(d, torch.float32)) for n, s, d in shapes]
-    once = sum_bytes(_nbytes(wide), world_size)
-    average = round(once * syncs / total_steps)
-    run = {"total_steps": total_steps, "world_size": world_size}
-    local = parallel = None
-    if time is not None:
-        parallel = time.parallel(nbytes=_nbytes(shapes), **run)
-        local = time.local(
-            schedule, lr=rate, warmup_steps=warmup_steps, nbytes=_nbytes(wide), **run
-        )
+    once = _explain_method(aggregator, wide, world_size, rank)
+    per_sync = Fraction(total_steps, run.syncs)
+    if time is not None and compresses:
+        raise SpecError("time= models all-reduce alone: leave compress= out, or time=")
+    clocks = (None, None) if time is None else _clocks(run, shapes, wide, world_size, time)
     return Plan(
-        spec=str(schedule),
-        numel=_numel(shapes),
+        spec=f"{run.schedule} with compress={aggregator}" if compresses else str(run.schedule),
+        numel=once.numel,
         world_size=world_size,
-        collective="sum",
-        message_bytes=_nbytes(wide),
-        bytes_sent=average,
-        bytes_received=average,
+        collective=once.collective,
+        message_bytes=once.message_bytes,
+        bytes_sent=round(once.bytes_sent / per_sync),
+        bytes_received=round(once.bytes_received / per_sync),
         dense_bytes_sent=sum_bytes(_nbytes(shapes), world_size),
-        memory_bytes=0,
-        break_even_world_size=None,
-        syncs=syncs,
+        # Changes are counted from a copy of the parameters.
+        memory_bytes=once.memory_bytes + (_nbytes(wide) if compresses else 0),
+        break_even_world_size=_break_even(aggregator, wide, world_size, _nbytes(shapes) * per_sync),
+        syncs=run.syncs,
         total_steps=total_steps,
-        wall_clock=local,
-        parallel_wall_clock=parallel,
+        wall_clock=clocks[0],
+        parallel_wall_clock=clocks[1],
     )
+
+
+def _clocks(
+    run: _Run,
+    shapes: list[Shape],
+    wide: list[Shape],
+    world_size: int,
+    time: TimeModel,
+) -> tuple[WallClock, WallClock]:
+    """Wall clocks of the schedule and of plain DDP."""
+    steps = {"total_steps": run.horizon.total_steps, "world_size": world_size}
+    local = time.local(
+        run.schedule,
+        lr=run.rate,
+        warmup_steps=run.horizon.warmup_steps,
+        nbytes=_nbytes(wide),
+        **steps,
+    )
+    return local, time.parallel(nbytes=_nbytes(shapes), **steps)
 
 
 def _shapes(

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from image_data import sources
 from image_data.augment import Augmentation, normalised
 from image_data.beton import cached_beton, import_ffcv
 from image_data.ffcv_reader import FfcvReader
+from image_data.mixup import MixUp
 from image_data.order import Indices, TrainOrder, test_shard
 from image_data.presets import PRESETS, Preset
+from image_data.randaugment import RandAugment
 from image_data.torchvision_reader import TorchvisionReader
 
-__all__ = ["Batches", "Facts", "facts", "open_batches"]
+__all__ = ["Batches", "Facts", "facts", "open_batches", "preset_of"]
 
 _TEST_BATCH = 256
 
@@ -35,6 +37,8 @@ class Batches:
     order: TrainOrder
     shard: Indices
     device: torch.device
+    randaugment: RandAugment
+    mixup: MixUp
 
     @property
     def classes(self) -> int:
@@ -47,13 +51,17 @@ class Batches:
         return bool(self.train_reader.reproducible)
 
     def train(self, epoch: int, first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's batches of an epoch, from ``first_step`` on."""
+        """Yield this rank's batches of an epoch, from ``first_step`` on.
+
+        Targets are labels (N), or with MixUp probabilities (N, classes).
+        """
         augmentation = Augmentation(self.preset, self.order)
         rows = list(self.order.batches(epoch, first_step))
         batches = self.train_reader.batches(rows, epoch)
         for step, (images, labels) in enumerate(batches, start=first_step):
             images = augmentation(images.to(self.device), epoch, step)
-            yield normalised(images, self.preset), labels.to(self.device)
+            images = normalised(self.randaugment(images, epoch, step), self.preset)
+            yield self.mixup(images, labels.to(self.device), epoch, step)
 
     def test(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's share of the test images, every one of them once."""
@@ -67,14 +75,36 @@ def open_batches(
     settings: Settings, rank: int, ranks: int, device: torch.device, workers: int
 ) -> Batches:
     """Open a data set for one of ``ranks`` ranks; whatever is wrong with it is raised here."""
-    preset = PRESETS[settings.dataset]
+    preset = preset_of(settings)
     loader = _chosen_loader(settings, rank)
     make = _ffcv_readers if loader == "ffcv" else _torchvision_readers
     train_reader, test_reader = make(settings, preset, workers)
     _check_classes(settings, train_reader, test_reader)
     order = TrainOrder(train_reader.samples, settings.batch_size, rank, ranks, settings.seed)
-    shard = test_shard(test_reader.samples, rank, ranks)
-    return Batches(train_reader, test_reader, preset, order, shard, device)
+    return Batches(
+        train_reader,
+        test_reader,
+        preset,
+        order,
+        test_shard(test_reader.samples, rank, ranks),
+        device,
+        RandAugment(settings.randaugment_ops, settings.randaugment_magnitude, order),
+        MixUp(settings.mixup, train_reader.classes, order),
+    )
+
+
+def preset_of(settings: Settings) -> Preset:
+    """Return what is known of the data set, with the photographs' crops as they were asked for."""
+    preset = PRESETS[settings.dataset]
+    if not preset.photographs:
+        if settings.image_size:
+            raise RecipeError(
+                f"--image-size {settings.image_size} is for photographs: the images of --dataset "
+                f"{settings.dataset} are {preset.size} x {preset.size}"
+            )
+        return preset
+    size = settings.image_size or preset.size
+    return replace(preset, size=size, crop_ratio=settings.crop_ratio)
 
 
 @dataclass(frozen=True)
@@ -88,7 +118,7 @@ class Facts:
 
 def facts(settings: Settings) -> Facts:
     """Return a data set's sizes, without opening it where they are known beforehand."""
-    preset = PRESETS[settings.dataset]
+    preset = preset_of(settings)
     if preset.train_images:
         return Facts(preset.train_images, preset.test_images, preset.classes)
     train, test = _torchvision_readers(settings, preset, workers=0)

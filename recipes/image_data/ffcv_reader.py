@@ -81,7 +81,7 @@ class FfcvReader:
             return images.SimpleRGBImageDecoder()
         if self.train:
             return images.RandomResizedCropRGBImageDecoder(size)
-        return images.CenterCropRGBImageDecoder(size, ratio=224 / 256)
+        return images.CenterCropRGBImageDecoder(size, ratio=self.preset.crop_ratio)
 
 
 class _GivenOrder:

@@ -14,7 +14,7 @@ from errors import RecipeError
 Indices = npt.NDArray[np.int64]
 
 # The first word of every key, so that no two uses of a seed share random numbers.
-ORDER, AUGMENT, CROP = 1, 2, 3
+ORDER, AUGMENT, CROP, NOISE, RANDAUGMENT, MIXUP = 1, 2, 3, 4, 5, 6
 
 
 def keyed_seed(*key: int) -> int:

@@ -14,8 +14,10 @@ class Preset:
     # Random shifts of at most this many pixels (a crop of the padded image), and mirroring.
     shift: int
     mirror: bool
-    # Photographs of all sizes, cropped to `size` while they are decoded.
+    # Photographs of all sizes, cropped to `size` while they are decoded; a test image keeps
+    # `crop_ratio` of its shorter side.
     photographs: bool
+    crop_ratio: float = 224 / 256
     train_images: int = 0
     test_images: int = 0
     classes: int = 0

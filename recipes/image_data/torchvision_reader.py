@@ -25,7 +25,7 @@ class TorchvisionReader:
         self, source: Arrays | Photographs, preset: Preset, *, train: bool, workers: int, seed: int
     ) -> None:
         self.samples, self.classes = len(source), source.classes
-        self.source, self.size, self.train, self.seed = source, preset.size, train, seed
+        self.source, self.preset, self.train, self.seed = source, preset, train, seed
         # Images in memory are copied faster than they could be sent from another process.
         self.workers = workers if preset.photographs else 0
 
@@ -48,7 +48,7 @@ class TorchvisionReader:
         if isinstance(self.source, Arrays):
             return self.source
         key = (self.seed, epoch) if self.train else None
-        return _Crops(self.source, self.size, key)
+        return _Crops(self.source, self.preset.size, self.preset.crop_ratio, key)
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class _Crops(Dataset[Any]):
 
     source: Photographs
     size: int
+    ratio: float
     key: tuple[int, int] | None
 
     def __getitem__(self, index: int) -> tuple[Any, int] | str:
@@ -72,8 +73,7 @@ class _Crops(Dataset[Any]):
         import_torchvision()
         from torchvision.transforms import functional
 
-        # The centre crop has 224/256 of the shorter side.
-        resized = functional.resize(image, self.size * 256 // 224)
+        resized = functional.resize(image, round(self.size / self.ratio))
         return functional.center_crop(resized, self.size)
 
     def _random(self, image: Any, key: tuple[int, int], index: int) -> Any:

@@ -88,6 +88,7 @@ def local_opt(
     rule: Callable[[int, float], int],
     rate: Callable[[int], float],
     skipped: frozenset[tuple[int, int]] = frozenset(),
+    synchronise: "Synchronise | None" = None,
 ) -> Iterator[tuple[list[Tensor], bool]]:
     """Each worker's weights after every step, and whether they have just been averaged.
 
@@ -98,23 +99,89 @@ def local_opt(
         rule: H of a round that begins after `step` steps at the given rate.
         rate: learning rate of a step.
         skipped: (rank, step) pairs at which a worker leaves its optimizer step out.
+        synchronise: ends a round whose steps had the given mean rate; by default the average.
     """
     crew = [Worker(rank, update()) for rank in range(workers)]
     step = 0
     while step < total:
-        end = step + min(rule(step, rate(step)), total - step)
+        start, end = step, step + min(rule(step, rate(step)), total - step)
         while step < end:
             for worker in crew:
                 if (worker.rank, step) not in skipped:
                     worker.step(step, rate(step))
             step += 1
             if step == end:
-                average(crew)
+                (synchronise or average)(crew, sum(map(rate, range(start, end))) / (end - start))
             yield [torch.cat([w.flatten() for w in worker.weights]) for worker in crew], step == end
 
 
-def average(crew: list[Worker]) -> None:
-    for copies in zip(*(worker.weights for worker in crew), strict=True):
-        mean = sum(copy.clone() for copy in copies) / len(crew)
-        for copy in copies:
-            copy.copy_(mean)
+Synchronise = Callable[[list[Worker], float], None]
+
+
+def means(crew: list[Worker]) -> Weights:
+    columns = zip(*(worker.weights for worker in crew), strict=True)
+    return [torch.stack(copies).mean(0) for copies in columns]
+
+
+def share(crew: list[Worker], weights: Weights) -> None:
+    for worker in crew:
+        for mine, w in zip(worker.weights, weights, strict=True):
+            mine.copy_(w)
+
+
+def average(crew: list[Worker], rate: float) -> None:
+    share(crew, means(crew))
+
+
+def slowmo(beta: float, alpha: float) -> Synchronise:
+    """Lines 6 to 8 of SlowMo's Algorithm 1 (arXiv 1910.00643), with the average as line 6."""
+    x = [p.detach().clone() for p in initialised(mlp()).parameters()]
+    u = [torch.zeros_like(w) for w in x]
+
+    def synchronise(crew: list[Worker], gamma: float) -> None:
+        for place, mean in enumerate(means(crew)):
+            u[place] = beta * u[place] + (x[place] - mean) / gamma
+            x[place] = x[place] - alpha * gamma * u[place]
+        share(crew, x)
+
+    return synchronise
+
+
+def diloco(lr: float, momentum: float) -> Synchronise:
+    """Lines 12 and 14 of DiLoCo's Algorithm 1 (arXiv 2311.08105), with PyTorch's Nesterov SGD."""
+    theta = [p.detach().clone() for p in initialised(mlp()).parameters()]
+    outer = torch.optim.SGD(theta, lr=lr, momentum=momentum, nesterov=momentum > 0)
+
+    def synchronise(crew: list[Worker], rate: float) -> None:
+        for shared, mean in zip(theta, means(crew), strict=True):
+            shared.grad = shared - mean
+        outer.step()
+        share(crew, theta)
+
+    return synchronise
+
+
+def ef_topk(workers: int, k: int) -> Synchronise:
+    """Error feedback around the k largest entries of each tensor of a worker's change."""
+    x = [p.detach().clone() for p in initialised(mlp()).parameters()]
+    memories = [[torch.zeros_like(w) for w in x] for _ in range(workers)]
+
+    def synchronise(crew: list[Worker], rate: float) -> None:
+        for place in range(len(x)):
+            total = torch.zeros_like(x[place])
+            for worker, memory in zip(crew, memories, strict=True):
+                wanted = worker.weights[place] - x[place] + memory[place]
+                sent = top(wanted, k)
+                memory[place] = wanted - sent
+                total += sent
+            x[place] = x[place] + total / len(crew)
+        share(crew, x)
+
+    return synchronise
+
+
+def top(values: Tensor, k: int) -> Tensor:
+    index = values.flatten().abs().topk(min(k, values.numel())).indices
+    kept = torch.zeros_like(values).flatten()
+    kept[index] = values.flatten()[index]
+    return kept.view_as(values)

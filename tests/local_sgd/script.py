@@ -83,6 +83,7 @@ class Script:
         scaler: used in the loop, and handed to LocalSGD if `hand_over`.
         hand_over: see `scaler`.
         shape: of one input.
+        local: further options of LocalSGD.
         ddp: options of DistributedDataParallel.
     """
 
@@ -98,6 +99,7 @@ class Script:
         scaler: torch.amp.GradScaler | None = None,
         hand_over: bool = True,
         shape: tuple[int, ...] = (6,),
+        local: dict[str, Any] | None = None,
         **ddp: Any,
     ) -> None:
         self.rank = dist.get_rank()
@@ -113,6 +115,7 @@ class Script:
             total_steps=total_steps,
             warmup_steps=warmup_steps,
             scaler=scaler if hand_over else None,
+            **(local or {}),
         )
 
     def backward(self, step: int, scale: float = 1.0) -> None:

@@ -209,6 +209,59 @@ def test_sparse_gradients():
     assert_constructor_refuses(of_module(module), torchcomp.UnsupportedModelError, "sparse")
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (lambda: torch.empty(3, 6, device="meta"), ("'0.weight' is on the meta device",)),
+        (lambda: torch.eye(6).to_sparse(), ("'0.weight' is sparse", "sparse_coo")),
+    ],
+    ids=["meta", "sparse"],
+)
+def test_a_parameter_without_dense_values(values, words):
+    def change(model, rank):
+        model.module[0].weight = nn.Parameter(values())
+        return {"optimizer": sgd(model.parameters())}
+
+    assert_constructor_refuses(change, torchcomp.UnsupportedModelError, *words)
+
+
+def test_parameters_whose_shapes_differ_between_ranks():
+    def change(model, rank):
+        other = DistributedDataParallel(mlp(8 + rank), init_sync=False)
+        return {"model": other, "optimizer": sgd(other.parameters())}
+
+    words = ("parameters", "(8, 6)", "(9, 6)", "on rank 0", "on rank 1")
+    assert_constructor_refuses(change, torchcomp.RankMismatchError, *words)
+
+
+@pytest.mark.parametrize("rates", [0.1, 0.05])
+def test_rates_that_differ_between_ranks_are_found_before_the_first_step(rates):
+    def body():
+        # The schedule does not read them, but momentum and clipping would drift apart.
+        script = Script("every(3)", rate=lambda step: rates + 0.01 * dist.get_rank())
+        untouched = script.weights()
+        with pytest.raises(torchcomp.RankMismatchError, match="learning rates") as raised:
+            script.step(0)
+        assert torch.equal(script.weights(), untouched)
+        return str(raised.value)
+
+    for message in on_threads(2, body):
+        for word in (f"[[{rates}]] on rank 0", f"[[{rates + 0.01}]] on rank 1"):
+            assert word in message
+
+
+@pytest.mark.parametrize("overlap", [{}, {"overlap": True}])
+def test_what_goes_together_with_local_steps_is_said_where_a_gradient_method_does_not(overlap):
+    def body():
+        script = Script(spec=None)
+        torchcomp.register(script.model, "ef(topk(0.1))")
+        arguments = {"total_steps": 4} | overlap
+        torchcomp.LocalSGD(script.model, script.optimizer, "every(3)", **arguments)
+
+    words = ("exchange no gradients", "LocalSGD(..., compress='ef(topk(0.01))')")
+    assert_refused(2, body, torchcomp.UnsupportedModelError, *words)
+
+
 def test_a_static_graph():
     body = partial(Script, "every(2)", static_graph=True)
     assert_refused(2, body, torchcomp.UnsupportedModelError, "static_graph", "without it")

@@ -7,15 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import torchcomp
 from tests.local_sgd.script import (
     Script,
+    adamw,
     assert_refused,
     convnet,
     cosine,
 )
 from tests.support.ranks import on_processes, on_threads
+from torchcomp.local_sgd import Nesterov, SlowMo
 
 TOTAL = 12
 OPTIONS = {
@@ -41,15 +45,16 @@ def through_a_file(saved, path):
     return torch.load(path, weights_only=True)
 
 
-def resumed(cut, folder, first="model"):
+def resumed(cut, folder, first="model", **changes):
     """Whether a run that is saved at `cut` and loaded into new objects ends as one that is not."""
-    whole = Script(**OPTIONS)
+    options = OPTIONS | changes
+    whole = Script(**options)
     expected = whole.train(0, TOTAL)
 
-    interrupted = Script(**OPTIONS)
+    interrupted = Script(**options)
     before = interrupted.train(0, cut)
     saved = through_a_file(interrupted.save(), Path(folder) / f"{whole.rank}.pt")
-    again = Script(**OPTIONS)
+    again = Script(**options)
     if first == "sync":
         again.sync.load_state_dict(saved["sync"])
     again.load(saved)
@@ -73,6 +78,89 @@ def test_the_setting_has_rounds_of_several_lengths():
 )
 def test_a_resumed_run_is_bit_identical(cut, first, tmp_path):
     assert on_threads(3, resumed, cut, tmp_path, first) == [True] * 3
+
+
+METHODS = {
+    "plain": {},
+    "sparse": {"compress": "ef(topk(0.1))", "outer": Nesterov(lr=0.8)},
+    "model": {"compress": 'ef(topk(0.1, values="int8", scope="model"))', "outer": SlowMo(beta=0.6)},
+    "random": {"compress": 'ef(quantize("int4", rounding="stochastic"))'},
+    "bf16": {"compress": 'ef(cast("bf16"), exchange="gather", memory_dtype="bf16")'},
+    "shards": {"compress": 'bidirectional(topk(0.2), quantize("int8"), selection="shard")'},
+    "thresholds": {"compress": "bidirectional(topk(0.2), topk(0.2))", "outer": Nesterov()},
+    "moments": {"compress": "ef(topk(0.1))", "moments": "average"},
+    "fragments": {"compress": "ef(topk(0.1))", "outer": SlowMo(), "fragments": 3},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_with_memory_and_momentum_resumes_bit_identical(method, tmp_path):
+    body = partial(resumed, local=METHODS[method])
+    assert on_threads(3, body, 4, tmp_path) == [True] * 3
+
+
+def through_dcp(saved, fresh, folder):
+    """What `fresh` becomes when everybody's `saved` goes through one distributed checkpoint."""
+    name = f"rank{dist.get_rank()}"
+    dcp.save({name: saved}, checkpoint_id=folder)
+    state = {name: fresh}
+    dcp.load(state, checkpoint_id=folder)
+    return state[name]
+
+
+def parts_of(script):
+    """Model, optimizer and local steps as torch.distributed.checkpoint's users save them."""
+    model, optimizer = get_state_dict(script.model, script.optimizer)
+    return {"model": model, "optimizer": optimizer, "sync": script.sync.state_dict()}
+
+
+def resumed_through_dcp(method, cut, folder):
+    options = OPTIONS | {"optimizer": adamw, "local": METHODS[method]}
+    whole, interrupted, again = (Script(**options) for _ in range(3))
+    expected = whole.train(0, TOTAL)
+    interrupted.train(0, cut)
+    # get_state_dict takes a step of the new optimizer, at rate 0, which is no step of the run.
+    state = through_dcp(parts_of(interrupted), parts_of(again), f"{folder}/{method}")
+    set_state_dict(
+        again.model,
+        again.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    again.sync.load_state_dict(state["sync"])
+    again.scheduler.load_state_dict(interrupted.scheduler.state_dict())
+    actual = again.train(cut, TOTAL)
+    assert again.sync.stats == whole.sync.stats
+    return all(
+        map(torch.equal, [*actual, *everything(again)], [*expected[cut:], *everything(whole)])
+    )
+
+
+def all_resumed_through_dcp(folder):
+    methods = ("plain", "thresholds", "fragments")
+    return [resumed_through_dcp(method, 4, folder) for method in methods]
+
+
+def test_a_run_that_is_resumed_in_mid_round_from_a_distributed_checkpoint(tmp_path):
+    assert on_processes(2, all_resumed_through_dcp, str(tmp_path)) == [[True] * 3] * 2
+
+
+def test_the_groups_come_from_the_checkpoint(tmp_path):
+    def body():
+        options = OPTIONS | {"build": wide, "local": {"compress": "ef(topk(0.02))"}}
+        whole = Script(**options, bucket_cap_mb=0.001)
+        expected = whole.train(0, TOTAL)
+        interrupted = Script(**options, bucket_cap_mb=0.001)
+        interrupted.train(0, 4)
+        again = Script(**options)
+        again.load(copy.deepcopy(interrupted.save()))
+        return torch.equal(torch.stack(again.train(4, TOTAL)), torch.stack(expected[4:]))
+
+    assert on_threads(2, body) == [True, True]
+
+
+def wide():
+    return convnet(16)
 
 
 def test_a_run_resumed_by_processes_is_bit_identical(tmp_path):
@@ -154,6 +242,10 @@ OTHERS = {
     "schedule": ({"spec": "every(4)"}, "every(4)", "qsr(alpha=0.2, h_base=2)"),
     "total_steps": ({"total_steps": 20}, "20", "12"),
     "warmup_steps": ({"warmup_steps": 3}, "3", "1"),
+    "compress": ({"local": {"compress": "ef(topk(0.1))"}}, "ef(topk(0.1))", "compress=mean"),
+    "outer": ({"local": {"outer": Nesterov(lr=0.5)}}, "nesterov(lr=0.5)", "outer=None"),
+    "moments": ({"local": {"moments": "reset"}}, "moments=reset", "moments=local"),
+    "fragments": ({"local": {"fragments": 2}}, "fragments=2", "fragments=1"),
     "shape": ({"build": partial(convnet, 5)}, "0.weight", "[5, 3, 3, 3]", "[4, 3, 3, 3]"),
 }
 
@@ -210,14 +302,14 @@ def test_the_error_names_what_differs_and_both_values(which):
         assert word in message
 
 
-@pytest.mark.parametrize("which", ["world_size", "spec"])
-def test_the_error_sends_the_user_to_nothing_that_local_steps_do_not_have(which):
-    message = refusal(lambda state: state | EDITS[which][0])
+def test_the_error_about_the_schedule_sends_the_user_to_nothing_that_local_steps_do_not_have():
+    message = refusal(lambda state: state | EDITS["spec"][0])
     for word in ("redistribute", "swap", "register"):
         assert word not in message
 
 
-@pytest.mark.parametrize("missing", ["round_end", "weights", "rank"])
+# Checkpoints of version 0.1 lack "synced" and what follows it.
+@pytest.mark.parametrize("missing", ["round_end", "weights", "rank", "synced", "saved_by"])
 def test_an_incomplete_state_is_refused(missing):
     message = refusal(lambda state: {k: v for k, v in state.items() if k != missing})
     assert missing in message

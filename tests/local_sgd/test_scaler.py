@@ -10,11 +10,12 @@ from tests.local_sgd import reference
 from tests.local_sgd.script import (
     Script,
     assert_close,
+    assert_refused,
     constant,
+    flat,
+    initialised,
     mlp,
-    momentum,
     sgd,
-    spied,
     synchronised_steps,
 )
 from tests.support.ranks import on_processes, on_threads
@@ -66,35 +67,45 @@ def test_the_average_happens_inside_a_skipped_turn():
     assert synchronised_steps(on_threads(2, body)) == [1]
 
 
-@pytest.mark.parametrize("launch", [on_threads, on_processes])
-def test_a_scaler_that_was_not_handed_over_is_found_on_all_ranks(launch):
-    outcomes = launch(2, partial(scaled, {(1, 1)}, hand_over=False), catch=True)
-    for outcome in outcomes:
-        assert type(outcome) is torchcomp.RankMismatchError, outcome
-        for words in ("scaler=scaler", "forward passes", "3 on rank 0", "4 on rank 1"):
-            assert words in str(outcome)
-
-
-def test_a_scaler_that_was_not_handed_over_is_found_before_anything_is_averaged():
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("step", [0, TOTAL - 1], ids=["first", "last"])
+def test_a_scaler_that_was_not_handed_over_is_refused_on_all_ranks_before_training(step):
     def body():
-        local = []
-        options = {"optimizer": spied(momentum, lambda: local.append(script.weights()))}
-        script = Script(scaler=torch.amp.GradScaler("cpu"), hand_over=False, **options)
+        before = trained_weights()
+        with pytest.raises(torchcomp.SpecError, match=r"GradScaler .*scaler=scaler") as raised:
+            scaled({(1, step)}, hand_over=False, build=lambda: before[0])
+        return str(raised.value), torch.equal(before[1], flat(before[0].parameters()))
+
+    messages, untouched = zip(*on_threads(2, body), strict=True)
+    assert untouched == (True, True)
+    assert messages[0] == messages[1]
+
+
+def trained_weights():
+    module = initialised(mlp())
+    return module, flat(module.parameters())
+
+
+def test_another_scaler_than_the_one_that_was_handed_over_is_refused():
+    def body():
+        script = Script("every(3)", scaler=torch.amp.GradScaler("cpu"))
+        script.scaler = torch.amp.GradScaler("cpu")
         script.step(0)
-        if script.rank:
-            script.step(1, scale=float("inf"))
-        script.step(1)
-        with pytest.raises(torchcomp.RankMismatchError):
-            script.step(2)
-        return local[-1], script.weights()
 
-    for local, weights in on_threads(2, body):
-        assert torch.equal(local, weights)
+    assert_refused(2, body, torchcomp.SpecError, "hand it over", "scaler=scaler")
 
 
-def test_a_scaler_that_is_switched_off_may_be_handed_over():
+def test_a_scaler_that_was_not_handed_over_leaves_no_rank_waiting():
+    for outcome in on_processes(2, partial(scaled, {(1, 0)}, hand_over=False), catch=True):
+        assert type(outcome) is torchcomp.SpecError, outcome
+        assert "scaler=scaler" in str(outcome)
+
+
+def test_a_scaler_that_is_switched_off_may_be_handed_over_or_not():
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    assert synchronised_steps(on_threads(2, partial(scaled, set(), scaler=scaler))) == [3, 6, 8]
+    for hand_over in (True, False):
+        runs = on_threads(2, partial(scaled, set(), scaler=scaler, hand_over=hand_over))
+        assert synchronised_steps(runs) == [3, 6, 8]
 
 
 def test_gradients_may_be_unscaled_and_clipped_before_the_turn():

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import os
 import pickle
 import signal
@@ -16,9 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked_ranks import RECIPES, Launcher, Run
 
-ROOT = Path(__file__).parents[2]
-RECIPES = ROOT / "recipes"
 # The recipes are scripts: they import their neighbours as modules beside them.
 sys.path.insert(0, str(RECIPES))
 
@@ -111,6 +111,27 @@ def train_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[s
     torch.set_rng_state(state)
 
 
+@pytest.fixture
+def shrink_here(
+    train_here: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., str]]:
+    """Train a configuration's shrunken copy, in this process, and return what is printed."""
+    import train
+    from settings import read_settings
+
+    logger = logging.getLogger("torchcomp")
+    level = logger.level
+
+    def run(*flags: str) -> str:
+        train.train_shrunken(read_settings([*flags, "--dry-run", "--shrink"]))
+        return capsys.readouterr().out
+
+    yield run
+    logger.setLevel(level)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 class TorchRun:
     """Starts runs of recipes/train.py on several gloo ranks, and ends what it started."""
 
@@ -156,18 +177,26 @@ def torchrun() -> Iterator[TorchRun]:
     runs.close()
 
 
+@pytest.fixture
+def forked(tmp_path: Path) -> Iterator[Launcher]:
+    """Start runs on several ranks, in milliseconds; whatever is left of them ends with the test."""
+    launcher = Launcher(tmp_path)
+    yield launcher
+    launcher.close()
+
+
 def summary_in(folder: Path) -> dict[str, Any]:
     """Read a finished run's summary."""
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return summary
 
 
-def wait_for_checkpoint(folder: Path, step: int, process: "subprocess.Popen[str]") -> None:
+def wait_for_checkpoint(folder: Path, step: int, run: Run) -> None:
     """Wait for a complete checkpoint of ``step`` or later, while its run is alive."""
     deadline = time.monotonic() + _RUN_SECONDS
     while not any(int(p.parent.name[5:]) >= step for p in folder.glob("step-*/complete.json")):
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise AssertionError(f"no checkpoint in {folder}:\n{process.communicate(timeout=5)[0]}")
+        if not run.is_alive() or time.monotonic() > deadline:
+            raise AssertionError(f"no checkpoint in {folder}:\n{run.printed.read_text()}")
         time.sleep(0.01)
 
 

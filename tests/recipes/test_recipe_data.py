@@ -13,9 +13,13 @@ import torch
 from errors import RecipeError
 from image_data import beton, facts, open_batches, sources
 from image_data.augment import Augmentation, normalised
+from image_data.mixup import MixUp
 from image_data.order import TrainOrder
 from image_data.presets import PRESETS
+from image_data.randaugment import OPERATIONS, RandAugment, functional
+from PIL import Image
 from settings import Settings
+from torchvision_compat import import_torchvision
 
 CPU = torch.device("cpu")
 
@@ -55,9 +59,11 @@ def test_digits_match_what_the_plan_says_of_them() -> None:
     assert shares.max() < 0.26
 
 
-def test_ranks_together_see_what_one_rank_sees() -> None:
-    whole = list(opened().train(1, 0))
-    halves = [list(opened(rank, 2).train(1, 0)) for rank in range(2)]
+@pytest.mark.parametrize("more", [{}, {"randaugment_ops": 2, "mixup": 0.2}], ids=["plain", "all"])
+def test_ranks_together_see_what_one_rank_sees(more: dict[str, Any]) -> None:
+    whole = list(opened(**more).train(1, 20))
+    halves = [list(opened(rank, 2, **more).train(1, 20)) for rank in range(2)]
+    assert len(whole) == 2
     for step, (images, labels) in enumerate(whole):
         parts = [half[step] for half in halves]
         assert torch.equal(torch.cat([part[0] for part in parts]), images)
@@ -127,6 +133,142 @@ def test_normalised_images_have_mean_0_and_deviation_1() -> None:
     assert result.shape == (1442, 1, 8, 8)
     assert result.mean().abs() < 0.01
     assert (result.std() - 1).abs() < 0.01
+
+
+# RandAugment.
+
+
+def random_ops(magnitude: int = 10, ranks: int = 1, rank: int = 0) -> RandAugment:
+    return RandAugment(2, magnitude, TrainOrder(100, 20, rank, ranks, seed=3))
+
+
+# Our operations, in our order, by the names under which torchvision has them.
+NAMES = ["Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness"]
+NAMES += ["Color", "Contrast", "Sharpness", "Posterize", "Solarize", "AutoContrast", "Equalize"]
+
+
+@pytest.mark.parametrize("magnitude", [1, 10, 30])
+@pytest.mark.parametrize("place", range(len(NAMES)), ids=NAMES)
+def test_operations_are_torchvisions(place: int, magnitude: int) -> None:
+    import_torchvision()
+    from torchvision.transforms import InterpolationMode, autoaugment
+
+    name = NAMES[place]
+    images = torch.randint(0, 256, (3, 3, 40, 52), dtype=torch.uint8)
+    images[:, :, :20] //= 3
+    space = autoaugment.RandAugment()._augmentation_space(31, (40, 52))
+    values, signed = space[name]
+    level = float(values[magnitude]) if values.ndim else float(values)
+    for sign in (-1, 1):
+        strength = level * sign if signed else level
+        expected = autoaugment._apply_op(images, name, strength, InterpolationMode.NEAREST, None)
+        found = OPERATIONS[place](functional(), images, magnitude / 30, sign)
+        # torchvision keeps strengths in float32, which may round a blended byte the other way.
+        assert (found.int() - expected.int()).abs().max() <= 1
+
+
+def test_there_are_as_many_operations_as_torchvision_has() -> None:
+    import_torchvision()
+    from torchvision.transforms import autoaugment
+
+    assert set(autoaugment.RandAugment()._augmentation_space(31, (8, 8))) == set(NAMES)
+    assert len(OPERATIONS) == len(NAMES)
+
+
+def test_operations_follow_one_another_on_each_image() -> None:
+    images = torch.randint(0, 256, (20, 32, 32, 3), dtype=torch.uint8)
+    augment = random_ops()
+    chosen, signs = augment._drawn(1, 2)
+    expected = images.permute(0, 3, 1, 2).clone()
+    for image in range(20):
+        for place, sign in zip(chosen[image], signs[image], strict=True):
+            one = expected[image : image + 1]
+            expected[image] = OPERATIONS[place](functional(), one, 1 / 3, int(sign))[0]
+    assert torch.equal(augment(images, 1, 2), expected.permute(0, 2, 3, 1))
+    assert len(chosen.unique()) > 7
+    assert set(signs.unique().tolist()) == {-1, 1}
+
+
+def test_random_operations_depend_on_epoch_and_step_and_not_on_ranks() -> None:
+    images = torch.randint(0, 256, (20, 32, 32, 3), dtype=torch.uint8)
+    whole = random_ops()(images, 1, 2)
+    halves = [random_ops(ranks=2, rank=r)(images[10 * r : 10 * r + 10], 1, 2) for r in range(2)]
+    assert torch.equal(torch.cat(halves), whole)
+    assert not torch.equal(random_ops()(images, 1, 3), whole)
+    assert not torch.equal(random_ops()(images, 2, 2), whole)
+
+
+def test_no_operations_leave_images_alone() -> None:
+    images = torch.randint(0, 256, (20, 8, 8, 1), dtype=torch.uint8)
+    assert RandAugment(0, 10, TrainOrder(100, 20, 0, 1, seed=3))(images, 0, 0) is images
+
+
+# MixUp.
+
+
+def mixing(ranks: int = 1, rank: int = 0, alpha: float = 0.2) -> MixUp:
+    return MixUp(alpha, 4, TrainOrder(100, 20, rank, ranks, seed=3))
+
+
+def test_images_and_labels_of_a_pair_are_mixed_alike() -> None:
+    images, labels = torch.randn(20, 1, 2, 2), torch.arange(20) % 4
+    shares = mixing().shares(1, 2).float()
+    mixed, targets = mixing()(images, labels, 1, 2)
+    for place, share in enumerate(shares):
+        other = place + 1 if place % 2 == 0 else place - 1
+        expected = (1 - share) * images[place] + share * images[other]
+        torch.testing.assert_close(mixed[place], expected)
+        weights = torch.zeros(4)
+        weights[labels[place]] += 1 - share
+        weights[labels[other]] += share
+        torch.testing.assert_close(targets[place], weights)
+
+
+def test_shares_are_drawn_from_the_beta_law() -> None:
+    many = torch.cat([mixing().shares(0, step) for step in range(300)]).numpy()
+    assert len(set(many)) == len(many)
+    drawn = np.random.default_rng(0).beta(0.2, 0.2, 100_000)
+    expected = np.minimum(drawn, 1 - drawn)
+    assert many.max() <= 0.5
+    assert many.mean() == pytest.approx(expected.mean(), abs=0.01)
+    assert many.std() == pytest.approx(expected.std(), abs=0.01)
+
+
+def test_mixing_depends_on_epoch_and_step_and_not_on_ranks() -> None:
+    images, labels = torch.randn(20, 1, 2, 2), torch.arange(20) % 4
+    whole = mixing()(images, labels, 1, 2)
+    parts = [slice(10 * rank, 10 * rank + 10) for rank in range(2)]
+    halves = [mixing(2, r)(images[p], labels[p], 1, 2) for r, p in enumerate(parts)]
+    assert same(tuple(torch.cat(pieces) for pieces in zip(*halves, strict=True)), whole)
+    assert not torch.equal(mixing().shares(1, 2), mixing().shares(1, 3))
+    assert not torch.equal(mixing().shares(1, 2), mixing().shares(2, 2))
+
+
+def test_without_mixup_labels_stay_labels() -> None:
+    images, labels = torch.randn(10, 1, 2, 2), torch.arange(10) % 4
+    assert mixing(alpha=0.0)(images, labels, 0, 0) == (images, labels)
+
+
+def test_settings_reach_the_training_images(photo_folder: Path) -> None:
+    where = {"dataset": "folder", "data_path": str(photo_folder), "batch_size": 4, "image_size": 32}
+    plain = all_of(opened(**where).train(0, 0))
+    assert plain[0].shape == (12, 3, 32, 32)
+    changed = all_of(opened(**where, randaugment_ops=2).train(0, 0))
+    assert not torch.equal(changed[0], plain[0])
+    mixed = all_of(opened(**where, mixup=0.2).train(0, 0))
+    assert mixed[1].shape == (12, 2)
+    assert torch.equal(mixed[1].sum(1), torch.ones(12))
+
+
+def test_a_test_image_keeps_its_share_of_the_shorter_side(photo_folder: Path) -> None:
+    where = {"dataset": "folder", "data_path": str(photo_folder), "batch_size": 4, "image_size": 32}
+    narrow, wide = (all_of(opened(**where, crop_ratio=r).test())[0] for r in (0.5, 1.0))
+    file = photo_folder / "val" / "cat" / "0.jpg"
+    whole = Image.open(file).resize((40, 32), Image.Resampling.BILINEAR).crop((4, 0, 36, 32))
+    bytes_ = torch.from_numpy(np.array(whole))[None]
+    preset = PRESETS["folder"]
+    torch.testing.assert_close(wide[:1], normalised(bytes_, preset))
+    assert not torch.equal(narrow, wide)
 
 
 # CIFAR-10 and photographs.
@@ -203,6 +345,11 @@ def test_empty_data_set(photo_folder: Path) -> None:
         image.unlink()
     with pytest.raises(RecipeError, match=r"train is empty: its class folders hold no .*jpg"):
         opened(dataset="folder", data_path=str(photo_folder), batch_size=4)
+
+
+def test_images_of_one_size_keep_it() -> None:
+    with pytest.raises(RecipeError, match=r"--image-size 32 is for photographs: .* are 8 x 8"):
+        opened(image_size=32)
 
 
 def test_missing_data_path() -> None:

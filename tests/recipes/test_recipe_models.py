@@ -1,15 +1,22 @@
 """Models by name, and what is said of names and shapes that do not exist."""
 
+import math
 import subprocess
 import sys
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from errors import RecipeError
 from models import build_model, check_model
+from simple_vit import SIZES, sin_cos_positions
+from torchvision_compat import import_torchvision
 
 
-@pytest.mark.parametrize("name", ["smallcnn", "torchvision/resnet18", "timm/resnet10t"])
+@pytest.mark.parametrize(
+    "name", ["smallcnn", "simple_vit/ti16", "torchvision/resnet18", "timm/resnet10t"]
+)
 def test_models_take_grey_and_colour_images(name: str) -> None:
     for channels, size in ((1, 64), (3, 64)):
         model = build_model(name, channels=channels, classes=7, small_stem=False)
@@ -22,12 +29,92 @@ def test_small_stem_keeps_the_resolution_of_small_images() -> None:
     assert model.maxpool(model.conv1(torch.zeros(1, 3, 32, 32))).shape[-1] == 32
 
 
+def simple_vit(size: str = "ti16", classes: int = 5) -> Any:
+    return build_model(f"simple_vit/{size}", channels=3, classes=classes, small_stem=False)
+
+
+def test_simple_vit_has_the_parameters_of_the_papers_shape() -> None:
+    patch, width, depth, mlp, classes = 16, 768, 12, 3072, 1000
+    block = 4 * width * (width + 1) + 2 * 2 * width + mlp * (width + 1) + width * (mlp + 1)
+    embedding = width * (3 * patch**2 + 1)
+    by_hand = embedding + depth * block + 2 * width + classes * (width + 1)
+    with torch.device("meta"):
+        model = simple_vit("b16", classes)
+    assert sum(parameter.numel() for parameter in model.parameters()) == by_hand == 86_415_592
+
+
+def test_simple_vit_has_the_parameters_of_timms_vit_without_token_and_positions() -> None:
+    import_torchvision()
+    import timm
+
+    options = {"class_token": False, "global_pool": "avg", "pos_embed": "none"}
+    with torch.device("meta"):
+        other = timm.create_model("vit_base_patch16_224", **options)
+        model = simple_vit("b16", 1000)
+    assert shapes(model) == shapes(other)
+
+
+def shapes(model: torch.nn.Module) -> Counter[tuple[int, ...]]:
+    return Counter(tuple(parameter.shape) for parameter in model.parameters())
+
+
+def test_simple_vit_equals_its_equations() -> None:
+    """Blocks written out in float64: attention, then the MLP, each after a norm and added."""
+    torch.manual_seed(0)
+    model = simple_vit().double().eval()
+    torch.nn.init.normal_(model.head.weight)
+    images = torch.randn(2, 3, 32, 48, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), scores_by_hand(model, images))
+
+
+def scores_by_hand(model: Any, images: torch.Tensor) -> torch.Tensor:
+    size = SIZES["ti16"]
+    grid = model.patches(images)
+    tokens = grid.flatten(2).transpose(1, 2)
+    tokens = tokens + sin_cos_positions(size.width, *grid.shape[2:], like=grid)
+    for block in model.blocks:
+        q, k, v = block.self_attn.in_proj_weight.chunk(3)
+        x = block.norm1(tokens)
+        heads = [(x @ w.T).unflatten(2, (size.heads, -1)).transpose(1, 2) for w in (q, k, v)]
+        weights = (heads[0] @ heads[1].mT / 8).softmax(-1)
+        mixed = (weights @ heads[2]).transpose(1, 2).flatten(2)
+        tokens = tokens + block.self_attn.out_proj(mixed)
+        x = block.norm2(tokens)
+        tokens = tokens + block.linear2(torch.nn.functional.gelu(block.linear1(x)))
+    return model.head(model.norm(tokens).mean(1))
+
+
+def test_simple_vit_wants_whole_patches() -> None:
+    with pytest.raises(ValueError, match="patches of 16 x 16 do not fill it"):
+        simple_vit()(torch.zeros(1, 3, 32, 40))
+
+
+def test_blocks_of_simple_vit_start_apart_and_its_classes_equal() -> None:
+    model = simple_vit()
+    first, second = (block.linear1.weight for block in model.blocks[:2])
+    assert not torch.equal(first, second)
+    for matrix in model.blocks[0].self_attn.in_proj_weight.chunk(3):
+        # A uniform law of deviation sqrt(2 / (inputs + outputs)), as Xavier's is.
+        assert matrix.std().item() == pytest.approx((2 / (192 + 192)) ** 0.5, rel=0.02)
+    assert torch.equal(model(torch.randn(2, 3, 32, 32)), torch.zeros(2, 5))
+
+
+def test_positions_are_sines_and_cosines_of_the_place() -> None:
+    table = sin_cos_positions(8, 2, 3, like=torch.zeros((), dtype=torch.float64))
+    x, y, slow = 2, 1, 1e-4
+    expected = [f(p * w) for p in (x, y) for f in (math.sin, math.cos) for w in (1, slow)]
+    assert table[y * 3 + x].tolist() == pytest.approx(expected, abs=1e-6)
+    assert len(table.unique(dim=0)) == 6
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("simple_vit/b15", "simple_vit has no model 'b15'; the nearest is 'b16'"),
         ("torchvision/resnet19", "torchvision has no model 'resnet19'; the nearest is 'resnet1"),
         ("timm/vit_tiny_patch16_22", "timm has no model .*; the nearest is 'vit_tiny_patch16_224'"),
-        ("smalcnn", "expected smallcnn, torchvision/NAME or timm/NAME, such as smallcnn"),
+        ("smalcnn", "expected smallcnn, simple_vit/SIZE, torchvision/NAME .* such as smallcnn"),
     ],
 )
 def test_unknown_models(name: str, message: str) -> None:

@@ -1,5 +1,6 @@
 """Runs of recipes/train.py: they learn, they repeat, and killed runs end as if never killed."""
 
+import copy
 import json
 import shutil
 import subprocess
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RECIPES, TorchRun, summary_in, wait_for_checkpoint
+from conftest import TorchRun, summary_in, wait_for_checkpoint
 from errors import RecipeError
+from forked_ranks import RECIPES, Launcher
 
 import torchcomp
 
@@ -21,6 +23,7 @@ METHODS = {
     "dense": [],
     "ef": ["--compress", "ef(topk(0.01))"],
     "qsr": ["--sync", "qsr(alpha=0.2, h_base=4)"],
+    "both": ["--sync", "every(4)", "--compress", "ef(topk(0.01))"],
 }
 
 
@@ -60,6 +63,8 @@ def gloo_threads() -> int:
         ["--accumulate", "4", "--nesterov", "--channels-last"],
         ["--schedule", "step", "--milestones", "1", "--warmup-steps", "5", "--eval-every", "5"],
         ["--model", "timm/test_resnet"],
+        ["--mixup", "0.2", "--clip-norm", "0.5", "--randaugment-ops", "2", "--amp", "bf16"],
+        ["--sync", "every(3)", "--bn-images", "100"],
     ],
     ids=lambda flags: flags[1].replace("/", "-"),
 )
@@ -137,6 +142,7 @@ def test_photographs_with_torchvision(
 ) -> None:
     flags = ["--dataset", "folder", "--data-path", str(photo_folder), "--loader", "torchvision"]
     flags += ["--model", "smallcnn", "--batch-size", "4", "--epochs", "1", "--workers", "1"]
+    flags += ["--image-size", "48", "--threads", "1"]
     assert train_here(*flags, "--out", str(tmp_path / "run"))["steps"] == 3
 
 
@@ -146,6 +152,7 @@ def test_photographs_with_ffcv(photo_folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "b" / "val_500_0.50_90.beton").is_file()
     flags = ["--dataset", "folder", "--data-path", str(tmp_path / "b"), "--loader", "ffcv"]
     flags += ["--model", "smallcnn", "--batch-size", "4", "--epochs", "2", "--threads", "1"]
+    flags += ["--image-size", "48", "--randaugment-ops", "2", "--mixup", "0.2"]
     # In a process of its own: at its end, Numba stumbles over what it compiled for JPEGs.
     done = run_script(*flags, "--out", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
@@ -202,6 +209,13 @@ def convert(*flags: str) -> None:
         (["--compress", "ef(topkk(0.01))"], torchcomp.SpecError, "topk"),
         (["--sync", "qsr(alpha=0, h_base=4)"], torchcomp.SpecError, "alpha"),
         (["--sync", "topk(0.1)"], torchcomp.SpecError, "schedule"),
+        (["--compress", "every(2)"], torchcomp.SpecError, "is a schedule, and here a method"),
+        (["--sync", "swap(switch=440)"], torchcomp.SpecError, r"before the end of the run \(440\)"),
+        (
+            ["--mixup", "0.2", "--batch-size", "63"],
+            RecipeError,
+            "over 1 ranks gives each 63",
+        ),
     ],
 )
 def test_bad_input(
@@ -240,7 +254,7 @@ def run_script(*flags: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.parametrize(
-    "config", sorted((RECIPES / "configs").rglob("*.yaml")), ids=lambda p: p.stem
+    "config", sorted((RECIPES / "configs").glob("*.yaml")), ids=lambda p: p.stem
 )
 @pytest.mark.parametrize("method", METHODS)
 def test_configurations_dry_run(
@@ -257,6 +271,87 @@ def test_configurations_dry_run(
     assert "synchronisations" in shown
 
 
+def test_local_steps_are_evaluated_with_statistics_estimated_anew(
+    train_here: TrainHere, digits_flags: list[str]
+) -> None:
+    # One rank has nothing to average: the statistics are all that --bn-images can change.
+    weights = []
+    for images in ("0", "360"):
+        flags = ["--epochs", "1", "--sync", "every(2)", "--bn-images", images]
+        out = Path(train_here(*digits_flags, *flags)["settings"]["out"])
+        weights.append(torch.load(out / "weights.pt", weights_only=True))
+    differing = {name for name, value in weights[0].items() if not value.equal(weights[1][name])}
+    assert differing == {name for name in weights[0] if "running" in name or "num_b" in name}
+
+
+def test_statistics_are_those_of_the_next_epochs_images(
+    train_here: TrainHere, digits_flags: list[str]
+) -> None:
+    from image_data import open_batches
+    from settings import read_settings
+
+    flags = [*digits_flags, "--epochs", "1", "--sync", "every(2)", "--bn-images", "128"]
+    settings = read_settings(flags)
+    out = Path(train_here(*flags)["settings"]["out"])
+    found = torch.load(out / "weights.pt", weights_only=True)
+    batches = open_batches(settings, 0, 1, torch.device("cpu"), workers=0).train(1, 0)
+    first, second = (next(batches)[0] for _ in range(2))
+    convolved = [
+        torch.nn.functional.conv2d(images, found["features.0.weight"], padding=1)
+        for images in (first, second)
+    ]
+    means = torch.stack([x.mean((0, 2, 3)) for x in convolved])
+    torch.testing.assert_close(found["features.1.running_mean"], means.mean(0))
+
+
+def test_gradients_are_clipped(train_here: TrainHere, digits_flags: list[str]) -> None:
+    flags = ["--epochs", "1", "--batch-size", "1440", "--momentum", "0", "--weight-decay", "0"]
+    moved = []
+    for norm in ("0", "0.01"):
+        out = Path(train_here(*digits_flags, *flags, "--clip-norm", norm)["settings"]["out"])
+        weights = torch.load(out / "weights.pt", weights_only=True)
+        seeded = fresh_weights()
+        change = [(weights[name] - value).square().sum() for name, value in seeded.items()]
+        moved.append(float(torch.stack(change).sum().sqrt()) / 0.1)
+    assert moved[0] > 0.1
+    assert moved[1] == pytest.approx(0.01, rel=1e-3)
+
+
+def fresh_weights() -> dict[str, torch.Tensor]:
+    from models import SmallCNN
+    from random_state import seed_all
+
+    seed_all(0)
+    return {name: value.detach() for name, value in SmallCNN(1, 10).named_parameters()}
+
+
+def test_local_steps_compute_again_what_overflows_in_float16(
+    train_here: TrainHere, digits_flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    monkeypatch.setattr("train.build_model", lambda *args, **kwargs: copy.deepcopy(linear))
+    monkeypatch.setattr("ranks._device", lambda settings, local_rank: torch.device("cpu"))
+    flags = [*digits_flags, "--epochs", "1", "--batch-size", "720", "--accumulate", "2"]
+    flags += ["--sync", "every(2)", "--amp", "fp16", "--clip-norm", "0.5"]
+    moved = []
+    for scale in (2.0**10, 2.0**30):
+        with monkeypatch.context() as patch:
+            patch.setattr("torch.amp.GradScaler", scaler_that_starts_at(scale))
+            out = Path(train_here(*flags)["settings"]["out"])
+        weights = torch.load(out / "weights.pt", weights_only=True)
+        moved.append(weights["1.weight"] - linear[1].weight.detach())
+    assert moved[0].norm() > 0.05
+    torch.testing.assert_close(moved[0], moved[1], atol=1e-5, rtol=1e-3)
+
+
+def scaler_that_starts_at(scale: float) -> type[torch.amp.GradScaler]:
+    class Scaler(torch.amp.GradScaler):
+        def __init__(self, device: str, *, enabled: bool) -> None:
+            super().__init__(device, init_scale=scale, enabled=enabled)
+
+    return Scaler
+
+
 def test_a_dry_run_does_not_train(tmp_path: Path) -> None:
     done = run_script("--dry-run", "--out", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
@@ -269,18 +364,18 @@ def test_a_dry_run_does_not_train(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_killed_run_resumes_and_ends_with_the_same_weights(
-    method: str, torchrun: TorchRun, tmp_path: Path, digits_flags: list[str]
+    method: str, forked: Launcher, tmp_path: Path, digits_flags: list[str]
 ) -> None:
     # 22 steps an epoch: step 25 is inside the second epoch, and inside a round of qsr (4, 8, ...).
     flags = [*digits_flags, "--epochs", "3", "--log-every", "1", *METHODS[method]]
-    whole = torchrun.start(*flags, "--out", str(tmp_path / "whole"))
+    whole = forked.start(*flags, "--out", str(tmp_path / "whole"))
     killed_flags = [*flags, "--out", str(tmp_path / "killed"), "--checkpoint-every", "5"]
-    killed = torchrun.start(*killed_flags)
+    killed = forked.start(*killed_flags)
     wait_for_checkpoint(tmp_path / "killed" / "checkpoints", 25, killed)
-    torchrun.kill(killed)
+    killed.kill()
     assert not (tmp_path / "killed" / "summary.json").exists()
-    torchrun.finish(whole)
-    said = torchrun.finish(torchrun.start(*killed_flags, "--resume"))
+    whole.finish()
+    said = forked.start(*killed_flags, "--resume").finish()
     assert "resumed after step" in said
     one, other = summary_in(tmp_path / "whole"), summary_in(tmp_path / "killed")
     assert one["weights_sha256"] == other["weights_sha256"]
@@ -291,14 +386,14 @@ def test_a_killed_run_resumes_and_ends_with_the_same_weights(
 
 
 def test_three_dense_ranks_resume_bit_for_bit(
-    torchrun: TorchRun, tmp_path: Path, digits_flags: list[str]
+    forked: Launcher, tmp_path: Path, digits_flags: list[str]
 ) -> None:
     # With three ranks, where a gradient lies in DDP's buckets decides how its sum is rounded.
     flags = [*digits_flags, "--epochs", "1", "--batch-size", "240", "--checkpoint-every", "2"]
-    torchrun.finish(torchrun.start(*flags, ranks=3))
+    forked.start(*flags, ranks=3).finish()
     whole = summary_in(tmp_path / "run")
     forget_newest_checkpoint(tmp_path / "run")
-    torchrun.finish(torchrun.start(*flags, "--resume", ranks=3))
+    forked.start(*flags, "--resume", ranks=3).finish()
     assert summary_in(tmp_path / "run")["weights_sha256"] == whole["weights_sha256"]
 
 

@@ -1,0 +1,79 @@
+"""A shrunken copy of a configuration, which any machine trains in seconds: ``--shrink``.
+
+The copy has a smaller model of the same family and a few made-up photographs of a few pixels;
+optimizer, schedules, augmentation, loss and method stay as they are.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from ranks import count_in_environment
+from settings import Settings
+
+from torchcomp.schedules.two_phase import TwoPhase
+from torchcomp.spec import parse_schedule
+
+SMALLER = {
+    "torchvision/resnet50": "torchvision/resnet18",
+    "torchvision/resnet152": "torchvision/resnet18",
+    "simple_vit/b16": "simple_vit/ti16",
+}
+_CLASSES = 2
+_PIXELS = 32
+_MICRO_BATCH = 2
+
+
+def shrunken(settings: Settings, folder: Path) -> Settings:
+    """Return the shrunken configuration, whose photographs are written into ``folder``.
+
+    It takes one step; two where a schedule, of learning rates or of averages, changes in between.
+    """
+    ranks = count_in_environment()
+    switching, drops = _switching_at_once(settings.sync), settings.schedule == "step"
+    images = _MICRO_BATCH * settings.accumulate * ranks
+    _write_photographs(folder / "photographs", train=images, test=max(_CLASSES, ranks))
+    return replace(
+        settings,
+        dataset="folder",
+        data_path=str(folder / "photographs"),
+        loader="torchvision",
+        image_size=_PIXELS,
+        model=SMALLER.get(settings.model, settings.model),
+        batch_size=images,
+        bn_images=min(settings.bn_images, images),
+        epochs=2 if drops or switching else 1,
+        milestones=(1,) if drops else (),
+        sync=switching or settings.sync,
+        warmup_steps=0,
+        amp=_amp(settings),
+        workers=1,
+        checkpoint_every=0,
+        resume=False,
+        out=str(folder / "run"),
+        dry_run=False,
+        shrink=False,
+    )
+
+
+def _switching_at_once(sync: str) -> str | None:
+    """Return a schedule that switches with its switch after the first step; None for others."""
+    schedule = None if sync == "none" else parse_schedule(sync)
+    return str(replace(schedule, switch=1)) if isinstance(schedule, TwoPhase) else None
+
+
+def _amp(settings: Settings) -> str:
+    with_cuda = settings.device != "cpu" and torch.cuda.is_available()
+    return "bf16" if settings.amp == "fp16" and not with_cuda else settings.amp
+
+
+def _write_photographs(folder: Path, *, train: int, test: int) -> None:
+    random = np.random.default_rng(0)
+    for split, count in (("train", train), ("val", test)):
+        for place in range(count):
+            path = folder / split / str(place % _CLASSES) / f"{place}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pixels = random.integers(0, 256, (48, 64, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(path)

@@ -1,0 +1,99 @@
+"""Simple ViT: a vision transformer without a class token, with fixed positions and mean pooling.
+
+Beyer, Zhai, Kolesnikov, "Better plain ViT baselines for ImageNet-1k", 2022 (arXiv 2205.01580). Gu
+et al., ICLR 2024 (arXiv 2310.14423), train it under the name ViT-B. Neither torchvision nor timm
+has a configuration with these positions.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_EPS = 1e-6
+_LONGEST_WAVE = 10_000
+
+
+@dataclass(frozen=True)
+class Size:
+    """Patch side in pixels, width, blocks, heads and width of the MLP."""
+
+    patch: int
+    width: int
+    depth: int
+    heads: int
+    mlp: int
+
+
+SIZES = {
+    "b16": Size(patch=16, width=768, depth=12, heads=12, mlp=3072),
+    "ti16": Size(patch=16, width=192, depth=12, heads=3, mlp=768),
+}
+
+
+class SimpleViT(nn.Module):
+    """Patches, positions, pre-norm blocks, norm, mean over the patches, linear head."""
+
+    def __init__(self, size: Size, channels: int, classes: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(channels, size.width, size.patch, stride=size.patch)
+        # Not nn.TransformerEncoder, which copies one block: all would start with the same weights.
+        self.blocks = nn.Sequential(*(_block(size) for _ in range(size.depth)))
+        self.norm = nn.LayerNorm(size.width, eps=_EPS)
+        self.head = nn.Linear(size.width, classes)
+        _initialise(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return a score (N, classes) for each class.
+
+        Args:
+            images: (N, C, H, W); H and W may be any multiples of the patch's side.
+
+        Raises:
+            ValueError: if patches do not fill the images.
+        """
+        side = self.patches.kernel_size[0]
+        if images.shape[-1] % side or images.shape[-2] % side:
+            raise ValueError(f"patches of {side} x {side} do not fill it")
+        grid = self.patches(images)
+        tokens = grid.flatten(2).transpose(1, 2) + sin_cos_positions(*grid.shape[1:], like=grid)
+        scores: Tensor = self.head(self.norm(self.blocks(tokens)).mean(1))
+        return scores
+
+
+def _block(size: Size) -> nn.Module:
+    return nn.TransformerEncoderLayer(
+        size.width,
+        size.heads,
+        size.mlp,
+        dropout=0.0,
+        activation="gelu",
+        layer_norm_eps=_EPS,
+        batch_first=True,
+        norm_first=True,
+    )
+
+
+def _initialise(model: SimpleViT) -> None:
+    """Xavier for every matrix, except 0 for the head, so that all classes start equal."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif parameter.ndim > 1:
+            # Queries, keys and values share a tensor, and are three matrices.
+            for matrix in parameter.flatten(1).chunk(3 if "in_proj" in name else 1):
+                nn.init.xavier_uniform_(matrix)
+    nn.init.zeros_(model.head.weight)
+
+
+def sin_cos_positions(width: int, rows: int, columns: int, *, like: Tensor) -> Tensor:
+    """Return a vector (rows * columns, width) for each patch: sines and cosines of x and of y."""
+    where: dict[str, Any] = {"device": like.device, "dtype": torch.float32}
+    powers = torch.arange(width // 4, **where) / (width // 4 - 1)
+    frequencies = _LONGEST_WAVE**-powers
+    y, x = torch.meshgrid(
+        torch.arange(rows, **where), torch.arange(columns, **where), indexing="ij"
+    )
+    x, y = (place.flatten()[:, None] * frequencies for place in (x, y))
+    return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1).to(like.dtype)

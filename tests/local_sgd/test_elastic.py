@@ -1,0 +1,160 @@
+"""A rank that dies costs its round; the run goes on with fewer ranks, or with more."""
+
+import copy
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchcomp
+from tests.local_sgd import elastic, reference
+from tests.local_sgd.script import (
+    Script,
+    assert_close,
+    constant,
+    equal_on_all,
+    flat,
+    spied,
+    synchronised_steps,
+)
+from tests.local_sgd.script import momentum as sgd_with_momentum
+from tests.support.ranks import on_threads
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(ranks, folder, fatal):
+    """Start the script as a user would, and wait for its end."""
+    options = ["--standalone", "--nproc-per-node", str(ranks), "--monitor-interval", "0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, elastic.__file__]
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(
+        [*command, str(folder), str(fatal)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def uninterrupted(crew, start, stop):
+    """Rounds of three steps of the given workers, in float64; the weights at the end."""
+    for step in range(start, stop):
+        for worker in crew:
+            worker.step(step, constant(step))
+        if (step + 1) % 3 == 0:
+            reference.average(crew, 0.0)
+    return torch.cat([w.flatten() for w in crew[0].weights])
+
+
+def resized(crew, ranks):
+    """As many workers as there are ranks now; a new one takes an old one's momentum over."""
+    fresh = [copy.deepcopy(crew[rank % len(crew)]) for rank in range(ranks)]
+    for rank, worker in enumerate(fresh):
+        worker.rank = rank
+    return fresh
+
+
+class Momentum:
+    """An update of the reference that can be copied."""
+
+    def __init__(self):
+        self.velocity = []
+
+    def __call__(self, weights, gradients, rate):
+        for place, (w, g) in enumerate(zip(weights, gradients, strict=True)):
+            g = g + 0.01 * w
+            if place == len(self.velocity):
+                self.velocity.append(g.clone())
+            else:
+                self.velocity[place] = 0.9 * self.velocity[place] + g
+            w -= rate * self.velocity[place]
+
+
+def test_a_rank_that_dies_in_mid_round_costs_that_round_with_fewer_and_with_more_ranks(tmp_path):
+    crew = [reference.Worker(rank, Momentum()) for rank in range(3)]
+    # Rank 1 dies at its 8th step: the run goes on from step 6. Then at its 14th: from step 12.
+    for ranks, fatal, start, stop in [(3, 8, 0, 6), (2, 14, 6, 12), (3, 0, 12, 18)]:
+        ended = torchrun(ranks, tmp_path, fatal)
+        assert bool(ended.returncode) == bool(fatal), ended.stderr
+        crew = resized(crew, ranks)
+        expected = uninterrupted(crew, start, stop)
+        assert not (tmp_path / f"{stop + 3}").exists()
+        saved = [torch.load(tmp_path / f"{stop}" / f"{rank}.pt") for rank in range(ranks)]
+        assert equal_on_all(each["weights"] for each in saved)
+        assert_close(saved[0]["weights"], expected)
+
+
+METHODS = ("ef(topk(0.1))", 'bidirectional(topk(0.2), quantize("int8"), selection="shard")')
+
+
+def saved_at(step, spec):
+    script = Script("every(3)", 12, local={"compress": spec})
+    script.train(0, step)
+    return script.save()
+
+
+def mean_owed(states):
+    """By parameter, what all ranks still owe to the mean."""
+    owed = {}
+    for name in states[0]["shapes"]:
+        error = torch.stack([state["error"][name].flatten() for state in states]).mean(0)
+        debts = [state["owner"][name] for state in states if name in state["owner"]]
+        owed[name] = error + torch.cat(debts) if debts else error
+    return owed
+
+
+def goes_on(saved, states, spec):
+    script = Script("every(3)", 12, local={"compress": spec})
+    own = saved[script.rank % len(saved)]
+    script.load({**own, "sync": states[script.rank]})
+    return script.train(6, 12)
+
+
+@pytest.mark.parametrize("spec", METHODS)
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_memory_is_redistributed_to_another_number_of_ranks(spec, world_size):
+    saved = on_threads(3, saved_at, 6, spec)
+    before = [each["sync"] for each in saved]
+    states = torchcomp.redistribute(before, world_size)
+    old, new = mean_owed(before), mean_owed(states)
+    assert max(float(part.abs().max()) for part in old.values()) > 0
+    for name, part in old.items():
+        assert_close(new[name], part)
+    runs = on_threads(world_size, partial(goes_on, saved, states, spec))
+    assert {3, 6} <= set(synchronised_steps(runs))
+
+
+def test_states_of_the_middle_of_a_round_fit_no_other_number_of_ranks():
+    states = [each["sync"] for each in on_threads(3, saved_at, 4, "mean")]
+
+    def body():
+        script = Script("every(3)", 12)
+        script.sync.load_state_dict(torchcomp.redistribute(states, 2)[script.rank])
+
+    for rank, outcome in enumerate(on_threads(2, body, catch=True)):
+        assert type(outcome) is torchcomp.CheckpointError
+        for words in ("by rank 0 of 3 inside a round", "saved between rounds"):
+            assert words in str(outcome), rank
+
+
+def test_survivors_hold_the_weights_of_the_last_synchronisation_in_their_memory():
+    """With compressed changes, the state of any one rank can bring the shared weights back."""
+
+    def body():
+        local = []
+        watched = spied(sgd_with_momentum, lambda: local.append(script.weights()))
+        script = Script("every(3)", 12, optimizer=watched, local={"compress": "ef(topk(0.1))"})
+        script.train(0, 3)
+        shared = script.weights()
+        script.train(3, 5)
+        state = script.sync.state_dict()
+        return torch.equal(flat(state["reference"][name] for name in state["shapes"]), shared)
+
+    assert on_threads(2, body) == [True] * 2
+    assert not dist.is_initialized()

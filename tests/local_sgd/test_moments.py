@@ -1,0 +1,142 @@
+"""The optimizers' state at a synchronisation: left alone, averaged, or started anew."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import torchcomp
+from tests.local_sgd.script import (
+    Script,
+    adamw,
+    assert_close,
+    assert_refused,
+    equal_on_all,
+    mlp,
+    momentum,
+    sgd,
+    spied,
+    synchronised_steps,
+)
+from tests.support.ranks import on_threads
+
+
+def states(script):
+    """By parameter and key, a copy of every tensor that the optimizer keeps."""
+    kept = script.optimizer.state_dict()["state"]
+    return {(n, key): value.clone() for n, each in kept.items() for key, value in each.items()}
+
+
+def around_a_synchronisation(policy, optimizer, **options):
+    """The state before and after the average of the second step, and the weights after each."""
+    before = []
+    watched = spied(optimizer, lambda: before.append(states(script)))
+    local = {"moments": policy} | options.pop("local", {})
+    script = Script("every(2)", total_steps=4, optimizer=watched, local=local, **options)
+    weights = script.train(0, 2)
+    after = states(script)
+    return before[-1], after, weights + script.train(2, 4)
+
+
+@pytest.mark.parametrize("optimizer", [momentum, adamw, partial(torch.optim.Adafactor)])
+def test_averaged_moments_are_the_mean_of_the_ranks(optimizer):
+    outcomes = on_threads(3, around_a_synchronisation, "average", optimizer)
+    befores, afters, weights = zip(*outcomes, strict=True)
+    assert afters[0]
+    for key in afters[0]:
+        assert equal_on_all(after[key] for after in afters)
+        mean = torch.stack([before[key].double() for before in befores]).mean(0)
+        assert_close(afters[0][key].double(), mean)
+    assert synchronised_steps(weights) == [2, 4]
+
+
+def test_averaged_moments_compose_with_compressed_changes():
+    options = {"build": lambda: mlp().float(), "local": {"compress": "ef(topk(0.2))"}}
+    body = partial(around_a_synchronisation, "average", momentum, **options)
+    _, afters, weights = zip(*on_threads(3, body), strict=True)
+    for key in afters[0]:
+        assert equal_on_all(after[key] for after in afters)
+    assert synchronised_steps(weights) == [2, 4]
+
+
+@pytest.mark.parametrize("optimizer", [momentum, adamw])
+def test_moments_that_are_reset_are_as_those_of_a_new_optimizer(optimizer):
+    def renewed():
+        """Plain local steps, whose optimizer is exchanged for a new one after the average."""
+        script = Script("every(2)", total_steps=4, optimizer=optimizer)
+        weights = script.train(0, 2)
+        script.optimizer.state.clear()
+        return weights + script.train(2, 4)
+
+    outcomes = on_threads(3, around_a_synchronisation, "reset", optimizer)
+    for (before, after, weights), wanted in zip(outcomes, on_threads(3, renewed), strict=True):
+        assert before
+        assert not after
+        assert torch.equal(torch.stack(weights), torch.stack(wanted))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_rank_without_moments_adds_zeros_and_goes_on_without():
+    def body():
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        script = Script("every(1)", scaler=scaler, optimizer=adamw, local={"moments": "average"})
+        script.step(0, scale=float("inf") if script.rank == 1 else 1.0)
+        first = states(script)
+        script.step(1)
+        return first, states(script)
+
+    first, second = zip(*on_threads(3, body), strict=True)
+    assert not first[1]
+    for key, value in first[0].items():
+        assert torch.equal(value, first[2][key])
+    for key, value in second[0].items():
+        if key[1] != "step":
+            assert torch.equal(value, second[1][key])
+    assert [float(each[0, "step"]) for each in second] == [2.0, 1.0, 2.0]
+
+
+def test_state_without_tensors_is_no_error():
+    def body(policy):
+        return Script("every(2)", optimizer=sgd, local={"moments": policy}).train(0, 4)
+
+    for policy in ("average", "reset"):
+        assert synchronised_steps(on_threads(2, body, policy)) == [2, 4]
+
+
+def test_moments_that_are_not_finite_stop_all_ranks_before_anything_is_averaged():
+    def body():
+        local = []
+        watched = spied(momentum, lambda: spoil(script, local))
+        script = Script("every(2)", optimizer=watched, local={"moments": "average"})
+        script.step(0)
+        with pytest.raises(torchcomp.NonFiniteError) as raised:
+            script.step(1)
+        return str(raised.value), torch.equal(local[-1], script.weights())
+
+    for message, unchanged in on_threads(2, body):
+        for word in ("the optimizers' state after step 2", "'2.bias momentum_buffer' on rank 1"):
+            assert word in message
+        assert unchanged
+
+
+def spoil(script, local):
+    local.append(script.weights())
+    if script.rank == 1 and len(local) == 2:
+        last = script.model.module[2].bias
+        script.optimizer.state[last]["momentum_buffer"].fill_(float("nan"))
+
+
+def test_averaging_moments_is_counted():
+    def body(policy):
+        script = Script("every(2)", optimizer=adamw, local={"moments": policy})
+        script.train(0, 2)
+        return script.sync.stats.bytes_sent
+
+    assert on_threads(2, body, "average")[0] == 3 * on_threads(2, body, "local")[0]
+
+
+@pytest.mark.parametrize("policy", ["mean", None, True])
+def test_a_policy_that_is_none(policy):
+    body = partial(Script, local={"moments": policy})
+    words = ("moments must be one of", '"local", "average", "reset"', repr(policy))
+    assert_refused(2, body, torchcomp.SpecError, *words)

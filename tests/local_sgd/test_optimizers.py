@@ -1,0 +1,348 @@
+"""Any optimizer, several of them, and parameters that they begin to train later."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import torchcomp
+from tests.local_sgd.script import (
+    Script,
+    assert_close,
+    assert_refused,
+    batch,
+    equal_on_all,
+    flat,
+    initialised,
+    loss_of,
+    mlp,
+    synchronised_steps,
+)
+from tests.support.ranks import on_threads, with_fake_ranks
+
+TOTAL = 8
+# Muon takes matrices only, SparseAdam sparse gradients only; LBFGS has a test of its own.
+OTHERS = {"Optimizer", "Muon", "SparseAdam", "LBFGS"}
+OPTIMIZERS = [
+    cls
+    for name in torch.optim.__all__
+    if isinstance(cls := getattr(torch.optim, name), type)
+    and issubclass(cls, torch.optim.Optimizer)
+    and name not in OTHERS
+]
+
+
+def with_every_optimizer():
+    """Weights after each step, for each class of torch.optim."""
+    return [
+        Script("every(3)", total_steps=4, optimizer=partial(each, lr=0.01)).train(0, 4)
+        for each in OPTIMIZERS
+    ]
+
+
+def test_every_optimizer_of_torch():
+    assert len(OPTIMIZERS) >= 10
+    for runs in zip(*on_threads(2, with_every_optimizer), strict=True):
+        assert synchronised_steps(runs) == [3, 4]
+
+
+def test_an_optimizer_that_evaluates_a_closure_more_often_on_one_rank():
+    def body():
+        calls = []
+        script = Script("every(2)", optimizer=partial(torch.optim.LBFGS, max_iter=3, max_eval=9))
+        script.optimizer.param_groups[0]["max_iter"] += 2 * script.rank
+
+        def closure():
+            calls.append(1)
+            script.optimizer.zero_grad()
+            loss = loss_of(script.model, *batch(script.rank, 0))
+            loss.backward()
+            return loss
+
+        weights = []
+        for _ in range(4):
+            script.optimizer.step(closure)
+            weights.append(script.weights())
+        return weights, len(calls)
+
+    runs, calls = zip(*on_threads(2, body), strict=True)
+    assert calls[0] != calls[1]
+    assert synchronised_steps(runs) == [2, 4]
+
+
+# --- Several optimizers ---------------------------------------------------------------------------
+
+
+class Two(Script):
+    """Two optimizers, the first of the first layer and the second of the rest."""
+
+    def __init__(self, spec, total=TOTAL, rates=(0.05, 0.02), layers=(0, 2), **local):
+        self.rank = dist.get_rank()
+        self.model = DistributedDataParallel(initialised(mlp()))
+        module = self.model.module
+        self.optimizers = [
+            torch.optim.SGD(module[layer].parameters(), lr=rate, momentum=0.9)
+            for layer, rate in zip(layers, rates, strict=True)
+        ]
+        self.sync = torchcomp.LocalSGD(
+            self.model, self.optimizers, spec, total_steps=total, **local
+        )
+
+    def step(self, step):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss_of(self.model, *batch(self.rank, step)).backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return self.weights()
+
+    def layer(self, place):
+        return flat(self.model.module[place].parameters())
+
+
+def shared_by_two():
+    return Two("every(3)").train(0, TOTAL)
+
+
+def in_two_groups():
+    """The same run with one optimizer of two parameter groups."""
+
+    def optimizer(parameters):
+        groups = [{"params": parameters[:2], "lr": 0.05}, {"params": parameters[2:], "lr": 0.02}]
+        return torch.optim.SGD(groups, momentum=0.9)
+
+    script = Script("every(3)", total_steps=TOTAL, optimizer=optimizer, rate=lambda step: 1.0)
+    return script.train(0, TOTAL)
+
+
+def test_optimizers_that_share_a_schedule_are_as_one():
+    runs = on_threads(3, shared_by_two)
+    assert synchronised_steps(runs) == [3, 6, 8]
+    for mine, wanted in zip(runs, on_threads(3, in_two_groups), strict=True):
+        assert_close(torch.stack(mine), torch.stack(wanted))
+
+
+def layers_after_each_step(spec, total=TOTAL, **options):
+    script, seen = Two(spec, total, **options), []
+    for step in range(total):
+        script.step(step)
+        seen.append([script.layer(0), script.layer(2), script.sync.next_sync])
+    return seen
+
+
+@pytest.mark.parametrize("compress", ["mean", "ef(identity)"])
+def test_optimizers_may_have_a_schedule_each(compress):
+    # At a rate of 0.02, H = floor((0.05 / 0.02)^2) = 6; at 0.05 it would be 1.
+    specs = ["every(3)", "qsr(alpha=0.05, h_base=1)"]
+    runs = on_threads(3, partial(layers_after_each_step, specs, compress=compress))
+    first, second, _ = zip(*(zip(*run, strict=True) for run in runs), strict=True)
+    assert synchronised_steps(first) == [3, 6, 8]
+    assert synchronised_steps(second) == [6, 8]
+    assert [seen for *_, seen in runs[0]] == [3, 3, 6, 6, 6, None, 8, None]
+
+
+def test_a_schedule_each_that_is_the_same_is_one_schedule():
+    for mine, wanted in zip(
+        on_threads(2, layers_after_each_step, ["every(3)"] * 2),
+        on_threads(2, layers_after_each_step, "every(3)"),
+        strict=True,
+    ):
+        for step, expected in zip(mine, wanted, strict=True):
+            assert torch.equal(step[0], expected[0])
+            assert torch.equal(step[1], expected[1])
+
+
+def test_one_optimizer_may_not_take_two_turns_of_a_step():
+    def body():
+        script = Two("every(3)")
+        script.optimizers[1].step()
+        with pytest.raises(RuntimeError, match="between the turns"):
+            script.sync.state_dict()
+        script.optimizers[1].step()
+
+    words = ("optimizer 1 begins another step", "optimizer 0 has not had its turn")
+    assert_refused(2, body, torchcomp.ScheduleError, *words)
+
+
+@pytest.mark.parametrize(
+    ("spec", "layers", "words"),
+    [
+        (["every(3)"], (0, 2), ("1 schedules for 2 optimizers",)),
+        (["every(3)"] * 3, (0, 2), ("3 schedules for 2 optimizers",)),
+        (["every(3)", "ef(topk(0.1))"], (0, 2), ("gradient method",)),
+        (["every(3)", "every(2)"], (0, 0), ("is in two optimizers that have a schedule each",)),
+    ],
+)
+def test_schedules_that_do_not_fit_the_optimizers(spec, layers, words):
+    assert_refused(2, partial(Two, spec, layers=layers), torchcomp.SpecError, *words)
+
+
+def test_the_same_optimizer_twice():
+    def body():
+        script = Script(spec=None)
+        torchcomp.LocalSGD(script.model, [script.optimizer] * 2, "every(2)", total_steps=4)
+
+    assert_refused(2, body, torchcomp.SpecError, "a list of different ones")
+
+
+# --- Parameters that come later -------------------------------------------------------------------
+
+
+def thawed(compress="mean", late=2, only_on=(0, 1, 2), total=7):
+    """The first layer is frozen for `late` steps; its weights after each step."""
+    module = initialised(mlp())
+    module[0].requires_grad_(False)
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module[2].parameters(), lr=0.05, momentum=0.9)
+    sync = torchcomp.LocalSGD(model, optimizer, "every(3)", total_steps=total, compress=compress)
+    rank, seen = dist.get_rank(), []
+    for step in range(total):
+        if step == late and rank in only_on:
+            module[0].requires_grad_(True)
+            optimizer.add_param_group({"params": module[0].parameters()})
+        optimizer.zero_grad()
+        loss_of(model, *batch(rank, step)).backward()
+        optimizer.step()
+        seen.append(flat(module[0].parameters()))
+    return seen, sync.state_dict()
+
+
+@pytest.mark.parametrize("compress", ["mean", "ef(topk(0.2))"])
+@pytest.mark.parametrize("late", [2, 3, 4])
+def test_a_layer_that_thaws_is_averaged_from_its_first_step_on(compress, late):
+    runs, states = zip(*on_threads(3, thawed, compress, late), strict=True)
+    frozen = list(range(1, late + 1))
+    assert synchronised_steps(runs) == sorted({*frozen, 3, 6, 7})
+    assert not torch.equal(runs[0][-1], runs[0][0])
+    assert list(states[0]["shapes"]) == ["2.weight", "2.bias", "0.weight", "0.bias"]
+
+
+def test_a_layer_that_thaws_on_one_rank_only_is_found():
+    def body():
+        thawed(only_on=(1,))
+
+    words = ("parameters added", "none on rank 0", "0.weight, 0.bias")
+    assert_refused(2, body, torchcomp.RankMismatchError, *words)
+
+
+def grown(compress="mean", total=6):
+    """After a step, the model gets a head that differs from rank to rank; it after each step."""
+    script, seen = Script("every(2)", total_steps=total, local={"compress": compress}), []
+    script.train(0, 1)
+    head = initialised(nn.Linear(3, 3).double(), seed=script.rank)
+    script.model.module.append(head)
+    script.optimizer.add_param_group({"params": head.parameters(), "lr": 0.05})
+    for step in range(1, total):
+        script.optimizer.zero_grad()
+        script.backward(step)
+        script.turn()
+        seen.append(flat(head.parameters()))
+    return seen
+
+
+def test_a_parameter_that_is_added_to_the_model_and_to_the_optimizer():
+    assert synchronised_steps(on_threads(2, grown)) == [1, 3, 5]
+
+
+def test_a_parameter_that_is_added_with_different_values_cannot_be_compressed():
+    words = ("parameters added", "checksum")
+    assert_refused(2, partial(grown, "ef(topk(0.2))"), torchcomp.RankMismatchError, *words)
+
+
+def test_a_parameter_that_no_optimizer_held_joins_the_schedule_of_the_one_that_takes_it():
+    def body():
+        script = Two(["every(2)", "every(3)"], total=6, layers=(0, 2))
+        script.sync.close()
+        late = script.model.module[2].bias
+        script.optimizers[1] = torch.optim.SGD([script.model.module[2].weight], lr=0.05)
+        script.sync = torchcomp.LocalSGD(
+            script.model, script.optimizers, ["every(2)", "every(3)"], total_steps=6
+        )
+        seen = []
+        for step in range(6):
+            if step == 1:
+                script.optimizers[1].add_param_group({"params": [late]})
+            script.step(step)
+            seen.append(flat([late]))
+        return seen
+
+    assert synchronised_steps(on_threads(2, body)) == [1, 3, 6]
+
+
+def test_a_parameter_that_no_rank_uses_stays_what_it_is():
+    def body():
+        script = Script("every(2)", optimizer=partial(torch.optim.AdamW, lr=0.1, weight_decay=0))
+        last = script.model.module[2]
+        before = flat(last.parameters())
+        for _ in range(4):
+            script.optimizer.zero_grad()
+            script.model.module[0](batch(script.rank, 0)[0]).sum().backward()
+            script.optimizer.step()
+        return torch.equal(before, flat(last.parameters())), flat(script.model.parameters())
+
+    unchanged, weights = zip(*on_threads(2, body), strict=True)
+    assert unchanged == (True, True)
+    assert equal_on_all(weights)
+
+
+# --- What else a script has -----------------------------------------------------------------------
+
+
+def test_a_moving_average_that_is_updated_between_rounds_is_the_same_on_all_ranks():
+    def body():
+        script = Script("every(3)", total_steps=TOTAL)
+        ema = AveragedModel(script.model.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        expected = None
+        for step in range(TOTAL):
+            weights = script.step(step)
+            if script.sync.next_sync is None:
+                ema.update_parameters(script.model.module)
+                expected = weights if expected is None else 0.5 * expected + 0.5 * weights
+        return flat(ema.module.parameters()), expected
+
+    averages, expected = zip(*on_threads(3, body), strict=True)
+    assert equal_on_all(averages)
+    assert_close(averages[0], expected[0])
+
+
+def through_the_compiler(where):
+    """Weights after each step, and how many frames were compiled after 2 of them and in all."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    build = partial(torch.compile, mlp(), backend="eager") if where == "inside" else mlp
+    script = Script("every(3)", total_steps=TOTAL, build=build)
+    if where == "outside":
+        script.model = torch.compile(script.model, backend="eager")
+    first, early = script.train(0, 2), torch._dynamo.utils.counters["frames"]["ok"]
+    rest = script.train(2, TOTAL)
+    return first + rest, early, torch._dynamo.utils.counters["frames"]["ok"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_compiled_model_trains_alike_and_is_not_compiled_again(where):
+    compiled, early, frames = with_fake_ranks(1, through_the_compiler, where)
+    plain, none, _ = with_fake_ranks(1, through_the_compiler, "nowhere")
+    assert none == 0
+    assert 0 < early == frames
+    assert_close(torch.stack(compiled), torch.stack(plain))
+
+
+def test_clipped_gradients():
+    def body():
+        script, weights = Script("every(2)", total_steps=4), []
+        for step in range(4):
+            script.optimizer.zero_grad()
+            script.backward(step)
+            norm = nn.utils.clip_grad_norm_(script.model.parameters(), 0.1)
+            assert not math.isnan(norm)
+            script.turn()
+            weights.append(script.weights())
+        return weights
+
+    assert synchronised_steps(on_threads(2, body)) == [2, 4]

@@ -1,0 +1,152 @@
+"""Outer steps are the papers' formulas, and compose with compressed changes."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import torchcomp
+from tests.local_sgd import reference
+from tests.local_sgd.script import (
+    Script,
+    assert_close,
+    assert_refused,
+    cosine,
+    equal_on_all,
+    momentum,
+    synchronised_steps,
+)
+from tests.support.ranks import on_threads
+from torchcomp.local_sgd import Nesterov, SlowMo
+
+TOTAL, WARMUP = 24, 4
+RATE = partial(cosine, peak=0.05, warmup=WARMUP, total=TOTAL)
+OUTER = {
+    "slowmo": (SlowMo(beta=0.6, alpha=0.8), partial(reference.slowmo, 0.6, 0.8)),
+    "slowmo-default": (SlowMo(), partial(reference.slowmo, 0.7, 1.0)),
+    "diloco": (Nesterov(lr=0.6, momentum=0.8), partial(reference.diloco, 0.6, 0.8)),
+    "diloco-default": (Nesterov(), partial(reference.diloco, 0.7, 0.9)),
+}
+
+
+def outer_run(outer, compress="mean", rate=RATE, total=TOTAL, **options):
+    local = {"outer": outer, "compress": compress}
+    horizon = {"total_steps": total, "warmup_steps": WARMUP}
+    script = Script(**{"spec": "every(3)", "rate": rate, "local": local} | horizon | options)
+    return script.train(0, total)
+
+
+@pytest.mark.parametrize("which", OUTER)
+def test_equals_the_float64_reference_at_every_step(which):
+    outer, synchronise = OUTER[which]
+    # The last round is shorter than the others.
+    runs = on_threads(4, partial(outer_run, outer, total=TOTAL - 1))
+    expected = reference.local_opt(
+        4,
+        TOTAL - 1,
+        update=reference.momentum_update,
+        rule=reference.every(3),
+        rate=RATE,
+        synchronise=synchronise(),
+    )
+    for actual, (weights, _) in zip(zip(*runs, strict=True), expected, strict=True):
+        for mine, wanted in zip(actual, weights, strict=True):
+            assert_close(mine, wanted, 1e-11)
+    assert synchronised_steps(runs) == [3, 6, 9, 12, 15, 18, 21, 23]
+
+
+@pytest.mark.parametrize("outer", [SlowMo(beta=0.0), Nesterov(lr=1.0, momentum=0.0)])
+def test_without_momentum_and_at_rate_1_it_is_the_plain_average(outer):
+    plain, mine = on_threads(3, outer_run, None), on_threads(3, outer_run, outer)
+    for actual, wanted in zip(mine, plain, strict=True):
+        assert_close(torch.stack(actual), torch.stack(wanted))
+
+
+def test_slow_momentum_is_not_the_plain_average():
+    plain, mine = (on_threads(2, outer_run, outer)[0][-1] for outer in (None, SlowMo()))
+    assert (plain - mine).norm() > 1e-2 * plain.norm()
+
+
+@pytest.mark.parametrize("which", ["slowmo", "diloco"])
+def test_a_lossless_method_makes_no_difference(which):
+    outer, _ = OUTER[which]
+    plain, mine = on_threads(3, outer_run, outer), on_threads(3, outer_run, outer, "ef(identity)")
+    for actual, wanted in zip(mine, plain, strict=True):
+        assert_close(torch.stack(actual), torch.stack(wanted))
+
+
+@pytest.mark.parametrize("which", ["slowmo", "diloco"])
+@pytest.mark.parametrize("spec", ["ef(topk(0.1))", "bidirectional(topk(0.2), topk(0.2))"])
+def test_ranks_are_bit_identical_with_compressed_changes(which, spec):
+    def build():
+        return reference.mlp().float()
+
+    runs = on_threads(3, partial(outer_run, OUTER[which][0], spec, build=build))
+    assert synchronised_steps(runs) == list(range(3, TOTAL + 1, 3))
+
+
+def test_a_tiny_rate_at_the_start_of_a_round_does_not_blow_the_momentum_up():
+    # 1e-9 at the first step, and 0.05 from the second on: divided by the first, u would be 5e7.
+    run = partial(outer_run, SlowMo(), rate=lambda step: 0.05 if step else 1e-9, total=12)
+    assert on_threads(2, run)[0][-1].abs().max() < 10
+
+
+def test_a_round_at_a_rate_of_zero_leaves_the_parameters_alone():
+    body = partial(outer_run, SlowMo(), rate=lambda step: 0.05 * (step > 2), total=6)
+    weights = on_threads(2, body)[0]
+    start = reference.initialised(reference.mlp()).parameters()
+    assert torch.equal(weights[2], torch.cat([p.detach().flatten() for p in start]))
+    assert not torch.equal(weights[5], weights[2])
+
+
+def test_rates_that_differ_between_ranks_inside_a_round():
+    def body():
+        rank = torch.distributed.get_rank()
+        outer_run(SlowMo(), rate=lambda step: 0.1 if rank and step == 1 else 0.05)
+
+    words = ("sum of the learning rates of its steps", "on rank 0", "on rank 1")
+    assert_refused(2, body, torchcomp.RankMismatchError, *words)
+
+
+def test_the_momentum_is_the_same_on_all_ranks_and_in_the_state():
+    def body():
+        script = Script("every(2)", optimizer=momentum, local={"outer": Nesterov()})
+        script.train(0, 4)
+        state = script.sync.state_dict()
+        assert state["momentum"].keys() == state["shapes"].keys()
+        return torch.cat([tensor.flatten() for tensor in state["momentum"].values()])
+
+    momenta = on_threads(3, body)
+    assert equal_on_all(momenta)
+    assert momenta[0].norm() > 0
+
+
+@pytest.mark.parametrize(
+    ("build", "word"),
+    [
+        (lambda: SlowMo(beta=1.0), "beta must be a number from 0 to below 1, not 1.0"),
+        (lambda: SlowMo(beta=-0.1), "beta"),
+        (lambda: SlowMo(beta=float("nan")), "beta"),
+        (lambda: SlowMo(alpha=0), "alpha must be a finite number above 0"),
+        (lambda: Nesterov(lr=-1.0), "lr must be a finite number above 0"),
+        (lambda: Nesterov(lr=True), "lr"),
+        (lambda: Nesterov(momentum="0.9"), "momentum must be a number"),
+    ],
+)
+def test_an_outer_step_that_cannot_be_built(build, word):
+    with pytest.raises(torchcomp.SpecError, match=word):
+        build()
+
+
+@pytest.mark.parametrize("given", ["slowmo", torch.optim.SGD, 0.7])
+def test_something_that_is_no_outer_step(given):
+    words = ("outer must be an outer step", "SlowMo", "Nesterov")
+    assert_refused(2, partial(outer_run, given), torchcomp.SpecError, *words)
+
+
+def test_outer_steps_that_differ_between_ranks():
+    def body():
+        outer_run(SlowMo() if torch.distributed.get_rank() else None)
+
+    words = ("outer", "None on rank 0", "slowmo on rank 1")
+    assert_refused(2, body, torchcomp.RankMismatchError, *words)

@@ -1,0 +1,259 @@
+"""Averages that arrive beside the next step change no bit of the run."""
+
+import copy
+from functools import partial
+from threading import Event
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchcomp
+from tests.local_sgd.script import (
+    Script,
+    assert_refused,
+    batch,
+    equal_on_all,
+    flat,
+    mlp,
+    momentum,
+    spied,
+    synchronised_steps,
+)
+from tests.support.ranks import on_processes, on_threads
+from torchcomp.local_sgd import Nesterov
+
+TOTAL, ENDS = 11, [3, 6, 9, 11]
+OVERLAP = {"overlap": True}
+SMALL = 0.0002
+
+
+def run(local, build=mlp, wait=True, **ddp):
+    """Weights after each step, and what the run has counted."""
+    script, weights = Script(total_steps=TOTAL, build=build, local=local, **ddp), []
+    for step in range(TOTAL):
+        script.step(step)
+        if wait:
+            script.sync.wait()
+        weights.append(script.weights())
+    stats = script.sync.stats
+    script.sync.close()
+    return torch.stack(weights), stats
+
+
+@pytest.mark.parametrize(
+    "local", [{}, {"fragments": 3}, {"moments": "average"}], ids=["plain", "fragments", "moments"]
+)
+def test_it_is_the_plain_average_bit_for_bit(local):
+    plain = on_threads(3, run, local)
+    overlapped = on_threads(3, partial(run, local | OVERLAP, bucket_cap_mb=SMALL))
+    for (mine, counted), (wanted, expected) in zip(overlapped, plain, strict=True):
+        assert torch.equal(mine, wanted)
+        assert counted.total_bytes_sent == expected.total_bytes_sent
+        assert counted.total_dense_bytes_sent == expected.total_dense_bytes_sent
+
+
+# --- When parameters have their averages ----------------------------------------------------------
+
+
+def after_the_turn(read):
+    """What `read` sees of the weights after the last turn of a round, and the averages."""
+    script = Script(total_steps=TOTAL, local=OVERLAP, bucket_cap_mb=SMALL)
+    script.train(0, 3)
+    seen = read(script)
+    script.sync.wait()
+    return seen, script.weights()
+
+
+def directly(script):
+    return script.weights()
+
+
+def by_state_dict(script):
+    return flat(script.model.state_dict().values())
+
+
+def by_forward(script):
+    script.model(batch(0, 0)[0])
+    return script.weights()
+
+
+def by_the_module(script):
+    script.model.module.eval()(batch(0, 0)[0])
+    return script.weights()
+
+
+def by_state(script):
+    script.sync.state_dict()
+    return script.weights()
+
+
+def by_close(script):
+    script.sync.close()
+    return script.weights()
+
+
+def test_parameters_that_are_read_directly_are_not_averaged_yet():
+    seen, averages = zip(*on_threads(2, after_the_turn, directly), strict=True)
+    assert equal_on_all(averages)
+    assert not equal_on_all(seen)
+
+
+@pytest.mark.parametrize("read", [by_state_dict, by_forward, by_the_module, by_state, by_close])
+def test_what_reads_through_the_model_sees_averages(read):
+    for seen, averages in on_threads(2, after_the_turn, read):
+        assert torch.equal(seen, averages)
+
+
+class Attention(nn.Module):
+    """Its attention reads the weights of a child that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = x.unsqueeze(1)
+        return self.head(self.attention(x, x, x)[0].squeeze(1))
+
+
+def attention():
+    return Attention().double()
+
+
+def test_a_module_that_reads_the_parameters_of_its_child():
+    plain = on_threads(2, partial(run, {}, build=attention))
+    overlapped = on_threads(2, partial(run, OVERLAP, build=attention, bucket_cap_mb=SMALL))
+    for (mine, _), (wanted, _) in zip(overlapped, plain, strict=True):
+        assert torch.equal(mine, wanted)
+
+
+def test_a_copy_of_the_model_does_not_wait():
+    def body():
+        script = Script(total_steps=TOTAL, local=OVERLAP)
+        copied = copy.deepcopy(script.model.module)
+        script.train(0, 3)
+        copied(batch(0, 0)[0])
+        return script.weights()
+
+    assert not equal_on_all(on_threads(2, body))
+
+
+# --- What goes on beside it -----------------------------------------------------------------------
+
+
+def first_layer_before_the_last_mean():
+    """The mean of the last layer comes only after the first layer has computed."""
+    script = Script("every(2)", total_steps=4, local=OVERLAP, bucket_cap_mb=SMALL)
+    computed, waited = Event(), []
+    background = script.sync._run.background.exchange
+    send = background.sum
+
+    def late(values):
+        if values.numel() <= 3 + 24:
+            waited.append(computed.wait(timeout=30))
+        send(values)
+
+    background.sum = late
+    first, last = script.model.module[0], script.model.module[2]
+    script.train(0, 2)
+    before = flat(last.parameters())
+    first.register_forward_hook(lambda *_: computed.set())
+    seen = []
+    last.register_forward_hook(lambda *_: seen.append(flat(last.parameters())))
+    script.model(batch(0, 0)[0])
+    ended = all(waited), not torch.equal(seen[0], before)
+    script.sync.close()
+    return ended
+
+
+def over_gloo():
+    # The same buckets, because gloo adds up in an order that depends on them.
+    plain = run({}, bucket_cap_mb=SMALL)[0]
+    overlapped = run(OVERLAP, wait=False, bucket_cap_mb=SMALL)[0]
+    return plain, overlapped, first_layer_before_the_last_mean()
+
+
+def test_over_gloo_a_layer_computes_while_the_next_mean_is_on_its_way_and_no_bit_changes():
+    plain, overlapped, order = zip(*on_processes(2, over_gloo), strict=True)
+    assert order == ((True, True),) * 2
+    assert synchronised_steps([list(weights) for weights in plain]) == ENDS
+    for mine, wanted in zip(overlapped, plain, strict=True):
+        for step in set(range(TOTAL)) - {end - 1 for end in ENDS}:
+            assert torch.equal(mine[step], wanted[step])
+
+
+# --- Failure and bad input ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), 1e308])
+def test_what_is_not_finite_stops_all_ranks_before_anything_is_on_its_way(bad):
+    def body():
+        local = []
+        watched = spied(momentum, lambda: spoil(script, local, bad))
+        script = Script("every(2)", optimizer=watched, local=OVERLAP)
+        script.step(0)
+        with pytest.raises(torchcomp.NonFiniteError) as raised:
+            script.step(1)
+        script.sync.wait()
+        return str(raised.value), torch.equal(local[-1].nan_to_num(), script.weights().nan_to_num())
+
+    for message, unchanged in on_threads(2, body):
+        assert "the parameters after step 2" in message
+        assert unchanged
+
+
+def spoil(script, local, bad):
+    if script.rank == 1 and len(local) == 1:
+        nn.init.constant_(script.model.module[2].bias.detach(), bad)
+    local.append(script.weights())
+
+
+def test_close_leaves_nothing_behind():
+    def body():
+        script = Script(spec=None)
+        module = script.model.module
+        hooks = [len(each._forward_pre_hooks) for each in module.modules()]
+        sync = torchcomp.LocalSGD(
+            script.model, script.optimizer, "every(2)", total_steps=4, overlap=True
+        )
+        during = [len(each._forward_pre_hooks) for each in module.modules()]
+        sync.close()
+        after = [len(each._forward_pre_hooks) for each in module.modules()]
+        return hooks == after != during, len(module._state_dict_pre_hooks)
+
+    assert on_threads(1, body) == [(True, 0)]
+
+
+@pytest.mark.parametrize("local", [{"compress": "ef(topk(0.1))"}, {"outer": Nesterov()}])
+def test_it_goes_with_the_plain_average_alone(local):
+    body = partial(Script, local=local | OVERLAP)
+    assert_refused(2, body, torchcomp.SpecError, "overlap=True goes with the plain average alone")
+
+
+@pytest.mark.parametrize("overlap", ["yes", 1, None])
+def test_what_is_neither_true_nor_false(overlap):
+    body = partial(Script, local={"overlap": overlap})
+    assert_refused(2, body, torchcomp.SpecError, "overlap must be True or False", repr(overlap))
+
+
+def test_a_layer_that_thaws():
+    def body():
+        script = Script("every(2)", total_steps=6, local=OVERLAP)
+        head = nn.Linear(3, 3).double()
+        script.train(0, 1)
+        script.model.module.append(head)
+        script.optimizer.add_param_group({"params": head.parameters(), "lr": 0.05})
+        seen = []
+        for step in range(1, 6):
+            script.optimizer.zero_grad()
+            script.backward(step)
+            script.turn()
+            seen.append(flat(head.parameters()))
+        return seen
+
+    torch.manual_seed(0)
+    assert synchronised_steps(on_threads(2, body)) == [1, 3, 5]
+    assert not dist.is_initialized()

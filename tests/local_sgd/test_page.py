@@ -1,0 +1,80 @@
+"""What docs/qsr.md shows is run as it stands there, and its figures are those of the rule."""
+
+import os
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchcomp
+from tests.support.ranks import on_processes
+
+PAGE = (Path(__file__).parents[2] / "docs" / "qsr.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
+
+
+def run_page(folder):
+    """The blocks in their order, as one script; the plan that it prints."""
+    os.chdir(folder)
+    norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    names = {
+        "DistributedDataParallel": DistributedDataParallel,
+        "dcp": dcp,
+        "dist": dist,
+        "loader": [(torch.randn(512, 8), torch.randint(3, (512,))) for _ in range(8)],
+        "loss_of": nn.functional.cross_entropy,
+        "model": norm,
+        "scaler": torch.amp.GradScaler("cpu"),
+        "torch": torch,
+        "torchcomp": torchcomp,
+    }
+    for block in BLOCKS:
+        if "scaler=scaler" in block:
+            names["sync"].close()
+        exec(block, names)
+    return str(names["plan"]), names["sync"].stats.syncs
+
+
+def test_its_python_runs_and_prints_what_it_shows(tmp_path):
+    for shown, syncs in on_processes(2, run_page, str(tmp_path)):
+        assert f"```\n{shown}\n```" in PAGE
+        assert syncs == 2
+    assert len(BLOCKS) == 5
+
+
+def rate_of_the_page():
+    names = {"torchcomp": torchcomp}
+    exec(next(block for block in BLOCKS if "def rate" in block), names)
+    return names["rate"]
+
+
+RATE = rate_of_the_page()
+ROWS = re.findall(r"^\| ([\d.]+) \|(.*)\|$", PAGE, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(("ratio", "row"), ROWS)
+def test_the_shares_of_its_table_are_those_of_the_rule(ratio, row):
+    peak, horizon = 0.008, {"total_steps": 93_600, "warmup_steps": 10_000}
+    for h_base, share in zip((2, 4, 8), row.split("|"), strict=True):
+        spec = f"qsr(alpha={float(ratio) * peak}, h_base={h_base})"
+        steps = torchcomp.sync_steps(spec, lr=RATE, **horizon)
+        assert f"{len(steps) / 93_600:.1%}".replace("%", " %") == share.strip()
+
+
+def test_the_longest_round_that_it_names():
+    horizon = {"total_steps": 93_600, "warmup_steps": 10_000}
+    steps = torchcomp.sync_steps("qsr(alpha=0.0175, h_base=4)", lr=RATE, **horizon)
+    longest = max(end - start for start, end in pairwise([0, *steps]))
+    assert f"the last one above: {longest:,}" in PAGE
+    assert len(ROWS) == 4
+
+
+def test_the_results_have_their_place():
+    assert PAGE.count("<!-- experiment -->") <= 1
+    assert "## Results" in PAGE

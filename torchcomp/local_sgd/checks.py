@@ -1,0 +1,227 @@
+"""What local steps require of their arguments, and refuse with the reason before training."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchcomp.aggregators import Aggregator
+from torchcomp.component import Component
+from torchcomp.ddp.checks import OWNER, check_model, trained_parameters
+from torchcomp.errors import SpecError, UnsupportedModelError
+from torchcomp.keys import check_seed
+from torchcomp.local_sgd.moments import MOMENTS
+from torchcomp.local_sgd.outer import OuterStep
+from torchcomp.schedules import Horizon, Schedule
+from torchcomp.spec import parse_aggregator, parse_schedule
+
+Specs = str | Component | Sequence[str | Component]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of local steps as a user gave them; see :class:`torchcomp.LocalSGD`."""
+
+    spec: Specs
+    total_steps: int
+    warmup_steps: int
+    compress: str | Component
+    outer: OuterStep | None
+    moments: str
+    fragments: int
+    overlap: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class Method:
+    """What the options come to.
+
+    Attributes:
+        schedules: when to synchronise; one for all optimizers, or one each.
+        horizon: ends of warm-up and run.
+        aggregator: how changes of the parameters are averaged.
+        outer: what follows the average; None is nothing.
+        moments: what becomes of the optimizers' state.
+        fragments: pieces that the parameters of a schedule are cut into.
+        overlap: whether the average goes on beside what follows the optimizer's turn.
+    """
+
+    schedules: tuple[Schedule, ...]
+    horizon: Horizon
+    aggregator: Aggregator
+    outer: OuterStep | None
+    moments: str
+    fragments: int
+    overlap: bool
+
+    @property
+    def plain(self) -> bool:
+        """Whether a synchronisation is the exact mean of the parameters, and nothing else."""
+        return self.aggregator.transparent and self.outer is None
+
+
+def check_arguments(
+    model: DistributedDataParallel,
+    optimizers: object,
+    options: Options,
+    scaler: object,
+    two_levels: bool,
+) -> tuple[Method, dict[str, Any]]:
+    """What this rank's arguments come to, and the facts that all ranks must share.
+
+    Raises:
+        SpecError: if an argument cannot be used.
+        UnsupportedModelError: if the model cannot.
+    """
+    if not two_levels:
+        _check_no_gradient_method(model)
+    check_model(model)
+    check_values(model)
+    if model.static_graph and not two_levels:
+        raise UnsupportedModelError(
+            "static_graph=True makes DDP expect an exchange in its first backward pass, and local "
+            "steps exchange no gradients: build DistributedDataParallel without it"
+        )
+    _check_optimizers(optimizers, model)
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise SpecError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
+    method = _method(options, as_list(optimizers))
+    parameters = dict(trained_parameters(model))
+    _check_division(method, as_list(optimizers), parameters)
+    facts = {
+        "spec": ", ".join(map(str, method.schedules)),
+        "compress": method.aggregator,
+        "outer": method.outer,
+        "parameters": [(name, tuple(p.shape), p.dtype) for name, p in parameters.items()],
+    }
+    return method, facts
+
+
+def as_list(optimizers: object) -> list[torch.optim.Optimizer]:
+    """One optimizer, or several, as a list; checked elsewhere."""
+    return list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]  # type: ignore[list-item]
+
+
+def held_by(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> tuple[str, ...]:
+    """Names of those of the parameters that an optimizer holds, in their order."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return tuple(name for name, parameter in parameters.items() if id(parameter) in held)
+
+
+def _method(options: Options, optimizers: list[torch.optim.Optimizer]) -> Method:
+    horizon = Horizon(options.total_steps, options.warmup_steps)
+    given = options.spec if isinstance(options.spec, list | tuple) else [options.spec]
+    if isinstance(options.spec, list | tuple) and len(given) != len(optimizers):
+        raise SpecError(
+            f"{len(given)} schedules for {len(optimizers)} optimizers: give one schedule for all, "
+            "or a list with one for each optimizer"
+        )
+    schedules = tuple(map(parse_schedule, given))
+    for schedule in schedules:
+        schedule.check(horizon)
+    check_seed(options.seed)
+    _check_outer(options.outer)
+    if options.moments not in MOMENTS:
+        listed = ", ".join(f'"{name}"' for name in MOMENTS)
+        raise SpecError(f"moments must be one of {listed}, not {options.moments!r}")
+    pieces = options.fragments
+    if isinstance(pieces, bool) or not isinstance(pieces, int) or pieces < 1:
+        raise SpecError(f"fragments must be a whole number of at least 1, not {pieces!r}")
+    method = Method(
+        schedules,
+        horizon,
+        parse_aggregator(options.compress),
+        options.outer,
+        options.moments,
+        options.fragments,
+        options.overlap,
+    )
+    if not isinstance(method.overlap, bool):
+        raise SpecError(f"overlap must be True or False, not {method.overlap!r}")
+    if method.overlap and not method.plain:
+        raise SpecError(
+            "overlap=True goes with the plain average alone (compress='mean', outer=None), because "
+            "the others begin the next round from its result"
+        )
+    return method
+
+
+def _check_outer(outer: object) -> None:
+    if outer is not None and not isinstance(outer, OuterStep):
+        raise SpecError(
+            "outer must be an outer step such as torchcomp.local_sgd.SlowMo() or "
+            f"torchcomp.local_sgd.Nesterov(), not {outer!r}"
+        )
+
+
+def _check_division(
+    method: Method,
+    optimizers: list[torch.optim.Optimizer],
+    parameters: dict[str, nn.Parameter],
+) -> None:
+    """Require that every schedule has parameters of its own, enough for its fragments."""
+    parts = [tuple(parameters)]
+    if len(method.schedules) > 1:
+        parts = [held_by(optimizer, parameters) for optimizer in optimizers]
+        names = [name for part in parts for name in part]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise SpecError(
+                f"parameter '{twice[0]}' is in two optimizers that have a schedule each, and it is "
+                "averaged by one: give these optimizers one schedule"
+            )
+    fewest = min(map(len, parts))
+    if not fewest:
+        raise SpecError("an optimizer with a schedule of its own holds no trained parameter")
+    if method.fragments > fewest:
+        raise SpecError(
+            f"fragments={method.fragments}, but there are only {fewest} trained parameters to "
+            "divide, and every fragment takes at least one"
+        )
+
+
+def _check_no_gradient_method(model: DistributedDataParallel) -> None:
+    owner = str(getattr(model, OWNER, ""))
+    if owner.startswith("torchcomp.register") or (not owner and model._comm_hooks):
+        hook = owner or getattr(model._comm_hooks[0][0], "__qualname__", "a hook")
+        raise UnsupportedModelError(
+            f"{hook} is already installed on this model, and local steps exchange no gradients "
+            "that it could treat: build DistributedDataParallel without it. What goes together is "
+            "torchcomp.LocalSGD(..., compress='ef(topk(0.01))'), which compresses the changes of "
+            "the parameters"
+        )
+
+
+def check_values(model: DistributedDataParallel) -> None:
+    """Require parameters with dense values, which can be averaged.
+
+    Raises:
+        UnsupportedModelError: naming one that has none.
+    """
+    for name, parameter in trained_parameters(model):
+        if parameter.is_meta or parameter.layout != torch.strided:
+            kind = "on the meta device" if parameter.is_meta else f"sparse ({parameter.layout})"
+            raise UnsupportedModelError(
+                f"parameter '{name}' is {kind}, and an average needs dense values: give it some "
+                "before DistributedDataParallel(...)"
+            )
+
+
+def _check_optimizers(optimizers: object, model: DistributedDataParallel) -> None:
+    ours = {id(parameter) for parameter in model.parameters()}
+    given = as_list(optimizers)
+    if not given or len({id(optimizer) for optimizer in given}) < len(given):
+        raise SpecError("expected one torch.optim.Optimizer, or a list of different ones")
+    for optimizer in given:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise SpecError(f"expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+            raise SpecError(
+                "the optimizer holds no parameter of this model: build it from model.parameters()"
+            )

@@ -1,0 +1,116 @@
+"""Outer steps: what turns the mean progress of a round into new shared parameters.
+
+x is what all ranks started the round from, and m the mean over the ranks of what their local steps
+added to it. A plain average is x + m. The steps below see -m as the gradient of one step of an
+outer optimizer, whose momentum u (0 at the start) is the same on all ranks.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from torchcomp.component import Component, check_positive
+from torchcomp.errors import SpecError
+
+
+@dataclass(frozen=True)
+class OuterStep(Component):
+    """A step from the shared parameters of one round to those of the next.
+
+    Class attributes:
+        reads_rate: whether the learning rate of the local steps enters.
+    """
+
+    kind: ClassVar[str] = "outer step"
+    positional: ClassVar[int] = 0
+    reads_rate: ClassVar[bool] = False
+
+    @abstractmethod
+    def apply(self, x: Tensor, m: Tensor, u: Tensor, rate: float) -> None:
+        """Take the step in place.
+
+        Args:
+            x: 1-D, the parameters at the start of the round; replaced by those of the next.
+            m: 1-D, mean over the ranks of the round's progress; overwritten.
+            u: 1-D, the momentum; replaced by the next.
+            rate: mean learning rate of the round's local steps, if the class reads it, else 0.
+        """
+
+
+@dataclass(frozen=True)
+class SlowMo(OuterStep):
+    """Slow momentum: ``SlowMo(beta=0.7, alpha=1.0)``.
+
+    Algorithm 1 of Wang, Tantia, Ballas and Rabbat, "SlowMo", ICLR 2020 (arXiv 1910.00643), with
+    gamma the learning rate of the local ("fast") steps:
+
+    1. u <- beta u - m / gamma       (a round at gamma = 0 has no m)
+    2. x <- x - alpha gamma u
+
+    In the paper gamma is constant within a round; here it is the mean over the round's steps, so
+    that a round that begins at a tiny warm-up rate does not blow u up. A factor common to all
+    gammas cancels, so with parameter groups at different rates the largest serves for all. beta = 0
+    and alpha = 1 are the plain average. The local momentum is left alone (the paper's "maintain").
+
+    Attributes:
+        beta: slow momentum, from 0 to below 1.
+        alpha: slow learning rate.
+    """
+
+    name: ClassVar[str] = "slowmo"
+    reads_rate: ClassVar[bool] = True
+
+    beta: float = 0.7
+    alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_momentum(self, "beta")
+        check_positive(self, "alpha")
+
+    def apply(self, x: Tensor, m: Tensor, u: Tensor, rate: float) -> None:
+        u.mul_(self.beta)
+        if rate > 0:
+            u.sub_(m, alpha=1 / rate)
+        x.sub_(u, alpha=self.alpha * rate)
+
+
+@dataclass(frozen=True)
+class Nesterov(OuterStep):
+    """DiLoCo's outer optimizer, SGD with Nesterov momentum: ``Nesterov(lr=0.7, momentum=0.9)``.
+
+    Algorithm 1 of Douillard et al., "DiLoCo", 2023 (arXiv 2311.08105), with Nesterov momentum in
+    the form of :class:`torch.optim.SGD`:
+
+    1. u <- momentum u - m
+    2. x <- x - lr (momentum u - m)
+
+    lr = 1 and momentum = 0 are the plain average.
+
+    Attributes:
+        lr: outer learning rate, constant.
+        momentum: from 0 to below 1.
+    """
+
+    name: ClassVar[str] = "nesterov"
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        check_positive(self, "lr")
+        _check_momentum(self, "momentum")
+
+    def apply(self, x: Tensor, m: Tensor, u: Tensor, rate: float) -> None:
+        u.mul_(self.momentum).sub_(m)
+        x.sub_(m.neg_().add_(u, alpha=self.momentum), alpha=self.lr)
+
+
+def _check_momentum(owner: Component, field: str) -> None:
+    value = getattr(owner, field)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value < 1:
+        raise SpecError(
+            f"{owner.name}: {field} must be a number from 0 to below 1, not {value!r}", field
+        )

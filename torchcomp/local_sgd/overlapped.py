@@ -1,0 +1,194 @@
+"""OverlappedAverage: the mean of the parameters arrives while the next step is on its way.
+
+What is overlapped: everything from the optimizer's turn on that reads no parameter (loading and
+augmenting the next batch), and the forward pass of the layers in front of those whose mean has not
+arrived. It is exact, because every layer waits for its own parameters before it computes.
+"""
+
+from dataclasses import dataclass
+from threading import Event
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchcomp.bucket import Bucket, Group
+from torchcomp.ddp.executors import Executor, InlineExecutor, StreamExecutor, ThreadExecutor
+from torchcomp.exchange import Exchange
+from torchcomp.local_sgd.averaging import UNCHANGED
+from torchcomp.local_sgd.weights import Weights
+from torchcomp.nonfinite import FiniteWatch
+
+
+class Arrival:
+    """The mean of one bucket, on its way.
+
+    Attributes:
+        bucket: this rank's values, replaced by the mean.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self._done = Event()
+        self._on_device: torch.cuda.Event | None = None
+        if bucket.flat.is_cuda:
+            self._on_device = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._problem: Exception | None = None
+
+    def average(self, exchange: Exchange) -> None:
+        """Run by the executor."""
+        try:
+            exchange.sum(self.bucket.flat)
+            self.bucket.flat.div_(exchange.world_size)
+            if self._on_device is not None:
+                self._on_device.record()
+        except Exception as error:
+            self._problem = error
+        self._done.set()
+
+    def wait(self) -> None:
+        """Wait until the mean is there, on CUDA on the current stream only.
+
+        Raises:
+            Exception: what the exchange raised.
+        """
+        self._done.wait()
+        if self._problem is not None:
+            raise self._problem
+        if self._on_device is not None:
+            self._on_device.wait()
+
+
+class OverlappedAverage:
+    """The mean of the parameters in float32 or wider, in the background. See :class:`Averaging`.
+
+    Args:
+        weights: the parameters.
+        groups: which of them travel together; the last ones go first, as a forward pass asks for
+            them.
+        exchange: the ranks, for what they must know before they go on.
+        background: where the means are made.
+    """
+
+    needs_equal_start = False
+
+    def __init__(
+        self,
+        weights: Weights,
+        groups: tuple[Group, ...],
+        exchange: Exchange,
+        background: "Background",
+    ) -> None:
+        self._weights = weights
+        self._groups = groups
+        self._exchange = exchange
+        self._background = background
+        self._late: set[Group] = set()
+        self._sent: list[Arrival] = []
+        self._arriving: list[Arrival] = []
+
+    def begin_round(self) -> None:
+        pass
+
+    def add(self, group: Group) -> None:
+        # No layer waits for it, because its module may be new.
+        self._late.add(group)
+        self._groups = (*self._groups, group)
+
+    def exchange(self, step: int) -> None:
+        buckets = [self._weights.read(group) for group in reversed(self._groups)]
+        self._require_finite(buckets, f"the parameters after step {step}")
+        self._sent = [Arrival(bucket) for bucket in buckets]
+        for arrival in self._sent:
+            self._background.submit(arrival)
+
+    def commit(self, rate: float) -> None:
+        self._arriving, self._sent = self._sent, []
+        self.finish({name for group in self._late for name in group})
+
+    def rollback(self) -> None:
+        for arrival in self._sent:
+            arrival.wait()
+        self._background.exchange.take_traffic(0)
+        self._sent = []
+
+    def finish(self, names: set[str] | None = None) -> None:
+        """Give parameters their means as soon as these are there.
+
+        Args:
+            names: of the parameters that are needed, with which come those of the same buckets; all
+                by default.
+        """
+        if not self._arriving:
+            return
+        left = []
+        for arrival in self._arriving:
+            if names is None or not names.isdisjoint(arrival.bucket.names):
+                arrival.wait()
+                self._weights.write(arrival.bucket)
+            else:
+                left.append(arrival)
+        self._arriving = left
+
+    def error_norms(self) -> dict[str, float]:
+        return {}
+
+    def owner_norms(self) -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        buckets = [list(group) for group in self._groups]
+        return {"buckets": buckets, "strides": {}, "error": {}, "owner": {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._groups = self._weights.groups_of(state)
+
+    def _require_finite(self, buckets: list[Bucket], where: str) -> None:
+        """Learn before anything is under way whether some rank's values, or their sum, overflow."""
+        watch = FiniteWatch(self._exchange)
+        for bucket in buckets:
+            watch.before(bucket)
+        bad = any(bool(_too_large(b.flat, self._exchange.world_size)) for b in buckets)
+        flag = torch.tensor([bad], dtype=torch.uint8, device=self._exchange.device)
+        if self._exchange.any_rank(flag).any():
+            raise watch.error(where, UNCHANGED)
+
+
+def _too_large(values: Tensor, world_size: int) -> Tensor:
+    """Whether something is not finite, or so large that a sum over the ranks may not be."""
+    limit = torch.finfo(values.dtype).max / world_size
+    if not values.numel():
+        return torch.zeros((), dtype=torch.bool, device=values.device)
+    lowest, highest = torch.aminmax(values)
+    return ~((lowest >= -limit) & (highest <= limit))
+
+
+@dataclass
+class Background:
+    """A thread or a stream that makes means, one after another.
+
+    Attributes:
+        exchange: the ranks once more, for collectives beside those of the user and DDP.
+        executor: runs what is submitted.
+    """
+
+    exchange: Exchange
+    executor: Executor
+
+    @classmethod
+    def beside(cls, exchange: Exchange) -> "Background":
+        """One for the ranks of `exchange`; all of them call this."""
+        group, device = exchange.group, exchange.device
+        if device.type == "cuda":
+            return cls(Exchange(group, device), StreamExecutor(device))
+        # Not get_backend, because a group that was made without naming a backend has several.
+        if "cpu:gloo" not in dist.get_backend_config(group):
+            return cls(Exchange(group, device), InlineExecutor())
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        private = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return cls(Exchange(private, device), ThreadExecutor())
+
+    def submit(self, arrival: Arrival) -> None:
+        """Make a mean."""
+        self.executor.submit(lambda: arrival.average(self.exchange))
