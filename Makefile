@@ -4,11 +4,11 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart counterexample workers test lint setup clean
+.PHONY: help quickstart counterexample workers experiment-jointspar test lint setup clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):[^#]*## /  make \1@/p' Makefile | awk -F@ '{ printf "%-22s %s\n", $$1, $$2 }'
-	@echo '  PYTHON=python3.12    picks the interpreter that first makes .venv'
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /  make \1@/p' Makefile | awk -F@ '{ printf "%-27s %s\n", $$1, $$2 }'
+	@echo '  PYTHON=python3.12         picks the interpreter that first makes .venv'
 
 quickstart: setup ## train three ways on real data with two ranks: a table and a plot, in minutes
 	@.venv/bin/python recipes/quickstart.py $(ARGS)
@@ -18,6 +18,9 @@ counterexample: setup ## the thesis's counterexample to one-way TopK, on three r
 
 workers: setup ## bytes and accuracy of 2 to 100 simulated workers: half an hour
 	@.venv/bin/python recipes/bidirectional_topk/workers.py $(ARGS)
+
+experiment-jointspar: setup ## JointSpar: bandit, bytes, backward time, accuracy, wall clock: half an hour
+	@.venv/bin/python recipes/jointspar/experiment.py $(ARGS)
 
 test: setup ## run the tests; make test ARGS="-k topk" runs some of them
 	@sh tools/setup.sh --triton

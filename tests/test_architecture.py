@@ -35,8 +35,8 @@ LAYERS = [
     {"state"},
     {"aggregators"},
     {"spec", "stats", "nonfinite", "checkpoint"},
-    {"ddp", "time_model", "batchnorm"},
-    {"explain", "local_sgd"},
+    {"ddp", "time_model", "batchnorm", "algorithms"},
+    {"explain", "local_sgd", "jointspar"},
     {"__init__"},
     {"__main__"},
 ]

@@ -1,7 +1,8 @@
 """torchcomp: data-parallel training that is cheap on the network.
 
 ``torchcomp.register(model, "ef(topk(0.01))")`` compresses a DDP model's gradients;
-``torchcomp.LocalSGD(model, optimizer, "qsr(...)", total_steps=T)`` trains with local steps.
+``torchcomp.LocalSGD(model, optimizer, "qsr(...)", total_steps=T)`` trains with local steps;
+``torchcomp.JointSpar(model, budget=0.5)`` skips whole layers.
 """
 
 from torchcomp._version import __version__
@@ -18,6 +19,7 @@ from torchcomp.errors import (
     WireError,
 )
 from torchcomp.explain import Plan, explain, sync_steps
+from torchcomp.jointspar import JointSpar
 from torchcomp.local_sgd import LocalSGD
 from torchcomp.spec import parse
 from torchcomp.stats import Stats
@@ -26,6 +28,7 @@ from torchcomp.time_model import TimeModel, WallClock, fit_time_model
 __all__ = [
     "CheckpointError",
     "Handle",
+    "JointSpar",
     "LocalSGD",
     "NonFiniteError",
     "Plan",

@@ -1,9 +1,10 @@
 """Methods by name: what is attached to a model before it trains.
 
-Baselines have names. Everything else is a spec of torchcomp: a method, or a schedule of local
-steps.
+Baselines have names. Everything else is a spec of torchcomp: a method, a schedule of local steps,
+or ``jointspar(...)`` with the options of :class:`torchcomp.JointSpar`.
 """
 
+import ast
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from net import baselines
 
 BASELINES = ("no-op", "ddp", "bf16", "powersgd-1", "naive-topk")
 _SCHEDULES = ("qsr(", "every(")
+_LAYERS = "jointspar("
 # All of a model in one bucket. PyTorch's PowerSGD waits for collectives inside of callbacks, which
 # hangs gloo as soon as two buckets do it; with one bucket its own hook runs unchanged.
 _ONE_BUCKET_MB = 4096
@@ -70,10 +72,18 @@ def attach(method: str, module: nn.Module, course: Course) -> Trainee:
             warmup_steps=course.warmup_steps,
         )
         return Trainee(model, optimizer, counter)
+    if method.startswith(_LAYERS):
+        return Trainee(model, optimizer, torchcomp.JointSpar(model, **_options(method)))
     if method not in BASELINES:
         return Trainee(model, optimizer, torchcomp.register(model, method))
     _register_baseline(method, model, course.settled)
     return Trainee(model, optimizer)
+
+
+def _options(method: str) -> dict[str, Any]:
+    """The keyword arguments of a call that is written out."""
+    call: Any = ast.parse(method, mode="eval").body
+    return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
 
 
 def _register_baseline(method: str, model: DistributedDataParallel, settled: bool) -> None:

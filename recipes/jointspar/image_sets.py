@@ -1,0 +1,187 @@
+"""The data sets of the paper, read from where they lie; nothing is ever downloaded."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+# The recipes are scripts: they import their neighbours as modules beside them.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from errors import RecipeError
+from image_data.augment import Augmentation
+from image_data.order import TrainOrder
+from image_data.sources import Arrays, cifar10, digits
+from torchvision_compat import import_torchvision
+
+_TEST_BATCH = 1000
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Sizes of a data set, as its authors give them."""
+
+    train_images: int
+    test_images: int
+    channels: int
+    size: int
+    classes: int
+
+
+FACTS = {
+    "digits": Facts(1442, 355, 1, 8, 10),
+    "mnist": Facts(60_000, 10_000, 1, 28, 10),
+    "fashion-mnist": Facts(60_000, 10_000, 1, 28, 10),
+    "svhn": Facts(73_257, 26_032, 3, 32, 10),
+    "cifar10": Facts(50_000, 10_000, 3, 32, 10),
+    "cifar100": Facts(50_000, 10_000, 3, 32, 100),
+    "imagenet": Facts(1_281_167, 50_000, 3, 224, 1000),
+}
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images (N, C, H, W) and labels (N)."""
+
+    images: Tensor
+    labels: Tensor
+
+    def part(self, chosen: Tensor) -> "Split":
+        """The images that a mask or a list of numbers chooses."""
+        return Split(self.images[chosen], self.labels[chosen])
+
+
+@dataclass(frozen=True)
+class Images:
+    """A data set in memory.
+
+    Attributes:
+        train: to train on.
+        validation: held out of it, to choose a learning rate by; may be empty.
+        test: looked at last.
+    """
+
+    train: Split
+    validation: Split
+    test: Split
+
+
+@dataclass
+class Batches:
+    """One rank's batches of a data set in memory, in the recipes' order."""
+
+    images: Images
+    order: TrainOrder
+    augmentation: Augmentation | None = None
+
+    def __post_init__(self) -> None:
+        self._epoch, self._rows = -1, torch.empty(0)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of whole batches in an epoch."""
+        return self.order.steps_per_epoch
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """This rank's images and labels at a step."""
+        epoch, place = divmod(step, self.order.steps_per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._rows = epoch, torch.from_numpy(self.order.batches(epoch))
+        chosen = self.images.train.part(self._rows[place])
+        if self.augmentation is None:
+            return chosen.images, chosen.labels
+        pixels = self.augmentation(chosen.images.permute(0, 2, 3, 1), epoch, place)
+        return pixels.permute(0, 3, 1, 2).contiguous(), chosen.labels
+
+    def evaluate(self, model: nn.Module) -> tuple[float, float]:
+        """Accuracy in per cent on the images held out (NaN if there are none) and on the test's."""
+        return accuracy(model, self.images.validation), accuracy(model, self.images.test)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, split: Split) -> float:
+    """Per cent of a split that a model gets right; NaN of an empty one."""
+    if not len(split.labels):
+        return float("nan")
+    device = next(model.parameters()).device
+    model.eval()
+    batches = split.images.split(_TEST_BATCH)
+    answers = torch.cat([model(images.to(device)).argmax(1).cpu() for images in batches])
+    model.train()
+    return 100 * float((answers == split.labels).float().mean())
+
+
+def open_images(name: str, folder: Path | None, hold_out: int = 6) -> Images:
+    """Read a data set and standardise it.
+
+    Args:
+        name: one of those that fit into memory.
+        folder: where it lies; digits needs none.
+        hold_out: one of so many training images is held out; 0 holds out none.
+
+    Raises:
+        RecipeError: if the data set is unknown, or does not lie in `folder`.
+    """
+    if name not in _READERS:
+        raise RecipeError(f"--dataset {name!r}: expected one of {', '.join(_READERS)}")
+    if name != "digits" and (folder is None or not folder.exists()):
+        given = "not given" if folder is None else f"{folder}, which does not exist"
+        raise RecipeError(f"--data is {given}: {name} is read from there, never downloaded")
+    arrays = _READERS[name](folder)
+    pixels = arrays["train"].images.astype("float32")
+    mean, std = float(pixels.mean()), float(pixels.std())
+    train, test = (_standardised(arrays[split], mean, std) for split in ("train", "test"))
+    held_out = torch.zeros(len(train.labels), dtype=torch.bool)
+    if hold_out:
+        held_out = torch.arange(len(train.labels)) % hold_out == hold_out - 1
+    return Images(train.part(~held_out), train.part(held_out), test)
+
+
+def _standardised(arrays: Arrays, mean: float, std: float) -> Split:
+    images = torch.from_numpy(arrays.images).permute(0, 3, 1, 2).float()
+    return Split(images.sub(mean).div(std).contiguous(), torch.from_numpy(arrays.labels))
+
+
+def _from_torchvision(kind: str) -> Callable[[Any], dict[str, Arrays]]:
+    def read(folder: Path) -> dict[str, Arrays]:
+        import_torchvision()
+        from torchvision import datasets
+
+        reader = getattr(datasets, kind)
+        options: dict[str, dict[str, Any]] = {
+            name: {"split": name} if kind == "SVHN" else {"train": name == "train"}
+            for name in ("train", "test")
+        }
+        try:
+            return {n: _arrays(reader(str(folder), **chosen)) for n, chosen in options.items()}
+        except RuntimeError as error:
+            raise RecipeError(
+                f"--data {folder}: no {kind} as torchvision has it ({error})"
+            ) from None
+
+    return read
+
+
+def _arrays(images: Any) -> Arrays:
+    pixels = np.asarray(images.data)
+    if pixels.ndim == 3:
+        pixels = pixels[..., None]
+    elif pixels.shape[1] == 3:
+        pixels = pixels.transpose(0, 2, 3, 1)
+    labels = images.labels if hasattr(images, "labels") else images.targets
+    return Arrays(pixels, np.asarray(labels, dtype=np.int64))
+
+
+_READERS: dict[str, Callable[[Any], dict[str, Arrays]]] = {
+    "digits": lambda folder: digits(),
+    "mnist": _from_torchvision("MNIST"),
+    "fashion-mnist": _from_torchvision("FashionMNIST"),
+    "svhn": _from_torchvision("SVHN"),
+    "cifar10": cifar10,
+    "cifar100": _from_torchvision("CIFAR100"),
+}

@@ -1,0 +1,95 @@
+"""What travels: independent draws, and workers that know nothing but the messages."""
+
+import torch
+
+from tests.algorithms.two_direction.quadratics import quadratics
+from torchcomp import wire
+from torchcomp.algorithms import Simulated, TwoDirectionMethod
+from torchcomp.algorithms.learning_rates import learning_rates
+from torchcomp.compressors import Identity, RandK, TopK
+from torchcomp.keys import Key, tensor_id
+
+F = quadratics(n=3, d=30)
+UP, DOWN = RandK(k=4, unbiased=True), TopK(k=5)
+
+
+class Recorded(Simulated):
+    """Keeps the bytes of what the server sends."""
+
+    def __init__(self, n, seed=0):
+        super().__init__(n, seed)
+        self.wires = []
+
+    def down(self, vector, compressor, call):
+        parts = compressor.compress(vector, Key(self.seed, call, tensor_id("downlink")))
+        self._keep(compressor, parts, vector)
+        return super().down(vector, compressor, call)
+
+    def broadcast(self, *vectors):
+        for vector in vectors:
+            self._keep(Identity(), (vector,), vector)
+        return super().broadcast(*vectors)
+
+    def _keep(self, compressor, parts, vector):
+        layout = compressor.layout(vector.numel(), vector.dtype)
+        out = torch.zeros(wire.nbytes(layout), dtype=torch.uint8)
+        wire.pack(parts, layout, out)
+        self.wires.append(out)
+
+    def take(self, compressor, numel, call=0):
+        layout = compressor.layout(numel, torch.float64)
+        parts = wire.unpack(self.wires.pop(0), layout)
+        key = Key(self.seed, call, tensor_id("downlink"))
+        return compressor.decompress(parts, numel, torch.float64, key)
+
+
+def test_a_worker_rebuilds_w_z_and_k_from_messages_alone():
+    star = Recorded(F.n)
+    coin = [t % 3 == 1 for t in range(200)]
+    options = {"lbar": 4.0, "mu": F.mu, "coin": coin.__getitem__}
+    method = TwoDirectionMethod(F.gradients, F.x0, star, UP, DOWN, **options)
+    w = z = F.x0
+    rho, k = 1.0, star.take(Identity(), 30)
+    for t, heads in enumerate(coin):
+        method.step()
+        rates = learning_rates(rho, method.constants)
+        y = rates.theta * w + (1 - rates.theta) * z
+        w = rates.step(k, w, y) + star.take(DOWN, 30, t)
+        if heads:
+            k, z = star.take(Identity(), 30), star.take(Identity(), 30)
+        rho = rates.rho
+        for name, own in {"w": w, "z": z, "k": k}.items():
+            assert torch.equal(own, getattr(method.server, name)), (name, t)
+            assert torch.equal(own, getattr(method.workers, name)), (name, t)
+    assert not star.wires
+
+
+def test_workers_draw_independently_of_each_other_and_of_other_messages():
+    star = Simulated(3)
+    ones = torch.ones(3, 30, dtype=torch.float64)
+    supports = {
+        tuple(row.nonzero().flatten().tolist())
+        for call in (0, 1)
+        for row in star.encode(ones, UP, call).decoded
+    }
+    assert len(supports) == 6
+
+
+def test_the_mean_is_unbiased():
+    star = Simulated(3)
+    vectors = torch.randn(3, 30, dtype=torch.float64, generator=torch.manual_seed(0))
+    means = [star.up(star.encode(vectors, UP, call))[0] for call in range(4000)]
+    torch.testing.assert_close(torch.stack(means).mean(0), vectors.mean(0), rtol=0, atol=0.15)
+
+
+def test_runs_repeat_and_seeds_differ():
+    def end(seed):
+        method = TwoDirectionMethod(
+            F.gradients, F.x0, Simulated(F.n, seed), UP, DOWN, lbar=4.0, mu=F.mu
+        )
+        for _ in range(20):
+            method.step()
+        return method.solution
+
+    assert torch.equal(end(1), end(1))
+    assert not torch.equal(end(1), end(2))

@@ -1,0 +1,357 @@
+"""The torch optimizer: it is the method, it resumes bit for bit, and one rank's fault stops all."""
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
+
+from tests.support.ranks import on_threads
+from torchcomp.algorithms import Simulated, TwoDirection, TwoDirectionMethod
+from torchcomp.compressors import RandK, TopK
+from torchcomp.errors import CheckpointError, NonFiniteError, RankMismatchError, SpecError
+
+UP, DOWN = "randk(0.2, unbiased=True)", "topk(0.2)"
+OPTIONS = {"lbar": 4.0, "mu": 1e-2}
+MU = OPTIONS["mu"]
+
+
+def shard(rank):
+    generator = torch.Generator().manual_seed(rank)
+    features = torch.randn(20, 6, dtype=torch.float64, generator=generator)
+    return features, torch.randint(0, 3, (20,), generator=generator)
+
+
+def model():
+    net = nn.Linear(6, 3, dtype=torch.float64)
+    for parameter in net.parameters():
+        nn.init.zeros_(parameter)
+    return net
+
+
+def closure_of(net, optimizer, rank, mu=MU):
+    features, labels = shard(rank)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = cross_entropy(net(features), labels)
+        loss = loss + mu / 2 * sum(p.square().sum() for p in net.parameters())
+        loss.backward()
+        closure.calls += 1
+        return loss
+
+    closure.calls = 0
+    return closure
+
+
+def train(steps, resume_after=None, **options):
+    rank = dist.get_rank()
+    net = model()
+    optimizer = TwoDirection(net.parameters(), UP, DOWN, **OPTIONS, **options)
+    closure = closure_of(net, optimizer, rank)
+    for t in range(steps):
+        loss = optimizer.step(closure)
+        assert isinstance(loss, torch.Tensor)
+        if t + 1 == resume_after:
+            state = copy.deepcopy(optimizer.state_dict())
+            net = model()
+            optimizer = TwoDirection(net.parameters(), UP, DOWN, **OPTIONS, **options)
+            optimizer.load_state_dict(state)
+            closure = closure_of(net, optimizer, rank)
+    return parameters_to_vector(net.parameters()).detach(), optimizer.traffic, closure.calls
+
+
+def test_it_is_the_method():
+    def gradients(x):
+        rows = []
+        for rank in range(4):
+            net = model()
+            nn.utils.vector_to_parameters(x, net.parameters())
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            closure_of(net, optimizer, rank)()
+            rows.append(torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
+        return torch.stack(rows)
+
+    star = Simulated(4)
+    method = TwoDirectionMethod(
+        gradients, torch.zeros(21).double(), star, RandK(0.2, unbiased=True), TopK(0.2), **OPTIONS
+    )
+    for _ in range(40):
+        method.step()
+    for x, traffic, calls in on_threads(4, train, 40):
+        assert torch.equal(x, method.solution)
+        assert traffic == star.traffic
+        assert calls == method.evaluations
+
+
+def test_it_converges():
+    mu = 0.1
+
+    def slope_at_the_end():
+        net = model()
+        optimizer = TwoDirection(net.parameters(), UP, DOWN, lbar=4.0, mu=mu)
+        closure = closure_of(net, optimizer, dist.get_rank(), mu)
+        for _ in range(700):
+            optimizer.step(closure)
+        closure()
+        return torch.cat([p.grad.reshape(-1) for p in net.parameters()])
+
+    slopes = torch.stack(on_threads(2, slope_at_the_end))
+    assert slopes.mean(0).square().sum() / (2 * mu) < 1e-10
+
+
+def test_parameters_stay_where_they_are():
+    """Whoever shares their memory sees them move, and channels_last stays what it is."""
+
+    def shared():
+        weight = torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last)
+        weight.requires_grad_()
+        view = weight.detach()
+        optimizer = TwoDirection([weight], UP, DOWN, lbar=1.0, mu=0.0)
+        target = torch.arange(24.0).view(2, 3, 2, 2)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (weight - target).square().mean()
+            loss.backward()
+            return loss.item()
+
+        losses = [optimizer.step(closure) for _ in range(60)]
+        assert losses[-1] < 0.5 * losses[0]
+        assert torch.equal(view, weight)
+        assert weight.is_contiguous(memory_format=torch.channels_last)
+
+    on_threads(2, shared)
+
+
+# --- Checkpoints ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [1, 17])
+def test_a_resumed_run_is_the_same_bit_for_bit(after):
+    for whole, resumed in zip(
+        on_threads(2, train, 40), on_threads(2, train, 40, after), strict=True
+    ):
+        assert torch.equal(whole[0], resumed[0])
+        assert whole[1] == resumed[1]
+
+
+def resumed_from_elsewhere(change, told):
+    net = model()
+    optimizer = TwoDirection(net.parameters(), UP, DOWN, **OPTIONS)
+    optimizer.step(closure_of(net, optimizer, dist.get_rank()))
+    state = optimizer.state_dict()
+    if change == "rank":
+        state["belongs_to"]["rank"] = 1 - dist.get_rank()
+        other = TwoDirection(net.parameters(), UP, DOWN, **OPTIONS)
+    else:
+        other = TwoDirection(net.parameters(), UP, DOWN, **{**OPTIONS, **change})
+    with pytest.raises(CheckpointError, match=told):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("rank", r"rank \d there, \d here"),
+        ({"lbar": 5.0}, "lbar 4.0 there, 5.0 here"),
+        ({"seed": 1}, "seed 0 there, 1 here"),
+    ],
+)
+def test_a_state_that_does_not_belong_here_is_refused(change, told):
+    on_threads(2, resumed_from_elsewhere, change, told)
+
+
+def test_a_state_from_before_the_first_step_is_a_fresh_start():
+    def end(load):
+        net = model()
+        optimizer = TwoDirection(net.parameters(), UP, DOWN, **OPTIONS)
+        if load:
+            optimizer.load_state_dict(optimizer.state_dict())
+        closure = closure_of(net, optimizer, dist.get_rank())
+        for _ in range(5):
+            optimizer.step(closure)
+        return parameters_to_vector(net.parameters()).detach()
+
+    fresh, loaded = on_threads(2, end, False), on_threads(2, end, True)
+    assert torch.equal(fresh[0], loaded[0])
+
+
+# --- Closures that cannot be used -----------------------------------------------------------------
+
+
+def returns_none(loss):
+    loss.backward()
+
+
+def returns_nan(loss):
+    loss.backward()
+    return loss * torch.nan
+
+
+def no_backward(loss):
+    return loss
+
+
+def raises(loss):
+    raise KeyError("labels")
+
+
+def one_rank_fails(fault):
+    net = model()
+    optimizer = TwoDirection(net.parameters(), UP, DOWN, **OPTIONS)
+    good = closure_of(net, optimizer, dist.get_rank())
+    features, labels = shard(dist.get_rank())
+
+    def bad():
+        optimizer.zero_grad()
+        return fault(cross_entropy(net(features), labels))
+
+    optimizer.step(good)
+    before = parameters_to_vector(net.parameters()).detach().clone()
+    try:
+        optimizer.step(bad if dist.get_rank() == 1 else good)
+    finally:
+        assert torch.equal(parameters_to_vector(net.parameters()), before)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (returns_none, "returned None instead of the loss"),
+        (returns_nan, "returned nan"),
+        (no_backward, "left no gradient: it must call loss.backward"),
+        (raises, r"raised KeyError\('labels'\)"),
+    ],
+)
+def test_one_ranks_fault_stops_all_with_its_name(fault, told):
+    for error in on_threads(3, one_rank_fails, fault, catch=True):
+        assert isinstance(error, NonFiniteError)
+        assert re.search(rf"worker 1 \(its closure {told}", str(error))
+
+
+def survives_a_fault(at, steps):
+    """Rank 1's closure raises in its call number `at`, and the step is taken again."""
+    net = model()
+    optimizer = TwoDirection(net.parameters(), UP, DOWN, **OPTIONS)
+    good = closure_of(net, optimizer, dist.get_rank())
+    calls, failures = [], []
+
+    def closure():
+        calls.append(None)
+        if len(calls) == at and dist.get_rank() == 1:
+            raise ConnectionError("the labels are gone")
+        return good()
+
+    for _ in range(steps):
+        try:
+            optimizer.step(closure)
+        except NonFiniteError as error:
+            failures.append(error)
+            optimizer.step(closure)
+    return parameters_to_vector(net.parameters()).detach(), failures, len(calls)
+
+
+def test_a_fault_leaves_no_trace_wherever_it_happens():
+    steps = 8
+    expected, _, calls = on_threads(2, survives_a_fault, 0, steps)[1]
+    # Some of the calls are at a z that has moved, and belong to the iteration before.
+    assert calls > 1 + steps
+    for at in range(1, calls + 1):
+        for rank, (x, failures, _) in enumerate(on_threads(2, survives_a_fault, at, steps)):
+            (error,) = failures
+            assert "worker 1 (its closure raised ConnectionError" in str(error)
+            assert isinstance(error.__cause__, ConnectionError) == (rank == 1)
+            assert torch.equal(x, expected)
+
+
+def test_a_gradient_that_is_not_deterministic_is_found_on_request():
+    def noisy():
+        net = model()
+        optimizer = TwoDirection(
+            net.parameters(), UP, DOWN, **OPTIONS, check_deterministic=dist.get_rank() >= 0
+        )
+        features, labels = shard(dist.get_rank())
+        generator = torch.Generator().manual_seed(0)
+
+        def closure():
+            optimizer.zero_grad()
+            chosen = torch.randint(0, 20, (5,), generator=generator)
+            loss = cross_entropy(net(features[chosen]), labels[chosen])
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    for error in on_threads(2, noisy, catch=True):
+        assert "its closure is not deterministic: two gradients at one point differ" in str(error)
+    assert len(on_threads(2, train, 3)) == 2
+
+
+# --- Arguments ------------------------------------------------------------------------------------
+
+
+def test_unequal_shards_are_refused():
+    def build():
+        samples = 20 if dist.get_rank() else 19
+        TwoDirection(model().parameters(), UP, DOWN, **OPTIONS, samples=samples)
+
+    for error in on_threads(2, build, catch=True):
+        assert isinstance(error, RankMismatchError)
+        assert "samples: 19 on rank 0, 20 on rank 1" in str(error)
+        assert "equal shards" in str(error)
+
+
+def test_different_models_are_refused():
+    def build(classes):
+        net = nn.Linear(6, classes + dist.get_rank())
+        TwoDirection(net.parameters(), UP, DOWN, **OPTIONS)
+
+    for error in on_threads(2, build, 3, catch=True):
+        assert "coordinates: 21 on rank 0, 28 on rank 1" in str(error)
+
+
+def test_different_parameters_are_refused_before_anything_starts():
+    def start():
+        net = model()
+        nn.init.constant_(net.bias, dist.get_rank())
+        optimizer = TwoDirection(net.parameters(), UP, DOWN, **OPTIONS)
+        optimizer.step(closure_of(net, optimizer, dist.get_rank()))
+
+    for error in on_threads(2, start, catch=True):
+        assert isinstance(error, RankMismatchError)
+        assert "TwoDirection: ranks disagree. parameters: " in str(error)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"up": "ef(topk(0.2))"}, "here a compressor is needed"),
+        ({"up": "topk(0.2)"}, "not unbiased"),
+        ({"down": "randk(0.2, unbiased=True)"}, "not contractive"),
+        ({"mu": -1.0}, "mu must be at least 0"),
+    ],
+)
+def test_bad_arguments_are_refused(change, told):
+    def build():
+        arguments = {"up": UP, "down": DOWN, **OPTIONS, **change}
+        up, down = arguments.pop("up"), arguments.pop("down")
+        with pytest.raises(SpecError, match=told):
+            TwoDirection(model().parameters(), up, down, **arguments)
+
+    on_threads(2, build)
+
+
+def test_mixed_parameters_and_missing_groups_are_refused():
+    with pytest.raises(SpecError, match="init_process_group"):
+        TwoDirection(model().parameters(), UP, DOWN, **OPTIONS)
+    mixed = [torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True).double()]
+    with pytest.raises(SpecError, match="one floating-point dtype"):
+        TwoDirection([p.detach().requires_grad_() for p in mixed], UP, DOWN, **OPTIONS)
+    groups = [{"params": [p]} for p in model().parameters()]
+    with pytest.raises(SpecError, match="one group"):
+        TwoDirection(groups, UP, DOWN, **OPTIONS)

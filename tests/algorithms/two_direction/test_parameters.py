@@ -1,0 +1,216 @@
+"""The theory's parameters, the estimates that they need, and the tuning that replaces them."""
+
+import math
+
+import pytest
+import torch
+
+from tests.algorithms.two_direction.quadratics import quadratics
+from torchcomp.algorithms import (
+    AGD,
+    DIANA,
+    EF21,
+    EF21P,
+    EF21PDIANA,
+    ConstantMomentumAGD,
+    Simulated,
+    TwoDirectionMethod,
+    parameters,
+)
+from torchcomp.algorithms.smoothness import largest_eigenvalue, least_squares, logistic_regression
+from torchcomp.algorithms.tuning import Run, tune
+from torchcomp.compressors import RandK, TopK
+from torchcomp.errors import SpecError
+
+F = quadratics(condition=5.0)
+
+
+def normal(*shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def test_probabilities():
+    assert vars(parameters.probabilities(9.0)) == {"p": 0.1, "tau": 0.1}
+    # mu_r = 0.5 * 650 / 65 = 5 < omega + 1: the way up decides.
+    even = parameters.priced_probabilities(9.0, d=650, k_up=65, k_down=65, r=0.5)
+    assert (even.p, even.tau) == pytest.approx((0.1, 0.1 ** (1 / 3) / 10 ** (2 / 3)))
+    # mu_r = 0.9 * 650 / (0.1 * 65 + 0.9 * 6.5) = 47.4: the dense broadcasts decide.
+    dear = parameters.priced_probabilities(9.0, d=6500, k_up=650, k_down=65, r=0.9)
+    assert dear.p == pytest.approx((65 + 58.5) / 5850)
+    free = parameters.priced_probabilities(0.0, d=650, k_up=650, k_down=65, r=0.0)
+    assert (free.p, free.tau) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        # One term of the maximum each: L/a; L p/(a tau); the two square roots; the two of Lmax.
+        ({"omega": 0.0, "alpha": 0.5, "p": 0.1, "tau": 1.0}, 2.0 / 0.5),
+        ({"omega": 0.0, "alpha": 0.5, "p": 1.0, "tau": 0.1}, 2.0 / (0.5 * 0.1)),
+        ({"omega": 3.0, "alpha": 0.1, "p": 1.0, "tau": 1.0}, math.sqrt(10 * 3) / (0.1 * 0.25 * 2)),
+        (
+            {"omega": 30.0, "alpha": 0.1, "p": 0.01, "tau": 1.0},
+            math.sqrt(10 * 0.01 * 30) / (0.1 * math.sqrt(4 / 31)),
+        ),
+        ({"omega": 30.0, "alpha": 1.0, "p": 1.0, "tau": 0.1}, 5.0 * 30 * 31**2 / 4),
+        ({"omega": 30.0, "alpha": 1.0, "p": 0.001, "tau": 0.001}, 5.0 * 30 / 4),
+    ],
+)
+def test_lbar_is_the_largest_of_its_terms(case, expected):
+    n, smoothness, lmax = 4, 2.0, 5.0
+    ours = parameters.lbar(smoothness, lmax, n=n, constant=1.0, **case)
+    assert ours == pytest.approx(expected)
+    assert parameters.lbar(smoothness, lmax, n=n, **case) == pytest.approx(660508 * expected)
+
+
+def test_least_squares():
+    shards = list(normal(3, 30, 7).unbind())
+    each = [torch.linalg.eigvalsh(a.t() @ a / 30) for a in shards]
+    whole = torch.linalg.eigvalsh(sum(a.t() @ a for a in shards) / 90)
+    ours = least_squares(shards, l2=0.25)
+    assert ours.smoothness == pytest.approx(whole[-1].item() + 0.25, rel=1e-6)
+    assert ours.lmax == pytest.approx(max(e[-1].item() for e in each) + 0.25, rel=1e-6)
+    assert ours.mu == pytest.approx(whole[0].item() + 0.25, rel=1e-9)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_logistic_regression_bounds_the_hessian(sparse):
+    a = normal(1, 40, 5)
+    shards = [shard.to_sparse() if sparse else shard for shard in a]
+    ours = logistic_regression(shards, l2=0.1)
+
+    def loss(x):
+        scores = a[0] @ x.view(5, 3)
+        return -torch.log_softmax(scores, 1)[:, 0].mean() + 0.05 * x.square().sum()
+
+    hessian = torch.autograd.functional.hessian(loss, normal(15) / 10)
+    spectrum = torch.linalg.eigvalsh(hessian)
+    assert ours.mu - 1e-12 <= spectrum[0]
+    assert spectrum[-1] <= ours.smoothness
+    assert ours.smoothness == pytest.approx(0.5 * largest_eigenvalue([a[0]]) + 0.1)
+
+
+def test_one_logits_hessian_reaches_its_bound_at_0():
+    a = normal(1, 40, 5)[0]
+
+    def loss(x):
+        return torch.nn.functional.softplus(a @ x).mean()
+
+    hessian = torch.autograd.functional.hessian(loss, torch.zeros(5, dtype=torch.float64))
+    ours = logistic_regression([a], one_logit=True)
+    assert torch.linalg.eigvalsh(hessian)[-1].item() == pytest.approx(ours.smoothness)
+
+
+def on_data(kind, **arguments):
+    def build(problem, estimate):
+        return kind(*problem, **arguments, gamma=0.5 / estimate.smoothness)
+
+    return build
+
+
+RANDOM, LARGEST = RandK(k=2, unbiased=True), TopK(k=2)
+ON_DATA = {
+    "2Direction": lambda problem, e: TwoDirectionMethod(
+        *problem, RANDOM, LARGEST, lbar=e.smoothness, mu=e.mu
+    ),
+    "AGD": lambda problem, e: AGD(*problem, lbar=e.smoothness, mu=e.mu),
+    "EF21-P + DIANA": on_data(EF21PDIANA, up=RANDOM, down=LARGEST),
+    "DIANA": on_data(DIANA, up=RANDOM),
+    "EF21": on_data(EF21, up=LARGEST),
+    "EF21-P": on_data(EF21P, down=LARGEST),
+}
+
+
+@pytest.mark.parametrize("name", ON_DATA)
+@pytest.mark.parametrize("kind", ["ridge", "logistic"])
+def test_converges_to_1e_10_on_data(kind, name):
+    a, l2 = normal(4, 20, 6), 0.02
+    targets = torch.sign(normal(4, 20))
+    estimate = {"ridge": least_squares, "logistic": logistic_regression}[kind](list(a), l2)
+
+    def gradients(x):
+        scores = torch.einsum("nmf,f->nm", a, x)
+        pull = scores - targets if kind == "ridge" else -targets * torch.sigmoid(-targets * scores)
+        return torch.einsum("nmf,nm->nf", a, pull) / 20 + l2 * x
+
+    x0 = torch.zeros(6, dtype=torch.float64)
+    method = ON_DATA[name]((gradients, x0, Simulated(4)), estimate)
+    for _ in range(200):
+        method.step()
+    slope = gradients(method.solution).mean(0)
+    # The gap of a strongly convex function is at most |slope|^2 / (2 mu).
+    assert slope.square().sum() / (2 * estimate.mu) < 1e-10
+
+
+# --- Tuning ---------------------------------------------------------------------------------------
+
+
+def exhaustive(build, target, powers):
+    """The plain way: every step size to its end."""
+    costs = {}
+    for i in powers:
+        run = Run(build(2.0**i), F.gap, target)
+        run.advance(6_000)
+        if run.reached:
+            costs[i] = run.cost
+    return min(costs, key=costs.__getitem__), min(costs.values())
+
+
+BUILDS = {
+    "AGD": lambda step: AGD(F.gradients, F.x0, Simulated(F.n), lbar=1 / step, mu=F.mu),
+    "momentum": lambda step: ConstantMomentumAGD(
+        F.gradients, F.x0, Simulated(F.n), gamma=step, mu=F.mu
+    ),
+    "EF21-P + DIANA": lambda step: EF21PDIANA(
+        F.gradients, F.x0, Simulated(F.n), RandK(k=4, unbiased=True), TopK(k=4), gamma=step
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_tuning_finds_what_trying_everything_finds(name):
+    powers = range(-3, 3)
+    expected = exhaustive(BUILDS[name], 1e-6, powers)
+    tuned = tune(BUILDS[name], F.gap, target=1e-6, budget=6_000, powers=powers)
+    assert (tuned.power, tuned.run.cost) == expected
+    assert sorted([*tuned.abandoned, tuned.power]) == list(powers)
+    # Nobody was let run on for long after the winner had arrived.
+    assert max(tuned.abandoned.values()) <= 1.5 * tuned.run.cost + 100
+
+
+def test_tuning_outlives_a_leader_that_diverges():
+    """Large steps are ahead of all others at first, and then explode."""
+    one = quadratics(n=1, d=30, condition=30.0)
+    up, down = RandK(k=1, unbiased=True), TopK(k=30)
+
+    def build(step):
+        star, x0 = Simulated(1), one.x0
+        return TwoDirectionMethod(one.gradients, x0, star, up, down, lbar=1 / step, mu=one.mu / 4)
+
+    target = 1e-2 * one.gap(one.x0)
+    tuned = tune(build, one.gap, target=target, budget=10**6, powers=[-6, 1])
+    assert tuned.power == -6
+    assert tuned.run.reached
+
+
+def test_tuning_takes_the_lowest_where_nobody_arrives():
+    tuned = tune(BUILDS["AGD"], F.gap, target=0.0, budget=1000, powers=[-3, -1])
+    assert tuned.power == -1
+    assert not tuned.run.reached
+
+
+def test_a_run_ends_where_the_function_does():
+    def broken(x):
+        return F.gradients(x) * (torch.nan if x.norm() > 1 else 1)
+
+    run = Run(AGD(broken, F.x0, Simulated(F.n), lbar=0.2, mu=F.mu), F.gap, 0.0)
+    run.advance(10_000)
+    assert run.broken
+    assert run.curve[-1].value == math.inf
+
+
+def test_tuning_without_candidates_or_survivors_is_refused():
+    with pytest.raises(SpecError, match="no step size to try"):
+        tune(BUILDS["AGD"], F.gap, target=0.0, budget=10, powers=[])
+    with pytest.raises(SpecError, match="diverged"):
+        tune(BUILDS["EF21-P + DIANA"], F.gap, target=0.0, budget=10**6, powers=[19, 20])

@@ -1,0 +1,85 @@
+"""What the tests of JointSpar train, and what they expect of a step."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.models import local_gradients, loss_of
+from torchcomp.jointspar import JointSpar
+
+Gradients = dict[str, Tensor | None]
+
+
+def keep(jointspar: JointSpar, *layers: str, p: float | dict[str, float] = 0.5) -> None:
+    """Make the next step keep these layers on this rank, as if drawn with p."""
+    names = list(jointspar.layers)
+    each = p if isinstance(p, dict) else dict.fromkeys(names, p)
+    selection = jointspar._selection
+    mask = torch.tensor([name in layers for name in names]).numpy()
+    probabilities = torch.tensor([each[name] for name in names], dtype=torch.float64).numpy()
+    selection.draw(mask, probabilities, selection._step)
+    jointspar._skip()
+
+
+def layer_of(jointspar: JointSpar, name: str) -> str:
+    return next(layer for layer, names in jointspar.layers.items() if name in names)
+
+
+def backward(model: nn.Module, *batches: Any) -> None:
+    """One step's gradients; of several batches, all but the last are accumulated."""
+    for batch in batches[:-1]:
+        with model.no_sync():
+            loss_of(model(*batch)).backward()
+    loss_of(model(*batches[-1])).backward()
+
+
+def estimates(jointspar: JointSpar, model: DistributedDataParallel, *batches: Any) -> Gradients:
+    """This rank's g_hat = Z g / p, from a copy of the module that knows nothing of JointSpar."""
+    kept, p = jointspar.kept, dict(zip(jointspar.layers, jointspar._selection.p, strict=True))
+    total: dict[str, Tensor] = {}
+    for batch in batches:
+        for name, gradient in local_gradients(model, batch).items():
+            total[name] = total[name] + gradient if name in total else gradient
+    found: Gradients = {}
+    for names in jointspar.layers.values():
+        for name in names:
+            layer = layer_of(jointspar, name)
+            found[name] = total[name] / float(p[layer]) if layer in kept else None
+    return found
+
+
+def mean_of(everyone: list[Gradients], name: str) -> Tensor | None:
+    """The mean over the ranks of what they kept; None if no rank did."""
+    held = [gradients[name] for gradients in everyone]
+    some = next((g for g in held if g is not None), None)
+    if some is None:
+        return None
+    return torch.stack([torch.zeros_like(some) if g is None else g for g in held]).mean(0)
+
+
+def seen(model: DistributedDataParallel) -> Gradients:
+    """What the optimizer finds."""
+    return {
+        name: None if parameter.grad is None else parameter.grad.double().clone()
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def assert_mean(found: list[Gradients], own: list[Gradients], tolerance: float = 1e-12) -> None:
+    """Every rank's gradients are the mean of all ranks' estimates, or None."""
+    for name in own[0]:
+        expected = mean_of(own, name)
+        for rank, gradients in enumerate(found):
+            got = gradients[name]
+            if expected is None:
+                assert got is None, f"'{name}' has a gradient on rank {rank}, and was dropped"
+                continue
+            if got is None:
+                # As DDP leaves what no rank has used.
+                assert not expected.any(), f"'{name}' has no gradient on rank {rank}, and was kept"
+                continue
+            scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+            torch.testing.assert_close(got, expected, rtol=0, atol=tolerance * scale)

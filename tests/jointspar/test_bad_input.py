@@ -1,0 +1,332 @@
+"""What JointSpar refuses, on all ranks and before anything is applied; NaN, scalers, compilers."""
+
+import copy
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchcomp
+from tests.jointspar.script import backward, keep, seen
+from tests.support.models import (
+    Branches,
+    Checkpointed,
+    loss_of,
+    mlp,
+    rows,
+    seeded,
+    weights,
+    wrap,
+)
+from tests.support.ranks import on_threads
+from torchcomp.algorithms.bandit import Literal
+from torchcomp.errors import (
+    NonFiniteError,
+    RankMismatchError,
+    SpecError,
+    UnsupportedModelError,
+)
+from torchcomp.jointspar import JointSpar
+
+REFUSED = {
+    "budget 0": ({"budget": 0.0}, "budget must be a number above 0 and at most 1, not 0.0"),
+    "budget above 1": ({"budget": 27}, "budget must be a number above 0 and at most 1, not 27"),
+    "budget of text": ({"budget": "half"}, "budget must be a number above 0 and at most 1"),
+    "infeasible": (
+        {"budget": 0.01},
+        "p_min = 0.0125 is infeasible with budget = 0.01: every layer is kept with at least",
+    ),
+    "p_min 0": ({"p_min": 0}, "p_min must be a number above 0 and at most 1, not 0"),
+    "costs": ({"costs": "flops"}, 'costs must be one of "layers", "bytes", "time", not \'flops\''),
+    "selection": ({"selection": "own"}, 'selection must be one of "shared", "per-rank"'),
+    "skipped": ({"skipped": "stale"}, 'skipped must be "none" or "zero", not \'stale\''),
+    "rule": ({"rule": 0.01}, r"rule must be Baseline\(\), Literal\(...\) or None"),
+    "rule by name": ({"rule": "literal"}, r"rule must be Baseline\(\), Literal\(...\) or None"),
+    "literal with costs": (
+        {"rule": Literal(1e-3), "costs": "bytes"},
+        "the literal form counts layers",
+    ),
+    "warm-up": ({"warmup_steps": -1}, "warmup_steps must be a whole number of at least 0, not -1"),
+    "no warm-up to measure in": (
+        {"warmup_steps": 1, "costs": "time"},
+        r'at least 2 with costs="time", which are measured then, not 1',
+    ),
+    "seed": ({"seed": -1}, "seed must be a whole number"),
+    "method": ({"compress": "ef(topkk(0.1))"}, "did you mean 'topk'"),
+    "schedule": ({"compress": "every(4)"}, "'every.4.' is a schedule"),
+    "pattern": ({"layers": {"a": "7.*", "b": "*"}}, r"layer 'a': the pattern '7.\*' matches no"),
+    "twice": ({"layers": {"a": "*", "b": "0.*"}}, "'0.weight' is in 2 layers, 'a' and 'b'"),
+    "outside": ({"layers": {"a": "0.*", "b": "2.*"}}, "'4.weight' is in no layer"),
+    "one layer": ({"layers": {"all": "*"}}, r"the model has 1 layer \('all'\)"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_bad_options_are_refused_on_all_ranks(options, message):
+    def body():
+        model = wrap(mlp())
+        with pytest.raises(SpecError, match=message):
+            JointSpar(model, **{"budget": 0.5, **options})
+        # Nothing was installed.
+        torchcomp.register(model, "mean")
+
+    on_threads(2, body)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"budget": 0.5}, {"budget": 0.6}, "law: budget=0.5"),
+        ({"seed": 0}, {"seed": 1}, "seed: 0 on rank 0, 1 on rank 1"),
+        ({}, {"budget": 2.0}, "problem: none on rank 0, budget must be"),
+        ({}, {"layers": {"a": "[0-2].*", "b": "[4-6].*"}}, "layers: "),
+        ({}, {"skipped": "zero"}, "skipped: none on rank 0, zero on rank 1"),
+    ],
+)
+def test_ranks_that_disagree_are_told_so(first, second, message):
+    def body():
+        options = second if dist.get_rank() else first
+        with pytest.raises(RankMismatchError, match=message):
+            JointSpar(wrap(mlp()), **{"budget": 0.5, **options})
+
+    on_threads(2, body)
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        (mlp, {"static_graph": True}, "static_graph=True makes DDP take the first step's set"),
+        (lambda: nn.Linear(16, 4), {}, "the model has 1 layer"),
+    ],
+)
+def test_models_that_cannot_skip_are_refused(build, options, message):
+    def body():
+        model = wrap(build(), **options)
+        with pytest.raises((UnsupportedModelError, SpecError), match=message):
+            JointSpar(model, budget=0.5)
+
+    on_threads(1, body)
+
+
+def test_a_model_outside_ddp_is_refused():
+    with pytest.raises(UnsupportedModelError, match="wrap the model first"):
+        JointSpar(mlp(), budget=0.5)
+
+
+def test_one_method_a_model():
+    def body():
+        model = wrap(mlp())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        JointSpar(model, budget=0.5)
+        for again in (
+            lambda: JointSpar(model, budget=0.5),
+            lambda: torchcomp.register(model, "mean"),
+            lambda: torchcomp.LocalSGD(model, optimizer, "every(2)", total_steps=4),
+        ):
+            with pytest.raises(
+                UnsupportedModelError, match=r"torchcomp.JointSpar\(budget=0.5\) is"
+            ):
+                again()
+        local = wrap(mlp())
+        optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
+        torchcomp.LocalSGD(local, optimizer, "every(2)", total_steps=4)
+        with pytest.raises(UnsupportedModelError, match=r"torchcomp\.LocalSGD.* exchange weights"):
+            JointSpar(local, budget=0.5)
+
+    on_threads(2, body)
+
+
+def test_after_a_backward_pass_it_is_too_late():
+    def body():
+        model = wrap(mlp())
+        backward(model, (rows(0),))
+        with pytest.raises(UnsupportedModelError, match="a backward pass has already run"):
+            JointSpar(model, budget=0.5)
+
+    on_threads(2, body)
+
+
+# --- Forward passes that do not fit ---------------------------------------------------------------
+
+
+def test_a_kept_layer_that_the_forward_pass_does_not_use():
+    def body():
+        model = wrap(seeded(Branches().double()))
+        jointspar = JointSpar(model, budget=0.5, warmup_steps=0)
+        keep(jointspar, "stem", "right")
+        with pytest.raises(UnsupportedModelError, match=r"no gradient of 'right.weight' \(2 para"):
+            loss_of(model(rows(0), ("left",))).backward()
+
+    on_threads(2, body)
+
+
+def test_a_dropped_layer_need_not_be_used():
+    def body():
+        model = wrap(seeded(Branches().double()))
+        jointspar = JointSpar(model, budget=0.5, warmup_steps=0)
+        for step in range(3):
+            keep(jointspar, "left")
+            model.zero_grad()
+            loss_of(model(rows(step), ("left",))).backward()
+            assert [n for n, g in seen(model).items() if g is not None] == [
+                "left.weight",
+                "left.bias",
+            ]
+
+    on_threads(2, body)
+
+
+def test_reentrant_checkpointing_behind_a_dropped_prefix_is_named():
+    def body():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of inputs without gradients
+            model = wrap(seeded(Checkpointed(use_reentrant=True).double()))
+            jointspar = JointSpar(model, budget=0.5, warmup_steps=0)
+            keep(jointspar, "blocks.1.0")
+            with pytest.raises(UnsupportedModelError, match="use_reentrant=False"):
+                loss_of(model(rows(0))).backward()
+
+    on_threads(1, body)
+
+
+def test_a_backward_pass_of_an_earlier_step_is_refused():
+    def body():
+        model = wrap(mlp())
+        JointSpar(model, budget=0.5)
+        with model.no_sync():
+            old = loss_of(model(rows(0)))
+        backward(model, (rows(1),))
+        with pytest.raises(UnsupportedModelError, match="forward pass of an earlier step"):
+            old.backward()
+
+    on_threads(1, body)
+
+
+def test_an_output_without_tensors_is_refused():
+    class Silent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, x):
+            return {"rows": len(x)}
+
+    def body():
+        model = wrap(Silent())
+        JointSpar(model, budget=0.5)
+        with pytest.raises(UnsupportedModelError, match=r"no floating-point tensor \(but dict"):
+            model(rows(0))
+
+    on_threads(1, body)
+
+
+# --- NaN and infinities ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("selection", ["shared", "per-rank"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_nan_on_one_rank_stops_all_and_teaches_nothing(value, selection):
+    def body():
+        model = wrap(mlp())
+        jointspar = JointSpar(model, budget=0.5, selection=selection)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(2):
+            optimizer.zero_grad()
+            backward(model, (rows(step),))
+            optimizer.step()
+        keep(jointspar, "2")
+        before = {**copy.deepcopy(jointspar.state_dict()), "handle": None}
+        with pytest.raises(NonFiniteError, match=r"'2.weight'.* on rank 1"):
+            (loss_of(model(rows(2))) * (value if dist.get_rank() else 1.0)).backward()
+        assert {**jointspar.state_dict(), "handle": None} == before
+        assert jointspar.kept == ("2",)
+        optimizer.zero_grad()
+        backward(model, (rows(3),))
+        assert jointspar.stats.step == 3
+        return jointspar.p
+
+    first, second = on_threads(2, body)
+    assert (first == second) == (selection == "shared")
+
+
+def test_with_a_scaler_all_ranks_skip_the_step_and_go_on_with_the_same_set():
+    def body():
+        model = wrap(mlp(torch.float32))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        jointspar = JointSpar(model, budget=0.5, scaler=scaler, warmup_steps=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(6):
+            before, kept = weights(model.module), jointspar.kept
+            if step == 2:
+                keep(jointspar, "2", "4")
+                kept = jointspar.kept
+            factor = torch.inf if step == 2 and dist.get_rank() == 1 else 1.0
+            optimizer.zero_grad()
+            scaler.scale(factor * loss_of(model(rows(step, torch.float32)))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if step == 2:
+                assert jointspar.kept == kept
+                assert torch.equal(weights(model.module), before)
+                assert scaler.get_scale() == 512.0
+        assert jointspar.stats.step == 5
+        return jointspar.p
+
+    first, second = on_threads(2, body)
+    assert first == second
+
+
+def test_the_scale_does_not_reach_the_probabilities():
+    def body(scale):
+        model = wrap(mlp())
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        jointspar = JointSpar(model, budget=0.5, scaler=scaler, rule=Literal(1e-6), warmup_steps=0)
+        for step in range(5):
+            model.zero_grad()
+            scaler.scale(loss_of(model(rows(step)))).backward()
+        return jointspar.p
+
+    assert on_threads(2, body, 1.0) == on_threads(2, body, 4096.0)
+
+
+# --- The end --------------------------------------------------------------------------------------
+
+
+def test_close_gives_the_module_back():
+    def body():
+        model = wrap(mlp())
+        with JointSpar(model, budget=0.5, warmup_steps=0) as jointspar:
+            keep(jointspar)
+        output = model.module(rows(0))
+        loss_of(output).backward()
+        assert all(p.grad is not None for p in model.parameters())
+        model.zero_grad()
+        with pytest.raises(RuntimeError, match="this handle is closed"):
+            backward(model, (rows(0),))
+
+    on_threads(1, body)
+
+
+def test_the_model_keeps_it_alive_and_lets_it_go():
+    def body():
+        gc.disable()
+        try:
+            model = wrap(mlp())
+            jointspar = weakref.ref(JointSpar(model, budget=0.5, warmup_steps=0))
+            keep(jointspar())
+            backward(model, (rows(0),))
+            assert all(gradient is None for gradient in seen(model).values())
+            held = jointspar()
+            del model
+            with pytest.raises(RuntimeError, match="the DDP model of this JointSpar is gone"):
+                _ = held.stats
+            del held
+            assert jointspar() is None
+        finally:
+            gc.enable()
+
+    on_threads(1, body)

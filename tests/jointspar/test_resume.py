@@ -1,0 +1,222 @@
+"""Checkpoints of JointSpar, and what it reports."""
+
+import io
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.jointspar.script import backward
+from tests.support.models import mlp, rows, weights, wrap
+from tests.support.ranks import on_threads
+from torchcomp.checkpoint import redistribute
+from torchcomp.errors import CheckpointError, RankMismatchError
+from torchcomp.jointspar import JointSpar
+
+COMPRESS = ("mean", "ef(topk(0.1))", "bidirectional(topk(0.2), topk(0.2))")
+OPTIONS = {"budget": 0.5, "p_min": 0.1}
+
+
+class Run:
+    """A training script, whose state can be saved."""
+
+    def __init__(self, state=None, **options):
+        self.model = wrap(mlp())
+        self.jointspar = JointSpar(self.model, **{**OPTIONS, **options})
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.9)
+        if state is not None:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.jointspar.load_state_dict(state["jointspar"])
+
+    def train(self, start, stop):
+        kept = []
+        for step in range(start, stop):
+            kept.append(self.jointspar.kept)
+            self.optimizer.zero_grad()
+            backward(self.model, (rows(step),))
+            self.optimizer.step()
+        return kept
+
+    def state(self):
+        """Through a file, as plain values."""
+        file = io.BytesIO()
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "jointspar": self.jointspar.state_dict(),
+        }
+        torch.save(state, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "compress", ["mean", "ef(topk(0.1))", "bidirectional(topk(0.2), topk(0.2))"]
+)
+@pytest.mark.parametrize("selection", ["shared", "per-rank"])
+@pytest.mark.parametrize("cut", [1, 5])
+def test_a_resumed_run_goes_on_bit_for_bit(compress, selection, cut):
+    options = {"compress": compress, "selection": selection}
+
+    def body():
+        whole = Run(**options)
+        kept = whole.train(0, 10)
+        half = Run(**options)
+        half.train(0, cut)
+        # The seed comes from the checkpoint.
+        resumed = Run(half.state(), seed=99, **options)
+        assert resumed.train(cut, 10) == kept[cut:]
+        assert torch.equal(weights(resumed.model), weights(whole.model))
+        assert resumed.jointspar.p == whole.jointspar.p
+        assert resumed.jointspar.stats.step == 10
+
+    on_threads(2, body)
+
+
+def test_a_resumed_run_with_measured_times_keeps_them():
+    def body():
+        first = Run(costs="time", warmup_steps=2)
+        first.train(0, 1)
+        early = Run(first.state(), costs="time", warmup_steps=2)
+        assert early.jointspar.state_dict()["costs"] is None
+        first.train(1, 4)
+        second = Run(first.state(), costs="time", warmup_steps=2)
+        assert second.jointspar.state_dict()["costs"] == first.jointspar.state_dict()["costs"]
+        assert second.train(4, 8) == first.train(4, 8)
+
+    on_threads(2, body)
+
+
+@pytest.mark.parametrize("compress", ["mean", "ef(topk(0.1))"])
+def test_another_number_of_ranks_goes_on_with_the_same_p_and_sets(compress):
+    def first():
+        run = Run(compress=compress)
+        run.train(0, 5)
+        return run.state(), run.jointspar.p
+
+    def second():
+        state = {**before[dist.get_rank() % 2][0]}
+        if compress != "mean":
+            handles = [state["jointspar"]["handle"] for state, _ in before]
+            fitting = redistribute(handles, 3)[dist.get_rank()]
+            state["jointspar"] = {**state["jointspar"], "handle": fitting}
+        run = Run(state, compress=compress)
+        assert run.jointspar.p == before[0][1]
+        return run.train(5, 8)
+
+    before = on_threads(2, first)
+    kept = on_threads(3, second)
+    assert kept == [kept[0]] * 3
+    alone = on_threads(2, lambda: Run(before[dist.get_rank()][0], compress=compress).train(5, 6))
+    assert alone[0] == kept[0][:1]
+
+
+def test_an_error_memory_is_not_dropped_with_another_number_of_ranks():
+    state = on_threads(2, lambda: trained_state("ef(topk(0.1))"))[0]
+
+    def body():
+        with pytest.raises(CheckpointError, match=r"torchcomp.redistribute"):
+            Run(state, compress="ef(topk(0.1))")
+
+    on_threads(3, body)
+
+
+def trained_state(compress="mean", **options):
+    run = Run(compress=compress, **options)
+    run.train(0, 3)
+    return run.state()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 0.7}, r"the checkpoint has spec .*budget=0.5.* and this run has .*budget=0.7"),
+        ({"compress": "ef(topk(0.1))"}, r"the checkpoint has spec"),
+        ({"selection": "per-rank"}, r"the checkpoint has spec"),
+        (
+            {"layers": {"a": "[0-2].*", "b": "[3-6].*"}},
+            r"other layers than this run \(a, b, 0",
+        ),
+    ],
+)
+def test_another_runs_state_is_refused_and_changes_nothing(options, message):
+    state = on_threads(2, trained_state)[0]
+
+    def body():
+        run = Run(**options)
+        run.train(0, 1)
+        before = run.state()["jointspar"]
+        with pytest.raises(CheckpointError, match=message):
+            run.jointspar.load_state_dict(state["jointspar"])
+        assert str(run.state()["jointspar"]) == str(before)
+        with pytest.raises(CheckpointError, match="not a state dict of JointSpar: it lacks step"):
+            run.jointspar.load_state_dict({})
+
+    on_threads(2, body)
+
+
+def test_a_rank_alone_that_loads_is_found_before_anything_is_exchanged():
+    states = on_threads(2, trained_state)
+
+    def body():
+        run = Run(states[1] if dist.get_rank() else None)
+        before = weights(run.model)
+        with pytest.raises(RankMismatchError, match=r"step: 0 on rank 0, 3 on rank 1"):
+            run.train(0, 1)
+        assert torch.equal(weights(run.model), before)
+
+    on_threads(2, body)
+
+
+def test_drift_between_ranks_is_found_at_the_next_comparison():
+    def body():
+        run = Run(warmup_steps=0)
+        run.train(0, 2)
+        if dist.get_rank() == 1:
+            run.jointspar._sampler._bandit.p[0] += 1e-6
+        run.train(2, 3)
+        run.jointspar._selection.doubt()
+        with pytest.raises(RankMismatchError, match=r"the layers of a step: ranks disagree\. p: "):
+            run.train(3, 4)
+
+    on_threads(2, body)
+
+
+# --- Reports --------------------------------------------------------------------------------------
+
+
+def test_stats_say_what_was_kept_sent_and_spent():
+    def body():
+        run = Run(warmup_steps=0)
+        first = run.jointspar.stats
+        assert (first.step, first.kept, first.backward_ms) == (0, (), 0.0)
+        kept = run.train(0, 5)
+        stats = run.jointspar.stats
+        assert stats.step == 5
+        assert stats.kept == kept[-1]
+        assert stats.p == run.jointspar.p
+        assert sum(stats.p.values()) == pytest.approx(2.0)
+        assert stats.share == pytest.approx(0.5)
+        assert stats.backward_ms > 0
+        assert 0 < stats.total_bytes_sent < stats.total_dense_bytes_sent
+        row = json.loads(json.dumps(stats.row()))
+        assert row["kept"] == list(kept[-1])
+        assert row["p"] == run.jointspar.p
+        assert f"5 steps, {len(kept[-1])} of 4 layers" in str(stats)
+        assert "budget=0.5" in repr(run.jointspar)
+
+    on_threads(2, body)
+
+
+def test_the_table_names_every_layer():
+    def body():
+        run = Run(warmup_steps=0, costs="bytes")
+        lines = run.jointspar.table().splitlines()
+        assert lines[0].split() == ["layer", "tensors", "elements", "share", "of", "bytes", "p"]
+        assert [line.split()[0] for line in lines[1:]] == ["0", "2", "4", "6"]
+        assert lines[4].split()[1:3] == ["2", "68"]
+        assert float(lines[4].split()[3]) == pytest.approx(68 / 884, abs=1e-4)
+
+    on_threads(2, body)

@@ -1,0 +1,30 @@
+"""Methods that own the optimizer step, or the choice of what a step computes."""
+
+from torchcomp.algorithms.agd import AGD, ConstantMomentumAGD
+from torchcomp.algorithms.diana import DIANA
+from torchcomp.algorithms.ef14 import EF14
+from torchcomp.algorithms.ef21 import EF21
+from torchcomp.algorithms.ef21p import EF21P
+from torchcomp.algorithms.ef21p_diana import EF21PDIANA
+from torchcomp.algorithms.kl_projection import kl_project
+from torchcomp.algorithms.lars import LARS
+from torchcomp.algorithms.optimizer import TwoDirection
+from torchcomp.algorithms.ranks import Ranks
+from torchcomp.algorithms.star import Simulated
+from torchcomp.algorithms.two_direction import TwoDirectionMethod
+
+__all__ = [
+    "AGD",
+    "DIANA",
+    "EF14",
+    "EF21",
+    "EF21P",
+    "EF21PDIANA",
+    "LARS",
+    "ConstantMomentumAGD",
+    "Ranks",
+    "Simulated",
+    "TwoDirection",
+    "TwoDirectionMethod",
+    "kl_project",
+]

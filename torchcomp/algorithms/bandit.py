@@ -1,0 +1,223 @@
+"""The bandit of JointSpar: which layers to keep, learned from the norms of those that were kept."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from torchcomp.algorithms.kl_projection import Vector, check_budget, check_vector, kl_project
+from torchcomp.errors import NonFiniteError, SpecError
+from torchcomp.keys import Key
+
+Mask = NDArray[np.bool_]
+
+_MEMORY = 0.95
+"""Share of the old baseline in the new one."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The update that works at practical lengths; the default.
+
+    With Z the layers kept, g their gradients, c the costs, C the budget:
+
+    1. r_d = Z_d (|g_d|^2 / (c_d p_d^2 lam) - 1)
+    2. u = log p + clip(alpha r / p, -1, 1)
+    3. p = kl_project(u, C, p_min, c)
+    4. lam <- 0.95 lam + 0.05 (1/C) sum over the kept of |g_d|^2 / p_d^2
+
+    lam, known before the step, takes the place of the constant L^2 / p_min^2 of the paper's form:
+    at the optimum |g_d|^2 / (c_d p_d^2) is the same for all layers and equals lam, so r has mean 0
+    there. r is free of units, and so is alpha. lam starts as in Adam, corrected for its start at 0.
+
+    Attributes:
+        alpha: step size; 0.003 to 0.03 work.
+    """
+
+    alpha: float = 0.01
+
+    def __post_init__(self) -> None:
+        _check_alpha(self.alpha)
+
+    def exponent(self, bandit: "Bandit", kept: Mask, norms: Vector) -> Vector:
+        """What is added to log p."""
+        if bandit.level == 0:
+            return np.zeros(len(norms))
+        p = bandit.p
+        reward = np.where(kept, norms**2 / (bandit.costs * p**2 * bandit.level) - 1, 0.0)
+        step: Vector = np.clip(self.alpha * reward / p, -1.0, 1.0)
+        return step
+
+
+@dataclass(frozen=True)
+class Literal:
+    """Algorithm 1 as the paper states it.
+
+    1. l_d = -|g_d|^2 / p_d^2 + L^2 / p_min^2 for the layers kept, else 0
+    2. w_d = p_d exp(-alpha_p l_d / p_d)
+    3. p = argmin KL(q || w) over {sum q = S, p_min <= q_d <= 1}
+
+    The constant punishes whatever was kept, so p hardly learns within thousands of steps.
+
+    Attributes:
+        alpha: alpha_p, in units of 1 / |g|^2.
+        bound: L, an upper bound of every |g_d|; None takes the largest norm seen so far.
+    """
+
+    alpha: float
+    bound: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_alpha(self.alpha)
+
+    def exponent(self, bandit: "Bandit", kept: Mask, norms: Vector) -> Vector:
+        """What is added to log p."""
+        p = bandit.p
+        bound = bandit.largest if self.bound is None else self.bound
+        loss = np.where(kept, bound**2 / bandit.p_min**2 - norms**2 / p**2, 0.0)
+        step: Vector = -self.alpha * loss / p
+        return step
+
+
+class Bandit:
+    """Keep probabilities p, updated by online mirror descent (Algorithm 1).
+
+    p approaches clip(const |g_d| / sqrt(c_d), p_min, 1) with sum c p = C, which minimises the
+    variance sum |g_d|^2 / p_d of the estimate g_d / p_d within the budget. It starts at C / sum c.
+
+    Source: Liu, Mozafari, "Communication-efficient distributed learning for large batch
+    optimization", ICML 2022, Algorithm 1. The costs and the baseline are ours.
+
+    Args:
+        costs: c, what keeping each layer costs, finite and above 0, 1-D of D.
+        budget: C, the expected cost of a step, from p_min sum(c) to sum(c).
+        p_min: least probability, above 0 and at most 1.
+        rule: the form of the update.
+
+    Raises:
+        SpecError: if an argument is out of its range or the budget is infeasible.
+
+    Attributes:
+        p: float64, 1-D of D.
+        level: lam, corrected for its start; 0 before any norm was seen.
+        largest: the largest norm seen so far.
+    """
+
+    def __init__(
+        self,
+        costs: ArrayLike,
+        budget: float,
+        p_min: float,
+        rule: Baseline | Literal | None = None,
+    ) -> None:
+        self.costs = check_vector(costs, "costs")
+        if self.costs.min() <= 0:
+            raise SpecError(f"costs must be above 0, not {self.costs.min()}", "costs")
+        check_budget(budget, p_min, self.costs)
+        self.budget = budget
+        self.p_min = p_min
+        self.rule = rule or Baseline()
+        if isinstance(self.rule, Literal) and np.ptp(self.costs):
+            raise SpecError(
+                "the literal form counts layers, and these costs differ: use the baseline form"
+            )
+        self.p = np.full(len(self.costs), min(1.0, budget / float(self.costs.sum())))
+        self.largest = 0.0
+        self._average = 0.0
+        self._updates = 0
+
+    @property
+    def level(self) -> float:
+        """The baseline lam."""
+        return self._average / (1 - _MEMORY**self._updates) if self._updates else 0.0
+
+    def update(self, kept: Mask, norms: ArrayLike) -> None:
+        """Learn from one step.
+
+        Args:
+            kept: which layers were kept, 1-D of D.
+            norms: |g_d| before the division by p, 1-D of D; read where `kept` is true.
+
+        Raises:
+            NonFiniteError: if the norm of a kept layer is NaN, infinite or negative; p stays.
+        """
+        norms = np.where(kept, np.asarray(norms, dtype=np.float64), 0.0)
+        bad = np.flatnonzero(~(np.isfinite(norms) & (norms >= 0)))
+        if bad.size:
+            raise NonFiniteError(
+                f"the norm of layer {bad[0]} is {norms[bad[0]]}, and must be finite and at least "
+                "0: the probabilities stay as they were"
+            )
+        self.largest = max(self.largest, float(norms.max()))
+        exponent = self.rule.exponent(self, kept, norms)
+        seen = float((norms**2 / self.p**2).sum()) / self.budget
+        self.p = kl_project(np.log(self.p) + exponent, self.budget, self.p_min, self.costs)
+        self._average = _MEMORY * self._average + (1 - _MEMORY) * seen
+        self._updates += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next update depends on, as plain numbers."""
+        return {
+            "p": self.p.tolist(),
+            "largest": self.largest,
+            "average": self._average,
+            "updates": self._updates,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            SpecError: if it is of another number of layers, or its p is not finite.
+        """
+        p = check_vector(state["p"], "p")
+        if len(p) != len(self.p):
+            raise SpecError(f"the state has {len(p)} layers, and here are {len(self.p)}")
+        self.p = p
+        self.largest = float(state["largest"])
+        self._average = float(state["average"])
+        self._updates = int(state["updates"])
+
+
+def sample(p: Vector, key: Key, *, shared: bool = True) -> Mask:
+    """S_t of Algorithm 2: each layer by itself, with its probability; may be empty.
+
+    Args:
+        p: probabilities, 1-D of D.
+        key: seed, step and, unless `shared`, rank.
+        shared: whether all ranks draw the same set (given the same p).
+    """
+    generator = key.shared() if shared else key.private()
+    return np.asarray(generator.random(len(p)) < p)
+
+
+def best_probabilities(
+    norms: ArrayLike, budget: float, p_min: float, costs: ArrayLike | None = None
+) -> Vector:
+    """The p that minimises sum |g_d|^2 / p_d over {sum c p = C, p_min <= p <= 1}.
+
+    It is clip(const |g_d| / sqrt(c_d), p_min, 1): a projection of these weights.
+
+    Args:
+        norms: |g_d|, finite and above 0, 1-D of D.
+        budget: C.
+        p_min: least probability.
+        costs: c; ones if left out.
+
+    Raises:
+        SpecError: if a norm is not above 0, or as :func:`kl_project` does.
+    """
+    norms = check_vector(norms, "norms")
+    if norms.min() <= 0:
+        raise SpecError(f"norms must be above 0, not {norms.min()}", "norms")
+    prices = np.ones(len(norms)) if costs is None else check_vector(costs, "costs")
+    return kl_project(np.log(norms) - np.log(prices) / 2, budget, p_min, prices)
+
+
+def _check_alpha(alpha: float) -> None:
+    number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    if not number or not 0 < alpha < math.inf:
+        raise SpecError(f"alpha must be a finite number above 0, not {alpha!r}", "alpha")

@@ -1,0 +1,86 @@
+"""EF21-P + DIANA: compression in both directions, without acceleration.
+
+Gruntkowska, Tyurin, Richtarik: "EF21-P and Friends: Improved Theoretical Communication Complexity
+for Distributed Optimization with Bidirectional Compression", ICML 2023 (arXiv 2209.15218).
+"""
+
+from torch import Tensor
+
+from torchcomp.algorithms.checks import (
+    check_at_least_0,
+    check_convexity,
+    check_count,
+    check_fraction,
+    check_positive,
+    require_contractive,
+)
+from torchcomp.algorithms.diana import DIANA
+from torchcomp.algorithms.method import Gradients
+from torchcomp.algorithms.star import Star
+from torchcomp.compressors import Compressor
+
+
+def step_size(
+    smoothness: float, lmax: float, mu: float, *, alpha: float, omega: float, n: int
+) -> float:
+    """The theory's gamma: min(n/(160 omega Lmax), alpha/(100 L), 1/((omega + 1) mu)).
+
+    Args:
+        smoothness: L, of f.
+        lmax: the largest smoothness of an f_i.
+        mu: strong convexity of f.
+        alpha: contraction constant of the downlink's compressor.
+        omega: relative variance of the uplink's compressor.
+        n: number of workers.
+
+    Raises:
+        SpecError: if a number is out of its range.
+    """
+    check_positive("smoothness", smoothness)
+    check_positive("lmax", lmax)
+    check_convexity(mu, smoothness, "L")
+    check_fraction("alpha", alpha)
+    check_at_least_0("omega", omega)
+    check_count("n", n)
+    bounds = [alpha / (100 * smoothness)]
+    if omega:
+        bounds.append(n / (160 * omega * lmax))
+    if mu:
+        bounds.append(1 / ((omega + 1) * mu))
+    return min(bounds)
+
+
+class EF21PDIANA(DIANA):
+    """EF21-P + DIANA: DIANA at the point w that the workers hold, which follows the server's x.
+
+    Args:
+        gradients: see :data:`~torchcomp.algorithms.method.Gradients`.
+        x0: where to start; (d,).
+        star: the communication.
+        up: unbiased compressor of the workers.
+        down: contractive compressor of the server.
+        gamma: step size; :func:`step_size` in theory.
+
+    Raises:
+        SpecError: if a compressor is of the wrong kind, or gamma not positive.
+    """
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        x0: Tensor,
+        star: Star,
+        up: Compressor,
+        down: Compressor,
+        *,
+        gamma: float,
+    ) -> None:
+        require_contractive(down, x0.numel(), "down")
+        super().__init__(gradients, x0, star, up, gamma=gamma)
+        self.down, self.w = down, self.x0
+
+    def step(self) -> None:
+        g = self._estimate(self.w)
+        self.x = self.x - self.gamma * g
+        self.w = self.w + self.star.down(self.x - self.w, self.down, self.iterations)
+        self.iterations += 1

@@ -1,0 +1,121 @@
+"""Layers: the named groups of parameters that JointSpar keeps or drops together."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import takewhile
+
+from torch import nn
+
+from torchcomp.component import nearest
+from torchcomp.errors import SpecError
+
+Layers = dict[str, tuple[str, ...]]
+"""Name of each layer -> names of its parameters, in the model's order."""
+
+Patterns = Mapping[str, str | Sequence[str]]
+"""Name of each layer -> shell-style patterns of parameter names, such as ``"blocks.0.*"``."""
+
+_ROOT = "(model)"
+
+
+def default_layers(parameters: Iterable[tuple[str, nn.Parameter]]) -> Layers:
+    """One layer for each module that has weights, with its bias and its norm.
+
+    A module has weights if one of its own parameters has two dimensions or more. Any other module
+    (a norm, say) joins the nearest one that has, before it or after it, whichever shares more of
+    its path; of two that share as much, the one before it. So ``bn1`` joins ``conv1``, and a
+    transformer's ``blocks.3.norm1`` joins ``blocks.3.attn.qkv``.
+
+    Args:
+        parameters: (name, parameter) pairs in registration order.
+    """
+    modules: dict[str, list[str]] = {}
+    weighted: set[str] = set()
+    for name, parameter in parameters:
+        module = name.rpartition(".")[0]
+        modules.setdefault(module, []).append(name)
+        if parameter.dim() >= 2:
+            weighted.add(module)
+    order = list(modules)
+    layers: Layers = {}
+    for module in order:
+        home = module if module in weighted else _home(module, order, weighted)
+        layers[home or _ROOT] = (*layers.get(home or _ROOT, ()), *modules[module])
+    return layers
+
+
+def layers_by_pattern(patterns: Patterns, names: Sequence[str]) -> Layers:
+    """The layers that a user describes; every parameter in exactly one.
+
+    Args:
+        patterns: see :data:`Patterns`; case counts.
+        names: of all parameters, in registration order.
+
+    Raises:
+        SpecError: if a pattern matches nothing, or a parameter is in no layer or in several.
+    """
+    if not isinstance(patterns, Mapping):
+        raise SpecError(
+            "layers must map the name of each layer to patterns of its parameters, such as "
+            f"{{'stem': 'conv1.*', 'rest': ['layer*', 'fc.*']}}, not {type(patterns).__name__}",
+            "layers",
+        )
+    layers: Layers = {}
+    for layer, given in patterns.items():
+        chosen: list[str] = []
+        for pattern in [given] if isinstance(given, str) else given:
+            matched = [name for name in names if fnmatchcase(name, pattern)]
+            if not matched:
+                raise SpecError(
+                    f"layer '{layer}': the pattern '{pattern}' matches no parameter; "
+                    f"{nearest(pattern, names)}"
+                )
+            chosen += matched
+        layers[layer] = tuple(name for name in names if name in chosen)
+    _check_once(layers, names)
+    return layers
+
+
+def check_several(layers: Layers) -> None:
+    """Require a choice: two layers at least.
+
+    Raises:
+        SpecError: saying how many there are.
+    """
+    if len(layers) < 2:
+        named = f" ('{next(iter(layers))}')" if layers else ""
+        raise SpecError(
+            f"the model has {len(layers)} layer{named}, and choosing layers needs at least two: "
+            "describe finer ones with layers={...}, or compress its gradient instead"
+        )
+
+
+def _home(module: str, order: list[str], weighted: set[str]) -> str:
+    """The module with weights that one without them joins; itself, where there is none."""
+    place = order.index(module)
+    before = next((other for other in reversed(order[:place]) if other in weighted), None)
+    after = next((other for other in order[place:] if other in weighted), None)
+    if before is None or after is None:
+        return next((other for other in (before, after) if other is not None), module)
+    return before if _shared(module, before) >= _shared(module, after) else after
+
+
+def _shared(one: str, other: str) -> int:
+    """How many leading parts two paths have in common."""
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _check_once(layers: Layers, names: Sequence[str]) -> None:
+    for name in names:
+        owners = [layer for layer, members in layers.items() if name in members]
+        if not owners:
+            raise SpecError(
+                f"parameter '{name}' is in no layer: every parameter that is trained belongs to "
+                "exactly one; freeze it with requires_grad=False to leave it out"
+            )
+        if len(owners) > 1:
+            raise SpecError(
+                f"parameter '{name}' is in {len(owners)} layers, '{owners[0]}' and '{owners[1]}': "
+                "every parameter belongs to exactly one"
+            )

@@ -1,0 +1,261 @@
+"""TwoDirection: 2Direction as a torch optimizer, for convex losses with exact local gradients.
+
+    optimizer = TwoDirection(model.parameters(), "randk(0.1, unbiased=True)", "topk(0.1)",
+                             lbar=4.0, mu=1e-4)
+    def closure():
+        optimizer.zero_grad()
+        loss = local_loss(model)   # of all of this rank's samples
+        loss.backward()
+        return loss
+    for _ in range(1000):
+        optimizer.step(closure)
+
+It is for functions such as logistic or ridge regression over all samples of a rank. Elsewhere
+nothing is promised: with mini-batches or dropout the gradients at two points of an iteration do not
+belong to one function any more, and their differences, which is what is sent, do not become small.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchcomp.aggregators import Mean
+from torchcomp.algorithms.checks import check_positive
+from torchcomp.algorithms.parameters import constants
+from torchcomp.algorithms.ranks import Ranks
+from torchcomp.algorithms.star import Traffic
+from torchcomp.algorithms.two_direction import TwoDirectionMethod
+from torchcomp.compressors import Compressor
+from torchcomp.errors import CheckpointError, NonFiniteError, SpecError
+from torchcomp.spec import parse_aggregator
+
+Closure = Callable[[], Tensor | float]
+
+
+class TwoDirection(torch.optim.Optimizer):
+    """2Direction for convex losses with exact local gradients; one worker a rank.
+
+    ``step(closure)`` is as of :class:`torch.optim.LBFGS`. With mini-batches, dropout or losses that
+    are not convex the method promises nothing.
+
+    All parameters are one flat vector. After a step they hold the method's x; from the first step
+    on it owns them, and what else changes them is undone by the next. All ranks call ``step``
+    together, and none wraps the model in DDP: the optimizer sends what is sent.
+
+    Args:
+        params: the model's parameters, equal on all ranks; one floating-point dtype, one device.
+        up: unbiased compressor of the workers, or its spec string.
+        down: contractive compressor of the server, or its spec string.
+        lbar: inverse of the step size, to be tuned; above 0.
+        mu: strong convexity of the mean of all ranks' losses, at least 0.
+        p: probability of the coin; by default 1/(omega + 1).
+        tau: momentum of v; by default 1/(omega + 1).
+        gamma0: Gamma at the start.
+        group: the process group; None is the default group.
+        seed: the run's seed, the same on all ranks.
+        samples: number of this rank's samples. If it is given, ranks compare it: the mean of
+            losses over unequal shards is not the loss over all samples.
+        check_deterministic: evaluate the first gradient twice, and require equal bits.
+
+    Raises:
+        SpecError: if a parameter is out of its range, a compressor of the wrong kind, or
+            torch.distributed not initialised.
+        RankMismatchError: on all ranks, if they have been given different arguments.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        up: Compressor | str,
+        down: Compressor | str,
+        *,
+        lbar: float,
+        mu: float,
+        p: float | None = None,
+        tau: float | None = None,
+        gamma0: float = 1.0,
+        group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        samples: int | None = None,
+        check_deterministic: bool = False,
+    ) -> None:
+        super().__init__(params, {})
+        self._params = self._only_group()
+        if not dist.is_initialized():
+            raise SpecError("TwoDirection needs torch.distributed: call init_process_group first")
+        self._up, self._down = _compressor(up, "up"), _compressor(down, "down")
+        self._check_deterministic = check_deterministic
+        rates: dict[str, Any] = {"lbar": lbar, "mu": mu, "p": p, "tau": tau}
+        constants(self._numel, self._up, self._down, **rates)
+        check_positive("gamma0", gamma0)
+        self._options = {**rates, "gamma0": gamma0}
+        self._star = Ranks(group, seed, self._params[0].device)
+        self._star.explain = lambda: self._problem
+        facts = {"coordinates": self._numel, "dtype": self._params[0].dtype, "samples": samples}
+        self._require_same(**facts, **self._options, up=self._up, down=self._down)
+        self._method: TwoDirectionMethod | None = None
+        self._loaded: dict[str, Any] | None = None
+        self._loss: Tensor | float = math.nan
+        self._problem = ""
+        self._cause: Exception | None = None
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank's worker and the server have sent each other."""
+        return self._star.traffic
+
+    def step(self, closure: Closure) -> Tensor | float:  # type: ignore[override]
+        """One iteration.
+
+        Args:
+            closure: clears the gradients, computes this rank's loss over all of its samples, calls
+                backward and returns the loss. It is called once, or twice where z has moved in the
+                iteration before, which happens with probability p.
+
+        Returns:
+            What the closure returned last: this rank's loss at the method's y, not at its x.
+
+        Raises:
+            NonFiniteError: on all ranks, naming those whose closure returned no finite loss,
+                left no finite gradient, raised, or was found not to be deterministic. The
+                parameters and the method are as before the step.
+            RankMismatchError: on all ranks, at the first step, if their parameters differ.
+        """
+        x = self._flat()
+        self._closure, self._problem, self._cause = closure, "", None
+        try:
+            self._method = method = self._method or self._start(x)
+            method.step()
+            x = method.solution
+        except NonFiniteError as error:
+            raise error from self._cause
+        finally:
+            self._write(x)
+        return self._loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: each rank saves and loads its own."""
+        state = self._method.state_dict() if self._method else self._loaded
+        return {"belongs_to": self._identity(), "method": state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on bit for bit where :meth:`state_dict` was taken; the parameters are set, too.
+
+        Raises:
+            CheckpointError: if the state is another rank's, or that of other arguments, another
+                model or another number of ranks.
+        """
+        mine, theirs = self._identity(), state_dict["belongs_to"]
+        differing = [name for name in mine if mine[name] != theirs.get(name)]
+        if differing:
+            told = [f"{name} {theirs.get(name)} there, {mine[name]} here" for name in differing]
+            raise CheckpointError(f"this state does not belong here: {'; '.join(told)}")
+        self._loaded, self._method = _on(self._params[0].device, state_dict["method"]), None
+        if self._loaded is not None:
+            self._write(self._loaded["server"]["x"])
+
+    def _identity(self) -> dict[str, int | str]:
+        facts = {**self._options, "up": self._up, "down": self._down, "seed": self._star.seed}
+        place = {"rank": self._star.exchange.rank, "world_size": self._star.n}
+        shape = {"coordinates": self._numel, "dtype": self._params[0].dtype}
+        return {**place, **{name: str(value) for name, value in (shape | facts).items()}}
+
+    def _start(self, x: Tensor) -> TwoDirectionMethod:
+        content = x.cpu().view(torch.uint8).numpy().tobytes()
+        self._require_same(parameters=hashlib.sha256(content).hexdigest()[:12])
+        options = {**self._options, "state": self._loaded}
+        method = TwoDirectionMethod(self._gradients, x, self._star, self._up, self._down, **options)
+        self._loaded = None
+        return method
+
+    def _gradients(self, point: Tensor) -> Tensor:
+        gradient = self._evaluate(point)
+        if self._check_deterministic and not self._problem:
+            again = self._evaluate(point)
+            if not self._problem and not torch.equal(gradient, again):
+                apart = f"two gradients at one point differ by {(gradient - again).abs().max():g}"
+                self._problem = f"its closure is not deterministic: {apart}"
+            self._check_deterministic = bool(self._problem)
+        if self._problem:
+            # The other ranks wait for a message: they learn of it there.
+            gradient = torch.full_like(point, torch.nan)
+        return gradient[None]
+
+    def _evaluate(self, point: Tensor) -> Tensor:
+        if self._problem:
+            return point
+        self._write(point)
+        try:
+            with torch.enable_grad():
+                self._loss = self._closure()
+            self._problem = self._wrong_with(self._loss)
+            return self._flat_gradient()
+        except Exception as error:
+            self._problem, self._cause = f"its closure raised {error!r}", error
+            return point
+
+    def _wrong_with(self, loss: Tensor | float | None) -> str:
+        if loss is None:
+            return "its closure returned None instead of the loss"
+        value = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        if not math.isfinite(value):
+            return f"its closure returned {value:g}"
+        if all(p.grad is None for p in self._params):
+            return "its closure left no gradient: it must call loss.backward()"
+        return ""
+
+    def _flat_gradient(self) -> Tensor:
+        # A parameter that the loss does not touch has no gradient, which means zero.
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params]
+        return torch.cat([grad.reshape(-1) for grad in grads])
+
+    def _flat(self) -> Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in self._params])
+
+    @torch.no_grad()
+    def _write(self, x: Tensor) -> None:
+        # In place: whoever shares a parameter's memory sees it move.
+        sizes = [p.numel() for p in self._params]
+        for p, part in zip(self._params, x.split_with_sizes(sizes), strict=True):
+            p.copy_(part.view(p.shape))
+
+    @property
+    def _numel(self) -> int:
+        return sum(p.numel() for p in self._params)
+
+    def _only_group(self) -> list[Tensor]:
+        if len(self.param_groups) > 1:
+            raise SpecError("TwoDirection takes one group of parameters: all are one vector")
+        params: list[Tensor] = self.param_groups[0]["params"]
+        kinds = {(str(p.dtype), str(p.device)) for p in params}
+        if len(kinds) > 1 or not params[0].is_floating_point():
+            raise SpecError(
+                "TwoDirection makes one vector of all parameters: they must be of one "
+                f"floating-point dtype on one device, and here are {sorted(kinds)}"
+            )
+        return params
+
+    def _require_same(self, **facts: object) -> None:
+        advice = "Give all ranks equal shards, and the same model and arguments."
+        self._star.exchange.require_same("TwoDirection", facts, advice)
+
+
+def _compressor(spec: Compressor | str, role: str) -> Compressor:
+    if isinstance(spec, Compressor):
+        return spec
+    method = parse_aggregator(spec)
+    if isinstance(method, Mean):
+        return method.compressor
+    raise SpecError(f"{role}: '{method}' is a method, and here a compressor is needed", role)
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """The same nest of dicts with all of its tensors on `device`."""
+    if isinstance(value, dict):
+        return {name: _on(device, item) for name, item in value.items()}
+    return value.to(device) if isinstance(value, Tensor) else value

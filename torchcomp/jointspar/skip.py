@@ -1,0 +1,225 @@
+"""Skipper: a forward pass whose backward pass leaves parameters out, safely under DDP.
+
+Toggling ``requires_grad`` behind DDP's back gives wrong gradients, and rebuilding DDP costs more
+than is saved. Instead the dropped parameters are replaced, while the module runs, by constants that
+share their memory: no kernel then computes their gradients, and where a whole prefix of the network
+is dropped, none computes the gradients of its activations. DDP still waits for the real parameters,
+so one function ties them to the output: its backward pass hands them no gradient, which DDP takes
+for zeros.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torchcomp.errors import UnsupportedModelError
+
+
+class Listener(Protocol):
+    """What a :class:`Skipper` tells about backward passes."""
+
+    def backward_begins(self) -> None:
+        """Nothing of it has run yet."""
+
+    def gradient_arrived(self, name: str) -> None:
+        """The gradient of this parameter is there, on this rank."""
+
+    def backward_computed(self) -> None:
+        """All kernels are enqueued; DDP may still be waiting for exchanges."""
+
+    def backward_done(self) -> None:
+        """DDP has written the gradients."""
+
+
+class Skipper:
+    """Installs itself on a module; :meth:`close` removes it.
+
+    Args:
+        module: the module inside DDP.
+        parameters: by name, those that may be skipped.
+        listener: told about backward passes; held weakly, since it holds this.
+    """
+
+    def __init__(
+        self, module: nn.Module, parameters: dict[str, nn.Parameter], listener: Listener
+    ) -> None:
+        self._parameters = parameters
+        self._places = _places(module, parameters)
+        self._listener = weakref.ref(listener)
+        self._skipped: list[str] = []
+        self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._outputs: set[int] = set()
+        self._in_backward = False
+        self._set = 0
+        self._handles = _install(module, self)
+        for name, parameter in parameters.items():
+            note = _note(name, self)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
+
+    def skip(self, names: Iterable[str]) -> None:
+        """Leave these parameters out of all backward passes of forward passes to come."""
+        self._skipped = list(names)
+        self._set += 1
+
+    def close(self) -> None:
+        """Give the module back as it was; harmless when repeated."""
+        self._restore()
+        while self._handles:
+            self._handles.pop().remove()
+
+    def before_forward(self) -> None:
+        """Replace the skipped parameters, if this forward pass records a graph."""
+        # A backward pass that ended in an error may have left both behind.
+        self._in_backward = False
+        self._restore()
+        if torch.is_grad_enabled():
+            self._replace()
+
+    def after_forward(self, output: Any) -> Any:
+        """Restore the parameters and tie them to `output`, which comes back as a copy."""
+        self._restore()
+        if output is None or not torch.is_grad_enabled():
+            return output
+        return self._tied(output)
+
+    def begin_backward(self, drawn: int) -> None:
+        """Called by the tie, before anything else of the backward pass."""
+        if drawn != self._set:
+            raise UnsupportedModelError(
+                "this backward pass belongs to a forward pass of an earlier step, when other "
+                "layers were kept: run backward before the next step, as DDP requires"
+            )
+        if self._in_backward:
+            return
+        self._in_backward = True
+        # Checkpointed activations are computed again now, and by the same rules.
+        self._replace()
+        self._tell(Listener.backward_begins)
+        _after_backward(self._computed)
+
+    def _computed(self) -> None:
+        self._restore()
+        self._tell(Listener.backward_computed)
+        # Behind DDP's own final callback, which writes the gradients.
+        _after_backward(self._done)
+
+    def _done(self) -> None:
+        self._in_backward = False
+        self._tell(Listener.backward_done)
+
+    def _tell(self, event: Callable[..., None], *details: str) -> None:
+        listener = self._listener()
+        if listener is not None:
+            getattr(listener, event.__name__)(*details)
+
+    def _replace(self) -> None:
+        for name in self._skipped:
+            parameter = self._parameters[name]
+            constant = nn.Parameter(parameter.detach(), requires_grad=False)
+            for module, key in self._places[name]:
+                module._parameters[key] = constant
+                self._replaced.append((module, key, parameter))
+        _refresh(module for module, _, _ in self._replaced)
+
+    def _restore(self) -> None:
+        touched = [module for module, _, _ in self._replaced]
+        while self._replaced:
+            module, key, parameter = self._replaced.pop()
+            module._parameters[key] = parameter
+        _refresh(touched)
+
+    def _tied(self, output: Any) -> Any:
+        leaves, structure = pytree.tree_flatten(output)
+        floating = [i for i, leaf in enumerate(leaves) if _is_floating(leaf)]
+        if not floating:
+            raise UnsupportedModelError(
+                f"the forward pass returned no floating-point tensor (but {type(output).__name__}) "
+                "that JointSpar can find: return a tensor, or tuples, lists and dicts of tensors"
+            )
+        # With everything dropped no output needs gradients; those that did before are tied then.
+        self._outputs |= {i for i in floating if leaves[i].requires_grad}
+        chosen = [i for i in floating if i in self._outputs] or floating
+        real = [self._parameters[name] for name in self._skipped]
+        tied = _Tie.apply(self, self._set, len(chosen), *(leaves[i] for i in chosen), *real)  # type: ignore[no-untyped-call]
+        for i, tensor in zip(chosen, tied, strict=True):
+            leaves[i] = tensor
+        return pytree.tree_unflatten(leaves, structure)
+
+
+class _Tie(torch.autograd.Function):
+    """Identity on the outputs, and no gradient for the parameters behind them."""
+
+    @staticmethod
+    def forward(ctx: Any, skipper: Skipper, drawn: int, count: int, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.skipper, ctx.drawn, ctx.parameters = skipper, drawn, len(tensors) - count
+        # Copies, because an output that is a view could not be changed in place by the caller.
+        return tuple(tensor.clone() for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.skipper.begin_backward(ctx.drawn)
+        return (None, None, None, *gradients, *[None] * ctx.parameters)
+
+
+def _install(module: nn.Module, skipper: Skipper) -> list[Any]:
+    # Functions that know their module and hold the rest weakly: a copy of the model (an average of
+    # weights, say) takes its hooks along, and must neither skip anything nor keep anything alive.
+    owner, held = weakref.ref(module), weakref.ref(skipper)
+
+    def before(module: nn.Module, args: Any) -> None:
+        alive = held()
+        if alive is not None and module is owner():
+            alive.before_forward()
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        alive = held()
+        return alive.after_forward(output) if alive is not None and module is owner() else output
+
+    return [
+        module.register_forward_pre_hook(before, prepend=True),
+        module.register_forward_hook(after, always_call=True),
+    ]
+
+
+def _note(name: str, skipper: Skipper) -> Callable[[Tensor], None]:
+    held = weakref.ref(skipper)
+
+    def note(parameter: Tensor) -> None:
+        alive = held()
+        if alive is not None:
+            alive._tell(Listener.gradient_arrived, name)
+
+    return note
+
+
+def _places(
+    module: nn.Module, parameters: dict[str, nn.Parameter]
+) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Where each parameter is found; a shared one in several places."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    places: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in parameters}
+    for child in module.modules():
+        for key, parameter in child._parameters.items():
+            if id(parameter) in names:
+                places[names[id(parameter)]].append((child, key))
+    return places
+
+
+def _refresh(modules: Iterable[nn.Module]) -> None:
+    """Recurrent modules hold their parameters in a list as well."""
+    for module in modules:
+        if isinstance(module, nn.RNNBase):
+            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def _is_floating(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _after_backward(callback: Any) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
