@@ -188,7 +188,8 @@ def _check_division(
 
 def _check_no_gradient_method(model: DistributedDataParallel) -> None:
     owner = str(getattr(model, OWNER, ""))
-    if owner.startswith(("torchcomp.register", "torchcomp.JointSpar")) or (not owner and model._comm_hooks):
+    gradients = owner.startswith(("torchcomp.register", "torchcomp.JointSpar"))
+    if gradients or (not owner and model._comm_hooks):
         hook = owner or getattr(model._comm_hooks[0][0], "__qualname__", "a hook")
         raise UnsupportedModelError(
             f"{hook} is already installed on this model, and local steps exchange no gradients "
