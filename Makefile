@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart counterexample workers experiment-jointspar test lint setup clean
+.PHONY: help quickstart counterexample workers experiment-qsr experiment-jointspar test lint setup clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /  make \1@/p' Makefile | awk -F@ '{ printf "%-27s %s\n", $$1, $$2 }'
@@ -18,6 +18,9 @@ counterexample: setup ## the thesis's counterexample to one-way TopK, on three r
 
 workers: setup ## bytes and accuracy of 2 to 100 simulated workers: half an hour
 	@.venv/bin/python recipes/bidirectional_topk/workers.py $(ARGS)
+
+experiment-qsr: setup ## QSR and the schedules of its paper on the digits, four ranks: 25 minutes
+	@.venv/bin/python recipes/qsr/experiment.py $(ARGS)
 
 experiment-jointspar: setup ## JointSpar: bandit, bytes, backward time, accuracy, wall clock: half an hour
 	@.venv/bin/python recipes/jointspar/experiment.py $(ARGS)

@@ -15,7 +15,8 @@ with the bandwidth b of a machine's link and the latency l from one machine to t
 of a machine share its link and add up among themselves in no time.
 
 What it leaves out: ranks that wait for the slowest one, which local steps do less often; the
-loading of data; evaluations and checkpoints.
+loading of data; evaluations and checkpoints; averages that are compressed, overlapped, in fragments
+or on two levels.
 """
 
 import sys

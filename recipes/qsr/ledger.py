@@ -1,0 +1,83 @@
+"""Every finished run, written down at once, so that ``--resume`` loses no more than one."""
+
+import csv
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from local_training import Outcome
+from task import RecipeError
+
+# The CSV's heading and the plotting library are those of the neighbouring experiments.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "bidirectional_topk"))
+
+from result_files import write_csv
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that a run depends on."""
+
+    dataset: str
+    label_noise: float
+    ranks: int
+    batch: int
+    epochs: int
+    warmup_epochs: int
+    schedule: str
+    lr: float
+    seed: int
+    part: str
+
+
+_KEY = {field.name: field.type for field in fields(Run)}
+_VALUE = {field.name: field.type for field in fields(Outcome)}
+
+
+class Ledger:
+    """What every run ended with; alike on all ranks, and kept in a file by one of them."""
+
+    def __init__(self, path: Path | None, outcomes: dict[Run, Outcome]) -> None:
+        self._path = path
+        self._outcomes = dict(outcomes)
+
+    def outcome(self, run: Run, train: Callable[[], Outcome]) -> Outcome:
+        """Return what ``run`` ended with, and ``train`` if that is not known."""
+        if run not in self._outcomes:
+            self._outcomes[run] = train()
+            self._write()
+        return self._outcomes[run]
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        rows = [
+            [*asdict(run).values(), *asdict(outcome).values()]
+            for run, outcome in self._outcomes.items()
+        ]
+        unfinished = self._path.with_suffix(".tmp")
+        write_csv(unfinished, [*_KEY, *_VALUE], rows)
+        unfinished.replace(self._path)
+
+
+def read_outcomes(path: Path) -> dict[Run, Outcome]:
+    """Read what :class:`Ledger` wrote.
+
+    Raises:
+        RecipeError: if there is no such file, or it is of another kind.
+    """
+    if not path.exists():
+        raise RecipeError(f"--resume finds no {path}: without it, the experiment starts afresh")
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    rows = list(csv.reader(lines))
+    if not rows or rows[0] != [*_KEY, *_VALUE]:
+        raise RecipeError(
+            f"--resume cannot use {path}, whose columns are not {', '.join([*_KEY, *_VALUE])}"
+        )
+    return {Run(*_typed(row, _KEY)): Outcome(*_typed(row[len(_KEY) :], _VALUE)) for row in rows[1:]}
+
+
+def _typed(row: list[str], kinds: dict[str, Callable[[str], Any]]) -> list[Any]:
+    return [kind(cell) for kind, cell in zip(kinds.values(), row, strict=False)]

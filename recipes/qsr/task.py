@@ -1,0 +1,132 @@
+"""What the ranks train on: images as bytes in three parts, and a model of their size."""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+# The recipes are scripts: they import their neighbours as modules beside them.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from errors import RecipeError
+from image_data.augment import normalised
+from image_data.order import NOISE, keyed_seed
+from image_data.presets import PRESETS, Preset
+from image_data.sources import Arrays, cifar10, digits
+from models import SmallCNN
+
+_HIDDEN = 128
+LABEL_NOISE = {"digits": 0.2, "cifar10": 0.0}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Images (N, H, W, C) as bytes, and labels (N)."""
+
+    images: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set and its model; methods are tuned on ``validation`` and compared on ``test``."""
+
+    dataset: str
+    preset: Preset
+    train: Part
+    validation: Part
+    test: Part
+    label_noise: float = 0.0
+
+    @property
+    def normalises(self) -> bool:
+        """Whether the model has batch normalisation, whose statistics no round averages."""
+        return self.dataset != "digits"
+
+    def part(self, name: str) -> Part:
+        """Return "validation" or "test"."""
+        return {"validation": self.validation, "test": self.test}[name]
+
+    def build(self, seed: int) -> nn.Module:
+        """Return the model with fresh weights, the same for the same seed."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if self.dataset == "digits":
+                return _mlp(self.preset.size**2, self.preset.classes)
+            return SmallCNN(self.preset.channels, self.preset.classes)
+
+    def inputs(self, images: Tensor) -> Tensor:
+        """Turn bytes into what the model takes."""
+        return normalised(images, self.preset)
+
+
+def open_task(dataset: str, data: Path | None, label_noise: float) -> Task:
+    """Read a data set; nothing is ever downloaded.
+
+    Args:
+        dataset: "digits" or "cifar10".
+        data: CIFAR-10's python archive.
+        label_noise: the share of training labels that is drawn anew from all classes.
+
+    Raises:
+        RecipeError: if CIFAR-10's archive is not where ``data`` says.
+    """
+    task = _digits() if dataset == "digits" else _cifar10(data)
+    train = _noisy(task.train, task.preset.classes, label_noise)
+    return replace(task, train=train, label_noise=label_noise)
+
+
+def _digits() -> Task:
+    whole = _joined(digits())
+    # Few to train and many to judge: an image of 719 is 0.14 points.
+    place = np.arange(len(whole)) % 5
+    chosen = (place == 0, place % 2 == 1, (place == 2) | (place == 4))
+    return Task("digits", PRESETS["digits"], *(_part(whole, those) for those in chosen))
+
+
+def _cifar10(data: Path | None) -> Task:
+    if data is None or not data.exists():
+        given = "not given" if data is None else f"{data}, which does not exist"
+        raise RecipeError(
+            f"--data is {given}: cifar10 is its python archive, and nothing is downloaded; "
+            "--dataset digits needs no path"
+        )
+    arrays = cifar10(data)
+    tuning = np.arange(len(arrays["train"])) % 10 == 9
+    every = np.ones(len(arrays["test"]), dtype=bool)
+    parts = [_part(arrays["train"], ~tuning), _part(arrays["train"], tuning)]
+    return Task("cifar10", PRESETS["cifar10"], *parts, _part(arrays["test"], every))
+
+
+def _joined(splits: dict[str, Arrays]) -> Arrays:
+    both = list(splits.values())
+    return Arrays(
+        np.concatenate([arrays.images for arrays in both]),
+        np.concatenate([arrays.labels for arrays in both]),
+    )
+
+
+def _part(arrays: Arrays, chosen: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> Part:
+    return Part(torch.from_numpy(arrays.images[chosen]), torch.from_numpy(arrays.labels[chosen]))
+
+
+def _noisy(part: Part, classes: int, share: float) -> Part:
+    """The same wrong labels in every run: they belong to the data."""
+    random = torch.Generator().manual_seed(keyed_seed(NOISE, 0))
+    drawn = torch.rand(len(part.labels), generator=random) < share
+    others = torch.randint(classes, part.labels.shape, generator=random)
+    return replace(part, labels=torch.where(drawn, others, part.labels))
+
+
+def _mlp(inputs: int, classes: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(inputs, _HIDDEN),
+        nn.ReLU(),
+        nn.Linear(_HIDDEN, _HIDDEN),
+        nn.ReLU(),
+        nn.Linear(_HIDDEN, classes),
+    )
