@@ -104,6 +104,11 @@ class Plan:
         return table
 
     @cached_property
+    def lengths(self) -> list[int]:
+        """By vector, its elements."""
+        return [sum(widths) for widths in self.widths]
+
+    @cached_property
     def candidates(self) -> list[tuple[int, ...]]:
         """By vector, of how many entries each owner must speak for the k largest to be found."""
         return [
@@ -123,14 +128,14 @@ class Plan:
 
     def kept(self, vector: int) -> int:
         """Entries that are kept of one vector of the whole bucket."""
-        return self.compressor.kept(sum(self.widths[vector]))
+        return self.compressor.kept(self.lengths[vector])
 
     def framed(self, owner: int) -> int:
         """Bytes of a shard's frame; for a selection from the whole, if it is spread evenly."""
         if not self.exact:
             return self.fixed[owner].framed
         even = [
-            self.kept(piece.vector) * (piece.stop - piece.start) // sum(self.widths[piece.vector])
+            self.kept(piece.vector) * (piece.stop - piece.start) // self.lengths[piece.vector]
             for piece in self.pieces[owner]
         ]
         return self.counted(owner, even).framed
