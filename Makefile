@@ -4,11 +4,11 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart counterexample workers experiment-qsr experiment-jointspar test lint setup clean
+.PHONY: help quickstart counterexample workers experiment-qsr experiment-jointspar experiment-2direction test lint setup clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /  make \1@/p' Makefile | awk -F@ '{ printf "%-27s %s\n", $$1, $$2 }'
-	@echo '  PYTHON=python3.12         picks the interpreter that first makes .venv'
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /  make \1@/p' Makefile | awk -F@ '{ printf "%-28s %s\n", $$1, $$2 }'
+	@echo '  PYTHON=python3.12          picks the interpreter that first makes .venv'
 
 quickstart: setup ## train three ways on real data with two ranks: a table and a plot, in minutes
 	@.venv/bin/python recipes/quickstart.py $(ARGS)
@@ -24,6 +24,9 @@ experiment-qsr: setup ## QSR and the schedules of its paper on the digits, four 
 
 experiment-jointspar: setup ## JointSpar: bandit, bytes, backward time, accuracy, wall clock: half an hour
 	@.venv/bin/python recipes/jointspar/experiment.py $(ARGS)
+
+experiment-2direction: setup ## 2Direction, EF21-P + DIANA, AGD and others on the digits: half an hour
+	@.venv/bin/python recipes/two_direction/experiment.py $(ARGS)
 
 test: setup ## run the tests; make test ARGS="-k topk" runs some of them
 	@sh tools/setup.sh --triton

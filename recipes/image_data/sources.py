@@ -136,6 +136,8 @@ def _unpickled(content: bytes, name: str) -> dict[bytes, Any]:
         raise RecipeError(
             f"{name} is damaged ({error}); fetch the CIFAR-10 archive again"
         ) from None
+    if missing := [key.decode() for key in (b"data", b"labels") if key not in batch]:
+        raise RecipeError(f"{name} lacks its {' and '.join(missing)}")
     return batch
 
 

@@ -340,6 +340,6 @@ def test_four_gloo_ranks_print_the_simulations_table() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     simulated, real = re.split(r"\n4 ranks over gloo\n", done.stdout)
-    first = simulated.split("simulated, one process\n")[1].strip()
+    first = simulated.split("simulated, one process\n")[1].strip("\n")
     assert real.startswith(first)
     assert "all 4 ranks and the simulation agree in every bit" in real

@@ -1,0 +1,151 @@
+"""The methods side by side on one problem, each with the best step size 2^i of its own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from data_sets import Samples
+from softmax_regression import Problem, minimise, problem
+
+from torchcomp.algorithms.agd import AGD, ConstantMomentumAGD
+from torchcomp.algorithms.diana import DIANA
+from torchcomp.algorithms.ef14 import EF14
+from torchcomp.algorithms.ef21 import EF21
+from torchcomp.algorithms.ef21p import EF21P
+from torchcomp.algorithms.ef21p_diana import EF21PDIANA
+from torchcomp.algorithms.method import Method
+from torchcomp.algorithms.star import Simulated, Star
+from torchcomp.algorithms.tuning import POWERS, Point, Run, Tuned, tune
+from torchcomp.algorithms.two_direction import TwoDirectionMethod
+from torchcomp.compressors import RandK, TopK
+
+Build = Callable[[Problem, Star, int, float], Method]
+
+
+def _two_direction(given: Problem, star: Star, k: int, step: float) -> Method:
+    up, down = RandK(k=k, unbiased=True), TopK(k=k)
+    gradients = given.gradients(star.mine)
+    return TwoDirectionMethod(gradients, _x0(given), star, up, down, lbar=1 / step, mu=given.mu)
+
+
+def _ef21p_diana(given: Problem, star: Star, k: int, step: float) -> Method:
+    up, down = RandK(k=k, unbiased=True), TopK(k=k)
+    return EF21PDIANA(given.gradients(star.mine), _x0(given), star, up, down, gamma=step)
+
+
+def _agd(given: Problem, star: Star, k: int, step: float) -> Method:
+    return ConstantMomentumAGD(
+        given.gradients(star.mine), _x0(given), star, gamma=step, mu=given.mu
+    )
+
+
+def _three_sequences(given: Problem, star: Star, k: int, step: float) -> Method:
+    return AGD(given.gradients(star.mine), _x0(given), star, lbar=1 / step, mu=given.mu)
+
+
+def _diana(given: Problem, star: Star, k: int, step: float) -> Method:
+    up = RandK(k=k, unbiased=True)
+    return DIANA(given.gradients(star.mine), _x0(given), star, up, gamma=step)
+
+
+def _ef21(given: Problem, star: Star, k: int, step: float) -> Method:
+    return EF21(given.gradients(star.mine), _x0(given), star, TopK(k=k), gamma=step)
+
+
+def _ef14(given: Problem, star: Star, k: int, step: float) -> Method:
+    return EF14(given.gradients(star.mine), _x0(given), star, TopK(k=k), gamma=step)
+
+
+def _ef21p(given: Problem, star: Star, k: int, step: float) -> Method:
+    return EF21P(given.gradients(star.mine), _x0(given), star, TopK(k=k), gamma=step)
+
+
+def _x0(given: Problem) -> torch.Tensor:
+    return torch.zeros(given.d, dtype=torch.float64)
+
+
+METHODS: dict[str, Build] = {
+    "2Direction": _two_direction,
+    "AGD": _agd,
+    "EF21-P + DIANA": _ef21p_diana,
+    "AGD, three sequences": _three_sequences,
+    "DIANA": _diana,
+    "EF21-P": _ef21p,
+    "EF21": _ef21,
+    "EF14": _ef14,
+}
+# Of the accelerated methods, whose step size may not exceed 1/mu.
+_NEED_MU = ("2Direction", "AGD", "AGD, three sequences")
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """One experiment."""
+
+    samples: Samples
+    n: int
+    mu: float
+    k: int
+    gap: float
+    budget: int
+    every: int = 1
+    powers: range = POWERS
+
+    def problem(self, seed: int) -> Problem:
+        """Return the problem on the shards that ``seed`` shuffles."""
+        return _case(self, seed)[0]
+
+    def least(self, seed: int) -> float:
+        """Return f*, the lowest value of that problem."""
+        return _case(self, seed)[1]
+
+
+@lru_cache(maxsize=8)
+def _case(setting: Setting, seed: int) -> tuple[Problem, float]:
+    given = problem(setting.samples.shards(setting.n, seed), setting.mu)
+    return given, minimise(given)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to: the traffic of one worker until the gap was reached, if it was."""
+
+    method: str
+    power: int
+    seed: int
+    reached: bool
+    last: Point
+
+    @classmethod
+    def of(cls, method: str, power: int, seed: int, run: Run) -> "Result":
+        """Summarise a run."""
+        return cls(method, power, seed, run.reached, run.curve[-1])
+
+
+def powers(setting: Setting, method: str) -> list[int]:
+    """Return the i of the step sizes 2^i that the method can take."""
+    return [i for i in setting.powers if method not in _NEED_MU or 2.0**i * setting.mu <= 1]
+
+
+def tuned(setting: Setting, method: str) -> Tuned:
+    """Find a method's step size on the problem of seed 0."""
+    given = setting.problem(0)
+    return tune(
+        lambda step: METHODS[method](given, Simulated(setting.n), setting.k, step),
+        given.value,
+        target=setting.least(0) + setting.gap,
+        budget=setting.budget,
+        powers=powers(setting, method),
+        every=setting.every,
+    )
+
+
+def run(setting: Setting, method: str, power: int, seed: int, star: Star | None = None) -> Run:
+    """Run a method with step size 2^power until the gap is reached or the budget spent."""
+    given = setting.problem(seed)
+    target = setting.least(seed) + setting.gap
+    built = METHODS[method](given, star or Simulated(setting.n, seed), setting.k, 2.0**power)
+    out = Run(built, given.value, target, setting.every)
+    out.advance(setting.budget)
+    return out

@@ -1,0 +1,134 @@
+"""The digits experiment on four real ranks over gloo: it prints the simulation's table.
+
+    python recipes/two_direction/on_ranks.py
+
+One process a worker; each computes the gradients of its own shard and gathers the others' messages
+as bytes. Step sizes are those that experiment.py finds with ten workers. Printed are the table of
+the simulation and rank 0's own, and then what real links add: bytes and time. The exit status is 1
+if a bit of any rank's x, f or counts differs from the simulation's.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from contest import Setting, run
+from data_sets import digits
+
+from torchcomp.algorithms.ranks import Ranks
+from torchcomp.algorithms.star import Simulated, Star
+from torchcomp.algorithms.tuning import Run
+
+RANKS = 4
+# Step sizes 2^i at mu = 1e-4; see results/digits_n10_mu0.0001.csv.
+POWERS = {"2Direction": 2, "AGD": 2, "EF21-P + DIANA": 3}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A method's line of the table, the digest of its last point, and how it was run."""
+
+    method: str
+    iterations: int
+    value: float
+    traffic: dict[str, int]
+    x: tuple[float, ...]
+    seconds: float
+    link: int
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """Return what both forms must agree on, to the last bit."""
+        return self.method, self.iterations, self.value, self.traffic, self.x
+
+
+def main() -> None:
+    """Run both forms, print both tables and compare them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--gap", type=float, default=1e-6)
+    gap = parser.parse_args().gap
+    torch.set_num_threads(1)
+    given = setting(gap)
+    simulated = [line(method, given, Simulated(RANKS)) for method in POWERS]
+    real = on_ranks(gap)
+    print(f"\nsimulated, one process\n{table(simulated)}")
+    print(f"\n{RANKS} ranks over gloo\n{table(real[0])}")
+    for rank, lines in enumerate(real):
+        if [each.facts for each in lines] != [each.facts for each in simulated]:
+            sys.exit(f"error: rank {rank}'s table is not the simulation's")
+    print(f"\nall {RANKS} ranks and the simulation agree in every bit of x, f and the counts\n")
+    for ours, theirs in zip(simulated, real[0], strict=True):
+        print(links(ours, theirs))
+
+
+def setting(gap: float) -> Setting:
+    """Return the digits on four workers, with f* found already."""
+    given = Setting(digits(), RANKS, 1e-4, 65, gap, 3_000_000)
+    given.least(0)
+    return given
+
+
+def line(method: str, given: Setting, star: Star) -> Line:
+    """Run a method to the gap on a star of four workers."""
+    started = time.monotonic()
+    done = run(given, method, POWERS[method], 0, star)
+    seconds = time.monotonic() - started
+    link = star.exchange.take_traffic(0).received if isinstance(star, Ranks) else 0
+    return _line(method, done, seconds, link)
+
+
+def _line(method: str, done: Run, seconds: float, link: int) -> Line:
+    last = done.curve[-1]
+    x = tuple(done.method.solution.tolist())
+    return Line(method, last.iterations, last.value, asdict(last.traffic), x, seconds, link)
+
+
+def on_ranks(gap: float) -> list[list[Line]]:
+    """Run all methods on processes over gloo; every rank's lines."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank_main, args=(folder, gap), nprocs=RANKS)
+        return [torch.load(f"{folder}/{i}.pt", weights_only=False) for i in range(RANKS)]
+
+
+def _rank_main(rank: int, folder: str, gap: float) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    given = setting(gap)
+    lines = [line(method, given, Ranks()) for method in POWERS]
+    torch.save(lines, f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def table(lines: list[Line]) -> str:
+    """Return the table of one form."""
+    out = [f"{'':<16}{'iterations':>12}{'up':>10}{'down':>10}{'total':>10}{'bytes':>12}{'f':>18}"]
+    for each in lines:
+        t = each.traffic
+        up, down = t["up_coordinates"], t["down_coordinates"]
+        counts = f"{each.iterations:>12,}{up:>10,}{down:>10,}{up + down:>10,}"
+        nbytes = t["up_bytes"] + t["down_bytes"]
+        out.append(f"{each.method:<16}{counts}{nbytes:>12,}{each.value:>18.12f}")
+    return "\n".join(out)
+
+
+def links(simulated: Line, real: Line) -> str:
+    """Return what a rank received, beside what a worker and a server would send each other."""
+    star = real.traffic["up_bytes"] + real.traffic["down_bytes"]
+    pace = [1000 * each.seconds / each.iterations for each in (simulated, real)]
+    return (
+        f"{real.method:<16} a rank received {real.link:,} bytes (a worker and a server: {star:,}); "
+        f"{pace[1]:.1f} ms an iteration, simulated {pace[0]:.1f} ms"
+    )
+
+
+if __name__ == "__main__":
+    main()
