@@ -109,6 +109,11 @@ class Handle:
         return self._aggregator
 
     @property
+    def step(self) -> int:
+        """Steps that were exchanged to the end, without an error."""
+        return self._step
+
+    @property
     def stats(self) -> Stats:
         """Counters of this rank: bytes of the last step and in all, and norms of the memory."""
         norms = {name: float(part.norm()) for name, part in self._state.worker.items()}

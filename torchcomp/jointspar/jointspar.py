@@ -236,7 +236,7 @@ class JointSpar:
         self._sampler.check_state(state)
         self._live_handle().load_state_dict(self._fitting(state["handle"]))
         self._sampler.load_state_dict(state)
-        self._settled = _settled_steps(self._live_handle())
+        self._settled = self._live_handle().step
         self._skip()
 
     def close(self) -> None:
@@ -270,7 +270,7 @@ class JointSpar:
 
     def backward_done(self) -> None:
         """DDP has written the gradients."""
-        settled = _settled_steps(self._live_handle())
+        settled = self._live_handle().step
         if settled == self._settled:
             self._check_complete()
             return
@@ -346,11 +346,6 @@ def _regroup(handle: Handle, selection: Selection) -> None:
     groups = [list(group) for group in by_layer(map(tuple, state["groups"]), selection)]
     fresh = {"groups": groups, "buckets": groups, "thresholds": [{} for _ in groups]}
     handle.load_state_dict({**state, **fresh})
-
-
-def _settled_steps(handle: Handle) -> int:
-    """Steps that the handle has exchanged to the end, without an error."""
-    return handle._step
 
 
 def _chosen(layers: Layers, mask: Any) -> tuple[str, ...]:
