@@ -125,7 +125,7 @@ def test_a_cifar_batch_without_its_labels_is_refused(cifar_archive: Path) -> Non
     batch = cifar_archive / "data_batch_3"
     content = pickle.loads(batch.read_bytes())
     batch.write_bytes(pickle.dumps({b"data": content[b"data"]}, protocol=2))
-    with pytest.raises(RecipeError, match=r"cannot be read as CIFAR-10's python archive.*labels"):
+    with pytest.raises(RecipeError, match="data_batch_3 lacks its labels"):
         data_sets.open_samples("cifar10", cifar_archive)
     batch.write_bytes(pickle.dumps({**content, b"labels": [0] * 19}, protocol=2))
     with pytest.raises(RecipeError, match="99 labels for 100 samples: some are missing"):

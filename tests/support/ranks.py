@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.distributed.multi_threaded_pg import (
     ProcessLocalGroup,
@@ -72,6 +73,9 @@ def on_threads(world_size: int, body: Body, *args: Any, catch: bool = False) -> 
         ProcessLocalGroup.reset()
         _uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        # DDP's forward restores what it found, and forwards of several threads find each other's:
+        # what stays behind would pass for the model that later tests compile.
+        DistributedDataParallel._active_ddp_module = None
     return outcomes if catch else _results(outcomes)
 
 
