@@ -63,18 +63,31 @@ def main() -> None:
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--dataset", choices=DATASETS, default="digits")
+    parser.add_argument("--dataset", choices=DATASETS, default="digits", help="[digits]")
     parser.add_argument("--data", type=Path, help="where cifar10 or real-sim lies")
-    parser.add_argument("--workers", type=_count, default=10)
-    parser.add_argument("--mu", type=_above_0, nargs="+", default=[1e-4, 1e-2])
-    parser.add_argument("--k", type=_count, help="values of a compressed message; default d/10")
-    parser.add_argument("--gap", type=_above_0, default=1e-6)
-    parser.add_argument("--budget", type=_count, default=3_000_000, help="coordinates of a run")
-    parser.add_argument("--every", type=_count, default=1, help="iterations between looks at f")
+    parser.add_argument("--workers", type=_count, default=10, help="n, equal shards [10]")
+    parser.add_argument(
+        "--mu", type=_above_0, nargs="+", default=[1e-4, 1e-2], help="regulariser [1e-4 1e-2]"
+    )
+    parser.add_argument("--k", type=_count, help="values of a compressed message [d/10]")
+    parser.add_argument("--gap", type=_above_0, default=1e-6, help="f - f* to reach [1e-6]")
+    parser.add_argument(
+        "--budget", type=_count, default=3_000_000, help="coordinates of a run [3,000,000]"
+    )
+    parser.add_argument("--every", type=_count, default=1, help="iterations between looks at f [1]")
     bounds = {"nargs": 2, "metavar": ("LOW", "HIGH"), "default": [POWERS[0], POWERS[-1]]}
     parser.add_argument("--powers", type=int, help="steps to try: 2^LOW to 2^HIGH", **bounds)
-    parser.add_argument("--seeds", type=_count, default=5)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument(
+        "--seeds", type=_count, default=5, help="runs of a method, after tuning [5]"
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        choices=METHODS,
+        default=list(METHODS),
+        help=f"some of: {'; '.join(METHODS)} [all]",
+    )
     parser.add_argument("--out", type=Path, default=_HERE / "results", help="folder of the files")
     return parser.parse_args(words)
 
