@@ -7,7 +7,6 @@ arrived. It is exact, because every layer waits for its own parameters before it
 
 from dataclasses import dataclass
 from threading import Event
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from torch import Tensor
 from torchcomp.bucket import Bucket, Group
 from torchcomp.ddp.executors import Executor, InlineExecutor, StreamExecutor, ThreadExecutor
 from torchcomp.exchange import Exchange
-from torchcomp.local_sgd.averaging import UNCHANGED
+from torchcomp.local_sgd.averaging import UNCHANGED, PlainAverage
 from torchcomp.local_sgd.weights import Weights
 from torchcomp.nonfinite import FiniteWatch
 
@@ -60,7 +59,7 @@ class Arrival:
             self._on_device.wait()
 
 
-class OverlappedAverage:
+class OverlappedAverage(PlainAverage):
     """The mean of the parameters in float32 or wider, in the background. See :class:`Averaging`.
 
     Args:
@@ -71,8 +70,6 @@ class OverlappedAverage:
         background: where the means are made.
     """
 
-    needs_equal_start = False
-
     def __init__(
         self,
         weights: Weights,
@@ -80,25 +77,20 @@ class OverlappedAverage:
         exchange: Exchange,
         background: "Background",
     ) -> None:
-        self._weights = weights
-        self._groups = groups
-        self._exchange = exchange
+        super().__init__(weights, groups, exchange)
         self._background = background
         self._late: set[Group] = set()
         self._sent: list[Arrival] = []
         self._arriving: list[Arrival] = []
 
-    def begin_round(self) -> None:
-        pass
-
     def add(self, group: Group) -> None:
         # No layer waits for it, because its module may be new.
         self._late.add(group)
-        self._groups = (*self._groups, group)
+        super().add(group)
 
     def exchange(self, step: int) -> None:
         buckets = [self._weights.read(group) for group in reversed(self._groups)]
-        self._require_finite(buckets, f"the parameters after step {step}")
+        self._require_finite(buckets, f"{self._what} after step {step}")
         self._sent = [Arrival(bucket) for bucket in buckets]
         for arrival in self._sent:
             self._background.submit(arrival)
@@ -130,19 +122,6 @@ class OverlappedAverage:
             else:
                 left.append(arrival)
         self._arriving = left
-
-    def error_norms(self) -> dict[str, float]:
-        return {}
-
-    def owner_norms(self) -> dict[str, float]:
-        return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        buckets = [list(group) for group in self._groups]
-        return {"buckets": buckets, "strides": {}, "error": {}, "owner": {}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._groups = self._weights.groups_of(state)
 
     def _require_finite(self, buckets: list[Bucket], where: str) -> None:
         """Learn before anything is under way whether some rank's values, or their sum, overflow."""
