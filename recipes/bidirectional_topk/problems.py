@@ -6,30 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 # The recipes are scripts: they import their neighbours as modules beside them.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from errors import RecipeError
+from image_data.in_memory import Split, existing, standardised
 from image_data.sources import Arrays, cifar10, digits
 from torchvision_compat import import_torchvision
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10")
 MODELS = ("mlp", "cnn")
 _CLASSES = 10
-
-
-@dataclass(frozen=True)
-class Split:
-    """Images (N, C, H, W), standardised, and labels."""
-
-    images: Tensor
-    labels: Tensor
-
-    def take(self, chosen: Tensor) -> "Split":
-        """Return the images that ``chosen`` (indices or a mask) names."""
-        return Split(self.images[chosen], self.labels[chosen])
 
 
 @dataclass(frozen=True)
@@ -53,23 +42,17 @@ class Problem:
 def open_problem(dataset: str, model: str, data: Path | None) -> Problem:
     """Read a data set; nothing is ever downloaded."""
     splits = _arrays(dataset, data)
-    scale = splits["train"].images.astype("float32")
-    mean, std = float(scale.mean()), float(scale.std())
-    train, test = (_tensors(splits[name], mean, std) for name in ("train", "test"))
-    held_out = torch.arange(len(train.labels)) % 6 == 5
-    return Problem(dataset, model, train.take(~held_out), train.take(held_out), test)
+    return Problem(dataset, model, *standardised(splits))
 
 
 def _arrays(dataset: str, data: Path | None) -> dict[str, Arrays]:
     if dataset == "digits":
         return digits()
-    if data is None or not data.exists():
-        given = "not given" if data is None else f"{data}, which does not exist"
-        raise RecipeError(
-            f"--data is {given}: {dataset} is read from there, and nothing is downloaded; "
-            "--dataset digits needs no path"
-        )
-    return cifar10(data) if dataset == "cifar10" else _mnist(dataset, data)
+    there = existing(
+        data,
+        f"{dataset} is read from there, and nothing is downloaded; --dataset digits needs no path",
+    )
+    return cifar10(there) if dataset == "cifar10" else _mnist(dataset, there)
 
 
 def _mnist(dataset: str, data: Path) -> dict[str, Arrays]:
@@ -89,11 +72,6 @@ def _mnist(dataset: str, data: Path) -> dict[str, Arrays]:
         name: Arrays(split.data.numpy()[..., None], split.targets.numpy())
         for name, split in splits.items()
     }
-
-
-def _tensors(arrays: Arrays, mean: float, std: float) -> Split:
-    images = torch.from_numpy(arrays.images).permute(0, 3, 1, 2).float()
-    return Split(((images - mean) / std).contiguous(), torch.from_numpy(arrays.labels))
 
 
 def _mlp(channels: int, size: int) -> nn.Module:

@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from errors import RecipeError
 from image_data.augment import Augmentation
+from image_data.in_memory import Split, existing, standardised
 from image_data.order import TrainOrder
 from image_data.sources import Arrays, cifar10, digits
 from torchvision_compat import import_torchvision
@@ -42,18 +43,6 @@ FACTS = {
     "cifar100": Facts(50_000, 10_000, 3, 32, 100),
     "imagenet": Facts(1_281_167, 50_000, 3, 224, 1000),
 }
-
-
-@dataclass(frozen=True)
-class Split:
-    """Images (N, C, H, W) and labels (N)."""
-
-    images: Tensor
-    labels: Tensor
-
-    def part(self, chosen: Tensor) -> "Split":
-        """The images that a mask or a list of numbers chooses."""
-        return Split(self.images[chosen], self.labels[chosen])
 
 
 @dataclass(frozen=True)
@@ -92,7 +81,7 @@ class Batches:
         epoch, place = divmod(step, self.order.steps_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._rows = epoch, torch.from_numpy(self.order.batches(epoch))
-        chosen = self.images.train.part(self._rows[place])
+        chosen = self.images.train.take(self._rows[place])
         if self.augmentation is None:
             return chosen.images, chosen.labels
         pixels = self.augmentation(chosen.images.permute(0, 2, 3, 1), epoch, place)
@@ -129,22 +118,9 @@ def open_images(name: str, folder: Path | None, hold_out: int = 6) -> Images:
     """
     if name not in _READERS:
         raise RecipeError(f"--dataset {name!r}: expected one of {', '.join(_READERS)}")
-    if name != "digits" and (folder is None or not folder.exists()):
-        given = "not given" if folder is None else f"{folder}, which does not exist"
-        raise RecipeError(f"--data is {given}: {name} is read from there, never downloaded")
-    arrays = _READERS[name](folder)
-    pixels = arrays["train"].images.astype("float32")
-    mean, std = float(pixels.mean()), float(pixels.std())
-    train, test = (_standardised(arrays[split], mean, std) for split in ("train", "test"))
-    held_out = torch.zeros(len(train.labels), dtype=torch.bool)
-    if hold_out:
-        held_out = torch.arange(len(train.labels)) % hold_out == hold_out - 1
-    return Images(train.part(~held_out), train.part(held_out), test)
-
-
-def _standardised(arrays: Arrays, mean: float, std: float) -> Split:
-    images = torch.from_numpy(arrays.images).permute(0, 3, 1, 2).float()
-    return Split(images.sub(mean).div(std).contiguous(), torch.from_numpy(arrays.labels))
+    if name != "digits":
+        existing(folder, f"{name} is read from there, never downloaded")
+    return Images(*standardised(_READERS[name](folder), hold_out))
 
 
 def _from_torchvision(kind: str) -> Callable[[Any], dict[str, Arrays]]:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 # The recipes are scripts: they import their neighbours as modules beside them.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from errors import RecipeError
+from errors import RecipeError as RecipeError
 from image_data.augment import normalised
+from image_data.in_memory import existing
 from image_data.order import NOISE, keyed_seed
 from image_data.presets import PRESETS, Preset
 from image_data.sources import Arrays, cifar10, digits
@@ -88,13 +89,11 @@ def _digits() -> Task:
 
 
 def _cifar10(data: Path | None) -> Task:
-    if data is None or not data.exists():
-        given = "not given" if data is None else f"{data}, which does not exist"
-        raise RecipeError(
-            f"--data is {given}: cifar10 is its python archive, and nothing is downloaded; "
-            "--dataset digits needs no path"
-        )
-    arrays = cifar10(data)
+    there = existing(
+        data,
+        "cifar10 is its python archive, and nothing is downloaded; --dataset digits needs no path",
+    )
+    arrays = cifar10(there)
     tuning = np.arange(len(arrays["train"])) % 10 == 9
     every = np.ones(len(arrays["test"]), dtype=bool)
     parts = [_part(arrays["train"], ~tuning), _part(arrays["train"], tuning)]

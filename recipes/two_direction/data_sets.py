@@ -19,6 +19,7 @@ from scipy import sparse
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from errors import RecipeError
+from image_data.in_memory import existing
 from image_data.sources import cifar10
 
 DATASETS = ("digits", "synthetic", "cifar10", "real-sim")
@@ -75,13 +76,12 @@ def open_samples(dataset: str, path: Path | None = None) -> Samples:
         return digits()
     if dataset == "synthetic":
         return synthetic()
-    if path is None or not path.exists():
-        given = "not given" if path is None else f"{path}, which does not exist"
-        raise RecipeError(
-            f"--data is {given}: {dataset} is read from there, and nothing is downloaded; "
-            "--dataset digits and --dataset synthetic need no path"
-        )
-    return cifar(path) if dataset == "cifar10" else libsvm(path, REAL_SIM_FEATURES)
+    there = existing(
+        path,
+        f"{dataset} is read from there, and nothing is downloaded; --dataset digits and "
+        "--dataset synthetic need no path",
+    )
+    return cifar(there) if dataset == "cifar10" else libsvm(there, REAL_SIM_FEATURES)
 
 
 def digits() -> Samples:
