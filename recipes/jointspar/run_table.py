@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bidirectional_topk"))
 
 from layer_training import Method, Outcome
-from result_files import provenance
+from result_files import write_csv
 
 _OUTCOME = ("validation", "test", "bytes_share", "step_ms", "backward_ms", "seconds")
 _HEADER = ("kind", "budget", "norm", "rate", "seed", *_OUTCOME)
@@ -48,9 +48,7 @@ class Summary:
 
 def start_csv(path: Path) -> None:
     """Begin a table, with the command, the versions and the date as comments above it."""
-    with path.open("w", newline="") as file:
-        file.writelines(f"# {line}\n" for line in provenance())
-        csv.writer(file, lineterminator="\n").writerow(_HEADER)
+    write_csv(path, _HEADER, [])
 
 
 def append_csv(path: Path, run: Run) -> None:
