@@ -256,9 +256,8 @@ def _threshold(exchange: Exchange, alive: Tensor, rounds: int, k: int) -> int:
     for step in reversed(range(rounds)):
         digits = (alive >> (step * _DIGIT)) & (2**_DIGIT - 1)
         histogram = exchange.sum_counts(torch.bincount(digits, minlength=2**_DIGIT).int())
-        at_least = histogram.flip(0).cumsum(0).flip(0)
-        digit = int((at_least >= k).sum()) - 1
-        k -= int(at_least[digit] - histogram[digit])
+        digit = _place(histogram, k)
+        k -= int(histogram[digit + 1 :].sum())
         alive = alive[digits == digit]
         threshold = threshold << _DIGIT | digit
     return threshold

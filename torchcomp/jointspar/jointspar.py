@@ -112,10 +112,9 @@ class JointSpar:
             law = Law(budget, costs, p_min, used, selection, steps)  # type: ignore[arg-type]
             grouped = _layers(model, layers)
             _check_skipped(skipped)
-            return (law, grouped, parse_aggregator(compress)), {
-                **{"law": law, "layers": grouped, "skipped": skipped, "seed": seed},
-                "compress": parse_aggregator(compress),
-            }
+            inner = parse_aggregator(compress)
+            facts = {"law": law, "layers": grouped, "skipped": skipped, "seed": seed}
+            return (law, grouped, inner), {**facts, "compress": inner}
 
         law, grouped, inner = self._exchange.agree("torchcomp.JointSpar", given, build)
         self._model = weakref.ref(model)
