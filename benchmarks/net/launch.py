@@ -43,13 +43,25 @@ def _workers(
     started: list[subprocess.Popen[bytes]] = []
     try:
         for rank, prefix in enumerate(prefixes):
-            started.append(_start(job, rank, prefix, folder))
+            with _uninterrupted():
+                started.append(_start(job, rank, prefix, folder))
         yield started
     finally:
         for process in started:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let signals wait: one between a worker's start and its entry in the list would leave it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        # Workers inherit the block, which does no harm: they are ended by SIGKILL.
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start(job: Job, rank: int, prefix: list[str], folder: Path) -> "subprocess.Popen[bytes]":
