@@ -23,7 +23,7 @@ from tests.local_sgd.script import (
     mlp,
     synchronised_steps,
 )
-from tests.support.ranks import on_threads, with_fake_ranks
+from tests.support.ranks import on_processes, on_threads
 
 TOTAL = 8
 # Muon takes matrices only, SparseAdam sparse gradients only; LBFGS has a test of its own.
@@ -312,8 +312,6 @@ def test_a_moving_average_that_is_updated_between_rounds_is_the_same_on_all_rank
 
 def through_the_compiler(where):
     """Weights after each step, and how many frames were compiled after 2 of them and in all."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     build = partial(torch.compile, mlp(), backend="eager") if where == "inside" else mlp
     script = Script("every(3)", total_steps=TOTAL, build=build)
     if where == "outside":
@@ -323,11 +321,11 @@ def through_the_compiler(where):
     return first + rest, early, torch._dynamo.utils.counters["frames"]["ok"]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_a_compiled_model_trains_alike_and_is_not_compiled_again(where):
-    compiled, early, frames = with_fake_ranks(1, through_the_compiler, where)
-    plain, none, _ = with_fake_ranks(1, through_the_compiler, "nowhere")
+    # In processes of their own: the compiler keeps what it has seen of a process's other models.
+    [(compiled, early, frames)] = on_processes(1, through_the_compiler, where)
+    [(plain, none, _)] = on_processes(1, through_the_compiler, "nowhere")
     assert none == 0
     assert 0 < early == frames
     assert_close(torch.stack(compiled), torch.stack(plain))
