@@ -27,6 +27,7 @@ PACKAGE = Path(torchcomp.__file__).parent
 # From the bottom up. A module (or sub-package) imports from lower layers, or from its own.
 LAYERS = [
     {"errors", "_version"},
+    {"checks"},
     {"component", "keys", "wire"},
     {"kernels"},
     {"compressors", "schedules"},

@@ -235,13 +235,13 @@ def refusal(text, parse=torchcomp.parse):
         ("randk(0.1, unbiased=^1)", "randk: unbiased must be True or False, not 1"),
         (
             "topk(0.1, scope=^'layer')",
-            'scope must be one of "bucket", "model", "tensor", not \'layer\'',
+            'scope must be one of "bucket", "tensor", "model", not \'layer\'',
         ),
         ("cast(^'fp8')", 'cast: dtype must be one of "bf16", "fp16", not \'fp8\''),
         ("cast(^None)", "not None"),
         (
             "mean(exchange=^'ring')",
-            'mean: exchange must be one of "auto", "gather", "sharded"',
+            'mean: exchange must be one of "auto", "gather", "sum", "sharded"',
         ),
         ("ef(topk(0.1), memory_dtype=^'fp8')", "ef: memory_dtype must be one of"),
         ("ef(^0.01)", "ef takes a compressor such as topk(0.01), not 0.01"),

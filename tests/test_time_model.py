@@ -157,8 +157,8 @@ GOOD = {"step_seconds": 1.0, "bandwidth": 1e9}
         ({"bandwidth": "1e9"}, "bandwidth must be a finite number above 0, not '1e9'"),
         ({"latency": -1.0}, "latency must be a finite number of at least 0, not -1.0"),
         ({"latency": math.inf}, "latency must be a finite number of at least 0, not inf"),
-        ({"overlap": 1.5}, "overlap must be a share of a step, from 0 to 1, not 1.5"),
-        ({"overlap": True}, "overlap must be a share of a step, from 0 to 1, not True"),
+        ({"overlap": 1.5}, "overlap must be a number from 0 to 1, not 1.5"),
+        ({"overlap": True}, "overlap must be a number from 0 to 1, not True"),
         ({"ranks_per_machine": 0}, "ranks_per_machine must be a whole number of at least 1, not 0"),
     ],
 )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from torchcomp.checks import check_count
 from torchcomp.errors import NonFiniteError, SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange
 
@@ -173,8 +174,7 @@ def _passes(
 
 def _share(loader: Iterable[Any], images: int, world_size: int) -> Iterator[Tensor]:
     """The first batches of a rank's shard, with ``ceil(images / world_size)`` images at least."""
-    if isinstance(images, bool) or not isinstance(images, int) or images < 1:
-        raise SpecError(f"images must be a whole number of at least 1, not {images!r}")
+    check_count("images", images)
     share, seen = -(-images // world_size), 0
     for batch in loader:
         inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch

@@ -1,16 +1,16 @@
 """Component: a frozen dataclass that prints as the expression that builds it.
 
 Compressors, aggregators and schedules are all components. ``str(component)`` is the inverse of
-:func:`torchcomp.parse`, and the checks below give every component the same wording of errors.
+:func:`torchcomp.parse`.
 """
 
 import difflib
 import json
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from torchcomp.checks import is_number, is_whole
 from torchcomp.errors import SpecError
 
 
@@ -46,8 +46,10 @@ class Component:
 def _literal(value: Any) -> str:
     if isinstance(value, Component):
         return str(value)
-    if isinstance(value, float):
-        # NumPy's floats are floats, too, but do not print as literals.
+    # NumPy's numbers are numbers, too, but do not print as literals.
+    if is_whole(value):
+        return repr(int(value))
+    if is_number(value):
         return repr(float(value))
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
@@ -59,58 +61,6 @@ def nearest(word: str, known: Iterable[str]) -> str:
     if close:
         return f"did you mean '{close[0]}'?"
     return f"known: {', '.join(names)}" if names else "it takes no options"
-
-
-def check_choice(owner: Component, field: str, choices: Iterable[str]) -> None:
-    """Require that a text option is one of `choices`.
-
-    Raises:
-        SpecError: naming the option, its value and the nearest choice.
-    """
-    value = getattr(owner, field)
-    known = sorted(choices)
-    if value not in known:
-        listed = ", ".join(f'"{choice}"' for choice in known)
-        raise SpecError(f"{owner.name}: {field} must be one of {listed}, not {value!r}", field)
-
-
-def check_count(owner: Component, field: str, least: int = 1) -> None:
-    """Require that an option is a whole number of at least `least`.
-
-    Raises:
-        SpecError: naming the option and its value.
-    """
-    value = getattr(owner, field)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise SpecError(
-            f"{owner.name}: {field} must be a whole number of at least {least}, not {value!r}",
-            field,
-        )
-
-
-def check_positive(owner: Component, field: str) -> None:
-    """Require that an option is a finite number above zero.
-
-    Raises:
-        SpecError: naming the option and its value.
-    """
-    value = getattr(owner, field)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value <= sys.float_info.max:
-        raise SpecError(
-            f"{owner.name}: {field} must be a finite number above 0, not {value!r}", field
-        )
-
-
-def check_flag(owner: Component, field: str) -> None:
-    """Require that an option is True or False.
-
-    Raises:
-        SpecError: naming the option and its value.
-    """
-    value = getattr(owner, field)
-    if not isinstance(value, bool):
-        raise SpecError(f"{owner.name}: {field} must be True or False, not {value!r}", field)
 
 
 def check_kind(owner: Component, field: str, wanted: type[Component]) -> None:

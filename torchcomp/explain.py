@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchcomp.aggregators import Aggregator
 from torchcomp.aggregators.base import Shape
 from torchcomp.bucket import Caps, merge, partition
+from torchcomp.checks import check_count
 from torchcomp.component import Component
 from torchcomp.ddp.checks import bucket_caps, trained_parameters
 from torchcomp.errors import SpecError
@@ -143,8 +144,7 @@ def explain(
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise SpecError(f"dtype must be a floating-point torch.dtype, not {dtype!r}")
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise SpecError(f"world_size must be a whole number of at least 1, not {world_size!r}")
+    check_count("world_size", world_size)
     built, averager = parse(spec), parse_aggregator(compress)
     aggregator = averager if isinstance(built, Schedule) else built
     shapes = _shapes(numel, model, dtype, aggregator.whole_model)
@@ -299,12 +299,11 @@ def _clocks(
 def _shapes(
     numel: int | None, model: nn.Module | None, dtype: torch.dtype, merged: bool
 ) -> list[Shape]:
-    if (numel is None) == (model is None):
-        raise SpecError("explain needs either numel=, a number of elements, or model=")
-    if model is not None:
+    if model is not None and numel is None:
         return _model_shapes(model, merged)
-    if isinstance(numel, bool) or not isinstance(numel, int) or numel < 0:
-        raise SpecError(f"numel must be a whole number of at least 0, not {numel!r}")
+    if model is not None or numel is None:
+        raise SpecError("explain needs either numel=, a number of elements, or model=")
+    check_count("numel", numel, least=0)
     return [(("gradient",), (numel,), dtype)]
 
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from torchcomp.checks import is_whole
 from torchcomp.errors import SpecError
 
 
@@ -58,5 +59,5 @@ def check_seed(seed: object) -> None:
     Raises:
         SpecError: if it is not a whole number from 0 to 2^63 - 1.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+    if not is_whole(seed) or not 0 <= seed < 2**63:
         raise SpecError(f"seed must be a whole number from 0 to 2^63 - 1, not {seed!r}")

@@ -19,11 +19,10 @@ loading of data; evaluations and checkpoints; averages that are compressed, over
 or on two levels.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from torchcomp.checks import check_at_least_0, check_count, check_positive, check_share
 from torchcomp.component import Component
 from torchcomp.errors import SpecError
 from torchcomp.exchange import sum_bytes
@@ -80,12 +79,11 @@ class TimeModel:
     overlap: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_positive("step_seconds", self.step_seconds)
-        _require_positive("bandwidth", self.bandwidth)
-        most = sys.float_info.max
-        _require_between("latency", self.latency, most, "a finite number of at least 0")
-        _require_between("overlap", self.overlap, 1, "a share of a step, from 0 to 1")
-        _require_count("ranks_per_machine", self.ranks_per_machine)
+        check_positive("step_seconds", self.step_seconds)
+        check_positive("bandwidth", self.bandwidth)
+        check_at_least_0("latency", self.latency)
+        check_share("overlap", self.overlap)
+        check_count("ranks_per_machine", self.ranks_per_machine)
 
     def exchange_seconds(self, nbytes: int, world_size: int) -> float:
         """e: seconds of one all-reduce.
@@ -97,7 +95,7 @@ class TimeModel:
         Raises:
             SpecError: if they are not whole numbers above 0, or machines would be part-full.
         """
-        _require_count("nbytes", nbytes)
+        check_count("nbytes", nbytes)
         machines = _machines(world_size, self.ranks_per_machine)
         around = sum_bytes(nbytes, machines) / self.bandwidth
         return around + 2 * (machines - 1) * self.latency
@@ -179,10 +177,10 @@ def fit_time_model(
         SpecError: if an argument cannot be used, or no positive constants explain the times.
     """
     total_steps = Horizon(total_steps).total_steps
-    _require_count("syncs", syncs, most=total_steps - 1)
-    _require_count("nbytes", nbytes)
-    _require_positive("parallel_seconds", parallel_seconds)
-    _require_positive("local_seconds", local_seconds)
+    check_count("syncs", syncs, most=total_steps - 1)
+    check_count("nbytes", nbytes)
+    check_positive("parallel_seconds", parallel_seconds)
+    check_positive("local_seconds", local_seconds)
     around = sum_bytes(nbytes, _machines(world_size, ranks_per_machine))
     if not around:
         raise SpecError(
@@ -201,33 +199,11 @@ def fit_time_model(
 
 
 def _machines(world_size: int, ranks_per_machine: int) -> int:
-    _require_count("world_size", world_size)
-    _require_count("ranks_per_machine", ranks_per_machine)
+    check_count("world_size", world_size)
+    check_count("ranks_per_machine", ranks_per_machine)
     if world_size > ranks_per_machine and world_size % ranks_per_machine:
         raise SpecError(
             f"world_size={world_size} does not fill machines of ranks_per_machine="
             f"{ranks_per_machine}: the model knows full machines, or one"
         )
     return max(1, world_size // ranks_per_machine)
-
-
-def _require_positive(name: str, value: Any) -> None:
-    if not _is_number(value) or not 0 < value <= sys.float_info.max:
-        raise SpecError(f"{name} must be a finite number above 0, not {value!r}")
-
-
-def _require_between(name: str, value: Any, most: float, expected: str) -> None:
-    if not _is_number(value) or not 0 <= value <= most:
-        raise SpecError(f"{name} must be {expected}, not {value!r}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _require_count(name: str, value: Any, most: int | None = None) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if whole and value >= 1 and (most is None or value <= most):
-        return
-    bound = "of at least 1" if most is None else f"from 1 to {most:,}"
-    raise SpecError(f"{name} must be a whole number {bound}, not {value!r}")

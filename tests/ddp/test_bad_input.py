@@ -288,7 +288,7 @@ def test_swap_to_different_methods_is_an_error_on_all_ranks_and_changes_nothing(
 
 
 def test_swap_to_a_bad_spec_on_one_rank_is_an_error_on_all() -> None:
-    outcomes = on_processes(2, _swaps_badly_on_one_rank, catch=True, timeout=20)
+    outcomes = on_processes(2, _swaps_badly_on_one_rank, catch=True)
     assert [type(outcome).__name__ for outcome in outcomes] == ["RankMismatchError"] * 2
     assert "unknown name 'topq'" in str(outcomes[0])
 

@@ -28,7 +28,7 @@ def exchanges_meanwhile(spec: str, collective: str) -> bool:
         return result
 
     def hold_back(gradient: Tensor) -> None:
-        in_time.append(exchanged.wait(timeout=20))
+        in_time.append(exchanged.wait(timeout=60))
 
     model.module[0].weight.register_hook(hold_back)
     with mock.patch.object(Exchange, collective, noted):

@@ -294,7 +294,7 @@ def test_ranks_resumed_from_different_steps_are_told_both_at_the_next_step() -> 
 
 
 def test_resuming_on_one_rank_only_is_an_error_on_all() -> None:
-    outcomes = on_processes(2, _one_rank_resumes, catch=True, timeout=20)
+    outcomes = on_processes(2, _one_rank_resumes, catch=True)
     assert all(isinstance(error, RankMismatchError) for error in outcomes), outcomes
 
 

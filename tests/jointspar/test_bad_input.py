@@ -43,7 +43,7 @@ REFUSED = {
     "p_min 0": ({"p_min": 0}, "p_min must be a number above 0 and at most 1, not 0"),
     "costs": ({"costs": "flops"}, 'costs must be one of "layers", "bytes", "time", not \'flops\''),
     "selection": ({"selection": "own"}, 'selection must be one of "shared", "per-rank"'),
-    "skipped": ({"skipped": "stale"}, 'skipped must be "none" or "zero", not \'stale\''),
+    "skipped": ({"skipped": "stale"}, 'skipped must be one of "none", "zero", not \'stale\''),
     "rule": ({"rule": 0.01}, r"rule must be Baseline\(\), Literal\(...\) or None"),
     "rule by name": ({"rule": "literal"}, r"rule must be Baseline\(\), Literal\(...\) or None"),
     "literal with costs": (

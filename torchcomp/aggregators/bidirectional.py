@@ -16,8 +16,9 @@ from torchcomp.aggregators.feedback import (
 )
 from torchcomp.aggregators.sharded import Plan, ShardedTransfer, plan, sharded_load
 from torchcomp.bucket import Bucket
+from torchcomp.checks import check_choice
 from torchcomp.codec import codec
-from torchcomp.component import check_choice, check_kind
+from torchcomp.component import check_kind
 from torchcomp.compressors import Compressor
 from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange, Load
@@ -75,7 +76,7 @@ class Bidirectional(Aggregator):
         for way in ("up", "down"):
             check_kind(self, way, Compressor)
             check_contractive(self, way)
-        check_choice(self, "selection", ("exact", "shard"))
+        check_choice("selection", self.selection, ("exact", "shard"), owner=self.name)
         check_memory_dtype(self)
         for way in ("up", "down"):
             self._check_divisible(way)

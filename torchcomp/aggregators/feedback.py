@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from torchcomp.aggregators.transfer import Transfer
-from torchcomp.component import Component, check_choice
+from torchcomp.checks import check_choice
+from torchcomp.component import Component
 from torchcomp.compressors import Compressor
 from torchcomp.errors import SpecError
 
@@ -38,8 +39,9 @@ def check_memory_dtype(owner: Component) -> None:
     Raises:
         SpecError: naming the known ones.
     """
-    if getattr(owner, "memory_dtype", None) is not None:
-        check_choice(owner, "memory_dtype", _DTYPES)
+    name = getattr(owner, "memory_dtype", None)
+    if name is not None:
+        check_choice("memory_dtype", name, _DTYPES, owner=owner.name)
 
 
 def memory_dtype(name: str | None, gradient: torch.dtype) -> torch.dtype:

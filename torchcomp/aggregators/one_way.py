@@ -8,8 +8,9 @@ from torchcomp.aggregators.base import Aggregator, Shape
 from torchcomp.aggregators.sharded import Plan, ShardedTransfer, plan, sharded_load
 from torchcomp.aggregators.transfer import GatherTransfer, SumTransfer, Transfer
 from torchcomp.bucket import Bucket
+from torchcomp.checks import check_choice
 from torchcomp.codec import codec
-from torchcomp.component import check_choice, check_kind
+from torchcomp.component import check_kind
 from torchcomp.compressors import Compressor, Identity
 from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange, Load, gather_bytes
@@ -35,7 +36,7 @@ class OneWay(Aggregator):
 
     def __post_init__(self) -> None:
         check_kind(self, "compressor", Compressor)
-        check_choice(self, "exchange", EXCHANGES)
+        check_choice("exchange", self.exchange, EXCHANGES, owner=self.name)
         if self.exchange == "sum" and not self.compressor.summable:
             raise SpecError(
                 f"sum needs one support on all ranks; {self.compressor.name} selects per rank: "

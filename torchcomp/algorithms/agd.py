@@ -9,10 +9,11 @@ import math
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import check_convexity, check_positive
+from torchcomp.algorithms.checks import check_convexity
 from torchcomp.algorithms.learning_rates import Constants, learning_rates
 from torchcomp.algorithms.method import Gradients, Method
 from torchcomp.algorithms.star import DENSE, Star
+from torchcomp.checks import check_positive
 
 
 class AGD(Method):

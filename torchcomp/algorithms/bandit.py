@@ -1,6 +1,5 @@
 """The bandit of JointSpar: which layers to keep, learned from the norms of those that were kept."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from torchcomp.algorithms.kl_projection import Vector, check_budget, check_vector, kl_project
+from torchcomp.checks import check_positive
 from torchcomp.errors import NonFiniteError, SpecError
 from torchcomp.keys import Key
 
@@ -40,7 +40,7 @@ class Baseline:
     alpha: float = 0.01
 
     def __post_init__(self) -> None:
-        _check_alpha(self.alpha)
+        check_positive("alpha", self.alpha)
 
     def exponent(self, bandit: "Bandit", kept: Mask, norms: Vector) -> Vector:
         """What is added to log p."""
@@ -71,7 +71,7 @@ class Literal:
     bound: float | None = None
 
     def __post_init__(self) -> None:
-        _check_alpha(self.alpha)
+        check_positive("alpha", self.alpha)
 
     def exponent(self, bandit: "Bandit", kept: Mask, norms: Vector) -> Vector:
         """What is added to log p."""
@@ -215,9 +215,3 @@ def best_probabilities(
         raise SpecError(f"norms must be above 0, not {norms.min()}", "norms")
     prices = np.ones(len(norms)) if costs is None else check_vector(costs, "costs")
     return kl_project(np.log(norms) - np.log(prices) / 2, budget, p_min, prices)
-
-
-def _check_alpha(alpha: float) -> None:
-    number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-    if not number or not 0 < alpha < math.inf:
-        raise SpecError(f"alpha must be a finite number above 0, not {alpha!r}", "alpha")

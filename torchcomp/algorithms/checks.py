@@ -1,8 +1,6 @@
-"""What the methods ask of their numbers and compressors."""
+"""What the methods ask of their compressors and constants."""
 
-import math
-from numbers import Real
-
+from torchcomp.checks import is_number
 from torchcomp.compressors import Compressor
 from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.errors import SpecError
@@ -46,63 +44,18 @@ def require_contractive(compressor: Compressor, d: int, role: str) -> float:
     return alpha
 
 
-def check_positive(name: str, value: float) -> None:
-    """Require a finite number above zero.
-
-    Raises:
-        SpecError: naming it and its value.
-    """
-    if not _number(value) or not 0 < value < math.inf:
-        raise SpecError(f"{name} must be a finite number above 0, not {value!r}", name)
-
-
-def check_at_least_0(name: str, value: float) -> None:
-    """Require a finite number that is not negative.
-
-    Raises:
-        SpecError: naming it and its value.
-    """
-    if not _number(value) or not 0 <= value < math.inf:
-        raise SpecError(f"{name} must be a finite number of at least 0, not {value!r}", name)
-
-
-def check_count(name: str, value: int, most: float = math.inf) -> None:
-    """Require a whole number from 1 to `most`.
-
-    Raises:
-        SpecError: naming it and its value.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        least = "of at least 1" if most == math.inf else f"from 1 to {most:g}"
-        raise SpecError(f"{name} must be a whole number {least}, not {value!r}", name)
-
-
-def check_fraction(name: str, value: float) -> None:
-    """Require a number above 0 and at most 1.
-
-    Raises:
-        SpecError: naming it and its value.
-    """
-    if not _number(value) or not 0 < value <= 1:
-        raise SpecError(f"{name} must be above 0 and at most 1, not {value!r}", name)
-
-
 def check_convexity(mu: float, smoothness: float, name: str) -> None:
     """Require 0 <= mu <= smoothness, where `name` says what the latter is called.
 
     Raises:
         SpecError: naming both.
     """
-    if not _number(mu) or not 0 <= mu <= smoothness:
+    if not is_number(mu) or not 0 <= mu <= smoothness:
         raise SpecError(
             f"mu must be at least 0 and at most {name} = {smoothness:g}, because no function is "
             f"more convex than smooth; not {mu!r}",
             "mu",
         )
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _require_usable(compressor: Compressor, d: int, role: str) -> None:

@@ -6,14 +6,10 @@ Mishchenko, Gorbunov, Takac, Richtarik: "Distributed learning with compressed gr
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import (
-    check_at_least_0,
-    check_count,
-    check_positive,
-    require_unbiased,
-)
+from torchcomp.algorithms.checks import require_unbiased
 from torchcomp.algorithms.method import Gradients, Method
 from torchcomp.algorithms.star import DENSE, Star
+from torchcomp.checks import check_at_least_0, check_count, check_positive
 from torchcomp.compressors import Compressor
 
 

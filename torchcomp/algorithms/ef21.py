@@ -7,9 +7,10 @@ Error Feedback", NeurIPS 2021 (arXiv 2106.05203), Algorithm 2.
 import torch
 from torch import Tensor
 
-from torchcomp.algorithms.checks import check_positive, require_contractive
+from torchcomp.algorithms.checks import require_contractive
 from torchcomp.algorithms.method import Gradients, Method
 from torchcomp.algorithms.star import Star
+from torchcomp.checks import check_positive
 from torchcomp.compressors import Compressor
 
 

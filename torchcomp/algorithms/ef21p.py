@@ -6,9 +6,10 @@ for Distributed Optimization with Bidirectional Compression", ICML 2023 (arXiv 2
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import check_positive, require_contractive
+from torchcomp.algorithms.checks import require_contractive
 from torchcomp.algorithms.method import Gradients, Method
 from torchcomp.algorithms.star import DENSE, Star
+from torchcomp.checks import check_positive
 from torchcomp.compressors import Compressor
 
 

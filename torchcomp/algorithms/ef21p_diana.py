@@ -6,17 +6,11 @@ for Distributed Optimization with Bidirectional Compression", ICML 2023 (arXiv 2
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import (
-    check_at_least_0,
-    check_convexity,
-    check_count,
-    check_fraction,
-    check_positive,
-    require_contractive,
-)
+from torchcomp.algorithms.checks import check_convexity, require_contractive
 from torchcomp.algorithms.diana import DIANA
 from torchcomp.algorithms.method import Gradients
 from torchcomp.algorithms.star import Star
+from torchcomp.checks import check_at_least_0, check_count, check_fraction, check_positive
 from torchcomp.compressors import Compressor
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from torchcomp.checks import check_positive
 from torchcomp.errors import SpecError
 
 Vector = NDArray[np.float64]
@@ -97,10 +98,8 @@ def check_budget(budget: float, p_min: float, costs: Vector) -> None:
     Raises:
         SpecError: saying which bound it passes.
     """
-    for name, value in (("budget", budget), ("p_min", p_min)):
-        number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value <= 0:
-            raise SpecError(f"{name} must be a finite number above 0, not {value!r}", name)
+    check_positive("budget", budget)
+    check_positive("p_min", p_min)
     if p_min > 1:
         raise SpecError(f"p_min is a probability, at most 1, not {p_min!r}", "p_min")
     most = float(costs.sum())

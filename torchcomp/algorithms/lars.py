@@ -1,6 +1,5 @@
 """LARS: a learning rate of its own for every layer."""
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchcomp.errors import SpecError
+from torchcomp.checks import check_at_least_0, check_momentum, check_positive
 
 
 class Sampling(Protocol):
@@ -117,18 +116,10 @@ class LARS(Optimizer):
 
 
 def _check(options: dict[str, Any]) -> None:
-    for name, low, high in (
-        ("lr", 0.0, math.inf),
-        ("momentum", 0.0, 1.0),
-        ("weight_decay", 0.0, math.inf),
+    for name, check in (
+        ("lr", check_at_least_0),
+        ("momentum", check_momentum),
+        ("weight_decay", check_at_least_0),
+        ("trust_coefficient", check_positive),
     ):
-        value = options[name]
-        if not low <= value < high:
-            below = "" if high == math.inf else f" and below {high:g}"
-            raise SpecError(f"LARS: {name} must be at least {low:g}{below}, not {value!r}", name)
-    if not 0 < options["trust_coefficient"] < math.inf:
-        raise SpecError(
-            "LARS: trust_coefficient must be a finite number above 0, not "
-            f"{options['trust_coefficient']!r}",
-            "trust_coefficient",
-        )
+        check(name, options[name], owner="LARS")

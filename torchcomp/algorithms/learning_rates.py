@@ -16,7 +16,8 @@ from functools import cached_property
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import check_convexity, check_fraction, check_positive
+from torchcomp.algorithms.checks import check_convexity
+from torchcomp.checks import check_fraction, check_positive
 
 
 @dataclass(frozen=True)

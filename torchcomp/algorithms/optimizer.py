@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchcomp.aggregators import Mean
-from torchcomp.algorithms.checks import check_positive
 from torchcomp.algorithms.parameters import constants
 from torchcomp.algorithms.ranks import Ranks
 from torchcomp.algorithms.star import Traffic
 from torchcomp.algorithms.two_direction import TwoDirectionMethod
+from torchcomp.checks import check_positive
 from torchcomp.compressors import Compressor
 from torchcomp.errors import CheckpointError, NonFiniteError, SpecError
 from torchcomp.spec import parse_aggregator

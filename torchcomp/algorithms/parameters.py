@@ -7,15 +7,15 @@ the largest smoothness of an f_i, and omega and alpha belong to the compressors 
 import math
 from dataclasses import dataclass
 
-from torchcomp.algorithms.checks import (
+from torchcomp.algorithms.checks import require_contractive, require_unbiased
+from torchcomp.algorithms.learning_rates import Constants
+from torchcomp.checks import (
     check_at_least_0,
     check_count,
     check_fraction,
     check_positive,
-    require_contractive,
-    require_unbiased,
+    check_share,
 )
-from torchcomp.algorithms.learning_rates import Constants
 from torchcomp.compressors import Compressor
 from torchcomp.errors import SpecError
 
@@ -53,9 +53,8 @@ def priced_probabilities(
     """
     check_at_least_0("omega", omega)
     for name, count in (("k_up", k_up), ("k_down", k_down)):
-        check_count(name, count, d)
-    if not 0 <= r <= 1:
-        raise SpecError(f"r must be a weight from 0 to 1, not {r!r}", "r")
+        check_count(name, count, most=d)
+    check_share("r", r)
     mu_r = r * d / ((1 - r) * k_up + r * k_down)
     p = min(1.0, 1 / (omega + 1), 1 / mu_r if mu_r else 1.0)
     return Probabilities(p, p ** (1 / 3) / (omega + 1) ** (2 / 3))

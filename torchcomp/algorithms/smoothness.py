@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchcomp.checks import check_at_least_0
 from torchcomp.errors import SpecError
 from torchcomp.keys import Key
 
@@ -102,5 +103,4 @@ def _check(shards: Sequence[Tensor], l2: float) -> None:
             f"{sizes}",
             "shards",
         )
-    if not l2 >= 0:
-        raise SpecError(f"l2 must be at least 0, not {l2!r}", "l2")
+    check_at_least_0("l2", l2)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchcomp import wire
-from torchcomp.algorithms.checks import check_count
+from torchcomp.checks import check_count
 from torchcomp.compressors import Compressor, Identity
 from torchcomp.errors import NonFiniteError
 from torchcomp.keys import Key, check_seed, tensor_id

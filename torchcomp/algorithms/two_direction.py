@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import check_positive
 from torchcomp.algorithms.learning_rates import learning_rates
 from torchcomp.algorithms.method import Gradients, Method
 from torchcomp.algorithms.parameters import constants
 from torchcomp.algorithms.star import DENSE, Message, Star
+from torchcomp.checks import check_positive
 from torchcomp.compressors import Compressor
 from torchcomp.keys import Key, tensor_id
 

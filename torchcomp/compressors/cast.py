@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from torchcomp.component import check_choice
+from torchcomp.checks import check_choice
 from torchcomp.compressors.base import Compressor
 from torchcomp.keys import Key
 from torchcomp.wire import Field, Layout, Parts
@@ -36,7 +36,7 @@ class Cast(Compressor):
     dtype: str
 
     def __post_init__(self) -> None:
-        check_choice(self, "dtype", _DTYPES)
+        check_choice("dtype", self.dtype, _DTYPES, owner=self.name)
 
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         return (Field("values", _DTYPES[self.dtype], numel),)

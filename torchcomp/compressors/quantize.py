@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from torchcomp.component import check_choice
+from torchcomp.checks import check_choice
 from torchcomp.compressors.base import Compressor
 from torchcomp.kernels import quantize
 from torchcomp.keys import Key
@@ -33,8 +33,8 @@ class Quantize(Compressor):
     rounding: str = "nearest"
 
     def __post_init__(self) -> None:
-        check_choice(self, "format", quantize.LEVELS)
-        check_choice(self, "rounding", ("nearest", "stochastic"))
+        check_choice("format", self.format, quantize.LEVELS, owner=self.name)
+        check_choice("rounding", self.rounding, ("nearest", "stochastic"), owner=self.name)
 
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         return quantize.layout(self.format, numel)

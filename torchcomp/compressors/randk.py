@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from torchcomp.component import check_flag
+from torchcomp.checks import check_flag
 from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.keys import Key
 from torchcomp.wire import Field, Layout, Parts
@@ -32,7 +32,7 @@ class RandK(Sparsifier):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_flag(self, "unbiased")
+        check_flag("unbiased", self.unbiased, owner=self.name)
 
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         return (Field("values", dtype, self.kept(numel)),)

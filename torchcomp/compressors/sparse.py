@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from torchcomp.component import check_choice, check_count
+from torchcomp.checks import check_choice, check_count
 from torchcomp.compressors.base import Compressor
 from torchcomp.errors import SpecError
 
@@ -34,10 +34,10 @@ class Sparsifier(Compressor):
                 f"{self.name}(k=5), and here are {'neither' if self.k is None else 'both'}"
             )
         if self.k is not None:
-            check_count(self, "k")
+            check_count("k", self.k, owner=self.name)
         else:
             self._check_ratio()
-        check_choice(self, "scope", SCOPES)
+        check_choice("scope", self.scope, SCOPES, owner=self.name)
 
     def _check_ratio(self) -> None:
         ratio = self.ratio

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from torchcomp.component import check_choice
+from torchcomp.checks import check_choice
 from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.errors import SpecError
 from torchcomp.kernels import elias_fano, entries, quantize
@@ -41,8 +41,8 @@ class TopK(Sparsifier):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.values is not None:
-            check_choice(self, "values", _FORMATS)
-        check_choice(self, "rounding", ("nearest", "stochastic"))
+            check_choice("values", self.values, _FORMATS, owner=self.name)
+        check_choice("rounding", self.rounding, ("nearest", "stochastic"), owner=self.name)
         if self.rounding == "stochastic" and self.values not in ("int8", "int4"):
             raise SpecError(
                 'topk: rounding="stochastic" goes with values="int8" or "int4", because only these '

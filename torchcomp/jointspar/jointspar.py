@@ -18,6 +18,7 @@ from torchcomp.algorithms.layers import (
     default_layers,
     layers_by_pattern,
 )
+from torchcomp.checks import check_choice
 from torchcomp.component import Component
 from torchcomp.ddp import Handle, register
 from torchcomp.ddp.checks import OWNER, check_is_ddp, check_model, trained_parameters
@@ -111,7 +112,7 @@ class JointSpar:
             used = Baseline() if isinstance(rule, str) and rule == "baseline" else rule
             law = Law(budget, costs, p_min, used, selection, steps)  # type: ignore[arg-type]
             grouped = _layers(model, layers)
-            _check_skipped(skipped)
+            check_choice("skipped", skipped, ("none", "zero"))
             inner = parse_aggregator(compress)
             facts = {"law": law, "layers": grouped, "skipped": skipped, "seed": seed}
             return (law, grouped, inner), {**facts, "compress": inner}
@@ -367,11 +368,6 @@ def _prices(costs: str, layers: Layers, parameters: dict[str, nn.Parameter]) -> 
     sizes = [sum(parameters[name].nbytes for name in names) for names in layers.values()]
     # A layer without elements costs nothing to send, but costs are above 0.
     return np.maximum(np.array(sizes, dtype=np.float64), 1.0)
-
-
-def _check_skipped(skipped: object) -> None:
-    if skipped not in ("none", "zero"):
-        raise SpecError(f'skipped must be "none" or "zero", not {skipped!r}', "skipped")
 
 
 def _check_model(model: DistributedDataParallel) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from torchcomp.algorithms.bandit import Bandit, Baseline, Literal, sample
 from torchcomp.algorithms.kl_projection import Vector, check_vector
+from torchcomp.checks import check_choice, check_fraction
 from torchcomp.errors import CheckpointError, SpecError
 from torchcomp.jointspar.selection import Selection
 from torchcomp.keys import Key
@@ -38,16 +39,16 @@ class Law:
     warmup_steps: int
 
     def __post_init__(self) -> None:
-        _check_share("budget", self.budget)
-        _check_share("p_min", self.p_min)
+        check_fraction("budget", self.budget)
+        check_fraction("p_min", self.p_min)
         if self.p_min > self.budget:
             raise SpecError(
                 f"p_min = {self.p_min:g} is infeasible with budget = {self.budget:g}: every layer "
                 "is kept with at least p_min, so that alone costs more; lower p_min",
                 "p_min",
             )
-        _check_choice("costs", self.costs, ("layers", "bytes", "time"))
-        _check_choice("selection", self.selection, ("shared", "per-rank"))
+        check_choice("costs", self.costs, ("layers", "bytes", "time"))
+        check_choice("selection", self.selection, ("shared", "per-rank"))
         if self.rule is not None and not isinstance(self.rule, Baseline | Literal):
             raise SpecError(
                 "rule must be Baseline(), Literal(...) or None (uniform), not "
@@ -205,15 +206,3 @@ class Sampler:
     def _load_bandit(self, state: Mapping[str, Any]) -> None:
         if self._bandit is not None:
             self._bandit.load_state_dict(state)
-
-
-def _check_share(name: str, value: object) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value <= 1:  # type: ignore[operator]
-        raise SpecError(f"{name} must be a number above 0 and at most 1, not {value!r}", name)
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        listed = ", ".join(f'"{choice}"' for choice in choices)
-        raise SpecError(f"{name} must be one of {listed}, not {value!r}", name)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Aggregator
+from torchcomp.checks import check_choice, check_count, check_flag
 from torchcomp.component import Component
 from torchcomp.ddp.checks import OWNER, check_model, trained_parameters
 from torchcomp.errors import SpecError, UnsupportedModelError
@@ -127,12 +128,9 @@ def _method(options: Options, optimizers: list[torch.optim.Optimizer]) -> Method
         schedule.check(horizon)
     check_seed(options.seed)
     _check_outer(options.outer)
-    if options.moments not in MOMENTS:
-        listed = ", ".join(f'"{name}"' for name in MOMENTS)
-        raise SpecError(f"moments must be one of {listed}, not {options.moments!r}")
-    pieces = options.fragments
-    if isinstance(pieces, bool) or not isinstance(pieces, int) or pieces < 1:
-        raise SpecError(f"fragments must be a whole number of at least 1, not {pieces!r}")
+    check_choice("moments", options.moments, MOMENTS)
+    check_count("fragments", options.fragments)
+    check_flag("overlap", options.overlap)
     method = Method(
         schedules,
         horizon,
@@ -142,8 +140,6 @@ def _method(options: Options, optimizers: list[torch.optim.Optimizer]) -> Method
         options.fragments,
         options.overlap,
     )
-    if not isinstance(method.overlap, bool):
-        raise SpecError(f"overlap must be True or False, not {method.overlap!r}")
     if method.overlap and not method.plain:
         raise SpecError(
             "overlap=True goes with the plain average alone (compress='mean', outer=None), because "

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from torchcomp.component import Component, check_positive
-from torchcomp.errors import SpecError
+from torchcomp.checks import check_momentum, check_positive
+from torchcomp.component import Component
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class SlowMo(OuterStep):
     alpha: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_momentum(self, "beta")
-        check_positive(self, "alpha")
+        check_momentum("beta", self.beta, owner=self.name)
+        check_positive("alpha", self.alpha, owner=self.name)
 
     def apply(self, x: Tensor, m: Tensor, u: Tensor, rate: float) -> None:
         u.mul_(self.beta)
@@ -99,18 +99,9 @@ class Nesterov(OuterStep):
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        check_positive(self, "lr")
-        _check_momentum(self, "momentum")
+        check_positive("lr", self.lr, owner=self.name)
+        check_momentum("momentum", self.momentum, owner=self.name)
 
     def apply(self, x: Tensor, m: Tensor, u: Tensor, rate: float) -> None:
         u.mul_(self.momentum).sub_(m)
         x.sub_(m.neg_().add_(u, alpha=self.momentum), alpha=self.lr)
-
-
-def _check_momentum(owner: Component, field: str) -> None:
-    value = getattr(owner, field)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 <= value < 1:
-        raise SpecError(
-            f"{owner.name}: {field} must be a number from 0 to below 1, not {value!r}", field
-        )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torchcomp.checks import check_count
 from torchcomp.component import Component
 from torchcomp.errors import ScheduleError, SpecError
 
@@ -29,9 +30,7 @@ class Horizon:
 
     def __post_init__(self) -> None:
         for name, least in (("total_steps", 1), ("warmup_steps", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise SpecError(f"{name} must be a whole number of at least {least}, not {value!r}")
+            check_count(name, getattr(self, name), least)
         if self.warmup_steps > self.total_steps:
             raise SpecError(
                 f"warm-up ({self.warmup_steps} steps) is longer than the run "

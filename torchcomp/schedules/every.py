@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torchcomp.component import check_count
+from torchcomp.checks import check_count
 from torchcomp.schedules.base import Horizon, Schedule
 
 
@@ -24,7 +24,7 @@ class Every(Schedule):
     h: int
 
     def __post_init__(self) -> None:
-        check_count(self, "h")
+        check_count("h", self.h, owner=self.name)
 
     def period(self, step: int, rate: float, horizon: Horizon) -> int:
         return self.h

@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torchcomp.component import Component, check_count, check_positive
+from torchcomp.checks import check_count, check_positive
+from torchcomp.component import Component
 from torchcomp.errors import ScheduleError, SpecError
 from torchcomp.schedules.base import Horizon, Schedule
 
@@ -38,8 +39,8 @@ class Power(Schedule):
     cap: int | None = None
 
     def __post_init__(self) -> None:
-        check_positive(self, "coef")
-        check_positive(self, "exponent")
+        check_positive("coef", self.coef, owner=self.name)
+        check_positive("exponent", self.exponent, owner=self.name)
         check_bounds(self, self.h_base, self.cap)
 
     def period(self, step: int, rate: float, horizon: Horizon) -> int:
@@ -62,10 +63,10 @@ def check_bounds(owner: Component, h_base: int, cap: int | None) -> None:
     Raises:
         SpecError: naming the option and its value.
     """
-    check_count(owner, "h_base")
+    check_count("h_base", h_base, owner=owner.name)
     if cap is None:
         return
-    check_count(owner, "cap")
+    check_count("cap", cap, owner=owner.name)
     if cap < h_base:
         raise SpecError(
             f"{owner.name}: cap={cap} is below h_base={h_base}, and no round is shorter than "

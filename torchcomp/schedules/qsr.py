@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torchcomp.component import check_positive
+from torchcomp.checks import check_positive
 from torchcomp.schedules.base import Horizon, Schedule
 from torchcomp.schedules.power import Power, check_bounds
 
@@ -33,7 +33,7 @@ class QSR(Schedule):
     cap: int | None = None
 
     def __post_init__(self) -> None:
-        check_positive(self, "alpha")
+        check_positive("alpha", self.alpha, owner=self.name)
         check_bounds(self, self.h_base, self.cap)
 
     def period(self, step: int, rate: float, horizon: Horizon) -> int:

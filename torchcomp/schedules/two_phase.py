@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torchcomp.component import check_count
+from torchcomp.checks import check_count
 from torchcomp.errors import SpecError
 from torchcomp.schedules.base import Horizon, Schedule
 
@@ -20,7 +20,7 @@ class TwoPhase(Schedule):
     switch: int
 
     def __post_init__(self) -> None:
-        check_count(self, "switch", least=0)
+        check_count("switch", self.switch, least=0, owner=self.name)
 
     def check(self, horizon: Horizon) -> None:
         if not horizon.warmup_steps <= self.switch < horizon.total_steps:
@@ -52,7 +52,7 @@ class PostLocal(TwoPhase):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count(self, "h")
+        check_count("h", self.h, owner=self.name)
 
     def period(self, step: int, rate: float, horizon: Horizon) -> int:
         return 1 if step < self.switch else self.h

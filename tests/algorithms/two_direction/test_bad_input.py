@@ -40,10 +40,10 @@ def two_direction(**changes):
         ({"mu": math.nan}, "mu must be"),
         ({"lbar": 0.0}, "lbar must be a finite number above 0"),
         ({"lbar": math.inf}, "lbar must be a finite number above 0"),
-        ({"p": 0.0}, "p must be above 0 and at most 1"),
-        ({"p": 1.5}, "p must be above 0 and at most 1"),
-        ({"tau": 0.0}, "tau must be above 0 and at most 1"),
-        ({"tau": "much"}, "tau must be above 0 and at most 1"),
+        ({"p": 0.0}, "p must be a number above 0 and at most 1"),
+        ({"p": 1.5}, "p must be a number above 0 and at most 1"),
+        ({"tau": 0.0}, "tau must be a number above 0 and at most 1"),
+        ({"tau": "much"}, "tau must be a number above 0 and at most 1"),
         ({"gamma0": 0.0}, "gamma0 must be a finite number above 0"),
         ({"alpha": 0.5}, r"alpha = 0.5 contradicts 'topk\(k=3\)', which guarantees 0.25"),
         (
@@ -57,7 +57,7 @@ def two_direction(**changes):
         ({"up": "randk"}, "up must be a compressor"),
         ({"up": RandK(k=13, unbiased=True)}, "keeps 13 entries, and there are only 12 coord"),
         ({"down": TopK(k=13)}, "keeps 13 entries, and there are only 12 coordinates"),
-        ({"alpha": 0.0}, "alpha must be above 0 and at most 1"),
+        ({"alpha": 0.0}, "alpha must be a number above 0 and at most 1"),
         ({"omega": math.inf}, "omega must be a finite number of at least 0"),
     ],
 )
@@ -137,11 +137,11 @@ def test_gradients_of_another_shape(gradients):
 
 
 def test_parameters_and_shards():
-    with pytest.raises(SpecError, match="r must be a weight from 0 to 1"):
+    with pytest.raises(SpecError, match="r must be a number from 0 to 1"):
         parameters.priced_probabilities(9.0, d=650, k_up=65, k_down=65, r=1.1)
     with pytest.raises(SpecError, match="k_down must be a whole number from 1 to 650"):
         parameters.priced_probabilities(9.0, d=650, k_up=65, k_down=0, r=0.5)
-    with pytest.raises(SpecError, match="tau must be above 0"):
+    with pytest.raises(SpecError, match="tau must be a number above 0"):
         parameters.lbar(1.0, 1.0, n=4, alpha=0.1, omega=9.0, p=0.1, tau=0.0)
     with pytest.raises(SpecError, match="mu must be at least 0 and at most L = 2"):
         ef21p_diana.step_size(2.0, 3.0, 2.5, alpha=0.1, omega=9.0, n=4)
