@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 import torchcomp
-from torchcomp.spec import parse_aggregator, parse_schedule
+from torchcomp.spec import parse_aggregator, parse_outer_step, parse_schedule
 
 
 class Method:
@@ -46,6 +46,7 @@ class Method:
                 warmup_steps=settings.warmup_steps,
                 scaler=handed,
                 compress=averager(settings),
+                outer=outer_step(settings),
                 seed=settings.seed,
             )
         elif settings.compress != "none":
@@ -119,12 +120,19 @@ def averager(settings: Settings) -> str:
     return "mean" if settings.compress == "none" else settings.compress
 
 
+def outer_step(settings: Settings) -> str | None:
+    """Return what follows an average of the weights, if anything does."""
+    return None if settings.outer == "none" else settings.outer
+
+
 def check_specs(settings: Settings) -> None:
-    """Refuse a ``--compress`` or ``--sync`` that torchcomp cannot read."""
+    """Refuse a ``--compress``, ``--sync`` or ``--outer`` that torchcomp cannot read."""
     if settings.compress != "none":
         parse_aggregator(settings.compress)
     if settings.sync != "none":
         parse_schedule(settings.sync)
+    if settings.outer != "none":
+        parse_outer_step(settings.outer)
 
 
 @dataclass(frozen=True)
@@ -161,6 +169,7 @@ def planned(
         total_steps=total_steps,
         warmup_steps=settings.warmup_steps,
         compress=how,
+        outer=outer_step(settings),
     )
     assert plan.syncs is not None, "a schedule's plan counts them"
     return Cost(plan, plan.syncs, plan.syncs * once)

@@ -82,6 +82,7 @@ class Settings:
         "none", 'how gradients (with --sync: changes) are compressed, e.g. "ef(topk(0.01))"'
     )
     sync: str = option("none", 'local steps, e.g. "qsr(alpha=0.0175, h_base=4)"')
+    outer: str = option("none", 'local steps: outer step, e.g. "nesterov(lr=0.7, momentum=0.9)"')
     bn_images: int = option(
         4096,
         "local steps: training images, over all ranks, that batch normalisation's statistics are "
@@ -257,6 +258,8 @@ def _check_together(settings: Settings) -> None:
         raise RecipeError(f"--final-lr {settings.final_lr} is above the peak --lr {settings.lr}")
     if settings.schedule == "step-cosine" and settings.final_lr == 0:
         raise RecipeError("--schedule step-cosine needs --final-lr above 0: it takes its logarithm")
+    if settings.outer != "none" and settings.sync == "none":
+        raise RecipeError(f"--outer {settings.outer} follows the averages of --sync: give it, too")
     # Without training, a data set is opened only where its size is not known beforehand.
     opened = settings.dataset == "folder" or not (settings.dry_run or settings.shrink)
     if settings.dataset != "digits" and opened and not settings.data_path:

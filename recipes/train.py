@@ -222,7 +222,8 @@ class Trainer:
         self.report.say(
             f"{self.settings.model} on {self.settings.dataset}: {self.ranks.count} ranks, "
             f"{self.total} steps ({self.per_epoch} an epoch)\n"
-            f"compress {self.settings.compress}, sync {self.settings.sync}"
+            f"compress {self.settings.compress}, sync {self.settings.sync}, "
+            f"outer {self.settings.outer}"
         )
         if not self.batches.reproducible:
             self.report.say(

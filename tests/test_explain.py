@@ -283,10 +283,26 @@ def test_the_plan_of_compressed_averages():
     assert plan.break_even_world_size == -(-4 * 2 * 4 * RESNET50 // TOPK_FRAME)
 
 
-def test_compressed_averages_that_cannot_be_planned():
+@pytest.mark.parametrize(
+    ("method", "start"),
+    [("mean", "every(4) with "), ('cast("bf16")', 'every(4) with compress=mean(cast("bf16")), ')],
+)
+def test_the_plan_of_an_outer_step(method, start):
+    options = {"numel": 1000, "world_size": 8, "total_steps": 100, "compress": method}
+    plain = explain("every(4)", **options)
+    plan = explain("every(4)", outer="nesterov(lr=0.5)", **options)
+    assert plan.spec == f"{start}outer=nesterov(lr=0.5)"
+    assert plan.bytes_sent == plain.bytes_sent
+    # The parameters of the last synchronisation, and the momentum.
+    assert plan.memory_bytes == 2 * 4 * 1000
+
+
+def test_averages_that_cannot_be_planned():
     options = {"numel": 1000, "world_size": 2}
     with pytest.raises(SpecError, match=r"compress= is for schedules, and 'mean' is a gradient"):
         explain("mean", compress="ef(topk(0.01))", **options)
+    with pytest.raises(SpecError, match=r"outer= is for schedules, and 'mean' is a gradient"):
+        explain("mean", outer="slowmo", **options)
     time = torchcomp.TimeModel(step_seconds=1.0, bandwidth=4000.0)
     with pytest.raises(SpecError, match="leave compress= out, or time="):
         explain("every(4)", total_steps=8, compress="ef(topk(0.01))", time=time, **options)

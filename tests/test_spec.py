@@ -13,8 +13,9 @@ from torchcomp.aggregators import AGGREGATORS, EF, Bidirectional, Mean
 from torchcomp.aggregators.one_way import EXCHANGES
 from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, TopK
 from torchcomp.errors import SpecError
+from torchcomp.outer_steps import OUTER_STEPS, Nesterov, SlowMo
 from torchcomp.schedules import QSR, SCHEDULES, Every, PostLocal, Power, Swap
-from torchcomp.spec import COMPONENTS, parse_aggregator, parse_schedule
+from torchcomp.spec import COMPONENTS, parse_aggregator, parse_outer_step, parse_schedule
 
 fast = settings(deadline=None, derandomize=True, max_examples=200)
 
@@ -88,6 +89,14 @@ schedules = st.one_of(
     st.builds(PostLocal, switches, counts),
     st.builds(Swap, switches),
 )
+shares = st.floats(0.0, 1.0, exclude_max=True)
+outer_steps = st.builds(SlowMo, shares, positive) | st.builds(Nesterov, positive, shares)
+
+
+def parse(text):
+    """What a spec describes, whatever its place."""
+    outer = text.startswith(tuple(step.name for step in OUTER_STEPS))
+    return parse_outer_step(text) if outer else torchcomp.parse(text)
 
 
 def in_keywords(component):
@@ -100,16 +109,16 @@ def in_keywords(component):
 
 
 @fast
-@given(st.one_of(aggregators(), schedules))
+@given(st.one_of(aggregators(), schedules, outer_steps))
 def test_printing_is_the_inverse_of_parsing(component):
-    assert torchcomp.parse(str(component)) == component
-    assert str(torchcomp.parse(str(component))) == str(component)
+    assert parse(str(component)) == component
+    assert str(parse(str(component))) == str(component)
 
 
 @fast
-@given(st.one_of(aggregators(), schedules))
+@given(st.one_of(aggregators(), schedules, outer_steps))
 def test_all_options_may_be_given_by_name_in_any_order(component):
-    assert torchcomp.parse(in_keywords(component)) == component
+    assert parse(in_keywords(component)) == component
 
 
 @fast
@@ -130,9 +139,11 @@ def test_a_bare_compressor_means_its_mean(compressor):
 def test_random_specs_cover_the_registry():
     covered = {Identity, TopK, RandK, Cast, Quantize, Mean, EF, Bidirectional}
     covered |= {Every, QSR, Power, PostLocal, Swap}
-    missing = {*COMPRESSORS, *AGGREGATORS, *SCHEDULES} - covered
+    covered |= {SlowMo, Nesterov}
+    known = [*COMPRESSORS, *AGGREGATORS, *SCHEDULES, *OUTER_STEPS]
+    missing = {*known} - covered
     assert not missing, f"add strategies for {missing}"
-    assert len(COMPONENTS) == len(COMPRESSORS) + len(AGGREGATORS) + len(SCHEDULES)
+    assert len(COMPONENTS) == len(known)
 
 
 # --- Specs by hand --------------------------------------------------------------------------------

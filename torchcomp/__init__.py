@@ -18,9 +18,10 @@ from torchcomp.errors import (
     UnsupportedModelError,
     WireError,
 )
-from torchcomp.explain import Plan, explain, sync_steps
+from torchcomp.explain import explain, sync_steps
 from torchcomp.jointspar import JointSpar
 from torchcomp.local_sgd import LocalSGD
+from torchcomp.plan import Plan
 from torchcomp.spec import parse
 from torchcomp.stats import Stats
 from torchcomp.time_model import TimeModel, WallClock, fit_time_model

@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 world_size=options.world_size,
                 total_steps=options.total_steps,
                 compress=options.compress,
+                outer=options.outer,
             )
         )
     except SpecError as error:
@@ -45,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--compress", default="mean", metavar="METHOD", help="for every(h): how it averages [mean]"
     )
+    command.add_argument("--outer", metavar="STEP", help="for every(h): its outer step [none]")
     return parser
 
 

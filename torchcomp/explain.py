@@ -17,93 +17,11 @@ from torchcomp.component import Component
 from torchcomp.ddp.checks import bucket_caps, trained_parameters
 from torchcomp.errors import SpecError
 from torchcomp.exchange import Load, sum_bytes
+from torchcomp.outer_steps import OuterStep
+from torchcomp.plan import Plan
 from torchcomp.schedules import Horizon, Schedule, synchronisations
-from torchcomp.spec import parse, parse_aggregator, parse_schedule
+from torchcomp.spec import parse, parse_aggregator, parse_outer_step, parse_schedule
 from torchcomp.time_model import TimeModel, WallClock
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Cost of a method, per rank and step. ``str(plan)`` is the table.
-
-    Attributes:
-        spec: the method or schedule, in canonical form.
-        numel: gradient elements of the model.
-        world_size: number of ranks.
-        collective: "sum" (all-reduce), "gather" (all-gather) or "sharded" (to the owners of shards
-            and back); joined by "and" if groups of parameters differ.
-        message_bytes: size of one rank's encoded gradient.
-        bytes_sent: payload bytes that a rank sends per step; for a schedule, on average.
-        bytes_received: payload bytes that a rank receives per step; for a schedule, on average.
-        dense_bytes_sent: payload bytes that a rank sends per step under plain DDP.
-        memory_bytes: bytes of state that a rank keeps beside the model.
-        break_even_world_size: number of ranks from which on the method sends at least as much as
-            plain DDP; None where the ratio is the same for any number of ranks (all-reduce).
-        syncs: synchronisations of the whole run, for a schedule; else None.
-        total_steps: optimizer steps of the whole run, for a schedule; else None.
-        wall_clock: of the whole run, for a schedule with a time model; else None.
-        parallel_wall_clock: what plain DDP would take instead; else None.
-    """
-
-    spec: str
-    numel: int
-    world_size: int
-    collective: str
-    message_bytes: int
-    bytes_sent: int
-    bytes_received: int
-    dense_bytes_sent: int
-    memory_bytes: int
-    break_even_world_size: int | None
-    syncs: int | None = None
-    total_steps: int | None = None
-    wall_clock: WallClock | None = None
-    parallel_wall_clock: WallClock | None = None
-
-    def __str__(self) -> str:
-        rows = [
-            ("elements", f"{self.numel:,}"),
-            ("ranks", f"{self.world_size:,}"),
-            ("collective", _COLLECTIVES.get(self.collective, self.collective)),
-            ("message", _bytes(self.message_bytes)),
-            *self._schedule_rows(),
-            ("sent a step", _bytes(self.bytes_sent)),
-            ("received a step", _bytes(self.bytes_received)),
-            ("plain DDP sends", _bytes(self.dense_bytes_sent)),
-            ("less traffic", self._saving()),
-            ("break-even", self._break_even()),
-            ("state a rank", _bytes(self.memory_bytes)),
-            *self._wall_clock_rows(),
-        ]
-        lines = [f"  {name:<16} {value}" for name, value in rows]
-        return "\n".join([f"{self.spec}, per rank", *lines])
-
-    def _schedule_rows(self) -> list[tuple[str, str]]:
-        if self.syncs is None or self.total_steps is None:
-            return []
-        share = self.syncs / self.total_steps
-        return [("synchronisations", f"{self.syncs:,} of {self.total_steps:,} steps ({share:.1%})")]
-
-    def _wall_clock_rows(self) -> list[tuple[str, str]]:
-        clocks = {"wall clock": self.wall_clock, "plain DDP takes": self.parallel_wall_clock}
-        return [(name, str(clock)) for name, clock in clocks.items() if clock is not None]
-
-    def _saving(self) -> str:
-        if not self.bytes_sent:
-            return "nothing is sent"
-        return f"{_three_digits(self.dense_bytes_sent / self.bytes_sent)} x"
-
-    def _break_even(self) -> str:
-        if self.break_even_world_size is None:
-            return "none: it does not grow with the number of ranks"
-        return f"{self.break_even_world_size:,} ranks (from there on plain DDP sends no more)"
-
-
-_COLLECTIVES = {
-    "sum": "sum (all-reduce)",
-    "gather": "gather (all-gather)",
-    "sharded": "sharded (all-to-all, all-gather of the answers)",
-}
 
 
 def explain(
@@ -117,6 +35,7 @@ def explain(
     total_steps: int | None = None,
     warmup_steps: int = 0,
     compress: str | Component = "mean",
+    outer: str | OuterStep | None = None,
     time: TimeModel | None = None,
     rank: int = 0,
 ) -> Plan:
@@ -135,6 +54,7 @@ def explain(
         total_steps: for a schedule, optimizer steps of the run.
         warmup_steps: for a schedule, steps of warm-up.
         compress: for a schedule, the method that averages, as in :class:`torchcomp.LocalSGD`.
+        outer: for a schedule, the outer step, as in :class:`torchcomp.LocalSGD`.
         time: for a schedule without `compress`, the constants of a cluster, for the wall clocks of
             the run.
         rank: whose traffic; ranks differ by a few bytes where shards are uneven.
@@ -145,15 +65,18 @@ def explain(
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise SpecError(f"dtype must be a floating-point torch.dtype, not {dtype!r}")
     check_count("world_size", world_size)
-    built, averager = parse(spec), parse_aggregator(compress)
-    aggregator = averager if isinstance(built, Schedule) else built
+    built = parse(spec)
+    average = _Average(
+        parse_aggregator(compress), None if outer is None else parse_outer_step(outer)
+    )
+    aggregator = average.aggregator if isinstance(built, Schedule) else built
     shapes = _shapes(numel, model, dtype, aggregator.whole_model)
     if isinstance(built, Schedule):
         run = _run(built, lr, total_steps, warmup_steps)
-        return _explain_schedule(run, aggregator, shapes, world_size, time, rank)
-    for name, given in (("time", time is not None), ("compress", not averager.transparent)):
-        if given:
-            raise SpecError(f"{name}= is for schedules, and '{built}' is a gradient method")
+        return _explain_schedule(run, average, shapes, world_size, time, rank)
+    foreign = [*average.options, *(["time"] if time is not None else [])]
+    if foreign:
+        raise SpecError(f"{foreign[0]}= is for schedules, and '{built}' is a gradient method")
     return _explain_method(built, shapes, world_size, rank)
 
 
@@ -217,6 +140,29 @@ def _break_even(
 
 
 @dataclass(frozen=True)
+class _Average:
+    """How a synchronisation averages."""
+
+    aggregator: Aggregator
+    outer: OuterStep | None
+
+    @property
+    def options(self) -> dict[str, Component]:
+        """What differs from a plain average, by the names that LocalSGD gives it."""
+        options: dict[str, Component] = {}
+        if not self.aggregator.transparent:
+            options["compress"] = self.aggregator
+        if self.outer is not None:
+            options["outer"] = self.outer
+        return options
+
+    @property
+    def copies(self) -> int:
+        """Copies of the parameters that a rank keeps: of the round's start, and a momentum."""
+        return bool(self.options) + (self.outer is not None)
+
+
+@dataclass(frozen=True)
 class _Run:
     """A schedule at work: its learning rate by step, and how often it synchronises."""
 
@@ -244,22 +190,23 @@ def _run(
 
 def _explain_schedule(
     run: _Run,
-    aggregator: Aggregator,
+    average: _Average,
     shapes: list[Shape],
     world_size: int,
     time: TimeModel | None,
     rank: int,
 ) -> Plan:
-    compresses, total_steps = not aggregator.transparent, run.horizon.total_steps
+    aggregator, total_steps = average.aggregator, run.horizon.total_steps
     # Parameters are averaged in float32 or wider.
     wide = [(n, s, torch.promote_types(d, torch.float32)) for n, s, d in shapes]
     once = _explain_method(aggregator, wide, world_size, rank)
     per_sync = Fraction(total_steps, run.syncs)
-    if time is not None and compresses:
+    if time is not None and not aggregator.transparent:
         raise SpecError("time= models all-reduce alone: leave compress= out, or time=")
     clocks = (None, None) if time is None else _clocks(run, shapes, wide, world_size, time)
+    options = ", ".join(f"{name}={option}" for name, option in average.options.items())
     return Plan(
-        spec=f"{run.schedule} with compress={aggregator}" if compresses else str(run.schedule),
+        spec=f"{run.schedule} with {options}" if options else str(run.schedule),
         numel=once.numel,
         world_size=world_size,
         collective=once.collective,
@@ -267,8 +214,7 @@ def _explain_schedule(
         bytes_sent=round(once.bytes_sent / per_sync),
         bytes_received=round(once.bytes_received / per_sync),
         dense_bytes_sent=sum_bytes(_nbytes(shapes), world_size),
-        # Changes are counted from a copy of the parameters.
-        memory_bytes=once.memory_bytes + (_nbytes(wide) if compresses else 0),
+        memory_bytes=once.memory_bytes + average.copies * _nbytes(wide),
         break_even_world_size=_break_even(aggregator, wide, world_size, _nbytes(shapes) * per_sync),
         syncs=run.syncs,
         total_steps=total_steps,
@@ -326,14 +272,3 @@ def _numel(shapes: list[Shape]) -> int:
 
 def _nbytes(shapes: list[Shape]) -> int:
     return sum(sum(sizes) * dtype.itemsize for _, sizes, dtype in shapes)
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{_three_digits(count / size)} {unit} ({count:,} bytes)"
-    return f"{count:,} bytes"
-
-
-def _three_digits(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

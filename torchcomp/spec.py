@@ -12,10 +12,12 @@ from torchcomp.aggregators import AGGREGATORS, Aggregator, Mean
 from torchcomp.component import Component, nearest
 from torchcomp.compressors import COMPRESSORS, Compressor
 from torchcomp.errors import SpecError
+from torchcomp.outer_steps import OUTER_STEPS, OuterStep
 from torchcomp.schedules import SCHEDULES, Schedule
 
 COMPONENTS: dict[str, type[Component]] = {
-    component.name: component for component in (*COMPRESSORS, *AGGREGATORS, *SCHEDULES)
+    component.name: component
+    for component in (*COMPRESSORS, *AGGREGATORS, *SCHEDULES, *OUTER_STEPS)
 }
 _NUMBERS = {"nan": float("nan"), "inf": float("inf")}
 _LONGEST = 1000
@@ -35,11 +37,16 @@ def parse(spec: str | Component) -> Aggregator | Schedule:
     Raises:
         SpecError: with a caret under what is wrong, and the nearest known name.
     """
-    built = _Parser(spec).build() if isinstance(spec, str) else spec
+    built = _build(spec)
     if isinstance(built, Compressor):
         return Mean(built)
     if isinstance(built, Aggregator | Schedule):
         return built
+    if isinstance(built, OuterStep):
+        raise SpecError(
+            f"'{built}' is an outer step, and here a method or a schedule is needed; an outer step "
+            f"goes to torchcomp.LocalSGD(..., outer='{built}')"
+        )
     raise SpecError(f"a spec is a string such as 'ef(topk(0.01))', not {built!r}")
 
 
@@ -71,6 +78,26 @@ def parse_schedule(spec: str | Component) -> Schedule:
         f"'{built}' is a gradient method, and here a schedule such as 'every(4)' or "
         f"'qsr(alpha=0.0175, h_base=4)' is needed; a method goes to torchcomp.register(model, ...)"
     )
+
+
+def parse_outer_step(spec: str | OuterStep) -> OuterStep:
+    """Build the outer step that a spec string describes.
+
+    Raises:
+        SpecError: as :func:`parse` does, or if the spec describes something else.
+    """
+    built = _build(spec)
+    if isinstance(built, OuterStep):
+        return built
+    given = f"the {built.kind} '{built}'" if isinstance(built, Component) else repr(built)
+    raise SpecError(
+        f"an outer step is for example 'nesterov(lr=0.7, momentum=0.9)' or 'slowmo(beta=0.7)', not "
+        f"{given}"
+    )
+
+
+def _build(spec: str | Component) -> Any:
+    return _Parser(spec).build() if isinstance(spec, str) else spec
 
 
 class _Parser:
@@ -194,6 +221,7 @@ def _nearest_component(word: str) -> str:
     kinds = {
         "methods": [component.name for component in (*AGGREGATORS, *COMPRESSORS)],
         "schedules": [component.name for component in SCHEDULES],
+        "outer steps": [component.name for component in OUTER_STEPS],
     }
     return "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds.items())
 

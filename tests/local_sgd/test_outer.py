@@ -18,13 +18,14 @@ from tests.local_sgd.script import (
 )
 from tests.support.ranks import on_threads
 from torchcomp.local_sgd import Nesterov, SlowMo
+from torchcomp.spec import parse_outer_step
 
 TOTAL, WARMUP = 24, 4
 RATE = partial(cosine, peak=0.05, warmup=WARMUP, total=TOTAL)
 OUTER = {
     "slowmo": (SlowMo(beta=0.6, alpha=0.8), partial(reference.slowmo, 0.6, 0.8)),
-    "slowmo-default": (SlowMo(), partial(reference.slowmo, 0.7, 1.0)),
-    "diloco": (Nesterov(lr=0.6, momentum=0.8), partial(reference.diloco, 0.6, 0.8)),
+    "slowmo-default": ("slowmo", partial(reference.slowmo, 0.7, 1.0)),
+    "diloco": ("nesterov(lr=0.6, momentum=0.8)", partial(reference.diloco, 0.6, 0.8)),
     "diloco-default": (Nesterov(), partial(reference.diloco, 0.7, 0.9)),
 }
 
@@ -138,10 +139,26 @@ def test_an_outer_step_that_cannot_be_built(build, word):
         build()
 
 
-@pytest.mark.parametrize("given", ["slowmo", torch.optim.SGD, 0.7])
-def test_something_that_is_no_outer_step(given):
-    words = ("outer must be an outer step", "SlowMo", "Nesterov")
-    assert_refused(2, partial(outer_run, given), torchcomp.SpecError, *words)
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        (torch.optim.SGD, "torch.optim.sgd.SGD"),
+        (0.7, "0.7"),
+        ("topk(0.1)", "not the compressor 'topk(0.1)'"),
+        ("every(2)", "not the schedule 'every(2)'"),
+        ("slowmow", "did you mean 'slowmo'?"),
+    ],
+)
+def test_something_that_is_no_outer_step(given, word):
+    assert_refused(2, partial(outer_run, given), torchcomp.SpecError, word)
+
+
+@pytest.mark.parametrize("step", [SlowMo(), SlowMo(beta=0.5), Nesterov(lr=1, momentum=0.0)])
+def test_outer_steps_print_as_what_builds_them(step):
+    assert parse_outer_step(str(step)) == step
+    # Elsewhere they are refused with where they belong.
+    with pytest.raises(torchcomp.SpecError, match=r"goes to torchcomp.LocalSGD\(\.\.\., outer="):
+        torchcomp.parse(str(step))
 
 
 def test_outer_steps_that_differ_between_ranks():

@@ -42,6 +42,7 @@ def companions(name: str) -> list[str]:
     """Further flags without which a setting makes no sense."""
     needed = {
         "dataset": ["--data-path", "x"],
+        "outer": ["--sync", "every(2)"],
         "milestones": ["--schedule", "step"],
         "schedule": ["--milestones", "1,2"],
     }

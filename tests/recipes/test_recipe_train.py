@@ -65,6 +65,7 @@ def gloo_threads() -> int:
         ["--model", "timm/test_resnet"],
         ["--mixup", "0.2", "--clip-norm", "0.5", "--randaugment-ops", "2", "--amp", "bf16"],
         ["--sync", "every(3)", "--bn-images", "100"],
+        ["--outer", "nesterov(lr=0.9, momentum=0.5)", "--sync", "every(3)"],
     ],
     ids=lambda flags: flags[1].replace("/", "-"),
 )
@@ -209,6 +210,8 @@ def convert(*flags: str) -> None:
         (["--compress", "ef(topkk(0.01))"], torchcomp.SpecError, "topk"),
         (["--sync", "qsr(alpha=0, h_base=4)"], torchcomp.SpecError, "alpha"),
         (["--sync", "topk(0.1)"], torchcomp.SpecError, "schedule"),
+        (["--outer", "slowmo"], RecipeError, "--outer slowmo follows the averages of --sync"),
+        (["--sync", "every(2)", "--outer", "mean"], torchcomp.SpecError, "an outer step is"),
         (["--compress", "every(2)"], torchcomp.SpecError, "is a schedule, and here a method"),
         (["--sync", "swap(switch=440)"], torchcomp.SpecError, r"before the end of the run \(440\)"),
         (

@@ -15,9 +15,9 @@ from torchcomp.ddp.checks import OWNER, check_model, trained_parameters
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.keys import check_seed
 from torchcomp.local_sgd.moments import MOMENTS
-from torchcomp.local_sgd.outer import OuterStep
+from torchcomp.outer_steps import OuterStep
 from torchcomp.schedules import Horizon, Schedule
-from torchcomp.spec import parse_aggregator, parse_schedule
+from torchcomp.spec import parse_aggregator, parse_outer_step, parse_schedule
 
 Specs = str | Component | Sequence[str | Component]
 
@@ -30,7 +30,7 @@ class Options:
     total_steps: int
     warmup_steps: int
     compress: str | Component
-    outer: OuterStep | None
+    outer: str | OuterStep | None
     moments: str
     fragments: int
     overlap: bool
@@ -127,7 +127,6 @@ def _method(options: Options, optimizers: list[torch.optim.Optimizer]) -> Method
     for schedule in schedules:
         schedule.check(horizon)
     check_seed(options.seed)
-    _check_outer(options.outer)
     check_choice("moments", options.moments, MOMENTS)
     check_count("fragments", options.fragments)
     check_flag("overlap", options.overlap)
@@ -135,7 +134,7 @@ def _method(options: Options, optimizers: list[torch.optim.Optimizer]) -> Method
         schedules,
         horizon,
         parse_aggregator(options.compress),
-        options.outer,
+        None if options.outer is None else parse_outer_step(options.outer),
         options.moments,
         options.fragments,
         options.overlap,
@@ -146,14 +145,6 @@ def _method(options: Options, optimizers: list[torch.optim.Optimizer]) -> Method
             "the others begin the next round from its result"
         )
     return method
-
-
-def _check_outer(outer: object) -> None:
-    if outer is not None and not isinstance(outer, OuterStep):
-        raise SpecError(
-            "outer must be an outer step such as torchcomp.local_sgd.SlowMo() or "
-            f"torchcomp.local_sgd.Nesterov(), not {outer!r}"
-        )
 
 
 def _check_division(

@@ -11,9 +11,9 @@ from torchcomp.bucket import Bucket, Group, Shard, merge, shards
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
 from torchcomp.local_sgd.averaging import UNCHANGED
-from torchcomp.local_sgd.outer import OuterStep
 from torchcomp.local_sgd.weights import Weights
 from torchcomp.nonfinite import FiniteWatch
+from torchcomp.outer_steps import OuterStep
 from torchcomp.state import State
 
 

@@ -15,13 +15,13 @@ from torchcomp.local_sgd import snapshot
 from torchcomp.local_sgd.callers import checkpoint_at_work
 from torchcomp.local_sgd.checks import Options, Specs, as_list, check_arguments
 from torchcomp.local_sgd.hooks import Step, Undo, count_forwards, override, wrap_scaler
-from torchcomp.local_sgd.outer import OuterStep
 from torchcomp.local_sgd.overflow import backward_until_finite
 from torchcomp.local_sgd.progress import Progress
 from torchcomp.local_sgd.ranks import GIVEN, Across, Ranks
 from torchcomp.local_sgd.run import Run
 from torchcomp.local_sgd.turns import Turns
 from torchcomp.local_sgd.waiting import wait_in_forward
+from torchcomp.outer_steps import OuterStep
 from torchcomp.schedules import Schedule
 from torchcomp.stats import Stats
 
@@ -70,8 +70,9 @@ class LocalSGD:
             handed over is refused at the first step.
         compress: how changes are averaged, such as ``"ef(topk(0.01))"``; ``"mean"`` is the exact
             mean of the parameters.
-        outer: an outer step, ``SlowMo(...)`` or ``Nesterov(...)`` of :mod:`torchcomp.local_sgd`;
-            None takes the mean itself.
+        outer: an outer step, ``"slowmo(beta=0.7, alpha=1.0)"`` or ``"nesterov(lr=0.7,
+            momentum=0.9)"`` (:class:`torchcomp.local_sgd.SlowMo`, ``Nesterov``); None takes the
+            mean itself.
         moments: what a synchronisation does with the optimizers' state: ``"local"`` leaves it
             alone, ``"average"`` averages it like the parameters (uncompressed), ``"reset"``
             starts it anew.
@@ -111,7 +112,7 @@ class LocalSGD:
         warmup_steps: int = 0,
         scaler: "torch.amp.GradScaler | None" = None,
         compress: str | Component = "mean",
-        outer: OuterStep | None = None,
+        outer: str | OuterStep | None = None,
         moments: str = "local",
         fragments: int = 1,
         overlap: bool = False,

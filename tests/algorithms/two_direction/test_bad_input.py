@@ -151,5 +151,5 @@ def test_parameters_and_shards():
     for estimate in (smoothness.least_squares, smoothness.logistic_regression):
         with pytest.raises(SpecError, match="matrices of one size"):
             estimate(unequal)
-        with pytest.raises(SpecError, match="l2 must be at least 0"):
+        with pytest.raises(SpecError, match="l2 must be a finite number of at least 0"):
             estimate(unequal[:1], l2=-1.0)

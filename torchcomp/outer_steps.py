@@ -41,7 +41,7 @@ class OuterStep(Component):
 
 @dataclass(frozen=True)
 class SlowMo(OuterStep):
-    """Slow momentum: ``SlowMo(beta=0.7, alpha=1.0)``.
+    """Slow momentum: ``slowmo(beta=0.7, alpha=1.0)``.
 
     Algorithm 1 of Wang, Tantia, Ballas and Rabbat, "SlowMo", ICLR 2020 (arXiv 1910.00643), with
     gamma the learning rate of the local ("fast") steps:
@@ -78,7 +78,7 @@ class SlowMo(OuterStep):
 
 @dataclass(frozen=True)
 class Nesterov(OuterStep):
-    """DiLoCo's outer optimizer, SGD with Nesterov momentum: ``Nesterov(lr=0.7, momentum=0.9)``.
+    """DiLoCo's outer optimizer, SGD with Nesterov momentum: ``nesterov(lr=0.7, momentum=0.9)``.
 
     Algorithm 1 of Douillard et al., "DiLoCo", 2023 (arXiv 2311.08105), with Nesterov momentum in
     the form of :class:`torch.optim.SGD`:
@@ -105,3 +105,6 @@ class Nesterov(OuterStep):
     def apply(self, x: Tensor, m: Tensor, u: Tensor, rate: float) -> None:
         u.mul_(self.momentum).sub_(m)
         x.sub_(m.neg_().add_(u, alpha=self.momentum), alpha=self.lr)
+
+
+OUTER_STEPS: tuple[type[OuterStep], ...] = (SlowMo, Nesterov)

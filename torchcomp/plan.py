@@ -1,0 +1,100 @@
+"""Plan: the answer of explain, and the table that it prints as."""
+
+from dataclasses import dataclass
+
+from torchcomp.time_model import WallClock
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Cost of a method, per rank and step. ``str(plan)`` is the table.
+
+    Attributes:
+        spec: the method or schedule, in canonical form.
+        numel: gradient elements of the model.
+        world_size: number of ranks.
+        collective: "sum" (all-reduce), "gather" (all-gather) or "sharded" (to the owners of shards
+            and back); joined by "and" if groups of parameters differ.
+        message_bytes: size of one rank's encoded gradient.
+        bytes_sent: payload bytes that a rank sends per step; for a schedule, on average.
+        bytes_received: payload bytes that a rank receives per step; for a schedule, on average.
+        dense_bytes_sent: payload bytes that a rank sends per step under plain DDP.
+        memory_bytes: bytes of state that a rank keeps beside the model.
+        break_even_world_size: number of ranks from which on the method sends at least as much as
+            plain DDP; None where the ratio is the same for any number of ranks (all-reduce).
+        syncs: synchronisations of the whole run, for a schedule; else None.
+        total_steps: optimizer steps of the whole run, for a schedule; else None.
+        wall_clock: of the whole run, for a schedule with a time model; else None.
+        parallel_wall_clock: what plain DDP would take instead; else None.
+    """
+
+    spec: str
+    numel: int
+    world_size: int
+    collective: str
+    message_bytes: int
+    bytes_sent: int
+    bytes_received: int
+    dense_bytes_sent: int
+    memory_bytes: int
+    break_even_world_size: int | None
+    syncs: int | None = None
+    total_steps: int | None = None
+    wall_clock: WallClock | None = None
+    parallel_wall_clock: WallClock | None = None
+
+    def __str__(self) -> str:
+        rows = [
+            ("elements", f"{self.numel:,}"),
+            ("ranks", f"{self.world_size:,}"),
+            ("collective", _COLLECTIVES.get(self.collective, self.collective)),
+            ("message", _bytes(self.message_bytes)),
+            *self._schedule_rows(),
+            ("sent a step", _bytes(self.bytes_sent)),
+            ("received a step", _bytes(self.bytes_received)),
+            ("plain DDP sends", _bytes(self.dense_bytes_sent)),
+            ("less traffic", self._saving()),
+            ("break-even", self._break_even()),
+            ("state a rank", _bytes(self.memory_bytes)),
+            *self._wall_clock_rows(),
+        ]
+        lines = [f"  {name:<16} {value}" for name, value in rows]
+        return "\n".join([f"{self.spec}, per rank", *lines])
+
+    def _schedule_rows(self) -> list[tuple[str, str]]:
+        if self.syncs is None or self.total_steps is None:
+            return []
+        share = self.syncs / self.total_steps
+        return [("synchronisations", f"{self.syncs:,} of {self.total_steps:,} steps ({share:.1%})")]
+
+    def _wall_clock_rows(self) -> list[tuple[str, str]]:
+        clocks = {"wall clock": self.wall_clock, "plain DDP takes": self.parallel_wall_clock}
+        return [(name, str(clock)) for name, clock in clocks.items() if clock is not None]
+
+    def _saving(self) -> str:
+        if not self.bytes_sent:
+            return "nothing is sent"
+        return f"{_three_digits(self.dense_bytes_sent / self.bytes_sent)} x"
+
+    def _break_even(self) -> str:
+        if self.break_even_world_size is None:
+            return "none: it does not grow with the number of ranks"
+        return f"{self.break_even_world_size:,} ranks (from there on plain DDP sends no more)"
+
+
+_COLLECTIVES = {
+    "sum": "sum (all-reduce)",
+    "gather": "gather (all-gather)",
+    "sharded": "sharded (all-to-all, all-gather of the answers)",
+}
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{_three_digits(count / size)} {unit} ({count:,} bytes)"
+    return f"{count:,} bytes"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
