@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import torchcomp
+from tests.support.patience import PATIENCE
 from torchcomp.__main__ import main
 
 ASKED = ["--numel", "25557032", "--world-size", "8"]
@@ -100,7 +101,7 @@ def test_version_is_the_packages(capsys):
 
 def module(*arguments):
     command = [sys.executable, "-m", "torchcomp", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_module_runs_as_a_program():

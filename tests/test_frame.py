@@ -16,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.support.patience import PATIENCE
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -42,7 +44,7 @@ def run(command, *, cwd=ROOT, check=True, **env):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE,
     )
     if check and done.returncode:
         pytest.fail(f"{command} exited {done.returncode}:\n{done.stdout}{done.stderr}")

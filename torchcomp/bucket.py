@@ -143,6 +143,16 @@ def _shard(names: tuple[str, ...], sizes: tuple[int, ...], start: int, stop: int
     return Shard(start, stop, *columns)
 
 
+def owned_shards(
+    groups: Iterable[Group], parameters: Mapping[str, nn.Parameter], rank: int, world_size: int
+) -> list[Shard]:
+    """The shard of each bucket that a rank owns."""
+    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+    return [
+        shards(names, tuple(sizes[name] for name in names), world_size)[rank] for names in groups
+    ]
+
+
 def merge(groups: Iterable[Group], parameters: Mapping[str, nn.Parameter]) -> tuple[Group, ...]:
     """One group of all parameters, or one for each dtype and device where there are several."""
     merged: dict[tuple[torch.dtype, torch.device], Group] = {}

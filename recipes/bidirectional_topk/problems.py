@@ -11,10 +11,9 @@ from torch import nn
 # The recipes are scripts: they import their neighbours as modules beside them.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from errors import RecipeError
-from image_data.in_memory import Split, existing, standardised
-from image_data.sources import Arrays, cifar10, digits
-from torchvision_compat import import_torchvision
+from errors import RecipeError as RecipeError
+from image_data.in_memory import Split, standardised
+from image_data.public_sets import read_public
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10")
 MODELS = ("mlp", "cnn")
@@ -40,38 +39,8 @@ class Problem:
 
 
 def open_problem(dataset: str, model: str, data: Path | None) -> Problem:
-    """Read a data set; nothing is ever downloaded."""
-    splits = _arrays(dataset, data)
-    return Problem(dataset, model, *standardised(splits))
-
-
-def _arrays(dataset: str, data: Path | None) -> dict[str, Arrays]:
-    if dataset == "digits":
-        return digits()
-    there = existing(
-        data,
-        f"{dataset} is read from there, and nothing is downloaded; --dataset digits needs no path",
-    )
-    return cifar10(there) if dataset == "cifar10" else _mnist(dataset, there)
-
-
-def _mnist(dataset: str, data: Path) -> dict[str, Arrays]:
-    import_torchvision()
-    from torchvision import datasets
-
-    kind = {"mnist": datasets.MNIST, "fashion-mnist": datasets.FashionMNIST}[dataset]
-    try:
-        splits = {name: kind(str(data), train=name == "train") for name in ("train", "test")}
-    except RuntimeError as error:
-        folder = data / kind.__name__ / "raw"
-        raise RecipeError(
-            f"--data {data}: torchvision finds no {dataset} there ({error}); it looks for the "
-            f"idx files in {folder}"
-        ) from None
-    return {
-        name: Arrays(split.data.numpy()[..., None], split.targets.numpy())
-        for name, split in splits.items()
-    }
+    """Read a data set and standardise it; nothing is ever downloaded."""
+    return Problem(dataset, model, *standardised(read_public(dataset, data)))
 
 
 def _mlp(channels: int, size: int) -> nn.Module:

@@ -1,24 +1,20 @@
 """The data sets of the paper, read from where they lie; nothing is ever downloaded."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 # The recipes are scripts: they import their neighbours as modules beside them.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from errors import RecipeError
+from errors import RecipeError as RecipeError
 from image_data.augment import Augmentation
-from image_data.in_memory import Split, existing, standardised
+from image_data.in_memory import Split, standardised
 from image_data.order import TrainOrder
-from image_data.sources import Arrays, cifar10, digits
-from torchvision_compat import import_torchvision
+from image_data.public_sets import read_public
 
 _TEST_BATCH = 1000
 
@@ -116,48 +112,4 @@ def open_images(name: str, folder: Path | None, hold_out: int = 6) -> Images:
     Raises:
         RecipeError: if the data set is unknown, or does not lie in `folder`.
     """
-    if name not in _READERS:
-        raise RecipeError(f"--dataset {name!r}: expected one of {', '.join(_READERS)}")
-    if name != "digits":
-        existing(folder, f"{name} is read from there, never downloaded")
-    return Images(*standardised(_READERS[name](folder), hold_out))
-
-
-def _from_torchvision(kind: str) -> Callable[[Any], dict[str, Arrays]]:
-    def read(folder: Path) -> dict[str, Arrays]:
-        import_torchvision()
-        from torchvision import datasets
-
-        reader = getattr(datasets, kind)
-        options: dict[str, dict[str, Any]] = {
-            name: {"split": name} if kind == "SVHN" else {"train": name == "train"}
-            for name in ("train", "test")
-        }
-        try:
-            return {n: _arrays(reader(str(folder), **chosen)) for n, chosen in options.items()}
-        except RuntimeError as error:
-            raise RecipeError(
-                f"--data {folder}: no {kind} as torchvision has it ({error})"
-            ) from None
-
-    return read
-
-
-def _arrays(images: Any) -> Arrays:
-    pixels = np.asarray(images.data)
-    if pixels.ndim == 3:
-        pixels = pixels[..., None]
-    elif pixels.shape[1] == 3:
-        pixels = pixels.transpose(0, 2, 3, 1)
-    labels = images.labels if hasattr(images, "labels") else images.targets
-    return Arrays(pixels, np.asarray(labels, dtype=np.int64))
-
-
-_READERS: dict[str, Callable[[Any], dict[str, Arrays]]] = {
-    "digits": lambda folder: digits(),
-    "mnist": _from_torchvision("MNIST"),
-    "fashion-mnist": _from_torchvision("FashionMNIST"),
-    "svhn": _from_torchvision("SVHN"),
-    "cifar10": cifar10,
-    "cifar100": _from_torchvision("CIFAR100"),
-}
+    return Images(*standardised(read_public(name, folder), hold_out))

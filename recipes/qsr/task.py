@@ -13,10 +13,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from errors import RecipeError as RecipeError
 from image_data.augment import normalised
-from image_data.in_memory import existing
 from image_data.order import NOISE, keyed_seed
 from image_data.presets import PRESETS, Preset
-from image_data.sources import Arrays, cifar10, digits
+from image_data.public_sets import read_public
+from image_data.sources import Arrays, digits
 from models import SmallCNN
 
 _HIDDEN = 128
@@ -89,11 +89,7 @@ def _digits() -> Task:
 
 
 def _cifar10(data: Path | None) -> Task:
-    there = existing(
-        data,
-        "cifar10 is its python archive, and nothing is downloaded; --dataset digits needs no path",
-    )
-    arrays = cifar10(there)
+    arrays = read_public("cifar10", data)
     tuning = np.arange(len(arrays["train"])) % 10 == 9
     every = np.ones(len(arrays["test"]), dtype=bool)
     parts = [_part(arrays["train"], ~tuning), _part(arrays["train"], tuning)]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 TINY = ["--mbit", "1000", "--models", "mlp", "--seconds", "0.5"]
@@ -31,7 +33,7 @@ except ShellError as error:
 print(reason)
 """
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -93,7 +95,7 @@ def rows_in(folder: Path) -> dict[str, dict[str, str]]:
 def test_the_kernel_counts_what_the_handle_counts(tmp_path: Path) -> None:
     # Between two ranks a miscount by their number could pass; between three it cannot.
     run = Run(*TINY, "--hosts", "3", "--methods", *SPECS, "--out", str(tmp_path))
-    status, output, errors = run.finish(seconds=80)
+    status, output, errors = run.finish(seconds=PATIENCE)
     assert status == 0, output + errors
     rows = rows_in(tmp_path)
     assert list(rows) == SPECS
@@ -108,7 +110,7 @@ def test_the_kernel_counts_what_the_handle_counts(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("shaped_hosts")
 def test_a_method_that_fails_is_named_and_the_others_are_measured(tmp_path: Path) -> None:
     run = Run(*TINY, "--hosts", "2", "--methods", "topq(0.1)", "no-op", "--out", str(tmp_path))
-    status, output, errors = run.finish(seconds=80)
+    status, output, errors = run.finish(seconds=PATIENCE)
     assert status == 1, output + errors
     assert "unknown" in errors or "topk" in errors
     assert errors.splitlines()[-1].startswith("failed: topq(0.1) ")
@@ -127,14 +129,14 @@ def test_an_interrupted_run_leaves_nothing_behind(number: int, tmp_path: Path) -
         assert time.monotonic() < deadline, "no worker was started"
         time.sleep(0.1)
     run.process.send_signal(number)
-    status, _, _ = run.finish(seconds=60)
+    status, _, _ = run.finish(seconds=PATIENCE)
     assert status in (130, 143)
     assert run.left_behind() == []
 
 
 def test_a_machine_that_cannot_is_told_in_one_line(tmp_path: Path) -> None:
     run = Run("--quick", "--out", str(tmp_path), PATH=str(tmp_path))
-    status, output, errors = run.finish(seconds=60)
+    status, output, errors = run.finish(seconds=PATIENCE)
     assert status == 1
     assert output == ""
     assert errors.count("\n") == 1

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 REPORT = ROOT / "benchmarks" / "report.py"
 
 
 def run(*arguments: str, script: Path = REPORT) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, str(script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import torchcomp
 from tests.support.models import loss_of, mlp, rows, wrap
+from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes
 from torchcomp.exchange import Exchange
 
@@ -28,7 +29,7 @@ def exchanges_meanwhile(spec: str, collective: str) -> bool:
         return result
 
     def hold_back(gradient: Tensor) -> None:
-        in_time.append(exchanged.wait(timeout=60))
+        in_time.append(exchanged.wait(timeout=PATIENCE))
 
     model.module[0].weight.register_hook(hold_back)
     with mock.patch.object(Exchange, collective, noted):

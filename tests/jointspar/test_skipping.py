@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.jointspar.script import backward, keep
 from tests.support.models import Checkpointed, loss_of, mlp, rows, seeded, wrap
+from tests.support.patience import PATIENCE
 from tests.support.ranks import on_threads, with_fake_ranks
 from torchcomp.exchange import sum_bytes
 from torchcomp.jointspar import JointSpar
@@ -197,7 +198,7 @@ def test_sockets_carry_what_is_counted():
         "if __name__ == '__main__': print(json.dumps(on_processes(2, socket_bytes)))\n"
     )
     inside = ["sh", "-c", 'ip link set lo up && exec "$0" -c "$1"', sys.executable, code]
-    output = subprocess.check_output(["unshare", "--net", *inside], text=True, timeout=100)
+    output = subprocess.check_output(["unshare", "--net", *inside], text=True, timeout=PATIENCE)
     for seen in json.loads(output.splitlines()[-1]):
         # Both ranks send over the same loopback; the first step also sets its collectives up.
         for carried, sent in seen[1:]:

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.patience import PATIENCE
 from torchcomp.kernels import backend, pool, select, select_torch
 from torchcomp.kernels.select import Warm, add_and_select, largest
 
@@ -324,7 +325,7 @@ def test_the_pool_takes_every_turn_once(two_threads):
 
 
 def test_the_pool_works_in_threads_beside_the_caller(two_threads):
-    met = threading.Barrier(2, timeout=60)
+    met = threading.Barrier(2, timeout=PATIENCE)
     names = []
     pool.each(lambda turn: (met.wait(), names.append(threading.current_thread())), 2)
     assert threading.current_thread() in names
@@ -352,7 +353,7 @@ def test_nobody_waits_for_a_pool_that_is_taken(two_threads, monkeypatch):
 
 @pytest.mark.parametrize("guilty", ["caller", "helper"])
 def test_errors_of_any_thread_come_through(two_threads, guilty):
-    met = threading.Barrier(2, timeout=60)
+    met = threading.Barrier(2, timeout=PATIENCE)
     caller = threading.current_thread()
 
     def work(turn):
@@ -378,7 +379,7 @@ if not child:
     os._exit(0 if sorted(turns) == list(range(100)) else 1)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)
 
 
 # --- Other forms ----------------------------------------------------------------------------------
@@ -428,7 +429,7 @@ def test_triton():
     reason = "Triton is missing: sh tools/setup.sh --triton installs it; it needs no GPU"
     pytest.importorskip("triton", reason=reason)
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", TRITON], check=True, timeout=110, env=env)
+    subprocess.run([sys.executable, "-c", TRITON], check=True, timeout=PATIENCE, env=env)
 
 
 def test_triton_is_asked_for_cuda_alone(monkeypatch):

@@ -23,6 +23,7 @@ from tests.local_sgd.script import (
     synchronised_steps,
 )
 from tests.local_sgd.script import momentum as sgd_with_momentum
+from tests.support.patience import PATIENCE
 from tests.support.ranks import on_threads
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,7 @@ def torchrun(ranks, folder, fatal):
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE,
     )
 
 

@@ -19,10 +19,10 @@ import pytest
 import torch
 from forked_ranks import RECIPES, Launcher, Run
 
+from tests.support.patience import PATIENCE
+
 # The recipes are scripts: they import their neighbours as modules beside them.
 sys.path.insert(0, str(RECIPES))
-
-_RUN_SECONDS = 90
 
 
 @pytest.fixture(scope="session")
@@ -151,7 +151,7 @@ class TorchRun:
 
     def finish(self, process: "subprocess.Popen[str]") -> str:
         """Wait for a run that must succeed; return what it printed."""
-        output, _ = process.communicate(timeout=_RUN_SECONDS)
+        output, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, output
         return output
 
@@ -160,7 +160,7 @@ class TorchRun:
         for pid in _children(process.pid):
             os.kill(pid, signal.SIGKILL)
         process.kill()
-        process.communicate(timeout=_RUN_SECONDS)
+        process.communicate(timeout=PATIENCE)
 
     def close(self) -> None:
         """End whatever still runs."""
@@ -193,7 +193,7 @@ def summary_in(folder: Path) -> dict[str, Any]:
 
 def wait_for_checkpoint(folder: Path, step: int, run: Run) -> None:
     """Wait for a complete checkpoint of ``step`` or later, while its run is alive."""
-    deadline = time.monotonic() + _RUN_SECONDS
+    deadline = time.monotonic() + PATIENCE
     while not any(int(p.parent.name[5:]) >= step for p in folder.glob("step-*/complete.json")):
         if not run.is_alive() or time.monotonic() > deadline:
             raise AssertionError(f"no checkpoint in {folder}:\n{run.printed.read_text()}")

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
 from tests.recipes.conftest import RECIPES
+from tests.support.patience import PATIENCE
 from tests.support.ranks import on_threads
 
 FOLDER = RECIPES / "bidirectional_topk"
@@ -137,7 +138,7 @@ def test_a_number_that_is_not_the_thesis_s_is_told() -> None:
 @pytest.mark.slow
 def test_the_whole_counterexample_is_the_thesis_s() -> None:
     script = [sys.executable, str(FOLDER / "counterexample.py"), "--no-scan"]
-    run = subprocess.run(script, env=ENVIRONMENT, capture_output=True, text=True, timeout=110)
+    run = subprocess.run(script, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "every number is the thesis's" in run.stdout
 
@@ -301,7 +302,7 @@ def test_the_quick_run_writes_tables_and_pictures(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert run.returncode == 0, run.stderr
     table = (tmp_path / "downlink.csv").read_text().splitlines()

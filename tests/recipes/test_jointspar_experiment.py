@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.support.patience import PATIENCE
 from tests.support.ranks import on_threads
 from torchcomp.algorithms.bandit import Baseline
 
@@ -36,6 +37,7 @@ import networks  # noqa: E402
 import paper  # noqa: E402
 import run_table  # noqa: E402
 import selection  # noqa: E402
+from image_data import public_sets  # noqa: E402
 from layer_training import Course, Method, Outcome  # noqa: E402
 
 CONFIGS = sorted((FOLDER / "configs").glob("*.yaml"))
@@ -85,7 +87,9 @@ def test_configurations_are_the_papers_and_dry_run(path: Path) -> None:
 def test_a_dry_run_from_the_command_line() -> None:
     command = [sys.executable, str(FOLDER / "paper.py"), "--dry-run", "--workers", "4"]
     command += ["--config", str(FOLDER / "configs" / "cifar10.yaml"), "--budget", "0.4"]
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    printed = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE, check=True
+    ).stdout
     assert "budget: 0.4" in printed
     # 21 layers, and a 3x3 stem: 11,173,962 weights around a ring of 4.
     assert "layers           21: conv1" in printed
@@ -207,17 +211,17 @@ def test_mnist_is_read_as_torchvision_leaves_it(name: str, kind: str, tmp_path: 
 
 def test_colours_come_last_or_first_by_data_set() -> None:
     pixels = np.zeros((4, 3, 32, 32), dtype=np.uint8)
-    svhn = image_sets._arrays(SimpleNamespace(data=pixels, labels=np.arange(4)))
-    cifar = image_sets._arrays(SimpleNamespace(data=pixels.transpose(0, 2, 3, 1), targets=[0] * 4))
+    svhn = public_sets._arrays(SimpleNamespace(data=pixels, labels=np.arange(4)))
+    cifar = public_sets._arrays(SimpleNamespace(data=pixels.transpose(0, 2, 3, 1), targets=[0] * 4))
     assert svhn.images.shape == cifar.images.shape == (4, 32, 32, 3)
 
 
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
-        ("svhn", None, "--data is not given: svhn is read from there, never downloaded"),
+        ("svhn", None, "--data is not given: svhn is read from there, and nothing is"),
         ("cifar100", "nowhere", "--data is nowhere, which does not exist"),
-        ("svhn", ".", "no SVHN as torchvision has it"),
+        ("svhn", ".", "torchvision finds no SVHN there"),
         ("imagenet", ".", "--dataset 'imagenet': expected one of digits"),
     ],
 )
@@ -362,7 +366,7 @@ def test_the_quick_run_ends_and_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, "recipes/jointspar/large_batch.py", "--quick"]
     command += ["--out", str(tmp_path)]
     for more in ([], ["--resume"]):
-        subprocess.run([*command, *more], cwd=ROOT, check=True, timeout=110)
+        subprocess.run([*command, *more], cwd=ROOT, check=True, timeout=PATIENCE)
     rows = list(csv.DictReader((tmp_path / "large_batch.csv").read_text().splitlines()[3:]))
     assert len(rows) == 2 * len(large_batch.methods((0.6,)))
     assert (tmp_path / "probabilities.png").exists()
@@ -376,7 +380,7 @@ def test_a_short_run_on_shaped_hosts(tmp_path: Path) -> None:
     for method in (Method("dense"), Method("jointspar", 0.6)):
         run_table.append_csv(path, run_of(method, 0.3, 0, 95.0, 95.0))
     command = [sys.executable, "recipes/jointspar/wall_clock.py", "--steps", "6"]
-    subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, check=True, timeout=100)
+    subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, check=True, timeout=PATIENCE)
     assert (tmp_path / "wall_clock.csv").read_text().count("\n") == 3 + 1 + 2
 
 

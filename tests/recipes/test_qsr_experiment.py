@@ -260,7 +260,7 @@ def test_the_parts_of_the_digits_are_disjoint_and_only_training_labels_are_wrong
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--dataset", "cifar10"], "--data is not given: cifar10 is its python archive"),
+        (["--dataset", "cifar10"], "--data is not given: cifar10 is read from there"),
         (["--resume", "--out", "nowhere"], "--resume finds no nowhere/runs.csv"),
         (["--resume", "--out", str(RECIPES / "qsr")], "--resume finds no"),
     ],

@@ -21,6 +21,8 @@ from PIL import Image
 from settings import Settings
 from torchvision_compat import import_torchvision
 
+from tests.support.patience import PATIENCE
+
 CPU = torch.device("cpu")
 
 
@@ -428,7 +430,7 @@ class TestCachedBeton:
         for process in started:
             process.stdin.write("\n")
             process.stdin.flush()
-        times = {process.communicate(timeout=60)[0] for process in started}
+        times = {process.communicate(timeout=PATIENCE)[0] for process in started}
         assert [process.returncode for process in started] == [0, 0]
         assert len(times) == 1, "the file was written more than once"
         names = {path.name for path in tmp_path.iterdir()}

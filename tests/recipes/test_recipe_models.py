@@ -13,6 +13,8 @@ from models import build_model, check_model
 from simple_vit import SIZES, sin_cos_positions
 from torchvision_compat import import_torchvision
 
+from tests.support.patience import PATIENCE
+
 
 @pytest.mark.parametrize(
     "name", ["smallcnn", "simple_vit/ti16", "torchvision/resnet18", "timm/resnet10t"]
@@ -144,4 +146,4 @@ def test_torchvision_comes_without_its_operators_when_it_must() -> None:
         "first.models.get_model('resnet18', weights=None)\n"
     )
     folder = build_model.__code__.co_filename.rpartition("/")[0]
-    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, timeout=PATIENCE)

@@ -16,6 +16,7 @@ from errors import RecipeError
 from forked_ranks import RECIPES, Launcher
 
 import torchcomp
+from tests.support.patience import PATIENCE
 
 TrainHere = Callable[..., dict[str, Any]]
 
@@ -253,7 +254,7 @@ def test_the_command_line_shows_one_line_and_no_traceback() -> None:
 
 def run_script(*flags: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, str(RECIPES / "train.py"), *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize(
@@ -414,7 +415,7 @@ def test_two_ranks_with_ffcv_give_what_torchvision_gives(
 
 def test_an_error_on_every_rank_ends_the_run(torchrun: TorchRun, digits_flags: list[str]) -> None:
     process = torchrun.start(*digits_flags, "--batch-size", "63")
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
     assert "--batch-size 63 cannot be divided into 2 micro-batches (2 ranks" in said
     assert "Traceback" not in said.split("recipes/train.py FAILED")[0].split("error (rank")[0]

@@ -24,6 +24,8 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 
+from tests.support.patience import PATIENCE
+
 Body = Callable[..., Any]
 
 
@@ -66,9 +68,9 @@ def on_threads(world_size: int, body: Body, *args: Any, catch: bool = False) -> 
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=60)
+            thread.join(timeout=PATIENCE)
         if any(thread.is_alive() for thread in threads):
-            raise TimeoutError("a rank is still running after 60 seconds")
+            raise TimeoutError(f"a rank is still running after {PATIENCE} seconds")
     finally:
         ProcessLocalGroup.reset()
         _uninstall_threaded_pg()
@@ -80,7 +82,7 @@ def on_threads(world_size: int, body: Body, *args: Any, catch: bool = False) -> 
 
 
 def on_processes(
-    world_size: int, body: Body, *args: Any, catch: bool = False, timeout: float = 90
+    world_size: int, body: Body, *args: Any, catch: bool = False, timeout: float = PATIENCE
 ) -> list[Any]:
     """``body(*args)`` on `world_size` processes over gloo on loopback.
 
@@ -135,7 +137,7 @@ def _process_main(rank: int, world_size: int, folder: str, body: Body, args: Any
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=PATIENCE),
     )
     try:
         outcome = body(*args)

@@ -17,8 +17,6 @@ from torchcomp.exchange import Exchange
 from torchcomp.kernels.select import Warm
 from torchcomp.keys import Key
 
-ROUTES = ("sum", "gather", "sharded")
-
 
 class Transfer(Protocol):
     """One bucket's way through the collectives of a step."""

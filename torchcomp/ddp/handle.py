@@ -13,9 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import checkpoint
 from torchcomp.aggregators import Aggregator
-from torchcomp.bucket import Bucket, Group, Shard, merge, shards
+from torchcomp.bucket import Bucket, Group, Shard, merge, owned_shards
 from torchcomp.component import Component
 from torchcomp.ddp.assembly import Assembly
+from torchcomp.ddp.callbacks import after_backward
 from torchcomp.ddp.executors import Executor
 from torchcomp.ddp.unused import UnusedWatch
 from torchcomp.errors import NonFiniteError, UnsupportedModelError
@@ -232,12 +233,8 @@ class Handle:
 
     def _owned(self, buckets: tuple[Group, ...]) -> list[Shard]:
         """This rank's shard of each bucket."""
-        rank, world_size = self._exchange.rank, self._exchange.world_size
-        sizes = [tuple(self._parameters[name].numel() for name in names) for names in buckets]
-        return [
-            shards(names, each, world_size)[rank]
-            for names, each in zip(buckets, sizes, strict=True)
-        ]
+        exchange = self._exchange
+        return owned_shards(buckets, self._parameters, exchange.rank, exchange.world_size)
 
     def _require_idle(self, call: str) -> None:
         if self._in_backward:
@@ -257,7 +254,7 @@ class Handle:
             self._begin_step()
         delivery = self._deliver(grad_bucket)
         if delivery.is_last:
-            _after_backward(self._finish_backward)
+            after_backward(self._finish_backward)
         self._executor.submit(lambda: self._exchange_safely(delivery))
         return delivery.future
 
@@ -383,7 +380,7 @@ class Handle:
         self._in_backward = False
         if self._failure is not None:
             # Behind DDP's own final callback, so that DDP is ready for another iteration.
-            _after_backward(self._raise_failure)
+            after_backward(self._raise_failure)
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
@@ -394,7 +391,3 @@ class Handle:
 def hook(state: Handle, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The communication hook; DDP calls it for every bucket, in order."""
     return state._receive(bucket)
-
-
-def _after_backward(callback: Any) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -4,7 +4,6 @@ import logging
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import wire
@@ -19,9 +18,8 @@ from torchcomp.ddp.checks import (
     check_model,
     trained_parameters,
 )
-from torchcomp.ddp.executors import Executor, InlineExecutor, StreamExecutor, ThreadExecutor
 from torchcomp.ddp.handle import Handle, hook
-from torchcomp.exchange import Exchange
+from torchcomp.ddp.transport import transport
 from torchcomp.keys import check_seed
 from torchcomp.spec import parse_aggregator
 
@@ -58,7 +56,8 @@ def register(
         RankMismatchError: if the ranks give different specs, seeds or models.
     """
     check_is_ddp(model)
-    exchange, executor = _transport(model)
+    device = next(model.module.parameters()).device
+    exchange, executor = transport(model.process_group, device)
     try:
         aggregator, groups = exchange.agree(
             "torchcomp.register", {"spec": spec, "seed": seed}, lambda: _check(model, spec, seed)
@@ -96,16 +95,3 @@ def _check(
         "wire version": wire.VERSION,
     }
     return (aggregator, groups), facts
-
-
-def _transport(model: DistributedDataParallel) -> tuple[Exchange, Executor]:
-    group, device = model.process_group, next(model.module.parameters()).device
-    if device.type == "cuda":
-        return Exchange(group, device), StreamExecutor(device)
-    # Not get_backend, because a group that was made without naming a backend has several.
-    if "cpu:gloo" not in dist.get_backend_config(group):
-        return Exchange(group, device), InlineExecutor()
-    # A group of its own, because DDP and the user issue collectives from another thread.
-    ranks = dist.get_process_group_ranks(group)
-    private = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return Exchange(private, device), ThreadExecutor()

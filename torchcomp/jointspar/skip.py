@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from torchcomp.ddp.callbacks import after_backward
 from torchcomp.errors import UnsupportedModelError
 
 
@@ -99,13 +100,13 @@ class Skipper:
         # Checkpointed activations are computed again now, and by the same rules.
         self._replace()
         self._tell(Listener.backward_begins)
-        _after_backward(self._computed)
+        after_backward(self._computed)
 
     def _computed(self) -> None:
         self._restore()
         self._tell(Listener.backward_computed)
         # Behind DDP's own final callback, which writes the gradients.
-        _after_backward(self._done)
+        after_backward(self._done)
 
     def _done(self) -> None:
         self._in_backward = False
@@ -219,7 +220,3 @@ def _refresh(modules: Iterable[nn.Module]) -> None:
 
 def _is_floating(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-
-
-def _after_backward(callback: Any) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from torchcomp import checkpoint
 from torchcomp.aggregators import Aggregator
-from torchcomp.bucket import Bucket, Group, Shard, merge, shards
+from torchcomp.bucket import Bucket, Group, merge, owned_shards
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
 from torchcomp.local_sgd.averaging import UNCHANGED
@@ -166,7 +166,8 @@ class DeltaAverage:
     def _owed(self) -> dict[str, Tensor]:
         if not self._aggregator.owes:
             return {}
-        owned = _owned(self._groups, self._weights.parameters, self._exchange)
+        ranks = self._exchange.rank, self._exchange.world_size
+        owned = owned_shards(self._groups, self._weights.parameters, *ranks)
         zeros = _items(self._weights.zeros(s.names, s.sizes) for s in owned if s.names)
         return {**zeros, **{name: part.clone() for name, part in self._state.owner.items()}}
 
@@ -183,23 +184,12 @@ def check_memory(
         CheckpointError: naming what does not.
     """
     groups = [tuple(group) for group in state["buckets"]]
-    checkpoint.check_owner(state, _owned(groups, parameters, exchange), parameters)
+    owned = owned_shards(groups, parameters, exchange.rank, exchange.world_size)
+    checkpoint.check_owner(state, owned, parameters)
     for part in ("reference", "momentum") if state["momentum"] else ("reference",):
         shapes = {name: list(tensor.shape) for name, tensor in state[part].items()}
         checkpoint.check_shapes(shapes, parameters)
     checkpoint.flat(state["error"], parameters)
-
-
-def _owned(
-    groups: Iterable[Group], parameters: Mapping[str, nn.Parameter], exchange: Exchange
-) -> list[Shard]:
-    """This rank's shard of each bucket."""
-    return [
-        shards(group, tuple(parameters[name].numel() for name in group), exchange.world_size)[
-            exchange.rank
-        ]
-        for group in groups
-    ]
 
 
 def _some(tensors: Mapping[str, Tensor], names: Container[str]) -> dict[str, Tensor]:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from threading import Event
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchcomp.bucket import Bucket, Group
-from torchcomp.ddp.executors import Executor, InlineExecutor, StreamExecutor, ThreadExecutor
+from torchcomp.ddp.executors import Executor
+from torchcomp.ddp.transport import transport
 from torchcomp.exchange import Exchange
 from torchcomp.local_sgd.averaging import UNCHANGED, PlainAverage
 from torchcomp.local_sgd.weights import Weights
@@ -158,15 +158,7 @@ class Background:
     @classmethod
     def beside(cls, exchange: Exchange) -> "Background":
         """One for the ranks of `exchange`; all of them call this."""
-        group, device = exchange.group, exchange.device
-        if device.type == "cuda":
-            return cls(Exchange(group, device), StreamExecutor(device))
-        # Not get_backend, because a group that was made without naming a backend has several.
-        if "cpu:gloo" not in dist.get_backend_config(group):
-            return cls(Exchange(group, device), InlineExecutor())
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        private = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        return cls(Exchange(private, device), ThreadExecutor())
+        return cls(*transport(exchange.group, exchange.device))
 
     def submit(self, arrival: Arrival) -> None:
         """Make a mean."""

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.algorithms.two_direction.quadratics import quadratics
+from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import wire
 from torchcomp.algorithms import AGD, EF21, EF21PDIANA, Ranks, Simulated, TwoDirectionMethod
@@ -57,7 +58,7 @@ def real_runs(iterations):
 
 def test_ranks_equal_the_simulation_bit_for_bit():
     iterations = {name: 1000 if name == "2Direction" else 25 for name in METHODS}
-    ranks = on_processes(4, real_runs, iterations, timeout=110)
+    ranks = on_processes(4, real_runs, iterations, timeout=PATIENCE)
     for name, build in METHODS.items():
         star = Simulated(4, seed=5)
         method = build(star)
