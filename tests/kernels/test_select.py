@@ -12,7 +12,7 @@ import hypothesis.extra.numpy as arrays
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.patience import PATIENCE
@@ -118,6 +118,7 @@ numbers = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, np.inf, -np.inf, np.nan, 1
 floats = st.one_of(numbers, st.floats(width=32))
 
 
+@settings(deadline=None)
 @given(arrays.arrays(np.float32, st.integers(1, 200), elements=floats), st.data())
 def test_any_numbers(values, data):
     x = torch.from_numpy(values)

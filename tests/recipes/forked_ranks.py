@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import PATIENCE
+
 RECIPES = Path(__file__).parents[2] / "recipes"
-_SECONDS = 90
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,11 @@ class Run:
         for rank in self.ranks:
             rank.kill()
         for rank in self.ranks:
-            rank.join(_SECONDS)
+            rank.join(PATIENCE)
 
     def finish(self) -> str:
         """Wait for a run that must succeed; return what it printed."""
-        deadline = time.monotonic() + _SECONDS
+        deadline = time.monotonic() + PATIENCE
         for rank in self.ranks:
             rank.join(deadline - time.monotonic())
         said = self.printed.read_text()

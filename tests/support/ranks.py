@@ -3,7 +3,9 @@
 The only file of the project that imports ``torch.testing._internal``.
 """
 
+import ctypes
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -129,6 +131,8 @@ def with_fake_ranks(world_size: int, body: Body, *args: Any) -> Any:
 
 
 def _process_main(rank: int, world_size: int, folder: str, body: Body, args: Any) -> None:
+    # pytest-timeout ends the parent by os._exit, which runs no finally: do not outlive it.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     # One thread a rank: spinning OpenMP threads of several ranks stall each other on few cores.
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

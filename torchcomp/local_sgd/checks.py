@@ -87,7 +87,7 @@ def check_arguments(
             "static_graph=True makes DDP expect an exchange in its first backward pass, and local "
             "steps exchange no gradients: build DistributedDataParallel without it"
         )
-    _check_optimizers(optimizers, model)
+    _check_optimizers(optimizers, model, two_levels)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise SpecError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
     method = _method(options, as_list(optimizers))
@@ -201,7 +201,7 @@ def check_values(model: DistributedDataParallel) -> None:
             )
 
 
-def _check_optimizers(optimizers: object, model: DistributedDataParallel) -> None:
+def _check_optimizers(optimizers: object, model: DistributedDataParallel, two_levels: bool) -> None:
     ours = {id(parameter) for parameter in model.parameters()}
     given = as_list(optimizers)
     if not given or len({id(optimizer) for optimizer in given}) < len(given):
@@ -209,6 +209,19 @@ def _check_optimizers(optimizers: object, model: DistributedDataParallel) -> Non
     for optimizer in given:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise SpecError(f"expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            raise SpecError(
+                f"{type(optimizer).__name__} wraps another optimizer and takes no hooks: give "
+                "the optimizer inside it, and leave averaging to LocalSGD"
+            )
+        # By name, because to import its package compiles all functional optimizers.
+        kinds = {each.__name__ for each in type(optimizer).__mro__}
+        if not two_levels and "ZeroRedundancyOptimizer" in kinds:
+            raise SpecError(
+                "ZeroRedundancyOptimizer hands every rank's share of the parameters out at each "
+                "step, so no rank takes local steps, and gradients are not reduced: give a plain "
+                "torch.optim optimizer"
+            )
         if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
             raise SpecError(
                 "the optimizer holds no parameter of this model: build it from model.parameters()"

@@ -66,6 +66,12 @@ class Fragment:
         optimizers = self._optimizers()
         return [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
 
+    @property
+    def rates_on_device(self) -> bool:
+        """Whether reading them waits for a device."""
+        rates = (group["lr"] for each in self._optimizers() for group in each.param_groups)
+        return any(isinstance(rate, torch.Tensor) and not rate.is_cpu for rate in rates)
+
     def begin_round(self, step: int, horizon: Horizon) -> None:
         """Fix the length of the round that the next step begins.
 

@@ -206,8 +206,11 @@ class LocalSGD:
             )
         progress = self._run.progress
         forwards = progress.forwards
-        loss = backward_until_finite(self._scaler, list(self._turns), compute, tries)
-        progress.forwards = forwards + 1
+        try:
+            loss = backward_until_finite(self._scaler, list(self._turns), compute, tries)
+        finally:
+            progress.forwards = forwards
+        progress.forwards += 1
         return loss
 
     def state_dict(self) -> dict[str, Any]:

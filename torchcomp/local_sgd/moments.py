@@ -107,8 +107,8 @@ def moments_of(policy: str, exchange: Exchange) -> Moments:
 
 def _tensors(parameters: Parameters, optimizers: Optimizers) -> dict[str, Tensor]:
     states = [
-        (name, optimizer.state.get(parameter, {}))
-        for optimizer in optimizers
+        (f"{name} (optimizer {place})" if place else name, optimizer.state.get(parameter, {}))
+        for place, optimizer in enumerate(optimizers)
         for name, parameter in parameters.items()
     ]
     return {

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torchcomp.aggregators.transfer import nan_unless_finite
+from torchcomp.checks import check_count
 from torchcomp.errors import NonFiniteError
 
 
@@ -34,13 +35,21 @@ def backward_until_finite(
         NonFiniteError: if the gradients are not finite at any scale that was tried; ``.grad`` is
             what it was before.
     """
+    check_count("tries", tries)
     parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
     aside = [(p, p.grad.clone()) for p in parameters if p.grad is not None]
     for _ in range(tries if scaler.is_enabled() else 1):
         for parameter in parameters:
             parameter.grad = None
-        loss = compute()
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        try:
+            loss = compute()
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            for parameter in parameters:
+                parameter.grad = None
+            for parameter, before in aside:
+                parameter.grad = before
+            raise
         for optimizer in optimizers:
             scaler.unscale_(optimizer)
         finite = _finite(parameters)

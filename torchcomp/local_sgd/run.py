@@ -186,14 +186,18 @@ class Run:
     def _end_step(self) -> None:
         progress, outer = self.progress, self.method.outer
         progress.step += 1
-        if outer is not None and outer.reads_rate:
-            for fragment in self._fragments:
+        needed = outer is not None and outer.reads_rate
+        for fragment in self._fragments:
+            # Without need, no step waits for a rate on a device.
+            if needed or not fragment.rates_on_device:
                 fragment.round.rate_sum += max(fragment.rates)
         due = [each for each in self._fragments if each.round.round_end == progress.step]
         if due:
             added = self._newcomers.described
             self._meter.record(synchronise(due, self.ranks, progress, added))
             added.clear()
+            if progress.step == self.method.horizon.total_steps:
+                self.wait()  # nothing follows that the last average could hide under
 
     def _begin_rounds(self) -> None:
         step = self.progress.step

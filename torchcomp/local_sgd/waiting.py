@@ -22,9 +22,11 @@ def wait_in_forward(model: nn.Module, averages: list[OverlappedAverage]) -> list
         What undoes it.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    everything = _finisher(model, averages, None)
-    saving = model.register_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]
-    undo: list[Undo] = [saving.remove]
+    undo: list[Undo] = []
+    for module in model.modules():
+        everything = _finisher(module, averages, None)
+        saving = module.register_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]
+        undo.append(saving.remove)
     for layer in _layers(model):
         needed = {names[id(p)].replace("_orig_mod.", "") for p in layer.parameters()}
         undo.append(layer.register_forward_pre_hook(_finisher(layer, averages, needed)).remove)
