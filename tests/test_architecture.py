@@ -28,6 +28,7 @@ PACKAGE = Path(torchcomp.__file__).parent
 LAYERS = [
     {"errors", "_version"},
     {"checks"},
+    {"learning_rates"},
     {"component", "keys", "wire"},
     {"kernels"},
     {"compressors", "schedules", "outer_steps"},

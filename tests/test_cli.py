@@ -35,6 +35,22 @@ def test_explain_prints_the_plan_of_a_schedule(capsys):
     assert "25 of 100 steps (25.0%)" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("decay", "syncs"), [("cosine", "9,711"), ("linear", "8,741")])
+def test_explain_counts_the_published_synchronisations(decay, syncs, capsys):
+    run = ["--total-steps", "93.6e3", "--warmup-steps", "1e4", "--lr", "0.008", "--decay", decay]
+    assert main(["explain", "qsr(alpha=0.0175, h_base=4)", *ASKED, *run]) == 0
+    assert f"{syncs} of 93,600 steps" in capsys.readouterr().out
+
+
+def test_explain_knows_compressed_averages_and_outer_steps(capsys):
+    options = {"compress": "ef(topk(0.01))", "outer": "nesterov", "total_steps": 8}
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words = [word.replace("_", "-") for word in words]
+    assert main(["explain", "every(4)", *ASKED, *words]) == 0
+    plan = torchcomp.explain("every(4)", numel=25_557_032, world_size=8, **options)
+    assert capsys.readouterr().out == f"{plan}\n"
+
+
 def test_bad_spec_is_shown_with_its_caret_and_exits_2(capsys):
     status, printed = refused(["explain", "ef(topp(0.01))", *ASKED], capsys)
     assert status == 2
@@ -55,12 +71,22 @@ def test_bad_spec_is_shown_with_its_caret_and_exits_2(capsys):
         (["explain", "mean", "--numel", "nan", "--world-size", "2"], "nan is not a whole number"),
         (["explain", "mean", "--numel", "inf", "--world-size", "2"], "inf is not a whole number"),
         (["explain", "mean", "--numel", "many", "--world-size", "2"], "many is not a whole number"),
-        (["explain", "mean", "--numel", "5", "--world-size", "two"], "--world-size: invalid int"),
+        (
+            ["explain", "mean", "--numel", "5", "--world-size", "two"],
+            "--world-size: two is not a whole",
+        ),
         (["explain", "mean", "--numel", "5"], "required: --world-size"),
         (["explain", "mean", "--world-size", "2"], "required: --numel"),
         (["explain", *ASKED], "required: spec"),
         (["explain", "every(4)", *ASKED], "to explain the schedule 'every(4)', give total_steps"),
         (["explain", "every(4)", *ASKED, "--total-steps", "0"], "total_steps must be a whole"),
+        (["explain", "qsr(0.1, 4)", *ASKED, "--total-steps", "9"], "give lr="),
+        (["explain", "qsr(0.1, 4)", *ASKED, "--total-steps", "9", "--lr", "-1"], "peak must be a"),
+        (
+            ["explain", "qsr(0.1, 4)", *ASKED, "--total-steps", "9", "--lr", "1e-9"],
+            "above the peak",
+        ),
+        (["explain", "every(2)", *ASKED, "--total-steps", "9", "--outer", "mean"], "an outer step"),
         (["explain", "", *ASKED], "an empty spec"),
         (["explian", "mean", *ASKED], "invalid choice: 'explian'"),
         ([], "required: command"),
@@ -80,7 +106,9 @@ def test_a_narrow_terminal_still_shows_everything(capsys, monkeypatch):
         main(["explain", "--help"])
     assert stopped.value.code == 0
     help_text = capsys.readouterr().out
-    assert all(option in help_text for option in ("--numel", "--world-size", "--total-steps"))
+    assert all(
+        option in help_text for option in ("--numel", "--world-size", "--total-steps", "--lr")
+    )
     assert main(["explain", "mean", *ASKED]) == 0
     plan = torchcomp.explain("mean", numel=25_557_032, world_size=8)
     assert capsys.readouterr().out == f"{plan}\n"

@@ -6,28 +6,46 @@ import sys
 from collections.abc import Sequence
 
 from torchcomp._version import __version__
-from torchcomp.errors import SpecError
+from torchcomp.errors import ScheduleError, SpecError
 from torchcomp.explain import explain
+from torchcomp.learning_rates import DECAYS, Rate, decaying
+from torchcomp.plan import Plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status, 2 for bad input."""
     options = _parser().parse_args(arguments)
     try:
-        print(
-            explain(
-                options.spec,
-                numel=options.numel,
-                world_size=options.world_size,
-                total_steps=options.total_steps,
-                compress=options.compress,
-                outer=options.outer,
-            )
-        )
-    except SpecError as error:
+        print(_plan(options))
+    except (SpecError, ScheduleError) as error:
         print(f"torchcomp: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    return explain(
+        options.spec,
+        numel=options.numel,
+        world_size=options.world_size,
+        lr=_rate(options),
+        total_steps=options.total_steps,
+        warmup_steps=options.warmup_steps,
+        compress=options.compress,
+        outer=options.outer,
+    )
+
+
+def _rate(options: argparse.Namespace) -> Rate | None:
+    if options.lr is None or options.total_steps is None:
+        return None
+    return decaying(
+        options.decay,
+        peak=options.lr,
+        total_steps=options.total_steps,
+        warmup_steps=options.warmup_steps,
+        final=options.final_lr,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -37,16 +55,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("explain", help="what a method sends, keeps and costs")
-    command.add_argument("spec", help='the method, such as "ef(topk(0.01))"')
+    command.add_argument(
+        "spec", help='a method, "ef(topk(0.01))", or a schedule, "qsr(alpha=0.0175, h_base=4)"'
+    )
     command.add_argument(
         "--numel", type=_count, required=True, help="elements of the model, such as 25.6e6"
     )
-    command.add_argument("--world-size", type=int, required=True, help="number of ranks")
-    command.add_argument("--total-steps", type=int, help="for every(h): steps of the run")
-    command.add_argument(
-        "--compress", default="mean", metavar="METHOD", help="for every(h): how it averages [mean]"
-    )
-    command.add_argument("--outer", metavar="STEP", help="for every(h): its outer step [none]")
+    command.add_argument("--world-size", type=_count, required=True, help="number of ranks")
+    run = command.add_argument_group("for a schedule: the run and its averages")
+    run.add_argument("--total-steps", type=_count, help="optimizer steps of the run")
+    run.add_argument("--warmup-steps", type=_count, default=0, help="steps of warm-up [0]")
+    run.add_argument("--compress", default="mean", metavar="METHOD", help="how it averages [mean]")
+    run.add_argument("--outer", metavar="STEP", help="outer step after each average [none]")
+    rate = command.add_argument_group("for a schedule that reads the learning rate")
+    rate.add_argument("--lr", type=float, help="peak, at the end of warm-up")
+    rate.add_argument("--decay", default="cosine", choices=DECAYS, help="from the peak on [cosine]")
+    rate.add_argument("--final-lr", type=float, default=1e-6, help="at the end of the run [1e-6]")
     return parser
 
 
