@@ -1,5 +1,6 @@
 """Methods that own the optimizer step, or the choice of what a step computes."""
 
+from torchcomp.algorithms import parameters, smoothness, tuning
 from torchcomp.algorithms.agd import AGD, ConstantMomentumAGD
 from torchcomp.algorithms.diana import DIANA
 from torchcomp.algorithms.ef14 import EF14
@@ -27,4 +28,7 @@ __all__ = [
     "TwoDirection",
     "TwoDirectionMethod",
     "kl_project",
+    "parameters",
+    "smoothness",
+    "tuning",
 ]
