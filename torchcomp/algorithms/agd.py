@@ -9,7 +9,7 @@ import math
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import check_convexity
+from torchcomp.algorithms.checks import check_convexity, check_gamma0
 from torchcomp.algorithms.learning_rates import Constants, learning_rates
 from torchcomp.algorithms.method import Gradients, Method
 from torchcomp.algorithms.star import DENSE, Star
@@ -42,7 +42,7 @@ class AGD(Method):
         gamma0: float = 1.0,
     ) -> None:
         super().__init__(gradients, x0, star)
-        check_positive("gamma0", gamma0)
+        check_gamma0(gamma0)
         self.constants = Constants(lbar, mu, p=1.0, tau=1.0, alpha=1.0, beta=1.0)
         self.rho = 1.0 / gamma0
         self.x = self.u = self.x0

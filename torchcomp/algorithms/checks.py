@@ -1,6 +1,6 @@
 """What the methods ask of their compressors and constants."""
 
-from torchcomp.checks import is_number
+from torchcomp.checks import check_positive, is_number
 from torchcomp.compressors import Compressor
 from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.errors import SpecError
@@ -55,6 +55,21 @@ def check_convexity(mu: float, smoothness: float, name: str) -> None:
             f"mu must be at least 0 and at most {name} = {smoothness:g}, because no function is "
             f"more convex than smooth; not {mu!r}",
             "mu",
+        )
+
+
+def check_gamma0(gamma0: float) -> None:
+    """Require a Gamma to start with whose square, as the learning rates take it, is a number.
+
+    Raises:
+        SpecError: naming it.
+    """
+    check_positive("gamma0", gamma0)
+    if not 1e-100 <= gamma0 <= 1e100:
+        raise SpecError(
+            f"gamma0 must lie from 1e-100 to 1e100, because the learning rates square it; not "
+            f"{gamma0!r}",
+            "gamma0",
         )
 
 

@@ -25,16 +25,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchcomp.aggregators import Mean
+from torchcomp.algorithms.checks import check_gamma0
 from torchcomp.algorithms.parameters import constants
 from torchcomp.algorithms.ranks import Ranks
 from torchcomp.algorithms.star import Traffic
 from torchcomp.algorithms.two_direction import TwoDirectionMethod
-from torchcomp.checks import check_positive
+from torchcomp.checks import check_count
 from torchcomp.compressors import Compressor
 from torchcomp.errors import CheckpointError, NonFiniteError, SpecError
+from torchcomp.exchange import Exchange
+from torchcomp.keys import check_seed
 from torchcomp.spec import parse_aggregator
 
 Closure = Callable[[], Tensor | float]
+
+_ADVICE = "Give all ranks equal shards, and the same model and arguments."
 
 
 class TwoDirection(torch.optim.Optimizer):
@@ -85,24 +90,30 @@ class TwoDirection(torch.optim.Optimizer):
         check_deterministic: bool = False,
     ) -> None:
         super().__init__(params, {})
-        self._params = self._only_group()
         if not dist.is_initialized():
             raise SpecError("TwoDirection needs torch.distributed: call init_process_group first")
-        self._up, self._down = _compressor(up, "up"), _compressor(down, "down")
+        self._options: dict[str, Any] = {"lbar": lbar, "mu": mu, "p": p, "tau": tau}
+        self._options["gamma0"] = gamma0
+        self._params: list[Tensor] = self.param_groups[0]["params"]
+        device = self._params[0].device
+        given = {**self._options, "up": up, "down": down, "seed": seed, "samples": samples}
+        self._up, self._down = Exchange(group, device).agree(
+            "TwoDirection", given, lambda: self._checked(up, down, seed, samples), _ADVICE
+        )
         self._check_deterministic = check_deterministic
-        rates: dict[str, Any] = {"lbar": lbar, "mu": mu, "p": p, "tau": tau}
-        constants(self._numel, self._up, self._down, **rates)
-        check_positive("gamma0", gamma0)
-        self._options = {**rates, "gamma0": gamma0}
-        self._star = Ranks(group, seed, self._params[0].device)
+        self._star = Ranks(group, seed, device)
         self._star.explain = lambda: self._problem
-        facts = {"coordinates": self._numel, "dtype": self._params[0].dtype, "samples": samples}
-        self._require_same(**facts, **self._options, up=self._up, down=self._down)
         self._method: TwoDirectionMethod | None = None
         self._loaded: dict[str, Any] | None = None
         self._loss: Tensor | float = math.nan
         self._problem = ""
         self._cause: Exception | None = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after the first group: all parameters are one vector from the start."""
+        if hasattr(self, "_star"):
+            raise SpecError("TwoDirection takes no further parameters: all are one vector")
+        super().add_param_group(param_group)
 
     @property
     def traffic(self) -> Traffic:
@@ -148,14 +159,17 @@ class TwoDirection(torch.optim.Optimizer):
 
         Raises:
             CheckpointError: if the state is another rank's, or that of other arguments, another
-                model or another number of ranks.
+                model or another number of ranks, or no state of this optimizer.
         """
+        if not isinstance(state_dict, dict) or state_dict.keys() != {"belongs_to", "method"}:
+            raise CheckpointError("not a state dict of TwoDirection: it holds other things")
         mine, theirs = self._identity(), state_dict["belongs_to"]
         differing = [name for name in mine if mine[name] != theirs.get(name)]
         if differing:
             told = [f"{name} {theirs.get(name)} there, {mine[name]} here" for name in differing]
             raise CheckpointError(f"this state does not belong here: {'; '.join(told)}")
         self._loaded, self._method = _on(self._params[0].device, state_dict["method"]), None
+        self._star.load_state_dict({} if self._loaded is None else self._loaded["traffic"])
         if self._loaded is not None:
             self._write(self._loaded["server"]["x"])
 
@@ -167,7 +181,8 @@ class TwoDirection(torch.optim.Optimizer):
 
     def _start(self, x: Tensor) -> TwoDirectionMethod:
         content = x.cpu().view(torch.uint8).numpy().tobytes()
-        self._require_same(parameters=hashlib.sha256(content).hexdigest()[:12])
+        facts = {"parameters": hashlib.sha256(content).hexdigest()[:12]}
+        self._star.exchange.require_same("TwoDirection", facts, _ADVICE)
         options = {**self._options, "state": self._loaded}
         method = TwoDirectionMethod(self._gradients, x, self._star, self._up, self._down, **options)
         self._loaded = None
@@ -190,11 +205,14 @@ class TwoDirection(torch.optim.Optimizer):
         if self._problem:
             return point
         self._write(point)
+        # What an earlier pass left must not pass for this point's gradient.
+        for parameter in self._params:
+            parameter.grad = None
         try:
             with torch.enable_grad():
                 self._loss = self._closure()
             self._problem = self._wrong_with(self._loss)
-            return self._flat_gradient()
+            return point if self._problem else self._flat_gradient()
         except Exception as error:
             self._problem, self._cause = f"its closure raised {error!r}", error
             return point
@@ -207,6 +225,8 @@ class TwoDirection(torch.optim.Optimizer):
             return f"its closure returned {value:g}"
         if all(p.grad is None for p in self._params):
             return "its closure left no gradient: it must call loss.backward()"
+        if any(p.grad is not None and p.grad.layout != torch.strided for p in self._params):
+            return "its closure left a sparse gradient, and all of them are one dense vector"
         return ""
 
     def _flat_gradient(self) -> Tensor:
@@ -228,21 +248,33 @@ class TwoDirection(torch.optim.Optimizer):
     def _numel(self) -> int:
         return sum(p.numel() for p in self._params)
 
-    def _only_group(self) -> list[Tensor]:
+    def _checked(
+        self, up: Compressor | str, down: Compressor | str, seed: int, samples: int | None
+    ) -> tuple[tuple[Compressor, Compressor], dict[str, Any]]:
+        """The compressors, and the facts that all ranks must share."""
+        self._check_parameters()
+        check_seed(seed)
+        if samples is not None:
+            check_count("samples", samples)
+        built = _compressor(up, "up"), _compressor(down, "down")
+        rates = dict(self._options)
+        check_gamma0(rates.pop("gamma0"))
+        constants(self._numel, built[0], built[1], **rates)
+        facts = {"coordinates": self._numel, "dtype": self._params[0].dtype, "samples": samples}
+        return built, {**facts, **self._options, "up": built[0], "down": built[1], "seed": seed}
+
+    def _check_parameters(self) -> None:
         if len(self.param_groups) > 1:
             raise SpecError("TwoDirection takes one group of parameters: all are one vector")
-        params: list[Tensor] = self.param_groups[0]["params"]
-        kinds = {(str(p.dtype), str(p.device)) for p in params}
-        if len(kinds) > 1 or not params[0].is_floating_point():
+        unknown = self.param_groups[0].keys() - {"params", "param_names"}
+        if unknown:
+            raise SpecError(f"TwoDirection's parameters take no options: {', '.join(unknown)}")
+        kinds = {(str(p.dtype), str(p.device)) for p in self._params}
+        if len(kinds) > 1 or not self._params[0].is_floating_point():
             raise SpecError(
                 "TwoDirection makes one vector of all parameters: they must be of one "
                 f"floating-point dtype on one device, and here are {sorted(kinds)}"
             )
-        return params
-
-    def _require_same(self, **facts: object) -> None:
-        advice = "Give all ranks equal shards, and the same model and arguments."
-        self._star.exchange.require_same("TwoDirection", facts, advice)
 
 
 def _compressor(spec: Compressor | str, role: str) -> Compressor:

@@ -1,8 +1,9 @@
 """Step sizes 2^i: all run side by side, and those that can no longer win are abandoned.
 
 Always the run that has sent least goes on, unless the best one so far was better with an eighth of
-that: then it waits, and goes on only if that one fails. So no run costs much more than the winner,
-and none is given up because of one that diverges later.
+that: then it waits, and goes on only if that one fails: diverges, or spends the budget without
+reaching the target. So few runs cost much more than the winner, and none is given up because of one
+that diverges later, or stalls.
 """
 
 import math
@@ -162,9 +163,10 @@ def _cap(runs: Collection[Run], budget: float) -> float:
 
 def _racing(runs: Collection[Run], budget: float) -> list[Run]:
     cap = _cap(runs, budget)
-    sound = [run for run in runs if not run.broken]
-    leader = min(sound, key=lambda run: run.curve[-1].value, default=None)
-    return [run for run in sound if not run.reached and run.cost < cap and not _behind(run, leader)]
+    going = [run for run in runs if not run.broken and not run.reached and run.cost < cap]
+    contenders = [*going, *(run for run in runs if run.reached)]
+    leader = min(contenders, key=lambda run: run.curve[-1].value, default=None)
+    return [run for run in going if not _behind(run, leader)]
 
 
 def _behind(run: Run, leader: Run | None) -> bool:

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from torchcomp.algorithms.checks import check_gamma0
 from torchcomp.algorithms.learning_rates import learning_rates
 from torchcomp.algorithms.method import Gradients, Method
 from torchcomp.algorithms.parameters import constants
 from torchcomp.algorithms.star import DENSE, Message, Star
-from torchcomp.checks import check_positive
 from torchcomp.compressors import Compressor
 from torchcomp.keys import Key, tensor_id
 
@@ -113,7 +113,7 @@ class TwoDirectionMethod(Method):
         self.constants = constants(
             x0.numel(), up, down, lbar=lbar, mu=mu, p=p, tau=tau, alpha=alpha, omega=omega
         )
-        check_positive("gamma0", gamma0)
+        check_gamma0(gamma0)
         self.rho = 1.0 / gamma0
         self._coin = coin or self._drawn_coin
         self._second_is_due = False

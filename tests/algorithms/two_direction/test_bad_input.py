@@ -45,6 +45,7 @@ def two_direction(**changes):
         ({"tau": 0.0}, "tau must be a number above 0 and at most 1"),
         ({"tau": "much"}, "tau must be a number above 0 and at most 1"),
         ({"gamma0": 0.0}, "gamma0 must be a finite number above 0"),
+        ({"gamma0": 1e-300}, "gamma0 must lie from 1e-100 to 1e100"),
         ({"alpha": 0.5}, r"alpha = 0.5 contradicts 'topk\(k=3\)', which guarantees 0.25"),
         (
             {"omega": 1.0},

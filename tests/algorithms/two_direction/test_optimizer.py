@@ -197,6 +197,13 @@ def no_backward(loss):
     return loss
 
 
+def sparse(loss):
+    # One of the parameters, as an embedding leaves it.
+    loss.backward()
+    sparse.weight.grad = sparse.weight.grad.to_sparse()
+    return loss
+
+
 def raises(loss):
     raise KeyError("labels")
 
@@ -208,7 +215,7 @@ def one_rank_fails(fault):
     features, labels = shard(dist.get_rank())
 
     def bad():
-        optimizer.zero_grad()
+        sparse.weight = net.weight
         return fault(cross_entropy(net(features), labels))
 
     optimizer.step(good)
@@ -225,6 +232,7 @@ def one_rank_fails(fault):
         (returns_none, "returned None instead of the loss"),
         (returns_nan, "returned nan"),
         (no_backward, "left no gradient: it must call loss.backward"),
+        (sparse, "left a sparse gradient"),
         (raises, r"raised KeyError\('labels'\)"),
     ],
 )
@@ -346,12 +354,65 @@ def test_bad_arguments_are_refused(change, told):
     on_threads(2, build)
 
 
-def test_mixed_parameters_and_missing_groups_are_refused():
+def test_bad_arguments_of_one_rank_stop_all():
+    def build():
+        mu = -1.0 if dist.get_rank() else MU
+        TwoDirection(model().parameters(), UP, DOWN, lbar=4.0, mu=mu)
+
+    for error in on_threads(2, build, catch=True):
+        assert isinstance(error, RankMismatchError)
+        assert "mu must be at least 0" in str(error)
+
+
+def test_parameters_that_are_no_one_vector_are_refused():
     with pytest.raises(SpecError, match="init_process_group"):
         TwoDirection(model().parameters(), UP, DOWN, **OPTIONS)
-    mixed = [torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True).double()]
-    with pytest.raises(SpecError, match="one floating-point dtype"):
-        TwoDirection([p.detach().requires_grad_() for p in mixed], UP, DOWN, **OPTIONS)
-    groups = [{"params": [p]} for p in model().parameters()]
-    with pytest.raises(SpecError, match="one group"):
-        TwoDirection(groups, UP, DOWN, **OPTIONS)
+    mixed = [torch.zeros(2, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+    first, second = model().parameters()
+    refused = {
+        "one floating-point dtype": mixed,
+        "one group": [{"params": [first]}, {"params": [second]}],
+        "take no options: lr": [{"params": [first], "lr": 0.1}],
+    }
+
+    def build():
+        for told, parameters in refused.items():
+            with pytest.raises(SpecError, match=told):
+                TwoDirection(parameters, UP, DOWN, **OPTIONS)
+        optimizer = TwoDirection([first], UP, DOWN, **OPTIONS)
+        with pytest.raises(SpecError, match="takes no further parameters"):
+            optimizer.add_param_group({"params": [second]})
+
+    on_threads(2, build)
+
+
+def test_something_that_is_no_state_is_refused():
+    def load():
+        optimizer = TwoDirection(model().parameters(), UP, DOWN, **OPTIONS)
+        for state in (
+            None,
+            {},
+            {"method": None},
+            torch.optim.SGD(model().parameters()).state_dict(),
+        ):
+            with pytest.raises(CheckpointError, match="not a state dict of TwoDirection"):
+                optimizer.load_state_dict(state)
+
+    on_threads(1, load)
+
+
+def test_a_loaded_state_brings_its_traffic():
+    def load():
+        net = model()
+        optimizer = TwoDirection(net.parameters(), UP, DOWN, **OPTIONS)
+        fresh = optimizer.state_dict()
+        closure = closure_of(net, optimizer, dist.get_rank())
+        optimizer.step(closure)
+        later = copy.deepcopy(optimizer.state_dict())
+        sent = optimizer.traffic.nbytes
+        optimizer.load_state_dict(fresh)
+        assert optimizer.traffic.nbytes == 0 < sent
+        optimizer.load_state_dict(later)
+        assert optimizer.traffic.nbytes == sent
+
+    on_threads(2, load)
