@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lr_schedules import Rate
 from settings import Settings
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -13,57 +12,24 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 import torchcomp
+from torchcomp.learning_rates import Rate
 from torchcomp.spec import parse_aggregator, parse_outer_step, parse_schedule
 
 
-class Method:
-    """Dense, compressed or local-step training of one DDP model, with its traffic counted.
+class Dense:
+    """Plain DDP, and what the other methods share with it: steps, and the count of its traffic."""
 
-    This is the line that torchcomp adds to a script: `register`, or `LocalSGD`, or none.
-    """
+    averages_weights = False
+    """Whether the ranks' weights differ between two exchanges."""
 
     def __init__(
-        self,
-        settings: Settings,
-        model: DistributedDataParallel,
-        optimizer: Optimizer,
-        *,
-        total_steps: int,
-        ranks: int,
-        scaler: GradScaler,
+        self, model: nn.Module, optimizer: Optimizer, *, ranks: int, scaler: GradScaler
     ) -> None:
-        self.averages_weights = settings.sync != "none"
         self._optimizer, self._scaler = optimizer, scaler
-        handed = scaler if scaler.is_enabled() else None
-        self._recomputes = self.averages_weights and handed is not None
-        self._attached: Any = None
-        if self.averages_weights:
-            self._attached = torchcomp.LocalSGD(
-                model,
-                optimizer,
-                settings.sync,
-                total_steps=total_steps,
-                warmup_steps=settings.warmup_steps,
-                scaler=handed,
-                compress=averager(settings),
-                outer=outer_step(settings),
-                seed=settings.seed,
-            )
-        elif settings.compress != "none":
-            self._attached = torchcomp.register(
-                model, settings.compress, seed=settings.seed, scaler=handed
-            )
         self._dense_bytes = dense_bytes(model, ranks)
 
     def backward(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Add a micro-batch's gradients; return its loss, which ``compute`` returns and may repeat.
-
-        Where ranks step on their own, none may skip a step that the others take: a micro-batch
-        that overflows in float16 is computed again at a lower scale, as in the paper.
-        """
-        if self._recomputes:
-            again: Tensor = self._attached.backward(compute)
-            return again.detach()
+        """Add the gradients of a micro-batch, whose loss ``compute`` returns; return the loss."""
         loss = compute()
         self._scaler.scale(loss).backward()
         return loss.detach()
@@ -71,21 +37,19 @@ class Method:
     def step(self, clip_norm: float) -> None:
         """Clip the gradient to ``clip_norm`` (0: do not) and take the optimizer's step."""
         if clip_norm:
-            if not self._recomputes:
-                self._scaler.unscale_(self._optimizer)
-            parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-            clip_grad_norm_(parameters, clip_norm)
-        if self._recomputes:
-            self._optimizer.step()
-        else:
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
+            self._scaler.unscale_(self._optimizer)
+            self._clip(clip_norm)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+
+    def _clip(self, norm: float) -> None:
+        clip_grad_norm_(
+            [p for group in self._optimizer.param_groups for p in group["params"]], norm
+        )
 
     def bytes_sent(self, steps: int) -> int:
         """Return the bytes that this rank has sent in its first ``steps`` steps."""
-        if self._attached is None:
-            return steps * self._dense_bytes
-        return int(self._attached.stats.total_bytes_sent)
+        return self.dense_bytes_sent(steps)
 
     def dense_bytes_sent(self, steps: int) -> int:
         """Return the bytes that dense training would have sent."""
@@ -93,21 +57,98 @@ class Method:
 
     def synchronisations(self, steps: int) -> int:
         """Return how often the ranks have exchanged gradients or weights."""
-        return int(self._attached.stats.syncs) if self.averages_weights else steps
+        return steps
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return this rank's error memory or local progress."""
-        return None if self._attached is None else self._attached.state_dict()
+        return None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Go on from a state of the same method and rank."""
-        if self._attached is not None:
-            self._attached.load_state_dict(state)
 
     def close(self) -> None:
         """Take every hook off the model again."""
-        if self._attached is not None:
-            self._attached.close()
+
+
+class Compressed(Dense):
+    """What ``torchcomp.register`` attaches."""
+
+    def __init__(self, attached: Any, model: nn.Module, optimizer: Optimizer, **more: Any) -> None:
+        super().__init__(model, optimizer, **more)
+        self._attached = attached
+
+    def bytes_sent(self, steps: int) -> int:
+        return int(self._attached.stats.total_bytes_sent)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        state: dict[str, Any] = self._attached.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        self._attached.load_state_dict(state)
+
+    def close(self) -> None:
+        self._attached.close()
+
+
+class LocalSteps(Compressed):
+    """What ``torchcomp.LocalSGD`` attaches: ranks step on their own and average their weights."""
+
+    averages_weights = True
+
+    def synchronisations(self, steps: int) -> int:
+        return int(self._attached.stats.syncs)
+
+
+class Float16LocalSteps(LocalSteps):
+    """Local steps in float16, where none may skip a step that the others take.
+
+    A micro-batch that overflows is computed again at a lower scale, as in the paper.
+    """
+
+    def backward(self, compute: Callable[[], Tensor]) -> Tensor:
+        loss: Tensor = self._attached.backward(compute)
+        return loss.detach()
+
+    def step(self, clip_norm: float) -> None:
+        # Their gradients are not scaled.
+        if clip_norm:
+            self._clip(clip_norm)
+        self._optimizer.step()
+
+
+def attach(
+    settings: Settings,
+    model: DistributedDataParallel,
+    optimizer: Optimizer,
+    *,
+    total_steps: int,
+    ranks: int,
+    scaler: GradScaler,
+) -> Dense:
+    """Attach what ``--compress`` and ``--sync`` ask for.
+
+    This is the line that torchcomp adds to a script: `register`, or `LocalSGD`, or none.
+    """
+    handed = scaler if scaler.is_enabled() else None
+    if settings.sync != "none":
+        local = torchcomp.LocalSGD(
+            model,
+            optimizer,
+            settings.sync,
+            total_steps=total_steps,
+            warmup_steps=settings.warmup_steps,
+            scaler=handed,
+            compress=averager(settings),
+            outer=outer_step(settings),
+            seed=settings.seed,
+        )
+        kind = LocalSteps if handed is None else Float16LocalSteps
+        return kind(local, model, optimizer, ranks=ranks, scaler=scaler)
+    if settings.compress != "none":
+        handle = torchcomp.register(model, settings.compress, seed=settings.seed, scaler=handed)
+        return Compressed(handle, model, optimizer, ranks=ranks, scaler=scaler)
+    return Dense(model, optimizer, ranks=ranks, scaler=scaler)
 
 
 def dense_bytes(model: nn.Module, ranks: int) -> int:

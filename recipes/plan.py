@@ -1,5 +1,7 @@
 """What a run would do, without doing it: ``--dry-run``."""
 
+from typing import Any
+
 import torch
 import yaml
 from errors import RecipeError
@@ -8,7 +10,8 @@ from image_data.order import TrainOrder
 from lr_schedules import rate_of
 from method import check_specs, planned
 from models import build_model, check_model
-from settings import Settings, resolved
+from options import resolved
+from settings import Settings
 from torch import nn
 
 
@@ -64,10 +67,15 @@ def describe(settings: Settings, ranks: int) -> str:
         "synchronisations": f"{cost.exchanges:,}",
         "bytes in all": f"{cost.bytes_in_all:,} sent by each rank",
     }
-    plan = "\n".join(f"{name:<17} {value}" for name, value in rows.items())
-    configuration = yaml.safe_dump(resolved(settings), sort_keys=False)
-    parts = ["configuration", _indented(configuration), "plan", _indented(plan), str(cost.plan)]
-    return "\n".join(parts)
+    return f"{as_text(resolved(settings), rows)}\n{cost.plan}"
+
+
+def as_text(configuration: dict[str, Any], rows: dict[str, str]) -> str:
+    """Return a configuration, as a file of it would have it, and the rows of a plan."""
+    width = max(map(len, rows))
+    plan = "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+    settings = yaml.safe_dump(configuration, sort_keys=False)
+    return f"configuration\n{_indented(settings)}\nplan\n{_indented(plan)}"
 
 
 def _weightless(settings: Settings, known: Facts) -> nn.Module:

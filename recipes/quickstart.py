@@ -134,18 +134,14 @@ def accuracy(runs: list[Result]) -> str:
 
 def draw(results: dict[str, list[Result]], path: Path) -> None:
     """Draw test accuracy against the bytes that a rank has sent, on a log axis."""
-    import matplotlib
+    # Late, because torch comes with it, and the runs that come first need none here.
+    from result_files import pyplot, save_figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(8, 5), layout="constrained")
     for place, (name, runs) in enumerate(results.items()):
         _draw_method(axes, name, runs, f"C{place}", "osD"[place])
     _label_axes(axes)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save_figure(figure, path, dpi=120)
 
 
 def _draw_method(axes: Any, name: str, runs: list[Result], color: str, marker: str) -> None:

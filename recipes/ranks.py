@@ -4,11 +4,6 @@ import os
 from dataclasses import dataclass
 
 import torch
-
-# DDP's constructor imports this. Imported while there is a process group, it keeps the group for
-# ever (torch 2.13): gloo's threads then outlive the group and now and then abort the process as it
-# ends. Imported before, it keeps nothing.
-import torch._dynamo
 import torch.distributed as dist
 from errors import RecipeError
 from settings import Settings

@@ -1,22 +1,9 @@
-"""Every setting of a training run: its default, its limits, its help, in one place.
+"""Every setting of a training run: its default, its limits, its help, in one place."""
 
-`Settings` is the single source: the command line's flags and a configuration file's keys are both
-read off its fields, so that neither can know a name that the other does not.
-"""
+from dataclasses import dataclass
 
-import argparse
-import math
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any, NoReturn
-
-import yaml
-from errors import RecipeError, nearest
-
-
-def option(default: Any, text: str, **limits: Any) -> Any:
-    """Declare a setting; ``limits`` are ``choices``, ``least``, ``above``, ``below``, ``most``."""
-    return field(default=default, metadata={"help": text, **limits})
+from errors import RecipeError
+from options import check_epochs, check_limits, option, read_options
 
 
 @dataclass(frozen=True)
@@ -106,149 +93,13 @@ class Settings:
     shrink: bool = option(False, "train a shrunken copy for a step, and stop")
 
     def __post_init__(self) -> None:
-        for spec in fields(self):
-            _check_limits(spec.name, getattr(self, spec.name), spec.metadata)
+        check_limits(self)
         _check_together(self)
 
 
-_KINDS: dict[str, Any] = {spec.name: spec.type for spec in fields(Settings)}
-
-
-def read_settings(arguments: list[str]) -> Settings:
+def read_settings(words: list[str]) -> Settings:
     """Resolve the command line and the configuration file that it names."""
-    flags = _read_flags(arguments)
-    config = flags.pop("config", None)
-    values = read_yaml(Path(config)) if config is not None else {}
-    values |= {name: convert(_flag(name), _KINDS[name], raw) for name, raw in flags.items()}
-    return Settings(**values)
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a configuration file; every key must be a setting."""
-    if not path.is_file():
-        raise RecipeError(f"no configuration file {path}: --config wants the path of a YAML file")
-    try:
-        raw = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not YAML: {error}") from None
-    if not isinstance(raw, dict):
-        raise RecipeError(f"{path} holds no settings: expected lines of the form 'key: value'")
-    for key in raw:
-        if key not in _KINDS:
-            hint = nearest(str(key), _KINDS)
-            raise RecipeError(f"unknown key {key!r} in {path}; the nearest setting is {hint!r}")
-    return {key: convert(f"{path}: {key}", _KINDS[key], value) for key, value in raw.items()}
-
-
-def resolved(settings: Settings) -> dict[str, Any]:
-    """Return plain values that a YAML or JSON file can hold."""
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(settings).items()}
-
-
-def convert(where: str, kind: Any, raw: Any) -> Any:
-    """Turn a YAML value or a flag's text into a setting of ``kind``."""
-    try:
-        return _CONVERTERS[kind](raw)
-    except (TypeError, ValueError):
-        expected = _EXPECTED[kind]
-        raise RecipeError(f"{where}: expected {expected}, found {raw!r}") from None
-
-
-def _to_bool(raw: Any) -> bool:
-    if not isinstance(raw, bool):
-        raise TypeError
-    return raw
-
-
-def _to_int(raw: Any) -> int:
-    if isinstance(raw, bool | float):
-        raise TypeError
-    return int(raw)
-
-
-def _to_float(raw: Any) -> float:
-    # YAML reads 1e-6 (no dot) as text, hence text is converted here as it is for flags.
-    if isinstance(raw, bool) or not math.isfinite(float(raw)):
-        raise TypeError
-    return float(raw)
-
-
-def _to_text(raw: Any) -> str:
-    if not isinstance(raw, str):
-        raise TypeError
-    return raw
-
-
-def _to_epochs(raw: Any) -> tuple[int, ...]:
-    parts = [part for part in raw.split(",") if part.strip()] if isinstance(raw, str) else raw
-    return tuple(_to_int(part) for part in parts)
-
-
-_CONVERTERS: dict[Any, Any] = {
-    bool: _to_bool,
-    int: _to_int,
-    float: _to_float,
-    str: _to_text,
-    tuple[int, ...]: _to_epochs,
-}
-_EXPECTED: dict[Any, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a finite number",
-    str: "text (quote it)",
-    tuple[int, ...]: "a list of epochs such as 30,60,80",
-}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise RecipeError(message)
-
-
-def _read_flags(arguments: list[str]) -> dict[str, Any]:
-    parser = _parser()
-    flags, unknown = parser.parse_known_args(arguments)
-    if unknown and not unknown[0].startswith("-"):
-        raise RecipeError(
-            f"{unknown[0]!r} is no flag; a configuration file is given as --config {unknown[0]}"
-        )
-    if unknown:
-        known = ["--config", *map(_flag, _KINDS)]
-        hint = nearest(unknown[0], known)
-        raise RecipeError(f"unknown flag {unknown[0]!r}; the nearest flag is {hint}")
-    return vars(flags)
-
-
-def _parser() -> _Parser:
-    parser = _Parser("recipes/train.py", allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--config", metavar="YAML", help="read settings from this file first")
-    for spec in fields(Settings):
-        text = f"{spec.metadata['help']} [{spec.default}]".replace("%", "%%")
-        if spec.type is bool:
-            action = argparse.BooleanOptionalAction
-            parser.add_argument(_flag(spec.name), action=action, help=text)
-        else:
-            parser.add_argument(_flag(spec.name), metavar="VALUE", help=text)
-    return parser
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _check_limits(name: str, value: Any, limits: Any) -> None:
-    if "choices" in limits and value not in limits["choices"]:
-        known = ", ".join(limits["choices"])
-        hint = nearest(value, limits["choices"])
-        raise RecipeError(f"{_flag(name)} {value!r} is not one of {known}; nearest: {hint}")
-    if "least" in limits and value < limits["least"]:
-        raise RecipeError(f"{_flag(name)} must be at least {limits['least']}, found {value}")
-    if "above" in limits and value <= limits["above"]:
-        raise RecipeError(f"{_flag(name)} must be above {limits['above']}, found {value}")
-    if "most" in limits and value > limits["most"]:
-        raise RecipeError(f"{_flag(name)} must be at most {limits['most']}, found {value}")
-    if "below" in limits and value >= limits["below"]:
-        raise RecipeError(f"{_flag(name)} must be below {limits['below']}, found {value}")
+    return read_options(Settings, words)
 
 
 def _check_together(settings: Settings) -> None:
@@ -271,8 +122,4 @@ def _check_milestones(settings: Settings) -> None:
     epochs = settings.milestones
     if bool(epochs) != (settings.schedule == "step"):
         raise RecipeError("--milestones belongs to --schedule step, which needs at least one")
-    if list(epochs) != sorted(set(epochs)) or any(not 0 < e < settings.epochs for e in epochs):
-        raise RecipeError(
-            f"--milestones must rise and lie between 1 and {settings.epochs - 1} (--epochs "
-            f"{settings.epochs}), found {', '.join(map(str, epochs))}"
-        )
+    check_epochs("--milestones", epochs, settings.epochs)

@@ -9,7 +9,6 @@ Read it top to bottom. Every key of a configuration file is a flag, and the othe
 
 import copy
 import gc
-import hashlib
 import itertools
 import logging
 import math
@@ -18,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +24,18 @@ import torch
 import torch.distributed as dist
 from checkpoints import Checkpoints
 from errors import RecipeError
+from evaluation import Meter, average_into, digest, replicas_agree
 from image_data import open_batches
 from image_data.order import NOISE, keyed_seed
 from lr_schedules import rate_of
-from method import Method, check_specs
+from method import attach, check_specs
 from models import build_model, check_model
+from options import resolved
 from plan import check_micro_batches, describe, total_steps
 from random_state import random_state, restore, seed_all
 from ranks import Ranks, count_in_environment, join, leave, place, rank_in_environment, threads_of
 from report import Report
-from settings import Settings, read_settings, resolved
+from settings import Settings, read_settings
 from shrink import shrunken
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -130,30 +130,6 @@ def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimiz
     )
 
 
-@dataclass
-class Meter:
-    """Sums over the images of an epoch: loss, correct answers, images."""
-
-    sums: Tensor
-
-    def add(self, loss: Tensor, scores: Tensor, targets: Tensor) -> None:
-        """Add one batch, given its mean loss; the sums stay on their device.
-
-        Of targets that are probabilities, the likeliest class is the correct answer.
-        """
-        labels = targets if targets.ndim == 1 else targets.argmax(1)
-        correct = (scores.argmax(1) == labels).sum()
-        count = torch.tensor(float(len(labels)), device=self.sums.device)
-        self.sums += torch.stack([loss.detach().double() * count, correct.double(), count.double()])
-
-    def over_ranks(self) -> tuple[float, float]:
-        """Return mean loss and accuracy over the images of all ranks."""
-        total = self.sums.clone()
-        dist.all_reduce(total)
-        loss, correct, count = total.tolist()
-        return loss / count, correct / count
-
-
 class Trainer:
     """One rank's training run, from its settings to its summary."""
 
@@ -198,7 +174,7 @@ class Trainer:
         self.scheduler = LambdaLR(self.optimizer, self.rate)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.amp == "fp16")
         self.loss_of = nn.CrossEntropyLoss(label_smoothing=settings.label_smoothing)
-        self.method = Method(
+        self.method = attach(
             settings,
             self.model,
             self.optimizer,
@@ -436,40 +412,6 @@ class Trainer:
     def close(self) -> None:
         """Take the method off the model."""
         self.method.close()
-
-
-@torch.no_grad()
-def average_into(twin: nn.Module, module: nn.Module, ranks: int) -> None:
-    """Set ``twin`` to the average over ranks of ``module``, weights and buffers alike.
-
-    In the middle of a round of local steps every rank has weights of its own, and batch statistics
-    are each rank's own in any case; averaging them into a copy asks about one model, the one that
-    a synchronisation now would give, and leaves the run as it is.
-    """
-    twin.load_state_dict(module.state_dict())
-    averaged = [value for value in twin.state_dict().values() if value.is_floating_point()]
-    flat = torch.cat([value.reshape(-1) for value in averaged])
-    dist.all_reduce(flat)
-    flat /= ranks
-    for value, mean in zip(averaged, flat.split([v.numel() for v in averaged]), strict=True):
-        value.copy_(mean.view(value.shape))
-
-
-def digest(weights: dict[str, Tensor]) -> str:
-    """Return a hash of every name and every bit."""
-    result = hashlib.sha256()
-    for name, value in weights.items():
-        result.update(name.encode())
-        result.update(value.cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    return result.hexdigest()
-
-
-def replicas_agree(module: nn.Module, ranks: int) -> bool:
-    """Whether all ranks hold the same parameters, bit for bit."""
-    mine = digest({name: value.detach() for name, value in module.named_parameters()})
-    everyones: list[str | None] = [None] * ranks
-    dist.all_gather_object(everyones, mine)
-    return len(set(everyones)) == 1
 
 
 if __name__ == "__main__":

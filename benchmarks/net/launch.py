@@ -30,21 +30,37 @@ def results(job: Job, prefixes: list[list[str]]) -> Iterator[dict[str, Any]]:
     Raises:
         LaunchError: with the last lines of the worker that failed first.
     """
+    worker = [sys.executable, "-m", "net.worker"]
+    commands = [[*prefix, *worker, str(r), job.to_json()] for r, prefix in enumerate(prefixes)]
+    yield from lines_of(commands, job.interface, job.timeout)
+
+
+def lines_of(commands: list[list[str]], interface: str, timeout: float) -> Iterator[dict[str, Any]]:
+    """Run one command a rank; yield the lines of JSON that the first prints, as they come.
+
+    Args:
+        commands: by rank.
+        interface: the network device that gloo takes.
+        timeout: seconds without a line after which all are ended.
+
+    Raises:
+        LaunchError: with the last lines of the worker that failed first.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with _workers(job, prefixes, folder) as workers, (folder / "out0").open() as lines:
-            yield from _follow(workers, lines, folder, job.timeout)
+        with _workers(commands, interface, folder) as workers, (folder / "out0").open() as lines:
+            yield from _follow(workers, lines, folder, timeout)
 
 
 @contextmanager
 def _workers(
-    job: Job, prefixes: list[list[str]], folder: Path
+    commands: list[list[str]], interface: str, folder: Path
 ) -> Iterator[list["subprocess.Popen[bytes]"]]:
     started: list[subprocess.Popen[bytes]] = []
     try:
-        for rank, prefix in enumerate(prefixes):
+        for rank, command in enumerate(commands):
             with _uninterrupted():
-                started.append(_start(job, rank, prefix, folder))
+                started.append(_start(command, rank, interface, folder))
         yield started
     finally:
         for process in started:
@@ -64,11 +80,13 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start(job: Job, rank: int, prefix: list[str], folder: Path) -> "subprocess.Popen[bytes]":
-    environment = {**os.environ, **_ENVIRONMENT, "GLOO_SOCKET_IFNAME": job.interface}
+def _start(
+    command: list[str], rank: int, interface: str, folder: Path
+) -> "subprocess.Popen[bytes]":
+    environment = {**os.environ, **_ENVIRONMENT, "GLOO_SOCKET_IFNAME": interface}
     with (folder / f"out{rank}").open("wb") as out, (folder / f"err{rank}").open("wb") as err:
         return subprocess.Popen(
-            [*prefix, sys.executable, "-m", "net.worker", str(rank), job.to_json()],
+            command,
             cwd=_BENCHMARKS,
             env=environment,
             stdin=subprocess.DEVNULL,

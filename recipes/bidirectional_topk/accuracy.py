@@ -4,7 +4,8 @@ import statistics
 from dataclasses import dataclass
 
 from downlink import BOTH_WAYS, DENSE, ONE_WAY, UnionLog
-from problems import Problem, Split
+from image_data.in_memory import Split
+from problems import Problem
 from simulation import Workers
 from training import evaluate, train
 

@@ -9,19 +9,21 @@ the exit status is 1. A scan of learning rates shows how fragile the order is.
 """
 
 import argparse
-import os
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# The recipes are scripts: they import their neighbours as modules beside them.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from result_files import pyplot, write_csv
+from errors import told_in_one_line
+from local_ranks import run_on_ranks
+from result_files import make_folder, pyplot, save_figure, write_csv
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -91,9 +93,12 @@ def distance(w: Tensor, centre: float) -> Tensor:
     return (w - centre).square().sum() / 2
 
 
+@told_in_one_line()
 def main() -> None:
     """Run, show, compare and write what came out."""
     arguments = parse(sys.argv[1:])
+    if not arguments.no_scan:
+        make_folder(arguments.out)
     started = time.monotonic()
     jobs = [(method, LR) for method in METHODS]
     if not arguments.no_scan:
@@ -124,22 +129,11 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 def on_ranks(jobs: list[tuple[str, float]], steps: int = STEPS) -> list[Run]:
     """Train every (method, learning rate) on three processes over gloo."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, args=(folder, jobs, steps), nprocs=len(CENTRES))
-        runs: list[Run] = torch.load(f"{folder}/runs.pt", weights_only=False)
-    return runs
+    return run_on_ranks(len(CENTRES), _train_all, jobs, steps)[0]
 
 
-def _rank_main(rank: int, folder: str, jobs: list[tuple[str, float]], steps: int) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=len(CENTRES))
-    runs = [Run(method, lr, train(METHODS[method], lr, steps)) for method, lr in jobs]
-    if rank == 0:
-        torch.save(runs, f"{folder}/runs.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+def _train_all(jobs: list[tuple[str, float]], steps: int) -> list[Run]:
+    return [Run(method, lr, train(METHODS[method], lr, steps)) for method, lr in jobs]
 
 
 def train(spec: str, lr: float, steps: int) -> tuple[float, ...]:
@@ -212,8 +206,7 @@ def draw(runs: list[Run], path: Path) -> None:
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     _draw_curves(left, [run for run in runs if run.lr == LR])
     _draw_scan(right, runs)
-    figure.savefig(path, dpi=110)
-    pyplot().close(figure)
+    save_figure(figure, path)
 
 
 def _draw_curves(axes: Any, runs: list[Run]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from accuracy import Score
 from downlink import PUBLISHED, Downlink, random_union
-from result_files import pyplot
+from result_files import pyplot, save_figure
 
 _MARKS = {"mlp": "o", "cnn": "s"}
 
@@ -37,9 +37,7 @@ def draw_downlink(rows: list[Downlink], path: Path) -> None:
         each.set_xlabel("workers N")
         each.grid(True, alpha=0.3)
         each.legend(fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot().close(figure)
+    save_figure(figure, path)
 
 
 def _draw_unions(axes: Any, rows: list[Downlink]) -> None:
@@ -116,6 +114,4 @@ def draw_accuracy(scores: list[Score], path: Path) -> None:
         f"{len(first.accuracies)} seeds: mean and deviation"
     )
     axes.grid(True, axis="y", alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot().close(figure)
+    save_figure(figure, path)

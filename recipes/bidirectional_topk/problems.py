@@ -1,19 +1,13 @@
 """What the workers train on: images as tensors, and an MLP and a small CNN of their size."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
-
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-from errors import RecipeError as RecipeError
 from image_data.in_memory import Split, standardised
 from image_data.public_sets import read_public
+from torch import nn
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10")
 MODELS = ("mlp", "cnn")

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from torchcomp.bucket import Bucket, Caps, Group, merge, partition
-from torchcomp.exchange import Exchange, Load
+from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
 from torchcomp.spec import parse_aggregator
 from torchcomp.state import State
+from torchcomp.traffic import Load
 
 _TIMEOUT_SECONDS = 60
 
@@ -86,40 +87,27 @@ class SimulatedExchange(Exchange):
         values.copy_(_added(self._share(values.clone())))
         self._load.summed += values.nbytes
 
-    def sum_counts(self, counts: Tensor) -> Tensor:
-        self._load.summed += counts.nbytes
-        self.log.append(Received(False, counts.nbytes))
-        return _added(self._share(counts.clone()))
-
-    def any_rank(self, flags: Tensor) -> Tensor:
-        return torch.stack(self._share(flags.clone())).amax(0)
-
     def gather(self, message: Tensor) -> list[Tensor]:
         sizes = [message.numel()] * self.world_size
         return list(torch.split(self.gather_varied(message, sizes), sizes))
 
-    def gather_varied(self, mine: Tensor, sizes: Sequence[int]) -> Tensor:
-        parts = self._share(mine)
-        self._count(mine, mine.numel() * (self.world_size - 1), sum(sizes) - sizes[self.rank])
-        return torch.cat(parts)
-
-    def scatter(self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]) -> Tensor:
+    def _all_to_all(
+        self, received: Tensor, outgoing: Tensor, arriving: Sequence[int], sizes: Sequence[int]
+    ) -> None:
         everyone = self._share(torch.split(outgoing, list(sizes)))
         mine = [parts[self.rank] for parts in everyone]
         if [part.numel() for part in mine] != list(arriving):
             raise ValueError(f"worker {self.rank} expected parts of {list(arriving)} elements")
-        sent, came = sum(sizes) - sizes[self.rank], sum(arriving) - arriving[self.rank]
-        self._count(outgoing, sent, came)
-        return torch.cat(mine)
+        torch.cat(mine, out=received)
 
     def _share(self, value: Any) -> list[Any]:
         self._turn += 1
         return self._meeting.share(self._turn, self.rank, value)
 
-    def _count(self, values: Tensor, sent: int, came: int) -> None:
-        item = values.element_size()
-        self._load.add(Load(sent=item * sent, received=item * came))
-        self.log.append(Received(values.dtype == torch.uint8, item * came))
+    def _count(self, itemsize: int, sizes: Sequence[int], arriving: Sequence[int]) -> None:
+        super()._count(itemsize, sizes, arriving)
+        came = sum(arriving) - arriving[self.rank]
+        self.log.append(Received(itemsize == 1, itemsize * came))
 
 
 class Workers:

@@ -3,13 +3,12 @@
 from collections.abc import Callable
 
 import torch
-from problems import Problem, Split
+from image_data.in_memory import Split
+from image_data.order import TrainOrder
+from problems import Problem
 from simulation import Workers
 from torch import nn
 from torch.nn.functional import cross_entropy
-
-# problems.py has put the recipes on the path.
-from image_data.order import TrainOrder  # isort: skip
 
 BATCH = 10
 

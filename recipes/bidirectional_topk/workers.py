@@ -18,12 +18,18 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
+# The recipes are scripts: they import their neighbours as modules beside them.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import torch
 from accuracy import METHODS, Score, compare
 from downlink import PHASES, PUBLISHED, WATCHED, Downlink, measure
+from errors import told_in_one_line
 from pictures import by_model, draw_accuracy, draw_downlink, line
-from problems import DATASETS, MODELS, RecipeError, open_problem
-from result_files import write_csv
+from problems import DATASETS, MODELS, open_problem
+from result_files import make_folder, write_csv
+
+from torchcomp.checks import check_count
 
 _HERE = Path(__file__).resolve().parent
 
@@ -43,16 +49,15 @@ class Size:
 QUICK = Size((2, 4, 8), 4, 4, 10, (0.1, 0.3), 2)
 
 
+@told_in_one_line()
 def main() -> None:
     """Measure, show and write; bad input ends in one line."""
     arguments = parse(sys.argv[1:])
     size = QUICK if arguments.quick else Size()
     started = time.monotonic()
-    try:
-        # Here first, so that a missing path is told before any process starts.
-        open_problem(arguments.dataset, arguments.models[0], arguments.data)
-    except RecipeError as error:
-        sys.exit(f"error: {error}")
+    # Here first, so that a path that cannot be used is told before any process starts.
+    open_problem(arguments.dataset, arguments.models[0], arguments.data)
+    make_folder(arguments.out)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
         pending_rows, pending_scores = submit(pool, arguments, size)
@@ -75,8 +80,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=2, help="measurements at a time [2]")
     parser.add_argument("--out", type=Path, help="folder of the files [results; quick: runs]")
     parsed = parser.parse_args(words)
-    if parsed.processes < 1:
-        parser.error(f"--processes must be at least 1, found {parsed.processes}")
+    # A model that is named twice is measured once.
+    parsed.models = list(dict.fromkeys(parsed.models))
+    check_count("--processes", parsed.processes)
     if parsed.out is None:
         # The repository's results are of the digits; nothing else may overwrite them by default.
         whole = parsed.dataset == "digits" and not parsed.quick

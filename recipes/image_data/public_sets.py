@@ -18,14 +18,19 @@ def read_public(name: str, path: Path | None) -> dict[str, Arrays]:
     Args:
         name: one of :data:`PUBLIC`.
         path: where it lies: the folder that torchvision keeps its data sets in, or for cifar10 its
-            python archive, or the folder that it unpacks to; digits is embedded.
+            python archive, or the folder that it unpacks to; None for digits, which is embedded.
 
     Raises:
-        RecipeError: if the data set is unknown, or does not lie there.
+        RecipeError: if the data set is unknown, does not lie there, or lies nowhere.
     """
     if name not in PUBLIC:
         raise RecipeError(f"--dataset {name!r}: expected one of {', '.join(PUBLIC)}")
     if name == "digits":
+        if path is not None:
+            raise RecipeError(
+                f"--data {path}: --dataset digits is embedded, and nothing of it is read from "
+                "there; leave out --data, or name the data set that lies there"
+            )
         return digits()
     needs = f"{name} is read from there, and nothing is downloaded; --dataset digits needs no path"
     return _READERS[name](existing(path, needs))

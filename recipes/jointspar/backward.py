@@ -17,25 +17,26 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+# The recipes are scripts: they import their neighbours as modules beside them.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import torch
 import torch.distributed as dist
-from drawing import save
+from errors import told_in_one_line
+from models import build_model
 from networks import deep_mlp
+from result_files import make_folder, pyplot, save_figure, write_csv
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from torchcomp.algorithms.layers import default_layers
+from torchcomp.checks import check_count
 from torchcomp.jointspar import JointSpar
 
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "bidirectional_topk"))
-
-from models import build_model
-from result_files import pyplot, write_csv
-
 BUDGETS = (0.25, 0.5, 0.75)
+# By then each half of a network has been drawn alone, in a round with a clock and in one without.
+LEAST_ROUNDS = 15
 _KERNELS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::convolution_backward")
 _HALVES = {("back",): "front dropped", ("front",): "back dropped"}
 
@@ -195,15 +196,18 @@ def draw(rows: list[Row], path: Path) -> None:
         each.grid(True, alpha=0.3)
     axes[0].set_ylabel("processor time of the backward pass, % of plain DDP's")
     axes[-1].legend(fontsize=7)
-    save(figure, path)
+    save_figure(figure, path)
 
 
+@told_in_one_line()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     folder = Path(__file__).resolve().parent / "results"
     parser.add_argument("--out", type=Path, default=folder, help="folder of the files [results]")
     parser.add_argument("--rounds", type=int, default=42, help="steps of each way [42]")
     arguments = parser.parse_args()
+    check_count("--rounds", arguments.rounds, LEAST_ROUNDS)
+    make_folder(arguments.out)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

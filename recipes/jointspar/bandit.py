@@ -12,9 +12,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+# The recipes are scripts: they import their neighbours as modules beside them.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
-from drawing import save
+from errors import told_in_one_line
 from numpy.typing import NDArray
+from result_files import make_folder, pyplot, save_figure, write_csv
 
 from torchcomp.algorithms.bandit import (
     Bandit,
@@ -24,11 +28,6 @@ from torchcomp.algorithms.bandit import (
     sample,
 )
 from torchcomp.keys import Key
-
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "bidirectional_topk"))
-
-from result_files import pyplot, write_csv
 
 LAYERS, SHARE, P_MIN = 54, 0.6, 0.0125
 STEPS = 5000
@@ -132,7 +131,7 @@ def draw(results: list[Result], path: Path) -> None:
         each.set_xlabel(f"step (norms change at {STEPS:,}); grey: literal, other step sizes")
         each.grid(True, alpha=0.3)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=6)
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def _smooth(curve: Curve, width: int = 100) -> Curve:
@@ -143,11 +142,13 @@ def _smooth(curve: Curve, width: int = 100) -> Curve:
     return smoothed
 
 
+@told_in_one_line()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     folder = Path(__file__).resolve().parent / "results"
     parser.add_argument("--out", type=Path, default=folder, help="folder of the files [results]")
     out = parser.parse_args().out
+    make_folder(out)
     results = measure()
     header = ["form", "excess_at_5000", "mean_excess_to_5000", "steps_to_2_percent"]
     header += ["excess_at_10000", "mean_excess_from_5000"]

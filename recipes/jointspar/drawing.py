@@ -1,25 +1,14 @@
 """The plots of the experiments."""
 
-import csv
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "bidirectional_topk"))
-
-from result_files import pyplot
+from layer_training import Method
+from result_files import pyplot, read_csv, save_figure
 from run_table import Summary
 
 _MARKS = "osDv^P*X"
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write a figure and forget it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot().close(figure)
 
 
 def draw_accuracy(rows: list[Summary], path: Path) -> None:
@@ -46,7 +35,7 @@ def draw_accuracy(rows: list[Summary], path: Path) -> None:
     axes.set_title(f"Mean and deviation over {len(dense.tests)} seeds, best of the rates")
     axes.grid(True, alpha=0.3)
     axes.legend(fontsize=8)
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_wall_clock(table: Path, path: Path) -> None:
@@ -56,30 +45,42 @@ def draw_wall_clock(table: Path, path: Path) -> None:
         table: ``wall_clock.csv``.
         path: of the picture.
     """
-    with table.open() as file:
-        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    figure, axes = pyplot().subplots(figsize=(9, 5), layout="constrained")
-    families = dict.fromkeys((row["kind"], row["norm"]) for row in rows)
-    for family, mark in zip(families, _MARKS, strict=False):
-        held = [row for row in rows if (row["kind"], row["norm"]) == family]
-        seconds, means, deviations = (
-            [float(row[column]) for row in held] for column in ("seconds", "accuracy", "deviation")
-        )
-        label = family[0] if family[1] == "running" else f"{family[0]}, own norm"
-        axes.errorbar(seconds, means, deviations, fmt=mark, capsize=4, label=label)
-        if family[0] == "uniform" or family[1] == "own":
-            # Beside the methods that they are variants of; their labels would cover those.
-            continue
-        for row, at in zip(held, zip(seconds, means, strict=True), strict=True):
-            text = f"{float(row['budget']):.0%}"
-            axes.annotate(text, at, (4, 6), textcoords="offset points", fontsize=8)
+    rows = read_csv(table)
+    figure, axes = pyplot().subplots(figsize=(10, 6), layout="constrained")
+    # Budgets as shapes: written beside the points, they would cover one another.
+    budgets = sorted({_budget(row) for row in rows})
+    marks = dict(zip(budgets, _MARKS, strict=False))
+    for place, family in enumerate(dict.fromkeys(_family(row) for row in rows)):
+        held = [row for row in rows if _family(row) == family]
+        _draw_family(axes, sorted(held, key=_budget), marks, f"C{place}")
+    for budget, mark in marks.items():
+        axes.plot([], [], mark, color="0.4", label=f"budget {budget:.0%}")
     axes.set_ylim(bottom=min(float(row["accuracy"]) for row in rows) - 2, top=100)
     axes.set_xlim(left=0)
     axes.set_xlabel(f"seconds of a run, two hosts at {rows[0]['mbit']} Mbit/s")
     axes.set_ylabel("test accuracy, % (mean and deviation over the seeds)")
     axes.grid(True, alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8)
-    save(figure, path)
+    save_figure(figure, path)
+
+
+def _draw_family(
+    axes: Any, rows: list[dict[str, str]], marks: dict[float, str], colour: str
+) -> None:
+    """Draw a method's points, joined in the order of their budgets."""
+    seconds, means = ([float(row[column]) for row in rows] for column in ("seconds", "accuracy"))
+    axes.plot(seconds, means, color=colour, linewidth=1.2, label=_family(rows[0]))
+    for row, x, y in zip(rows, seconds, means, strict=True):
+        deviation = float(row["deviation"])
+        axes.errorbar(x, y, deviation, fmt=marks[_budget(row)], color=colour, capsize=4)
+
+
+def _family(row: dict[str, str]) -> str:
+    return Method(row["kind"], _budget(row), row["norm"]).family
+
+
+def _budget(row: dict[str, str]) -> float:
+    return float(row["budget"])
 
 
 def draw_probabilities(metrics: Path, path: Path) -> None:
@@ -97,11 +98,12 @@ def draw_probabilities(metrics: Path, path: Path) -> None:
     figure, axes = pyplot().subplots(1, 2, figsize=(13, height), layout="constrained", sharey=True)
     options = {"aspect": "auto", "interpolation": "nearest", "vmin": 0, "vmax": 1}
     image = axes[0].imshow(p, cmap="viridis", **options)
-    figure.colorbar(image, ax=axes[0], label="p")
+    # Above the bar: beside it, the name would be the other panel's.
+    figure.colorbar(image, ax=axes[0]).ax.set_title("p", fontsize=10)
     axes[1].imshow(kept, cmap="Greys", **options)
     for each, title in zip(axes, ("Probability of each layer", "Kept (black)"), strict=True):
         each.set_title(title)
         each.set_xlabel("step")
     axes[0].set_yticks(range(len(layers)), layers, fontsize=8)
     axes[0].set_ylabel("layer, from the input down to the output")
-    save(figure, path)
+    save_figure(figure, path)

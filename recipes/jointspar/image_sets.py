@@ -1,20 +1,14 @@
 """The data sets of the paper, read from where they lie; nothing is ever downloaded."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-from errors import RecipeError as RecipeError
 from image_data.augment import Augmentation
 from image_data.in_memory import Split, standardised
 from image_data.order import TrainOrder
 from image_data.public_sets import read_public
+from torch import Tensor, nn
 
 _TEST_BATCH = 1000
 

@@ -12,28 +12,30 @@ soon as it is over; then come ``accuracy.png`` and, of one run, ``metrics.jsonl`
 """
 
 import argparse
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+# The recipes are scripts: they import their neighbours as modules beside them.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-# Before any process group: see torchcomp/ddp/__init__.py.
-import torch._dynamo
+import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from drawing import draw_accuracy, draw_probabilities
-from image_sets import FACTS, Batches, Images, RecipeError, TrainOrder, open_images
-from layer_training import Course, Method, train
+from errors import told_in_one_line
+from image_data.order import TrainOrder
+from image_sets import FACTS, Batches, Images, open_images
+from layer_training import Course, Method, Outcome, train
+from local_ranks import run_on_ranks
 from networks import small_network
-from run_table import Run, append_csv, read_csv, start_csv, summaries, summary_table
+from result_files import make_folder
+from run_table import Run, append_csv, read_runs, start_csv, summaries, summary_table
 
 RANKS = 2
 BUDGETS = (0.3, 0.45, 0.6, 0.75, 0.9)
 LOGGED = Method("jointspar", 0.6)
+TABLE = "large_batch.csv"
 _HERE = Path(__file__).resolve().parent
 
 
@@ -71,19 +73,19 @@ def methods(budgets: tuple[float, ...]) -> list[Method]:
     return [*found, Method("topk", 0.05), Method("jointspar+topk", 0.6)]
 
 
+@told_in_one_line()
 def main() -> None:
     arguments = parse(sys.argv[1:])
-    try:
-        # Here first, so that a missing path is told before any process starts.
-        open_images(arguments.dataset, arguments.data)
-    except RecipeError as error:
-        sys.exit(f"error: {error}")
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / "large_batch.csv"
+    size = QUICK if arguments.quick else WHOLE
+    task = task_of(arguments.dataset, arguments.network, size)
+    path = arguments.out / TABLE
+    # Here first, so that a path that cannot be used is told before any process starts.
+    open_images(arguments.dataset, arguments.data)
+    make_folder(arguments.out)
     if not (arguments.resume and path.exists()):
-        start_csv(path)
-    run_on_ranks(arguments)
-    rows = summaries(read_csv(path))
+        start_csv(path, task)
+    run_on_ranks(RANKS, train_all, arguments, size, missing(size, read_runs(path, task)))
+    rows = summaries(read_runs(path, task))
     print(summary_table(rows))
     draw_accuracy(rows, arguments.out / "accuracy.png")
     draw_probabilities(arguments.out / "metrics.jsonl", arguments.out / "probabilities.png")
@@ -106,16 +108,15 @@ def parse(words: list[str]) -> argparse.Namespace:
     return parsed
 
 
-def run_on_ranks(arguments: argparse.Namespace) -> None:
-    """Run whatever the table lacks, on processes over gloo."""
-    done = {(run.method, run.rate, run.seed) for run in read_csv(arguments.out / "large_batch.csv")}
-    size = QUICK if arguments.quick else WHOLE
-    plans = [plan for plan in everything(size) if (plan.method, plan.rate, plan.seed) not in done]
-    # Before torch is imported there: idle threads that spin take the cores from the other ranks.
-    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, args=(arguments, size, plans, f"{folder}/store"), nprocs=RANKS)
+def task_of(dataset: str, network: str, size: Size) -> str:
+    """Return what trains on what for how long: only runs of one task can be compared."""
+    return f"{dataset}, {network}, {size.epochs} epochs of batches of {size.batch}, {RANKS} ranks"
+
+
+def missing(size: Size, runs: list[Run]) -> list[Plan]:
+    """Return what a table of these runs lacks."""
+    done = {Plan(run.method, run.rate, run.seed) for run in runs}
+    return [plan for plan in everything(size) if plan not in done]
 
 
 def everything(size: Size) -> Iterator[Plan]:
@@ -126,28 +127,27 @@ def everything(size: Size) -> Iterator[Plan]:
                 yield Plan(method, rate, seed)
 
 
-def _rank_main(
-    rank: int, arguments: argparse.Namespace, size: Size, plans: list[Plan], store: str
-) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+def train_all(arguments: argparse.Namespace, size: Size, plans: list[Plan]) -> None:
+    """Train every plan together with the other rank; the first writes the table."""
     images = open_images(arguments.dataset, arguments.data)
     for plan in plans:
         data = batches_of(images, size, plan.seed)
         # One log is enough: of the 60 % budget, at the first rate and seed.
-        logged = (plan.method, plan.rate, plan.seed) == (LOGGED, size.rates[0], 0)
+        logged = plan == Plan(LOGGED, size.rates[0], 0)
         log = arguments.out / "metrics.jsonl" if logged else None
         torch.manual_seed(plan.seed)
         module = small_network(arguments.network, FACTS[arguments.dataset])
         course = course_of(size, data.steps_per_epoch, plan.rate)
         outcome = train(module, data, plan.method, course, plan.seed, log)
-        if rank == 0:
-            append_csv(arguments.out / "large_batch.csv", Run(**vars(plan), outcome=outcome))
-            named = f"{plan.method.family} {plan.method.budget:.0%}, lr {plan.rate:g}"
-            share = f"{outcome.bytes_share:.0%} of the bytes, {outcome.seconds:.1f} s"
-            print(f"{named}, seed {plan.seed}: {outcome.test:.2f} %, {share}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+        if dist.get_rank() == 0:
+            append_csv(arguments.out / TABLE, Run(**vars(plan), outcome=outcome))
+            print(_told(plan, outcome), flush=True)
+
+
+def _told(plan: Plan, outcome: Outcome) -> str:
+    named = f"{plan.method.family} {plan.method.budget:.0%}, lr {plan.rate:g}, seed {plan.seed}"
+    share = f"{outcome.bytes_share:.0%} of the bytes, {outcome.seconds:.1f} s"
+    return f"{named}: {outcome.test:.2f} %, {share}"
 
 
 def batches_of(images: Images, size: Size, seed: int) -> Batches:

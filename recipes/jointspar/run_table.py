@@ -3,15 +3,12 @@
 import csv
 import math
 import statistics
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "bidirectional_topk"))
-
+from errors import RecipeError
 from layer_training import Method, Outcome
-from result_files import write_csv
+from result_files import read_csv, read_notes, write_csv
 
 _OUTCOME = ("validation", "test", "bytes_share", "step_ms", "backward_ms", "seconds")
 _HEADER = ("kind", "budget", "norm", "rate", "seed", *_OUTCOME)
@@ -46,9 +43,9 @@ class Summary:
         return statistics.stdev(self.tests) if len(self.tests) > 1 else 0.0
 
 
-def start_csv(path: Path) -> None:
-    """Begin a table, with the command, the versions and the date as comments above it."""
-    write_csv(path, _HEADER, [])
+def start_csv(path: Path, task: str) -> None:
+    """Begin the table of a task; what trains on what is among the comments above it."""
+    write_csv(path, _HEADER, [], task=task)
 
 
 def append_csv(path: Path, run: Run) -> None:
@@ -61,19 +58,30 @@ def append_csv(path: Path, run: Run) -> None:
         csv.writer(file, lineterminator="\n").writerow(row)
 
 
-def read_csv(path: Path) -> list[Run]:
-    """The runs of a table."""
-    with path.open() as file:
-        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
-    return [
-        Run(
-            Method(row["kind"], float(row["budget"]), row["norm"]),
-            float(row["rate"]),
-            int(row["seed"]),
-            Outcome(*(float(row[name]) for name in _OUTCOME)),
+def read_runs(path: Path, task: str) -> list[Run]:
+    """Return the runs of a task's table.
+
+    Raises:
+        RecipeError: if there is no table, or it is of another task.
+    """
+    if not path.is_file():
+        raise RecipeError(f"there is no {path}: recipes/jointspar/large_batch.py writes it first")
+    found = read_notes(path).get("task", "a task that it does not name")
+    if found != task:
+        raise RecipeError(
+            f"{path} holds runs of {found}, which say nothing of {task}: name another folder by "
+            "--out"
         )
-        for row in rows
-    ]
+    return [_run(row) for row in read_csv(path)]
+
+
+def _run(row: dict[str, str]) -> Run:
+    return Run(
+        Method(row["kind"], float(row["budget"]), row["norm"]),
+        float(row["rate"]),
+        int(row["seed"]),
+        Outcome(*(float(row[name]) for name in _OUTCOME)),
+    )
 
 
 def summaries(runs: list[Run]) -> list[Summary]:

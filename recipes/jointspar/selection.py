@@ -11,20 +11,18 @@ import argparse
 import sys
 from pathlib import Path
 
+# The recipes are scripts: they import their neighbours as modules beside them.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
-from drawing import save
+from errors import told_in_one_line
+from result_files import make_folder, pyplot, save_figure, write_csv
+from torchvision_compat import import_torchvision
 
 from torchcomp.algorithms.bandit import sample
 from torchcomp.algorithms.layers import default_layers
 from torchcomp.exchange import sum_bytes
 from torchcomp.keys import Key
-
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "bidirectional_topk"))
-
-from result_files import pyplot, write_csv
-from torchvision_compat import import_torchvision
 
 RANKS = (2, 4, 8, 16, 32, 64)
 BUDGETS = (0.3, 0.6)
@@ -53,11 +51,13 @@ def measure(sizes: np.ndarray, budget: float, ranks: int) -> tuple[float, float,
     return float(np.mean(unions)), float(np.mean(own)) / dense, float(np.mean(shared)) / dense
 
 
+@told_in_one_line()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     folder = Path(__file__).resolve().parent / "results"
     parser.add_argument("--out", type=Path, default=folder, help="folder of the files [results]")
     out = parser.parse_args().out
+    make_folder(out)
     sizes = layer_bytes()
     rows = [(b, n, *measure(sizes, b, n)) for b in BUDGETS for n in RANKS]
     header = ["budget", "ranks", "union_of_layers", "per_rank_bytes", "shared_bytes"]
@@ -84,7 +84,7 @@ def draw(rows: list[tuple[float, ...]], path: Path) -> None:
     axes.set_title("ResNet-18: what an all-reduce of the kept layers carries")
     axes.grid(True, alpha=0.3)
     axes.legend(fontsize=8)
-    save(figure, path)
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

@@ -10,49 +10,57 @@ The runs of ``large_batch.py`` again, one seed each, every method at the rate th
 
 import argparse
 import json
-import os
-import subprocess
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
-# Before any process group: see torchcomp/ddp/__init__.py.
-import torch._dynamo
-import torch.distributed as dist
-from drawing import draw_wall_clock
-from image_sets import FACTS, open_images
-from large_batch import RANKS, WHOLE, batches_of, course_of
-from layer_training import Method, Outcome, train
-from networks import small_network
-from run_table import Summary, read_csv, summaries
-
 # The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "bidirectional_topk"))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import torch
+import torch.distributed as dist
+from drawing import draw_wall_clock
+from errors import told_in_one_line
+from image_sets import FACTS, open_images
+from large_batch import RANKS, TABLE, WHOLE, batches_of, course_of, task_of
+from layer_training import Method, Outcome, train
 from net.hosts import Hosts
+from net.launch import LaunchError, lines_of
 from net.shell import ShellError
-from result_files import write_csv
+from networks import small_network
+from result_files import make_folder, write_csv
+from run_table import Summary, read_runs, summaries
+
+from torchcomp.checks import check_count
 
 _HERE = Path(__file__).resolve().parent
 _PORT = 29510
 _SECONDS = 900
-# One thread a rank; idle threads that spin would take the core from another rank.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+_DATASET, _NETWORK = "digits", "mlp"
 
 
+@told_in_one_line()
 def main() -> None:
     arguments = parse(sys.argv[1:])
     if arguments.rank is not None:
         work(arguments)
         return
-    rows = [row for row in summaries(read_csv(arguments.out / "large_batch.csv")) if shown(row)]
+    # SIGTERM ends like Ctrl-C: through every finally.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    runs = read_runs(arguments.out / TABLE, task_of(_DATASET, _NETWORK, WHOLE))
+    make_folder(arguments.out)
+    rows = [row for row in summaries(runs) if shown(row)]
     try:
         outcomes = measure(arguments, rows)
-    except ShellError as error:
+    except (ShellError, LaunchError) as error:
         sys.exit(f"error: {error}")
+    save(arguments, rows, outcomes)
+
+
+def save(arguments: argparse.Namespace, rows: list[Summary], outcomes: list[Outcome]) -> None:
+    """Show and write the table, and draw it."""
     header = ["kind", "budget", "norm", "rate", "mbit", "delay_us", "ranks", "accuracy"]
     header += ["deviation", "bytes_share", "step_ms", "backward_ms", "seconds"]
     cells = [cells_of(arguments, row, o) for row, o in zip(rows, outcomes, strict=True)]
@@ -72,7 +80,12 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=folder, help="folder of the files [results]")
     for name in ("rank", "address", "plans"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
-    return parser.parse_args(words)
+    parsed = parser.parse_args(words)
+    check_count("--mbit", parsed.mbit)
+    check_count("--delay-us", parsed.delay_us, 0)
+    if parsed.steps is not None:
+        check_count("--steps", parsed.steps)
+    return parsed
 
 
 def shown(row: Summary) -> bool:
@@ -83,29 +96,15 @@ def shown(row: Summary) -> bool:
 def measure(arguments: argparse.Namespace, rows: list[Summary]) -> list[Outcome]:
     """Train every method of the rows on hosts of its own network."""
     plans = json.dumps([[asdict(row.method), row.rate] for row in rows])
+    program = [sys.executable, str(Path(__file__).resolve()), "--plans", plans]
+    if arguments.steps is not None:
+        program += ["--steps", str(arguments.steps)]
     with Hosts(RANKS, arguments.mbit, arguments.delay_us) as hosts:
-        workers = []
-        for rank in range(RANKS):
-            command = [sys.executable, __file__, "--rank", str(rank), "--plans", plans]
-            command += ["--address", hosts.address(0)]
-            if arguments.steps is not None:
-                command += ["--steps", str(arguments.steps)]
-            workers.append(
-                subprocess.Popen(
-                    [*hosts.inside(rank), *command],
-                    env={**os.environ, **_ENVIRONMENT, "GLOO_SOCKET_IFNAME": hosts.interface},
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-            )
-        try:
-            outputs = [worker.communicate(timeout=_SECONDS)[0] for worker in workers]
-        finally:
-            for worker in workers:
-                worker.kill()
-    if any(worker.returncode for worker in workers):
-        raise ShellError("a rank failed: its own message is above")
-    return [Outcome(**json.loads(line)) for line in outputs[0].splitlines()]
+        commands = [
+            [*hosts.inside(rank), *program, "--rank", str(rank), "--address", hosts.address(0)]
+            for rank in range(RANKS)
+        ]
+        return [Outcome(**line) for line in lines_of(commands, hosts.interface, _SECONDS)]
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -117,12 +116,12 @@ def work(arguments: argparse.Namespace) -> None:
         rank=int(arguments.rank),
         world_size=RANKS,
     )
-    images = open_images("digits", None)
+    images = open_images(_DATASET, None)
     for method, rate in json.loads(arguments.plans):
         data = batches_of(images, WHOLE, seed=0)
         course = course_of(WHOLE, data.steps_per_epoch, rate, arguments.steps)
         torch.manual_seed(0)
-        module = small_network("mlp", FACTS["digits"])
+        module = small_network(_NETWORK, FACTS[_DATASET])
         outcome = train(module, data, Method(**method), course, seed=0)
         if arguments.rank == "0":
             print(json.dumps(asdict(outcome)), flush=True)

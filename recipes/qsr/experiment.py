@@ -18,13 +18,19 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+# The recipes are scripts: they import their neighbours as modules beside them.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 from comparison import METHODS, Comparison, Entry, Grid
+from errors import told_in_one_line
 from figures import draw_accuracy, draw_schedules
 from ledger import read_outcomes
 from local_training import Length
 from processes import on_processes
-from result_files import write_csv
-from task import LABEL_NOISE, RecipeError, open_task
+from result_files import make_folder, write_csv
+from task import LABEL_NOISE, open_task
+
+from torchcomp.checks import check_count, check_share
 
 _HERE = Path(__file__).resolve().parent
 RANKS = 4
@@ -33,17 +39,16 @@ QUICK_EPOCHS = {"epochs": 6, "warmup_epochs": 1}
 QUICK_GRID = Grid(rates=(0.1,), seeds=(1000,))
 
 
+@told_in_one_line()
 def main() -> None:
     """Run, show and write; bad input ends in one line."""
     arguments = parse(sys.argv[1:])
     started = time.monotonic()
     runs = arguments.out / "runs.csv"
-    try:
-        # Here first, so that what is missing is told before any process starts.
-        open_task(arguments.dataset, arguments.data, arguments.label_noise)
-        known = read_outcomes(runs) if arguments.resume else {}
-    except RecipeError as error:
-        sys.exit(f"error: {error}")
+    # Here first, so that what is missing is told before any process starts.
+    open_task(arguments.dataset, arguments.data, arguments.label_noise)
+    known = read_outcomes(runs) if arguments.resume else {}
+    make_folder(arguments.out)
     comparison = on_processes(arguments, known)
     print(f"\n{table(comparison)}\n")
     save(comparison, arguments.out)
@@ -65,12 +70,14 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=RANKS, help=f"processes [{RANKS}]")
     parser.add_argument("--out", type=Path, help="folder of the files [results; else runs/qsr]")
     parsed = parser.parse_args(words)
+    # A method that is named twice is run once.
+    parsed.methods = list(dict.fromkeys(parsed.methods))
     for name in ("seeds", "epochs", "ranks"):
         value = getattr(parsed, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} must be at least 1, found {value}")
-    if parsed.label_noise is not None and not 0 <= parsed.label_noise <= 1:
-        parser.error(f"--label-noise must be a share from 0 to 1, found {parsed.label_noise:g}")
+        if value is not None:
+            check_count(f"--{name}", value)
+    if parsed.label_noise is not None:
+        check_share("--label-noise", parsed.label_noise)
     _fill(parsed)
     length = parsed.length
     if length.epochs <= length.warmup_epochs:

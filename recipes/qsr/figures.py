@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-# ledger.py has put the neighbouring experiments on the path.
 from comparison import METHODS, Comparison, Entry
 from local_training import PARALLEL, rate_of
-from result_files import pyplot
+from result_files import pyplot, save_figure
 
 import torchcomp
 
@@ -47,7 +46,7 @@ def draw_schedules(comparison: Comparison, path: Path) -> None:
     lower.set_xlabel("step")
     for axes in (upper, lower):
         axes.grid(True, alpha=0.3)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def rounds(comparison: Comparison, schedule: str) -> tuple[list[int], list[int]]:
@@ -93,7 +92,7 @@ def draw_accuracy(comparison: Comparison, path: Path) -> None:
         axes.set_ylabel("accuracy, %")
         axes.grid(True, alpha=0.3)
     left.legend(fontsize=8, loc="lower left")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _draw_entry(axes: Any, entry: Entry, share: float, style: dict[str, str]) -> None:
@@ -101,9 +100,3 @@ def _draw_entry(axes: Any, entry: Entry, share: float, style: dict[str, str]) ->
     axes.plot([share] * len(values), values, ".", color=style["color"], alpha=0.4)
     spread = entry.deviation if len(values) > 1 else None
     axes.errorbar(share, entry.accuracy, spread, capsize=5, label=entry.method, **style)
-
-
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot().close(figure)

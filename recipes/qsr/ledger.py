@@ -1,19 +1,13 @@
 """Every finished run, written down at once, so that ``--resume`` loses no more than one."""
 
-import csv
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from errors import RecipeError
 from local_training import Outcome
-from task import RecipeError
-
-# The CSV's heading and the plotting library are those of the neighbouring experiments.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "bidirectional_topk"))
-
-from result_files import write_csv
+from result_files import read_csv, write_csv
 
 
 @dataclass(frozen=True)
@@ -70,14 +64,13 @@ def read_outcomes(path: Path) -> dict[Run, Outcome]:
     """
     if not path.exists():
         raise RecipeError(f"--resume finds no {path}: without it, the experiment starts afresh")
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    rows = list(csv.reader(lines))
-    if not rows or rows[0] != [*_KEY, *_VALUE]:
+    rows = read_csv(path)
+    if not rows or list(rows[0]) != [*_KEY, *_VALUE]:
         raise RecipeError(
             f"--resume cannot use {path}, whose columns are not {', '.join([*_KEY, *_VALUE])}"
         )
-    return {Run(*_typed(row, _KEY)): Outcome(*_typed(row[len(_KEY) :], _VALUE)) for row in rows[1:]}
+    return {Run(*_typed(row, _KEY)): Outcome(*_typed(row, _VALUE)) for row in rows}
 
 
-def _typed(row: list[str], kinds: dict[str, Callable[[str], Any]]) -> list[Any]:
-    return [kind(cell) for kind, cell in zip(kinds.values(), row, strict=False)]
+def _typed(row: dict[str, str], kinds: dict[str, Callable[[str], Any]]) -> list[Any]:
+    return [kind(row[name]) for name, kind in kinds.items()]

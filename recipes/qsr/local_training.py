@@ -8,17 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from image_data.augment import Augmentation
+from image_data.order import TrainOrder
 from task import Part, Task
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-
-# task.py has put the recipes on the path.
-from image_data.augment import Augmentation  # isort: skip
-from image_data.order import TrainOrder  # isort: skip
-from lr_schedules import Rate, cosine, warmed_up  # isort: skip
+from torchcomp.learning_rates import Rate, cosine, warmed_up
 
 FINAL_RATE = 1e-6
 PARALLEL = "parallel"

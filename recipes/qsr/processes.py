@@ -1,41 +1,18 @@
 """The comparison on ranks that are processes of this machine."""
 
 import argparse
-import os
-import tempfile
 
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from comparison import Comparison, Laboratory, compare
 from ledger import Ledger, Run
+from local_ranks import run_on_ranks
 from local_training import Outcome
 from task import open_task
 
 
 def on_processes(arguments: argparse.Namespace, known: dict[Run, Outcome]) -> Comparison:
     """Compare on processes over gloo."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Before torch is imported there: idle threads that spin take the cores from the other ranks.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, args=(folder, arguments, known), nprocs=arguments.ranks)
-        comparison: Comparison = torch.load(f"{folder}/comparison.pt", weights_only=False)
-    return comparison
-
-
-def _rank_main(
-    rank: int, folder: str, arguments: argparse.Namespace, known: dict[Run, Outcome]
-) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=arguments.ranks)
-    comparison = on_this_rank(arguments, known)
-    if rank == 0:
-        torch.save(comparison, f"{folder}/comparison.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return run_on_ranks(arguments.ranks, on_this_rank, arguments, known)[0]
 
 
 def on_this_rank(arguments: argparse.Namespace, known: dict[Run, Outcome]) -> Comparison:

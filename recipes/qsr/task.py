@@ -1,23 +1,17 @@
 """What the ranks train on: images as bytes in three parts, and a model of their size."""
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-from errors import RecipeError as RecipeError
 from image_data.augment import normalised
 from image_data.order import NOISE, keyed_seed
 from image_data.presets import PRESETS, Preset
 from image_data.public_sets import read_public
-from image_data.sources import Arrays, digits
+from image_data.sources import Arrays
 from models import SmallCNN
+from torch import Tensor, nn
 
 _HIDDEN = 128
 LABEL_NOISE = {"digits": 0.2, "cifar10": 0.0}
@@ -69,19 +63,20 @@ def open_task(dataset: str, data: Path | None, label_noise: float) -> Task:
 
     Args:
         dataset: "digits" or "cifar10".
-        data: CIFAR-10's python archive.
+        data: CIFAR-10's python archive; None for the digits, which are embedded.
         label_noise: the share of training labels that is drawn anew from all classes.
 
     Raises:
-        RecipeError: if CIFAR-10's archive is not where ``data`` says.
+        RecipeError: if CIFAR-10's archive is not where ``data`` says, or the digits are to lie
+            anywhere.
     """
-    task = _digits() if dataset == "digits" else _cifar10(data)
+    task = _digits(data) if dataset == "digits" else _cifar10(data)
     train = _noisy(task.train, task.preset.classes, label_noise)
     return replace(task, train=train, label_noise=label_noise)
 
 
-def _digits() -> Task:
-    whole = _joined(digits())
+def _digits(data: Path | None) -> Task:
+    whole = _joined(read_public("digits", data))
     # Few to train and many to judge: an image of 719 is 0.14 points.
     place = np.arange(len(whole)) % 5
     chosen = (place == 0, place % 2 == 1, (place == 2) | (place == 4))

@@ -7,8 +7,8 @@ from typing import Any
 
 from torchcomp.algorithms.tuning import Point
 
-# The CSV's heading and the plotting library are those of the neighbouring experiments.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "bidirectional_topk"))
+# The recipes are scripts: they import their neighbours as modules beside them.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from result_files import pyplot, write_csv
 

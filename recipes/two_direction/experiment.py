@@ -20,8 +20,8 @@ from contest import METHODS, Result, Setting, run, tuned
 from curves import draw_curves, write_curves
 from data_sets import DATASETS, RecipeError, open_samples
 
-# The CSV's heading and the plotting library are those of the neighbouring experiments.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "bidirectional_topk"))
+# The recipes are scripts: they import their neighbours as modules beside them.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from result_files import write_csv
 

@@ -32,8 +32,8 @@ from torchcomp.algorithms.tuning import tune
 from torchcomp.algorithms.two_direction import TwoDirectionMethod
 from torchcomp.compressors import Identity, RandK, TopK
 
-# The CSV's heading and the plotting library are those of the neighbouring experiments.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "bidirectional_topk"))
+# The recipes are scripts: they import their neighbours as modules beside them.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from result_files import pyplot, write_csv
 

@@ -95,7 +95,7 @@ def train_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[s
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    threads, cudnn = torch.get_num_threads(), torch.backends.cudnn
 
     def run(*flags: str) -> dict[str, Any]:
         settings = read_settings(list(flags))
@@ -106,9 +106,11 @@ def train_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[s
                 torch.distributed.destroy_process_group()
         return summary_in(Path(settings.out))
 
+    # As they are, to be put back: train.py chooses its own.
+    for flag in ("deterministic", "benchmark"):
+        monkeypatch.setattr(cudnn, flag, getattr(cudnn, flag))
     yield run
     torch.set_num_threads(threads)
-    torch.set_rng_state(state)
 
 
 @pytest.fixture

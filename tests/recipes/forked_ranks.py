@@ -6,7 +6,6 @@ not the same: a rank ends without Python's own tear-down, so tests of that use t
 
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from tests.support.patience import PATIENCE
 
@@ -25,9 +25,10 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 @dataclass(frozen=True)
 class Run:
-    """The ranks of a run, and the file that holds what they print."""
+    """The ranks of a run, the store that they meet at, and the file of what they print."""
 
     ranks: list[BaseProcess]
+    store: TCPStore
     printed: Path
 
     def is_alive(self) -> bool:
@@ -63,14 +64,15 @@ class Launcher:
     def start(self, *flags: str, ranks: int = 2) -> Run:
         """Start a run and return at once."""
         printed = self._folder / f"printed-{len(self._started)}"
-        port = str(_free_port())
+        # Held here, as torchrun does: a port that is free now may be taken when rank 0 comes to it.
+        store = TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
         processes = [
-            self._context.Process(target=_rank_main, args=(flags, rank, ranks, port, printed))
+            self._context.Process(target=_rank_main, args=(flags, rank, ranks, store.port, printed))
             for rank in range(ranks)
         ]
         for process in processes:
             process.start()
-        self._started.append(Run(processes, printed))
+        self._started.append(Run(processes, store, printed))
         return self._started[-1]
 
     def close(self) -> None:
@@ -88,13 +90,7 @@ def _environment_of_the_server() -> Iterator[None]:
         yield
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
-
-
-def _rank_main(flags: tuple[str, ...], rank: int, ranks: int, port: str, printed: Path) -> None:
+def _rank_main(flags: tuple[str, ...], rank: int, ranks: int, port: int, printed: Path) -> None:
     """What a rank does: torchrun's environment, and then the script."""
     import train
 
@@ -103,7 +99,8 @@ def _rank_main(flags: tuple[str, ...], rank: int, ranks: int, port: str, printed
     os.dup2(file, sys.stderr.fileno())
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in places.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)
     # Not the fork server, which this process has inherited as the way to start its own.
     multiprocessing.set_start_method("fork", force=True)
     sys.argv = [str(RECIPES / "train.py"), *flags]

@@ -28,6 +28,7 @@ import downlink  # noqa: E402
 import problems  # noqa: E402
 import simulation  # noqa: E402
 import workers  # noqa: E402
+from errors import RecipeError  # noqa: E402
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SIMULATED = [
@@ -325,16 +326,32 @@ def test_data_that_is_not_there_is_told(dataset: str, given: str, tmp_path: Path
     folder = {"nothing": None, "an empty folder": tmp_path}.get(given, tmp_path / "absent")
     told = {"nothing": "--data is not given", "an empty folder": str(tmp_path)}
     expected = told.get(given, "which does not exist")
-    with pytest.raises(problems.RecipeError, match=expected):
+    with pytest.raises(RecipeError, match=expected):
         problems.open_problem(dataset, "mlp", folder)
 
 
-def test_bad_data_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "argv", ["workers.py", "--dataset", "mnist", "--data", str(tmp_path)])
+@pytest.mark.parametrize(
+    ("script", "words", "message"),
+    [
+        (workers, ["--dataset", "mnist", "--data", "."], "error: --data .: torchvision finds no"),
+        (workers, ["--data", "/nowhere"], "error: --data /nowhere: --dataset digits is embedded"),
+        (workers, ["--out", __file__], f"error: --out {__file__} must be a folder"),
+        (workers, ["--processes", "0"], "error: --processes must be a whole number of at least 1"),
+        (counterexample, ["--out", __file__], f"error: --out {__file__} must be a folder"),
+    ],
+)
+def test_bad_input_ends_in_one_line_before_anything_starts(
+    script: Any, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script.py", *words])
     with pytest.raises(SystemExit) as ended:
-        workers.main()
-    assert str(ended.value).startswith("error: --data ")
+        script.main()
+    assert str(ended.value).startswith(message)
     assert "\n" not in str(ended.value)
+
+
+def test_a_model_that_is_named_twice_is_measured_once() -> None:
+    assert workers.parse(["--models", "cnn", "mlp", "cnn"]).models == ["cnn", "mlp"]
 
 
 def test_results_of_the_repository_are_not_overwritten_by_accident() -> None:

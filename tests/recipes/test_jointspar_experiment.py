@@ -1,6 +1,5 @@
 """The experiments on JointSpar: the paper's configurations, runs on two ranks, and the tables."""
 
-import csv
 import gzip
 import json
 import math
@@ -9,6 +8,7 @@ import struct
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,10 +35,17 @@ import large_batch  # noqa: E402
 import layer_training  # noqa: E402
 import networks  # noqa: E402
 import paper  # noqa: E402
+import paper_data  # noqa: E402
 import run_table  # noqa: E402
 import selection  # noqa: E402
+import wall_clock  # noqa: E402
+from errors import RecipeError  # noqa: E402
 from image_data import public_sets  # noqa: E402
 from layer_training import Course, Method, Outcome  # noqa: E402
+from options import read_options  # noqa: E402
+from paper_setting import Setting  # noqa: E402
+from result_files import read_csv  # noqa: E402
+from settings import Settings  # noqa: E402
 
 CONFIGS = sorted((FOLDER / "configs").glob("*.yaml"))
 SIX = {"mnist", "fashion-mnist", "svhn", "cifar10", "cifar100", "imagenet"}
@@ -52,8 +59,8 @@ def _one_thread() -> Any:
     torch.set_num_threads(threads)
 
 
-def setting_of(*words: str) -> paper.Setting:
-    return paper.resolve(paper.parse([*words, "--dry-run"]))
+def setting_of(*words: str) -> Setting:
+    return read_options(Setting, list(words))
 
 
 # --- The paper's configurations -------------------------------------------------------------------
@@ -99,38 +106,51 @@ def test_a_dry_run_from_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--dataset", "cifar11"], "dataset 'cifar11' is not one of .*nearest is 'cifar10'"),
-        (["--method", "joint"], "method 'joint' is not one of dense, jointspar"),
-        (["--epochs", "0"], "epochs must be at least 1, found 0"),
-        (["--warmup-epochs", "90"], "from 0 to below the 90 epochs, found 90"),
-        (["--drops", "50", "30"], r"drops must rise and lie between 1 and 89, found \(50, 30\)"),
-        (["--method", "dense"], "budget 0.6 does not fit method dense"),
+        (["--dataset", "cifar11"], "--dataset 'cifar11' is not one of .*nearest: cifar10"),
+        (["--method", "joint"], "--method 'joint' is not one of dense, jointspar"),
+        (["--epochs", "0"], "--epochs must be at least 1, found 0"),
+        (["--warmup-epochs", "90"], "--warmup-epochs 90 leaves nothing of --epochs 90"),
+        (["--drops", "50,30"], "--drops must rise and lie between 1 and 89 .*, found 50, 30"),
+        (["--method", "dense"], "--budget 0.6 does not fit --method dense"),
+        (["--rate", "nan"], "--rate: expected a finite number, found 'nan'"),
+        (["--budget", "5"], "--budget must be at most 1, found 5.0"),
+        (["--p-min", "3"], "--p-min must be at most 1, found 3.0"),
+        (["--p-min", "0.7"], "--p-min 0.7 is above --budget 0.6"),
+        (["--momentum", "2"], "--momentum must be below 1, found 2.0"),
         (["--config", "nowhere.yaml"], "no configuration file nowhere.yaml"),
     ],
 )
 def test_bad_settings_are_refused(words: list[str], message: str) -> None:
-    with pytest.raises(image_sets.RecipeError, match=message):
+    with pytest.raises(RecipeError, match=message):
         setting_of(*words)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("bugdet: 0.5", "unknown key 'bugdet' in .*; the nearest is 'budget'"),
-        ("epochs: 0.5", "epochs must be int, found 0.5"),
-        ("drops: 30", "drops must be list, found 30"),
+        ("bugdet: 0.5", "unknown key 'bugdet' in .*; the nearest setting is 'budget'"),
+        ("epochs: 0.5", "epochs: expected a whole number, found 0.5"),
+        ("drops: 30", "drops: expected a list of epochs such as 30,60,80, found 30"),
         ("- 1", "holds no settings"),
+        ("dataset: [", "bad.yaml is not YAML"),
     ],
 )
 def test_bad_configuration_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    with pytest.raises(image_sets.RecipeError, match=message):
+    with pytest.raises(RecipeError, match=message):
         setting_of("--config", str(path))
 
 
+def test_a_configuration_may_write_small_numbers_without_a_dot(tmp_path: Path) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text("rate: 1e-3\ndrops: []\n")
+    setting = setting_of("--config", str(path), "--alpha", "1e-4")
+    assert (setting.rate, setting.drops, setting.alpha) == (1e-3, (), 1e-4)
+
+
 def test_more_workers_than_images_are_refused() -> None:
-    with pytest.raises(image_sets.RecipeError, match="64 workers of 1024 images are more than"):
+    with pytest.raises(RecipeError, match="64 workers of 1024 images are more than"):
         paper.describe(setting_of("--dataset", "mnist"), 64)
 
 
@@ -149,7 +169,7 @@ def test_the_papers_recipe_trains_on_images_in_memory(
 ) -> None:
     words = ["--dataset", "cifar10", "--model", "mlp", "--batch", "50", "--epochs", "2"]
     words += ["--warmup-epochs", "1", "--drops", "1", "--shift", "4", "--mirror"]
-    paper.run(setting_of(*words), cifar_archive, tmp_path / "out")
+    paper.run(setting_of(*words, "--data", str(cifar_archive), "--out", str(tmp_path / "out")))
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     # The first step keeps everything; then layers are drawn.
     rows = [json.loads(line) for line in lines]
@@ -162,19 +182,16 @@ def test_the_papers_recipe_trains_on_images_in_memory(
 def test_the_papers_recipe_trains_on_photographs(
     alone: None, photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paper, "Settings", lambda **options: REAL_SETTINGS(**options, **SMALL))
+    small = partial(Settings, loader="torchvision", image_size=32)
+    monkeypatch.setattr(paper_data, "Settings", small)
     words = ["--dataset", "imagenet", "--model", "torchvision/resnet18", "--batch", "4"]
-    words += ["--epochs", "1", "--warmup-epochs", "0", "--drops"]
-    paper.run(setting_of(*words), photo_folder, tmp_path / "out")
+    words += ["--epochs", "1", "--warmup-epochs", "0", "--drops", ""]
+    paper.run(setting_of(*words, "--data", str(photo_folder), "--out", str(tmp_path / "out")))
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 12 // 4
     assert 0 <= summary["test"] <= 100
-    with pytest.raises(image_sets.RecipeError, match="--data is not given: imagenet is read from"):
-        paper._open(setting_of(*words), None, SimpleNamespace(count=1, rank=0))
-
-
-REAL_SETTINGS = paper.Settings
-SMALL: dict[str, Any] = {"loader": "torchvision", "image_size": 32}
+    with pytest.raises(RecipeError, match="--data is not given: imagenet is read from"):
+        paper_data.open_data(setting_of(*words), SimpleNamespace(count=1, rank=0))
 
 
 # --- Data -----------------------------------------------------------------------------------------
@@ -223,10 +240,11 @@ def test_colours_come_last_or_first_by_data_set() -> None:
         ("cifar100", "nowhere", "--data is nowhere, which does not exist"),
         ("svhn", ".", "torchvision finds no SVHN there"),
         ("imagenet", ".", "--dataset 'imagenet': expected one of digits"),
+        ("digits", "nowhere", "--data nowhere: --dataset digits is embedded"),
     ],
 )
 def test_data_that_is_not_there_is_named(name: str, given: str | None, message: str) -> None:
-    with pytest.raises(image_sets.RecipeError, match=message):
+    with pytest.raises(RecipeError, match=message):
         image_sets.open_images(name, None if given is None else Path(given))
 
 
@@ -294,12 +312,12 @@ def run_of(method: Method, rate: float, seed: int, validation: float, test: floa
 
 def test_the_rate_is_chosen_by_held_out_images_and_reported_by_the_tests(tmp_path: Path) -> None:
     method, path = Method("jointspar", 0.6, "own"), tmp_path / "runs.csv"
-    run_table.start_csv(path)
+    run_table.start_csv(path, "digits, mlp")
     for seed in range(3):
         run_table.append_csv(path, run_of(method, 0.3, seed, 95.0, 90.0 + seed))
         run_table.append_csv(path, run_of(method, 1.0, seed, 94.0 + seed / 10, 99.0))
         run_table.append_csv(path, run_of(Method("dense"), 1.0, seed, 97.0, math.nan))
-    runs = run_table.read_csv(path)
+    runs = run_table.read_runs(path, "digits, mlp")
     assert len(runs) == 9
     chosen, dense = run_table.summaries(runs)
     assert (chosen.method, chosen.rate, chosen.mean, chosen.deviation) == (method, 0.3, 91.0, 1.0)
@@ -358,6 +376,84 @@ def test_measured_backward_passes_count_fewer_kernels_for_fewer_layers() -> None
     assert [cell[4] for cell in cells if cell[1] == "front dropped"] == ["0.448"]
 
 
+# --- Input that cannot be used --------------------------------------------------------------------
+
+
+def told_by(script: Any, words: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The line that a program ends with, in which it must not have started any work."""
+    monkeypatch.setattr(sys, "argv", [f"recipes/jointspar/{script.__name__}.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    line = str(ended.value)
+    assert line.startswith("error: ")
+    assert "\n" not in line
+    return line
+
+
+def test_runs_of_another_task_are_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = large_batch.task_of("digits", "mlp", large_batch.WHOLE)
+    run_table.start_csv(tmp_path / "large_batch.csv", whole)
+    before = (tmp_path / "large_batch.csv").read_text()
+    words = ["--resume", "--out", str(tmp_path)]
+    asked = {
+        "--quick": large_batch.task_of("digits", "mlp", large_batch.QUICK),
+        "--network=conv": large_batch.task_of("digits", "conv", large_batch.WHOLE),
+    }
+    for flag, task in asked.items():
+        line = told_by(large_batch, [*words, flag], monkeypatch)
+        assert f"holds runs of {whole}, which say nothing of {task}" in line
+    assert (tmp_path / "large_batch.csv").read_text() == before
+
+
+def test_the_published_runs_can_be_gone_on_with() -> None:
+    task = large_batch.task_of("digits", "mlp", large_batch.WHOLE)
+    runs = run_table.read_runs(FOLDER / "results" / "large_batch.csv", task)
+    assert large_batch.missing(large_batch.WHOLE, runs) == []
+    assert large_batch.missing(large_batch.WHOLE, runs[1:]) == [
+        large_batch.Plan(runs[0].method, runs[0].rate, runs[0].seed)
+    ]
+
+
+@pytest.mark.parametrize("script", [backward, bandit, large_batch, selection])
+def test_an_out_that_is_a_file_is_told_before_anything_starts(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    line = told_by(script, ["--out", str(path)], monkeypatch)
+    assert line == f"error: --out {path} must be a folder, and cannot be made: File exists"
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "message"),
+    [
+        (backward, ["--rounds", "0"], "--rounds must be a whole number of at least 15, not 0"),
+        (backward, ["--rounds", "-3"], "--rounds must be a whole number of at least 15, not -3"),
+        (large_batch, ["--data", "/nowhere"], "--data /nowhere: --dataset digits is embedded"),
+        (wall_clock, ["--mbit", "0"], "--mbit must be a whole number of at least 1, not 0"),
+        (wall_clock, [], "large_batch.csv: recipes/jointspar/large_batch.py writes it first"),
+    ],
+)
+def test_flags_that_cannot_be_used_are_told(
+    script: Any, words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert message in told_by(script, [*words, "--out", str(tmp_path)], monkeypatch)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_on_hosts_end_with_the_one_that_fails() -> None:
+    python = [sys.executable, "-c"]
+    sleeps = [*python, "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
+    fails = [*python, "import sys, time; time.sleep(1); sys.exit('planted')"]
+    lines = wall_clock.lines_of([sleeps, fails], "lo", PATIENCE)
+    pid = next(lines)
+    with pytest.raises(wall_clock.LaunchError, match="rank 1 failed:\nplanted"):
+        next(lines)
+    assert not Path(f"/proc/{pid}").exists()
+
+
 # --- Whole scripts --------------------------------------------------------------------------------
 
 
@@ -367,8 +463,7 @@ def test_the_quick_run_ends_and_goes_on(tmp_path: Path) -> None:
     command += ["--out", str(tmp_path)]
     for more in ([], ["--resume"]):
         subprocess.run([*command, *more], cwd=ROOT, check=True, timeout=PATIENCE)
-    rows = list(csv.DictReader((tmp_path / "large_batch.csv").read_text().splitlines()[3:]))
-    assert len(rows) == 2 * len(large_batch.methods((0.6,)))
+    assert len(read_csv(tmp_path / "large_batch.csv")) == 2 * len(large_batch.methods((0.6,)))
     assert (tmp_path / "probabilities.png").exists()
 
 
@@ -376,12 +471,12 @@ def test_the_quick_run_ends_and_goes_on(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 def test_a_short_run_on_shaped_hosts(tmp_path: Path) -> None:
     path = tmp_path / "large_batch.csv"
-    run_table.start_csv(path)
+    run_table.start_csv(path, large_batch.task_of("digits", "mlp", large_batch.WHOLE))
     for method in (Method("dense"), Method("jointspar", 0.6)):
         run_table.append_csv(path, run_of(method, 0.3, 0, 95.0, 95.0))
     command = [sys.executable, "recipes/jointspar/wall_clock.py", "--steps", "6"]
     subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, check=True, timeout=PATIENCE)
-    assert (tmp_path / "wall_clock.csv").read_text().count("\n") == 3 + 1 + 2
+    assert len(read_csv(tmp_path / "wall_clock.csv")) == 2
 
 
 def test_linear_layers_of_the_deep_mlp_are_as_many_as_asked_for() -> None:

@@ -32,6 +32,10 @@ import ledger  # noqa: E402
 import local_training  # noqa: E402
 import processes  # noqa: E402
 import task  # noqa: E402
+from errors import RecipeError  # noqa: E402
+from image_data.sources import digits  # noqa: E402
+
+from torchcomp.errors import SpecError  # noqa: E402
 
 RANKS = 2
 NUMEL = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10
@@ -249,7 +253,7 @@ def test_the_parts_of_the_digits_are_disjoint_and_only_training_labels_are_wrong
     opened = task.open_task("digits", None, 0.2)
     parts = (opened.train, opened.validation, opened.test)
     assert [len(part.labels) for part in parts] == [360, 719, 718]
-    clean = task._joined(task.digits())
+    clean = task._joined(digits())
     order = {"train": slice(0, None, 5), "odd": slice(1, None, 5)}
     wrong = (opened.train.labels != torch.from_numpy(clean.labels[order["train"]])).float().mean()
     # A tenth of the labels that are drawn anew are right again.
@@ -261,6 +265,8 @@ def test_the_parts_of_the_digits_are_disjoint_and_only_training_labels_are_wrong
     ("words", "problem"),
     [
         (["--dataset", "cifar10"], "--data is not given: cifar10 is read from there"),
+        (["--data", "nowhere"], "--data nowhere: --dataset digits is embedded"),
+        (["--out", __file__], "must be a folder, and cannot be made: File exists"),
         (["--resume", "--out", "nowhere"], "--resume finds no nowhere/runs.csv"),
         (["--resume", "--out", str(RECIPES / "qsr")], "--resume finds no"),
     ],
@@ -278,8 +284,6 @@ def test_what_is_missing_is_told_before_anything_starts(
     [
         (["--ranks", "3"], "--ranks must divide the batch of 32 images"),
         (["--epochs", "8"], "--epochs must exceed the 8 of warm-up"),
-        (["--label-noise", "1.5"], "--label-noise must be a share from 0 to 1, found 1.5"),
-        (["--seeds", "0"], "--seeds must be at least 1, found 0"),
     ],
 )
 def test_numbers_that_cannot_be_used_are_refused(
@@ -290,7 +294,23 @@ def test_numbers_that_cannot_be_used_are_refused(
     assert problem in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--label-noise", "1.5"], "--label-noise must be a number from 0 to 1, not 1.5"),
+        (["--seeds", "0"], "--seeds must be a whole number of at least 1, not 0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(words: list[str], problem: str) -> None:
+    with pytest.raises(SpecError, match=problem):
+        experiment.parse(words)
+
+
+def test_a_method_that_is_named_twice_is_run_once() -> None:
+    assert experiment.parse(["--methods", "SWAP", "QSR", "SWAP"]).methods == ["SWAP", "QSR"]
+
+
 def test_runs_of_another_kind_are_refused(tmp_path: Path) -> None:
     (tmp_path / "runs.csv").write_text("# command: other\nmethod,accuracy\n")
-    with pytest.raises(task.RecipeError, match="whose columns are not dataset, label_noise, ranks"):
+    with pytest.raises(RecipeError, match="whose columns are not dataset, label_noise, ranks"):
         ledger.read_outcomes(tmp_path / "runs.csv")

@@ -1,25 +1,19 @@
 """The learning rate of every step is the formula's, in float64."""
 
 import math
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lr_schedules import DECAYS, rate_of, warmed_up
+from lr_schedules import rate_of
 from settings import Settings
 from train import build_optimizer
 
-import torchcomp
+from torchcomp.learning_rates import DECAYS
 
 STEPS_PER_EPOCH = 10
 PEAK, FINAL = 0.8, 1e-6
-
-# T, W and peak rates of "A Quadratic Synchronization Rule for Distributed Deep Learning".
-VIT = {"total": 93_600, "warmup": 10_000, "peak": 0.008}
-VIT_LARGE_BATCH = {"total": 23_400, "warmup": 2_500, "peak": 0.016}
-RESNET152 = {"total": 62_400, "warmup": 1_560, "peak": 0.8}
 
 
 def settings(**changes: Any) -> Settings:
@@ -37,48 +31,6 @@ def by_hand(decay: str, *, total: int, warmup: int, peak: float = PEAK) -> np.nd
     rising = t < warmup
     rates[rising] = FINAL + (peak - FINAL) * t[rising] / warmup
     return rates
-
-
-def decayed(decay: str, *, total: int, warmup: int, peak: float) -> Any:
-    after = partial(DECAYS[decay], peak=peak, final=FINAL, total=total - warmup)
-    rate = partial(warmed_up, peak=peak, final=FINAL, steps=warmup)
-    return partial(rate, rate=lambda step: after(step - warmup))
-
-
-@pytest.mark.parametrize("run", [VIT, VIT_LARGE_BATCH, RESNET152])
-@pytest.mark.parametrize("decay", DECAYS)
-def test_decay_of_the_papers_runs_at_every_step(decay: str, run: dict[str, Any]) -> None:
-    rate = decayed(decay, **run)
-    rates = np.array([rate(t) for t in range(run["total"] + 1)])
-    # A power of two is exact; the others differ by the last bits of NumPy's cosine.
-    tolerance = 0 if decay == "step-cosine" else 1e-13
-    np.testing.assert_allclose(rates, by_hand(decay, **run), rtol=0, atol=tolerance * run["peak"])
-    assert rates[0] == FINAL
-    assert rates[-1] == (2.0**-20 if decay == "step-cosine" else FINAL)
-
-
-def test_step_cosine_falls_by_halves() -> None:
-    rate = decayed("step-cosine", **VIT)
-    rates = [rate(t) for t in range(VIT["warmup"], VIT["total"] + 1)]
-    assert sorted(set(rates), reverse=True) == [2.0**power for power in range(-7, -21, -1)]
-    assert rates == sorted(rates, reverse=True)
-    # Half a power of two below the peak, 2**-7.5, is where 2**-7 ends.
-    last = VIT["warmup"] + rates.count(2.0**-7) - 1
-    cosine = decayed("cosine", **VIT)
-    assert cosine(last) >= 2**-7.5 > cosine(last + 1)
-
-
-@pytest.mark.parametrize(
-    ("decay", "syncs"), [("cosine", 9_711), ("linear", 8_741), ("step-cosine", 9_880)]
-)
-def test_synchronisations_of_the_papers_vit(decay: str, syncs: int) -> None:
-    steps = torchcomp.sync_steps(
-        "qsr(alpha=0.0175, h_base=4)",
-        lr=decayed(decay, **VIT),
-        total_steps=VIT["total"],
-        warmup_steps=VIT["warmup"],
-    )
-    assert len(steps) == syncs
 
 
 @pytest.mark.parametrize("decay", DECAYS)

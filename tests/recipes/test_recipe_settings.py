@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 from errors import RecipeError
-from settings import Settings, read_settings, read_yaml, resolved
+from options import read_yaml, resolved
+from settings import Settings, read_settings
 
 CONFIGS = sorted((Path(__file__).parents[2] / "recipes" / "configs").rglob("*.yaml"))
 
@@ -64,14 +65,14 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
 
 
 def test_yaml_reads_small_numbers_without_a_dot(tmp_path: Path) -> None:
-    assert read_yaml(Path(written(tmp_path, "final_lr: 1e-7\n"))) == {"final_lr": 1e-7}
+    assert read_yaml(Settings, Path(written(tmp_path, "final_lr: 1e-7\n"))) == {"final_lr": 1e-7}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configurations_say_what_they_are_for_and_whether_they_were_run(path: Path) -> None:
     comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert any(line.startswith("# Run:") for line in comment)
-    read_yaml(path)
+    read_yaml(Settings, path)
 
 
 @pytest.mark.parametrize(
