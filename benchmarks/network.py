@@ -3,7 +3,7 @@
     python benchmarks/network.py                  # step time and bytes, over the whole grid
     python benchmarks/network.py --accuracy       # time to a test accuracy
     python benchmarks/network.py --loopback       # cost of the hook where the network is free
-    python benchmarks/network.py --quick          # a minute, to see that it works
+    python benchmarks/network.py --quick          # half a minute, to see that it works
 
 Results are rows of CSV in --out, written as they are measured; --resume leaves out those that are
 there. benchmarks/README.md says what the columns are, and benchmarks/report.py makes
@@ -22,6 +22,7 @@ from typing import Any
 from net.hosts import Hosts
 from net.job import Job
 from net.launch import LaunchError, results
+from net.names import BASELINES, PLAIN
 from net.rows import ACCURACY, STEPS, Table, conditions
 from net.shell import ShellError, missing
 
@@ -29,7 +30,6 @@ _HERE = Path(__file__).parent
 _PORT = 29500
 OURS = 'bidirectional(topk(0.01, values="int8"), topk(0.01, values="int8"))'
 QSR = "qsr(alpha=0.2, h_base=4)"
-BASELINES = ["no-op", "ddp", "bf16", "powersgd-1", "naive-topk"]
 MODELS = ("smallcnn", "resnet18", "mlp")
 
 
@@ -66,14 +66,15 @@ def parse(words: list[str]) -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--accuracy", action="store_true", help="time to a test accuracy")
     mode.add_argument("--loopback", action="store_true", help="two ranks, links not shaped")
-    add("--quick", action="store_true", help="a run of a minute that shows whether it works")
+    add("--quick", action="store_true", help="half a minute that shows whether it works")
     add("--resume", action="store_true", help="leave out what has a row already")
     add("--out", type=Path, help="folder of the CSV files [benchmarks/results]")
     add("--hosts", type=int, nargs="+", metavar="N")
     add("--mbit", type=int, nargs="+", metavar="RATE", help="Mbit/s of every link")
     add("--delay-us", type=int, default=500, help="one way [500]")
     add("--models", nargs="+", choices=MODELS)
-    add("--methods", nargs="+", metavar="METHOD", help=f"of {BASELINES}, or specs of torchcomp")
+    named = ", ".join(BASELINES)
+    add("--methods", nargs="+", metavar="METHOD", help=f"of {named}, or specs of torchcomp")
     add("--batch", type=int, default=16, help="images of a rank [16]")
     add("--seconds", type=float, default=20.0, help="to measure of a method [20]")
     add("--least", type=int, default=3, help="steps to measure at least [3]")
@@ -96,7 +97,7 @@ def _defaults(parsed: argparse.Namespace) -> dict[str, Any]:
     out = _HERE.parent / "runs" / "benchmarks" if parsed.quick else _HERE / "results"
     both = {"out": out, "methods": [*BASELINES, OURS]}
     if parsed.loopback:
-        return {**both, "methods": ["ddp", "mean", OURS], "models": ["resnet18"]}
+        return {**both, "methods": [PLAIN, "mean", OURS], "models": ["resnet18"]}
     if parsed.quick:
         return {**both, "hosts": [2], "mbit": [100], "models": ["smallcnn"]}
     if parsed.accuracy:

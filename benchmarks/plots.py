@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from net.names import BF16, FLOOR, PLAIN
 from report_accuracy import times_to_accuracy
-from report_data import PLAIN, StepRows
+from report_data import StepRows
 
 NAMES = ("step_time.png", "bytes.png", "time_to_accuracy.png")
 # Beside these two, slow links would leave nothing to see of the others: their bars are cut off.
-_DENSE = (PLAIN, "bf16")
+_DENSE = (PLAIN, BF16)
 _PARTS = {"compute": "#4c72b0", "encode": "#dd8452", "sockets": "#c7b299", "wait": "#c44e52"}
 
 
@@ -35,7 +36,6 @@ def step_time(steps: StepRows, model: str = "resnet18", hosts: int = 4) -> Any:
     panels = figure.subplots(max(1, len(rates)), squeeze=False)[:, 0]
     for axes, mbit in zip(panels, rates, strict=False):
         _step_panel(axes, steps, (model, hosts, mbit))
-    panels[-1].set_xlabel("milliseconds a step")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(_PARTS))
     return figure
@@ -59,7 +59,7 @@ def _step_panel(axes: Any, steps: StepRows, link: tuple[str, int, int]) -> None:
         _label_bar(axes, place, end, limit, note)
     axes.set_yticks(range(len(methods)), [short(method) for method in methods], fontsize=8)
     axes.set_title(f"{link[0]}, {link[1]} hosts, {link[2]:,} Mbit/s", fontsize=10)
-    axes.set_xlim(0, limit)
+    axes.set(xlim=(0, limit), xlabel="milliseconds a step")
 
 
 def _label_bar(axes: Any, place: int, end: float, limit: float, note: str) -> None:
@@ -96,7 +96,7 @@ def _none() -> Any:
 
 
 def _traffic_line(axes: Any, steps: StepRows, model: str, method: str, place: int) -> None:
-    if method == "no-op":
+    if method == FLOOR:
         return
     points = [(hosts, steps.payload(model, hosts, method)) for hosts in steps.values(1)]
     known = [(hosts, sent) for hosts, sent in points if sent]
@@ -123,7 +123,7 @@ def accuracy(path: Path) -> Any:
         axes.set_title(f"{mbit} Mbit/s", fontsize=10)
         axes.tick_params(axis="y", labelsize=9)
         axes.set_xlim(0, 1.65 * max(bar.seconds for bar in bars))
-    panels[-1].set_xlabel("seconds of training until the target accuracy (median)")
+        axes.set_xlabel("seconds of training until the target accuracy (median)")
     return figure
 
 

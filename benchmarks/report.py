@@ -11,8 +11,9 @@ from pathlib import Path
 
 import plots
 import report_kernels
+from net.names import BASELINES, FLOOR, PLAIN, POWERSGD
 from report_accuracy import Reached, loopback_ratios, times_to_accuracy
-from report_data import BASELINES, FLAT, FLOOR, PLAIN, POWERSGD, StepRows, read
+from report_data import FLAT, MISSING, StepRows, read
 
 _ROOT = Path(__file__).parents[1]
 RESULTS = _ROOT / "benchmarks" / "results"
@@ -20,7 +21,6 @@ DOCUMENT = _ROOT / "docs" / "performance.md"
 PICTURES = _ROOT / "docs" / "performance"
 _LOOPBACK_GOALS = {"mean": 1.03}
 _LOOPBACK_GOAL = 1.15
-_MISSING = "–"
 
 
 def main() -> None:
@@ -78,12 +78,13 @@ def document(results: Path) -> str:
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
 
-_HEAD = """
+_HEAD = f"""
 # Performance
 
 Made by `python benchmarks/report.py` from the CSV files in `benchmarks/results`: change nothing
 here by hand. What every column means and how to measure again is in
-[benchmarks/README.md](../benchmarks/README.md).
+[benchmarks/README.md](../benchmarks/README.md). In the tables, {MISSING} stands for what was not
+measured.
 """
 
 _STEP_TEXT = """
@@ -168,7 +169,7 @@ _FILES = ("network", "time_to_accuracy", "loopback")
 
 
 def parameters(rows: list[dict[str, str]], model: str) -> str:
-    return next((f"{int(r['parameters']):,}" for r in rows if r["model"] == model), _MISSING)
+    return next((f"{int(r['parameters']):,}" for r in rows if r["model"] == model), MISSING)
 
 
 # --- Goals ----------------------------------------------------------------------------------------
@@ -207,7 +208,7 @@ def above_floor_goal(steps: StepRows, method: str, model: str = "resnet18", host
     goal = f"100 Mbit/s, {hosts} hosts, {model}: time above `no-op` at most half of PowerSGD's"
     own, theirs = (steps.above_floor(model, hosts, 100, name) for name in (method, POWERSGD))
     if own is None or theirs is None:
-        return f"`{method}`", goal, "not measured", _MISSING
+        return f"`{method}`", goal, "not measured", MISSING
     share = own / theirs
     return f"`{method}`", goal, f"{own:.0f} ms of {theirs:.0f} ms: {share:.2f}", yes(share <= 0.5)
 
@@ -216,7 +217,7 @@ def accuracy_goal(reached: list[Reached], method: str, mbit: int = 10) -> Goal:
     goal = f"{mbit} Mbit/s: shortest time to accuracy of all"
     found = {one.method: one for one in reached if one.mbit == mbit}
     if method not in found:
-        return f"`{method}`", goal, "not measured", _MISSING
+        return f"`{method}`", goal, "not measured", MISSING
     best = min(found.values(), key=lambda one: (one.missed, one.seconds))
     told = f"{found[method].seconds:.2f} s; `{best.method}` takes {best.seconds:.2f} s"
     return f"`{method}`", goal, told, yes(best.method == method)
@@ -227,7 +228,7 @@ def flat_goal(steps: StepRows, model: str, method: str) -> Goal:
     sent = [steps.payload(model, hosts, method) for hosts in (4, 8, 16)]
     known = [value for value in sent if value]
     if len(known) < 3:
-        return f"`{method}`", goal, "not measured", _MISSING
+        return f"`{method}`", goal, "not measured", MISSING
     spread = max(known) / min(known)
     # A rank keeps its own share, 1 / ranks: plain DDP's bytes grow by 1.25 from 4 to 16 ranks, too.
     shares = [value / (1 - 1 / hosts) for value, hosts in zip(known, (4, 8, 16), strict=True)]
@@ -268,7 +269,7 @@ def step_table(steps: StepRows, model: str, hosts: int) -> str:
     rows = []
     for method in steps.methods():
         cells = [step_cell(steps, model, hosts, mbit, method) for mbit in rates]
-        if any(cell != _MISSING for cell in cells):
+        if any(cell != MISSING for cell in cells):
             rows.append([f"`{method}`", *cells])
     heads = [f"{model}, {hosts} hosts", *[f"{mbit:,} Mbit/s" for mbit in rates]]
     return markdown(heads, rows)
@@ -278,7 +279,7 @@ def step_cell(steps: StepRows, model: str, hosts: int, mbit: int, method: str) -
     time, ratio = (
         look(model, hosts, mbit, method) for look in (steps.milliseconds, steps.relative)
     )
-    return _MISSING if time is None or ratio is None else f"{time:,.1f} ({ratio:.3f})"
+    return MISSING if time is None or ratio is None else f"{time:,.1f} ({ratio:.3f})"
 
 
 def split_table(steps: StepRows, model: str, hosts: int) -> str:
@@ -292,7 +293,7 @@ def split_table(steps: StepRows, model: str, hosts: int) -> str:
             if method == FLOOR or split is None or row is None:
                 continue
             parts = [split.compute, split.encode, split.sockets, split.wait]
-            inside = f"{float(row['collective_ms']):,.1f}" if row["collective_ms"] else _MISSING
+            inside = f"{float(row['collective_ms']):,.1f}" if row["collective_ms"] else MISSING
             cells = [f"{part:,.1f}" for part in parts]
             rows.append([f"`{method}`", f"{mbit:,}", *cells, inside])
     return markdown(heads, rows)
@@ -304,7 +305,7 @@ def bytes_table(steps: StepRows, model: str) -> str:
     for method in steps.methods():
         sent = [steps.payload(model, hosts, method) for hosts in counts]
         if method != FLOOR and any(sent):
-            rows.append([f"`{method}`", *[f"{v:,.0f}" if v else _MISSING for v in sent]])
+            rows.append([f"`{method}`", *[f"{v:,.0f}" if v else MISSING for v in sent]])
     return markdown([model, *[f"{hosts} hosts" for hosts in counts]], rows)
 
 

@@ -5,7 +5,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from report_data import BASELINES, PLAIN, Row, read
+from net.names import BASELINES, PLAIN
+from report_data import Row, read
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,14 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+from net.names import BASELINES, FLOOR, PLAIN
+
 Row = dict[str, str]
 Key = tuple[str, int, int]
 
-FLOOR, PLAIN, POWERSGD = "no-op", "ddp", "powersgd-1"
-BASELINES = (FLOOR, PLAIN, "bf16", POWERSGD, "naive-topk")
 FLAT = 1.05
+MISSING = "–"
+"""In a table, what was not measured."""
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,12 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from report_data import Row, read
+from report_data import MISSING, Row, read
 
 COLD, WARM = "encode cold", "encode warm"
 DECODE, REPEATED = "decode 8", "decode 8 repeated"
 _LIMITS = {COLD: 5.5, WARM: 4.5, DECODE: 2.0, REPEATED: 2.0}
 _OTHERS = ("add + np.partition", "add + torch.topk", "add + torch.kthvalue", "PowerSGD")
-_MISSING = "–"
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def table(path: Path) -> tuple[list[str], list[list[str]]]:
     for case in cases(path):
         floor = float(case.rows["floor"]["ms"])
         values = [case.multiple(what) for what in heads[3:]]
-        cells = [_MISSING if value is None else f"{value:.1f}" for value in values]
+        cells = [MISSING if value is None else f"{value:.1f}" for value in values]
         rows.append([f"{case.n:,}", f"{case.k:,}", f"{floor:.3f}", *cells])
     return heads, rows
 

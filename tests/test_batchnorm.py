@@ -322,6 +322,7 @@ def nan_images():
         (shard, -3, SpecError, "not -3"),
         (shard, 4.5, SpecError, "not 4.5"),
         (shard, True, SpecError, "not True"),
+        (lambda: None, 6, SpecError, "loader must be an iterable of batches, not NoneType"),
         (lambda: [{"image": 1}], 6, SpecError, "begins with one, not dict"),
         (lambda: [()], 6, SpecError, "begins with one, not tuple"),
         (lambda: [("a.jpeg", 1)], 6, SpecError, "begins with one, not str"),

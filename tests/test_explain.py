@@ -9,7 +9,7 @@ from torch import nn
 import torchcomp
 from tests.local_sgd.script import Script
 from tests.support.ranks import on_threads
-from torchcomp import ScheduleError, SpecError, explain
+from torchcomp import ScheduleError, SpecError, UnsupportedModelError, explain
 from torchcomp.aggregators import EF
 from torchcomp.compressors import TopK
 
@@ -303,6 +303,10 @@ def test_averages_that_cannot_be_planned():
         explain("mean", compress="ef(topk(0.01))", **options)
     with pytest.raises(SpecError, match=r"outer= is for schedules, and 'mean' is a gradient"):
         explain("mean", outer="slowmo", **options)
+    run = {"lr": rate_of_zero, "total_steps": 9, "warmup_steps": 2}
+    for name, value in run.items():
+        with pytest.raises(SpecError, match=f"{name}= is for schedules, and 'mean' is a gradient"):
+            explain("mean", **{name: value}, **options)
     time = torchcomp.TimeModel(step_seconds=1.0, bandwidth=4000.0)
     with pytest.raises(SpecError, match="leave compress= out, or time="):
         explain("every(4)", total_steps=8, compress="ef(topk(0.01))", time=time, **options)
@@ -359,7 +363,8 @@ def test_table_says_everything_of_a_schedule():
     ["mean", "ef(topk(0.001))", "ef(topk(k=5, scope='tensor'), memory_dtype='fp32')", "every(7)"],
 )
 def test_table_fits_80_columns(spec, world_size, numel):
-    plan = explain(spec, numel=numel, world_size=world_size, total_steps=99_999)
+    run = {"total_steps": 99_999} if spec.startswith("every") else {}
+    plan = explain(spec, numel=numel, world_size=world_size, **run)
     assert max(map(len, str(plan).split("\n"))) <= 80
 
 
@@ -396,11 +401,22 @@ def rate_of_zero(step):
             {"numel": 5, "total_steps": 9},
             "give lr=, a function of the step",
         ),
+        (
+            "qsr(alpha=1, h_base=2)",
+            {"numel": 5, "total_steps": 9, "lr": 0.1},
+            "lr must be a function of the step, such as lambda step: 0.1, not 0.1",
+        ),
     ],
 )
 def test_bad_argument_is_refused(spec, options, problem):
     with pytest.raises(SpecError, match=problem):
         explain(spec, **{"world_size": 2} | options)
+
+
+@pytest.mark.parametrize("model", [nn.Linear, "resnet50"])
+def test_what_is_no_module_is_refused(model):
+    with pytest.raises(UnsupportedModelError, match=r"expected a torch.nn.Module, not (type|str)$"):
+        explain("mean", model=model, world_size=2)
 
 
 def test_impossible_rate_is_refused():

@@ -5,6 +5,7 @@ import torch
 
 from torchcomp.bucket import Bucket
 from torchcomp.memory import ErrorMemory
+from torchcomp.state import State
 
 SIZES = {"a": 2, "b": 3, "c": 1, "empty": 0}
 
@@ -174,3 +175,17 @@ def test_clear_forgets_everything(memory):
     memory.clear()
     memory.commit()
     assert held(memory) == {}
+
+
+def test_thresholds_of_a_step_that_does_not_count_are_forgotten():
+    state, ab = State(), ("a", "b")
+    state.load_agreed(("c",), {0: 7})
+    state.agreed(ab)[0] = 1
+    state.commit()
+    state.agreed(ab).update({0: 2, 1: 3})
+    state.agreed(("c",))[0] = 8
+    state.rollback()
+    assert (state.agreed(ab), state.agreed(("c",))) == ({0: 1}, {0: 7})
+    state.clear()
+    state.rollback()
+    assert state.agreed(ab) == {}

@@ -452,6 +452,18 @@ def test_switch_outside_of_the_run_is_refused_before_it(schedule, switch):
     )
 
 
+def test_only_a_rule_that_reads_the_rate_needs_it():
+    assert sync_steps("every(4)", total_steps=10) == [4, 8, 10]
+    with pytest.raises(SpecError, match=r"'qsr.*' reads the learning rate: give lr=, a function"):
+        sync_steps("qsr(alpha=0.2, h_base=4)", total_steps=10)
+
+
+@pytest.mark.parametrize("spec", ["every(4)", "qsr(alpha=0.2, h_base=4)"])
+def test_a_number_is_no_rate(spec):
+    with pytest.raises(SpecError, match=r"lr must be a function of the step, .*, not 0\.1"):
+        sync_steps(spec, lr=0.1, total_steps=10)
+
+
 def test_a_method_is_no_schedule():
     with pytest.raises(SpecError, match="is a gradient method"):
         sync_steps("ef(topk(0.01))", lr=lambda step: 1.0, total_steps=9)

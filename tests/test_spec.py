@@ -201,9 +201,11 @@ def refusal(text, parse=torchcomp.parse):
         ("^topkk(0.1)", "unknown name 'topkk'; did you mean 'topk'?"),
         ("ef(^topp(0.1))", "unknown name 'topp'; did you mean 'topk'?"),
         (
-            "ef(^zzz)",
+            "^zzz",
             "unknown name 'zzz'; methods: bidirectional, cast, ef, identity, mean",
         ),
+        ("ef(^zzz)", "unknown name 'zzz'; compressors: cast, identity, quantize, randk, topk"),
+        ("ef(^power1)", "unknown name 'power1'; compressors: "),
         ("topk(0.1, ^scop='tensor')", "topk has no option 'scop'; did you mean 'scope'?"),
         ("ef(randk(0.1, ^unbiase=True))", "randk has no option 'unbiase'; did you mean 'unbiased'"),
         ("topk(0.1, ^unbiased=True)", "('unbiased' is an option of randk)"),
@@ -250,6 +252,8 @@ def refusal(text, parse=torchcomp.parse):
         ),
         ("cast(^'fp8')", 'cast: dtype must be one of "bf16", "fp16", not \'fp8\''),
         ("cast(^None)", "not None"),
+        ("cast(^bf16)", "cast: dtype is a text and needs quotes, 'bf16' (a shell takes"),
+        ("ef(topk(0.1), memory_dtype=^fp16)", "memory_dtype is a text and needs quotes, 'fp16'"),
         (
             "mean(exchange=^'ring')",
             'mean: exchange must be one of "auto", "gather", "sum", "sharded"',
@@ -299,6 +303,25 @@ def test_syntax_error_shows_the_spec_and_a_caret_within_it(text):
     assert shown == f"  {text}"
     assert caret.strip() == "^"
     assert len(caret) <= len(shown) + 1
+
+
+def test_a_decimal_comma_is_answered_with_the_point():
+    problem = "not a spec: a number begins with a surplus 0; the decimal point is '.', as in 0.01"
+    assert refusal("ef(topk(0,01))").startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("text", "parse", "hint"),
+    [
+        ("powersgd(1)", torchcomp.parse, "did you mean 'power'?"),
+        ("powersgd(1)", parse_aggregator, "methods: bidirectional, "),
+        ("tpk(0.1)", parse_aggregator, "did you mean 'topk'?"),
+        ("tpk(0.1)", parse_schedule, "schedules: every, "),
+        ("tpk(0.1)", parse_outer_step, "outer steps: nesterov, slowmo"),
+    ],
+)
+def test_only_names_that_fit_the_place_are_suggested(text, parse, hint):
+    assert f"unknown name '{text.partition('(')[0]}'; {hint}" in refusal(text, parse)
 
 
 def test_caret_counts_from_the_spec_without_its_surplus_whitespace():

@@ -325,6 +325,27 @@ def test_random_frames_are_not_taken_for_messages():
         assert int(wire.inspect(frame, length)) != wire.INTACT
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_control_messages_end_with_a_check_number(dtype):
+    message = wire.seal_numbers(torch.tensor([7, 2**31 - 1], dtype=dtype))
+    checked = (256 * 2 + wire.VERSION) + 3 * 7 + 5 * (2**31 - 1)
+    assert int(message[2] - checked) % 2 ** (8 * dtype.itemsize) == 0
+    assert wire.inspect_numbers(message) == wire.INTACT
+    raw = message.view(torch.uint8)
+    for bit in range(8 * raw.numel()):
+        raw[bit // 8] ^= 1 << bit % 8
+        assert wire.inspect_numbers(message) == wire.MISCOUNTED, bit
+        raw[bit // 8] ^= 1 << bit % 8
+
+
+def test_control_messages_that_are_empty_cut_short_or_absent_are_told_apart():
+    nothing = wire.seal_numbers(torch.empty(0, dtype=torch.int64))
+    assert wire.inspect_numbers(nothing) == wire.INTACT
+    assert wire.inspect_numbers(torch.zeros(1, dtype=torch.int64)) == wire.MISCOUNTED
+    assert wire.inspect_numbers(torch.full((3,), wire.UNSENT)) == wire.ABSENT
+    assert wire.inspect_numbers(torch.tensor([5, 6, wire.UNSENT])) == wire.MISCOUNTED
+
+
 def test_a_message_of_random_bytes_stays_within_its_vector():
     noise = torch.Generator().manual_seed(0)
     for compressor in (TopK(k=5), TopK(0.5), TopK(k=5, values="int4"), Quantize("int4")):

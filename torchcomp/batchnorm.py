@@ -14,7 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.checks import check_count
-from torchcomp.errors import NonFiniteError, SpecError, UnsupportedModelError
+from torchcomp.ddp.checks import check_is_module
+from torchcomp.errors import NonFiniteError, SpecError
 from torchcomp.exchange import Exchange
 
 _log = logging.getLogger(__name__)
@@ -53,8 +54,8 @@ def reestimate_batchnorm(model: nn.Module, loader: Iterable[Any], images: int = 
             much as the others.
 
     Raises:
-        SpecError: if `images` is not a whole number above 0, a batch is something else, or the
-            loader ends before this rank's share.
+        SpecError: if `images` is not a whole number above 0, `loader` or a batch is something else,
+            or the loader ends before this rank's share.
         NonFiniteError: if statistics are not finite.
         UnsupportedModelError: if `model` is no module.
         RankMismatchError: on all ranks, if their parameters or layers differ, or some of them fail.
@@ -77,10 +78,9 @@ def _say_that_there_is_nothing_to_do() -> None:
     )
 
 
-def _unwrapped(model: object) -> tuple[nn.Module, dist.ProcessGroup | None]:
+def _unwrapped(model: nn.Module) -> tuple[nn.Module, dist.ProcessGroup | None]:
     """The user's module, and its ranks: DDP's forward would wait for ranks without a batch."""
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(f"expected a torch.nn.Module, not {type(model).__name__}")
+    check_is_module(model)
     inner = getattr(model, "_orig_mod", model)  # of a compiled DDP model
     if isinstance(inner, DistributedDataParallel):
         return inner.module, inner.process_group
@@ -175,6 +175,9 @@ def _passes(
 def _share(loader: Iterable[Any], images: int, world_size: int) -> Iterator[Tensor]:
     """The first batches of a rank's shard, with ``ceil(images / world_size)`` images at least."""
     check_count("images", images)
+    # A data set without __iter__ can be iterated over, too.
+    if not any(hasattr(loader, way) for way in ("__iter__", "__getitem__")):
+        raise SpecError(f"loader must be an iterable of batches, not {type(loader).__name__}")
     share, seen = -(-images // world_size), 0
     for batch in loader:
         inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch

@@ -1,13 +1,14 @@
 """Checkpoint: what a state dict must say so that it cannot be loaded into the wrong run."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchcomp.bucket import Shard, memory_order, shards
+from torchcomp.bucket import Group, Shard, memory_order, owned_shards, shards
 from torchcomp.errors import CheckpointError
 from torchcomp.exchange import Exchange
 
@@ -38,6 +39,73 @@ def strides(parameters: Mapping[str, nn.Parameter]) -> dict[str, list[int]]:
     return {name: list(parameter.stride()) for name, parameter in parameters.items()}
 
 
+def groups(names: Iterable[Iterable[str]]) -> tuple[Group, ...]:
+    """Groups of names as they were before a checkpoint made lists of them."""
+    return tuple(tuple(group) for group in names)
+
+
+def check_memory(
+    state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], exchange: Exchange
+) -> None:
+    """Require that error memories are whole, and fit a model and this rank's shards.
+
+    Raises:
+        CheckpointError: naming what is missing, unknown, or of another size.
+    """
+    check_division("buckets", state["buckets"], parameters)
+    if len(state["thresholds"]) != len(state["buckets"]):
+        raise CheckpointError(
+            f"a damaged checkpoint: {len(state['thresholds'])} thresholds for "
+            f"{len(state['buckets'])} buckets"
+        )
+    owned = owned_shards(groups(state["buckets"]), parameters, exchange.rank, exchange.world_size)
+    check_whole("error", state["error"], parameters)
+    check_whole("owner", state["owner"], sizes(owned))
+    check_owner(state, owned, parameters)
+
+
+def check_division(what: str, names: Iterable[Iterable[str]], parameters: Iterable[str]) -> None:
+    """Require groups of names that hold every parameter once.
+
+    Raises:
+        CheckpointError: naming those that they do not.
+    """
+    held, expected = Counter(n for group in names for n in group), Counter(iter(parameters))
+    if held != expected:
+        raise CheckpointError(
+            f"a damaged checkpoint: its {what} must hold every parameter of the model once, and do "
+            f"not for {_listed([*(held - expected), *(expected - held)])}"
+        )
+
+
+def check_whole(what: str, memory: Collection[str], names: Collection[str]) -> None:
+    """Require a memory of nothing, or of exactly these parameters: one less is a loss.
+
+    Raises:
+        CheckpointError: naming those that are missing or unknown.
+    """
+    differing = {
+        "lacks": sorted(set(names) - set(memory)),
+        "holds the foreign": sorted(set(memory) - set(names)),
+    }
+    problems = [f"{verb} {_listed(found)}" for verb, found in differing.items() if found]
+    if memory and problems:
+        raise CheckpointError(
+            f"a damaged checkpoint: its '{what}' must hold each of this rank's {len(names)} "
+            f"parameters, or none, and {' and '.join(problems)}"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(f"'{name}'" for name in names[:3]) + more
+
+
+def sizes(owned: Iterable[Shard]) -> dict[str, int]:
+    """How many elements of each parameter an owner of shards holds."""
+    return {n: s for shard in owned for n, s in zip(shard.names, shard.sizes, strict=True)}
+
+
 def check_owner(
     state: Mapping[str, Any], owned: Iterable[Shard], parameters: Mapping[str, nn.Parameter]
 ) -> None:
@@ -46,19 +114,20 @@ def check_owner(
     Raises:
         CheckpointError: naming the parameter whose memory order or piece differs.
     """
-    sizes = {n: s for shard in owned for n, s in zip(shard.names, shard.sizes, strict=True)}
+    mine = sizes(owned)
     here = strides(parameters)
     for name, part in state["owner"].items():
-        if part.numel() != sizes.get(name, 0):
+        if part.numel() != mine.get(name, 0):
             raise CheckpointError(
                 f"the checkpoint owes {part.numel()} elements of '{name}', and this rank owns "
-                f"{sizes.get(name, 0)}: torchcomp.redistribute(states, world_size) divides the "
+                f"{mine.get(name, 0)}: torchcomp.redistribute(states, world_size) divides the "
                 "memory of owners anew"
             )
-        if state["strides"][name] != here[name]:
+        saved = state["strides"].get(name)
+        if saved != here[name]:
             raise CheckpointError(
-                f"'{name}' has strides {state['strides'][name]} in the checkpoint and {here[name]} "
-                "in the model: bring the model into the memory format that it was saved in"
+                f"'{name}' has strides {saved} in the checkpoint and {here[name]} in the model: "
+                "bring the model into the memory format that it was saved in"
             )
 
 
@@ -76,7 +145,7 @@ def check_header(
     keys: Iterable[str],
     advice: Mapping[str, str],
 ) -> None:
-    """Require a complete state dict of this version, method, rank and world size.
+    """Require a state dict of this version, method, rank and world size, with all its keys.
 
     Args:
         state: what the user wants to load.
@@ -88,6 +157,8 @@ def check_header(
     Raises:
         CheckpointError: naming both values, and what to do.
     """
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"expected a state dict, not {type(state).__name__}")
     wanted = header(spec, exchange)
     missing = [name for name in (*wanted, *keys) if name not in state]
     if missing:

@@ -1,7 +1,6 @@
 """explain: what a method sends, keeps and costs, before anything runs."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -14,14 +13,15 @@ from torchcomp.aggregators.base import Shape
 from torchcomp.bucket import Caps, merge, partition
 from torchcomp.checks import check_count
 from torchcomp.component import Component
-from torchcomp.ddp.checks import bucket_caps, trained_parameters
+from torchcomp.ddp.checks import bucket_caps, check_is_module, trained_parameters
 from torchcomp.errors import SpecError
-from torchcomp.exchange import Load, sum_bytes
+from torchcomp.learning_rates import Rate
 from torchcomp.outer_steps import OuterStep
 from torchcomp.plan import Plan
 from torchcomp.schedules import Horizon, Schedule, synchronisations
 from torchcomp.spec import parse, parse_aggregator, parse_outer_step, parse_schedule
 from torchcomp.time_model import TimeModel, WallClock
+from torchcomp.traffic import Load, sum_bytes
 
 
 def explain(
@@ -31,7 +31,7 @@ def explain(
     numel: int | None = None,
     model: nn.Module | None = None,
     dtype: torch.dtype = torch.float32,
-    lr: Callable[[int], float] | None = None,
+    lr: Rate | None = None,
     total_steps: int | None = None,
     warmup_steps: int = 0,
     compress: str | Component = "mean",
@@ -50,7 +50,7 @@ def explain(
         numel: number of gradient elements, taken as one vector; or give `model`.
         model: a module, or a DDP model, whose parameters are grouped as in training.
         dtype: gradient dtype that goes with `numel`.
-        lr: for a schedule, learning rate as a function of the steps taken so far.
+        lr: for a schedule that reads it, learning rate as a function of the steps taken so far.
         total_steps: for a schedule, optimizer steps of the run.
         warmup_steps: for a schedule, steps of warm-up.
         compress: for a schedule, the method that averages, as in :class:`torchcomp.LocalSGD`.
@@ -60,7 +60,10 @@ def explain(
         rank: whose traffic; ranks differ by a few bytes where shards are uneven.
 
     Raises:
-        SpecError: if the spec cannot be built, or an argument that it needs is missing.
+        SpecError: if the spec cannot be built, or an argument cannot be used, is missing, or is not
+            for such a spec.
+        ScheduleError: if the schedule cannot use a rate.
+        UnsupportedModelError: if `model` is no module.
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise SpecError(f"dtype must be a floating-point torch.dtype, not {dtype!r}")
@@ -74,7 +77,9 @@ def explain(
     if isinstance(built, Schedule):
         run = _run(built, lr, total_steps, warmup_steps)
         return _explain_schedule(run, average, shapes, world_size, time, rank)
-    foreign = [*average.options, *(["time"] if time is not None else [])]
+    options = {"lr": lr, "total_steps": total_steps, "warmup_steps": warmup_steps or None}
+    given = {**average.options, **options, "time": time}
+    foreign = [name for name, value in given.items() if value is not None]
     if foreign:
         raise SpecError(f"{foreign[0]}= is for schedules, and '{built}' is a gradient method")
     return _explain_method(built, shapes, world_size, rank)
@@ -83,20 +88,22 @@ def explain(
 def sync_steps(
     spec: str | Component,
     *,
-    lr: Callable[[int], float],
+    lr: Rate | None = None,
     total_steps: int,
     warmup_steps: int = 0,
 ) -> list[int]:
-    """The global steps, counted from 1 after the step, at which a run synchronises.
+    """The global steps at which a run synchronises: t is the end of the t-th step.
 
     Args:
         spec: a schedule, ``"qsr(alpha=0.0175, h_base=4)"``.
-        lr: learning rate of a step as a function of the number of steps before it.
+        lr: for a schedule that reads it, learning rate of a step as a function of the number of
+            steps before it.
         total_steps: optimizer steps of the run.
         warmup_steps: steps of warm-up.
 
     Raises:
-        SpecError: if the schedule or the horizon cannot be built.
+        SpecError: if the schedule or the horizon cannot be built, or `lr` is missing or is no
+            function.
         ScheduleError: if the schedule cannot use a rate.
     """
     return synchronisations(parse_schedule(spec), lr, Horizon(total_steps, warmup_steps))
@@ -164,28 +171,19 @@ class _Average:
 
 @dataclass(frozen=True)
 class _Run:
-    """A schedule at work: its learning rate by step, and how often it synchronises."""
+    """A schedule at work: its learning rate, if it reads one, and how often it synchronises."""
 
     schedule: Schedule
-    rate: Callable[[int], float]
+    lr: Rate | None
     horizon: Horizon
     syncs: int
 
 
-def _run(
-    schedule: Schedule,
-    lr: Callable[[int], float] | None,
-    total_steps: int | None,
-    warmup_steps: int,
-) -> _Run:
+def _run(schedule: Schedule, lr: Rate | None, total_steps: int | None, warmup_steps: int) -> _Run:
     if total_steps is None:
         raise SpecError(f"to explain the schedule '{schedule}', give total_steps")
-    if lr is None and schedule.reads_rate:
-        raise SpecError(
-            f"to explain the schedule '{schedule}', give lr=, a function of the step (in Python)"
-        )
-    rate, horizon = lr or (lambda step: 1.0), Horizon(total_steps, warmup_steps)
-    return _Run(schedule, rate, horizon, len(synchronisations(schedule, rate, horizon)))
+    horizon = Horizon(total_steps, warmup_steps)
+    return _Run(schedule, lr, horizon, len(synchronisations(schedule, lr, horizon)))
 
 
 def _explain_schedule(
@@ -234,7 +232,7 @@ def _clocks(
     steps = {"total_steps": run.horizon.total_steps, "world_size": world_size}
     local = time.local(
         run.schedule,
-        lr=run.rate,
+        lr=run.lr,
         warmup_steps=run.horizon.warmup_steps,
         nbytes=_nbytes(wide),
         **steps,
@@ -254,6 +252,7 @@ def _shapes(
 
 
 def _model_shapes(model: nn.Module, merged: bool) -> list[Shape]:
+    check_is_module(model)
     if isinstance(model, DistributedDataParallel):
         parameters, caps = dict(trained_parameters(model)), bucket_caps(model)
     else:

@@ -21,7 +21,8 @@ class Plan:
         dense_bytes_sent: payload bytes that a rank sends per step under plain DDP.
         memory_bytes: bytes of state that a rank keeps beside the model.
         break_even_world_size: number of ranks from which on the method sends at least as much as
-            plain DDP; None where the ratio is the same for any number of ranks (all-reduce).
+            plain DDP; None on one rank, and unless all groups are gathered, whose traffic alone
+            grows with the ranks.
         syncs: synchronisations of the whole run, for a schedule; else None.
         total_steps: optimizer steps of the whole run, for a schedule; else None.
         wall_clock: of the whole run, for a schedule with a time model; else None.

@@ -4,9 +4,10 @@ A restricted walk over Python's own syntax tree: names, calls and literals. Noth
 """
 
 import ast
-from collections.abc import Callable
-from dataclasses import MISSING, fields
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields
+from threading import Lock
+from typing import Any, get_args
 
 from torchcomp.aggregators import AGGREGATORS, Aggregator, Mean
 from torchcomp.component import Component, nearest
@@ -21,8 +22,16 @@ COMPONENTS: dict[str, type[Component]] = {
 }
 _NUMBERS = {"nan": float("nan"), "inf": float("inf")}
 _LONGEST = 1000
+# CPython 3.11 counts the depth of a syntax tree for all threads together, and finds it wrong.
+_PARSING = Lock()
 
-Built = TypeVar("Built")
+Wanted = Mapping[str, tuple[type[Component], ...]]
+"""What fits a place, by what it is called there: the names that an error may suggest."""
+
+_METHODS: Wanted = {"methods": (*AGGREGATORS, *COMPRESSORS)}
+_SCHEDULES: Wanted = {"schedules": SCHEDULES}
+_OUTER_STEPS: Wanted = {"outer steps": OUTER_STEPS}
+_COMPRESSORS: Wanted = {"compressors": COMPRESSORS}
 
 
 def parse(spec: str | Component) -> Aggregator | Schedule:
@@ -37,7 +46,11 @@ def parse(spec: str | Component) -> Aggregator | Schedule:
     Raises:
         SpecError: with a caret under what is wrong, and the nearest known name.
     """
-    built = _build(spec)
+    return _parse(spec, {**_METHODS, **_SCHEDULES})
+
+
+def _parse(spec: str | Component, wanted: Wanted) -> Aggregator | Schedule:
+    built = _build(spec, wanted)
     if isinstance(built, Compressor):
         return Mean(built)
     if isinstance(built, Aggregator | Schedule):
@@ -56,7 +69,7 @@ def parse_aggregator(spec: str | Component) -> Aggregator:
     Raises:
         SpecError: also if the spec describes a schedule.
     """
-    built = parse(spec)
+    built = _parse(spec, _METHODS)
     if isinstance(built, Aggregator):
         return built
     raise SpecError(
@@ -71,7 +84,7 @@ def parse_schedule(spec: str | Component) -> Schedule:
     Raises:
         SpecError: also if the spec describes an aggregator.
     """
-    built = parse(spec)
+    built = _parse(spec, _SCHEDULES)
     if isinstance(built, Schedule):
         return built
     raise SpecError(
@@ -86,7 +99,7 @@ def parse_outer_step(spec: str | OuterStep) -> OuterStep:
     Raises:
         SpecError: as :func:`parse` does, or if the spec describes something else.
     """
-    built = _build(spec)
+    built = _build(spec, _OUTER_STEPS)
     if isinstance(built, OuterStep):
         return built
     given = f"the {built.kind} '{built}'" if isinstance(built, Component) else repr(built)
@@ -96,13 +109,14 @@ def parse_outer_step(spec: str | OuterStep) -> OuterStep:
     )
 
 
-def _build(spec: str | Component) -> Any:
-    return _Parser(spec).build() if isinstance(spec, str) else spec
+def _build(spec: str | Component, wanted: Wanted) -> Any:
+    return _Parser(spec, wanted).build() if isinstance(spec, str) else spec
 
 
 class _Parser:
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, wanted: Wanted) -> None:
         self.text = " ".join(text.split())
+        self.wanted = wanted
 
     def build(self) -> Any:
         if not self.text:
@@ -110,40 +124,42 @@ class _Parser:
         if len(self.text) > _LONGEST:
             raise SpecError(f"a spec of {len(self.text)} characters; at most {_LONGEST} are read")
         try:
-            tree = ast.parse(self.text, mode="eval")
-            return self._value(tree.body)
+            with _PARSING:
+                tree = ast.parse(self.text, mode="eval")
+            return self._value(tree.body, self.wanted)
         except SpecError:
             raise
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             column = (getattr(error, "offset", None) or 1) - 1
-            problem = getattr(error, "msg", None) or str(error)
-            if "%" in self.text:
-                problem += " (1 % is written 0.01)"
+            problem = _in_our_words(getattr(error, "msg", None) or str(error), self.text)
             raise self._error(f"not a spec: {problem}", column) from None
 
-    def _value(self, node: ast.expr) -> Any:
+    def _value(self, node: ast.expr, wanted: Wanted) -> Any:
         if isinstance(node, ast.Constant):
             return node.value
+        if isinstance(node, ast.Name) and node.id in _NUMBERS:
+            return _NUMBERS[node.id]
         if isinstance(node, ast.Name):
-            return _NUMBERS[node.id] if node.id in _NUMBERS else self._component(node, node, [], [])
+            return self._component(node, self._class(node, wanted), [], [])
         if isinstance(node, ast.Call):
-            return self._component(node, node.func, node.args, node.keywords)
+            cls = self._class(node.func, wanted)
+            return self._component(node, cls, node.args, node.keywords)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            value = self._value(node.operand)
+            value = self._value(node.operand, wanted)
             if isinstance(value, int | float):
                 return -value
         raise self._error("only names, calls and literals are read here", self._column(node))
 
     def _component(
-        self, node: ast.expr, name: ast.expr, args: list[ast.expr], keywords: list[ast.keyword]
+        self,
+        node: ast.expr,
+        cls: type[Component],
+        args: list[ast.expr],
+        keywords: list[ast.keyword],
     ) -> Component:
-        cls = self._class(name)
         options = self._options(cls, args, keywords)
-        kinds = {field.name: field.type for field in fields(cls)}
-        values = {
-            option: self._quoted(self._value(value), kinds[option], value)
-            for option, value in options.items()
-        }
+        known = {field.name: field for field in fields(cls)}
+        values = {name: self._option(cls, known[name], value) for name, value in options.items()}
         missing = [f.name for f in fields(cls) if _required(f) and f.name not in values]
         if missing:
             needed = " and ".join(repr(option) for option in missing)
@@ -151,12 +167,19 @@ class _Parser:
             raise self._error(problem, self._column(node))
         return self._construct(cls, values, node, options)
 
-    def _quoted(self, value: Any, kind: Any, node: ast.expr) -> Any:
-        """A compressor may also stand in quotes: ``down="identity"``."""
-        if kind is not Compressor or not isinstance(value, str):
+    def _option(self, cls: type[Component], option: Field[Any], node: ast.expr) -> Any:
+        """An option's value; a compressor may also stand in quotes: ``down="identity"``."""
+        if isinstance(node, ast.Name) and str in (option.type, *get_args(option.type)):
+            problem = (
+                f"{cls.name}: {option.name} is a text and needs quotes, '{node.id}' (a shell takes "
+                "away those of the kind that stands around the spec)"
+            )
+            raise self._error(problem, self._column(node))
+        value = self._value(node, _COMPRESSORS)
+        if option.type is not Compressor or not isinstance(value, str):
             return value
         try:
-            return _Parser(value).build()
+            return _Parser(value, _COMPRESSORS).build()
         except SpecError as error:
             raise self._error(str(error).partition("\n")[0], self._column(node)) from None
 
@@ -173,11 +196,11 @@ class _Parser:
             at = options.get(error.field or "", node)
             raise self._error(str(error), self._column(at)) from None
 
-    def _class(self, name: ast.expr) -> type[Component]:
+    def _class(self, name: ast.expr, wanted: Wanted) -> type[Component]:
         if not isinstance(name, ast.Name):
             raise self._error("a method's name is expected here", self._column(name))
         if name.id not in COMPONENTS:
-            problem = f"unknown name '{name.id}'; {_nearest_component(name.id)}"
+            problem = f"unknown name '{name.id}'; {_nearest_component(name.id, wanted)}"
             raise self._error(problem, self._column(name))
         return COMPONENTS[name.id]
 
@@ -214,16 +237,19 @@ class _Parser:
         return SpecError(f"{problem}\n  {self.text}\n  {' ' * column}^")
 
 
-def _nearest_component(word: str) -> str:
-    hint = nearest(word, COMPONENTS)
+def _in_our_words(problem: str, text: str) -> str:
+    """What Python says of a syntax error, as it concerns a spec."""
+    if problem.startswith("leading zeros"):
+        return "a number begins with a surplus 0; the decimal point is '.', as in 0.01"
+    return f"{problem} (1 % is written 0.01)" if "%" in text else problem
+
+
+def _nearest_component(word: str, wanted: Wanted) -> str:
+    names = {kind: [component.name for component in wanted[kind]] for kind in wanted}
+    hint = nearest(word, [name for kind in names.values() for name in kind])
     if hint.startswith("did you mean"):
         return hint
-    kinds = {
-        "methods": [component.name for component in (*AGGREGATORS, *COMPRESSORS)],
-        "schedules": [component.name for component in SCHEDULES],
-        "outer steps": [component.name for component in OUTER_STEPS],
-    }
-    return "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds.items())
+    return "; ".join(f"{kind}: {', '.join(sorted(each))}" for kind, each in names.items())
 
 
 def _required(field: Any) -> bool:

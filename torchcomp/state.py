@@ -1,6 +1,6 @@
 """State: what an aggregator keeps from step to step, at both ends of an exchange."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torchcomp.bucket import Shard
 from torchcomp.kernels.select import Warm
@@ -20,6 +20,7 @@ class State:
         self.owner = ErrorMemory()
         self._warm: dict[tuple[str, tuple[str, ...]], list[Warm]] = {}
         self._agreed: dict[tuple[str, ...], dict[int, int]] = {}
+        self._agreed_before: dict[tuple[str, ...], dict[int, int]] = {}
 
     def warm(self, role: str, names: tuple[str, ...], count: int) -> list[Warm]:
         """What the last selections from the `count` vectors of a bucket left for the next ones."""
@@ -35,15 +36,25 @@ class State:
         """
         return self._agreed.setdefault(names, {})
 
+    def load_agreed(self, names: tuple[str, ...], thresholds: Mapping[int, int]) -> None:
+        """Take over what the owners had agreed on for a bucket, of a step that counted."""
+        self._agreed[names] = dict(thresholds)
+        self._agreed_before[names] = dict(thresholds)
+
     def commit(self) -> None:
         """The step counts."""
         self.worker.commit()
         self.owner.commit()
+        self._agreed_before = _copied(self._agreed)
 
     def rollback(self) -> None:
-        """The step does not count: both memories are what they were before it."""
+        """The step does not count: the memories and thresholds are what they were before it.
+
+        A rank that missed the end of the agreement would else start the next one from elsewhere.
+        """
         self.worker.rollback()
         self.owner.rollback()
+        self._agreed = _copied(self._agreed_before)
 
     def keep(self, names: Iterable[str]) -> None:
         """Undo the step in flight for some parameters, at both ends."""
@@ -80,3 +91,10 @@ class State:
         self.owner.clear()
         self._warm.clear()
         self._agreed.clear()
+        self._agreed_before.clear()
+
+
+def _copied(
+    thresholds: Mapping[tuple[str, ...], dict[int, int]],
+) -> dict[tuple[str, ...], dict[int, int]]:
+    return {names: dict(own) for names, own in thresholds.items()}

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torchcomp.exchange import Traffic
+from torchcomp.traffic import Traffic
 
 
 @dataclass(frozen=True)

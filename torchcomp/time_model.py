@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from torchcomp.checks import check_at_least_0, check_count, check_positive, check_share
 from torchcomp.component import Component
 from torchcomp.errors import SpecError
-from torchcomp.exchange import sum_bytes
 from torchcomp.schedules import Horizon, synchronisations
 from torchcomp.spec import parse_schedule
+from torchcomp.traffic import sum_bytes
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from torch.optim import SGD
 
 import torchcomp
 from net import baselines
+from net.names import BASELINES, BF16, FLOOR, NAIVE_TOPK, POWERSGD
+from torchcomp.schedules import Schedule
 
-BASELINES = ("no-op", "ddp", "bf16", "powersgd-1", "naive-topk")
-_SCHEDULES = ("qsr(", "every(")
 _LAYERS = "jointspar("
 # All of a model in one bucket. PyTorch's PowerSGD waits for collectives inside of callbacks, which
 # hangs gloo as soon as two buckets do it; with one bucket its own hook runs unchanged.
@@ -53,31 +53,34 @@ class Course:
 
 def attach(method: str, module: nn.Module, course: Course) -> Trainee:
     """Make `module` train by `method`."""
+    model = DistributedDataParallel(module, **_ddp_options(method))
+    optimizer = SGD(model.parameters(), lr=course.rate, momentum=0.9, weight_decay=5e-4)
+    if method in BASELINES:
+        _register_baseline(method, model, course.settled)
+        return Trainee(model, optimizer)
+    return Trainee(model, optimizer, _counter(method, model, optimizer, course))
+
+
+def _ddp_options(method: str) -> dict[str, Any]:
     # Statistics of batch normalisation stay local in all methods, or their broadcast would be in
     # the bytes and in the time.
-    options: dict[str, Any] = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+    options: dict[str, Any] = {"forward_sync_buffers": False, "gradient_as_bucket_view": True}
     # All ranks have built the same weights from the same seed; sending them takes minutes on a
     # slow link.
     options["init_sync"] = False
-    if method == "powersgd-1":
+    if method == POWERSGD:
         options["bucket_cap_mb"] = _ONE_BUCKET_MB
-    model = DistributedDataParallel(module, **options)
-    optimizer = SGD(model.parameters(), lr=course.rate, momentum=0.9, weight_decay=5e-4)
-    if method.startswith(_SCHEDULES):
-        counter = torchcomp.LocalSGD(
-            model,
-            optimizer,
-            method,
-            total_steps=course.total_steps,
-            warmup_steps=course.warmup_steps,
-        )
-        return Trainee(model, optimizer, counter)
+    return options
+
+
+def _counter(method: str, model: DistributedDataParallel, optimizer: SGD, course: Course) -> Any:
+    """Attach a method of torchcomp; return what counts its bytes."""
     if method.startswith(_LAYERS):
-        return Trainee(model, optimizer, torchcomp.JointSpar(model, **_options(method)))
-    if method not in BASELINES:
-        return Trainee(model, optimizer, torchcomp.register(model, method))
-    _register_baseline(method, model, course.settled)
-    return Trainee(model, optimizer)
+        return torchcomp.JointSpar(model, **_options(method))
+    if not isinstance(torchcomp.parse(method), Schedule):
+        return torchcomp.register(model, method)
+    lengths = {"total_steps": course.total_steps, "warmup_steps": course.warmup_steps}
+    return torchcomp.LocalSGD(model, optimizer, method, **lengths)
 
 
 def _options(method: str) -> dict[str, Any]:
@@ -87,13 +90,13 @@ def _options(method: str) -> dict[str, Any]:
 
 
 def _register_baseline(method: str, model: DistributedDataParallel, settled: bool) -> None:
-    if method == "no-op":
+    if method == FLOOR:
         model.register_comm_hook(None, baselines.no_op)
-    elif method == "bf16":
+    elif method == BF16:
         model.register_comm_hook(None, baselines.bf16)
-    elif method == "powersgd-1":
+    elif method == POWERSGD:
         model.register_comm_hook(_powersgd_state(settled), powerSGD_hook.powerSGD_hook)
-    elif method == "naive-topk":
+    elif method == NAIVE_TOPK:
         model.register_comm_hook(baselines.NaiveTopK(0.01), baselines.naive_topk)
 
 

@@ -21,7 +21,7 @@ from torchvision_compat import import_torchvision
 
 from torchcomp.algorithms.bandit import sample
 from torchcomp.algorithms.layers import default_layers
-from torchcomp.exchange import sum_bytes
+from torchcomp.traffic import sum_bytes
 from torchcomp.keys import Key
 
 RANKS = (2, 4, 8, 16, 32, 64)

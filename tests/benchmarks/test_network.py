@@ -7,11 +7,16 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
+import torchcomp
 from tests.support.patience import PATIENCE
+from tests.support.ranks import with_fake_ranks
+from torchcomp.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -86,6 +91,19 @@ class Run:
         return found
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
+def test_every_schedule_takes_local_steps(schedule: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from net.methods import Course, attach
+
+    def counter() -> object:
+        course = Course(rate=0.1, total_steps=100_000)
+        with closing(attach(schedule.example, torch.nn.Linear(2, 2), course)) as trainee:
+            return trainee.counter
+
+    assert isinstance(with_fake_ranks(2, counter), torchcomp.LocalSGD)
+
+
 def rows_in(folder: Path) -> dict[str, dict[str, str]]:
     with (folder / "network.csv").open(newline="") as file:
         return {row["method"]: row for row in csv.DictReader(file)}
@@ -121,10 +139,9 @@ def test_a_method_that_fails_is_named_and_the_others_are_measured(tmp_path: Path
 @pytest.mark.usefixtures("shaped_hosts")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_leaves_nothing_behind(number: int, tmp_path: Path) -> None:
-    run = Run(
-        *TINY, "--hosts", "2", "--methods", "no-op", "--seconds", "30", "--out", str(tmp_path)
-    )
-    deadline = time.monotonic() + 60
+    endless = ["--least", "1000000"]
+    run = Run(*TINY, "--hosts", "2", "--methods", "no-op", *endless, "--out", str(tmp_path))
+    deadline = time.monotonic() + PATIENCE
     while not any("net.worker" in one for one in run.left_behind()):
         assert time.monotonic() < deadline, "no worker was started"
         time.sleep(0.1)

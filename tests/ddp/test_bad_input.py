@@ -1,5 +1,6 @@
 """What register and the handle refuse, and what they say."""
 
+import io
 import re
 import warnings
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -36,6 +38,13 @@ def registering(build: Callable[[], Any], spec: Any = TOPK, **options: Any) -> C
 # The model.
 
 
+def sharded() -> nn.Module:
+    """What fully_shard makes of a module, without its device mesh."""
+    module = mlp()
+    module.__class__ = type("FSDPSequential", (FSDPModule, nn.Sequential), {})
+    return module
+
+
 # torch.compile imports a module of torch that uses a deprecated function of torch.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
@@ -45,8 +54,10 @@ def registering(build: Callable[[], Any], spec: Any = TOPK, **options: Any) -> C
         (lambda: None, "NoneType$"),
         (lambda: "ddp", "str$"),
         (lambda: torch.compile(wrap(mlp())), "OptimizedModule: .* before torch.compile"),
+        (sharded, "FSDPSequential: FSDP shards the model .* serves replicas"),
+        (lambda: nn.DataParallel(mlp()), r"DataParallel: .* torchrun.*\(model.module\)"),
     ],
-    ids=["module", "None", "str", "compiled"],
+    ids=["module", "None", "str", "compiled", "FSDP", "DataParallel"],
 )
 def test_not_a_ddp_module(build: Callable[[], Any], given: str) -> None:
     expected = f"expected a .*DistributedDataParallel model, not {given}"
@@ -177,7 +188,7 @@ def test_uneven_inputs_of_join() -> None:
         with model.join():
             loss_of(model(rows(0))).backward()
 
-    message = "stands in for ranks .*: give every rank the same number of batches"
+    message = r"model.join\(\) lets ranks run out .*: give every rank the same number of batches"
     refuses(UnsupportedModelError, message, body)
 
 
@@ -229,6 +240,19 @@ def test_bad_seed(seed: Any) -> None:
     refuses(SpecError, message, registering(lambda: wrap(mlp()), seed=seed))
 
 
+@pytest.mark.parametrize("scaler", [True, "scaler"])
+def test_bad_scaler(scaler: Any) -> None:
+    message = f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}"
+    refuses(SpecError, message, registering(lambda: wrap(mlp()), scaler=scaler))
+
+
+def test_refusal_comes_before_a_process_group_is_made() -> None:
+    """Which a rank that does not come would delay without end."""
+    with mock.patch("torchcomp.ddp.register.transport") as transport:
+        refuses(SpecError, "unknown name", registering(lambda: wrap(mlp()), "topq(0.1)"))
+    transport.assert_not_called()
+
+
 def test_model_can_be_registered_after_a_refusal() -> None:
     def body() -> str:
         model = wrap(mlp())
@@ -248,14 +272,22 @@ def disagreements() -> list[Exception]:
         raised_by(lambda: torchcomp.register(wrap(mlp()), TOPK, seed=7 if odd else 3)),
         raised_by(lambda: torchcomp.register(wrap(mlp()), "topq(0.1)" if odd else TOPK)),
         raised_by(lambda: torchcomp.register(wrap(mlp()), TOPK, seed=-5 if odd else 0)),
+        raised_by(local_steps if odd else registering(lambda: wrap(mlp()))),
     ]
+
+
+def local_steps() -> torchcomp.LocalSGD:
+    model = wrap(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return torchcomp.LocalSGD(model, optimizer, "every(2)", total_steps=4)
 
 
 def test_ranks_that_disagree_are_told_all_values() -> None:
     for everyone in (on_threads(3, disagreements), on_processes(2, disagreements)):
-        for method, seed, spec, bad_seed in everyone:
-            kinds = {type(error) for error in (method, seed, spec, bad_seed)}
-            assert kinds == {RankMismatchError}
+        for errors in everyone:
+            assert {type(error) for error in errors} == {RankMismatchError}
+            method, seed, spec, bad_seed, call = errors
+            assert "every(2) on rank 1" in str(call)
             assert "spec: mean on rank" in str(method)
             assert "ef(topk(0.1)) on rank 1" in str(method)
             assert "seed: 3 on rank" in str(seed)
@@ -338,19 +370,31 @@ def test_calls_in_the_middle_of_backward_are_refused() -> None:
             assert str(error).startswith(f"{call} in the middle of a backward pass"), error
 
 
-def closed() -> tuple[Exception, Exception]:
+def closed() -> dict[str, Exception]:
     model = wrap(mlp())
     with torchcomp.register(model, TOPK) as handle:
         loss_of(model(rows(0))).backward()
     handle.close()
-    again = raised_by(lambda: torchcomp.register(model, TOPK))
-    return raised_by(lambda: loss_of(model(rows(1))).backward()), again
+    return {
+        "swap of a closed handle": raised_by(lambda: handle.swap("mean")),
+        "load_state_dict of a closed": raised_by(lambda: handle.load_state_dict({})),
+        "was closed on this model": raised_by(lambda: torchcomp.register(model, TOPK)),
+        "this handle is closed": raised_by(lambda: loss_of(model(rows(1))).backward()),
+    }
 
 
-def test_training_on_after_close_is_an_error() -> None:
-    for backward, again in on_threads(2, closed):
-        assert "this handle is closed" in str(backward)
-        assert isinstance(again, UnsupportedModelError)
+def test_what_follows_a_close_is_an_error_with_the_way_out() -> None:
+    for errors in on_threads(2, closed):
+        for message, error in errors.items():
+            assert message in str(error)
+            assert "build DistributedDataParallel anew" in str(error)
+
+
+def test_pickling_a_handle_is_refused_with_what_to_save() -> None:
+    def body() -> None:
+        torch.save({"handle": torchcomp.register(wrap(mlp()), TOPK)}, io.BytesIO())
+
+    refuses(TypeError, r"cannot be pickled: save handle.state_dict\(\)", body)
 
 
 def test_closed_handle_still_tells_and_saves_its_state() -> None:

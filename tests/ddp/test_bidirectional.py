@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,7 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torchcomp
-from tests.support.models import SMALL_BUCKETS, gradients, loss_of, mlp, rows, weights, wrap
+from tests.support.models import (
+    SMALL_BUCKETS,
+    gradients,
+    loss_of,
+    mlp,
+    raised_by,
+    rows,
+    weights,
+    wrap,
+)
 from tests.support.ranks import on_processes, on_threads
 from torchcomp.aggregators.agreement import Agreed, Question, agree, order_bits
 from torchcomp.bucket import Bucket, Caps, partition
@@ -177,15 +187,34 @@ def test_no_guess_of_the_threshold_changes_the_answer(
             check_agreement(values, sizes, k, guess)
 
 
-def test_a_good_guess_saves_all_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_good_guess_saves_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second step on, owners agree in two small messages."""
-    rounds = []
-    monkeypatch.setattr(Exchange, "sum_counts", lambda self, counts: rounds.append(counts.numel()))
+    rounds, exchanged = [], Exchange._all_to_all
+
+    def counted(self: Exchange, *places: Any) -> None:
+        rounds.append(self.rank)
+        exchanged(self, *places)
+
+    monkeypatch.setattr(Exchange, "_all_to_all", counted)
     values = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
     threshold = values.abs().sort(descending=True).values[699]
     guess = int(order_bits(threshold.mul(1.02).view(1)))
     check_agreement(values, (10_000, 10_000), 700, guess)
-    assert not rounds
+    assert sorted(rounds) == [0, 0, 1, 1]
+
+
+def test_where_all_is_wanted_nothing_is_agreed_on() -> None:
+    spec = "bidirectional(topk(1.0), topk(1.0))"
+
+    def body() -> tuple[int, int]:
+        exchange = Exchange(None, torch.device("cpu"))
+        bucket = Bucket(NAMES, SIZES, gradient(0, exchange.rank, torch.float32))
+        torchcomp.parse(spec).aggregate(bucket, exchange, State(), Key(0))
+        plan = torchcomp.explain(spec, numel=sum(SIZES), world_size=3, rank=exchange.rank)
+        return exchange.take_traffic(0).sent, plan.bytes_sent
+
+    for sent, planned in on_threads(3, body):
+        assert sent == planned
 
 
 def trained(spec: str, steps: int = 4) -> Tensor:
@@ -276,23 +305,57 @@ def test_a_damaged_message_stops_all_ranks_and_nothing_is_applied(route: str, da
     on_threads(3, body)
 
 
-def test_counts_beyond_a_shard_are_refused_with_the_sender() -> None:
-    def body() -> str:
-        exchange = Exchange(None, torch.device("cpu"))
-        send = exchange.scatter
+CONTROL = {
+    "counts": ("topk(0.05)", 0, 0),
+    "counts, more than there are": ("topk(0.05)", 0, 0),
+    "candidates of the first step": ("topk(0.05)", 0, 1),
+    "first digits, sum": ("topk(0.5)", 0, 1),
+    "first digits, summed": ("topk(0.5)", 0, 2),
+    "shares of the first step": ("topk(0.5)", 0, 7),
+    "histograms": ("topk(0.05)", 2, 1),
+    "candidates in the bin": ("topk(0.05)", 2, 2),
+}
+"""Compressor, step and place in the step of the control message that comes in damaged."""
 
-        def lying(outgoing: Tensor, *sizes: object) -> object:
-            wrong = outgoing + 1000 if outgoing.dtype == torch.int64 else outgoing
-            return send(wrong if dist.get_rank() == 1 else outgoing, *sizes)
 
-        bucket = Bucket(NAMES, SIZES, gradient(0, exchange.rank, torch.float32))
-        with mock.patch.object(exchange, "scatter", lying):
-            method = torchcomp.parse("bidirectional(topk(k=6), topk(k=6))")
-            with pytest.raises(torchcomp.WireError, match=r"rank 1 announces \d+ entries"):
-                method.aggregate(bucket, exchange, State(), Key(0))
-        return "refused"
+def meets_damaged_control(case: str) -> str:
+    """The error of a step in which rank 0 gets a damaged control message from rank 1."""
+    spec, at, place = CONTROL[case]
+    model = wrap(torch.nn.Linear(100, 100, bias=False))
+    handle = torchcomp.register(model, f"bidirectional({spec}, {spec})")
+    exchanged, seen = handle._exchange._all_to_all, []
 
-    assert on_threads(3, body) == ["refused"] * 3
+    def damaged(received: Tensor, outgoing: Tensor, arriving: list[int], sizes: list[int]) -> None:
+        exchanged(received, outgoing, arriving, sizes)
+        if received.dtype != torch.uint8 and handle.step == at:
+            seen.append(arriving)
+            if len(seen) == place + 1 and dist.get_rank() == 0:
+                received[arriving[0]] += 1 << 30 if "more" in case else 1
+
+    def loss(step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        return model(torch.randn(8, 100, generator=generator)).square().mean()
+
+    with mock.patch.object(handle._exchange, "_all_to_all", damaged):
+        for step in range(at):
+            loss(step).backward()
+        error = raised_by(loss(at).backward)
+    return f"{type(error).__name__}: {error}"
+
+
+def all_meet_damaged_control() -> list[str]:
+    return [meets_damaged_control(case) for case in CONTROL]
+
+
+def test_a_damaged_control_message_stops_all_ranks_and_names_its_sender() -> None:
+    """Over processes: only a real transport takes messages that are shorter than announced."""
+    for errors in on_processes(3, all_meet_damaged_control):
+        for case, error in zip(CONTROL, errors, strict=True):
+            step = CONTROL[case][1] + 1
+            told = f"WireError: a message of step {step} cannot be used: rank 1's was damaged"
+            assert error.startswith(told), (case, error)
+            assert "rank 0" not in error, case
+            assert "rank 2" not in error, case
 
 
 # --- What cannot be built -------------------------------------------------------------------------

@@ -105,6 +105,30 @@ def test_overflow_of_the_rounding_is_named_as_such() -> None:
         assert "no rank alone (their sum, or its rounding, overflowed)" in message
 
 
+@pytest.mark.parametrize(
+    "spec", ["ef(topk(k=1))", 'ef(cast("bf16"))', "bidirectional(identity, topk(k=1))"]
+)
+def test_finite_gradients_of_fp16_parameters_never_overflow(spec: str) -> None:
+    """What fp16 cannot hold stays in the memory, at either end, and is sent later."""
+
+    def body() -> tuple[Tensor, Tensor]:
+        model = wrap(torch.nn.Linear(64, 1, bias=False).half())
+        handle = torchcomp.register(model, spec)
+        applied = torch.zeros(64)
+        for _ in range(20):
+            model.zero_grad()
+            model(torch.full((1, 64), 60_000.0).half()).sum().backward()
+            assert model.module.weight.grad.isfinite().all()
+            applied += model.module.weight.grad[0].float()
+        state, owed = handle.state_dict(), torch.zeros(2, 32)
+        for part in state["owner"].values():
+            owed[dist.get_rank()] = part
+        return applied + state["error"]["weight"][0], owed.flatten()
+
+    kept, owed = map(torch.stack, zip(*on_threads(2, body), strict=True))
+    assert torch.allclose(kept.mean(0) + owed.sum(0), torch.tensor(20 * 60_000.0), rtol=1e-5)
+
+
 def test_plain_mean_passes_a_nan_on_as_ddp_does() -> None:
     def body() -> bool:
         model = wrap(mlp())

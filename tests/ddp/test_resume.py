@@ -27,6 +27,8 @@ from tests.support.models import (
 )
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import CheckpointError, RankMismatchError
+from torchcomp.ddp.snapshot import save_memories
+from torchcomp.state import State as Memories
 
 TOPK = "ef(topk(0.1))"
 STEPS = 8
@@ -266,6 +268,71 @@ def test_checkpoint_with_a_memory_of_another_shape_is_refused() -> None:
         return refusal(TOPK, mlp(), state)
 
     assert "'0.weight' has shape [5, 16] in the checkpoint" in refused_on_all_ranks(body)
+
+
+BIDIRECTIONAL = "bidirectional(topk(0.1), topk(0.1))"
+DAMAGES = {
+    "no thresholds": ("0 thresholds for 3 buckets", lambda s: s["thresholds"].clear()),
+    "short error": (
+        "its 'error' must hold .* 8 .* lacks '0.bias'",
+        lambda s: s["error"].pop("0.bias"),
+    ),
+    "short owner": (
+        "its 'owner' must hold .* lacks '",
+        lambda s: s["owner"].pop(next(iter(s["owner"]))),
+    ),
+    "stranger in owner": (
+        "its 'owner' must hold .* holds the foreign 'x'",
+        lambda s: s["owner"].update(x=torch.ones(0)),
+    ),
+    "stranger in buckets": (
+        "its buckets must hold every parameter .*'x'",
+        lambda s: s["buckets"][0].append("x"),
+    ),
+    "short groups": ("its groups must hold every parameter", lambda s: s["groups"].pop()),
+    "twice in groups": (
+        "its groups must hold every parameter of the model once, and do not for '6.bias'",
+        lambda s: s["groups"].append(["6.bias"]),
+    ),
+    "no strides": ("'.*' has strides None in the checkpoint", lambda s: s["strides"].clear()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoint_is_refused_and_changes_nothing(damage: str) -> None:
+    message, spoil = DAMAGES[damage]
+
+    def body() -> None:
+        run = Run(BIDIRECTIONAL, mlp()).train(range(2))
+        state = run.handle.state_dict()
+        spoil(state)
+        before, stats = run.outcome()[1], run.handle.stats
+        with pytest.raises(CheckpointError, match=message):
+            run.handle.load_state_dict(state)
+        assert torch.equal(run.outcome()[1], before)
+        assert run.handle.stats == stats
+        run.train(range(2, 3))
+
+    on_threads(2, body)
+
+
+@pytest.mark.parametrize("state", [None, [1, 2]])
+def test_what_is_no_state_dict_is_refused(state: Any) -> None:
+    message = refused_on_all_ranks(lambda: refusal(TOPK, mlp(), state))
+    assert message == f"expected a state dict, not {type(state).__name__}"
+
+
+def test_memory_that_no_step_has_reached_is_saved_as_zeros() -> None:
+    parameters = dict(nn.Linear(3, 2).half().named_parameters())
+    memories = Memories()
+    memories.worker.load({"weight": torch.ones(6)})
+    saved = save_memories(memories, parameters, [])
+    assert {name: e.tolist() for name, e in saved["error"].items()} == {
+        "weight": [[1.0] * 3] * 2,
+        "bias": [0.0] * 2,
+    }
+    assert saved["error"]["bias"].dtype == torch.float32
+    assert save_memories(Memories(), parameters, []) == {"error": {}, "owner": {}}
 
 
 def ranks_of_different_steps() -> str:

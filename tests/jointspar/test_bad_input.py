@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import warnings
 import weakref
 
@@ -62,6 +63,8 @@ REFUSED = {
     "twice": ({"layers": {"a": "*", "b": "0.*"}}, "'0.weight' is in 2 layers, 'a' and 'b'"),
     "outside": ({"layers": {"a": "0.*", "b": "2.*"}}, "'4.weight' is in no layer"),
     "one layer": ({"layers": {"all": "*"}}, r"the model has 1 layer \('all'\)"),
+    "layer of nothing": ({"layers": {"a": [], "b": "*"}}, "layer 'a' must have a pattern"),
+    "scaler": ({"scaler": "yes"}, "scaler must be a torch.amp.GradScaler, not str"),
 }
 
 
@@ -280,6 +283,48 @@ def test_with_a_scaler_all_ranks_skip_the_step_and_go_on_with_the_same_set():
     assert first == second
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_with_a_scaler_an_optimizer_may_lose_all_of_its_layers(optimizer, unscaled):
+    def body():
+        model = wrap(mlp(torch.float32))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        jointspar = JointSpar(model, budget=0.5, scaler=scaler, warmup_steps=0)
+        body_of, head_of = (
+            optimizer(part.parameters(), lr=0.1, weight_decay=0.1)
+            for part in (model.module[:4], model.module[4:])
+        )
+        for step, kept in enumerate((("0", "4"), ("0",), ())):
+            keep(jointspar, *kept)
+            before = [weights(part) for part in (model.module[:4], model.module[4:])]
+            model.zero_grad()
+            scaler.scale(loss_of(model(rows(step, torch.float32)))).backward()
+            for part in (body_of, head_of):
+                if unscaled:
+                    scaler.unscale_(part)
+                scaler.step(part)
+            scaler.update()
+            after = [weights(part) for part in (model.module[:4], model.module[4:])]
+            moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+            assert moved == ["0" in kept, "4" in kept]
+        # The empty steps count as sound ones.
+        assert scaler.get_scale() == 2048.0
+
+    on_threads(2, body)
+
+
+def test_a_scaler_may_still_be_copied_and_pickled():
+    def body():
+        scaler = torch.amp.GradScaler("cpu")
+        JointSpar(wrap(mlp()), budget=0.5, scaler=scaler)
+        for copied in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+            copied.scale(torch.ones(()))
+            copied.step(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
+            copied.update()
+
+    on_threads(1, body)
+
+
 def test_the_scale_does_not_reach_the_probabilities():
     def body(scale):
         model = wrap(mlp())
@@ -320,12 +365,14 @@ def test_the_model_keeps_it_alive_and_lets_it_go():
             keep(jointspar())
             backward(model, (rows(0),))
             assert all(gradient is None for gradient in seen(model).values())
-            held = jointspar()
-            del model
-            with pytest.raises(RuntimeError, match="the DDP model of this JointSpar is gone"):
-                _ = held.stats
-            del held
-            assert jointspar() is None
+            held, handle = jointspar(), weakref.ref(jointspar()._handle)
+            weights_of = weakref.ref(model.module)
+            model = None
+            # Whoever keeps it can still read it.
+            assert held.stats.step == 1
+            assert "1 steps, 0 of 4 layers" in repr(held)
+            held = None
+            assert (jointspar(), handle(), weights_of()) == (None, None, None)
         finally:
             gc.enable()
 

@@ -3,6 +3,7 @@
 import io
 import json
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,9 +11,11 @@ import torch.distributed as dist
 from tests.jointspar.script import backward
 from tests.support.models import mlp, rows, weights, wrap
 from tests.support.ranks import on_threads
+from torchcomp.algorithms.bandit import Baseline
 from torchcomp.checkpoint import redistribute
 from torchcomp.errors import CheckpointError, RankMismatchError
 from torchcomp.jointspar import JointSpar
+from torchcomp.jointspar.sampler import Law
 
 COMPRESS = ("mean", "ef(topk(0.1))", "bidirectional(topk(0.2), topk(0.2))")
 OPTIONS = {"budget": 0.5, "p_min": 0.1}
@@ -142,19 +145,77 @@ def trained_state(compress="mean", **options):
     ],
 )
 def test_another_runs_state_is_refused_and_changes_nothing(options, message):
-    state = on_threads(2, trained_state)[0]
+    states = on_threads(2, trained_state)
 
     def body():
         run = Run(**options)
         run.train(0, 1)
         before = run.state()["jointspar"]
         with pytest.raises(CheckpointError, match=message):
-            run.jointspar.load_state_dict(state["jointspar"])
+            run.jointspar.load_state_dict(states[dist.get_rank()]["jointspar"])
         assert str(run.state()["jointspar"]) == str(before)
         with pytest.raises(CheckpointError, match="not a state dict of JointSpar: it lacks step"):
             run.jointspar.load_state_dict({})
 
     on_threads(2, body)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"step": "x"}, "damaged: step must be a whole number of at least 0, not 'x'"),
+        ({"seed": -1}, "damaged: seed must be a whole number"),
+        ({"layers": None}, "damaged: layers is a NoneType"),
+        ({"costs": [1.0]}, "damaged: costs must have 4 entries, not 1"),
+        ({"bandit": None}, "damaged: bandit is a NoneType"),
+        ({"bandit": {"p": [7.0] * 4}}, "damaged: the bandit's state lacks largest"),
+        ({"p": [7.0] * 4}, r"damaged: p\[0\] is 7.0, and must be from 0.1 to 1"),
+        ({"p": [float("nan")] * 4}, r"damaged: p\[0\] is nan"),
+        ({"applied": [0.0] * 4}, r"damaged: applied\[0\] is 0.0, and must be from 0.1 to 1"),
+        ({"averages": {"0.weight": [1.0]}}, "the average of '0.weight' must have 2 entries, not 1"),
+        ({"averages": 3}, "damaged: averages is a int"),
+        ({"handle": {}}, "not a state dict of torchcomp: it lacks version"),
+        ({"handle": None}, "expected a state dict, not NoneType"),
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(damage, message):
+    def body():
+        run = Run()
+        run.train(0, 3)
+        before = run.state()["jointspar"]
+        saved = {**before, "step": 5, "handle": {**before["handle"], "step": 5}}
+        if "p" in damage:
+            saved["bandit"] = {**before["bandit"], **damage}
+        with pytest.raises(CheckpointError, match=message):
+            run.jointspar.load_state_dict({**saved, **damage})
+        assert str(run.state()["jointspar"]) == str(before)
+        run.train(3, 4)
+
+    on_threads(1, body)
+
+
+def test_numpys_numbers_are_compared_as_pythons():
+    laws = [
+        Law(number(0.5), "layers", number(0.125), Baseline(), "shared", 1)
+        for number in (float, np.float32)
+    ]
+    assert str(laws[0]) == str(laws[1])
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (None, "expected a state dict of JointSpar, not NoneType"),
+        ([], "expected a state dict of JointSpar, not list"),
+        ({"handle": 1}, "not a state dict of JointSpar: it lacks step, seed"),
+    ],
+)
+def test_what_is_no_state_is_refused(state, message):
+    def body():
+        with pytest.raises(CheckpointError, match=message):
+            Run().jointspar.load_state_dict(state)
+
+    on_threads(1, body)
 
 
 def test_a_rank_alone_that_loads_is_found_before_anything_is_exchanged():

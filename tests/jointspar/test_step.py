@@ -203,6 +203,7 @@ def test_an_empty_set_leaves_all_gradients_none_and_sends_nothing():
         assert torch.equal(weights(model.module), before)
         assert jointspar.stats.bytes_sent == 0
         assert jointspar.stats.kept == ()
+        assert jointspar.presence(model.module[0].weight) == 0.5
         backward(model, (rows(1),))
 
     on_threads(2, body)
@@ -216,6 +217,8 @@ def test_skipped_zero_gives_the_optimizer_zeros_instead():
         backward(model, (rows(0),))
         for name, gradient in seen(model).items():
             assert bool(gradient.any()) == name.startswith("2.")
+        dropped = model.module[0].weight
+        assert (jointspar.probability(dropped), jointspar.presence(dropped)) == (0.5, 1.0)
 
     on_threads(2, body)
     on_threads(3, body)

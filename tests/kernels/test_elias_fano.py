@@ -146,7 +146,7 @@ def subsets(draw):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(subsets())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_every_set_survives(backend, subset):
     n, chosen = subset
     with pytest.MonkeyPatch.context() as patch:
@@ -242,7 +242,6 @@ def both(call):
 
 
 @given(st.integers(2, 5000), st.data())
-@settings(deadline=None, max_examples=100)
 def test_backends_agree_on_any_bytes(n, data):
     k = data.draw(st.integers(1, n - 1))
     length = elias_fano.nbytes(n, k)
@@ -286,12 +285,11 @@ def test_backends_make_the_same_bytes(n, k):
     assert reference.equal(fast)
 
 
+@pytest.mark.usefixtures("forms_looked_for_anew")
 def test_without_numba_it_says_so_once(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "torchcomp.kernels.elias_fano_numba", None)
-    elias_fano.numba_form.cache_clear()
     with caplog.at_level(logging.INFO, logger="torchcomp"):
         codes = [elias_fano.encode(indices(5, 40, 41, 120), 128) for _ in range(3)]
-    elias_fano.numba_form.cache_clear()
     assert bytes(codes[0].tolist()) == bytes.fromhex("85 89 19 04")
     assert ["elias_fano" in record.message for record in caplog.records] == [True]
 

@@ -316,7 +316,7 @@ def adversarial(dtype):
     halves = torch.arange(-254, 258).view(4, BLOCK) / 2
     halves[:, 0] = torch.tensor([127.0, 7.0, 254.0, 14.0])
     powers = torch.ldexp(normal(40, BLOCK), torch.arange(-155, 125, 7)[:, None])
-    largest = torch.full((3, BLOCK), torch.finfo(torch.float32).max) * torch.rand(3, BLOCK)
+    largest = torch.finfo(torch.float32).max * torch.rand(3, BLOCK, generator=generator)
     bad = normal(6, BLOCK)
     bad[torch.arange(6), torch.arange(6)] = torch.tensor(
         [math.nan, math.inf, -math.inf, 1e-45, SMALLEST, -0.0]

@@ -12,7 +12,7 @@ import hypothesis.extra.numpy as arrays
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.patience import PATIENCE
@@ -118,7 +118,6 @@ numbers = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, np.inf, -np.inf, np.nan, 1
 floats = st.one_of(numbers, st.floats(width=32))
 
 
-@settings(deadline=None)
 @given(arrays.arrays(np.float32, st.integers(1, 200), elements=floats), st.data())
 def test_any_numbers(values, data):
     x = torch.from_numpy(values)
@@ -347,8 +346,10 @@ def test_nobody_waits_for_a_pool_that_is_taken(two_threads, monkeypatch):
         taken.submit(done.wait)
         monkeypatch.setattr(pool, "_shared", lambda: taken)
         turns = []
-        pool.each(turns.append, 10)
-        done.set()
+        try:
+            pool.each(turns.append, 10)
+        finally:
+            done.set()
     assert sorted(turns) == list(range(10))
 
 
@@ -386,14 +387,13 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 # --- Other forms ----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("forms_looked_for_anew")
 def test_without_numba_it_says_so_once(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "torchcomp.kernels.select_numba", None)
-    backend.numba_form.cache_clear()
     x = gaussian(1000)
     with caplog.at_level(logging.WARNING, logger="torchcomp"):
         assert torch.equal(largest(x, 10), sorted_out(x, 10))
         largest(x, 10)
-    backend.numba_form.cache_clear()
     assert ['torchcomp-ddp[kernels]"' in r.getMessage() for r in caplog.records] == [True]
 
 

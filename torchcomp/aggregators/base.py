@@ -8,9 +8,10 @@ import torch
 
 from torchcomp.bucket import Bucket
 from torchcomp.component import Component
-from torchcomp.exchange import Exchange, Load
+from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
 from torchcomp.state import State
+from torchcomp.traffic import Load
 
 Shape = tuple[tuple[str, ...], tuple[int, ...], torch.dtype]
 """Names, sizes and dtype of the parameters of one bucket."""

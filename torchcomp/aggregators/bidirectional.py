@@ -21,9 +21,10 @@ from torchcomp.codec import codec
 from torchcomp.component import check_kind
 from torchcomp.compressors import Compressor
 from torchcomp.errors import SpecError
-from torchcomp.exchange import Exchange, Load
+from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
 from torchcomp.state import State
+from torchcomp.traffic import Load
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,10 @@ class Bidirectional(Aggregator):
         up: C, contractive. ``identity`` compresses the answers only.
         down: D, contractive. ``identity`` is ``ef(C)`` by another route.
         selection: what topk selects from. "exact": from the whole bucket, as one server would;
-            owners agree on a threshold first. "shard": every shard by itself, with a fixed number
-            of entries (``k=5`` are 5 of each shard), so nothing has to be agreed.
+            owners agree on a threshold first, from a guess, which is the last step's threshold.
+            The first step has none, and may send several times the bytes that
+            :func:`torchcomp.explain` plans for a step. "shard": every shard by itself, with a fixed
+            number of entries (``k=5`` are 5 of each shard), so nothing has to be agreed.
         memory_dtype: "fp32", "fp64", "bf16" or "fp16"; by default fp32, or the gradient's dtype
             where that is wider. With a 16-bit memory the law above holds only to its rounding.
     """

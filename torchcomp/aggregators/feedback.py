@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchcomp.aggregators.transfer import Transfer
+from torchcomp.aggregators.transfer import Transfer, narrow_into
 from torchcomp.checks import check_choice
 from torchcomp.component import Component
 from torchcomp.compressors import Compressor
@@ -67,5 +67,5 @@ def write_mean(transfer: Transfer, g: Tensor, e: Tensor) -> None:
         return
     mean = torch.empty_like(g, dtype=wide)
     transfer.mean(out=mean)
-    g.copy_(mean)
+    narrow_into(g, mean)
     e.add_(mean.sub_(g))

@@ -13,9 +13,10 @@ from torchcomp.codec import codec
 from torchcomp.component import check_kind
 from torchcomp.compressors import Compressor, Identity
 from torchcomp.errors import SpecError
-from torchcomp.exchange import Exchange, Load, gather_bytes
+from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
 from torchcomp.state import State
+from torchcomp.traffic import Load, gather_bytes
 
 EXCHANGES = ("auto", "gather", "sum", "sharded")
 _DENSE = Identity()

@@ -16,20 +16,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from torchcomp.aggregators.agreement import Question, agree, agreement_load, chosen, order_bits
+from torchcomp.aggregators.agreement import (
+    LostTrackError,
+    Question,
+    agree,
+    agreement_load,
+    chosen,
+    order_bits,
+)
 from torchcomp.aggregators.transfer import add_frames, narrowed, spoiled
 from torchcomp.bucket import Bucket, Shard, shards
 from torchcomp.codec import Codec, Selections, Vector, codec
 from torchcomp.compressors import Compressor
-from torchcomp.errors import WireError
-from torchcomp.exchange import Exchange, Load
+from torchcomp.exchange import Exchange
 from torchcomp.kernels.select import add_and_select
 from torchcomp.keys import Key
 from torchcomp.state import State
+from torchcomp.traffic import Load
 
 
 @dataclass(frozen=True)
@@ -140,6 +148,13 @@ class Plan:
         ]
         return self.counted(owner, even).framed
 
+    @cached_property
+    def room(self) -> list[int]:
+        """By owner, more bytes than any message has that it sends in a step."""
+        return [
+            16 * (part.stop - part.start) + 2**18 * (1 + len(self.sizes)) for part in self.shards
+        ]
+
     def _names(self, part: Shard) -> tuple[str, ...]:
         return tuple(f"{self.role} {name} from {part.start}" for name in part.names)
 
@@ -189,8 +204,8 @@ class ShardedTransfer:
     remembers: bool
 
     def encode(self, x: Tensor) -> None:
-        chosen = [v.compressor.select(x[v.span]) for v in self.up.whole.vectors]
-        self._encode(x, chosen if self.up.exact else None)
+        exact = self.up.whole.vectors if self.up.exact else ()
+        self._encode(x, [v.compressor.select(x[v.span]) for v in exact])
 
     def encode_sum(self, g: Tensor, e: Tensor, x: Tensor) -> None:
         codecs = [self.up.whole] if self.up.exact else self.up.fixed
@@ -209,9 +224,11 @@ class ShardedTransfer:
         total = self._collect(out.device)
         self._answer(total.div_(self.exchange.world_size), out)
 
-    def _encode(self, x: Tensor, selections: Selections | None) -> None:
+    def _encode(self, x: Tensor, selections: Selections) -> None:
         if self.up.exact:
-            self._codecs, self._counts, selections = _cut(self.up, selections or [])
+            # The compressor of an exact plan selects.
+            chosen = cast("list[Tensor]", selections)
+            self._codecs, self._counts, selections = _cut(self.up, chosen)
         else:
             self._codecs = self.up.fixed
         left = iter(selections or [None] * sum(len(c.vectors) for c in self._codecs))
@@ -244,32 +261,45 @@ class ShardedTransfer:
         rank, world_size = self.exchange.rank, self.exchange.world_size
         if not self.up.exact:
             return [self.up.fixed[rank]] * world_size
-        flat = [count for row in self._counts for count in row]
-        counts = torch.tensor(flat, dtype=torch.int64, device=self.exchange.device)
-        here = len(self.up.pieces[rank])
-        sizes = [len(pieces) for pieces in self.up.pieces]
-        received = self.exchange.scatter(counts, sizes, [here] * world_size)
-        rows = received.view(world_size, here).tolist()
-        for sender, row in enumerate(rows):
-            _check_counts(sender, row, self.up.pieces[rank])
+        device = self.exchange.device
+        parts = [torch.tensor(row, dtype=torch.int64, device=device) for row in self._counts]
+        widths = [piece.stop - piece.start for piece in self.up.pieces[rank]]
+        heard = self.exchange.scatter_numbers(parts, [len(widths)] * world_size)
+        # A message may be as long as its shard, where the sender's own count is not known.
+        rows = [
+            widths if sender in heard.damaged else row.tolist()
+            for sender, row in enumerate(heard.rows)
+        ]
+        rows[rank] = self._counts[rank]
         return [self.up.counted(rank, row) for row in rows]
 
     def _answer(self, mean: Tensor, out: Tensor) -> None:
+        try:
+            codecs, selections, rest = self._choose(mean)
+        except LostTrackError as lost:
+            if lost.awaited:
+                self.exchange.abstain(self.down.room)
+            return
         rank = self.exchange.rank
-        codecs, selections, rest = self._choose(mean)
         mine = codecs[rank]
-        answer = rest.to(self.down.dtype)
+        answer = narrowed(rest, torch.empty_like(rest, dtype=self.down.dtype))
         message = spoiled(mine.encode(answer, self.key, selections), answer, mine)
         frame = torch.empty(mine.framed, dtype=torch.uint8, device=out.device)
         mine.pack(message, frame)
         if self.remembers:
             mine.subtract(message, rest, self.key)
-        sizes = [c.framed for c in codecs]
-        frames = torch.split(self.exchange.gather_varied(frame, sizes), sizes)
+        frames = self._gather(frame, [c.framed for c in codecs])
         out.zero_()
         for owner, part in enumerate(self.down.shards):
             sent = [(owner, frames[owner])]
             add_frames(codecs[owner], self.exchange, sent, out[part.span], self.key)
+
+    def _gather(self, frame: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+        """Every owner's frame."""
+        # Where lengths were agreed on, ranks must not choose a collective by them: see `abstain`.
+        if self.down.exact or len(set(sizes)) > 1:
+            return torch.split(self.exchange.gather_varied(frame, sizes), sizes)
+        return self.exchange.gather(frame)
 
     def _choose(self, mean: Tensor) -> tuple[list[Codec], Selections | None, Tensor]:
         """Codecs of all answers, this owner's selections, and what it selected them from."""
@@ -319,20 +349,18 @@ def sharded_load(up: Plan, down: Plan, rank: int) -> Load:
         Load(sent=len(others) * down.framed(rank), received=sum(down.framed(o) for o in others))
     )
     if up.exact:
-        sent = sum(len(up.pieces[o]) for o in others)
-        load.add(Load(sent=8 * sent, received=8 * len(others) * len(up.pieces[rank])))
+        sent = sum(len(up.pieces[o]) + 1 for o in others)
+        load.add(Load(sent=8 * sent, received=8 * len(others) * (len(up.pieces[rank]) + 1)))
     if down.exact:
-        itemsize = max(4, down.dtype.itemsize)
-        for place, sizes in enumerate(down.candidates):
-            load.add(agreement_load(sizes, itemsize, down.kept(place), rank))
+        vectors = [(sizes, down.kept(place)) for place, sizes in enumerate(down.candidates)]
+        load.add(agreement_load(vectors, max(4, down.dtype.itemsize), rank))
     return load
 
 
-def _cut(up: Plan, selections: Selections) -> tuple[list[Codec], list[list[int]], Selections]:
+def _cut(up: Plan, selections: list[Tensor]) -> tuple[list[Codec], list[list[int]], Selections]:
     """Divide selections from the whole bucket among the shards."""
     held: dict[tuple[int, int], Tensor] = {}
-    indices = [index for index in selections if index is not None]
-    for place, (vector, index) in enumerate(zip(up.whole.vectors, indices, strict=True)):
+    for place, (vector, index) in enumerate(zip(up.whole.vectors, selections, strict=True)):
         cuts = torch.tensor([part.start - vector.start for part in up.shards[1:]])
         stops = torch.searchsorted(index, cuts.to(index)).tolist()
         for owner, local in enumerate(torch.tensor_split(index, stops)):
@@ -347,12 +375,3 @@ def _cut(up: Plan, selections: Selections) -> tuple[list[Codec], list[list[int]]
         if held[owner, p.vector].numel()
     ]
     return [up.counted(owner, row) for owner, row in enumerate(counts)], counts, cut
-
-
-def _check_counts(sender: int, counts: list[int], pieces: list[Piece]) -> None:
-    for count, piece in zip(counts, pieces, strict=True):
-        if not 0 <= count <= piece.stop - piece.start:
-            raise WireError(
-                f"rank {sender} announces {count} entries for a piece of "
-                f"{piece.stop - piece.start} elements ('{piece.name}')"
-            )

@@ -55,7 +55,8 @@ class SumTransfer:
 
     def encode_sum(self, g: Tensor, e: Tensor, x: Tensor) -> None:
         torch.add(g, e, out=x)
-        self.encode(g.copy_(x))
+        # Encoding scales what it is given, and `x` is the memory to be.
+        self.encode(narrow_into(g, x))
 
     def subtract(self, x: Tensor) -> None:
         self.codec.subtract(self._message, x, self.key, weight=self.exchange.world_size)
@@ -125,8 +126,19 @@ def add_frames(
 
 
 def narrowed(x: Tensor, g: Tensor) -> Tensor:
-    """`x` in the dtype of `g`: itself, or written to `g`."""
-    return x if x.dtype == g.dtype else g.copy_(x)
+    """`x` in the dtype of `g`: itself, or written to `g` by :func:`narrow_into`."""
+    return x if x.dtype == g.dtype else narrow_into(g, x)
+
+
+def narrow_into(out: Tensor, x: Tensor) -> Tensor:
+    """Write `x` to `out`; finite values beyond the range of its dtype become its largest.
+
+    With error feedback the memory keeps the rest. NaN and infinities stay what they are.
+    """
+    largest = torch.finfo(out.dtype).max
+    if largest < torch.finfo(x.dtype).max:
+        x = torch.where(x.isinf(), x, x.clamp(-largest, largest))
+    return out.copy_(x)
 
 
 def spoiled(message: Message, x: Tensor, codec: Codec) -> Message:

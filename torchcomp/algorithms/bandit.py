@@ -1,5 +1,6 @@
 """The bandit of JointSpar: which layers to keep, learned from the norms of those that were kept."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from torchcomp.algorithms.kl_projection import Vector, check_budget, check_vector, kl_project
-from torchcomp.checks import check_positive
+from torchcomp.checks import check_at_least_0, check_count, check_positive, is_number
 from torchcomp.errors import NonFiniteError, SpecError
 from torchcomp.keys import Key
 
@@ -16,6 +17,9 @@ Mask = NDArray[np.bool_]
 
 _MEMORY = 0.95
 """Share of the old baseline in the new one."""
+
+_LARGEST_NORM = 1e100
+"""Squares of larger norms, divided by squares of probabilities, may not be finite."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,12 @@ class Literal:
     2. w_d = p_d exp(-alpha_p l_d / p_d)
     3. p = argmin KL(q || w) over {sum q = S, p_min <= q_d <= 1}
 
-    The constant punishes whatever was kept, so p hardly learns within thousands of steps.
+    The constant punishes whatever was kept, so p hardly learns within thousands of steps. L has to
+    bound every |g_d|, so it grows with the largest one seen.
 
     Attributes:
         alpha: alpha_p, in units of 1 / |g|^2.
-        bound: L, an upper bound of every |g_d|; None takes the largest norm seen so far.
+        bound: what L is at least, in units of |g|, at most 1e100; None is 0.
     """
 
     alpha: float
@@ -72,11 +77,18 @@ class Literal:
 
     def __post_init__(self) -> None:
         check_positive("alpha", self.alpha)
+        bound = self.bound
+        if not (bound is None or (is_number(bound) and 0 < bound <= _LARGEST_NORM)):
+            raise SpecError(
+                f"bound must be a number above 0 and at most {_LARGEST_NORM:g}, or None, "
+                f"not {bound!r}",
+                "bound",
+            )
 
     def exponent(self, bandit: "Bandit", kept: Mask, norms: Vector) -> Vector:
         """What is added to log p."""
         p = bandit.p
-        bound = bandit.largest if self.bound is None else self.bound
+        bound = max(bandit.largest, self.bound or 0.0)
         loss = np.where(kept, bound**2 / bandit.p_min**2 - norms**2 / p**2, 0.0)
         step: Vector = -self.alpha * loss / p
         return step
@@ -95,7 +107,7 @@ class Bandit:
         costs: c, what keeping each layer costs, finite and above 0, 1-D of D.
         budget: C, the expected cost of a step, from p_min sum(c) to sum(c).
         p_min: least probability, above 0 and at most 1.
-        rule: the form of the update.
+        rule: the form of the update; None is ``Baseline()``.
 
     Raises:
         SpecError: if an argument is out of its range or the budget is infeasible.
@@ -142,14 +154,14 @@ class Bandit:
             norms: |g_d| before the division by p, 1-D of D; read where `kept` is true.
 
         Raises:
-            NonFiniteError: if the norm of a kept layer is NaN, infinite or negative; p stays.
+            NonFiniteError: if the norm of a kept layer is NaN, negative or above 1e100; p stays.
         """
         norms = np.where(kept, np.asarray(norms, dtype=np.float64), 0.0)
-        bad = np.flatnonzero(~(np.isfinite(norms) & (norms >= 0)))
+        bad = np.flatnonzero(~((norms >= 0) & (norms <= _LARGEST_NORM)))
         if bad.size:
             raise NonFiniteError(
-                f"the norm of layer {bad[0]} is {norms[bad[0]]}, and must be finite and at least "
-                "0: the probabilities stay as they were"
+                f"the norm of layer {bad[0]} is {norms[bad[0]]}, and must be from 0 to "
+                f"{_LARGEST_NORM:g}: the probabilities stay as they were"
             )
         self.largest = max(self.largest, float(norms.max()))
         exponent = self.rule.exponent(self, kept, norms)
@@ -168,18 +180,24 @@ class Bandit:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
+        """Restore what :meth:`state_dict` returned; nothing changes on error.
 
         Raises:
-            SpecError: if it is of another number of layers, or its p is not finite.
+            SpecError: if it lacks something, is of another number of layers, or a value is none
+                that a bandit of this budget and p_min comes to.
         """
-        p = check_vector(state["p"], "p")
-        if len(p) != len(self.p):
-            raise SpecError(f"the state has {len(p)} layers, and here are {len(self.p)}")
-        self.p = p
-        self.largest = float(state["largest"])
-        self._average = float(state["average"])
-        self._updates = int(state["updates"])
+        missing = [key for key in self.state_dict() if key not in state]
+        if missing:
+            raise SpecError(f"the bandit's state lacks {', '.join(missing)}")
+        p = check_vector(state["p"], "p", len(self.p), self.p_min, 1.0)
+        spent = float(self.costs @ p)
+        if not math.isclose(spent, self.budget, rel_tol=1e-6):
+            raise SpecError(f"p costs {spent:g}, and the budget is {self.budget:g}", "p")
+        check_at_least_0("largest", state["largest"])
+        check_at_least_0("average", state["average"])
+        check_count("updates", state["updates"], least=0)
+        self.p, self.largest = p, state["largest"]
+        self._average, self._updates = state["average"], state["updates"]
 
 
 def sample(p: Vector, key: Key, *, shared: bool = True) -> Mask:

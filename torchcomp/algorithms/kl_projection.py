@@ -11,6 +11,9 @@ from torchcomp.errors import SpecError
 
 Vector = NDArray[np.float64]
 
+_ROUNDING = 1e-9
+"""Relative error of a probability that was computed, many times what it is."""
+
 
 def kl_project(u: ArrayLike, budget: float, p_min: float, costs: ArrayLike | None = None) -> Vector:
     """The point of {sum c q = budget, p_min <= q <= 1} that is nearest to the weights exp(u).
@@ -118,19 +121,37 @@ def check_budget(budget: float, p_min: float, costs: Vector) -> None:
         )
 
 
-def check_vector(values: ArrayLike, name: str) -> Vector:
-    """`values` as 1-D float64 of at least one element.
+def check_vector(
+    values: ArrayLike,
+    name: str,
+    size: int | None = None,
+    least: float = -math.inf,
+    most: float = math.inf,
+) -> Vector:
+    """`values` as 1-D float64 of `size` elements (at least one), all from `least` to `most`.
 
     Raises:
-        SpecError: if they are of another shape, or one is not finite.
+        SpecError: if they are of another shape, or one is not finite or, by more than rounding,
+            out of the range.
     """
-    vector = np.asarray(values, dtype=np.float64)
+    try:
+        vector = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:  # the last from tensors with a graph
+        raise SpecError(f"{name} must be a vector of numbers: {error}", name) from error
     if vector.ndim != 1 or not vector.size:
         raise SpecError(f"{name} must be 1-D and not empty, not of shape {vector.shape}", name)
-    bad = np.flatnonzero(~np.isfinite(vector))
-    if bad.size:
-        place = int(bad[0])
-        raise SpecError(f"{name}[{place}] is {vector[place]}, and must be finite", name)
+    if size not in (None, len(vector)):
+        raise SpecError(f"{name} must have {size} entries, not {len(vector)}", name)
+    for bad, wanted in (
+        (~np.isfinite(vector), "finite"),
+        (
+            ~np.isclose(vector, vector.clip(least, most), rtol=_ROUNDING, atol=0.0),
+            f"from {least:g} to {most:g}",
+        ),
+    ):
+        if bad.any():
+            place = int(bad.argmax())
+            raise SpecError(f"{name}[{place}] is {vector[place]}, and must be {wanted}", name)
     return vector
 
 

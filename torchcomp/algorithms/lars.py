@@ -1,20 +1,25 @@
 """LARS: a learning rate of its own for every layer."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchcomp.checks import check_at_least_0, check_momentum, check_positive
+from torchcomp.checks import check_at_least_0, check_flag, check_momentum, check_positive
+from torchcomp.errors import SpecError, UnsupportedModelError
 
 
+@runtime_checkable
 class Sampling(Protocol):
     """What an optimizer has to know of gradients that are sampled and divided by p."""
 
     def probability(self, parameter: Tensor) -> float:
-        """P that this parameter has a gradient in a step."""
+        """P that this parameter's gradient was computed, by which it was divided."""
+
+    def presence(self, parameter: Tensor) -> float:
+        """Share of the steps in which the optimizer finds a gradient, be it zeros."""
 
     def norm(self, parameter: Tensor) -> float:
         """Running average of |g|, before the division by p; 0.0 before any was seen."""
@@ -29,10 +34,13 @@ class LARS(Optimizer):
     2. v <- momentum v + lr trust (g + wd x)
     3. x <- x - v
 
-    A gradient that JointSpar sampled is g / p in a share p of the steps and None in the others. Its
-    own norm would cancel the 1 / p, and the mean update would be p times the dense one. So with
-    `sampled`, where p < 1, |g| is the running norm before the division, and wd is divided by p: the
-    mean update on a fixed gradient is then the dense one. Without a gradient x and v stay.
+    A gradient that JointSpar sampled is g / p in a share p of the steps, and None or zeros in the
+    others. Its own norm would cancel the 1 / p, and the mean update would be p times the dense one.
+    So with `sampled`, where p < 1, |g| is the running norm before the division; and wd is divided
+    by the share of the steps that have a gradient, which is p with None and 1 with zeros. The mean
+    update on a fixed gradient is then the dense one. Without a gradient x and v stay.
+
+    All but the storage of x and v is in float32, or in float64 where x is.
 
     Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks", 2017
     (arXiv 1708.03888), Algorithm 1, with the learning-rate schedule left to the user.
@@ -48,7 +56,8 @@ class LARS(Optimizer):
         sampled: a :class:`torchcomp.JointSpar`, if it samples the gradients.
 
     Raises:
-        SpecError: if an option is out of its range.
+        SpecError: if an option is out of its range, also one of a group that is added later.
+        UnsupportedModelError: from :meth:`step`, if a gradient is sparse; nothing moves then.
     """
 
     def __init__(
@@ -69,11 +78,17 @@ class LARS(Optimizer):
             "trust_coefficient": trust_coefficient,
             "exclude_vectors": exclude_vectors,
         }
-        _check(defaults)
+        if not (sampled is None or isinstance(sampled, Sampling)):
+            raise SpecError(
+                f"LARS: sampled must be a torchcomp.JointSpar or None, not {sampled!r}", "sampled"
+            )
         super().__init__(params, defaults)
-        for group in self.param_groups:
-            _check(group)
         self._sampled = sampled
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add tensors, with options of their own where they differ from the optimizer's."""
+        _check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -89,30 +104,49 @@ class LARS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for x in group["params"]:
-                if x.grad is not None:
-                    self._update(x, x.grad, group)
+        held = [(x, group) for group in self.param_groups for x in group["params"]]
+        found = [(x, x.grad, group) for x, group in held if x.grad is not None]
+        _require_dense(g for _, g, _ in found)
+        for x, g, group in found:
+            self._update(x, g, group)
         return loss
 
     def _update(self, x: Tensor, g: Tensor, group: dict[str, Any]) -> None:
         excluded = group["exclude_vectors"] and x.dim() <= 1
         decay = 0.0 if excluded else float(group["weight_decay"])
-        p = 1.0 if self._sampled is None else self._sampled.probability(x)
-        direction = g.add(x, alpha=decay / p)
+        presence = 1.0 if self._sampled is None else self._sampled.presence(x)
+        direction = g.to(_wide(x)).add(x, alpha=decay / presence)
         if not excluded:
-            direction.mul_(group["trust_coefficient"] * self._ratio(x, g, decay, p))
+            direction.mul_(group["trust_coefficient"] * self._ratio(x, g, decay))
         v = self.state[x].setdefault("momentum", torch.zeros_like(x))
         v.mul_(group["momentum"]).add_(direction, alpha=group["lr"])
         x.sub_(v)
 
-    def _ratio(self, x: Tensor, g: Tensor, decay: float, p: float) -> Tensor:
-        size = torch.linalg.vector_norm(x)
-        norm = torch.linalg.vector_norm(g)
-        if self._sampled is not None and p < 1:
+    def _ratio(self, x: Tensor, g: Tensor, decay: float) -> Tensor:
+        size, norm = _norm(x), _norm(g)
+        if self._sampled is not None and self._sampled.probability(x) < 1:
             norm = torch.full_like(norm, self._sampled.norm(x))
         ratio = size / (norm + decay * size)
         return torch.where((size > 0) & (norm > 0), ratio, 1.0)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    # Half precision ends at 65504, which norms of many small elements pass, and ratios of norms.
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _norm(x: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=_wide(x))
+    return norm
+
+
+def _require_dense(gradients: Iterable[Tensor]) -> None:
+    for g in gradients:
+        if g.layout is not torch.strided:
+            raise UnsupportedModelError(
+                f"LARS: a gradient of shape {tuple(g.shape)} is sparse ({g.layout}), and weight "
+                "decay and momentum are dense: build its embedding with sparse=False"
+            )
 
 
 def _check(options: dict[str, Any]) -> None:
@@ -121,5 +155,6 @@ def _check(options: dict[str, Any]) -> None:
         ("momentum", check_momentum),
         ("weight_decay", check_at_least_0),
         ("trust_coefficient", check_positive),
+        ("exclude_vectors", check_flag),
     ):
         check(name, options[name], owner="LARS")

@@ -44,15 +44,19 @@ def default_layers(parameters: Iterable[tuple[str, nn.Parameter]]) -> Layers:
     return layers
 
 
-def layers_by_pattern(patterns: Patterns, names: Sequence[str]) -> Layers:
+def layers_by_pattern(
+    patterns: Patterns, names: Sequence[str], frozen: Sequence[str] = ()
+) -> Layers:
     """The layers that a user describes; every parameter in exactly one.
 
     Args:
         patterns: see :data:`Patterns`; case counts.
-        names: of all parameters, in registration order.
+        names: of all parameters that are trained, in registration order.
+        frozen: of all others, which a pattern may match beside those.
 
     Raises:
-        SpecError: if a pattern matches nothing, or a parameter is in no layer or in several.
+        SpecError: if a layer has no pattern, a pattern matches no parameter that is trained, or a
+            parameter is in no layer or in several.
     """
     if not isinstance(patterns, Mapping):
         raise SpecError(
@@ -62,16 +66,11 @@ def layers_by_pattern(patterns: Patterns, names: Sequence[str]) -> Layers:
         )
     layers: Layers = {}
     for layer, given in patterns.items():
-        chosen: list[str] = []
-        for pattern in [given] if isinstance(given, str) else given:
-            matched = [name for name in names if fnmatchcase(name, pattern)]
-            if not matched:
-                raise SpecError(
-                    f"layer '{layer}': the pattern '{pattern}' matches no parameter; "
-                    f"{nearest(pattern, names)}"
-                )
-            chosen += matched
-        layers[layer] = tuple(name for name in names if name in chosen)
+        listed = [given] if isinstance(given, str) else given
+        _check_patterns(layer, listed)
+        for pattern in listed:
+            _check_matches(layer, pattern, names, frozen)
+        layers[layer] = tuple(n for n in names if any(fnmatchcase(n, p) for p in listed))
     _check_once(layers, names)
     return layers
 
@@ -104,6 +103,29 @@ def _shared(one: str, other: str) -> int:
     """How many leading parts two paths have in common."""
     pairs = zip(one.split("."), other.split("."), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _check_patterns(layer: object, patterns: object) -> None:
+    if not isinstance(layer, str):
+        raise SpecError(f"layers: the name of a layer must be a text, not {layer!r}", "layers")
+    named = isinstance(patterns, Sequence) and all(isinstance(p, str) for p in patterns)
+    if not (named and patterns):
+        raise SpecError(
+            f"layer '{layer}' must have a pattern of parameter names, or a list of at least one, "
+            f"such as 'conv1.*', not {patterns!r}",
+            "layers",
+        )
+
+
+def _check_matches(layer: str, pattern: str, names: Sequence[str], frozen: Sequence[str]) -> None:
+    if any(fnmatchcase(name, pattern) for name in names):
+        return
+    still = [name for name in frozen if fnmatchcase(name, pattern)]
+    if still:
+        why = f"matches only parameters that are not trained, such as '{still[0]}': leave it out"
+    else:
+        why = f"matches no parameter; {nearest(pattern, names)}"
+    raise SpecError(f"layer '{layer}': the pattern '{pattern}' {why}", "layers")
 
 
 def _check_once(layers: Layers, names: Sequence[str]) -> None:

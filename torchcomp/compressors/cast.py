@@ -8,11 +8,9 @@ from torch import Tensor
 
 from torchcomp.checks import check_choice
 from torchcomp.compressors.base import Compressor
+from torchcomp.kernels import quantize
 from torchcomp.keys import Key
-from torchcomp.wire import Field, Layout, Parts
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_MANTISSA_BITS = {"bf16": 8, "fp16": 11}
+from torchcomp.wire import Layout, Parts
 
 
 @dataclass(frozen=True)
@@ -36,13 +34,13 @@ class Cast(Compressor):
     dtype: str
 
     def __post_init__(self) -> None:
-        check_choice("dtype", self.dtype, _DTYPES, owner=self.name)
+        check_choice("dtype", self.dtype, quantize.CASTS, owner=self.name)
 
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
-        return (Field("values", _DTYPES[self.dtype], numel),)
+        return quantize.layout(self.dtype, numel)
 
     def compress(self, x: Tensor, key: Key) -> Parts:
-        return (x.to(_DTYPES[self.dtype]),)
+        return (x.to(quantize.CASTS[self.dtype]),)
 
     def accumulate(self, parts: Parts, out: Tensor, key: Key, weight: float = 1.0) -> None:
         out.add_(parts[0].to(out.dtype), alpha=weight)
@@ -51,9 +49,7 @@ class Cast(Compressor):
         return parts[0].to(dtype)
 
     def alpha(self, numel: int) -> float:
-        # Rounding to nearest is off by at most half a unit in the last place of each value.
-        relative_error: float = 2.0 ** -_MANTISSA_BITS[self.dtype]
-        return 1.0 - relative_error**2
+        return 1.0 - quantize.error_bound(self.dtype, numel)
 
     def omega(self, numel: int) -> None:
         return None

@@ -2,14 +2,22 @@
 
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.bucket import Caps
-from torchcomp.errors import UnsupportedModelError
+from torchcomp.errors import SpecError, UnsupportedModelError
 
 OWNER = "_torchcomp_owner"
 """Attribute of a DDP model that names what torchcomp has installed on it."""
+
+KEEPS_ITS_HOOK = (
+    "DDP cannot drop its hook: to train on, build DistributedDataParallel anew "
+    "(handle.swap('mean') instead of close() is plain DDP)"
+)
+"""Why a model of a closed handle cannot go on, and what to do."""
 
 
 def check_is_ddp(model: object) -> None:
@@ -18,17 +26,44 @@ def check_is_ddp(model: object) -> None:
     Raises:
         UnsupportedModelError: saying what was given.
     """
-    if isinstance(model, DistributedDataParallel):
-        return
-    advice = ""
-    if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
-        advice = ": call this on the DDP model, before torch.compile"
-    elif isinstance(model, nn.Module):
-        advice = ": wrap the model first, model = DistributedDataParallel(model)"
-    raise UnsupportedModelError(
-        "expected a torch.nn.parallel.DistributedDataParallel model, not "
-        f"{type(model).__name__}{advice}"
-    )
+    if not isinstance(model, DistributedDataParallel):
+        raise UnsupportedModelError(
+            "expected a torch.nn.parallel.DistributedDataParallel model, not "
+            f"{type(model).__name__}{_way_to_ddp(model)}"
+        )
+
+
+def check_is_module(model: object) -> None:
+    """Require a module.
+
+    Raises:
+        UnsupportedModelError: saying what was given.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"expected a torch.nn.Module, not {type(model).__name__}")
+
+
+def check_scaler(scaler: object) -> None:
+    """Require a GradScaler, or None.
+
+    Raises:
+        SpecError: saying what was given.
+    """
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise SpecError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
+
+
+def check_not_joined(model: DistributedDataParallel | None) -> None:
+    """Require that DDP's ``join`` does not stand in for ranks; None is a model that is gone.
+
+    Raises:
+        UnsupportedModelError: if it does.
+    """
+    if model is not None and model._join_config.enable:
+        raise UnsupportedModelError(
+            "model.join() lets ranks run out of batches at different steps, and every exchange of "
+            "torchcomp needs all of them: give every rank the same number of batches"
+        )
 
 
 def check_model(model: DistributedDataParallel) -> None:
@@ -89,8 +124,29 @@ def bucket_caps(model: DistributedDataParallel) -> Caps:
     return Caps(first=Caps().first if default else rest, rest=rest)
 
 
+def _way_to_ddp(model: object) -> str:
+    """How to come by a DDP model, as the end of an error."""
+    if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
+        return ": call this on the DDP model, before torch.compile"
+    if isinstance(model, FSDPModule | FullyShardedDataParallel):
+        return (
+            ": FSDP shards the model and reduces gradients by itself, and torchcomp serves "
+            "replicas of a whole model"
+        )
+    if isinstance(model, nn.DataParallel):
+        return (
+            ": DataParallel is one process for all devices; start one for each with torchrun, and "
+            "wrap DistributedDataParallel(model.module)"
+        )
+    if isinstance(model, nn.Module):
+        return ": wrap the model first, model = DistributedDataParallel(model)"
+    return ""
+
+
 def _check_free(model: DistributedDataParallel) -> None:
     owner = getattr(model, OWNER, None)
+    if any(getattr(state, "closed", False) for _, state in model._comm_hooks):
+        raise UnsupportedModelError(f"{owner} was closed on this model, and {KEEPS_ITS_HOOK}")
     if owner is not None:
         raise UnsupportedModelError(
             f"{owner} is already installed on this model, and a model takes one method; "

@@ -3,8 +3,8 @@
 # DDP inspects the hook's signature, so this module must not postpone the evaluation of annotations.
 
 import weakref
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,12 @@ from torchcomp.bucket import Bucket, Group, Shard, merge, owned_shards
 from torchcomp.component import Component
 from torchcomp.ddp.assembly import Assembly
 from torchcomp.ddp.callbacks import after_backward
+from torchcomp.ddp.checks import KEEPS_ITS_HOOK, check_not_joined
 from torchcomp.ddp.executors import Executor
+from torchcomp.ddp.payout import is_paid, pay_out
+from torchcomp.ddp.snapshot import check_state_dict, load_memories, save_memories
 from torchcomp.ddp.unused import UnusedWatch
-from torchcomp.errors import NonFiniteError, UnsupportedModelError
+from torchcomp.errors import NonFiniteError
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
 from torchcomp.nonfinite import FiniteWatch
@@ -27,18 +30,10 @@ from torchcomp.spec import parse_aggregator
 from torchcomp.state import State
 from torchcomp.stats import Meter, Stats
 
-_STATE_KEYS = (
-    *("step", "seed", "scale", "delivering", "groups", "traffic"),
-    *("shapes", "strides", "error", "buckets", "owner", "thresholds"),
-)
-_ADVICE = {
-    "spec": "register that method, load, and then handle.swap(...) to the new one",
-    "world_size": "torchcomp.redistribute(states, world_size) makes it fit",
-}
 _NOTHING_KEPT = "Nothing of this step entered the error memory, and no parameter has changed."
 _SCALER = (
-    f"{_NOTHING_KEPT} If a GradScaler is meant to skip such steps, hand it over: "
-    "torchcomp.register(model, spec, scaler=scaler)"
+    f"{_NOTHING_KEPT} If a GradScaler is meant to skip such steps, hand it over, scaler=scaler, "
+    "to what was installed on the model: torchcomp.register or torchcomp.JointSpar"
 )
 
 Future = torch.futures.Future[Tensor]
@@ -55,6 +50,23 @@ class Delivery:
     def release(self) -> None:
         """Tell DDP that the bucket holds its final values."""
         self.future.set_result(self.bucket.flat)
+
+
+@dataclass
+class BackwardPass:
+    """What one backward pass has brought into the hook so far.
+
+    Attributes:
+        finite: watches its buckets.
+        deliveries: DDP's buckets, in order.
+        failure: the first error; the buckets behind it are not exchanged.
+        running: whether it has begun and is not over.
+    """
+
+    finite: FiniteWatch
+    deliveries: list[Delivery] = field(default_factory=list)
+    failure: Exception | None = None
+    running: bool = False
 
 
 class Handle:
@@ -91,12 +103,11 @@ class Handle:
         self._state = State()
         self._meter = Meter()
         self._step = 0
-        self._in_backward = False
+        self._backward = BackwardPass(FiniteWatch(exchange))
         self._closed = False
         # Whether a rank alone has loaded a checkpoint shows only when all ranks look.
         self._verified = False
         self._delivering = False
-        self._failure: Exception | None = None
         self._buckets = groups
         self._use(aggregator)
         self._finalizer = weakref.finalize(self, executor.close)
@@ -108,6 +119,16 @@ class Handle:
     def method(self) -> Aggregator:
         """The aggregator in use; its ``str`` is the spec."""
         return self._aggregator
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Names of parameters that are compressed together, where the method depends on it."""
+        return self._groups
 
     @property
     def step(self) -> int:
@@ -133,23 +154,39 @@ class Handle:
         Raises:
             SpecError: if the spec cannot be built.
             RankMismatchError: if the ranks give different specs.
-            RuntimeError: in the middle of a backward pass.
+            RuntimeError: in the middle of a backward pass, or after :meth:`close`.
         """
 
         def build() -> tuple[Aggregator, dict[str, Any]]:
             self._require_idle("swap")
+            self._require_open("swap")
             aggregator = parse_aggregator(spec)
             return aggregator, {"spec": aggregator}
 
         aggregator = self._exchange.agree("handle.swap", {"spec": spec}, build)
         self._use(aggregator)
-        if not any(True for _ in self._state.worker.items()):
-            self._delivering = False
+        held = any(True for _ in self._state.worker.items())
+        self._delivering = held and not aggregator.remembers
+        if not held:
             return "There is no error memory yet."
-        self._delivering = not aggregator.remembers
         if aggregator.remembers:
             return f"The error memory is kept: {aggregator} goes on with it."
-        return f"{aggregator} keeps no memory: the next step adds what there is to its gradients."
+        return (
+            f"{aggregator} keeps no memory: the next step adds what there is to its gradients, as "
+            "far as their dtype can hold it, and later steps the rest."
+        )
+
+    def regroup(self, groups: tuple[Group, ...]) -> None:
+        """Compress other parameters together; for parts of torchcomp that need groups of their own.
+
+        To be called on all ranks alike, between two steps.
+
+        Args:
+            groups: names that belong together; each parameter once.
+        """
+        self._groups = groups
+        self._use(self._aggregator)
+        self._verified = False
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: plain tensors, numbers and strings, keyed by parameter name.
@@ -170,10 +207,9 @@ class Handle:
             "traffic": self._meter.state_dict(),
             "shapes": checkpoint.shapes(self._parameters),
             "strides": checkpoint.strides(self._parameters),
-            "error": checkpoint.shaped(self._state.worker.items(), self._parameters),
             "buckets": [list(group) for group in self._buckets],
-            "owner": {name: part.clone() for name, part in self._state.owner.items()},
             "thresholds": [dict(self._state.agreed(group)) for group in self._buckets],
+            **save_memories(self._state, self._parameters, self._owned(self._buckets)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -183,30 +219,21 @@ class Handle:
         bit even if DDP's buckets have another size now.
 
         Raises:
-            CheckpointError: if it is another model's, method's, rank's or world size's.
-            RuntimeError: in the middle of a backward pass.
+            CheckpointError: if it is another model's, method's, rank's or world size's, or damaged.
+            RuntimeError: in the middle of a backward pass, or after :meth:`close`.
         """
         self._require_idle("load_state_dict")
-        checkpoint.check_header(state, str(self._aggregator), self._exchange, _STATE_KEYS, _ADVICE)
-        checkpoint.check_shapes(state["shapes"], self._parameters)
-        buckets = tuple(tuple(bucket) for bucket in state["buckets"])
-        owned = self._owned(buckets)
-        checkpoint.check_owner(state, owned, self._parameters)
-        error = checkpoint.flat(state["error"], self._parameters)
-        self._state.clear()
-        self._state.worker.load(error)
-        self._state.owner.load(checkpoint.on_devices(state["owner"], self._parameters))
-        self._buckets = buckets
-        for bucket, thresholds in zip(buckets, state["thresholds"], strict=True):
-            self._state.agreed(bucket).update(thresholds)
+        self._require_open("load_state_dict")
+        check_state_dict(state, str(self._aggregator), self._parameters, self._exchange)
+        memories = load_memories(state, self._parameters)
+        self._meter.load_state_dict(state["traffic"])
+        self._state = memories
+        self._buckets = checkpoint.groups(state["buckets"])
         self._step = state["step"]
         self._seed = state["seed"]
         self._scale = state["scale"]
         self._delivering = state["delivering"]
-        self._groups = tuple(tuple(group) for group in state["groups"])
-        self._meter.load_state_dict(state["traffic"])
-        self._use(self._aggregator)
-        self._verified = False
+        self.regroup(checkpoint.groups(state["groups"]))
 
     def close(self) -> None:
         """End the background thread. DDP cannot drop a hook, so the model cannot train on."""
@@ -216,6 +243,12 @@ class Handle:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Handle":
         # A copy of the model, to average its weights for one, lists the hook but does not call it.
         return self
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a handle belongs to its process and its process group, and cannot be pickled: save "
+            "handle.state_dict(), and of the model model.module.state_dict()"
+        )
 
     def __enter__(self) -> "Handle":
         return self
@@ -237,19 +270,20 @@ class Handle:
         return owned_shards(buckets, self._parameters, exchange.rank, exchange.world_size)
 
     def _require_idle(self, call: str) -> None:
-        if self._in_backward:
+        if self._backward.running:
             raise RuntimeError(
                 f"{call} in the middle of a backward pass: call it between two steps"
             )
+
+    def _require_open(self, call: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"{call} of a closed handle: {KEEPS_ITS_HOOK}")
 
     # Called by the hook, in the backward pass.
 
     def _receive(self, grad_bucket: GradBucket) -> Future:
         if self._closed:
-            raise RuntimeError(
-                "this handle is closed, and DDP cannot drop its hook: to train on, build "
-                "DistributedDataParallel anew (handle.swap('mean') instead of close() is plain DDP)"
-            )
+            raise RuntimeError(f"this handle is closed, and {KEEPS_ITS_HOOK}")
         if grad_bucket.index() == 0:
             self._begin_step()
         delivery = self._deliver(grad_bucket)
@@ -267,24 +301,16 @@ class Handle:
         delivery = Delivery(
             Bucket(names, sizes, flat), torch.futures.Future(devices=devices), grad_bucket.is_last()
         )
-        self._deliveries.append(delivery)
+        self._backward.deliveries.append(delivery)
         return delivery
 
     def _begin_step(self) -> None:
-        model = self._model()
-        if model is not None and model._join_config.enable:
-            raise UnsupportedModelError(
-                "model.join() stands in for ranks that ran out of data with gradients of its own, "
-                "and an error memory cannot tell: give every rank the same number of batches"
-            )
-        self._in_backward = True
-        self._failure = None
-        self._deliveries: list[Delivery] = []
+        check_not_joined(self._model())
+        self._backward = BackwardPass(FiniteWatch(self._exchange), running=True)
         # Whatever an earlier step left unfinished, by an error in the middle of it, never was.
         self._state.rollback()
         self._exchange.forget()
         self._assembly.begin()
-        self._finite = FiniteWatch(self._exchange)
         self._follow_scale()
 
     def _follow_scale(self) -> None:
@@ -297,13 +323,13 @@ class Handle:
 
     def _exchange_safely(self, delivery: Delivery) -> None:
         try:
-            if self._failure is None:
+            if self._backward.failure is None:
                 self._exchange_bucket(delivery)
         except Exception as error:
             # Raised at the end of the backward pass: DDP would turn it into a cast error here.
-            self._failure = error
+            self._backward.failure = error
         if delivery.is_last:
-            for held in self._deliveries:
+            for held in self._backward.deliveries:
                 held.release()
 
     def _exchange_bucket(self, delivery: Delivery) -> None:
@@ -322,21 +348,18 @@ class Handle:
     def _aggregate(self, bucket: Bucket) -> None:
         guarded = self._delivering or not self._aggregator.transparent
         if guarded and not self._aggregator.traces(bucket.flat.dtype):
-            self._finite.before(bucket)
+            self._backward.finite.before(bucket)
         if self._delivering:
-            wide = torch.promote_types(bucket.flat.dtype, torch.float32)
-            memory, rest = self._state.worker.open(bucket, wide)
-            bucket.flat.copy_(memory + bucket.flat)
-            rest.zero_()
+            pay_out(bucket, self._state.worker, self._exchange.world_size)
         key = Key(self._seed, self._step, rank=self._exchange.rank)
         self._aggregator.aggregate(bucket, self._exchange, self._state, key)
         if guarded:
-            self._finite.after(bucket)
+            self._backward.finite.after(bucket)
 
     def _settle(self) -> None:
         nbytes = sum(p.nbytes for p in self._parameters.values())
         self._meter.record(self._exchange.take_traffic(nbytes))
-        if self._finite.conclude(f"step {self._step + 1}", _NOTHING_KEPT):
+        if self._backward.finite.conclude(f"step {self._step + 1}", _NOTHING_KEPT):
             self._state.commit()
             self._end_delivery()
         else:
@@ -352,16 +375,12 @@ class Handle:
             for name, part in self._state.worker.pending()
             if self._aggregator.traces(self._parameters[name].dtype)
         )
-        error = self._finite.error(where, _SCALER, traces)
+        error = self._backward.finite.error(where, _SCALER, traces)
         self._state.rollback()
         return error
 
     def _end_delivery(self) -> None:
-        # What belongs to a parameter that no rank used waits for a step that uses it.
-        waiting = self._delivering and any(
-            bool(part.any()) for _, part in self._state.worker.items()
-        )
-        if self._delivering and not waiting:
+        if self._delivering and is_paid(self._state.worker):
             self._state.clear()
             self._delivering = False
 
@@ -377,13 +396,13 @@ class Handle:
 
     def _finish_backward(self) -> None:
         self._executor.join()
-        self._in_backward = False
-        if self._failure is not None:
+        self._backward.running = False
+        if self._backward.failure is not None:
             # Behind DDP's own final callback, so that DDP is ready for another iteration.
             after_backward(self._raise_failure)
 
     def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
+        failure, self._backward.failure = self._backward.failure, None
         if failure is not None:
             raise failure
 

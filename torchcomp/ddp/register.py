@@ -16,10 +16,12 @@ from torchcomp.ddp.checks import (
     check_before_backward,
     check_is_ddp,
     check_model,
+    check_scaler,
     trained_parameters,
 )
 from torchcomp.ddp.handle import Handle, hook
 from torchcomp.ddp.transport import transport
+from torchcomp.exchange import Exchange
 from torchcomp.keys import check_seed
 from torchcomp.spec import parse_aggregator
 
@@ -50,21 +52,21 @@ def register(
         A handle with statistics, checkpoints and a way to change the method.
 
     Raises:
-        SpecError: if the spec cannot be built; all ranks raise.
+        SpecError: if the spec cannot be built, or an argument is no seed or no scaler; all ranks
+            raise.
         UnsupportedModelError: if the model is not DDP, has a hook, uses an option of DDP that
             bypasses hooks, has complex parameters or sparse gradients, or has trained already.
         RankMismatchError: if the ranks give different specs, seeds or models.
     """
     check_is_ddp(model)
     device = next(model.module.parameters()).device
+    # In DDP's own group: making another one waits for a rank that does not come without end.
+    aggregator, groups = Exchange(model.process_group, device).agree(
+        "torchcomp.register",
+        {"spec": spec, "seed": seed},
+        lambda: _check(model, spec, seed, scaler),
+    )
     exchange, executor = transport(model.process_group, device)
-    try:
-        aggregator, groups = exchange.agree(
-            "torchcomp.register", {"spec": spec, "seed": seed}, lambda: _check(model, spec, seed)
-        )
-    except BaseException:
-        executor.close()
-        raise
     parameters = dict(trained_parameters(model))
     handle = Handle(model, parameters, groups, aggregator, exchange, executor, seed, scaler)
     model.register_comm_hook(handle, hook)
@@ -79,10 +81,11 @@ def register(
 
 
 def _check(
-    model: DistributedDataParallel, spec: str | Component, seed: int
+    model: DistributedDataParallel, spec: str | Component, seed: int, scaler: object
 ) -> tuple[tuple[Aggregator, tuple[Group, ...]], dict[str, Any]]:
     """What this rank's arguments come to, and the facts that all ranks must share."""
     check_seed(seed)
+    check_scaler(scaler)
     check_model(model)
     check_before_backward(model)
     aggregator = parse_aggregator(spec)

@@ -1,6 +1,7 @@
 """JointSpar: the one line that lets a DDP model skip whole layers."""
 
 import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torchcomp import checkpoint
 from torchcomp.aggregators import Aggregator
 from torchcomp.algorithms.bandit import Baseline, Literal
 from torchcomp.algorithms.kl_projection import Vector
@@ -20,13 +22,20 @@ from torchcomp.algorithms.layers import (
 )
 from torchcomp.checks import check_choice
 from torchcomp.component import Component
-from torchcomp.ddp import Handle, register
-from torchcomp.ddp.checks import OWNER, check_is_ddp, check_model, trained_parameters
+from torchcomp.ddp.checks import (
+    OWNER,
+    check_is_ddp,
+    check_model,
+    check_scaler,
+    trained_parameters,
+)
+from torchcomp.ddp.register import register
 from torchcomp.errors import CheckpointError, SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange
 from torchcomp.jointspar.clock import Clock
 from torchcomp.jointspar.sampled import Sampled, by_layer
 from torchcomp.jointspar.sampler import Law, Sampler
+from torchcomp.jointspar.scaler import allow_empty_steps
 from torchcomp.jointspar.selection import Selection
 from torchcomp.jointspar.skip import Skipper
 from torchcomp.jointspar.stats import JointSparStats
@@ -37,6 +46,11 @@ _KEEPER = "_torchcomp_jointspar"
 """Attribute of a DDP model that keeps its JointSpar alive when the user does not."""
 
 _LOCAL_STEPS = "torchcomp.LocalSGD"
+
+_ADVICE = {
+    "spec": "build JointSpar with the options that it was saved with",
+    "world_size": 'torchcomp.redistribute on the ranks\' "handle" makes it fit',
+}
 
 
 class JointSpar:
@@ -64,20 +78,23 @@ class JointSpar:
         compress: how the kept layers are exchanged, such as ``"ef(topk(0.01))"``. An error memory
             of a dropped layer stays as it is until the layer is kept again.
         p_min: least probability of a layer. Gradients are multiplied by up to 1 / p_min.
-        rule: how p is learned: ``Baseline()`` (the default, by the text "baseline"),
-            ``Literal(...)``, or None for uniform dropping.
+        rule: how p is learned: ``Baseline()`` (the default, by the text "baseline") or
+            ``Literal(...)`` of :mod:`torchcomp.algorithms.bandit`, or None for uniform dropping.
         selection: "shared", the same set on all ranks; or "per-rank", the paper's: then the ranks
             exchange whatever any of them keeps, which saves next to no bytes on many ranks.
-        skipped: what the optimizer finds in dropped layers: "none" (no gradient) or "zero".
+        skipped: what the optimizer finds in dropped layers: "none" (no gradient) or "zero", for
+            loops that read every gradient.
         warmup_steps: steps that keep all layers first, so that DDP orders its buckets by a whole
             backward pass; 1 by default, 5 with costs="time".
         seed: seed of the draws.
-        scaler: the ``GradScaler`` of the loop, if there is one.
+        scaler: the ``GradScaler`` of the loop, if there is one. From now on it bears optimizers
+            that find no gradient in a step.
 
     Raises:
         SpecError: if an option is out of its range, or the layers are not a partition.
-        UnsupportedModelError: as for :func:`torchcomp.register`; also for ``static_graph``,
-            and from ``backward`` if the forward pass did not use a kept layer.
+        UnsupportedModelError: as for :func:`torchcomp.register`; also for ``static_graph``, from
+            ``backward`` if the forward pass did not use a kept layer, and from a forward pass if
+            the loss of the step before did not come from what the model returned.
         RankMismatchError: if the ranks give different arguments or models.
         NonFiniteError: from ``backward``, without a scaler, if a gradient is not finite.
     """
@@ -105,6 +122,7 @@ class JointSpar:
 
         def build() -> tuple[tuple[Law, Layers, Aggregator], dict[str, Any]]:
             check_seed(seed)
+            check_scaler(scaler)
             _check_model(model)
             steps = warmup_steps
             if steps is None:
@@ -129,12 +147,13 @@ class JointSpar:
         priced = None if costs == "time" else _prices(costs, grouped, self._parameters)
         key = Key(seed, rank=self._exchange.rank)
         self._sampler = Sampler(law, self._selection, priced, key)
+        self._sampler.draw()
         self._last_kept = self._selection.kept
         method = Sampled(inner, self._selection, str(law))
-        handle = register(model, method, seed=seed, scaler=scaler)
-        _regroup(handle, self._selection)
-        # Weak, because DDP's reducer holds the handle: a cycle would keep the process group alive.
-        self._handle = weakref.ref(handle)
+        self._handle = register(model, method, seed=seed, scaler=scaler)
+        self._handle.regroup(by_layer(self._handle.groups, self._selection))
+        if self._scaler is not None and self._to_none:
+            allow_empty_steps(self._scaler)
         self._settled = 0
         self._skipper = Skipper(model.module, self._parameters, self)
         self._skip()
@@ -166,7 +185,7 @@ class JointSpar:
     @property
     def stats(self) -> JointSparStats:
         """Counters of this rank."""
-        sampler, traffic = self._sampler, self._live_handle().stats
+        sampler, traffic = self._sampler, self._handle.stats
         share = float(sampler.costs @ sampler.p) / float(sampler.costs.sum())
         return JointSparStats(
             step=sampler.step,
@@ -210,6 +229,15 @@ class JointSpar:
         name = self._names.get(id(parameter))
         return 1.0 if name is None else float(self._sampler.applied[self._selection.layer(name)])
 
+    def presence(self, parameter: Tensor) -> float:
+        """Share of the steps in which the optimizer finds a gradient of this parameter.
+
+        Raises:
+            SpecError: as :meth:`probability`.
+        """
+        p = self.probability(parameter)
+        return p if self._to_none else 1.0
+
     def norm(self, parameter: Tensor) -> float:
         """Running average of this parameter's mean gradient's norm, before the division by p."""
         return self._sampler.norm(self._names[id(parameter)])
@@ -218,8 +246,11 @@ class JointSpar:
         """This rank's state: plain tensors, numbers and strings.
 
         Every rank saves its own. It loads with ``torch.load(..., weights_only=True)``.
+
+        Raises:
+            RuntimeError: in the middle of a backward pass.
         """
-        return {"handle": self._live_handle().state_dict(), **self._sampler.state_dict()}
+        return {"handle": self._handle.state_dict(), **self._sampler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned; nothing changes on error.
@@ -228,21 +259,25 @@ class JointSpar:
         memory holds is then divided anew by ``torchcomp.redistribute`` on the ranks' "handle".
 
         Raises:
-            CheckpointError: if it is another model's, method's or rank's, or of other layers.
+            CheckpointError: if it is another model's, method's or rank's, of other layers, or
+                damaged.
+            RuntimeError: in the middle of a backward pass.
         """
-        missing = [key for key in (*self._sampler.state_dict(), "handle") if key not in state]
-        if missing:
-            raise CheckpointError(f"not a state dict of JointSpar: it lacks {', '.join(missing)}")
-        self._sampler.check_state(state)
-        self._live_handle().load_state_dict(self._fitting(state["handle"]))
-        self._sampler.load_state_dict(state)
-        self._settled = self._live_handle().step
+        _check_keys(state, (*self._sampler.state_dict(), "handle"))
+        handle, saved = self._handle, self._fitting(state["handle"])
+        checkpoint.check_header(saved, str(handle.method), self._exchange, (), _ADVICE)
+        sampler = self._sampler.restored(state)
+        handle.load_state_dict(saved)
+        self._sampler = sampler
+        self._sampler.draw()
+        self._selection.doubt()
+        self._settled = handle.step
         self._skip()
 
     def close(self) -> None:
         """Keep all layers from now on. DDP cannot drop a hook, so the model cannot train on."""
         self._skipper.close()
-        self._live_handle().close()
+        self._handle.close()
 
     def __enter__(self) -> "JointSpar":
         return self
@@ -251,6 +286,15 @@ class JointSpar:
         self.close()
 
     # Called by the skipper.
+
+    def forward_begins(self) -> None:
+        """Refuse to go on after a step that passed unnoticed; the same on all ranks."""
+        if self._handle.step != self._settled:
+            raise UnsupportedModelError(
+                "the last backward pass did not come from what the forward pass returned, so no "
+                "step would ever be counted and no layer dropped: let the model return the loss, "
+                "or what it is computed from, as a tensor or in tuples, lists, dicts or dataclasses"
+            )
 
     def backward_begins(self) -> None:
         """Nothing of it has run yet."""
@@ -268,11 +312,12 @@ class JointSpar:
         """All kernels are enqueued."""
         self._clock.end()
 
-    def backward_done(self) -> None:
-        """DDP has written the gradients."""
-        settled = self._live_handle().step
+    def backward_done(self, reached: bool) -> None:
+        """DDP has written the gradients, if the pass `reached` any."""
+        settled = self._handle.step
         if settled == self._settled:
-            self._check_complete()
+            if reached:
+                self._check_complete()
             return
         self._settled = settled
         self._drop_gradients()
@@ -326,26 +371,22 @@ class JointSpar:
         priced: Vector = np.maximum(costs, 1e-3 * float(costs.mean()))
         return priced
 
-    def _live_handle(self) -> Handle:
-        handle = self._handle()
-        if handle is None:
-            raise RuntimeError("the DDP model of this JointSpar is gone")
-        return handle
-
-    def _fitting(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _fitting(self, state: Any) -> Any:
         """The handle's part of a checkpoint, made to fit this rank where nothing depends on it."""
-        same = state["world_size"] == self._exchange.world_size
-        if same or not self._selection.shared or state["error"] or state["owner"]:
+        if not (self._selection.shared and isinstance(state, Mapping)):
+            return state
+        same = state.get("world_size") == self._exchange.world_size
+        if same or state.get("error", True) or state.get("owner", True):
             return state
         return {**state, "world_size": self._exchange.world_size, "rank": self._exchange.rank}
 
 
-def _regroup(handle: Handle, selection: Selection) -> None:
-    """Let the handle compress layers by themselves; it takes its groups from a checkpoint."""
-    state = handle.state_dict()
-    groups = [list(group) for group in by_layer(map(tuple, state["groups"]), selection)]
-    fresh = {"groups": groups, "buckets": groups, "thresholds": [{} for _ in groups]}
-    handle.load_state_dict({**state, **fresh})
+def _check_keys(state: Any, wanted: Iterable[str]) -> None:
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"expected a state dict of JointSpar, not {type(state).__name__}")
+    missing = [key for key in wanted if key not in state]
+    if missing:
+        raise CheckpointError(f"not a state dict of JointSpar: it lacks {', '.join(missing)}")
 
 
 def _chosen(layers: Layers, mask: Any) -> tuple[str, ...]:
@@ -357,7 +398,9 @@ def _layers(model: DistributedDataParallel, patterns: Patterns | None) -> Layers
     if patterns is None:
         layers = default_layers(trained)
     else:
-        layers = layers_by_pattern(patterns, [name for name, _ in trained])
+        names = [name for name, _ in trained]
+        frozen = [name for name, p in model.module.named_parameters() if not p.requires_grad]
+        layers = layers_by_pattern(patterns, names, frozen)
     check_several(layers)
     return layers
 

@@ -12,10 +12,11 @@ from torchcomp.aggregators.base import Aggregator, Shape
 from torchcomp.bucket import Bucket, Group
 from torchcomp.component import check_kind
 from torchcomp.errors import SpecError
-from torchcomp.exchange import Exchange, Load
+from torchcomp.exchange import Exchange
 from torchcomp.jointspar.selection import Selection
 from torchcomp.keys import Key
 from torchcomp.state import State
+from torchcomp.traffic import Load
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import numpy as np
 
 from torchcomp.algorithms.bandit import Bandit, Baseline, Literal, sample
 from torchcomp.algorithms.kl_projection import Vector, check_vector
-from torchcomp.checks import check_choice, check_fraction
+from torchcomp.checks import check_choice, check_count, check_fraction, is_whole
 from torchcomp.errors import CheckpointError, SpecError
 from torchcomp.jointspar.selection import Selection
-from torchcomp.keys import Key
+from torchcomp.keys import Key, check_seed
 
 _NORM_MEMORY = 0.9
 """Share of the old average in the new one, of the norms that feed trust ratios."""
@@ -57,7 +57,7 @@ class Law:
             )
         least = 2 if self.costs == "time" else 0
         steps = self.warmup_steps
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < least:
+        if not is_whole(steps) or steps < least:
             why = ' with costs="time", which are measured then' if least else ""
             raise SpecError(
                 f"warmup_steps must be a whole number of at least {least}{why}, not {steps!r}",
@@ -66,7 +66,8 @@ class Law:
 
     def __str__(self) -> str:
         return (
-            f'budget={self.budget!r}, costs="{self.costs}", p_min={self.p_min!r}, '
+            # NumPy's numbers are numbers, too, but do not print as Python's.
+            f'budget={float(self.budget)!r}, costs="{self.costs}", p_min={float(self.p_min)!r}, '
             f'rule={self.rule}, selection="{self.selection}", warmup_steps={self.warmup_steps}'
         )
 
@@ -95,7 +96,6 @@ class Sampler:
         self._averages: dict[str, tuple[float, float]] = {}
         if costs is not None:
             self.price(costs)
-        self.draw()
 
     @property
     def warming_up(self) -> bool:
@@ -121,10 +121,11 @@ class Sampler:
             return np.ones(len(self._selection.layers))
         return self._bandit.costs
 
-    def price(self, costs: Vector) -> None:
-        """Set the costs of the layers, which must be the same on all ranks."""
+    def price(self, costs: Vector) -> Bandit:
+        """Set the costs of the layers, which must be the same on all ranks, and learn anew."""
         budget = self.law.budget * float(costs.sum())
         self._bandit = Bandit(costs, budget, self.law.p_min, self.law.rule)
+        return self._bandit
 
     def draw(self) -> None:
         """Draw the layers of the next step."""
@@ -170,39 +171,49 @@ class Sampler:
             "averages": {name: list(held) for name, held in self._averages.items()},
         }
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Require a state of these layers.
+    def restored(self, state: Mapping[str, Any]) -> "Sampler":
+        """A sampler of the same layers that goes on from a state dict; it has not drawn yet.
 
         Raises:
-            CheckpointError: naming layers that differ.
+            CheckpointError: if the state is of other layers or damaged.
         """
+        self._check_layers(state["layers"])
+        try:
+            check_seed(state["seed"])
+            key = Key(state["seed"], rank=self._key.rank)
+            sampler = Sampler(self.law, self._selection, None, key)
+            sampler._load(state)
+        except SpecError as error:
+            raise CheckpointError(f"the state dict of JointSpar is damaged: {error}") from error
+        return sampler
+
+    def _check_layers(self, saved: Any) -> None:
         mine = {layer: list(names) for layer, names in self._selection.layers.items()}
-        if state["layers"] != mine:
-            differing = [layer for layer in mine if state["layers"].get(layer) != mine[layer]]
-            differing += [layer for layer in state["layers"] if layer not in mine]
+        theirs = _mapping(saved, "layers")
+        if theirs != mine:
+            differing = [layer for layer in mine if theirs.get(layer) != mine[layer]]
+            differing += [layer for layer in theirs if layer not in mine]
             raise CheckpointError(
                 "the checkpoint groups parameters into other layers than this run "
                 f"({', '.join(differing[:3])}): build JointSpar with the same layers={{...}}"
             )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, and draw again.
-
-        Raises:
-            CheckpointError: if it is of other layers; nothing changes then.
-        """
-        self.check_state(state)
-        self._bandit = None
-        if state["costs"] is not None:
-            self.price(check_vector(state["costs"], "costs"))
-            self._load_bandit(state["bandit"])
+    def _load(self, state: Mapping[str, Any]) -> None:
+        size = len(self._selection.layers)
+        check_count("step", state["step"], least=0)
         self.step = state["step"]
-        self._key = Key(state["seed"], rank=self._key.rank)
-        self.applied = np.array(state["applied"])
-        self._averages = {name: (held[0], held[1]) for name, held in state["averages"].items()}
-        self.draw()
-        self._selection.doubt()
+        self.applied = check_vector(state["applied"], "applied", size, self.law.p_min, 1.0)
+        if state["costs"] is not None:
+            bandit = self.price(check_vector(state["costs"], "costs", size))
+            bandit.load_state_dict(_mapping(state["bandit"], "bandit"))
+        for name, held in _mapping(state["averages"], "averages").items():
+            total, weight = check_vector(held, f"the average of '{name}'", 2, 0.0).tolist()
+            self._averages[name] = (total, weight)
 
-    def _load_bandit(self, state: Mapping[str, Any]) -> None:
-        if self._bandit is not None:
-            self._bandit.load_state_dict(state)
+
+def _mapping(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise CheckpointError(
+            f"the state dict of JointSpar is damaged: {name} is a {type(value).__name__}"
+        )
+    return value

@@ -9,6 +9,7 @@ from torch import Tensor
 from torchcomp.algorithms.bandit import Mask
 from torchcomp.algorithms.kl_projection import Vector
 from torchcomp.algorithms.layers import Layers
+from torchcomp.checkpoint import ONE_STEP
 from torchcomp.exchange import Exchange
 
 _CHECK_EVERY = 100
@@ -76,7 +77,7 @@ class Selection:
         """
         if self.shared and not self._verified:
             facts = {"step": self._step, "kept": self.kept.nonzero()[0], "p": self.p.tolist()}
-            exchange.require_same("the layers of a step", facts, _ONE_STATE)
+            exchange.require_same("the layers of a step", facts, ONE_STEP)
             self._verified = True
         if self.exchanged is None:
             flags = torch.from_numpy(self.kept.astype(np.uint8)).to(exchange.device)
@@ -108,9 +109,6 @@ class Selection:
             name: value * float(factor)
             for name, value, factor in zip(noted, values, factors, strict=True)
         }
-
-
-_ONE_STATE = "Every rank loads the state of one and the same step, or none does."
 
 
 def _norms(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:

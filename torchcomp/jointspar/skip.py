@@ -8,12 +8,16 @@ so one function ties them to the output: its backward pass hands them no gradien
 for zeros.
 """
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from torchcomp.ddp.callbacks import after_backward
@@ -21,7 +25,10 @@ from torchcomp.errors import UnsupportedModelError
 
 
 class Listener(Protocol):
-    """What a :class:`Skipper` tells about backward passes."""
+    """What a :class:`Skipper` tells about passes."""
+
+    def forward_begins(self) -> None:
+        """A forward pass that records a graph; raises to refuse it."""
 
     def backward_begins(self) -> None:
         """Nothing of it has run yet."""
@@ -32,8 +39,8 @@ class Listener(Protocol):
     def backward_computed(self) -> None:
         """All kernels are enqueued; DDP may still be waiting for exchanges."""
 
-    def backward_done(self) -> None:
-        """DDP has written the gradients."""
+    def backward_done(self, reached: bool) -> None:
+        """DDP has written the gradients, if the pass `reached` parameters and not inputs alone."""
 
 
 class Skipper:
@@ -42,7 +49,7 @@ class Skipper:
     Args:
         module: the module inside DDP.
         parameters: by name, those that may be skipped.
-        listener: told about backward passes; held weakly, since it holds this.
+        listener: told about passes; held weakly, since it holds this.
     """
 
     def __init__(
@@ -55,11 +62,14 @@ class Skipper:
         self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._outputs: set[int] = set()
         self._in_backward = False
+        self._reached = False
         self._set = 0
+        # What accumulates the gradient of each, and what DDP waits for; parameters hold it weakly.
+        self._ends = [get_gradient_edge(parameter).node for parameter in parameters.values()]
         self._handles = _install(module, self)
         for name, parameter in parameters.items():
-            note = _note(name, self)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
+            arrived = partial(_arrived, weakref.ref(self), name)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
 
     def skip(self, names: Iterable[str]) -> None:
         """Leave these parameters out of all backward passes of forward passes to come."""
@@ -78,14 +88,16 @@ class Skipper:
         self._in_backward = False
         self._restore()
         if torch.is_grad_enabled():
+            self._tell(Listener.forward_begins)
             self._replace()
 
     def after_forward(self, output: Any) -> Any:
         """Restore the parameters and tie them to `output`, which comes back as a copy."""
+        replaced = [parameter for _, _, parameter in self._replaced]
         self._restore()
         if output is None or not torch.is_grad_enabled():
             return output
-        return self._tied(output)
+        return self._tied(output, replaced)
 
     def begin_backward(self, drawn: int) -> None:
         """Called by the tie, before anything else of the backward pass."""
@@ -99,6 +111,7 @@ class Skipper:
         self._in_backward = True
         # Checkpointed activations are computed again now, and by the same rules.
         self._replace()
+        self._reached = any(map(_is_executed, self._ends))
         self._tell(Listener.backward_begins)
         after_backward(self._computed)
 
@@ -110,9 +123,9 @@ class Skipper:
 
     def _done(self) -> None:
         self._in_backward = False
-        self._tell(Listener.backward_done)
+        self._tell(Listener.backward_done, self._reached)
 
-    def _tell(self, event: Callable[..., None], *details: str) -> None:
+    def _tell(self, event: Callable[..., None], *details: Any) -> None:
         listener = self._listener()
         if listener is not None:
             getattr(listener, event.__name__)(*details)
@@ -122,8 +135,10 @@ class Skipper:
             parameter = self._parameters[name]
             constant = nn.Parameter(parameter.detach(), requires_grad=False)
             for module, key in self._places[name]:
-                module._parameters[key] = constant
-                self._replaced.append((module, key, parameter))
+                # torch.func.functional_call has its own weights here, which are not ours to skip.
+                if module._parameters[key] is parameter:
+                    module._parameters[key] = constant
+                    self._replaced.append((module, key, parameter))
         _refresh(module for module, _, _ in self._replaced)
 
     def _restore(self) -> None:
@@ -133,22 +148,25 @@ class Skipper:
             module._parameters[key] = parameter
         _refresh(touched)
 
-    def _tied(self, output: Any) -> Any:
-        leaves, structure = pytree.tree_flatten(output)
+    def _tied(self, output: Any, replaced: list[nn.Parameter]) -> Any:
+        leaves: list[Any] = []
+        _map(leaves.append, output)
         floating = [i for i, leaf in enumerate(leaves) if _is_floating(leaf)]
         if not floating:
             raise UnsupportedModelError(
                 f"the forward pass returned no floating-point tensor (but {type(output).__name__}) "
-                "that JointSpar can find: return a tensor, or tuples, lists and dicts of tensors"
+                "that JointSpar can find: return a tensor, or tuples, lists, dicts and dataclasses "
+                "of tensors"
             )
         # With everything dropped no output needs gradients; those that did before are tied then.
         self._outputs |= {i for i in floating if leaves[i].requires_grad}
         chosen = [i for i in floating if i in self._outputs] or floating
-        real = [self._parameters[name] for name in self._skipped]
-        tied = _Tie.apply(self, self._set, len(chosen), *(leaves[i] for i in chosen), *real)  # type: ignore[no-untyped-call]
+        ends = (*(leaves[i] for i in chosen), *replaced)
+        tied = _Tie.apply(self, self._set, len(chosen), *ends)  # type: ignore[no-untyped-call]
         for i, tensor in zip(chosen, tied, strict=True):
             leaves[i] = tensor
-        return pytree.tree_unflatten(leaves, structure)
+        rest = iter(leaves)
+        return _map(lambda _: next(rest), output)
 
 
 class _Tie(torch.autograd.Function):
@@ -187,15 +205,19 @@ def _install(module: nn.Module, skipper: Skipper) -> list[Any]:
     ]
 
 
-def _note(name: str, skipper: Skipper) -> Callable[[Tensor], None]:
-    held = weakref.ref(skipper)
+def _arrived(skipper: "weakref.ref[Skipper]", name: str, parameter: Tensor) -> None:
+    alive = skipper()
+    if alive is not None:
+        alive._tell(Listener.gradient_arrived, name)
 
-    def note(parameter: Tensor) -> None:
-        alive = held()
-        if alive is not None:
-            alive._tell(Listener.gradient_arrived, name)
 
-    return note
+def _is_executed(node: Any) -> bool:
+    """Whether the backward pass that runs now comes to this end of the graph."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        # torch.autograd.grad of the parameter itself takes the gradient away before this node.
+        return False
 
 
 def _places(
@@ -216,6 +238,21 @@ def _refresh(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, nn.RNNBase):
             module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    """A copy of nested containers with `function` applied to what is none; DDP's containers."""
+
+    def at(leaf: Any) -> Any:
+        if not is_dataclass(leaf) or isinstance(leaf, type):
+            return function(leaf)
+        changed = copy.copy(leaf)
+        for field in fields(leaf):
+            # A frozen dataclass refuses plain assignment.
+            object.__setattr__(changed, field.name, _map(function, getattr(leaf, field.name)))
+        return changed
+
+    return pytree.tree_map(at, value)
 
 
 def _is_floating(leaf: object) -> bool:

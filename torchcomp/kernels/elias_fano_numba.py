@@ -9,28 +9,18 @@ turns at once.
 from typing import Any
 
 import numpy as np
-import torch
-from llvmlite import ir
-from numba import carray, njit, types  # type: ignore[attr-defined]  # it does export carray
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
 from torchcomp.kernels import pool
+from torchcomp.kernels.numba_bits import ones, trailing_zeros
+from torchcomp.kernels.numba_memory import BYTES, LONGS, array_at, put_word, whole_word_at, word_at
 
 Array = NDArray[Any]
 
-BYTES = np.empty(0, np.uint8)
-LONGS = np.empty(0, np.int64)
-SINGLES = np.empty(0, np.float32)
-"""What :func:`array_at` takes for `like`."""
-
 INLINE = 1 << 17
 """So many entries are not worth a second thread: handing over takes 0.1 ms or so (measured)."""
-
-CHUNKS = 4
-"""Chunks for each thread, so that one that falls behind leaves work to the others."""
 
 _USUAL = 32
 """A word of the high part has about so many bits set, hardly ever more than two thirds of it."""
@@ -48,7 +38,7 @@ def encode(index: Tensor, n: int, low: int, out: Tensor) -> bool:
     k, task = index.numel(), (index.data_ptr(), index.numel(), n, low, out.data_ptr(), out.numel())
     if k <= INLINE:
         return bool(_encode_entries(*task, 0, k) and _encode_words(*task, 0, n))
-    chunks = CHUNKS * torch.get_num_threads()
+    chunks = pool.chunks()
     entries = [k * chunk // chunks & ~63 for chunk in range(chunks)] + [k]
     words = [((k + (n >> low)) // 64 + 2) * chunk // chunks for chunk in range(chunks)] + [n]
     valid = np.empty(2 * chunks, np.bool_)
@@ -67,92 +57,6 @@ def decode(raw: Array, n: int, low: int, index: Array) -> bool:
     if not intact:
         index[:] = np.arange(index.size)
     return intact
-
-
-# --- Memory, bits and words -----------------------------------------------------------------------
-
-
-def _make_pointer(typing_context: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), generate
-
-
-_pointer: Any = intrinsic(_make_pointer)
-
-
-@njit(nogil=True, cache=True, inline="always")
-def array_at(address: int, size: int, like: Array) -> Any:
-    """For Numba: the 1-D array of the dtype of `like` that begins at an address.
-
-    To hand a kernel the address of a tensor costs a tenth of what a NumPy view of it costs, and one
-    compiled kernel takes any number of them.
-    """
-    return carray(_pointer(address), (size,), like.dtype)
-
-
-def _count_trailing_zeros(typing_context: Any, word: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], cgutils.false_bit)
-
-    return types.int64(types.uint64), generate
-
-
-_trailing_zeros: Any = intrinsic(_count_trailing_zeros)
-"""Zeros below the lowest set bit of a 64-bit word, in one instruction; 64 for 0."""
-
-
-def _count_ones(typing_context: Any, word: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.ctpop(args[0])
-
-    return types.int64(types.uint64), generate
-
-
-_ones: Any = intrinsic(_count_ones)
-"""Number of set bits of a 64-bit word."""
-
-
-def _load_word(typing_context: Any, raw: Any, at: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(raw)(context, builder, args[0]).data
-        place = builder.gep(data, [args[1]])
-        loaded = builder.load(builder.bitcast(place, ir.IntType(64).as_pointer()))
-        loaded.align = 1
-        return loaded
-
-    return types.uint64(raw, types.int64), generate
-
-
-_eight_bytes: Any = intrinsic(_load_word)
-"""The 64-bit word at a byte of a contiguous uint8 array, which must hold all eight of its bytes."""
-
-
-def _store_word(typing_context: Any, out: Any, at: Any, word: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(out)(context, builder, args[0]).data
-        place = builder.gep(data, [args[1]])
-        stored = builder.store(args[2], builder.bitcast(place, ir.IntType(64).as_pointer()))
-        stored.align = 1
-        return context.get_dummy_value()
-
-    return types.none(out, types.int64, types.uint64), generate
-
-
-_put_word: Any = intrinsic(_store_word)
-"""Write a 64-bit word at a byte of a contiguous uint8 array, which must hold all of it."""
-
-
-@njit(nogil=True, cache=True, inline="always")
-def _word_at(raw: Array, byte: int) -> Any:
-    """The 64 bits from a byte on, with zeros beyond the end."""
-    if byte + 8 <= raw.size:
-        return _eight_bytes(raw, byte)
-    word = np.uint64(0)
-    for i in range(raw.size - byte):
-        word |= np.uint64(raw[byte + i]) << np.uint64(8 * i)
-    return word
 
 
 # --- Encode and decode ----------------------------------------------------------------------------
@@ -176,7 +80,7 @@ def _encode_entries(
         word |= part << np.uint64(filled)
         filled += low
         if filled >= 64:
-            _put_word(out, byte, word)
+            put_word(out, byte, word)
             byte += 8
             filled -= 64
             word = part >> np.uint64(low - filled)
@@ -211,7 +115,7 @@ def _encode_words(
             word |= np.uint64(1) << np.uint64(at & 63)
             rank += 1
         if first + 8 <= nbytes:
-            _put_word(out, first, word)
+            put_word(out, first, word)
         else:
             for i in range(nbytes - first):
                 out[first + i] = (word >> np.uint64(8 * i)) & np.uint64(255)
@@ -249,19 +153,19 @@ def _find_ones(raw: Array, cut: int, index: Array) -> bool:
     """Write which bits from byte `cut` on are set; False if there are not k of them."""
     k, rank = index.size, 0
     for word in range((raw.size - cut + 7) >> 3):
-        bits, base = _word_at(raw, cut + 8 * word), 64 * word
-        after = rank + _ones(bits)
+        bits, base = word_at(raw, cut + 8 * word), 64 * word
+        after = rank + ones(bits)
         if after > k:
             return False
         # A fixed number of turns, because the end of a loop that depends on the bits would be
         # mispredicted for every word. What they write too much, the next words overwrite.
         if rank + _USUAL <= k:
             for i in range(np.uint64(rank), np.uint64(rank + _USUAL)):
-                index[i] = base + _trailing_zeros(bits)
+                index[i] = base + trailing_zeros(bits)
                 bits &= bits - np.uint64(1)
             rank += _USUAL
         for i in range(rank, after):
-            index[np.uint64(i)] = base + _trailing_zeros(bits)
+            index[np.uint64(i)] = base + trailing_zeros(bits)
             bits &= bits - np.uint64(1)
         rank = after
     return rank == k
@@ -276,14 +180,14 @@ def _add_low_parts(raw: Array, low: int, index: Array) -> None:
     )
     for group in range(groups):
         bit = _GROUP * group * low
-        word = _eight_bytes(raw, bit >> 3) >> np.uint64(bit & 7)
+        word = whole_word_at(raw, bit >> 3) >> np.uint64(bit & 7)
         for j in range(_GROUP):
             i = np.uint64(_GROUP * group + j)
             part = (word >> np.uint64(j * low)) & mask
             index[i] = (np.uint64(index[i]) - i) << np.uint64(low) | part
     for rank in range(max(groups, 0) * _GROUP, index.size):
         i, bit = np.uint64(rank), rank * low
-        part = (_word_at(raw, bit >> 3) >> np.uint64(bit & 7)) & mask
+        part = (word_at(raw, bit >> 3) >> np.uint64(bit & 7)) & mask
         index[i] = (np.uint64(index[i]) - i) << np.uint64(low) | part
 
 

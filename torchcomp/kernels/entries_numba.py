@@ -17,16 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchcomp.kernels import pool
-from torchcomp.kernels.elias_fano_numba import (
-    BYTES,
-    CHUNKS,
-    INLINE,
-    LONGS,
-    SINGLES,
-    array_at,
-    decode_any,
-    fits_32_bits,
-)
+from torchcomp.kernels.elias_fano_numba import INLINE, decode_any, fits_32_bits
+from torchcomp.kernels.numba_memory import BYTES, DOUBLES, LONGS, SINGLES, array_at
 from torchcomp.kernels.quantize_numba import value_at
 
 Array = NDArray[Any]
@@ -38,7 +30,7 @@ _LIKE: dict[torch.dtype, Array] = {
     torch.int8: np.empty(0, np.int8),
     torch.uint8: BYTES,
     torch.float32: SINGLES,
-    torch.float64: np.empty(0),
+    torch.float64: DOUBLES,
 }
 _WORDS = (LONGS, np.empty(0, np.uint32))
 
@@ -72,7 +64,7 @@ def _in_chunks(work: Callable[[int, int], bool], count: int) -> None:
     if count <= INLINE:
         inside = work(0, count)
     else:
-        chunks = CHUNKS * torch.get_num_threads()
+        chunks = pool.chunks()
         found = np.empty(chunks, np.bool_)
 
         def run(chunk: int) -> None:
@@ -104,7 +96,7 @@ def accumulate(
     if count * k <= INLINE:
         return bool(_accumulate(table, *likes, word, nbytes, n, k, low, target, weight))
     index, intact = np.empty((count, k), word.dtype), np.empty(count, np.bool_)
-    chunks = CHUNKS * torch.get_num_threads()
+    chunks = pool.chunks()
     ends = [n * chunk // chunks for chunk in range(chunks + 1)]
 
     def decode(i: int) -> None:

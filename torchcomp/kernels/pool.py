@@ -12,7 +12,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+_CHUNKS = 4
+"""Chunks for each thread, so that one that falls behind leaves work to the others."""
+
 _executor: ThreadPoolExecutor | None = None
+
+
+def chunks() -> int:
+    """In how many parts to cut work for :func:`each`, if it can be cut anywhere."""
+    return _CHUNKS * torch.get_num_threads()
 
 
 def each(work: Callable[[int], object], count: int) -> None:

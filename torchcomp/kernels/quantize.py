@@ -37,9 +37,9 @@ BLOCK = quantize_torch.BLOCK
 """Values that share a scale."""
 
 LEVELS = {"int8": 127, "int4": 7}
-_CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PRECISION = {"bf16": 8, "fp16": 11}
-FORMATS = (*_CASTS, *LEVELS)
+FORMATS = (*CASTS, *LEVELS)
 
 
 def layout(fmt: str, count: int) -> Layout:
@@ -49,8 +49,8 @@ def layout(fmt: str, count: int) -> Layout:
         ValueError: if there is no such format.
     """
     _check(fmt)
-    if fmt in _CASTS:
-        return (Field("values", _CASTS[fmt], count),)
+    if fmt in CASTS:
+        return (Field("values", CASTS[fmt], count),)
     scale = Field("scale", torch.float32, -(-count // BLOCK))
     if fmt == "int4":
         return (scale, Field("codes", torch.uint8, (count + 1) // 2))
@@ -82,7 +82,7 @@ def encode(
     if noise is not None:
         raise ValueError(f"{fmt} has no evenly spaced levels to choose between at random")
     chosen = values if index is None else values[index]
-    return (quantize_torch.cast(chosen, _CASTS[fmt]),)
+    return (quantize_torch.cast(chosen, CASTS[fmt]),)
 
 
 def decode(parts: Parts, count: int, fmt: str, dtype: torch.dtype) -> Tensor:
@@ -101,7 +101,7 @@ def decode(parts: Parts, count: int, fmt: str, dtype: torch.dtype) -> Tensor:
         ValueError: if there is no such format, or if the parts do not fit its layout.
     """
     check_fields(parts, count, fmt)
-    if fmt in _CASTS:
+    if fmt in CASTS:
         return parts[0].to(dtype)
     scale, codes = parts
     form = _fast(codes) or quantize_torch
@@ -148,7 +148,7 @@ def error_bound(fmt: str, count: int) -> float:
         ValueError: if there is no such format.
     """
     _check(fmt)
-    if fmt in _CASTS:
+    if fmt in CASTS:
         return 4.0 ** -_PRECISION[fmt]
     others = max(min(BLOCK, count) - 1, 0)
     exact = (math.sqrt(1 + others / LEVELS[fmt] ** 2) - 1) / 2

@@ -14,7 +14,7 @@ from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchcomp.kernels.elias_fano_numba import LONGS, SINGLES, array_at
+from torchcomp.kernels.numba_memory import DOUBLES, LONGS, SINGLES, array_at
 from torchcomp.kernels.quantize_torch import BLOCK, largest_scale
 
 Array = NDArray[Any]
@@ -23,9 +23,7 @@ _SMALLEST = np.finfo(np.float32).tiny
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _INFINITY = np.uint32(0x7F800000)
 
-
-_LIKE: dict[torch.dtype, Array] = {torch.float32: SINGLES, torch.float64: np.empty(0)}
-
+_LIKE: dict[torch.dtype, Array] = {torch.float32: SINGLES, torch.float64: DOUBLES}
 _CODES = np.empty(0, np.int8)
 
 

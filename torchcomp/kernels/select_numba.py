@@ -34,9 +34,6 @@ _SMALL = 1 << 14
 _INLINE = 1 << 20
 """So many entries are not worth a second thread: handing over takes 0.1 ms or so (measured)."""
 
-_CHUNKS = 4
-"""Chunks for each of several threads, so that one that falls behind leaves work to the others."""
-
 _PLACES = 1 << 32
 """A chunk has no more entries: their places have 32 bits."""
 
@@ -146,7 +143,7 @@ class Room:
         self.made_for = (n, k, form)
         threads = torch.get_num_threads()
         alone = n <= _INLINE or (threads == 1 and n <= _PLACES)
-        chunks = 1 if alone else _CHUNKS * threads
+        chunks = 1 if alone else pool.chunks()
         self.ends = [n * chunk // chunks for chunk in range(chunks + 1)]
         capacity = n if n <= _SMALL else min(n // chunks + 1, 8 * k + n // 32)
         shape = (chunks, capacity + passes.WORD)

@@ -10,9 +10,10 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
+
+from torchcomp.kernels.numba_bits import trailing_zeros
 
 Array = NDArray[Any]
 
@@ -156,16 +157,6 @@ _magnitude: Any = intrinsic(_make_magnitude)
 """Bits of a magnitude, where NaN is infinite."""
 
 
-def _make_trailing_zeros(typing_context: Any, word: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], cgutils.true_bit)
-
-    return types.int64(types.uint64), generate
-
-
-_trailing_zeros: Any = intrinsic(_make_trailing_zeros)
-
-
 def _make_fence(typing_context: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if STREAMS:
@@ -215,7 +206,7 @@ def _append(
     """Append the candidates that `word` names to the others; returns how many there are then."""
     last = np.uint64(histogram.size - 1)
     while word:
-        i = start + _trailing_zeros(word)
+        i = start + trailing_zeros(word)
         word &= word - np.uint64(1)
         # Added again: what was written past the caches would come from far away.
         magnitude = _magnitude(bits[i] if g is None else _sum_at(g, e, i), infinity)

@@ -7,13 +7,13 @@ so they agree without a message.
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torchcomp.checks import check_count
 from torchcomp.component import Component
 from torchcomp.errors import ScheduleError, SpecError
+from torchcomp.learning_rates import Rate
 
 
 @dataclass(frozen=True)
@@ -90,22 +90,34 @@ def _is_rate(value: Any) -> bool:
         return False
 
 
-def synchronisations(schedule: Schedule, lr: Callable[[int], float], horizon: Horizon) -> list[int]:
-    """The steps, counted from 1 after the step, at which a run synchronises.
+def synchronisations(schedule: Schedule, lr: Rate | None, horizon: Horizon) -> list[int]:
+    """The global steps at which a run synchronises: t is the end of the t-th step.
 
     Args:
         schedule: the rule.
-        lr: learning rate of the step that follows `step` earlier ones (0 for the first).
+        lr: for a rule that reads it, learning rate of a step as a function of the number of steps
+            before it.
         horizon: ends of warm-up and run.
 
     Raises:
-        SpecError: if the schedule does not fit the run.
+        SpecError: if the schedule does not fit the run, or `lr` is missing or no function.
         ScheduleError: if the schedule cannot use a rate.
     """
     schedule.check(horizon)
+    rate = _rate(schedule, lr)
     steps: list[int] = []
     step = 0
     while step < horizon.total_steps:
-        step = schedule.round_end(step, lr(step), horizon)
+        step = schedule.round_end(step, rate(step), horizon)
         steps.append(step)
     return steps
+
+
+def _rate(schedule: Schedule, lr: Rate | None) -> Rate:
+    if callable(lr):
+        return lr
+    if lr is not None:
+        raise SpecError(f"lr must be a function of the step, such as lambda step: 0.1, not {lr!r}")
+    if schedule.reads_rate:
+        raise SpecError(f"'{schedule}' reads the learning rate: give lr=, a function of the step")
+    return lambda step: 1.0

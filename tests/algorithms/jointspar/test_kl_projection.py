@@ -157,6 +157,8 @@ def test_no_other_point_of_the_set_is_nearer():
         (([0.0] * 4, 2.0, 1.5), r"p_min is a probability, at most 1, not 1.5"),
         (([0.0, float("inf")], 1.0, 0.1), r"u\[1\] is inf, and must be finite"),
         (([], 1.0, 0.1), r"u must be 1-D and not empty"),
+        (("a", 1.0, 0.1), r"u must be a vector of numbers: could not convert string to float: 'a'"),
+        (([1 + 1j, 2.0], 1.0, 0.1), r"u must be a vector of numbers: .*not 'complex'"),
         (([[0.0]], 1.0, 0.1), r"u must be 1-D and not empty, not of shape \(1, 1\)"),
         (([0.0] * 2, 1.0, 0.1, [1.0]), r"there are 1 costs for 2 entries of u"),
         (([0.0] * 2, 1.0, 0.1, [1.0, 0.0]), r"costs must be above 0, not 0.0"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchcomp.algorithms.lars import LARS
-from torchcomp.errors import SpecError
+from torchcomp.errors import SpecError, UnsupportedModelError
 
 SHAPES = ((4, 3), (4,), (2, 2, 3, 3), ())
 OPTIONS = {"lr": 0.7, "momentum": 0.9, "weight_decay": 0.01, "trust_coefficient": 0.02}
@@ -139,35 +139,40 @@ def test_the_closure_is_called_with_gradients():
 class Coin:
     """Keeps everything with one probability; its norms are those of fixed gradients."""
 
-    def __init__(self, p, norms=()):
-        self.p, self.norms = p, dict(norms)
+    def __init__(self, p, norms=(), zeros=False):
+        self.p, self.norms, self.zeros = p, dict(norms), zeros
 
     def probability(self, parameter):
         return self.p
+
+    def presence(self, parameter):
+        return 1.0 if self.zeros else self.p
 
     def norm(self, parameter):
         return self.norms[parameter]
 
 
-def moved(gradients, p, kept, **options):
+def moved(gradients, p, kept, zeros=False, **options):
     """What one step adds to each parameter."""
     params = parameters()
-    coin = Coin(p, {x: float(g.norm()) for x, g in zip(params, gradients, strict=True)})
+    coin = Coin(p, {x: float(g.norm()) for x, g in zip(params, gradients, strict=True)}, zeros)
     optimizer = LARS(params, **{**OPTIONS, **options}, sampled=coin)
-    set_gradients(params, [g / p if kept else None for g in gradients])
+    dropped = [torch.zeros_like(g) if zeros else None for g in gradients]
+    set_gradients(params, [g / p for g in gradients] if kept else dropped)
     optimizer.step()
     return [x.detach() - x0 for x, x0 in zip(params, tensors(0), strict=True)]
 
 
+@pytest.mark.parametrize("zeros", [False, True], ids=["dropped is None", "dropped is zero"])
 @pytest.mark.parametrize("exclude", [False, True])
 @pytest.mark.parametrize("p", [0.0125, 0.3, 0.9])
-def test_the_mean_update_on_a_fixed_gradient_is_the_dense_one(p, exclude):
+def test_the_mean_update_on_a_fixed_gradient_is_the_dense_one(p, exclude, zeros):
     g = tensors(1)
     options = {"exclude_vectors": exclude}
     dense = moved(g, 1.0, True, **options)
-    kept, dropped = moved(g, p, True, **options), moved(g, p, False, **options)
+    kept, dropped = (moved(g, p, keep, zeros, **options) for keep in (True, False))
     for full, a, b in zip(dense, kept, dropped, strict=True):
-        torch.testing.assert_close(p * a + (1 - p) * b, full, rtol=1e-12, atol=0)
+        torch.testing.assert_close(p * a + (1 - p) * b, full, rtol=1e-12, atol=1e-15)
 
 
 def test_with_its_own_norm_the_mean_update_would_be_p_times_the_dense_one():
@@ -186,9 +191,8 @@ def test_with_its_own_norm_the_mean_update_would_be_p_times_the_dense_one():
 def test_with_momentum_the_long_run_is_the_dense_one_whether_or_not_momentum_pauses(pauses):
     p, steps, momentum, start = 0.5, 10_000, 0.8, 1e9
     x = torch.nn.Parameter(torch.tensor([start], dtype=torch.float64))
-    optimizer = LARS(
-        [x], 1.0, momentum=momentum, trust_coefficient=1.0, sampled=Coin(p, {x: start})
-    )
+    coin = Coin(p, {x: start}, zeros=not pauses)
+    optimizer = LARS([x], 1.0, momentum=momentum, trust_coefficient=1.0, sampled=coin)
     kept = torch.rand(steps, generator=torch.Generator().manual_seed(0)) < p
     for keep in kept:
         skipped = None if pauses else torch.zeros_like(x)
@@ -210,8 +214,44 @@ def test_with_momentum_the_long_run_is_the_dense_one_whether_or_not_momentum_pau
             "weight_decay must be .* at least 0, not -0.1",
         ),
         ({"lr": 1.0, "trust_coefficient": 0.0}, "trust_coefficient must be a finite number"),
+        ({"lr": 1.0, "exclude_vectors": "no"}, "exclude_vectors must be True or False, not 'no'"),
+        ({"lr": 1.0, "sampled": "all"}, "sampled must be a torchcomp.JointSpar or None, not 'all'"),
     ],
 )
 def test_bad_options_are_refused(options, message):
     with pytest.raises(SpecError, match=message):
         LARS(parameters(), **options)
+
+
+def test_a_group_that_is_added_later_is_checked_and_not_added():
+    first, second = parameters()[:2]
+    optimizer = LARS([first], 0.1)
+    with pytest.raises(SpecError, match=r"lr must be a finite number of at least 0, not -5\.0"):
+        optimizer.add_param_group({"params": [second], "lr": -5.0})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_sparse_gradient_is_refused_before_anything_moves():
+    dense, table = torch.nn.Parameter(torch.ones(2)), torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = LARS([dense, table.weight], 0.1)
+    (table(torch.tensor([1])).sum() + dense.sum()).backward()
+    with pytest.raises(UnsupportedModelError, match=r"shape \(5, 3\) is sparse .* sparse=False"):
+        optimizer.step()
+    assert torch.equal(dense.detach(), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("size", "value", "gradient", "running", "expected"),
+    [
+        # |x| = 1e5, then |x| / |g| = 1.7e7, then a running |g| of 1e5: all above 65504.
+        (1000, 100.0, 0.01, None, 90.0),
+        (100, 1.0, 6e-8, None, 0.9),
+        (100, 1.0, 1000.0, 1e5, 0.9),
+    ],
+)
+def test_half_precision_neither_overflows_nor_vanishes(size, value, gradient, running, expected):
+    x = torch.nn.Parameter(torch.full((size, size), value, dtype=torch.float16))
+    x.grad = torch.full_like(x, gradient)
+    sampled = None if running is None else Coin(0.5, {x: running})
+    LARS([x], 1.0, trust_coefficient=0.1, sampled=sampled).step()
+    torch.testing.assert_close(x.detach(), torch.full_like(x, expected), rtol=2e-3, atol=0)

@@ -106,11 +106,21 @@ def test_patterns_of_the_user():
         ({"a": "*", "b": "fc.*"}, r"'fc.weight' is in 2 layers, 'a' and 'b'"),
         ({"a": "conv1.*", "b": "fc.*"}, r"'bn1.weight' is in no layer"),
         (["conv1.*", "fc.*"], r"layers must map the name of each layer to patterns .* not list"),
+        ({"a": [], "b": "*"}, r"layer 'a' must have .* a list of at least one, .* not \[\]"),
+        ({"a": None, "b": "*"}, r"layer 'a' must have a pattern of parameter names, .* not None"),
+        ({"a": [3], "b": "*"}, r"layer 'a' must have a pattern of parameter names, .* not \[3\]"),
+        ({0: "conv1.*", 1: "*"}, r"the name of a layer must be a text, not 0"),
     ],
 )
 def test_bad_patterns_are_refused(patterns, message):
     with pytest.raises(SpecError, match=message):
         layers_by_pattern(patterns, names(Residual()))
+
+
+def test_a_pattern_of_a_frozen_layer_is_told_so():
+    trained = [name for name in names(Residual()) if not name.startswith("conv1.")]
+    with pytest.raises(SpecError, match=r"'conv1.\*' matches only parameters that are not trained"):
+        layers_by_pattern({"stem": "conv1.*", "rest": "*"}, trained, ["conv1.weight"])
 
 
 def test_one_layer_is_no_choice():

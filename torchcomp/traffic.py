@@ -1,0 +1,60 @@
+"""Traffic: bytes that cross a rank's link, and how collectives make them up."""
+
+from dataclasses import dataclass
+
+
+def sum_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes that a rank sends (and receives) in a ring all-reduce of `nbytes`."""
+    return 2 * (world_size - 1) * nbytes // world_size
+
+
+def gather_bytes(nbytes: int, world_size: int) -> int:
+    """Bytes that a rank sends (and receives) in an all-gather of `nbytes` a rank."""
+    return (world_size - 1) * nbytes
+
+
+@dataclass
+class Traffic:
+    """Bytes of payload that crossed this rank's link.
+
+    Attributes:
+        sent: bytes sent.
+        received: bytes received.
+        dense: bytes that plain DDP would have sent instead.
+    """
+
+    sent: int = 0
+    received: int = 0
+    dense: int = 0
+
+    def add(self, other: "Traffic") -> None:
+        """Add another count to this one."""
+        self.sent += other.sent
+        self.received += other.received
+        self.dense += other.dense
+
+
+@dataclass
+class Load:
+    """What a step moves over a rank's link.
+
+    Attributes:
+        summed: bytes that went through all-reduces.
+        sent: bytes sent otherwise.
+        received: bytes received otherwise.
+    """
+
+    summed: int = 0
+    sent: int = 0
+    received: int = 0
+
+    def add(self, other: "Load") -> None:
+        """Add another load to this one."""
+        self.summed += other.summed
+        self.sent += other.sent
+        self.received += other.received
+
+    def traffic(self, world_size: int, dense: int) -> Traffic:
+        """The bytes that crossed the link, beside the `dense` ones of plain DDP."""
+        around = sum_bytes(self.summed, world_size)
+        return Traffic(around + self.sent, around + self.received, dense)
