@@ -23,6 +23,7 @@ from tests.local_sgd.script import (
     trained,
 )
 from tests.support.ranks import on_threads
+from torchcomp.local_sgd import local_sgd
 
 
 def construct(change):
@@ -157,6 +158,82 @@ def test_arguments_that_differ_between_ranks(which):
     )
 
 
+def test_zero_redundancy_optimizer():
+    kind = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})
+    assert_constructor_refuses(
+        lambda model, rank: {"optimizer": kind(model.parameters(), lr=0.1)},
+        torchcomp.SpecError,
+        "ZeroRedundancyOptimizer",
+        "plain torch.optim optimizer",
+    )
+
+
+def test_an_optimizer_that_wraps_another():
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner = inner
+
+    assert_constructor_refuses(
+        lambda model, rank: {"optimizer": Wrapper(sgd(model.parameters()))},
+        torchcomp.SpecError,
+        "Wrapper wraps another optimizer",
+        "the optimizer inside it",
+    )
+
+
+@pytest.mark.parametrize("given", [None, 0.01, ["mean"]])
+def test_a_compression_that_is_no_spec(given):
+    words = ("compress must be", "'mean'", repr(given))
+    assert_constructor_refuses(lambda model, rank: {"compress": given}, torchcomp.SpecError, *words)
+
+
+def without_rate(parameters, **group):
+    class Rateless(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for each in self.param_groups:
+                for parameter in each["params"]:
+                    parameter.sub_(parameter.grad, alpha=0.1)
+
+    return Rateless(parameters, group)
+
+
+@pytest.mark.parametrize("group", [{"lr": None}, {"rate": 0.1}])
+@pytest.mark.parametrize("change", [{"spec": "qsr(alpha=0.1, h_base=2)"}, {"outer": "slowmo()"}])
+def test_an_optimizer_without_a_rate_where_one_is_read(group, change):
+    def changes(model, rank):
+        return {"optimizer": without_rate(model.parameters(), **group), **change}
+
+    words = ("reads the learning rate", "Rateless (optimizer 0)", "every(8)")
+    assert_constructor_refuses(changes, torchcomp.SpecError, *words)
+
+
+@pytest.mark.parametrize("group", [{"lr": None}, {"rate": 0.1}])
+def test_an_optimizer_without_a_rate_where_none_is_read(group):
+    def body():
+        script, seen = Script(spec=None), []
+        optimizer = without_rate(script.model.parameters(), **group)
+        torchcomp.LocalSGD(script.model, optimizer, "every(2)", total_steps=4)
+        for step in range(4):
+            optimizer.zero_grad()
+            script.backward(step)
+            optimizer.step()
+            seen.append(script.weights())
+        return seen
+
+    assert synchronised_steps(on_threads(2, body)) == [2, 4]
+
+
+def test_two_ddp_models_of_one_module():
+    def body():
+        script = Script("every(2)")
+        second = DistributedDataParallel(script.model.module)
+        torchcomp.LocalSGD(second, script.optimizer, "every(2)", total_steps=4)
+
+    words = ("averages this module already", "close()")
+    assert_refused(2, body, torchcomp.UnsupportedModelError, *words)
+
+
 def test_local_steps_twice_on_one_model():
     def body():
         script = Script("every(2)")
@@ -187,6 +264,16 @@ def test_a_model_with_a_communication_hook():
         return {}
 
     assert_constructor_refuses(hooked, torchcomp.UnsupportedModelError, "allreduce_hook")
+
+
+def test_a_communication_hook_that_comes_after_local_steps():
+    def body():
+        script = Script("every(2)")
+        script.model.register_comm_hook(None, allreduce_hook)
+        script.step(0)
+
+    words = ("allreduce_hook", "exchange no gradients")
+    assert_refused(2, body, torchcomp.UnsupportedModelError, *words)
 
 
 def of_module(module):
@@ -330,6 +417,30 @@ def test_rates_that_differ_between_ranks():
     assert_refused(
         3, body, torchcomp.RankMismatchError, "0 to 4 on ranks 0, 2", "0 to 16 on rank 1"
     )
+
+
+def test_rates_that_begin_to_differ_within_a_round():
+    def body():
+        trained(4, spec="every(4)", rate=lambda step: 0.05 * (1 + step * dist.get_rank()))
+
+    assert_refused(2, body, torchcomp.RankMismatchError, "sum of the learning rates", "[0.2]")
+
+
+def test_what_was_installed_is_undone_if_the_rest_fails(monkeypatch):
+    def body():
+        scaler = torch.amp.GradScaler("cpu")
+        script = Script(spec=None, scaler=scaler, optimizer=sgd)
+        before = sorted(vars(script.model)), script.model.require_backward_grad_sync
+        with pytest.raises(KeyError):
+            torchcomp.LocalSGD(
+                script.model, script.optimizer, "every(2)", total_steps=4, scaler=scaler
+            )
+        hooks = script.optimizer._optimizer_step_pre_hooks, script.model._forward_pre_hooks
+        assert not any(hooks)
+        return before == (sorted(vars(script.model)), script.model.require_backward_grad_sync)
+
+    monkeypatch.setattr(local_sgd, "wrap_scaler", lambda *_: {}["no scaler"])
+    assert on_threads(2, body) == [True, True]
 
 
 def test_numbers_of_steps_that_differ_between_ranks():

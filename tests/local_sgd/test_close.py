@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 import torchcomp
 from tests.local_sgd.script import (
@@ -12,6 +13,7 @@ from tests.local_sgd.script import (
     constant,
     equal_on_all,
     mlp,
+    momentum,
     sgd,
     synchronised_steps,
 )
@@ -38,7 +40,8 @@ def installed(script):
 
 def around_local_steps():
     """What is installed before, during and after local steps."""
-    script = Script(spec=None, scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    script = Script(spec=None, scaler=scaler, optimizer=sgd)
     before = installed(script)
     script.sync = torchcomp.LocalSGD(
         script.model, script.optimizer, "every(2)", total_steps=2, scaler=script.scaler
@@ -167,6 +170,52 @@ def test_closing_inside_a_round_logs_one_warning_a_rank(logged):
 @pytest.mark.parametrize("steps", [0, 3, 6])
 def test_closing_between_rounds_logs_nothing(steps, logged):
     on_threads(2, closed_after, steps)
+    assert logged() == []
+
+
+def trained_on(moments, after):
+    """Local steps to the end of the first round, then what `after` does, and plain DDP."""
+    script = Script("every(3)", total_steps=6, local={"moments": moments})
+    script.train(0, 3)
+    script.sync.close()
+    after(script)
+    return script, script.train(3, 5)
+
+
+def nothing(script):
+    pass
+
+
+def a_new_optimizer(script):
+    script.optimizer = momentum(script.model.parameters(), lr=0.05)
+    script.scheduler = LambdaLR(script.optimizer, constant)
+
+
+def local_steps_again(script):
+    script.sync = torchcomp.LocalSGD(script.model, script.optimizer, "every(2)", total_steps=2)
+
+
+def test_momentum_of_local_steps_that_goes_on_under_ddp_is_warned_of_once_a_rank(logged):
+    runs = on_threads(2, trained_on, "local", nothing)
+    assert synchronised_steps([weights for _, weights in runs]) == []
+    messages = logged()
+    assert len(messages) == 2
+    for word in ("0.bias momentum_buffer", "drift apart", "a new optimizer", 'moments="average"'):
+        assert word in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("moments", "after", "equal"),
+    [
+        ("average", nothing, [1, 2]),
+        ("reset", nothing, [1, 2]),
+        ("local", a_new_optimizer, [1, 2]),
+        ("local", local_steps_again, [2]),
+    ],
+)
+def test_training_on_without_momentum_that_differs_is_not_warned_of(moments, after, equal, logged):
+    runs = on_threads(2, trained_on, moments, after)
+    assert synchronised_steps([weights for _, weights in runs]) == equal
     assert logged() == []
 
 

@@ -11,7 +11,9 @@ from tests.local_sgd.script import (
     adamw,
     assert_close,
     assert_refused,
+    batch,
     equal_on_all,
+    loss_of,
     mlp,
     momentum,
     sgd,
@@ -133,6 +135,48 @@ def test_averaging_moments_is_counted():
         return script.sync.stats.bytes_sent
 
     assert on_threads(2, body, "average")[0] == 3 * on_threads(2, body, "local")[0]
+
+
+def test_state_that_cannot_be_averaged_is_refused():
+    def body():
+        script = Script(spec=None)
+        optimizer = torch.optim.LBFGS(script.model.parameters(), lr=0.1, max_iter=3)
+        sync = torchcomp.LocalSGD(
+            script.model, optimizer, "every(2)", total_steps=2, moments="average"
+        )
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(script.model, *batch(script.rank, 0))
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+        return sync
+
+    words = ("0.weight", "a list and no tensor or number", "moments='local'")
+    assert_refused(2, body, torchcomp.SpecError, *words)
+
+
+def test_two_optimizers_of_one_parameter_average_their_own_moments():
+    def body():
+        script = Script(spec=None)
+        layer = script.model.module[0]
+        optimizers = [momentum(layer.parameters(), lr=0.05) for _ in range(2)]
+        options = {"total_steps": 2, "moments": "average"}
+        torchcomp.LocalSGD(script.model, optimizers, "every(2)", **options)
+        for step in range(2):
+            for place, optimizer in enumerate(optimizers):
+                script.model.zero_grad()
+                script.backward(10 * place + step)
+                optimizer.step()
+        return [optimizer.state[layer.weight]["momentum_buffer"] for optimizer in optimizers]
+
+    (first, second), others = on_threads(2, body)
+    assert torch.equal(first, others[0])
+    assert torch.equal(second, others[1])
+    assert not torch.equal(first, second)
 
 
 @pytest.mark.parametrize("policy", ["mean", None, True])

@@ -147,6 +147,28 @@ def test_a_scaler_that_is_switched_off_is_plain_backward():
     assert on_threads(2, body) == [True, True]
 
 
+@pytest.mark.parametrize("tries", [0, -1, 1.5, None, True])
+def test_a_number_of_tries_that_is_none(tries):
+    def body():
+        script = Remedied()
+        script.sync.backward(lambda: script.loss(0), tries=tries)
+
+    words = ("tries must be a whole number of at least 1", repr(tries))
+    assert_refused(2, body, torchcomp.SpecError, *words)
+
+
+def test_a_micro_batch_that_raises_leaves_the_gradients_of_the_others():
+    def body():
+        script = Remedied()
+        script.backward(0)
+        before = [p.grad.clone() for p in script.model.parameters()]
+        with pytest.raises(ZeroDivisionError):
+            script.sync.backward(lambda: 1 / 0)
+        return all(map(torch.equal, before, [p.grad for p in script.model.parameters()]))
+
+    assert on_threads(2, body) == [True, True]
+
+
 def test_it_needs_the_scaler():
     def body():
         script = Script()

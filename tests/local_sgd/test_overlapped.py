@@ -74,6 +74,11 @@ def by_state_dict(script):
     return flat(script.model.state_dict().values())
 
 
+def by_the_state_dicts_of_layers(script):
+    layers = script.model.module[0], script.model.module[2]
+    return flat(value for layer in layers for value in layer.state_dict().values())
+
+
 def by_forward(script):
     script.model(batch(0, 0)[0])
     return script.weights()
@@ -100,10 +105,26 @@ def test_parameters_that_are_read_directly_are_not_averaged_yet():
     assert not equal_on_all(seen)
 
 
-@pytest.mark.parametrize("read", [by_state_dict, by_forward, by_the_module, by_state, by_close])
+@pytest.mark.parametrize(
+    "read",
+    [
+        by_state_dict,
+        by_the_state_dicts_of_layers,
+        by_forward,
+        by_the_module,
+        by_state,
+        by_close,
+    ],
+)
 def test_what_reads_through_the_model_sees_averages(read):
     for seen, averages in on_threads(2, after_the_turn, read):
         assert torch.equal(seen, averages)
+
+
+def test_after_the_last_step_nothing_is_on_its_way():
+    body = partial(run, OVERLAP, wait=False)
+    final = [weights[-1] for weights, _ in on_threads(2, body)]
+    assert equal_on_all(final)
 
 
 class Attention(nn.Module):

@@ -117,7 +117,9 @@ class PlainAverage:
 
     def state_dict(self) -> dict[str, Any]:
         buckets = [list(group) for group in self._groups]
-        return {"buckets": buckets, "strides": {}, "error": {}, "owner": {}}
+        thresholds: list[list[int]] = [[] for _ in buckets]
+        nothing = {name: dict[str, Any]() for name in ("strides", "error", "owner")}
+        return {"buckets": buckets, "thresholds": thresholds, **nothing}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._groups = self._weights.groups_of(state)

@@ -20,7 +20,7 @@ def scaler_at_work() -> torch.amp.GradScaler | None:
 def checkpoint_at_work() -> bool:
     """Whether torch.distributed.checkpoint makes it, at rate 0, for the state that it creates.
 
-    ``get_state_dict`` and ``set_state_dict`` do so with an optimizer that has not stepped yet.
+    ``get_state_dict`` and ``set_state_dict`` do so with an optimizer that holds no state.
     """
     names = ((frame.f_globals.get("__name__"), frame.f_code.co_name) for frame in _stack())
     return _DCP in names

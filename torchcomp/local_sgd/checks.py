@@ -1,17 +1,18 @@
 """What local steps require of their arguments, and refuse with the reason before training."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Aggregator
 from torchcomp.checks import check_choice, check_count, check_flag
 from torchcomp.component import Component
-from torchcomp.ddp.checks import OWNER, check_model, trained_parameters
+from torchcomp.ddp.checks import OWNER, check_model, check_scaler, trained_parameters
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.keys import check_seed
 from torchcomp.local_sgd.moments import MOMENTS
@@ -38,7 +39,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Method:
+class LocalMethod:
     """What the options come to.
 
     Attributes:
@@ -71,7 +72,7 @@ def check_arguments(
     options: Options,
     scaler: object,
     two_levels: bool,
-) -> tuple[Method, dict[str, Any]]:
+) -> tuple[LocalMethod, dict[str, Any]]:
     """What this rank's arguments come to, and the facts that all ranks must share.
 
     Raises:
@@ -88,9 +89,9 @@ def check_arguments(
             "steps exchange no gradients: build DistributedDataParallel without it"
         )
     _check_optimizers(optimizers, model, two_levels)
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise SpecError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
+    check_scaler(scaler)
     method = _method(options, as_list(optimizers))
+    _check_rates(method, as_list(optimizers))
     parameters = dict(trained_parameters(model))
     _check_division(method, as_list(optimizers), parameters)
     facts = {
@@ -115,7 +116,37 @@ def held_by(
     return tuple(name for name, parameter in parameters.items() if id(parameter) in held)
 
 
-def _method(options: Options, optimizers: list[torch.optim.Optimizer]) -> Method:
+def rates_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
+    """The learning rates of the parameter groups that have a number as rate."""
+    rates = (group.get("lr") for each in optimizers for group in each.param_groups)
+    return [rate for rate in rates if isinstance(rate, Real | Tensor)]
+
+
+def _check_rates(method: LocalMethod, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Require learning rates where a schedule or the outer step reads them."""
+    reader = next(
+        (each for each in (*method.schedules, method.outer) if each and each.reads_rate), None
+    )
+    for place, optimizer in enumerate(optimizers):
+        if reader is not None and len(rates_of([optimizer])) < len(optimizer.param_groups):
+            raise SpecError(
+                f"{reader} reads the learning rate, and {type(optimizer).__name__} (optimizer "
+                f"{place}) has a parameter group without a number as 'lr': take a schedule that "
+                "reads none, such as every(8)",
+                "optimizer",
+            )
+
+
+def _check_compress(compress: object) -> None:
+    if not isinstance(compress, str | Component):
+        raise SpecError(
+            "compress must be a gradient method such as 'ef(topk(0.01))', or 'mean', which is the "
+            f"exact mean of the parameters; not {compress!r}",
+            "compress",
+        )
+
+
+def _method(options: Options, optimizers: list[torch.optim.Optimizer]) -> LocalMethod:
     horizon = Horizon(options.total_steps, options.warmup_steps)
     given = options.spec if isinstance(options.spec, list | tuple) else [options.spec]
     if isinstance(options.spec, list | tuple) and len(given) != len(optimizers):
@@ -130,7 +161,8 @@ def _method(options: Options, optimizers: list[torch.optim.Optimizer]) -> Method
     check_choice("moments", options.moments, MOMENTS)
     check_count("fragments", options.fragments)
     check_flag("overlap", options.overlap)
-    method = Method(
+    _check_compress(options.compress)
+    method = LocalMethod(
         schedules,
         horizon,
         parse_aggregator(options.compress),
@@ -148,7 +180,7 @@ def _method(options: Options, optimizers: list[torch.optim.Optimizer]) -> Method
 
 
 def _check_division(
-    method: Method,
+    method: LocalMethod,
     optimizers: list[torch.optim.Optimizer],
     parameters: dict[str, nn.Parameter],
 ) -> None:
@@ -175,15 +207,29 @@ def _check_division(
 
 def _check_no_gradient_method(model: DistributedDataParallel) -> None:
     owner = str(getattr(model, OWNER, ""))
-    gradients = owner.startswith(("torchcomp.register", "torchcomp.JointSpar"))
-    if gradients or (not owner and model._comm_hooks):
-        hook = owner or getattr(model._comm_hooks[0][0], "__qualname__", "a hook")
-        raise UnsupportedModelError(
-            f"{hook} is already installed on this model, and local steps exchange no gradients "
-            "that it could treat: build DistributedDataParallel without it. What goes together is "
-            "torchcomp.LocalSGD(..., compress='ef(topk(0.01))'), which compresses the changes of "
-            "the parameters"
-        )
+    if owner.startswith(("torchcomp.register", "torchcomp.JointSpar")):
+        raise _useless(owner)
+    if not owner:
+        check_no_hook(model)
+
+
+def check_no_hook(model: DistributedDataParallel) -> None:
+    """Require a model without a communication hook, which local steps would never call.
+
+    Raises:
+        UnsupportedModelError: naming the hook.
+    """
+    if model._comm_hooks:
+        raise _useless(getattr(model._comm_hooks[0][0], "__qualname__", "a hook"))
+
+
+def _useless(hook: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{hook} is already installed on this model, and local steps exchange no gradients "
+        "that it could treat: build DistributedDataParallel without it. What goes together is "
+        "torchcomp.LocalSGD(..., compress='ef(topk(0.01))'), which compresses the changes of "
+        "the parameters"
+    )
 
 
 def check_values(model: DistributedDataParallel) -> None:

@@ -28,7 +28,9 @@ class DeltaAverage:
 
     m is the same on all ranks bit for bit, and so is x, whatever happened to y. Nothing is lost:
     the sum of all m plus the mean error memory (plus what owners of shards owe) is the sum of all
-    mean changes, up to the rounding of float32, or of float64 where parameters have it.
+    mean changes, up to the rounding of float32, or of float64 where parameters have it. It is not
+    where an all-reduce adds in a narrower dtype, as in ``ef(cast("bf16"))``: no memory sees what
+    such a sum rounds away, up to 1e-3 of the changes.
 
     Args:
         weights: the parameters.
@@ -137,7 +139,7 @@ class DeltaAverage:
         owed = _some(state["owner"], parameters)
         self._state.owner.load(checkpoint.on_devices(owed, parameters))
         for group, thresholds in zip(state["buckets"], state["thresholds"], strict=True):
-            self._state.agreed(tuple(group)).update(dict(thresholds))
+            self._state.load_agreed(tuple(group), dict(thresholds))
         self._reference = self._filled(state["reference"])
         self._momentum = self._filled(state["momentum"]) if self._outer is not None else []
 
@@ -183,9 +185,7 @@ def check_memory(
     Raises:
         CheckpointError: naming what does not.
     """
-    groups = [tuple(group) for group in state["buckets"]]
-    owned = owned_shards(groups, parameters, exchange.rank, exchange.world_size)
-    checkpoint.check_owner(state, owned, parameters)
+    checkpoint.check_memory(state, parameters, exchange)
     for part in ("reference", "momentum") if state["momentum"] else ("reference",):
         shapes = {name: list(tensor.shape) for name, tensor in state[part].items()}
         checkpoint.check_shapes(shapes, parameters)

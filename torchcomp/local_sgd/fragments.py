@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchcomp.local_sgd.averaging import Averaging
-from torchcomp.local_sgd.checks import Method, held_by
+from torchcomp.local_sgd.checks import LocalMethod, held_by, rates_of
 from torchcomp.local_sgd.moments import Moments
 from torchcomp.local_sgd.progress import Round
 from torchcomp.local_sgd.turns import Turns
@@ -62,14 +62,13 @@ class Fragment:
 
     @property
     def rates(self) -> list[float]:
-        """The learning rates that count for it."""
-        optimizers = self._optimizers()
-        return [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+        """The learning rates that count for it; none of groups that have no number as rate."""
+        return [float(rate) for rate in rates_of(self._optimizers())]
 
     @property
     def rates_on_device(self) -> bool:
         """Whether reading them waits for a device."""
-        rates = (group["lr"] for each in self._optimizers() for group in each.param_groups)
+        rates = rates_of(self._optimizers())
         return any(isinstance(rate, torch.Tensor) and not rate.is_cpu for rate in rates)
 
     def begin_round(self, step: int, horizon: Horizon) -> None:
@@ -102,7 +101,7 @@ class Fragment:
 
 
 def parts_of(
-    method: Method,
+    method: LocalMethod,
     optimizers: Sequence[torch.optim.Optimizer],
     parameters: Mapping[str, nn.Parameter],
 ) -> list[Part]:

@@ -1,17 +1,26 @@
 """Hooks: what local steps install on the user's model, optimizers and scaler, and how it goes."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp.local_sgd.progress import Progress
+from torchcomp.ddp.checks import trained_parameters
+from torchcomp.errors import UnsupportedModelError
+from torchcomp.local_sgd.batches import Batches
 from torchcomp.local_sgd.turns import Turns
 
 Undo = Callable[[], None]
 Step = Callable[..., Any]
+
+# By module, the model through which it is averaged. Not an attribute of the module, which a copy of
+# it would have, too.
+_CLAIMED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[DistributedDataParallel]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def override(owner: object, name: str, value: Any) -> Undo:
@@ -31,23 +40,57 @@ def override(owner: object, name: str, value: Any) -> Undo:
     return undo
 
 
-def count_forwards(model: nn.Module, progress: Progress, turns: Turns) -> Undo:
-    """Count the model's forward passes in training; returns what undoes it.
+def claim(model: DistributedDataParallel) -> Undo:
+    """Let no other LocalSGD average the module of a model; returns what undoes it.
 
-    Those that an optimizer asks for in its turn, as LBFGS does, do not count: ranks may differ.
+    Raises:
+        UnsupportedModelError: if one does already, through another DistributedDataParallel.
     """
-    # A function and not a method: a copy of the model (an average of weights, say) takes its hooks
+    other = _CLAIMED.get(model.module)
+    if other is not None and other() is not None:
+        raise UnsupportedModelError(
+            "another torchcomp.LocalSGD averages this module already, through another "
+            "DistributedDataParallel around it: close() that one before"
+        )
+    _CLAIMED[model.module] = weakref.ref(model)
+    held = weakref.ref(model.module)
+
+    def undo() -> None:
+        alive = held()
+        if alive is not None:
+            _CLAIMED.pop(alive, None)
+
+    return undo
+
+
+def watch_batches(model: DistributedDataParallel, batches: Batches, turns: Turns) -> Iterator[Undo]:
+    """Note the model's forward and backward passes in training; yields what undoes it.
+
+    Those of a closure, which LBFGS evaluates in its turn, do not count, nor do those that
+    activation checkpointing makes in a backward pass: ranks may differ.
+    """
+    # Functions and not methods: a copy of the model (an average of weights, say) takes its hooks
     # along, and must neither copy the process group nor count.
     owner = weakref.ref(model)
+    witness = next(parameter for _, parameter in trained_parameters(model))
 
-    def count(module: nn.Module, args: Any) -> None:
-        training = module.training and torch.is_grad_enabled() and not turns.running
-        if training and module is owner():
-            progress.forwards += 1
+    def forward(module: nn.Module, args: Any) -> None:
+        training = module.training and torch.is_grad_enabled() and not turns.evaluating
+        if training and module is owner() and not _in_backward():
+            batches.forward(fresh=turns.cleared)
+
+    def backward(parameter: Tensor) -> None:
+        if not turns.evaluating:
+            batches.gradients()
 
     # A compiled model would be compiled anew for every count.
-    uncompiled = torch.compiler.disable(count)  # type: ignore[no-untyped-call]
-    return model.register_forward_pre_hook(uncompiled).remove
+    uncompiled = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+    yield model.register_forward_pre_hook(uncompiled).remove
+    yield witness.register_post_accumulate_grad_hook(backward).remove  # type: ignore[no-untyped-call]
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def wrap_scaler(scaler: torch.amp.GradScaler, around: Callable[[Step], Step | None]) -> Undo:

@@ -1,7 +1,8 @@
 """LocalSGD: local optimizer steps, and an average of the parameters when the schedule says so."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.local_sgd import snapshot
 from torchcomp.local_sgd.callers import checkpoint_at_work
 from torchcomp.local_sgd.checks import Options, Specs, as_list, check_arguments
-from torchcomp.local_sgd.hooks import Step, Undo, count_forwards, override, wrap_scaler
+from torchcomp.local_sgd.hooks import Step, Undo, claim, override, watch_batches, wrap_scaler
 from torchcomp.local_sgd.overflow import backward_until_finite
 from torchcomp.local_sgd.progress import Progress
 from torchcomp.local_sgd.ranks import GIVEN, Across, Ranks
@@ -77,7 +78,8 @@ class LocalSGD:
             alone, ``"average"`` averages it like the parameters (uncompressed), ``"reset"``
             starts it anew.
         fragments: P, pieces of the parameters that synchronise in turn, P times as often and a P-th
-            as much, as in Streaming DiLoCo. Ranks then hold equal parameters at the end alone.
+            as much, as in Streaming DiLoCo. Ranks then hold equal parameters at the
+            end alone, as a rule: no other number of ranks can go on from a checkpoint before it.
         overlap: let the average go on beside what follows the optimizer's turn, the next forward
             pass included: every layer waits for its own parameters, so results are the same bit for
             bit. Whatever else reads parameters calls :meth:`wait` before: an EMA, or a module
@@ -204,13 +206,11 @@ class LocalSGD:
                 "of a node reduce their gradients together: there an overflow reaches all of them, "
                 "so scaler.step(optimizer) skips on all or on none"
             )
-        progress = self._run.progress
-        forwards = progress.forwards
-        try:
+        batches = self._run.progress.batches
+        batches.forward(fresh=self._turns.cleared)
+        with self._turns.evaluation():
             loss = backward_until_finite(self._scaler, list(self._turns), compute, tries)
-        finally:
-            progress.forwards = forwards
-        progress.forwards += 1
+        batches.gradients()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -218,7 +218,8 @@ class LocalSGD:
 
         It does not hold the model's weights. In the middle of a round they differ between ranks, as
         does the optimizer's state, so every rank saves its own model, optimizer and this. States
-        saved between rounds fit another number of ranks after :func:`torchcomp.redistribute`.
+        saved between rounds fit another number of ranks after :func:`torchcomp.redistribute`; with
+        ``fragments``, mostly none is before the run ends.
         torch.distributed.checkpoint keeps one value for each name, so give every rank names of its
         own: ``dcp.save({f"rank{rank}": {"sync": sync.state_dict(), ...}}, checkpoint_id=...)``.
 
@@ -244,12 +245,19 @@ class LocalSGD:
         self._run.load_state_dict(state)
 
     def close(self) -> None:
-        """Remove every hook and give the model back to DDP; harmless when repeated."""
+        """Remove every hook and give the model back to DDP; harmless when repeated.
+
+        DDP keeps equal replicas equal, and no others. So close between rounds, where parameters are
+        equal (a warning says where they are not), and train on with ``moments="average"`` or a new
+        optimizer: momentum and Adam moments of local steps differ between the ranks, and replicas
+        drift apart with them. Should such an optimizer step again, a warning says so.
+        """
         self.wait()
         self._finalizer()
+        if not self._closed:
+            self._run.warn_afterwards()
         self._closed = True
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     def __enter__(self) -> "LocalSGD":
         return self
@@ -257,34 +265,42 @@ class LocalSGD:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _install(self, model: DistributedDataParallel) -> list[Undo]:
-        run = self._run
-        undo = [
-            override(model, OWNER, f"torchcomp.LocalSGD('{snapshot.spec_of(run.method)}')"),
-            count_forwards(model, run.progress, self._turns),
-        ]
-        if run.ranks.inside is None:
-            undo += [
-                override(model, "require_backward_grad_sync", False),
-                override(model, "require_forward_param_sync", False),
-                override(model, "broadcast_buffers", False),
-            ]
-        for optimizer in self._turns:
-            undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
-            undo.append(optimizer.register_step_post_hook(self._after_step).remove)
-        if run.background is not None:
-            undo.append(run.background.executor.close)
-            undo += wait_in_forward(model.module, run.overlapped)
-        if self._scaler is not None:
-            undo.append(wrap_scaler(self._scaler, self._around_scaler))
-        return undo
+    def _install(self, model: DistributedDataParallel) -> ExitStack:
+        with ExitStack() as undo:
+            for each in self._changes(model):
+                undo.callback(each)
+            return undo.pop_all()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._turns.scaling and not checkpoint_at_work():
+    def _changes(self, model: DistributedDataParallel) -> Iterator[Undo]:
+        """Make the changes to the user's objects, one by one; gives what undoes each."""
+        run = self._run
+        yield override(model, OWNER, f"torchcomp.LocalSGD('{snapshot.spec_of(run.method)}')")
+        yield claim(model)
+        yield from watch_batches(model, run.progress.batches, self._turns)
+        if run.ranks.inside is None:
+            yield override(model, "require_backward_grad_sync", False)
+            yield override(model, "require_forward_param_sync", False)
+            yield override(model, "broadcast_buffers", False)
+        for optimizer in self._turns:
+            yield optimizer.register_step_pre_hook(self._before_step).remove
+            yield optimizer.register_step_post_hook(self._after_step).remove
+        if run.background is not None:
+            yield run.background.executor.close
+            yield from wait_in_forward(model.module, run.overlapped)
+        if self._scaler is not None:
+            yield wrap_scaler(self._scaler, self._around_scaler)
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._turns.foreign = not optimizer.state and checkpoint_at_work()
+        if not self._turns.scaling and not self._turns.foreign:
             self._run.begin_turn(optimizer)
+        evaluated = self._turns.evaluated
+        return tuple(map(evaluated, args)), {name: evaluated(a) for name, a in kwargs.items()}
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._turns.scaling and not checkpoint_at_work():
+        if not self._turns.scaling and not self._turns.foreign:
             self._run.end_turn(optimizer)
 
     def _around_scaler(self, step: Step) -> Step:

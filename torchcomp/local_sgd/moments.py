@@ -5,13 +5,15 @@ published beside it, for SlowMo among others.
 """
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from numbers import Number
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from torchcomp.bucket import merge
+from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange
 from torchcomp.local_sgd.averaging import PlainAverage
 from torchcomp.local_sgd.weights import Weights
@@ -23,6 +25,13 @@ Layout = dict[str, tuple[torch.Size, torch.dtype, torch.device]]
 
 class Moments(Protocol):
     """Exchanges first, and changes the optimizers' state when the synchronisation counts."""
+
+    def check(self, parameters: Parameters, optimizers: Optimizers) -> None:
+        """Require state that this can be done with.
+
+        Raises:
+            SpecError: naming what cannot.
+        """
 
     def exchange(self, parameters: Parameters, optimizers: Optimizers, step: int) -> None:
         """Exchange what the ranks' optimizers hold of `parameters` after `step` steps.
@@ -38,6 +47,9 @@ class Moments(Protocol):
 class Local:
     """Every rank keeps its own. See :class:`Moments`."""
 
+    def check(self, parameters: Parameters, optimizers: Optimizers) -> None:
+        pass
+
     def exchange(self, parameters: Parameters, optimizers: Optimizers, step: int) -> None:
         pass
 
@@ -47,6 +59,9 @@ class Local:
 
 class Reset:
     """Every rank starts anew: the next step is as a parameter's first. See :class:`Moments`."""
+
+    def check(self, parameters: Parameters, optimizers: Optimizers) -> None:
+        pass
 
     def exchange(self, parameters: Parameters, optimizers: Optimizers, step: int) -> None:
         pass
@@ -67,8 +82,18 @@ class Average:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
+    def check(self, parameters: Parameters, optimizers: Optimizers) -> None:
+        for name, value in _entries(parameters, optimizers):
+            if not isinstance(value, Tensor | Number | str | None):
+                raise SpecError(
+                    f"moments='average' cannot average the optimizer's state '{name}', a "
+                    f"{type(value).__name__} and no tensor or number, and state that is averaged "
+                    "in part fits no rank: take moments='local' or 'reset'",
+                    "moments",
+                )
+
     def exchange(self, parameters: Parameters, optimizers: Optimizers, step: int) -> None:
-        mine = _tensors(parameters, optimizers)
+        mine = held_of(parameters, optimizers)
         layout = self._everyones({name: (t.shape, t.dtype, t.device) for name, t in mine.items()})
         tensors = {
             name: mine[name] if name in mine else torch.zeros(shape, dtype=dtype, device=device)
@@ -87,7 +112,7 @@ class Average:
     def _everyones(self, mine: Layout) -> Layout:
         """What some rank holds, on this rank's device."""
         text = repr(sorted((name, *kind[:2]) for name, kind in mine.items()))
-        if self._exchange.same_everywhere([zlib.crc32(text.encode())]):
+        if self._exchange.same_everywhere(zlib.crc32(text.encode())):
             return mine
         union: Layout = {}
         for theirs in self._exchange.gather_objects(mine):
@@ -105,15 +130,18 @@ def moments_of(policy: str, exchange: Exchange) -> Moments:
     return Reset() if policy == "reset" else Local()
 
 
-def _tensors(parameters: Parameters, optimizers: Optimizers) -> dict[str, Tensor]:
-    states = [
-        (f"{name} (optimizer {place})" if place else name, optimizer.state.get(parameter, {}))
-        for place, optimizer in enumerate(optimizers)
-        for name, parameter in parameters.items()
-    ]
+def held_of(parameters: Parameters, optimizers: Optimizers) -> dict[str, Tensor]:
+    """The optimizers' floating-point tensors but step counts, by parameter and name."""
     return {
-        f"{name} {key}": value
-        for name, state in states
-        for key, value in state.items()
-        if isinstance(value, Tensor) and value.is_floating_point() and key != "step"
+        name: value
+        for name, value in _entries(parameters, optimizers)
+        if isinstance(value, Tensor) and value.is_floating_point() and not name.endswith(" step")
     }
+
+
+def _entries(parameters: Parameters, optimizers: Optimizers) -> Iterator[tuple[str, object]]:
+    for place, optimizer in enumerate(optimizers):
+        suffix = f" (optimizer {place})" if place else ""
+        for name, parameter in parameters.items():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                yield f"{name}{suffix} {key}", value

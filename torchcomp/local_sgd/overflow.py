@@ -32,35 +32,30 @@ def backward_until_finite(
         The loss, unscaled.
 
     Raises:
-        NonFiniteError: if the gradients are not finite at any scale that was tried; ``.grad`` is
-            what it was before.
+        SpecError: if `tries` is no whole number of at least 1.
+        NonFiniteError: if the gradients are not finite at any scale that was tried.
+        Exception: what `compute` raised. After any of these, ``.grad`` is what it was before.
     """
     check_count("tries", tries)
     parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
     aside = [(p, p.grad.clone()) for p in parameters if p.grad is not None]
-    for _ in range(tries if scaler.is_enabled() else 1):
-        for parameter in parameters:
-            parameter.grad = None
-        try:
+    finite = False
+    try:
+        for _ in range(tries if scaler.is_enabled() else 1):
+            _clear(parameters)
             loss = compute()
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        except BaseException:
-            for parameter in parameters:
-                parameter.grad = None
-            for parameter, before in aside:
-                parameter.grad = before
-            raise
-        for optimizer in optimizers:
-            scaler.unscale_(optimizer)
-        finite = _finite(parameters)
-        scaler.update()
-        if finite:
-            break
-    else:
-        for parameter in parameters:
-            parameter.grad = None
-    for parameter, before in aside:
-        parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            finite = _finite(parameters)
+            scaler.update()
+            if finite:
+                break
+    finally:
+        if not finite:
+            _clear(parameters)
+        for parameter, before in aside:
+            parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
     if not finite:
         raise NonFiniteError(
             f"the gradients of a micro-batch were not finite in {tries} tries, the last one at the "
@@ -68,6 +63,11 @@ def backward_until_finite(
             "the data"
         )
     return loss
+
+
+def _clear(parameters: Sequence[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _finite(parameters: Sequence[Tensor]) -> bool:

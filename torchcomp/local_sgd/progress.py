@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass, field
 
+from torchcomp.local_sgd.batches import Batches
 from torchcomp.schedules import Horizon, Schedule
 
 _log = logging.getLogger(__package__)
@@ -42,14 +43,16 @@ class Round:
         Args:
             step: optimizer steps so far.
             schedule: the rule for the length.
-            rates: learning rates of the parameter groups, of which the rule reads the largest.
+            rates: learning rates of the parameter groups, of which the rule reads the largest; if
+                there are none, it reads 0.
             horizon: ends of warm-up and run.
             phase: numerator and denominator of the part of it that the run's first round takes.
 
         Raises:
             ScheduleError: if the schedule cannot use the rate; nothing changes.
         """
-        end = schedule.round_end(step, max(rates), horizon)
+        rate = max(rates, default=0.0)
+        end = schedule.round_end(step, rate, horizon)
         if step == 0:
             numerator, denominator = phase
             end = -(-end * numerator // denominator)
@@ -62,7 +65,7 @@ class Round:
                 step,
                 end,
                 horizon.total_steps,
-                max(rates),
+                rate,
             )
 
     def mean_rate(self, step: int) -> float:
@@ -83,13 +86,13 @@ class Progress:
         rounds: of each fragment.
         step: optimizer steps so far, skipped ones included.
         syncs: synchronisations so far.
-        forwards: forward passes in training so far, without those that an optimizer asks for.
+        batches: what this rank has done with its data.
     """
 
     rounds: list[Round]
     step: int = 0
     syncs: int = 0
-    forwards: int = 0
+    batches: Batches = field(default_factory=Batches)
 
     @property
     def next_sync(self) -> int | None:

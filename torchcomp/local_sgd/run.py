@@ -9,17 +9,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import checkpoint
 from torchcomp.bucket import partition
-from torchcomp.ddp.checks import bucket_caps, trained_parameters
-from torchcomp.errors import CheckpointError, ScheduleError, SpecError, UnsupportedModelError
+from torchcomp.ddp.checks import bucket_caps, check_not_joined, trained_parameters
+from torchcomp.errors import CheckpointError, ScheduleError, SpecError
 from torchcomp.local_sgd import snapshot
+from torchcomp.local_sgd.afterwards import warn_of_local_moments
 from torchcomp.local_sgd.averaging import Averaging, PlainAverage
+from torchcomp.local_sgd.background import Background
 from torchcomp.local_sgd.callers import scaler_at_work
-from torchcomp.local_sgd.checks import Method
+from torchcomp.local_sgd.checks import LocalMethod, check_no_hook
 from torchcomp.local_sgd.deltas import DeltaAverage
 from torchcomp.local_sgd.fragments import Fragment, Part, parts_of
-from torchcomp.local_sgd.moments import moments_of
+from torchcomp.local_sgd.moments import held_of, moments_of
 from torchcomp.local_sgd.newcomers import Newcomers
-from torchcomp.local_sgd.overlapped import Background, OverlappedAverage
+from torchcomp.local_sgd.overlapped import OverlappedAverage
 from torchcomp.local_sgd.progress import Progress, Round
 from torchcomp.local_sgd.ranks import Ranks
 from torchcomp.local_sgd.synchronise import synchronise
@@ -48,7 +50,7 @@ class Run:
         self,
         model: DistributedDataParallel,
         turns: Turns,
-        method: Method,
+        method: LocalMethod,
         ranks: Ranks,
         seed: int,
         scaler: torch.amp.GradScaler | None,
@@ -108,11 +110,10 @@ class Run:
         """
         if self._turns.begin(optimizer):
             self._begin_step()
-        self._turns.running = True
 
     def end_turn(self, optimizer: torch.optim.Optimizer) -> None:
         """It has had its turn; after the last one of a step, the ranks may synchronise."""
-        self._turns.running = False
+        self.progress.batches.turn()
         if self._turns.end(optimizer):
             self._end_step()
 
@@ -145,6 +146,16 @@ class Run:
         self._expected_weights = state["weights"]
         self._verified = False
 
+    def warn_afterwards(self) -> None:
+        """Log it if optimizers go on under plain DDP with moments that differ between ranks."""
+        model, alone = self._model(), self.ranks.between.world_size == 1
+        equal = alone or self.method.moments == "average" or self.ranks.inside is not None
+        if model is None or equal or self.progress.next_sync is not None:
+            return
+        for optimizer in self._turns:
+            if held_of(self._weights.parameters, [optimizer]):
+                warn_of_local_moments(optimizer, model)
+
     # What it is made of.
 
     def _divide(self, model: DistributedDataParallel) -> list[Fragment]:
@@ -173,7 +184,7 @@ class Run:
 
     def _begin_step(self) -> None:
         self.wait()
-        self._require_no_join()
+        check_not_joined(self._model())
         self._require_steps_left()
         self._newcomers.take_in(self._turns)
         if self._verified:
@@ -186,11 +197,12 @@ class Run:
     def _end_step(self) -> None:
         progress, outer = self.progress, self.method.outer
         progress.step += 1
+        progress.batches.step()
         needed = outer is not None and outer.reads_rate
         for fragment in self._fragments:
             # Without need, no step waits for a rate on a device.
             if needed or not fragment.rates_on_device:
-                fragment.round.rate_sum += max(fragment.rates)
+                fragment.round.rate_sum += max(fragment.rates, default=0.0)
         due = [each for each in self._fragments if each.round.round_end == progress.step]
         if due:
             added = self._newcomers.described
@@ -208,6 +220,7 @@ class Run:
     def _first_step(self) -> tuple[None, dict[str, Any]]:
         """Check the step that follows the start or a checkpoint, and what ranks must share."""
         self._require_known_scaler()
+        self._require_no_hook()
         step, digest = self.progress.step, None
         if self._expected_weights is not None or self._must_start_equal:
             digest = self._weights.digest()
@@ -233,13 +246,10 @@ class Run:
 
     # What is refused.
 
-    def _require_no_join(self) -> None:
+    def _require_no_hook(self) -> None:
         model = self._model()
-        if model is not None and model._join_config.enable:
-            raise UnsupportedModelError(
-                "model.join() lets ranks take different numbers of steps, and rounds need the same "
-                "number: give every rank the same number of batches"
-            )
+        if model is not None and self.ranks.inside is None:
+            check_no_hook(model)
 
     def _require_steps_left(self) -> None:
         step, total = self.progress.step, self.method.horizon.total_steps
@@ -247,7 +257,8 @@ class Run:
             raise ScheduleError(
                 f"optimizer step {step + 1}, but the run was announced with total_steps="
                 f"{total}, and its last synchronisation has been: announce more steps, or close() "
-                "and go on with plain DDP"
+                "and go on with plain DDP (with moments='average', or a new optimizer: the ranks' "
+                "moments differ otherwise, and their parameters drift apart)"
             )
 
     def _require_known_scaler(self) -> None:

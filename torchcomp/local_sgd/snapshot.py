@@ -9,7 +9,7 @@ from torch import nn
 from torchcomp import checkpoint
 from torchcomp.errors import CheckpointError
 from torchcomp.exchange import Exchange
-from torchcomp.local_sgd.checks import Method
+from torchcomp.local_sgd.checks import LocalMethod
 from torchcomp.local_sgd.deltas import check_memory
 from torchcomp.local_sgd.fragments import Fragment
 from torchcomp.local_sgd.progress import Progress, Round
@@ -19,7 +19,7 @@ _ADVICE = {
     "world_size": "torchcomp.redistribute(states, world_size) makes states that were saved between "
     "rounds fit",
 }
-_COUNTS = ("step", "syncs", "forwards")
+_COUNTS = ("step", "syncs")
 _ROUND = tuple(field.name for field in fields(Round))
 _FIXED = ("total_steps", "warmup_steps", "compress", "outer", "moments")
 _KEYS = (
@@ -27,16 +27,16 @@ _KEYS = (
     *_COUNTS,
     *_ROUND,
     *("fragments", "seed", "saved_by", "traffic", "weights", "shapes"),
-    *("strides", "buckets", "error", "owner"),
+    *("strides", "buckets", "thresholds", "error", "owner"),
 )
 
 
-def spec_of(method: Method) -> str:
+def spec_of(method: LocalMethod) -> str:
     """The schedules as one string."""
     return ", ".join(map(str, method.schedules))
 
 
-def fixed(method: Method) -> dict[str, Any]:
+def fixed(method: LocalMethod) -> dict[str, Any]:
     """What must not change from a checkpoint to the run that loads it."""
     return {
         "total_steps": method.horizon.total_steps,
@@ -73,7 +73,7 @@ def memory(fragments: list[Fragment]) -> dict[str, Any]:
 
 def check(
     state: Mapping[str, Any],
-    method: Method,
+    method: LocalMethod,
     fragments: int,
     parameters: Mapping[str, nn.Parameter],
     exchange: Exchange,

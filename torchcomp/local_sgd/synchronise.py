@@ -2,15 +2,17 @@
 
 from typing import Any
 
-from torchcomp.exchange import Traffic
 from torchcomp.local_sgd.fragments import Fragment
 from torchcomp.local_sgd.progress import Progress
 from torchcomp.local_sgd.ranks import Ranks
+from torchcomp.traffic import Traffic
 
 _LOST_STEP = (
-    "If a GradScaler skips optimizer steps on some ranks, hand it over: "
-    "torchcomp.LocalSGD(..., scaler=scaler). The learning rate is the same function of the step on "
-    "all ranks."
+    "Every rank calls optimizer.step() once for each step; one that skips it, or takes it twice, "
+    "works on other batches than the others from then on, and runs out of them at another time. If "
+    "a GradScaler skips steps, hand it over: torchcomp.LocalSGD(..., scaler=scaler). A gradient "
+    "that is only looked at comes from torch.autograd.grad, which leaves .grad alone. The learning "
+    "rate is the same function of the step on all ranks."
 )
 
 
@@ -28,6 +30,7 @@ def synchronise(due: list[Fragment], ranks: Ranks, progress: Progress, added: li
 
     Raises:
         RankMismatchError: if the ranks have lost step with each other.
+        SpecError: on all ranks, if optimizers hold what cannot be averaged and should be.
         NonFiniteError: on all ranks, if something is not finite.
         WireError: on all ranks, if a message was not intact.
     """
@@ -54,11 +57,14 @@ def synchronise(due: list[Fragment], ranks: Ranks, progress: Progress, added: li
 
 
 def _facts(due: list[Fragment], progress: Progress, added: list[str]) -> dict[str, Any]:
+    for fragment in due:
+        fragment.moments.check(fragment.weights.parameters, fragment.turns)
     rounds = [fragment.round for fragment in due]
     return {
         "optimizer steps": progress.step,
         "round": ", ".join(map(str, rounds)),
-        "forward passes in training": progress.forwards,
+        "batches whose gradients were thrown away without a step": progress.batches.dropped,
+        "steps without forward passes in training": progress.batches.missing,
         "learning rates at its start": [each.rates for each in rounds],
         "sum of the learning rates of its steps": [each.rate_sum for each in rounds],
         "parameters added": ", ".join(added) or "none",

@@ -2,6 +2,8 @@
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -15,14 +17,17 @@ class Turns:
 
     Attributes:
         scaling: whether a turn of ``scaler.step`` is in progress, which may step the optimizer.
-        running: whether a turn is in progress, in which an optimizer may evaluate a closure.
+        foreign: whether torch.distributed.checkpoint makes the step, which is no turn then.
+        evaluating: whether a closure is evaluated, an optimizer's own or a micro-batch that may
+            be computed again.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._taken: set[int] = set()
         self.scaling = False
-        self.running = False
+        self.foreign = False
+        self.evaluating = False
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         alive = (held() for held in self._optimizers)
@@ -35,6 +40,32 @@ class Turns:
     def between(self) -> bool:
         """Whether some optimizers, but not all, have had their turn of the step."""
         return bool(self._taken)
+
+    @property
+    def cleared(self) -> bool:
+        """Whether the optimizers hold no gradient."""
+        groups = (group for optimizer in self for group in optimizer.param_groups)
+        return all(parameter.grad is None for group in groups for parameter in group["params"])
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """A closure is evaluated."""
+        self.evaluating = True
+        try:
+            yield
+        finally:
+            self.evaluating = False
+
+    def evaluated(self, argument: Any) -> Any:
+        """An argument of ``optimizer.step``; of a closure, one that says when it is evaluated."""
+        if not callable(argument):
+            return argument
+
+        def closure() -> Any:
+            with self.evaluation():
+                return argument()
+
+        return closure
 
     def begin(self, optimizer: torch.optim.Optimizer) -> bool:
         """An optimizer's turn begins; whether it is the first of the step.

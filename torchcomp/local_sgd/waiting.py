@@ -12,25 +12,23 @@ from torchcomp.local_sgd.hooks import Undo
 from torchcomp.local_sgd.overlapped import OverlappedAverage
 
 
-def wait_in_forward(model: nn.Module, averages: list[OverlappedAverage]) -> list[Undo]:
+def wait_in_forward(model: nn.Module, averages: list[OverlappedAverage]) -> Iterator[Undo]:
     """Let every layer of `model`, and its ``state_dict``, wait for what they read.
 
     A layer is a module with parameters of its own, and waits for those of its children, too, which
     it may read without calling them; so does a compiled module.
 
-    Returns:
-        What undoes it.
+    Yields:
+        What undoes each of the changes.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    undo: list[Undo] = []
     for module in model.modules():
         everything = _finisher(module, averages, None)
         saving = module.register_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]
-        undo.append(saving.remove)
+        yield saving.remove
     for layer in _layers(model):
         needed = {names[id(p)].replace("_orig_mod.", "") for p in layer.parameters()}
-        undo.append(layer.register_forward_pre_hook(_finisher(layer, averages, needed)).remove)
-    return undo
+        yield layer.register_forward_pre_hook(_finisher(layer, averages, needed)).remove
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:

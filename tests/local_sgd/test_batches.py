@@ -1,0 +1,153 @@
+"""A rank that has lost step is found; what ranks may do differently for one step passes."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import torchcomp
+from tests.local_sgd.script import (
+    Script,
+    assert_refused,
+    batch,
+    flat,
+    loss_of,
+    sgd,
+    synchronised_steps,
+    trained,
+)
+from tests.support.ranks import on_threads
+from torchcomp.local_sgd import local_sgd
+
+
+def more_micro_batches(script, step):
+    for micro in range(3):
+        script.backward(100 + 10 * step + micro)
+
+
+def a_look_at_an_output(script, step):
+    loss_of(script.model, *batch(script.rank, step))
+    script.backward(step)
+
+
+def a_look_at_a_gradient(script, step):
+    loss = loss_of(script.model, *batch(script.rank, step))
+    torch.autograd.grad(loss, script.model.module[0].weight)
+    script.backward(step)
+
+
+def activations_computed_again(script, step):
+    inputs, _ = batch(script.rank, step)
+    checkpoint(script.model, inputs, use_reentrant=False).sum().backward()
+
+
+def a_step_that_fails_and_is_repeated(script, step):
+    script.backward(step)
+    with pytest.raises(ZeroDivisionError):
+        script.optimizer.step(lambda: 1 / 0)
+    script.backward(step)
+
+
+def differing(backward, steps=4):
+    """Rank 1 goes backward in its own way; the weights of each step."""
+    script, seen = Script("every(2)", total_steps=steps, optimizer=sgd), []
+    for step in range(steps):
+        script.optimizer.zero_grad()
+        (backward if script.rank == 1 else Script.backward)(script, step)
+        script.turn()
+        seen.append(script.weights())
+    return seen
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        more_micro_batches,
+        a_look_at_an_output,
+        a_look_at_a_gradient,
+        activations_computed_again,
+        a_step_that_fails_and_is_repeated,
+    ],
+)
+def test_ranks_may_differ_in_what_they_do_for_one_step(backward):
+    assert synchronised_steps(on_threads(2, differing, backward)) == [2, 4]
+
+
+def losing_step(slip):
+    script = Script("every(3)", total_steps=6)
+    for step in range(6):
+        script.optimizer.zero_grad()
+        script.backward(step)
+        if script.rank == 1 and step == 1:
+            slip(script)
+        else:
+            script.turn()
+
+
+def test_a_rank_that_skips_a_step_is_found_at_the_next_synchronisation():
+    body = partial(losing_step, lambda script: script.optimizer.zero_grad())
+    words = ("gradients were thrown away", "0 on rank 0", "1 on rank 1", "calls optimizer.step()")
+    assert_refused(2, body, torchcomp.RankMismatchError, *words)
+
+
+def test_a_rank_that_takes_a_step_twice_is_found_at_the_next_synchronisation():
+    def twice(script):
+        script.turn()
+        script.turn()
+
+    words = ("steps without forward passes", "0 on rank 0", "1 on rank 1")
+    assert_refused(2, partial(losing_step, twice), torchcomp.RankMismatchError, *words)
+
+
+def test_a_micro_batch_of_sync_backward_that_is_dropped_is_found():
+    def body():
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        script = Script("every(2)", total_steps=4, scaler=scaler)
+        for step in range(4):
+            script.optimizer.zero_grad()
+            script.sync.backward(lambda: loss_of(script.model, *batch(script.rank, 0)))
+            if (script.rank, step) != (1, 1):
+                script.optimizer.step()
+
+    assert_refused(2, body, torchcomp.RankMismatchError, "gradients were thrown away")
+
+
+def test_an_optimizer_that_never_steps_is_asked_for_once(caplog):
+    def body():
+        script = Script("every(2)", total_steps=40)
+        other = sgd(script.model.parameters(), lr=0.05)
+        for step in range(15):
+            other.zero_grad()
+            script.backward(step)
+            other.step()
+
+    on_threads(1, body)
+    [message] = [r.getMessage() for r in caplog.records if r.name == "torchcomp.local_sgd"]
+    assert "10 batches" in message
+    assert "no optimizer that LocalSGD was given has stepped" in message
+
+
+def test_one_model_trained_by_two_optimizers_in_turn_drops_nothing():
+    def body():
+        script = Script(spec=None)
+        layers = script.model.module[0], script.model.module[2]
+        optimizers = [sgd(layer.parameters(), lr=0.05) for layer in layers]
+        sync = torchcomp.LocalSGD(script.model, optimizers, "every(2)", total_steps=2)
+        for step in range(2):
+            for optimizer in optimizers:
+                script.model.zero_grad()
+                script.backward(step)
+                optimizer.step()
+        return sync.stats.syncs, flat(script.model.parameters())
+
+    (syncs, mine), (_, others) = on_threads(2, body)
+    assert syncs == 1
+    assert torch.equal(mine, others)
+
+
+def test_the_call_stack_is_asked_for_checkpoints_only_before_the_first_turn(monkeypatch):
+    asked = []
+    monkeypatch.setattr(local_sgd, "checkpoint_at_work", lambda: asked.append(1))
+    on_threads(1, partial(trained, 4))
+    assert len(asked) == 1
