@@ -42,7 +42,8 @@ def explain(
     """Work out what a method sends per rank and step; a real run's counted bytes equal it.
 
     The exception is a selection from a whole bucket that is sharded, such as bidirectional's
-    "exact": there the entries are taken to fall evenly into the shards.
+    "exact": there the entries are taken to fall evenly into the shards, and the threshold of a
+    step before to be known. The first step has none, and sends more.
 
     Args:
         spec: a method, ``"ef(topk(0.01))"``, or a schedule, ``"qsr(alpha=0.0175, h_base=4)"``.

@@ -10,27 +10,15 @@ from lr_schedules import rate_of
 from settings import Settings
 from train import build_optimizer
 
+from tests.test_learning_rates import FINAL, by_hand
 from torchcomp.learning_rates import DECAYS
 
 STEPS_PER_EPOCH = 10
-PEAK, FINAL = 0.8, 1e-6
+PEAK = 0.8
 
 
 def settings(**changes: Any) -> Settings:
     return Settings(**{"epochs": 9, "lr": PEAK, "final_lr": FINAL, "warmup_steps": 20, **changes})
-
-
-def by_hand(decay: str, *, total: int, warmup: int, peak: float = PEAK) -> np.ndarray:
-    """All rates of a run, from step 0 to step `total`: the sheet's formulas over a whole vector."""
-    t = np.arange(total + 1, dtype=np.float64)
-    done = (t - warmup) / (total - warmup)
-    shape = 1 - done if decay == "linear" else (1 + np.cos(np.pi * done)) / 2
-    rates = FINAL + (peak - FINAL) * shape
-    if decay == "step-cosine":
-        rates = np.exp2(np.rint(np.log2(rates)))
-    rising = t < warmup
-    rates[rising] = FINAL + (peak - FINAL) * t[rising] / warmup
-    return rates
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -38,7 +26,9 @@ def by_hand(decay: str, *, total: int, warmup: int, peak: float = PEAK) -> np.nd
 def test_schedule_of_the_settings_at_every_step(decay: str, warmup: int) -> None:
     rate = rate_of(settings(schedule=decay, warmup_steps=warmup), STEPS_PER_EPOCH)
     rates = [rate(t) for t in range(91)]
-    np.testing.assert_allclose(rates, by_hand(decay, total=90, warmup=warmup), rtol=1e-12)
+    np.testing.assert_allclose(
+        rates, by_hand(decay, total=90, warmup=warmup, peak=PEAK), rtol=1e-12
+    )
 
 
 def cosine_by_hand(step: int, total: int, warmup: int) -> float:
