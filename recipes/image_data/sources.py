@@ -18,6 +18,7 @@ Bytes = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
 
 SPLITS = ("train", "test")
+_CIFAR_BYTES = 3 * 32 * 32
 _CIFAR_FILES = {"train": [f"data_batch_{i}" for i in range(1, 6)], "test": ["test_batch"]}
 # On disk, ImageNet's folders and FFCV's files call the test images "val".
 FILE_WORDS = {"train": "train", "test": "val"}
@@ -138,7 +139,21 @@ def _unpickled(content: bytes, name: str) -> dict[bytes, Any]:
         ) from None
     if missing := [key.decode() for key in (b"data", b"labels") if key not in batch]:
         raise RecipeError(f"{name} lacks its {' and '.join(missing)}")
+    _check_batch(np.asarray(batch[b"data"]), np.asarray(batch[b"labels"]), name)
     return batch
+
+
+def _check_batch(pixels: npt.NDArray[Any], labels: npt.NDArray[Any], name: str) -> None:
+    if pixels.dtype != np.uint8 or pixels.shape[1:] != (_CIFAR_BYTES,):
+        raise RecipeError(
+            f"{name}: expected {_CIFAR_BYTES} bytes an image as its data, and found "
+            f"{pixels.shape} of {pixels.dtype}"
+        )
+    if labels.dtype.kind not in "iu" or labels.ndim != 1:
+        raise RecipeError(
+            f"{name}: expected a list of whole numbers as its labels, and found {labels.shape} of "
+            f"{labels.dtype}"
+        )
 
 
 def _joined(batches: list[dict[bytes, Any]]) -> Arrays:

@@ -21,8 +21,8 @@ from torchvision_compat import import_torchvision
 
 from torchcomp.algorithms.bandit import sample
 from torchcomp.algorithms.layers import default_layers
-from torchcomp.traffic import sum_bytes
 from torchcomp.keys import Key
+from torchcomp.traffic import sum_bytes
 
 RANKS = (2, 4, 8, 16, 32, 64)
 BUDGETS = (0.3, 0.6)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from data_sets import Samples
+from data_sets import RecipeError, Samples
 from softmax_regression import Problem, minimise, problem
 
 from torchcomp.algorithms.agd import AGD, ConstantMomentumAGD
@@ -77,6 +77,8 @@ METHODS: dict[str, Build] = {
 }
 # Of the accelerated methods, whose step size may not exceed 1/mu.
 _NEED_MU = ("2Direction", "AGD", "AGD, three sequences")
+# So many steps smaller than the tuned one are tried where a seed fails with that.
+_SMALLER = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +130,23 @@ def powers(setting: Setting, method: str) -> list[int]:
     return [i for i in setting.powers if method not in _NEED_MU or 2.0**i * setting.mu <= 1]
 
 
+def check(setting: Setting, methods: list[str]) -> None:
+    """Require f* and every method to be there, before anything is measured.
+
+    Raises:
+        RecipeError: if f* cannot be found, or no step size is left to a method.
+        SpecError: if a method refuses its compressors.
+    """
+    setting.least(0)
+    for method in methods:
+        if not (steps := powers(setting, method)):
+            raise RecipeError(
+                f"no step from 2^{setting.powers[0]} to 2^{setting.powers[-1]} is left to "
+                f"{method}, whose step may not exceed 1/mu = {1 / setting.mu:g}"
+            )
+        METHODS[method](setting.problem(0), Simulated(setting.n), setting.k, 2.0 ** steps[0])
+
+
 def tuned(setting: Setting, method: str) -> Tuned:
     """Find a method's step size on the problem of seed 0."""
     given = setting.problem(0)
@@ -149,3 +168,32 @@ def run(setting: Setting, method: str, power: int, seed: int, star: Star | None 
     out = Run(built, given.value, target, setting.every)
     out.advance(setting.budget)
     return out
+
+
+def run_all(setting: Setting, method: str, seeds: int) -> tuple[int, list[Run]]:
+    """Tune with seed 0 and run with every seed; return the power and the runs.
+
+    Where f swings, seed 0 may arrive by chance with a step that is too large for the others: then
+    the next smaller ones are tried, and the first with which all seeds arrive is taken. If there is
+    none it stays with the tuned one, and if seed 0 does not arrive, with that run alone.
+    """
+    best = tuned(setting, method)
+    if not best.run.reached:
+        return best.power, [best.run]
+    runs = [best.run, *(run(setting, method, best.power, seed) for seed in range(1, seeds))]
+    if all(each.reached for each in runs):
+        return best.power, runs
+    for power in range(best.power - 1, best.power - 1 - _SMALLER, -1):
+        if power in setting.powers and (arrived := _all_arrive(setting, method, power, seeds)):
+            return power, arrived
+    return best.power, runs
+
+
+def _all_arrive(setting: Setting, method: str, power: int, seeds: int) -> list[Run]:
+    """The runs of all seeds; none as soon as one does not arrive."""
+    runs = []
+    for seed in range(seeds):
+        runs.append(run(setting, method, power, seed))
+        if not runs[-1].reached:
+            return []
+    return runs

@@ -5,12 +5,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchcomp.algorithms.tuning import Point
-
 # The recipes are scripts: they import their neighbours as modules beside them.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from result_files import pyplot, write_csv
+
+from torchcomp.algorithms.tuning import Point
 
 _MOST_POINTS = 200
 _HEADER = ["method", "iteration", "up", "down", "total", "bytes", "value", "gap"]

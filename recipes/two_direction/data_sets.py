@@ -3,6 +3,7 @@
 import bz2
 import itertools
 import math
+import reprlib
 import sys
 import tarfile
 from array import array
@@ -22,12 +23,13 @@ from errors import RecipeError
 from image_data.in_memory import existing
 from image_data.sources import cifar10
 
-DATASETS = ("digits", "synthetic", "cifar10", "real-sim")
 REAL_SIM_FEATURES = 20_958
 REAL_SIM_SAMPLES = 72_309
 _REAL_SIM_ENTRIES = 51
 _DIGITS_MOST = 16.0
 _CIFAR_MOST = 255.0
+# LIBSVM itself holds an index in 32 bits.
+_HIGHEST_INDEX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,18 @@ class Samples:
 
 
 def open_samples(dataset: str, path: Path | None = None) -> Samples:
-    """Read a data set; cifar10 and real-sim are read from ``path``."""
-    if dataset == "digits":
-        return digits()
-    if dataset == "synthetic":
-        return synthetic()
+    """Read a data set; cifar10 and real-sim are read from ``path``, and the others from nowhere.
+
+    Raises:
+        RecipeError: if the data set does not lie there, or is to lie anywhere without need.
+    """
+    if dataset in _MADE_HERE:
+        if path is not None:
+            raise RecipeError(
+                f"--data {path}: --dataset {dataset} reads nothing from there; leave out --data, "
+                "or name the data set that lies there"
+            )
+        return _MADE_HERE[dataset]()
     there = existing(
         path,
         f"{dataset} is read from there, and nothing is downloaded; --dataset digits and "
@@ -134,7 +143,7 @@ def libsvm(path: Path, features: int | None = None) -> Samples:
 
     Args:
         path: the file.
-        features: how many there are; by default the highest index.
+        features: how many there are; by default the highest index, of 2^31 - 1 at most.
 
     Raises:
         RecipeError: naming the file and the line, if one is not as above.
@@ -142,7 +151,7 @@ def libsvm(path: Path, features: int | None = None) -> Samples:
     labels, values = array("d"), array("d")
     columns, ends = array("q"), array("q", [0])
     for place, line in _lines(path):
-        label, entries = _parsed(line, place, features)
+        label, entries = _parsed(line, place, _HIGHEST_INDEX if features is None else features)
         labels.append(label)
         columns.extend(index - 1 for index, _ in entries)
         values.extend(value for _, value in entries)
@@ -167,7 +176,9 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
                 if text:
                     yield f"{path}, line {number}", text
     except (OSError, EOFError) as error:
-        raise RecipeError(f"{path}, line {number + 1}: cannot be read: {error}") from None
+        # An archive is unpacked block by block: the damage lies in what follows these lines.
+        place = f"beyond its first {number:,} lines" if number else "at all"
+        raise RecipeError(f"{path} cannot be read {place}: {error}") from None
 
 
 def _opened(path: Path) -> IO[str]:
@@ -176,23 +187,28 @@ def _opened(path: Path) -> IO[str]:
     return opener(path, "rt", encoding="ascii", errors="replace")
 
 
-def _parsed(line: str, place: str, features: int | None) -> tuple[float, list[tuple[int, float]]]:
+def _parsed(line: str, place: str, features: int) -> tuple[float, list[tuple[int, float]]]:
     label, *words = line.split()
     entries = [_entry(word, place) for word in words]
     indices = [index for index, _ in entries]
-    if any(b <= a for a, b in itertools.pairwise(indices)):
-        raise RecipeError(f"{place}: indices must ascend, and here they are {indices}")
+    for before, index in itertools.pairwise(indices):
+        if index <= before:
+            raise RecipeError(f"{place}: indices must ascend, and {index} follows {before}")
     if indices and indices[0] < 1:
         raise RecipeError(f"{place}: index {indices[0]}, but indices count from 1")
-    if features is not None and indices and indices[-1] > features:
-        raise RecipeError(f"{place}: index {indices[-1]}, but there are {features} features")
+    if indices and indices[-1] > features:
+        raise RecipeError(f"{place}: index {indices[-1]}, but {features} is the highest possible")
     return _finite(label, "the label", place), entries
 
 
 def _entry(word: str, place: str) -> tuple[int, float]:
     index, colon, value = word.partition(":")
-    if not colon or not index.isdecimal():
-        raise RecipeError(f"{place}: {word!r} is not index:value, such as 17:0.5")
+    # A longer one is above any limit, and Python need not convert it.
+    if not colon or not index.isdecimal() or len(index) > len(str(_HIGHEST_INDEX)):
+        raise RecipeError(
+            f"{place}: {reprlib.repr(word)} is not index:value, such as 17:0.5, with an "
+            "index below 2^31"
+        )
     return int(index), _finite(value, f"the value of feature {index}", place)
 
 
@@ -203,7 +219,7 @@ def _finite(word: str, what: str, place: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise RecipeError(f"{place}: {what} must be a finite number, not {word!r}")
+        raise RecipeError(f"{place}: {what} must be a finite number, not {reprlib.repr(word)}")
     return number
 
 
@@ -215,3 +231,7 @@ def _dense(name: str, features: Any, labels: Any, classes: int) -> Samples:
 def _sparse(name: str, features: Any, labels: Any, classes: int) -> Samples:
     ones = np.ones((features.shape[0], 1))
     return Samples(name, sparse.hstack([features, ones], format="csr"), labels, classes)
+
+
+_MADE_HERE = {"digits": digits, "synthetic": synthetic}
+DATASETS = (*_MADE_HERE, "cifar10", "real-sim")

@@ -4,31 +4,33 @@
     python recipes/two_direction/experiment.py --dataset cifar10 --data FOLDER --workers 100
 
 Each method gets its best step size 2^i, found with seed 0, and then runs with every seed, which
-shuffles the samples and draws the messages. What is counted is what one worker sends and receives
-until f is within the gap of its minimum.
+shuffles the samples and draws the messages. Where a seed does not arrive with that step, the method
+gets the largest of the next three smaller ones with which all do, if there is one. What is counted
+is what one worker sends and receives until f is within the gap of its minimum.
 """
 
 import argparse
-import math
 import statistics
 import sys
 import time
 from pathlib import Path
 
-import torch
-from contest import METHODS, Result, Setting, run, tuned
-from curves import draw_curves, write_curves
-from data_sets import DATASETS, RecipeError, open_samples
-
 # The recipes are scripts: they import their neighbours as modules beside them.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from result_files import write_csv
+import torch
+from contest import METHODS, Result, Setting, check, run_all
+from curves import draw_curves, write_curves
+from data_sets import DATASETS, open_samples
+from errors import told_in_one_line
+from result_files import make_folder, write_csv
 
 from torchcomp.algorithms.tuning import POWERS, Point
-from torchcomp.errors import SpecError
+from torchcomp.checks import check_count, check_positive
 
 _HERE = Path(__file__).resolve().parent
+# Of the step sizes 2^i: these and their inverses are numbers of full precision.
+_LARGEST_POWER = 1022
 # Total coordinates of a worker to a gap of 1e-6: digits, 10 workers, K = 65; an earlier program of
 # ours, of which nothing else is left.
 REFERENCE = {
@@ -41,45 +43,51 @@ REFERENCE = {
 }
 
 
+@told_in_one_line()
 def main() -> None:
-    """Run, show, and write what came out."""
+    """Run, show, and write what came out; bad input ends in one line."""
     arguments = parse(sys.argv[1:])
     torch.set_num_threads(1)
     started = time.monotonic()
-    try:
-        samples = open_samples(arguments.dataset, arguments.data)
-        for mu in arguments.mu:
-            k = arguments.k or max(1, samples.d // 10)
-            lowest, highest = arguments.powers
-            limits = (arguments.gap, arguments.budget, arguments.every)
-            grid = range(lowest, highest + 1)
-            setting = Setting(samples, arguments.workers, mu, k, *limits, grid)
-            contest(setting, arguments.methods, arguments.seeds, arguments.out)
-    except (RecipeError, SpecError) as error:
-        sys.exit(f"error: {error}")
+    given = settings(arguments)
+    for setting in given:
+        check(setting, arguments.methods)
+    make_folder(arguments.out)
+    for setting in given:
+        contest(setting, arguments.methods, arguments.seeds, arguments.out)
     print(f"all together: {time.monotonic() - started:.0f} s")
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
+    parsed = _parser().parse_args(words)
+    # What is named twice is run once.
+    parsed.mu, parsed.methods = (list(dict.fromkeys(x)) for x in (parsed.mu, parsed.methods))
+    _check_flags(parsed)
+    return parsed
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--dataset", choices=DATASETS, default="digits", help="[digits]")
     parser.add_argument("--data", type=Path, help="where cifar10 or real-sim lies")
-    parser.add_argument("--workers", type=_count, default=10, help="n, equal shards [10]")
+    parser.add_argument("--workers", type=int, default=10, help="n, equal shards [10]")
     parser.add_argument(
-        "--mu", type=_above_0, nargs="+", default=[1e-4, 1e-2], help="regulariser [1e-4 1e-2]"
+        "--mu", type=float, nargs="+", default=[1e-4, 1e-2], help="regulariser [1e-4 1e-2]"
     )
-    parser.add_argument("--k", type=_count, help="values of a compressed message [d/10]")
-    parser.add_argument("--gap", type=_above_0, default=1e-6, help="f - f* to reach [1e-6]")
+    parser.add_argument("--k", type=int, help="values of a compressed message [d/10]")
+    parser.add_argument("--gap", type=float, default=1e-6, help="f - f* to reach [1e-6]")
+    parser.add_argument("--budget", type=int, default=3_000_000, help="coordinates a run [3e6]")
+    parser.add_argument("--every", type=int, default=1, help="iterations between looks at f [1]")
     parser.add_argument(
-        "--budget", type=_count, default=3_000_000, help="coordinates of a run [3,000,000]"
+        "--powers",
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+        type=int,
+        default=[POWERS[0], POWERS[-1]],
+        help="steps to try: 2^LOW to 2^HIGH [-20 20]",
     )
-    parser.add_argument("--every", type=_count, default=1, help="iterations between looks at f [1]")
-    bounds = {"nargs": 2, "metavar": ("LOW", "HIGH"), "default": [POWERS[0], POWERS[-1]]}
-    parser.add_argument("--powers", type=int, help="steps to try: 2^LOW to 2^HIGH", **bounds)
-    parser.add_argument(
-        "--seeds", type=_count, default=5, help="runs of a method, after tuning [5]"
-    )
+    parser.add_argument("--seeds", type=int, default=5, help="runs of a method [5]")
     parser.add_argument(
         "--methods",
         nargs="+",
@@ -89,23 +97,28 @@ def parse(words: list[str]) -> argparse.Namespace:
         help=f"some of: {'; '.join(METHODS)} [all]",
     )
     parser.add_argument("--out", type=Path, default=_HERE / "results", help="folder of the files")
-    return parser.parse_args(words)
+    return parser
 
 
-def _count(word: str) -> int:
-    if not word.isdecimal() or not int(word):
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {word!r}")
-    return int(word)
+def _check_flags(parsed: argparse.Namespace) -> None:
+    for name in ("workers", "k", "budget", "every", "seeds"):
+        if (value := getattr(parsed, name)) is not None:
+            check_count(f"--{name}", value)
+    for value in parsed.mu:
+        check_positive("--mu", value)
+    check_positive("--gap", parsed.gap)
+    low, high = parsed.powers
+    check_count("--powers LOW", low, -_LARGEST_POWER, _LARGEST_POWER)
+    check_count("--powers HIGH", high, low, _LARGEST_POWER)
 
 
-def _above_0(word: str) -> float:
-    try:
-        value = float(word)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a finite number above 0, not {word!r}")
-    return value
+def settings(arguments: argparse.Namespace) -> list[Setting]:
+    """Read the data, and return one setting for each mu."""
+    samples = open_samples(arguments.dataset, arguments.data)
+    k = max(1, samples.d // 10) if arguments.k is None else arguments.k
+    low, high = arguments.powers
+    limits = (k, arguments.gap, arguments.budget, arguments.every, range(low, high + 1))
+    return [Setting(samples, arguments.workers, mu, *limits) for mu in arguments.mu]
 
 
 def contest(setting: Setting, methods: list[str], seeds: int, folder: Path) -> None:
@@ -117,12 +130,9 @@ def contest(setting: Setting, methods: list[str], seeds: int, folder: Path) -> N
     results: list[Result] = []
     curves: dict[str, list[Point]] = {}
     for method in methods:
-        best = tuned(setting, method)
-        curves[method] = best.run.curve
-        own = [Result.of(method, best.power, 0, best.run)]
-        for seed in range(1, seeds) if best.run.reached else ():
-            again = run(setting, method, best.power, seed)
-            own.append(Result.of(method, best.power, seed, again))
+        power, runs = run_all(setting, method, seeds)
+        curves[method] = runs[0].curve
+        own = [Result.of(method, power, seed, run) for seed, run in enumerate(runs)]
         print(row(setting, own), flush=True)
         results += own
         write(setting, results, curves, folder)

@@ -9,21 +9,24 @@ if a bit of any rank's x, f or counts differs from the simulation's.
 """
 
 import argparse
-import os
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
+
+# The recipes are scripts: they import their neighbours as modules beside them.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from contest import Setting, run
 from data_sets import digits
+from errors import told_in_one_line
+from local_ranks import run_on_ranks
 
 from torchcomp.algorithms.ranks import Ranks
 from torchcomp.algorithms.star import Simulated, Star
 from torchcomp.algorithms.tuning import Run
+from torchcomp.checks import check_positive
 
 RANKS = 4
 # Step sizes 2^i at mu = 1e-4; see results/digits_n10_mu0.0001.csv.
@@ -48,19 +51,21 @@ class Line:
         return self.method, self.iterations, self.value, self.traffic, self.x
 
 
+@told_in_one_line()
 def main() -> None:
     """Run both forms, print both tables and compare them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--gap", type=float, default=1e-6)
+    parser.add_argument("--gap", type=float, default=1e-6, help="f - f* to reach [1e-6]")
     gap = parser.parse_args().gap
+    check_positive("--gap", gap)
     torch.set_num_threads(1)
     given = setting(gap)
     simulated = [line(method, given, Simulated(RANKS)) for method in POWERS]
-    real = on_ranks(gap)
+    real = run_on_ranks(RANKS, on_this_rank, gap)
     print(f"\nsimulated, one process\n{table(simulated)}")
     print(f"\n{RANKS} ranks over gloo\n{table(real[0])}")
-    for rank, lines in enumerate(real):
-        if [each.facts for each in lines] != [each.facts for each in simulated]:
+    for rank, own in enumerate(real):
+        if [each.facts for each in own] != [each.facts for each in simulated]:
             sys.exit(f"error: rank {rank}'s table is not the simulation's")
     print(f"\nall {RANKS} ranks and the simulation agree in every bit of x, f and the counts\n")
     for ours, theirs in zip(simulated, real[0], strict=True):
@@ -89,23 +94,10 @@ def _line(method: str, done: Run, seconds: float, link: int) -> Line:
     return Line(method, last.iterations, last.value, asdict(last.traffic), x, seconds, link)
 
 
-def on_ranks(gap: float) -> list[list[Line]]:
-    """Run all methods on processes over gloo; every rank's lines."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, args=(folder, gap), nprocs=RANKS)
-        return [torch.load(f"{folder}/{i}.pt", weights_only=False) for i in range(RANKS)]
-
-
-def _rank_main(rank: int, folder: str, gap: float) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+def on_this_rank(gap: float) -> list[Line]:
+    """Run all methods as one rank of the default group."""
     given = setting(gap)
-    lines = [line(method, given, Ranks()) for method in POWERS]
-    torch.save(lines, f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return [line(method, given, Ranks()) for method in POWERS]
 
 
 def table(lines: list[Line]) -> str:

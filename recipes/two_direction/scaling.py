@@ -20,7 +20,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+# The recipes are scripts: they import their neighbours as modules beside them.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import torch
+from errors import told_in_one_line
+from result_files import make_folder, pyplot, write_csv
 from torch import Tensor
 
 from torchcomp.algorithms.agd import AGD
@@ -31,11 +36,6 @@ from torchcomp.algorithms.star import Simulated, Star
 from torchcomp.algorithms.tuning import tune
 from torchcomp.algorithms.two_direction import TwoDirectionMethod
 from torchcomp.compressors import Identity, RandK, TopK
-
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-from result_files import pyplot, write_csv
 
 _HERE = Path(__file__).resolve().parent
 DIMENSIONS = 60
@@ -218,6 +218,7 @@ def slope(xs: Iterable[float], ys: Iterable[float]) -> float:
     return statistics.linear_regression(*logs).slope
 
 
+@told_in_one_line()
 def main() -> None:
     """Measure, show and write; a file and a picture for each sweep."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -225,6 +226,7 @@ def main() -> None:
     parser.add_argument("--sweeps", nargs="+", choices=fields, default=fields)
     parser.add_argument("--out", type=Path, default=_HERE / "results", help="folder of the files")
     arguments = parser.parse_args()
+    make_folder(arguments.out)
     torch.set_num_threads(1)
     for sweep in SWEEPS:
         if sweep.field in arguments.sweeps:

@@ -374,7 +374,7 @@ def test_a_damaged_control_message_stops_all_ranks_and_names_its_sender() -> Non
         ("bidirectional(topk(0.1))", "needs 'down'"),
         ('bidirectional(topk(0.1), down="identify")', "did you mean 'identity'"),
         ('ef(randk(0.1), exchange="sharded")', "randk makes one for the whole bucket"),
-        ('topk(0.1, values="fp8")', '"bf16", "fp16", "int4", "int8"'),
+        ('topk(0.1, values="fp8")', '"bf16", "fp16", "int8", "int4"'),
         ('topk(0.1, rounding="stochastic")', "goes with values"),
     ],
 )

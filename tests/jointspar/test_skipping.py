@@ -16,8 +16,8 @@ from tests.jointspar.script import backward, keep
 from tests.support.models import Checkpointed, loss_of, mlp, rows, seeded, wrap
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_threads, with_fake_ranks
-from torchcomp.traffic import sum_bytes
 from torchcomp.jointspar import JointSpar
+from torchcomp.traffic import sum_bytes
 
 LAYERS = ("0", "2", "4", "6")
 

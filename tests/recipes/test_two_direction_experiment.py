@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -79,8 +80,9 @@ def test_libsvm_is_read_with_a_column_of_ones(tmp_path: Path) -> None:
         ("1 2", "'2' is not index:value"),
         ("1 a:2", "'a:2' is not index:value"),
         ("1 0:1", "index 0, but indices count from 1"),
-        ("1 2:1 2:3", "indices must ascend"),
-        ("1 5:1", "index 5, but there are 4 features"),
+        ("1 2:1 2:3", "indices must ascend, and 2 follows 2"),
+        ("1 5:1", "index 5, but 4 is the highest possible"),
+        pytest.param("1 " + "1" * 5000 + ":1", "is not index:value", id="5,000 digits"),
         ("1 1:nan", "the value of feature 1 must be a finite number, not 'nan'"),
         ("1 1:1_0", "the value of feature 1 must be a finite number"),
         ("1 1:\u00ff", "the value of feature 1 must be a finite number"),
@@ -104,10 +106,26 @@ def test_files_without_use_are_refused(tmp_path: Path) -> None:
         data_sets.libsvm(path)
     broken = tmp_path / "broken.bz2"
     broken.write_bytes(b"no archive")
-    with pytest.raises(RecipeError, match=r"broken\.bz2, line 1: cannot be read"):
+    with pytest.raises(RecipeError, match=r"broken\.bz2 cannot be read at all: Invalid data"):
         data_sets.libsvm(broken)
     with pytest.raises(RecipeError, match="nothing is downloaded"):
         data_sets.open_samples("real-sim")
+
+
+@pytest.mark.parametrize("index", [2**31, 9 * 10**18, 10**22])
+def test_an_index_that_no_matrix_can_have_is_refused(tmp_path: Path, index: int) -> None:
+    path = tmp_path / "wide.txt"
+    path.write_text(f"+1 1:0.5\n-1 {index}:1\n")
+    with pytest.raises(RecipeError, match=r"wide\.txt, line 2: .*(highest possible|index:value)"):
+        data_sets.libsvm(path)
+
+
+def test_an_archive_that_ends_early_is_told_with_the_lines_before(tmp_path: Path) -> None:
+    path = tmp_path / "cut.bz2"
+    whole = bz2.compress(b"+1 1:0.5\n-1 2:1\n" * 10_000)
+    path.write_bytes(whole + bz2.compress(b"+1 1:0.5\n" * 99)[:-20])
+    with pytest.raises(RecipeError, match=r"cut\.bz2 cannot be read beyond its first .* lines: "):
+        data_sets.libsvm(path)
 
 
 def test_cifar_is_divided_by_255(cifar_archive: Path, cifar_tarball: Path) -> None:
@@ -129,6 +147,27 @@ def test_a_cifar_batch_without_its_labels_is_refused(cifar_archive: Path) -> Non
         data_sets.open_samples("cifar10", cifar_archive)
     batch.write_bytes(pickle.dumps({**content, b"labels": [0] * 19}, protocol=2))
     with pytest.raises(RecipeError, match="99 labels for 100 samples: some are missing"):
+        data_sets.open_samples("cifar10", cifar_archive)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        (b"labels", [None] * 20, r"whole numbers as its labels, and found \(20,\) of object"),
+        (b"labels", [1.5] * 20, "of float64"),
+        (b"labels", ["a"] * 20, "of <U1"),
+        (b"data", np.full((20, 3072), np.nan), r"bytes .* found \(20, 3072\) of float64"),
+        (b"data", np.full((20, 3072), 900), "of int64"),
+        (b"data", np.zeros((20, 3000), np.uint8), r"3072 bytes an image .* found \(20, 3000\)"),
+        (b"data", None, r"bytes .* found \(\) of object"),
+    ],
+)
+def test_a_cifar_batch_of_other_than_bytes_and_whole_numbers_is_refused(
+    cifar_archive: Path, key: bytes, value: object, told: str
+) -> None:
+    batch = cifar_archive / "data_batch_3"
+    batch.write_bytes(pickle.dumps({**pickle.loads(batch.read_bytes()), key: value}))
+    with pytest.raises(RecipeError, match=f"data_batch_3: expected .*{told}"):
         data_sets.open_samples("cifar10", cifar_archive)
 
 
@@ -245,26 +284,67 @@ def test_the_papers_data_are_read_by_path(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("lowest", "budget", "taken"),
     [
-        (["--workers", "0"], "must be a whole number of at least 1, not '0'"),
-        (["--mu", "-1"], "must be a finite number above 0, not '-1'"),
-        (["--dataset", "real-sim"], "--data is not given"),
-        (["--k", "651"], "keeps 651 entries, and there are only 650 coordinates"),
-        (["--workers", "2000"], "1797 samples cannot be cut into 2000 shards"),
+        # With 2^-1 seed 0 arrives by chance, after 21 coordinates, and seed 1 never. With 2^-2 they
+        # need 147 and 31, with 2^-3 93 and 43.
+        (-4, 500, -2),
+        (-4, 100, -3),
+        (-2, 100, -1),
     ],
 )
-def test_bad_input_ends_the_run_with_one_line(
-    words: list[str],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_where_a_seed_fails_a_smaller_step_is_taken(lowest: int, budget: int, taken: int) -> None:
+    grid = range(lowest, 3)
+    setting = contest.Setting(samples(), n=4, mu=0.3, k=1, gap=1e-2, budget=budget, powers=grid)
+    power, runs = contest.run_all(setting, "EF21-P + DIANA", seeds=2)
+    assert power == taken
+    assert [run.reached for run in runs] == [True, taken != -1]
+    again = contest.run(setting, "EF21-P + DIANA", power, 0)
+    assert runs[0].curve == again.curve
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--workers 0", "--workers must be a whole number of at least 1, not 0"),
+        ("--k 0", "--k must be a whole number of at least 1, not 0"),
+        ("--mu 1 -1", "--mu must be a finite number above 0, not -1.0"),
+        ("--gap nan", "--gap must be a finite number above 0, not nan"),
+        ("--powers 2000 2001", "--powers LOW must be a whole number from -1022 to 1,022"),
+        ("--powers -2000 -1999", "--powers LOW must be a whole number from -1022 to 1,022"),
+        ("--powers 5 2", "--powers HIGH must be a whole number from 5 to 1,022, not 2"),
+        ("--powers 7 9 --mu 1e-2", "no step from 2^7 to 2^9 is left to 2Direction"),
+        ("--dataset real-sim", "--data is not given"),
+        ("--data there", "--data there: --dataset digits reads nothing from there"),
+        ("--dataset synthetic --data there", "--dataset synthetic reads nothing from there"),
+        ("--k 651 --mu 1", "keeps 651 entries, and there are only 650 coordinates"),
+        ("--k 651 --mu 1 --methods AGD EF21", "keeps 651 entries"),
+        ("--workers 2000", "1797 samples cannot be cut into 2000 shards"),
+        (f"--mu 1 --out {__file__}", "test_two_direction_experiment.py must be a folder"),
+    ],
+)
+def test_bad_input_is_told_in_one_line_before_anything_runs(
+    words: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["experiment.py", *words])
-    with pytest.raises(SystemExit) as end:
+    monkeypatch.setattr(sys, "argv", ["experiment.py", *words.split()])
+    monkeypatch.setattr(experiment, "contest", lambda *_: pytest.fail("it ran"))
+    with pytest.raises(SystemExit, match=rf"^error: [^\n]*{re.escape(told)}"):
         experiment.main()
-    assert end.value.code != 0
-    assert told in capsys.readouterr().err + str(end.value.code)
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "told"),
+    [
+        (scaling, ["--out", __file__], "test_two_direction_experiment.py must be a folder"),
+        (on_ranks, ["--gap", "-1"], "--gap must be a finite number above 0, not -1.0"),
+    ],
+)
+def test_bad_input_of_the_other_programs_is_told_in_one_line(
+    program: ModuleType, words: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["program.py", *words])
+    with pytest.raises(SystemExit, match=rf"^error: [^\n]*{re.escape(told)}"):
+        program.main()
 
 
 # --- What has been committed ----------------------------------------------------------------------

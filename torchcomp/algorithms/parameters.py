@@ -32,7 +32,15 @@ class Probabilities:
 
 
 def probabilities(omega: float) -> Probabilities:
-    """P and tau where neither Lmax/L nor the price of the way down is known: 1/(omega + 1)."""
+    """P and tau where neither Lmax/L nor the price of the way down is known: 1/(omega + 1).
+
+    Args:
+        omega: relative variance of the compressor up.
+
+    Raises:
+        SpecError: if omega is negative or not finite.
+    """
+    check_at_least_0("omega", omega)
     return Probabilities(1 / (omega + 1), 1 / (omega + 1))
 
 
@@ -52,6 +60,7 @@ def priced_probabilities(
         SpecError: if a number is out of its range.
     """
     check_at_least_0("omega", omega)
+    check_count("d", d)
     for name, count in (("k_up", k_up), ("k_down", k_down)):
         check_count(name, count, most=d)
     check_share("r", r)

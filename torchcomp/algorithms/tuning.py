@@ -1,9 +1,10 @@
-"""Step sizes 2^i: all run side by side, and those that can no longer win are abandoned.
+"""Step sizes 2^i: all run side by side, and those that fall far behind are abandoned.
 
 Always the run that has sent least goes on, unless the best one so far was better with an eighth of
-that: then it waits, and goes on only if that one fails: diverges, or spends the budget without
-reaching the target. So few runs cost much more than the winner, and none is given up because of one
-that diverges later, or stalls.
+that: then it waits, and goes on only if that one fails, which is to diverge or to spend the budget
+without reaching the target. So few runs cost much more than the winner, and none is given up
+because of one that diverges later, or stalls. It is a rule of thumb: where the best one arrives
+late, one that waited might have been cheaper.
 """
 
 import math

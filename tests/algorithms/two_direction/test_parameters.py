@@ -9,6 +9,7 @@ from tests.algorithms.two_direction.quadratics import quadratics
 from torchcomp.algorithms import (
     AGD,
     DIANA,
+    EF14,
     EF21,
     EF21P,
     EF21PDIANA,
@@ -39,6 +40,14 @@ def test_probabilities():
     assert dear.p == pytest.approx((65 + 58.5) / 5850)
     free = parameters.priced_probabilities(0.0, d=650, k_up=650, k_down=65, r=0.0)
     assert (free.p, free.tau) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("omega", [-3.0, -1.0, math.nan, math.inf])
+def test_probabilities_of_no_compressor_are_refused(omega):
+    with pytest.raises(SpecError, match="omega must be a finite number of at least 0"):
+        parameters.probabilities(omega)
+    with pytest.raises(SpecError, match=r"d must be a whole number of at least 1, not 6\.5"):
+        parameters.priced_probabilities(9.0, d=6.5, k_up=1, k_down=1, r=0.5)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +108,40 @@ def test_one_logits_hessian_reaches_its_bound_at_0():
     hessian = torch.autograd.functional.hessian(loss, torch.zeros(5, dtype=torch.float64))
     ours = logistic_regression([a], one_logit=True)
     assert torch.linalg.eigvalsh(hessian)[-1].item() == pytest.approx(ours.smoothness)
+
+
+def test_crowded_eigenvalues_are_exact_where_they_can_be():
+    crowd = torch.cat([torch.linspace(0.9999, 1, 30), torch.linspace(0, 0.5, 30)]).double()
+    basis = torch.linalg.qr(normal(60, 60))[0]
+    a = basis * (60 * crowd).sqrt() @ basis.t()
+    assert largest_eigenvalue([a]) == pytest.approx(1, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("shard", "told"),
+    [
+        (normal(4, 3).numpy(), r"shards\[1\] must be a torch.Tensor, not ndarray"),
+        (torch.ones(4, 3, dtype=torch.int64), r"matrix .* of floats.* of torch.int64"),
+        (normal(4), r"matrix \(rows, features\) .* not \(4,\)"),
+        (normal(0, 3), r"with one row or more, not \(0, 3\)"),
+        (normal(4, 3) * torch.nan, r"shards\[1\] must hold finite features"),
+        (normal(4, 3) * 1e200, r"whose squares are finite in torch.float64"),
+        (torch.full((4, 3), torch.inf).to_sparse(), r"shards\[1\] must hold finite features"),
+        (normal(4, 3).float(), "of one size and dtype"),
+        (normal(5, 3), "of one size and dtype"),
+    ],
+)
+@pytest.mark.parametrize("estimate", [least_squares, logistic_regression, largest_eigenvalue])
+def test_shards_that_are_no_features_are_refused(estimate, shard, told):
+    with pytest.raises(SpecError, match=told):
+        estimate([normal(4, 3), shard])
+
+
+def test_what_an_estimate_cannot_use_is_refused():
+    with pytest.raises(SpecError, match=r"shards\[0\] must be dense.*to_dense\(\)"):
+        least_squares([normal(4, 3).to_sparse()])
+    with pytest.raises(SpecError, match="not none at all"):
+        largest_eigenvalue([])
 
 
 def on_data(kind, **arguments):
@@ -191,6 +234,18 @@ def test_tuning_outlives_a_leader_that_diverges():
     tuned = tune(build, one.gap, target=target, budget=10**6, powers=[-6, 1])
     assert tuned.power == -6
     assert tuned.run.reached
+
+
+def test_tuning_outlives_a_leader_that_stalls():
+    """EF14's large steps are ahead at first, and then stay above the target for good."""
+    two = quadratics(n=2, d=4, condition=3.0)
+
+    def build(step):
+        return EF14(two.gradients, two.x0, Simulated(2), TopK(k=1), gamma=step)
+
+    tuned = tune(build, two.gap, target=1e-4, budget=4000, powers=[-6, -3])
+    assert (tuned.power, tuned.run.reached) == (-6, True)
+    assert tuned.abandoned[-3] >= 4000
 
 
 def test_tuning_takes_the_lowest_where_nobody_arrives():
