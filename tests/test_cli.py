@@ -132,6 +132,14 @@ def module(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
+def test_a_reader_that_leaves_early_sees_no_traceback():
+    command = [sys.executable, "-m", "torchcomp", "explain", "mean", *ASKED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        run.stdout.close()
+        assert run.stderr.read() == b""
+        assert run.wait(PATIENCE) == 0
+
+
 def test_module_runs_as_a_program():
     good = module("explain", "ef(topk(0.01))", *ASKED)
     assert (good.returncode, good.stderr) == (0, "")

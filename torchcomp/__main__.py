@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Sequence
 
@@ -16,10 +17,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status, 2 for bad input."""
     options = _parser().parse_args(arguments)
     try:
-        print(_plan(options))
+        print(_plan(options), flush=True)
     except (SpecError, ScheduleError) as error:
         print(f"torchcomp: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # Whoever reads has seen enough, and Python must not flush again at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

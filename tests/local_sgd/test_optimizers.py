@@ -51,6 +51,24 @@ def test_every_optimizer_of_torch():
         assert synchronised_steps(runs) == [3, 4]
 
 
+class Inherited(torch.optim.SGD):
+    """Its step is its parent's, which torch hooks as well once a parent has been built."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_a_step_that_calls_its_parents_step_is_one_turn():
+    def body():
+        torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        script = Script("every(3)", total_steps=5, optimizer=partial(Inherited, lr=0.01))
+        weights = script.train(0, 5)
+        assert (script.sync.stats.steps, script.sync.stats.syncs) == (5, 2)
+        return weights
+
+    assert synchronised_steps(on_threads(2, body)) == [3, 5]
+
+
 def test_an_optimizer_that_evaluates_a_closure_more_often_on_one_rank():
     def body():
         calls = []

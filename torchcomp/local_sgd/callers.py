@@ -7,6 +7,8 @@ from types import FrameType
 import torch
 
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
+# What torch makes of every class's `step` for its hooks: all of them share this code.
+_HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
 _DCP = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
 
 
@@ -24,6 +26,15 @@ def checkpoint_at_work() -> bool:
     """
     names = ((frame.f_globals.get("__name__"), frame.f_code.co_name) for frame in _stack())
     return _DCP in names
+
+
+def within_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of the optimizer makes this one: a subclass's, by ``super().step()``.
+
+    torch runs the hooks for both, if the parent class has been used in the process.
+    """
+    calls = (frame for frame in _stack() if frame.f_code is _HOOKED_STEP)
+    return sum(frame.f_locals.get("self") is optimizer for frame in calls) > 1
 
 
 def _stack() -> Iterator[FrameType]:

@@ -13,7 +13,7 @@ from torchcomp.component import Component
 from torchcomp.ddp.checks import OWNER, check_is_ddp
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.local_sgd import snapshot
-from torchcomp.local_sgd.callers import checkpoint_at_work
+from torchcomp.local_sgd.callers import checkpoint_at_work, within_own_step
 from torchcomp.local_sgd.checks import Options, Specs, as_list, check_arguments
 from torchcomp.local_sgd.hooks import Step, Undo, claim, override, watch_batches, wrap_scaler
 from torchcomp.local_sgd.overflow import backward_until_finite
@@ -292,7 +292,9 @@ class LocalSGD:
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if within_own_step(optimizer):
+            return None
         self._turns.foreign = not optimizer.state and checkpoint_at_work()
         if not self._turns.scaling and not self._turns.foreign:
             self._run.begin_turn(optimizer)
@@ -300,7 +302,7 @@ class LocalSGD:
         return tuple(map(evaluated, args)), {name: evaluated(a) for name, a in kwargs.items()}
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._turns.scaling and not self._turns.foreign:
+        if not self._turns.scaling and not self._turns.foreign and not within_own_step(optimizer):
             self._run.end_turn(optimizer)
 
     def _around_scaler(self, step: Step) -> Step:
