@@ -1,6 +1,7 @@
 """Batches: what a rank has done with its data, to recognise one that has lost step with others."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 _log = logging.getLogger(__package__)
@@ -27,9 +28,9 @@ class Batches:
     _gradients: bool = field(default=False, repr=False)
     _turns: int = field(default=0, repr=False)
 
-    def forward(self, *, fresh: bool) -> None:
-        """A forward pass in training begins; `fresh` is whether gradients are cleared."""
-        if self._gradients and fresh:
+    def forward(self, cleared: Callable[[], bool]) -> None:
+        """A forward pass in training begins; `cleared` tells whether no gradient is held."""
+        if self._gradients and cleared():
             self._drop()
         self._forward = True
 

@@ -77,7 +77,7 @@ def watch_batches(model: DistributedDataParallel, batches: Batches, turns: Turns
     def forward(module: nn.Module, args: Any) -> None:
         training = module.training and torch.is_grad_enabled() and not turns.evaluating
         if training and module is owner() and not _in_backward():
-            batches.forward(fresh=turns.cleared)
+            batches.forward(turns.cleared)
 
     def backward(parameter: Tensor) -> None:
         if not turns.evaluating:

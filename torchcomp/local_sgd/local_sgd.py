@@ -207,7 +207,7 @@ class LocalSGD:
                 "so scaler.step(optimizer) skips on all or on none"
             )
         batches = self._run.progress.batches
-        batches.forward(fresh=self._turns.cleared)
+        batches.forward(self._turns.cleared)
         with self._turns.evaluation():
             loss = backward_until_finite(self._scaler, list(self._turns), compute, tries)
         batches.gradients()

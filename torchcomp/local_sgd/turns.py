@@ -41,7 +41,6 @@ class Turns:
         """Whether some optimizers, but not all, have had their turn of the step."""
         return bool(self._taken)
 
-    @property
     def cleared(self) -> bool:
         """Whether the optimizers hold no gradient."""
         groups = (group for optimizer in self for group in optimizer.param_groups)
