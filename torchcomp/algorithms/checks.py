@@ -1,6 +1,5 @@
-"""What the methods ask of their compressors and constants."""
+"""What the methods require of their compressors."""
 
-from torchcomp.checks import check_positive, is_number
 from torchcomp.compressors import Compressor
 from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.errors import SpecError
@@ -26,12 +25,7 @@ def require_unbiased(compressor: Compressor, d: int, role: str) -> float:
 
 
 def require_contractive(compressor: Compressor, d: int, role: str) -> float:
-    """The alpha that a compressor declares for vectors of `d` elements.
-
-    Raises:
-        SpecError: if it is not contractive, keeps more than `d` entries, or does not work on the
-            whole vector.
-    """
+    """The alpha that a compressor declares for vectors of `d` elements; raises as for unbiased."""
     _require_usable(compressor, d, role)
     alpha = compressor.alpha(d)
     if alpha is None:
@@ -44,47 +38,16 @@ def require_contractive(compressor: Compressor, d: int, role: str) -> float:
     return alpha
 
 
-def check_convexity(mu: float, smoothness: float, name: str) -> None:
-    """Require 0 <= mu <= smoothness, where `name` says what the latter is called.
-
-    Raises:
-        SpecError: naming both.
-    """
-    if not is_number(mu) or not 0 <= mu <= smoothness:
-        raise SpecError(
-            f"mu must be at least 0 and at most {name} = {smoothness:g}, because no function is "
-            f"more convex than smooth; not {mu!r}",
-            "mu",
-        )
-
-
-def check_gamma0(gamma0: float) -> None:
-    """Require a Gamma to start with whose square, as the learning rates take it, is a number.
-
-    Raises:
-        SpecError: naming it.
-    """
-    check_positive("gamma0", gamma0)
-    if not 1e-100 <= gamma0 <= 1e100:
-        raise SpecError(
-            f"gamma0 must lie from 1e-100 to 1e100, because the learning rates square it; not "
-            f"{gamma0!r}",
-            "gamma0",
-        )
-
-
 def _require_usable(compressor: Compressor, d: int, role: str) -> None:
+    problem = ""
     if not isinstance(compressor, Compressor):
         raise SpecError(f"{role} must be a compressor such as topk(k=65), not {compressor!r}", role)
     if compressor.per_tensor:
-        raise SpecError(
-            f"{role}: '{compressor}' works on each parameter by itself, and here all of them are "
-            'one vector; leave scope="tensor" out',
-            role,
+        problem = (
+            "works on each parameter by itself, and here all of them are one vector; leave "
+            'scope="tensor" out'
         )
-    if isinstance(compressor, Sparsifier) and compressor.k is not None and compressor.k > d:
-        raise SpecError(
-            f"{role}: '{compressor}' keeps {compressor.k} entries, and there are only {d} "
-            "coordinates",
-            role,
-        )
+    elif isinstance(compressor, Sparsifier) and compressor.k is not None and compressor.k > d:
+        problem = f"keeps {compressor.k} entries, and there are only {d} coordinates"
+    if problem:
+        raise SpecError(f"{role}: '{compressor}' {problem}", role)

@@ -6,10 +6,11 @@ for Distributed Optimization with Bidirectional Compression", ICML 2023 (arXiv 2
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import check_convexity, require_contractive
+from torchcomp.algorithms.checks import require_contractive
 from torchcomp.algorithms.diana import DIANA
 from torchcomp.algorithms.method import Gradients
-from torchcomp.algorithms.star import Star
+from torchcomp.algorithms.parameter_server import ParameterServer
+from torchcomp.algorithms.two_direction.theory import check_convexity
 from torchcomp.checks import check_at_least_0, check_count, check_fraction, check_positive
 from torchcomp.compressors import Compressor
 
@@ -48,9 +49,9 @@ class EF21PDIANA(DIANA):
     """EF21-P + DIANA: DIANA at the point w that the workers hold, which follows the server's x.
 
     Args:
-        gradients: see :data:`~torchcomp.algorithms.method.Gradients`.
-        x0: where to start; (d,).
-        star: the communication.
+        gradients: as for :class:`~torchcomp.algorithms.method.Method`, like `x0` and `server`.
+        x0: where to start.
+        server: the communication.
         up: unbiased compressor of the workers.
         down: contractive compressor of the server.
         gamma: step size; :func:`step_size` in theory.
@@ -63,18 +64,16 @@ class EF21PDIANA(DIANA):
         self,
         gradients: Gradients,
         x0: Tensor,
-        star: Star,
+        server: ParameterServer,
         up: Compressor,
         down: Compressor,
         *,
         gamma: float,
     ) -> None:
         require_contractive(down, x0.numel(), "down")
-        super().__init__(gradients, x0, star, up, gamma=gamma)
-        self.down, self.w = down, self.x0
+        super().__init__(gradients, x0, server, up, gamma=gamma)
+        self.down, self.w = down, self.x
 
-    def step(self) -> None:
-        g = self._estimate(self.w)
-        self.x = self.x - self.gamma * g
-        self.w = self.w + self.star.down(self.x - self.w, self.down, self.iterations)
-        self.iterations += 1
+    def _iterate(self, t: int) -> None:
+        self.x = self.x - self.gamma * self._estimate(self.w, t)
+        self.w = self.w + self.server.down(self.x - self.w, self.down, t)

@@ -80,10 +80,10 @@ def test_trace(iterations, trace, gamma, up, down):
     for _ in range(iterations):
         run.step()
     run.settle()
-    held = {**vars(run.server), "h_1": run.workers.h_i[0]}
+    held = {**vars(run), "h_1": run.h_i[0]}
     for line in trace.split("\n")[1:-1]:
         name, *numbers = line.split()
         expected = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
         torch.testing.assert_close(held[name], expected, rtol=0, atol=1e-12)
     assert run.gamma == pytest.approx(gamma, abs=1e-10)
-    assert (run.star.traffic.up_coordinates, run.star.traffic.down_coordinates) == (up, down)
+    assert (run.server.traffic.up_coordinates, run.server.traffic.down_coordinates) == (up, down)

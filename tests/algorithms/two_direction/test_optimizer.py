@@ -76,15 +76,15 @@ def test_it_is_the_method():
             rows.append(torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
         return torch.stack(rows)
 
-    star = Simulated(4)
+    server = Simulated(4)
     method = TwoDirectionMethod(
-        gradients, torch.zeros(21).double(), star, RandK(0.2, unbiased=True), TopK(0.2), **OPTIONS
+        gradients, torch.zeros(21).double(), server, RandK(0.2, unbiased=True), TopK(0.2), **OPTIONS
     )
     for _ in range(40):
         method.step()
     for x, traffic, calls in on_threads(4, train, 40):
         assert torch.equal(x, method.solution)
-        assert traffic == star.traffic
+        assert traffic == server.traffic
         assert calls == method.evaluations
 
 

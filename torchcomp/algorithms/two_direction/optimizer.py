@@ -25,11 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchcomp.aggregators import Mean
-from torchcomp.algorithms.checks import check_gamma0
-from torchcomp.algorithms.parameters import constants
-from torchcomp.algorithms.ranks import Ranks
-from torchcomp.algorithms.star import Traffic
-from torchcomp.algorithms.two_direction import TwoDirectionMethod
+from torchcomp.algorithms.parameter_server import Ranks, ServerTraffic
+from torchcomp.algorithms.two_direction.method import TwoDirectionMethod
+from torchcomp.algorithms.two_direction.theory import check_gamma0, constants
 from torchcomp.checks import check_count
 from torchcomp.compressors import Compressor
 from torchcomp.errors import CheckpointError, NonFiniteError, SpecError
@@ -101,8 +99,8 @@ class TwoDirection(torch.optim.Optimizer):
             "TwoDirection", given, lambda: self._checked(up, down, seed, samples), _ADVICE
         )
         self._check_deterministic = check_deterministic
-        self._star = Ranks(group, seed, device)
-        self._star.explain = lambda: self._problem
+        self._server = Ranks(group, seed, device)
+        self._server.explain = lambda: self._problem
         self._method: TwoDirectionMethod | None = None
         self._loaded: dict[str, Any] | None = None
         self._loss: Tensor | float = math.nan
@@ -111,14 +109,14 @@ class TwoDirection(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after the first group: all parameters are one vector from the start."""
-        if hasattr(self, "_star"):
+        if hasattr(self, "_server"):
             raise SpecError("TwoDirection takes no further parameters: all are one vector")
         super().add_param_group(param_group)
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> ServerTraffic:
         """What this rank's worker and the server have sent each other."""
-        return self._star.traffic
+        return self._server.traffic
 
     def step(self, closure: Closure) -> Tensor | float:  # type: ignore[override]
         """One iteration.
@@ -140,7 +138,7 @@ class TwoDirection(torch.optim.Optimizer):
         x = self._flat()
         self._closure, self._problem, self._cause = closure, "", None
         try:
-            self._method = method = self._method or self._start(x)
+            self._method = method = self._method or self._servert(x)
             method.step()
             x = method.solution
         except NonFiniteError as error:
@@ -169,22 +167,24 @@ class TwoDirection(torch.optim.Optimizer):
             told = [f"{name} {theirs.get(name)} there, {mine[name]} here" for name in differing]
             raise CheckpointError(f"this state does not belong here: {'; '.join(told)}")
         self._loaded, self._method = _on(self._params[0].device, state_dict["method"]), None
-        self._star.load_state_dict({} if self._loaded is None else self._loaded["traffic"])
+        self._server.traffic = ServerTraffic(**(self._loaded or {"traffic": {}})["traffic"])
         if self._loaded is not None:
-            self._write(self._loaded["server"]["x"])
+            self._write(self._loaded["x"])
 
     def _identity(self) -> dict[str, int | str]:
-        facts = {**self._options, "up": self._up, "down": self._down, "seed": self._star.seed}
-        place = {"rank": self._star.exchange.rank, "world_size": self._star.n}
+        facts = {**self._options, "up": self._up, "down": self._down, "seed": self._server.seed}
+        place = {"rank": self._server.exchange.rank, "world_size": self._server.n}
         shape = {"coordinates": self._numel, "dtype": self._params[0].dtype}
         return {**place, **{name: str(value) for name, value in (shape | facts).items()}}
 
-    def _start(self, x: Tensor) -> TwoDirectionMethod:
+    def _servert(self, x: Tensor) -> TwoDirectionMethod:
         content = x.cpu().view(torch.uint8).numpy().tobytes()
         facts = {"parameters": hashlib.sha256(content).hexdigest()[:12]}
-        self._star.exchange.require_same("TwoDirection", facts, _ADVICE)
+        self._server.exchange.require_same("TwoDirection", facts, _ADVICE)
         options = {**self._options, "state": self._loaded}
-        method = TwoDirectionMethod(self._gradients, x, self._star, self._up, self._down, **options)
+        method = TwoDirectionMethod(
+            self._gradients, x, self._server, self._up, self._down, **options
+        )
         self._loaded = None
         return method
 

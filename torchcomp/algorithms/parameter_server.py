@@ -1,0 +1,261 @@
+"""A parameter server with n workers, and everything that travels between them.
+
+A method is written once, against :class:`ParameterServer`: what workers compute is a row for each
+worker of this process, what the server computes is a vector. :class:`Simulated` holds all workers
+in one process, :class:`Ranks` has one worker per rank. Both decode the same messages in the same
+order, so they agree bit for bit.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchcomp import wire
+from torchcomp.checks import check_count
+from torchcomp.compressors import Compressor, Identity
+from torchcomp.errors import NonFiniteError
+from torchcomp.exchange import Exchange
+from torchcomp.keys import Key, check_seed, tensor_id
+from torchcomp.wire import Layout, Parts
+
+DENSE = Identity()
+
+_ADVICE = "Nothing of this iteration was applied; all ranks must run the same code on sound links."
+
+
+@dataclass
+class ServerTraffic:
+    """What one worker and the server have sent each other; the same for every worker.
+
+    Attributes:
+        up_coordinates: values sent by the worker; indices, scales and headers are not counted.
+        down_coordinates: values sent to the worker.
+        up_bytes: bytes of the frames sent by the worker, all included.
+        down_bytes: bytes of the frames sent to the worker, all included.
+        round_trips: how often a worker waited for the server.
+    """
+
+    up_coordinates: int = 0
+    down_coordinates: int = 0
+    up_bytes: int = 0
+    down_bytes: int = 0
+    round_trips: int = 0
+
+    @property
+    def coordinates(self) -> int:
+        """Values sent in both directions."""
+        return self.up_coordinates + self.down_coordinates
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes sent in both directions."""
+        return self.up_bytes + self.down_bytes
+
+
+@dataclass(frozen=True)
+class Uplink:
+    """One message from every worker of this process to the server.
+
+    Attributes:
+        compressor: what made it.
+        call: number of the message, the same on all workers.
+        parts: fields of each worker's message.
+        decoded: what the messages stand for; (workers of this process, d).
+        faulty: workers whose vector held a NaN or an infinity.
+    """
+
+    compressor: Compressor
+    call: int
+    parts: tuple[Parts, ...]
+    decoded: Tensor
+    faulty: tuple[int, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """Fields of one worker's message."""
+        return self.compressor.layout(self.decoded.shape[1], self.decoded.dtype)
+
+
+class ParameterServer(ABC):
+    """The communication of a method between a server and its workers.
+
+    Args:
+        n: number of workers, all together.
+        mine: those of this process.
+        seed: the run's seed, the same everywhere; all randomness of messages comes from it.
+
+    Attributes:
+        traffic: what has been sent since the start.
+        explain: says what is known about a fault of this process's workers; "" is nothing.
+
+    Raises:
+        SpecError: if n or the seed is not a whole number in its range.
+    """
+
+    def __init__(self, n: int, mine: range, seed: int) -> None:
+        check_count("n", n)
+        check_seed(seed)
+        self.n, self.mine, self.seed = n, mine, seed
+        self.traffic = ServerTraffic()
+        self.explain: Callable[[], str] = lambda: ""
+        # RandK draws are shared by all who hold the key: workers differ in the vector's name.
+        self._uplinks = [tensor_id(f"uplink of worker {i}") for i in range(n)]
+
+    def encode(self, vectors: Tensor, compressor: Compressor, call: int) -> Uplink:
+        """Compress one vector of every worker of this process; nothing is sent yet.
+
+        Args:
+            vectors: (workers of this process, d), of any floating-point dtype.
+            compressor: used by each worker independently.
+            call: number of the message: two messages of a run must not share it.
+        """
+        parts, decoded = [], torch.empty_like(vectors)
+        for row, vector, worker in zip(decoded, vectors, self.mine, strict=True):
+            key = self._uplink_key(worker, call)
+            parts.append(compressor.compress(vector, key))
+            row.copy_(compressor.decompress(parts[-1], vector.numel(), vector.dtype, key))
+        finite = zip(self.mine, vectors.isfinite().all(1).tolist(), strict=True)
+        faulty = tuple(worker for worker, good in finite if not good)
+        return Uplink(compressor, call, tuple(parts), decoded, faulty)
+
+    def up(self, *messages: Uplink) -> list[Tensor]:
+        """Send messages to the server together.
+
+        Returns:
+            For each message the mean over all n workers, 1-D, summed in the order of the workers.
+
+        Raises:
+            NonFiniteError: on all ranks, if a worker's vector held a NaN or an infinity; names it.
+            WireError: on all ranks, if a frame was damaged on the way.
+        """
+        layout = tuple(field for message in messages for field in message.layout)
+        for message in messages:
+            self.traffic.up_coordinates += message.compressor.kept(message.decoded.shape[1])
+        self.traffic.up_bytes += wire.framed(wire.nbytes(layout))
+        self.traffic.round_trips += 1
+        faults = {worker: self.explain() for message in messages for worker in message.faulty}
+        return [self._mean(vectors) for vectors in self._deliver(messages, layout, faults)]
+
+    def uplink(self, vectors: Tensor, compressor: Compressor, call: int) -> tuple[Tensor, Tensor]:
+        """Encode and send one message: what this process's workers sent, and the mean of all."""
+        message = self.encode(vectors, compressor, call)
+        return message.decoded, self.up(message)[0]
+
+    def down(self, vector: Tensor, compressor: Compressor = DENSE, call: int = 0) -> Tensor:
+        """Send the server's vector to all workers; 1-D, as they decode it."""
+        d, dtype = vector.numel(), vector.dtype
+        self.traffic.down_coordinates += compressor.kept(d)
+        self.traffic.down_bytes += wire.framed(wire.nbytes(compressor.layout(d, dtype)))
+        key = Key(self.seed, call, tensor_id("downlink"))
+        return compressor.decompress(compressor.compress(vector, key), d, dtype, key)
+
+    @abstractmethod
+    def _deliver(
+        self, messages: Sequence[Uplink], layout: Layout, faults: dict[int, str]
+    ) -> Sequence[Iterable[Tensor]]:
+        """For each message the vectors of all n workers; raises if any worker has a fault."""
+
+    def _uplink_key(self, worker: int, call: int) -> Key:
+        return Key(self.seed, call, self._uplinks[worker], worker)
+
+    def _mean(self, vectors: Iterable[Tensor]) -> Tensor:
+        # One at a time: a sum along an axis may add in another order on another machine.
+        rest = iter(vectors)
+        total = next(rest).clone()
+        for vector in rest:
+            total += vector
+        return total / self.n
+
+
+class Simulated(ParameterServer):
+    """All n workers in this process: nothing is sent, everything is counted.
+
+    Args:
+        n: number of workers.
+        seed: the run's seed.
+    """
+
+    def __init__(self, n: int, seed: int = 0) -> None:
+        super().__init__(n, range(n) if isinstance(n, int) else range(0), seed)
+
+    def _deliver(
+        self, messages: Sequence[Uplink], layout: Layout, faults: dict[int, str]
+    ) -> Sequence[Iterable[Tensor]]:
+        if faults:
+            raise _unusable(faults)
+        return [message.decoded for message in messages]
+
+
+class Ranks(ParameterServer):
+    """One worker per rank of torch.distributed, and the server's part on every rank.
+
+    There is no server process. Every rank gathers all workers' messages, decodes them in the order
+    of the workers and computes what the server computes: the same arithmetic on the same bytes.
+    Downlink messages never travel, and there is no second trip; but n - 1 messages reach every
+    rank, which is less than a worker and a server exchange for up to three ranks, and grows with n.
+
+    All ranks make the same calls in the same order. A second, tiny collective makes sure that no
+    rank received a damaged frame.
+
+    Args:
+        group: the process group, whose rank i is worker i; None is the default group.
+        seed: the run's seed, the same on all ranks.
+        device: where messages live; "cuda" for NCCL.
+
+    Attributes:
+        exchange: the collectives, which count what crosses this rank's link.
+
+    Raises:
+        RankMismatchError: if the ranks have been given different seeds.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.exchange = Exchange(group, torch.device(device))
+        rank = self.exchange.rank
+        super().__init__(self.exchange.world_size, range(rank, rank + 1), seed)
+        self.exchange.require_same("the seed of compressed messages", {"seed": seed})
+
+    def _deliver(
+        self, messages: Sequence[Uplink], layout: Layout, faults: dict[int, str]
+    ) -> Sequence[Iterable[Tensor]]:
+        length = wire.nbytes(layout)
+        frame = torch.zeros(wire.framed(length), dtype=torch.uint8, device=self.exchange.device)
+        fields = [field for message in messages for field in message.parts[0]]
+        wire.pack(fields, layout, wire.payload(frame, length))
+        wire.seal(frame, length)
+        frames = self.exchange.gather(frame)
+        received = [self.exchange.receive(i, each, length) for i, each in enumerate(frames)]
+        if not self.exchange.conclude(torch.tensor(not faults), "an uplink", _ADVICE):
+            everyone = self.exchange.gather_objects(faults)
+            raise _unusable({i: why for own in everyone for i, why in own.items()})
+        arrived = [iter(wire.unpack(each, layout)) for each in received]
+        return [
+            self._decoded(message, [tuple(islice(own, len(message.layout))) for own in arrived])
+            for message in messages
+        ]
+
+    def _decoded(self, message: Uplink, everyone: Sequence[Parts]) -> Iterator[Tensor]:
+        d, dtype = message.decoded.shape[1], message.decoded.dtype
+        for worker, parts in enumerate(everyone):
+            key = self._uplink_key(worker, message.call)
+            yield message.compressor.decompress(parts, d, dtype, key)
+
+
+def _unusable(faults: dict[int, str]) -> NonFiniteError:
+    """The error about these workers: what each says about its fault, if anything."""
+    told = [f"worker {i} ({why or 'NaN or infinity'})" for i, why in sorted(faults.items())]
+    advice = "NaN and infinities come from too large a step size, or a function undefined there"
+    return NonFiniteError(
+        f"the gradient of {', '.join(told)} cannot be used, so nothing of this step was applied"
+        f"{'' if all(faults.values()) else f'. {advice}'}"
+    )

@@ -1,0 +1,173 @@
+"""2Direction: acceleration with compression in both directions.
+
+Tyurin, Richtarik: "2Direction: Theoretically Faster Distributed Training with Bidirectional
+Communication Compression", NeurIPS 2023 (arXiv 2305.12379), Algorithms 1 and 2. It is analysed for
+convex f and exact local gradients. Comments count the lines of an iteration, (1) to (15).
+
+A worker's second message of an iteration travels with its first of the next, so that there is one
+round trip an iteration: lines (12) to (15) are done then.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from torchcomp.algorithms.method import Gradients, Method
+from torchcomp.algorithms.parameter_server import DENSE, ParameterServer, ServerTraffic, Uplink
+from torchcomp.algorithms.two_direction.theory import check_gamma0, constants, learning_rates
+from torchcomp.compressors import Compressor
+from torchcomp.keys import Key, tensor_id
+
+Coin = Callable[[int], bool]
+"""From the number of an iteration, from 0, to the side that its coin shows; True is heads."""
+
+VECTORS = ("x", "u", "v", "h", "w", "z", "k", "h_i", "grad_z")
+"""What a run holds, by attribute; the last two are the workers' own, and grad_z may be None."""
+
+NUMBERS = ("iterations", "evaluations", "rho", "second_is_due")
+"""What a run counts, by attribute."""
+
+
+class Second(NamedTuple):
+    """The second message of an iteration, and what the workers hold once it has been sent."""
+
+    m_z: Uplink
+    h_i: Tensor
+    grad_z: Tensor
+
+
+class TwoDirectionMethod(Method):
+    """Algorithm 1, with the stable form of Algorithm 2's learning rates.
+
+    Args:
+        gradients: as for :class:`~torchcomp.algorithms.method.Method`, like `x0` and `server`.
+        x0: where to start.
+        server: the communication.
+        up: unbiased compressor of the workers.
+        down: contractive compressor of the server.
+        lbar: inverse of the step size; see :func:`~torchcomp.algorithms.two_direction.theory.lbar`.
+        mu: strong convexity of f, at least 0.
+        p: probability of the coin; by default 1/(omega + 1).
+        tau: momentum of v; by default 1/(omega + 1).
+        alpha: contraction constant to calculate with; by default what `down` declares.
+        omega: relative variance to calculate with; by default what `up` declares.
+        gamma0: Gamma at the start.
+        coin: replaces the coin that is drawn from the server's seed.
+        state: where an earlier run was, see :meth:`state_dict`; replaces the start at x0.
+
+    Attributes:
+        u, v, h: what the server holds besides x; (d,), like all that follow but the last two.
+        w, z, k: what the workers rebuild from downlink messages; the server holds the same.
+        h_i: (workers of this process, d).
+        grad_z: gradients at z, shaped like h_i; None from when z has moved until they are needed.
+        rho: 1/Gamma.
+
+    Raises:
+        SpecError: if a parameter is out of its range, or a compressor of the wrong kind.
+    """
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        x0: Tensor,
+        server: ParameterServer,
+        up: Compressor,
+        down: Compressor,
+        *,
+        lbar: float,
+        mu: float,
+        p: float | None = None,
+        tau: float | None = None,
+        alpha: float | None = None,
+        omega: float | None = None,
+        gamma0: float = 1.0,
+        coin: Coin | None = None,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(gradients, x0, server)
+        self.up, self.down = up, down
+        self.constants = constants(
+            x0.numel(), up, down, lbar=lbar, mu=mu, p=p, tau=tau, alpha=alpha, omega=omega
+        )
+        check_gamma0(gamma0)
+        self.rho = 1.0 / gamma0
+        self._coin = coin or self._drawn_coin
+        self.second_is_due = False
+        if state is None:
+            self._start()
+        else:
+            self.load_state_dict(state)
+
+    @property
+    def gamma(self) -> float:
+        """Gamma; infinite once it is beyond float64's range."""
+        return 1.0 / self.rho if self.rho else float("inf")
+
+    def _start(self) -> None:
+        self.h_i, self.h = self.server.uplink(self.gradients(self.x), DENSE, 0)
+        self.grad_z: Tensor | None = self.h_i
+        self.u = self.w = self.z = self.x
+        self.v, self.k = self.h, self.server.down(self.h)
+
+    def _iterate(self, t: int) -> None:
+        server = self.server
+        lr = learning_rates(self.rho, self.constants)  # (1)
+        y = lr.theta * self.w + (1 - lr.theta) * self.z  # (2)
+        mean_m_y = self._uplinks(y, t)  # (12) to (15) of the iteration before, and (3)
+        g = self.h + mean_m_y  # (4)
+        self.u = lr.step(g, self.u, y)  # (5)
+        q = lr.step(self.k, self.w, y)  # (6)
+        self.w = q + server.down(self.u - q, self.down, t)  # (7), and (11) on the workers
+        self.x = lr.theta * self.u + (1 - lr.theta) * self.z  # (8)
+        if self._coin(t):  # (9)
+            self.k, self.z, self.grad_z = server.down(self.v), server.down(self.x), None  # (10)
+        self.rho, self.second_is_due = lr.rho, True
+
+    def settle(self) -> None:
+        """Lines (12) to (15) of the last iteration at once, in a round trip of their own.
+
+        Until then h_i, h and v are those of the iteration before. All ranks call this together.
+        """
+        if self.second_is_due:
+            second = self._second(self.iterations)
+            self._receive(second, *self.server.up(second.m_z))
+
+    def _uplinks(self, y: Tensor, t: int) -> Tensor:
+        if not self.second_is_due:
+            return self.server.uplink(self.gradients(y) - self.h_i, self.up, 2 * t)[1]  # (3)
+        second = self._second(t)
+        m_y = self.server.encode(self.gradients(y) - second.h_i, self.up, 2 * t)  # (3)
+        # An error about either message leaves here, before anything has changed.
+        mean_m_z, mean_m_y = self.server.up(second.m_z, m_y)
+        self._receive(second, mean_m_z)
+        return mean_m_y
+
+    def _second(self, t: int) -> Second:
+        """The second message of the iteration before `t`."""
+        grad_z = self.gradients(self.z) if self.grad_z is None else self.grad_z
+        m_z = self.server.encode(grad_z - self.h_i, self.up, 2 * t - 1)  # (12)
+        return Second(m_z, self.h_i + self.constants.beta * m_z.decoded, grad_z)  # (13)
+
+    def _receive(self, second: Second, mean_m_z: Tensor) -> None:
+        c = self.constants
+        self.h_i, self.grad_z = second.h_i, second.grad_z
+        self.v = (1 - c.tau) * self.v + c.tau * (self.h + mean_m_z)  # (14)
+        self.h = self.h + c.beta * mean_m_z  # (15)
+        self.second_is_due = False
+
+    def _drawn_coin(self, t: int) -> bool:
+        key = Key(self.server.seed, t, tensor_id("coin"))
+        return bool(key.shared().random() < self.constants.p)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a run needs to go on bit for bit, of this rank; tensors and numbers."""
+        held = {name: getattr(self, name) for name in (*NUMBERS, *VECTORS)}
+        return {**held, "traffic": asdict(self.server.traffic)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where an earlier run, with the same arguments, has been."""
+        for name in (*NUMBERS, *VECTORS):
+            setattr(self, name, state[name])
+        self.server.traffic = ServerTraffic(**state["traffic"])

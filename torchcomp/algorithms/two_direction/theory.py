@@ -1,0 +1,262 @@
+"""The theory of 2Direction: constants, probabilities, step size and learning rates.
+
+Tyurin, Richtarik, NeurIPS 2023 (arXiv 2305.12379). Symbols, also of the arguments below:
+
+- smoothness is L of f; lmax the largest smoothness of an f_i; mu the strong convexity of f
+- d coordinates, n workers
+- omega: relative variance of the compressor up; alpha: contraction constant of that down
+- p: probability of the coin; tau: momentum of v; beta: momentum of h
+
+The paper's Algorithm 2 carries Gamma, which grows geometrically: squared it leaves float64's range
+near 1e154, after which the method silently stands still. Here its inverse rho = 1/Gamma is carried.
+With c = Lbar rho + mu the paper's quadratic, divided by Gamma, reads
+
+    p Lbar theta^2 + p c theta - c = 0,
+
+and Gamma' = Gamma + gamma' = Gamma / (1 - p theta) becomes rho' = rho (1 - p theta). When rho has
+shrunk to nothing, the learning rates have long been those of its limit.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from torchcomp.algorithms.checks import require_contractive, require_unbiased
+from torchcomp.checks import (
+    check_at_least_0,
+    check_count,
+    check_fraction,
+    check_positive,
+    check_share,
+    is_number,
+)
+from torchcomp.compressors import Compressor
+from torchcomp.errors import SpecError
+
+CONSTANT = 660508.0
+"""The theory's C of Lbar: an upper bound, and far too large to be of use. Tune the step instead."""
+
+
+@dataclass(frozen=True)
+class Probabilities:
+    """The coin's probability and the momentum of v, both in (0, 1]."""
+
+    p: float
+    tau: float
+
+
+def probabilities(omega: float) -> Probabilities:
+    """P and tau where neither Lmax/L nor the price of the way down is known: 1/(omega + 1).
+
+    Raises:
+        SpecError: if omega is negative or not finite.
+    """
+    check_at_least_0("omega", omega)
+    return Probabilities(1 / (omega + 1), 1 / (omega + 1))
+
+
+def priced_probabilities(
+    omega: float, *, d: int, k_up: int, k_down: int, r: float
+) -> Probabilities:
+    """P and tau where the price of the way down is known.
+
+    Args:
+        omega: as above, like `d`.
+        d: number of coordinates.
+        k_up: coordinates of a message up.
+        k_down: coordinates of a message down.
+        r: weight of the way down in the cost of communication, in [0, 1]; the way up has 1 - r.
+
+    Raises:
+        SpecError: if a number is out of its range.
+    """
+    check_at_least_0("omega", omega)
+    check_count("d", d)
+    for name, count in (("k_up", k_up), ("k_down", k_down)):
+        check_count(name, count, most=d)
+    check_share("r", r)
+    mu_r = r * d / ((1 - r) * k_up + r * k_down)
+    p = min(1.0, 1 / (omega + 1), 1 / mu_r if mu_r else 1.0)
+    return Probabilities(p, p ** (1 / 3) / (omega + 1) ** (2 / 3))
+
+
+def lbar(
+    smoothness: float,
+    lmax: float,
+    *,
+    n: int,
+    alpha: float,
+    omega: float,
+    p: float,
+    tau: float,
+    constant: float = CONSTANT,
+) -> float:
+    """Lbar, the inverse of the step size; `constant` is C, the theory's is :data:`CONSTANT`.
+
+    Raises:
+        SpecError: if a parameter is out of its range.
+    """
+    for name, value in (("smoothness", smoothness), ("lmax", lmax), ("constant", constant)):
+        check_positive(name, value)
+    for name, value in (("alpha", alpha), ("p", p), ("tau", tau)):
+        check_fraction(name, value)
+    check_at_least_0("omega", omega)
+    check_count("n", n)
+    beta = 1 / (omega + 1)
+    terms = (
+        smoothness / alpha,
+        smoothness * p / (alpha * tau),
+        math.sqrt(smoothness * lmax) * p * math.sqrt(omega * tau) / (alpha * beta * math.sqrt(n)),
+        math.sqrt(smoothness * lmax * p * omega * tau) / (alpha * math.sqrt(beta * n)),
+        lmax * omega * p**2 / (beta**2 * n),
+        lmax * omega / n,
+    )
+    return constant * max(terms)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the learning rates depend on besides rho.
+
+    Attributes:
+        lbar: Lbar, the inverse of the step size, above 0.
+        mu: at least 0, like the following a symbol of the theory.
+        p: in (0, 1].
+        tau: in (0, 1].
+        alpha: in (0, 1].
+        beta: in (0, 1].
+
+    Raises:
+        SpecError: if one of them is out of its range.
+    """
+
+    lbar: float
+    mu: float
+    p: float
+    tau: float
+    alpha: float
+    beta: float
+
+    def __post_init__(self) -> None:
+        check_positive("lbar", self.lbar)
+        check_convexity(self.mu, self.lbar, "lbar")
+        for name in ("p", "tau", "alpha", "beta"):
+            check_fraction(name, getattr(self, name))
+
+    @cached_property
+    def theta_min(self) -> float:
+        """The bound on theta: 1/4 min(1, alpha/p, tau/p, beta/p)."""
+        return min(1.0, self.alpha / self.p, self.tau / self.p, self.beta / self.p) / 4
+
+
+def constants(
+    d: int,
+    up: Compressor,
+    down: Compressor,
+    *,
+    lbar: float,
+    mu: float,
+    p: float | None = None,
+    tau: float | None = None,
+    alpha: float | None = None,
+    omega: float | None = None,
+) -> Constants:
+    """The constants of a run with d coordinates, an unbiased `up` and a contractive `down`.
+
+    By default p and tau are 1/(omega + 1), and alpha and omega what the compressors declare;
+    others are taken if they promise less.
+
+    Raises:
+        SpecError: if a parameter is out of its range, or a compressor of the wrong kind.
+    """
+    known_omega = require_unbiased(up, d, "up")
+    known_alpha = require_contractive(down, d, "down")
+    omega = known_omega if omega is None else omega
+    alpha = known_alpha if alpha is None else alpha
+    check_at_least_0("omega", omega)
+    check_fraction("alpha", alpha)
+    if omega < known_omega:
+        raise _contradiction("omega", omega, known_omega, up)
+    if alpha > known_alpha:
+        raise _contradiction("alpha", alpha, known_alpha, down)
+    beta = 1 / (omega + 1)
+    return Constants(lbar, mu, beta if p is None else p, beta if tau is None else tau, alpha, beta)
+
+
+@dataclass(frozen=True)
+class LearningRates:
+    """The learning rates of one iteration.
+
+    Attributes:
+        rho: 1/Gamma of the next iteration.
+        theta: the iteration's theta.
+        constants: what they were computed from.
+    """
+
+    rho: float
+    theta: float
+    constants: Constants
+
+    def step(self, dual: Tensor, point: Tensor, y: Tensor) -> Tensor:
+        """The mirror step: argmin_x of the linear model of f along `dual` with two proximal terms.
+
+        The function minimised is <dual, x> + (Lbar + Gamma mu)/(2 gamma') |x - point|^2
+        + mu/2 |x - y|^2.
+
+        Args:
+            dual: a gradient or an estimate of one; 1-D, like `point` and `y`.
+            point: where the step starts.
+            y: where the gradient was taken.
+        """
+        c = self.constants
+        moved = c.p * self.theta
+        pulled = (c.lbar * self.rho + (1 - moved) * c.mu) * point + c.mu * moved * y
+        return (pulled - moved * dual) / (c.lbar * self.rho + c.mu)
+
+
+def learning_rates(rho: float, constants: Constants) -> LearningRates:
+    """The learning rates of the iteration that starts with Gamma = 1/rho (Algorithm 2)."""
+    p, lbar = constants.p, constants.lbar
+    c = lbar * rho + constants.mu
+    theta_bar = 2 * c / (p * c + math.sqrt(p * p * c * c + 4 * p * lbar * c))
+    theta = min(theta_bar, constants.theta_min)
+    return LearningRates(rho * (1 - p * theta), theta, constants)
+
+
+def check_convexity(mu: float, smoothness: float, name: str) -> None:
+    """Require 0 <= mu <= smoothness, where `name` says what the latter is called.
+
+    Raises:
+        SpecError: naming both.
+    """
+    if not is_number(mu) or not 0 <= mu <= smoothness:
+        raise SpecError(
+            f"mu must be at least 0 and at most {name} = {smoothness:g}, because no function is "
+            f"more convex than smooth; not {mu!r}",
+            "mu",
+        )
+
+
+def check_gamma0(gamma0: float) -> None:
+    """Require a Gamma to start with whose square, as the learning rates take it, is a number.
+
+    Raises:
+        SpecError: naming it.
+    """
+    check_positive("gamma0", gamma0)
+    if not 1e-100 <= gamma0 <= 1e100:
+        raise SpecError(
+            f"gamma0 must lie from 1e-100 to 1e100, because the learning rates square it; not "
+            f"{gamma0!r}",
+            "gamma0",
+        )
+
+
+def _contradiction(name: str, given: float, declared: float, compressor: Compressor) -> SpecError:
+    return SpecError(
+        f"{name} = {given:g} contradicts '{compressor}', which guarantees {declared:g} and no "
+        f"better; leave {name} out to calculate with that",
+        name,
+    )
