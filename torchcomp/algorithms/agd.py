@@ -9,14 +9,10 @@ import math
 
 from torch import Tensor
 
+from torchcomp.algorithms.checks import check_convexity
 from torchcomp.algorithms.method import Gradients, Method
 from torchcomp.algorithms.parameter_server import DENSE, ParameterServer
-from torchcomp.algorithms.two_direction.theory import (
-    Constants,
-    check_convexity,
-    check_gamma0,
-    learning_rates,
-)
+from torchcomp.algorithms.two_direction.theory import Constants, check_gamma0, learning_rates
 from torchcomp.checks import check_positive
 
 
@@ -24,9 +20,7 @@ class AGD(Method):
     """Accelerated gradient descent in three sequences: x, u and y between them.
 
     Args:
-        gradients: as for :class:`~torchcomp.algorithms.method.Method`, like `x0` and `server`.
-        x0: where to start.
-        server: the communication.
+        gradients, x0, server: as for :class:`~torchcomp.algorithms.method.Method`.
         lbar: inverse of the step size; the smoothness L of f in theory.
         mu: strong convexity of f, at least 0.
         gamma0: Gamma at the start, see :mod:`~torchcomp.algorithms.two_direction.theory`.
@@ -64,9 +58,7 @@ class ConstantMomentumAGD(Method):
     """Nesterov's method for strongly convex functions, with one momentum throughout.
 
     Args:
-        gradients: as for :class:`~torchcomp.algorithms.method.Method`, like `x0` and `server`.
-        x0: where to start.
-        server: the communication.
+        gradients, x0, server: as for :class:`~torchcomp.algorithms.method.Method`.
         gamma: step size; 1/L in theory.
         mu: strong convexity of f, above 0.
 

@@ -1,8 +1,56 @@
-"""What the methods require of their compressors."""
+"""What the methods require of their compressors, and of the numbers of their theory.
 
+Symbols of the theory, the same in all methods and papers here:
+
+- smoothness is L of f; lmax the largest smoothness of an f_i; mu the strong convexity of f
+- d coordinates, n workers
+- omega: relative variance of the compressor up; alpha: contraction constant of that down
+- gamma: step size; lbar: its inverse; p: probability of a coin; tau, beta: momenta
+"""
+
+from collections.abc import Callable
+
+from torchcomp.checks import (
+    check_at_least_0,
+    check_count,
+    check_fraction,
+    check_positive,
+    is_number,
+)
 from torchcomp.compressors import Compressor
 from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.errors import SpecError
+
+_RANGES: dict[str, Callable[[str, object], None]] = {
+    **dict.fromkeys(("smoothness", "lmax", "gamma", "lbar", "constant"), check_positive),
+    **dict.fromkeys(("alpha", "beta", "p", "tau"), check_fraction),
+    **dict.fromkeys(("d", "n"), check_count),
+    "omega": check_at_least_0,
+}
+
+
+def check_symbols(**values: float) -> None:
+    """Require symbols of the theory to lie in their ranges; mu has :func:`check_convexity`.
+
+    Raises:
+        SpecError: naming the first that does not, and its value.
+    """
+    for name, value in values.items():
+        _RANGES[name](name, value)
+
+
+def check_convexity(mu: float, smoothness: float, name: str) -> None:
+    """Require 0 <= mu <= smoothness, where `name` says what the latter is called.
+
+    Raises:
+        SpecError: naming both.
+    """
+    if not is_number(mu) or not 0 <= mu <= smoothness:
+        raise SpecError(
+            f"mu must be at least 0 and at most {name} = {smoothness:g}, because no function is "
+            f"more convex than smooth; not {mu!r}",
+            "mu",
+        )
 
 
 def require_unbiased(compressor: Compressor, d: int, role: str) -> float:

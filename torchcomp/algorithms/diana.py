@@ -6,26 +6,18 @@ Mishchenko, Gorbunov, Takac, Richtarik: "Distributed learning with compressed gr
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import require_unbiased
+from torchcomp.algorithms.checks import check_symbols, require_unbiased
 from torchcomp.algorithms.method import CompressedMethod
 from torchcomp.algorithms.parameter_server import DENSE
-from torchcomp.checks import check_at_least_0, check_count, check_positive
 
 
 def step_size(lmax: float, omega: float, n: int) -> float:
-    """The theory's gamma: 1/((1 + 4 omega/n) Lmax).
-
-    Args:
-        lmax: the largest smoothness of an f_i.
-        omega: relative variance of the uplink's compressor.
-        n: number of workers.
+    """The theory's gamma: 1/((1 + 4 omega/n) Lmax), in the symbols of `algorithms/checks.py`.
 
     Raises:
         SpecError: if a number is out of its range.
     """
-    check_positive("lmax", lmax)
-    check_at_least_0("omega", omega)
-    check_count("n", n)
+    check_symbols(lmax=lmax, omega=omega, n=n)
     return 1 / ((1 + 4 * omega / n) * lmax)
 
 

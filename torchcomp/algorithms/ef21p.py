@@ -15,15 +15,7 @@ from torchcomp.compressors import Compressor
 class EF21P(CompressedMethod):
     """EF21-P: gradient steps of x, taken at the point w that the workers hold.
 
-    Args:
-        gradients: as for :class:`~torchcomp.algorithms.method.Method`, like `x0` and `server`.
-        x0: where to start.
-        server: the communication.
-        down: contractive compressor of the server.
-        gamma: step size.
-
-    Raises:
-        SpecError: if the compressor is not contractive, or gamma not positive.
+    Instead of a compressor up it takes `down`, a contractive compressor of the server.
     """
 
     def __init__(

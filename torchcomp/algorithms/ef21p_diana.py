@@ -6,12 +6,10 @@ for Distributed Optimization with Bidirectional Compression", ICML 2023 (arXiv 2
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import require_contractive
+from torchcomp.algorithms.checks import check_convexity, check_symbols, require_contractive
 from torchcomp.algorithms.diana import DIANA
 from torchcomp.algorithms.method import Gradients
 from torchcomp.algorithms.parameter_server import ParameterServer
-from torchcomp.algorithms.two_direction.theory import check_convexity
-from torchcomp.checks import check_at_least_0, check_count, check_fraction, check_positive
 from torchcomp.compressors import Compressor
 
 
@@ -20,23 +18,13 @@ def step_size(
 ) -> float:
     """The theory's gamma: min(n/(160 omega Lmax), alpha/(100 L), 1/((omega + 1) mu)).
 
-    Args:
-        smoothness: L, of f.
-        lmax: the largest smoothness of an f_i.
-        mu: strong convexity of f.
-        alpha: contraction constant of the downlink's compressor.
-        omega: relative variance of the uplink's compressor.
-        n: number of workers.
+    Arguments are the symbols of `algorithms/checks.py`.
 
     Raises:
         SpecError: if a number is out of its range.
     """
-    check_positive("smoothness", smoothness)
-    check_positive("lmax", lmax)
+    check_symbols(smoothness=smoothness, lmax=lmax, alpha=alpha, omega=omega, n=n)
     check_convexity(mu, smoothness, "L")
-    check_fraction("alpha", alpha)
-    check_at_least_0("omega", omega)
-    check_count("n", n)
     bounds = [alpha / (100 * smoothness)]
     if omega:
         bounds.append(n / (160 * omega * lmax))
@@ -48,16 +36,8 @@ def step_size(
 class EF21PDIANA(DIANA):
     """EF21-P + DIANA: DIANA at the point w that the workers hold, which follows the server's x.
 
-    Args:
-        gradients: as for :class:`~torchcomp.algorithms.method.Method`, like `x0` and `server`.
-        x0: where to start.
-        server: the communication.
-        up: unbiased compressor of the workers.
-        down: contractive compressor of the server.
-        gamma: step size; :func:`step_size` in theory.
-
-    Raises:
-        SpecError: if a compressor is of the wrong kind, or gamma not positive.
+    As DIANA, with a contractive compressor `down` of the server; in theory `gamma` is
+    :func:`step_size`.
     """
 
     def __init__(

@@ -88,9 +88,7 @@ class CompressedMethod(Method):
     """A method of one step size whose workers compress their messages.
 
     Args:
-        gradients: as for :class:`Method`, like `x0` and `server`.
-        x0: where to start.
-        server: the communication.
+        gradients, x0, server: as for :class:`Method`.
         up: compressor of the workers; contractive, for DIANA unbiased.
         gamma: step size.
 

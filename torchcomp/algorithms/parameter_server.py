@@ -81,6 +81,9 @@ class Uplink:
         return self.compressor.layout(self.decoded.shape[1], self.decoded.dtype)
 
 
+Messages = tuple[Uplink, ...]
+
+
 class ParameterServer(ABC):
     """The communication of a method between a server and its workers.
 
@@ -133,13 +136,12 @@ class ParameterServer(ABC):
             NonFiniteError: on all ranks, if a worker's vector held a NaN or an infinity; names it.
             WireError: on all ranks, if a frame was damaged on the way.
         """
-        layout = tuple(field for message in messages for field in message.layout)
         for message in messages:
             self.traffic.up_coordinates += message.compressor.kept(message.decoded.shape[1])
-        self.traffic.up_bytes += wire.framed(wire.nbytes(layout))
+        self.traffic.up_bytes += wire.framed(wire.nbytes(_layout(messages)))
         self.traffic.round_trips += 1
         faults = {worker: self.explain() for message in messages for worker in message.faulty}
-        return [self._mean(vectors) for vectors in self._deliver(messages, layout, faults)]
+        return [self._mean(vectors) for vectors in self._deliver(messages, faults)]
 
     def uplink(self, vectors: Tensor, compressor: Compressor, call: int) -> tuple[Tensor, Tensor]:
         """Encode and send one message: what this process's workers sent, and the mean of all."""
@@ -155,9 +157,7 @@ class ParameterServer(ABC):
         return compressor.decompress(compressor.compress(vector, key), d, dtype, key)
 
     @abstractmethod
-    def _deliver(
-        self, messages: Sequence[Uplink], layout: Layout, faults: dict[int, str]
-    ) -> Sequence[Iterable[Tensor]]:
+    def _deliver(self, messages: Messages, faults: dict[int, str]) -> Sequence[Iterable[Tensor]]:
         """For each message the vectors of all n workers; raises if any worker has a fault."""
 
     def _uplink_key(self, worker: int, call: int) -> Key:
@@ -183,9 +183,7 @@ class Simulated(ParameterServer):
     def __init__(self, n: int, seed: int = 0) -> None:
         super().__init__(n, range(n) if isinstance(n, int) else range(0), seed)
 
-    def _deliver(
-        self, messages: Sequence[Uplink], layout: Layout, faults: dict[int, str]
-    ) -> Sequence[Iterable[Tensor]]:
+    def _deliver(self, messages: Messages, faults: dict[int, str]) -> Sequence[Iterable[Tensor]]:
         if faults:
             raise _unusable(faults)
         return [message.decoded for message in messages]
@@ -225,9 +223,8 @@ class Ranks(ParameterServer):
         super().__init__(self.exchange.world_size, range(rank, rank + 1), seed)
         self.exchange.require_same("the seed of compressed messages", {"seed": seed})
 
-    def _deliver(
-        self, messages: Sequence[Uplink], layout: Layout, faults: dict[int, str]
-    ) -> Sequence[Iterable[Tensor]]:
+    def _deliver(self, messages: Messages, faults: dict[int, str]) -> Sequence[Iterable[Tensor]]:
+        layout = _layout(messages)
         length = wire.nbytes(layout)
         frame = torch.zeros(wire.framed(length), dtype=torch.uint8, device=self.exchange.device)
         fields = [field for message in messages for field in message.parts[0]]
@@ -249,6 +246,11 @@ class Ranks(ParameterServer):
         for worker, parts in enumerate(everyone):
             key = self._uplink_key(worker, message.call)
             yield message.compressor.decompress(parts, d, dtype, key)
+
+
+def _layout(messages: Messages) -> Layout:
+    """Fields of the frame in which messages of one worker travel together."""
+    return tuple(field for message in messages for field in message.layout)
 
 
 def _unusable(faults: dict[int, str]) -> NonFiniteError:

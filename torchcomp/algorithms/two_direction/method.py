@@ -42,9 +42,7 @@ class TwoDirectionMethod(Method):
     """Algorithm 1, with the stable form of Algorithm 2's learning rates.
 
     Args:
-        gradients: as for :class:`~torchcomp.algorithms.method.Method`, like `x0` and `server`.
-        x0: where to start.
-        server: the communication.
+        gradients, x0, server: as for :class:`~torchcomp.algorithms.method.Method`.
         up: unbiased compressor of the workers.
         down: contractive compressor of the server.
         lbar: inverse of the step size; see :func:`~torchcomp.algorithms.two_direction.theory.lbar`.

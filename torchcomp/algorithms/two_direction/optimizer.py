@@ -90,19 +90,21 @@ class TwoDirection(torch.optim.Optimizer):
         super().__init__(params, {})
         if not dist.is_initialized():
             raise SpecError("TwoDirection needs torch.distributed: call init_process_group first")
-        self._options: dict[str, Any] = {"lbar": lbar, "mu": mu, "p": p, "tau": tau}
-        self._options["gamma0"] = gamma0
         self._params: list[Tensor] = self.param_groups[0]["params"]
         device = self._params[0].device
-        given = {**self._options, "up": up, "down": down, "seed": seed, "samples": samples}
-        self._up, self._down = Exchange(group, device).agree(
-            "TwoDirection", given, lambda: self._checked(up, down, seed, samples), _ADVICE
+        options = {"up": up, "down": down, "lbar": lbar, "mu": mu, "p": p, "tau": tau}
+        options["gamma0"] = gamma0
+        self._options = Exchange(group, device).agree(
+            "TwoDirection",
+            {**options, "seed": seed, "samples": samples},
+            lambda: self._checked(options, seed, samples),
+            _ADVICE,
         )
         self._check_deterministic = check_deterministic
         self._server = Ranks(group, seed, device)
         self._server.explain = lambda: self._problem
         self._method: TwoDirectionMethod | None = None
-        self._loaded: dict[str, Any] | None = None
+        self._verified = False
         self._loss: Tensor | float = math.nan
         self._problem = ""
         self._cause: Exception | None = None
@@ -135,10 +137,15 @@ class TwoDirection(torch.optim.Optimizer):
                 parameters and the method are as before the step.
             RankMismatchError: on all ranks, at the first step, if their parameters differ.
         """
-        x = self._flat()
+        x = torch.cat([p.detach().reshape(-1) for p in self._params])
         self._closure, self._problem, self._cause = closure, "", None
+        if not self._verified:
+            content = x.cpu().view(torch.uint8).numpy().tobytes()
+            facts = {"parameters": hashlib.sha256(content).hexdigest()[:12]}
+            self._server.exchange.require_same("TwoDirection", facts, _ADVICE)
+            self._verified = True
         try:
-            self._method = method = self._method or self._servert(x)
+            self._method = method = self._method or self._build(x)
             method.step()
             x = method.solution
         except NonFiniteError as error:
@@ -149,7 +156,7 @@ class TwoDirection(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: each rank saves and loads its own."""
-        state = self._method.state_dict() if self._method else self._loaded
+        state = self._method.state_dict() if self._method else None
         return {"belongs_to": self._identity(), "method": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -166,27 +173,22 @@ class TwoDirection(torch.optim.Optimizer):
         if differing:
             told = [f"{name} {theirs.get(name)} there, {mine[name]} here" for name in differing]
             raise CheckpointError(f"this state does not belong here: {'; '.join(told)}")
-        self._loaded, self._method = _on(self._params[0].device, state_dict["method"]), None
-        self._server.traffic = ServerTraffic(**(self._loaded or {"traffic": {}})["traffic"])
-        if self._loaded is not None:
-            self._write(self._loaded["x"])
+        self._method, self._verified = None, False
+        self._server.traffic = ServerTraffic()
+        if state_dict["method"] is not None:
+            state = _on(self._params[0].device, state_dict["method"])
+            self._method = self._build(state["x"], state)
+            self._write(state["x"])
 
     def _identity(self) -> dict[str, int | str]:
-        facts = {**self._options, "up": self._up, "down": self._down, "seed": self._server.seed}
+        facts = {**self._options, "seed": self._server.seed}
         place = {"rank": self._server.exchange.rank, "world_size": self._server.n}
         shape = {"coordinates": self._numel, "dtype": self._params[0].dtype}
         return {**place, **{name: str(value) for name, value in (shape | facts).items()}}
 
-    def _servert(self, x: Tensor) -> TwoDirectionMethod:
-        content = x.cpu().view(torch.uint8).numpy().tobytes()
-        facts = {"parameters": hashlib.sha256(content).hexdigest()[:12]}
-        self._server.exchange.require_same("TwoDirection", facts, _ADVICE)
-        options = {**self._options, "state": self._loaded}
-        method = TwoDirectionMethod(
-            self._gradients, x, self._server, self._up, self._down, **options
-        )
-        self._loaded = None
-        return method
+    def _build(self, x: Tensor, state: dict[str, Any] | None = None) -> TwoDirectionMethod:
+        options = {**self._options, "state": state}
+        return TwoDirectionMethod(self._gradients, x, self._server, **options)
 
     def _gradients(self, point: Tensor) -> Tensor:
         gradient = self._evaluate(point)
@@ -196,12 +198,11 @@ class TwoDirection(torch.optim.Optimizer):
                 apart = f"two gradients at one point differ by {(gradient - again).abs().max():g}"
                 self._problem = f"its closure is not deterministic: {apart}"
             self._check_deterministic = bool(self._problem)
-        if self._problem:
-            # The other ranks wait for a message: they learn of it there.
-            gradient = torch.full_like(point, torch.nan)
-        return gradient[None]
+        # The other ranks wait for a message: from it they learn of a problem.
+        return torch.full_like(point, torch.nan)[None] if self._problem else gradient[None]
 
     def _evaluate(self, point: Tensor) -> Tensor:
+        """The closure's gradient at `point`; any vector where there is a problem."""
         if self._problem:
             return point
         self._write(point)
@@ -212,58 +213,46 @@ class TwoDirection(torch.optim.Optimizer):
             with torch.enable_grad():
                 self._loss = self._closure()
             self._problem = self._wrong_with(self._loss)
-            return point if self._problem else self._flat_gradient()
         except Exception as error:
             self._problem, self._cause = f"its closure raised {error!r}", error
+        if self._problem:
             return point
+        # A parameter that the loss does not touch has no gradient, which means zero.
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params]
+        return torch.cat([grad.reshape(-1) for grad in grads])
 
     def _wrong_with(self, loss: Tensor | float | None) -> str:
         if loss is None:
             return "its closure returned None instead of the loss"
         value = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        grads = [p.grad for p in self._params if p.grad is not None]
         if not math.isfinite(value):
             return f"its closure returned {value:g}"
-        if all(p.grad is None for p in self._params):
+        if not grads:
             return "its closure left no gradient: it must call loss.backward()"
-        if any(p.grad is not None and p.grad.layout != torch.strided for p in self._params):
+        if any(grad.layout != torch.strided for grad in grads):
             return "its closure left a sparse gradient, and all of them are one dense vector"
         return ""
-
-    def _flat_gradient(self) -> Tensor:
-        # A parameter that the loss does not touch has no gradient, which means zero.
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params]
-        return torch.cat([grad.reshape(-1) for grad in grads])
-
-    def _flat(self) -> Tensor:
-        return torch.cat([p.detach().reshape(-1) for p in self._params])
 
     @torch.no_grad()
     def _write(self, x: Tensor) -> None:
         # In place: whoever shares a parameter's memory sees it move.
-        sizes = [p.numel() for p in self._params]
-        for p, part in zip(self._params, x.split_with_sizes(sizes), strict=True):
-            p.copy_(part.view(p.shape))
+        for p, part in zip(self._params, self._parts(x), strict=True):
+            p.copy_(part)
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        """A vector as one tensor for each parameter, of its shape."""
+        parts = x.split_with_sizes([p.numel() for p in self._params])
+        return [part.view(p.shape) for p, part in zip(self._params, parts, strict=True)]
 
     @property
     def _numel(self) -> int:
         return sum(p.numel() for p in self._params)
 
     def _checked(
-        self, up: Compressor | str, down: Compressor | str, seed: int, samples: int | None
-    ) -> tuple[tuple[Compressor, Compressor], dict[str, Any]]:
-        """The compressors, and the facts that all ranks must share."""
-        self._check_parameters()
-        check_seed(seed)
-        if samples is not None:
-            check_count("samples", samples)
-        built = _compressor(up, "up"), _compressor(down, "down")
-        rates = dict(self._options)
-        check_gamma0(rates.pop("gamma0"))
-        constants(self._numel, built[0], built[1], **rates)
-        facts = {"coordinates": self._numel, "dtype": self._params[0].dtype, "samples": samples}
-        return built, {**facts, **self._options, "up": built[0], "down": built[1], "seed": seed}
-
-    def _check_parameters(self) -> None:
+        self, options: dict[str, Any], seed: int, samples: int | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The options with their compressors, and what all ranks must share."""
         if len(self.param_groups) > 1:
             raise SpecError("TwoDirection takes one group of parameters: all are one vector")
         unknown = self.param_groups[0].keys() - {"params", "param_names"}
@@ -275,6 +264,14 @@ class TwoDirection(torch.optim.Optimizer):
                 "TwoDirection makes one vector of all parameters: they must be of one "
                 f"floating-point dtype on one device, and here are {sorted(kinds)}"
             )
+        check_seed(seed)
+        if samples is not None:
+            check_count("samples", samples)
+        built = {**options, **{role: _compressor(options[role], role) for role in ("up", "down")}}
+        check_gamma0(built["gamma0"])
+        constants(self._numel, **{name: built[name] for name in built if name != "gamma0"})
+        facts = {"coordinates": self._numel, "dtype": self._params[0].dtype, "samples": samples}
+        return built, {**facts, **built, "seed": seed}
 
 
 def _compressor(spec: Compressor | str, role: str) -> Compressor:

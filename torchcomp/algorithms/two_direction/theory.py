@@ -1,11 +1,7 @@
 """The theory of 2Direction: constants, probabilities, step size and learning rates.
 
-Tyurin, Richtarik, NeurIPS 2023 (arXiv 2305.12379). Symbols, also of the arguments below:
-
-- smoothness is L of f; lmax the largest smoothness of an f_i; mu the strong convexity of f
-- d coordinates, n workers
-- omega: relative variance of the compressor up; alpha: contraction constant of that down
-- p: probability of the coin; tau: momentum of v; beta: momentum of h
+Tyurin, Richtarik, NeurIPS 2023 (arXiv 2305.12379). Arguments are symbols of the theory, see
+:mod:`~torchcomp.algorithms.checks`; tau is the momentum of v and beta that of h.
 
 The paper's Algorithm 2 carries Gamma, which grows geometrically: squared it leaves float64's range
 near 1e154, after which the method silently stands still. Here its inverse rho = 1/Gamma is carried.
@@ -23,15 +19,13 @@ from functools import cached_property
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import require_contractive, require_unbiased
-from torchcomp.checks import (
-    check_at_least_0,
-    check_count,
-    check_fraction,
-    check_positive,
-    check_share,
-    is_number,
+from torchcomp.algorithms.checks import (
+    check_convexity,
+    check_symbols,
+    require_contractive,
+    require_unbiased,
 )
+from torchcomp.checks import check_count, check_positive, check_share
 from torchcomp.compressors import Compressor
 from torchcomp.errors import SpecError
 
@@ -53,7 +47,7 @@ def probabilities(omega: float) -> Probabilities:
     Raises:
         SpecError: if omega is negative or not finite.
     """
-    check_at_least_0("omega", omega)
+    check_symbols(omega=omega)
     return Probabilities(1 / (omega + 1), 1 / (omega + 1))
 
 
@@ -62,18 +56,13 @@ def priced_probabilities(
 ) -> Probabilities:
     """P and tau where the price of the way down is known.
 
-    Args:
-        omega: as above, like `d`.
-        d: number of coordinates.
-        k_up: coordinates of a message up.
-        k_down: coordinates of a message down.
-        r: weight of the way down in the cost of communication, in [0, 1]; the way up has 1 - r.
+    A message up has `k_up` coordinates, one down `k_down`. In the cost of communication the way
+    down has the weight r, in [0, 1], and the way up 1 - r.
 
     Raises:
         SpecError: if a number is out of its range.
     """
-    check_at_least_0("omega", omega)
-    check_count("d", d)
+    check_symbols(omega=omega, d=d)
     for name, count in (("k_up", k_up), ("k_down", k_down)):
         check_count(name, count, most=d)
     check_share("r", r)
@@ -98,12 +87,8 @@ def lbar(
     Raises:
         SpecError: if a parameter is out of its range.
     """
-    for name, value in (("smoothness", smoothness), ("lmax", lmax), ("constant", constant)):
-        check_positive(name, value)
-    for name, value in (("alpha", alpha), ("p", p), ("tau", tau)):
-        check_fraction(name, value)
-    check_at_least_0("omega", omega)
-    check_count("n", n)
+    check_symbols(smoothness=smoothness, lmax=lmax, constant=constant, alpha=alpha, p=p, tau=tau)
+    check_symbols(omega=omega, n=n)
     beta = 1 / (omega + 1)
     terms = (
         smoothness / alpha,
@@ -118,15 +103,7 @@ def lbar(
 
 @dataclass(frozen=True)
 class Constants:
-    """What the learning rates depend on besides rho.
-
-    Attributes:
-        lbar: Lbar, the inverse of the step size, above 0.
-        mu: at least 0, like the following a symbol of the theory.
-        p: in (0, 1].
-        tau: in (0, 1].
-        alpha: in (0, 1].
-        beta: in (0, 1].
+    """What the learning rates depend on besides rho: symbols of the theory.
 
     Raises:
         SpecError: if one of them is out of its range.
@@ -140,10 +117,9 @@ class Constants:
     beta: float
 
     def __post_init__(self) -> None:
-        check_positive("lbar", self.lbar)
+        check_symbols(lbar=self.lbar)
         check_convexity(self.mu, self.lbar, "lbar")
-        for name in ("p", "tau", "alpha", "beta"):
-            check_fraction(name, getattr(self, name))
+        check_symbols(p=self.p, tau=self.tau, alpha=self.alpha, beta=self.beta)
 
     @cached_property
     def theta_min(self) -> float:
@@ -175,8 +151,7 @@ def constants(
     known_alpha = require_contractive(down, d, "down")
     omega = known_omega if omega is None else omega
     alpha = known_alpha if alpha is None else alpha
-    check_at_least_0("omega", omega)
-    check_fraction("alpha", alpha)
+    check_symbols(omega=omega, alpha=alpha)
     if omega < known_omega:
         raise _contradiction("omega", omega, known_omega, up)
     if alpha > known_alpha:
@@ -223,20 +198,6 @@ def learning_rates(rho: float, constants: Constants) -> LearningRates:
     theta_bar = 2 * c / (p * c + math.sqrt(p * p * c * c + 4 * p * lbar * c))
     theta = min(theta_bar, constants.theta_min)
     return LearningRates(rho * (1 - p * theta), theta, constants)
-
-
-def check_convexity(mu: float, smoothness: float, name: str) -> None:
-    """Require 0 <= mu <= smoothness, where `name` says what the latter is called.
-
-    Raises:
-        SpecError: naming both.
-    """
-    if not is_number(mu) or not 0 <= mu <= smoothness:
-        raise SpecError(
-            f"mu must be at least 0 and at most {name} = {smoothness:g}, because no function is "
-            f"more convex than smooth; not {mu!r}",
-            "mu",
-        )
 
 
 def check_gamma0(gamma0: float) -> None:
