@@ -12,7 +12,7 @@ from torch import Tensor
 from torchcomp.algorithms.checks import check_convexity
 from torchcomp.algorithms.method import Gradients, Method
 from torchcomp.algorithms.parameter_server import DENSE, ParameterServer
-from torchcomp.algorithms.two_direction.theory import Constants, check_gamma0, learning_rates
+from torchcomp.algorithms.two_direction.theory import Constants, learning_rates
 from torchcomp.checks import check_positive
 
 
@@ -40,8 +40,7 @@ class AGD(Method):
         gamma0: float = 1.0,
     ) -> None:
         super().__init__(gradients, x0, server)
-        check_gamma0(gamma0)
-        self.constants = Constants(lbar, mu, p=1.0, tau=1.0, alpha=1.0, beta=1.0)
+        self.constants = Constants(lbar, mu, 1.0, 1.0, 1.0, 1.0, gamma0)
         self.rho = 1.0 / gamma0
         self.u = self.x
 

@@ -22,7 +22,7 @@ from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.errors import SpecError
 
 _RANGES: dict[str, Callable[[str, object], None]] = {
-    **dict.fromkeys(("smoothness", "lmax", "gamma", "lbar", "constant"), check_positive),
+    **dict.fromkeys(("smoothness", "lmax", "gamma", "gamma0", "lbar", "constant"), check_positive),
     **dict.fromkeys(("alpha", "beta", "p", "tau"), check_fraction),
     **dict.fromkeys(("d", "n"), check_count),
     "omega": check_at_least_0,
@@ -53,43 +53,32 @@ def check_convexity(mu: float, smoothness: float, name: str) -> None:
         )
 
 
-def require_unbiased(compressor: Compressor, d: int, role: str) -> float:
-    """The omega that a compressor declares for vectors of `d` elements.
+_KINDS = {
+    "unbiased": (
+        "omega",
+        "this message must be right in expectation, because nothing corrects it later. Take for "
+        "example randk(0.1, unbiased=True)",
+    ),
+    "contractive": (
+        "alpha",
+        "what this message leaves out is sent later, which converges only if |C(x) - x| < |x|. "
+        "Take for example topk(0.1)",
+    ),
+}
+
+
+def require(kind: str, compressor: Compressor, d: int, role: str) -> float:
+    """What an unbiased (omega) or contractive (alpha) compressor declares for `d` elements.
 
     Raises:
-        SpecError: if it is not unbiased, keeps more than `d` entries, or does not work on the
+        SpecError: if it is not of that kind, keeps more than `d` entries, or does not work on the
             whole vector.
     """
-    _require_usable(compressor, d, role)
-    omega = compressor.omega(d)
-    if omega is None:
-        raise SpecError(
-            f"{role}: '{compressor}' is not unbiased (it declares no omega); this message must be "
-            "right in expectation, because nothing corrects it later. Take for example "
-            "randk(0.1, unbiased=True)",
-            role,
-        )
-    return omega
-
-
-def require_contractive(compressor: Compressor, d: int, role: str) -> float:
-    """The alpha that a compressor declares for vectors of `d` elements; raises as for unbiased."""
-    _require_usable(compressor, d, role)
-    alpha = compressor.alpha(d)
-    if alpha is None:
-        raise SpecError(
-            f"{role}: '{compressor}' is not contractive (it declares no alpha); what this message "
-            "leaves out is sent later, which converges only if |C(x) - x| < |x|. Take for example "
-            "topk(0.1)",
-            role,
-        )
-    return alpha
-
-
-def _require_usable(compressor: Compressor, d: int, role: str) -> None:
-    problem = ""
     if not isinstance(compressor, Compressor):
         raise SpecError(f"{role} must be a compressor such as topk(k=65), not {compressor!r}", role)
+    constant, advice = _KINDS[kind]
+    declared: float | None = getattr(compressor, constant)(d)
+    problem = ""
     if compressor.per_tensor:
         problem = (
             "works on each parameter by itself, and here all of them are one vector; leave "
@@ -97,5 +86,8 @@ def _require_usable(compressor: Compressor, d: int, role: str) -> None:
         )
     elif isinstance(compressor, Sparsifier) and compressor.k is not None and compressor.k > d:
         problem = f"keeps {compressor.k} entries, and there are only {d} coordinates"
-    if problem:
+    elif declared is None:
+        problem = f"is not {kind} (it declares no {constant}); {advice}"
+    if problem or declared is None:
         raise SpecError(f"{role}: '{compressor}' {problem}", role)
+    return declared

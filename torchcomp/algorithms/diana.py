@@ -6,7 +6,7 @@ Mishchenko, Gorbunov, Takac, Richtarik: "Distributed learning with compressed gr
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import check_symbols, require_unbiased
+from torchcomp.algorithms.checks import check_symbols
 from torchcomp.algorithms.method import CompressedMethod
 from torchcomp.algorithms.parameter_server import DENSE
 
@@ -27,7 +27,7 @@ class DIANA(CompressedMethod):
     In theory `gamma` is :func:`step_size`.
     """
 
-    _require = staticmethod(require_unbiased)
+    _kind = "unbiased"
 
     def _start(self, declared: float) -> None:
         self.beta = 1 / (declared + 1)

@@ -6,7 +6,7 @@ for Distributed Optimization with Bidirectional Compression", ICML 2023 (arXiv 2
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import require_contractive
+from torchcomp.algorithms.checks import require
 from torchcomp.algorithms.method import CompressedMethod, Gradients
 from torchcomp.algorithms.parameter_server import DENSE, ParameterServer
 from torchcomp.compressors import Compressor
@@ -28,7 +28,7 @@ class EF21P(CompressedMethod):
         gamma: float,
     ) -> None:
         super().__init__(gradients, x0, server, DENSE, gamma=gamma)
-        require_contractive(down, x0.numel(), "down")
+        require("contractive", down, x0.numel(), "down")
         self.down = down
 
     def _start(self, declared: float) -> None:

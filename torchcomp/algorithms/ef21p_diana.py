@@ -6,7 +6,7 @@ for Distributed Optimization with Bidirectional Compression", ICML 2023 (arXiv 2
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import check_convexity, check_symbols, require_contractive
+from torchcomp.algorithms.checks import check_convexity, check_symbols, require
 from torchcomp.algorithms.diana import DIANA
 from torchcomp.algorithms.method import Gradients
 from torchcomp.algorithms.parameter_server import ParameterServer
@@ -50,7 +50,7 @@ class EF21PDIANA(DIANA):
         *,
         gamma: float,
     ) -> None:
-        require_contractive(down, x0.numel(), "down")
+        require("contractive", down, x0.numel(), "down")
         super().__init__(gradients, x0, server, up, gamma=gamma)
         self.down, self.w = down, self.x
 

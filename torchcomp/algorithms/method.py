@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchcomp.algorithms.checks import require_contractive
+from torchcomp.algorithms.checks import require
 from torchcomp.algorithms.parameter_server import ParameterServer
 from torchcomp.checks import check_positive
 from torchcomp.compressors import Compressor
@@ -96,7 +96,7 @@ class CompressedMethod(Method):
         SpecError: if the compressor is not of that kind, or gamma not positive.
     """
 
-    _require = staticmethod(require_contractive)
+    _kind = "contractive"
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class CompressedMethod(Method):
         super().__init__(gradients, x0, server)
         check_positive("gamma", gamma)
         self.up, self.gamma = up, gamma
-        self._start(self._require(up, x0.numel(), "up"))
+        self._start(require(self._kind, up, x0.numel(), "up"))
 
     @abstractmethod
     def _start(self, declared: float) -> None:

@@ -59,26 +59,14 @@ class ServerTraffic:
 
 @dataclass(frozen=True)
 class Uplink:
-    """One message from every worker of this process to the server.
-
-    Attributes:
-        compressor: what made it.
-        call: number of the message, the same on all workers.
-        parts: fields of each worker's message.
-        decoded: what the messages stand for; (workers of this process, d).
-        faulty: workers whose vector held a NaN or an infinity.
-    """
+    """One message from every worker of this process to the server."""
 
     compressor: Compressor
-    call: int
-    parts: tuple[Parts, ...]
-    decoded: Tensor
-    faulty: tuple[int, ...]
-
-    @property
-    def layout(self) -> Layout:
-        """Fields of one worker's message."""
-        return self.compressor.layout(self.decoded.shape[1], self.decoded.dtype)
+    call: int  # the number of the message, the same on all workers
+    layout: Layout  # of one worker's message
+    parts: tuple[Parts, ...]  # of each worker's message
+    decoded: Tensor  # what the messages stand for; (workers of this process, d)
+    faulty: tuple[int, ...]  # workers whose vector held a NaN or an infinity
 
 
 Messages = tuple[Uplink, ...]
@@ -124,7 +112,8 @@ class ParameterServer(ABC):
             row.copy_(compressor.decompress(parts[-1], vector.numel(), vector.dtype, key))
         finite = zip(self.mine, vectors.isfinite().all(1).tolist(), strict=True)
         faulty = tuple(worker for worker, good in finite if not good)
-        return Uplink(compressor, call, tuple(parts), decoded, faulty)
+        layout = compressor.layout(vectors.shape[1], vectors.dtype)
+        return Uplink(compressor, call, layout, tuple(parts), decoded, faulty)
 
     def up(self, *messages: Uplink) -> list[Tensor]:
         """Send messages to the server together.
@@ -138,7 +127,9 @@ class ParameterServer(ABC):
         """
         for message in messages:
             self.traffic.up_coordinates += message.compressor.kept(message.decoded.shape[1])
-        self.traffic.up_bytes += wire.framed(wire.nbytes(_layout(messages)))
+        self.traffic.up_bytes += wire.framed(
+            sum(wire.nbytes(message.layout) for message in messages)
+        )
         self.traffic.round_trips += 1
         faults = {worker: self.explain() for message in messages for worker in message.faulty}
         return [self._mean(vectors) for vectors in self._deliver(messages, faults)]
@@ -224,7 +215,7 @@ class Ranks(ParameterServer):
         self.exchange.require_same("the seed of compressed messages", {"seed": seed})
 
     def _deliver(self, messages: Messages, faults: dict[int, str]) -> Sequence[Iterable[Tensor]]:
-        layout = _layout(messages)
+        layout = tuple(field for message in messages for field in message.layout)
         length = wire.nbytes(layout)
         frame = torch.zeros(wire.framed(length), dtype=torch.uint8, device=self.exchange.device)
         fields = [field for message in messages for field in message.parts[0]]
@@ -246,11 +237,6 @@ class Ranks(ParameterServer):
         for worker, parts in enumerate(everyone):
             key = self._uplink_key(worker, message.call)
             yield message.compressor.decompress(parts, d, dtype, key)
-
-
-def _layout(messages: Messages) -> Layout:
-    """Fields of the frame in which messages of one worker travel together."""
-    return tuple(field for message in messages for field in message.layout)
 
 
 def _unusable(faults: dict[int, str]) -> NonFiniteError:

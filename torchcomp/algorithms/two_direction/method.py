@@ -10,13 +10,13 @@ round trip an iteration: lines (12) to (15) are done then.
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from torchcomp.algorithms.method import Gradients, Method
-from torchcomp.algorithms.parameter_server import DENSE, ParameterServer, ServerTraffic, Uplink
-from torchcomp.algorithms.two_direction.theory import check_gamma0, constants, learning_rates
+from torchcomp.algorithms.parameter_server import DENSE, ParameterServer, ServerTraffic
+from torchcomp.algorithms.two_direction.theory import constants, learning_rates
 from torchcomp.compressors import Compressor
 from torchcomp.keys import Key, tensor_id
 
@@ -30,28 +30,13 @@ NUMBERS = ("iterations", "evaluations", "rho", "second_is_due")
 """What a run counts, by attribute."""
 
 
-class Second(NamedTuple):
-    """The second message of an iteration, and what the workers hold once it has been sent."""
-
-    m_z: Uplink
-    h_i: Tensor
-    grad_z: Tensor
-
-
 class TwoDirectionMethod(Method):
     """Algorithm 1, with the stable form of Algorithm 2's learning rates.
 
     Args:
         gradients, x0, server: as for :class:`~torchcomp.algorithms.method.Method`.
-        up: unbiased compressor of the workers.
-        down: contractive compressor of the server.
-        lbar: inverse of the step size; see :func:`~torchcomp.algorithms.two_direction.theory.lbar`.
-        mu: strong convexity of f, at least 0.
-        p: probability of the coin; by default 1/(omega + 1).
-        tau: momentum of v; by default 1/(omega + 1).
-        alpha: contraction constant to calculate with; by default what `down` declares.
-        omega: relative variance to calculate with; by default what `up` declares.
-        gamma0: Gamma at the start.
+        up, down, lbar, mu, p, tau, alpha, omega, gamma0: as for
+            :func:`~torchcomp.algorithms.two_direction.theory.constants`.
         coin: replaces the coin that is drawn from the server's seed.
         state: where an earlier run was, see :meth:`state_dict`; replaces the start at x0.
 
@@ -86,10 +71,8 @@ class TwoDirectionMethod(Method):
     ) -> None:
         super().__init__(gradients, x0, server)
         self.up, self.down = up, down
-        self.constants = constants(
-            x0.numel(), up, down, lbar=lbar, mu=mu, p=p, tau=tau, alpha=alpha, omega=omega
-        )
-        check_gamma0(gamma0)
+        given = {"p": p, "tau": tau, "alpha": alpha, "omega": omega}
+        self.constants = constants(x0.numel(), up, down, lbar=lbar, mu=mu, gamma0=gamma0, **given)
         self.rho = 1.0 / gamma0
         self._coin = coin or self._drawn_coin
         self.second_is_due = False
@@ -129,31 +112,25 @@ class TwoDirectionMethod(Method):
         Until then h_i, h and v are those of the iteration before. All ranks call this together.
         """
         if self.second_is_due:
-            second = self._second(self.iterations)
-            self._receive(second, *self.server.up(second.m_z))
+            self._uplinks(None, self.iterations)
 
-    def _uplinks(self, y: Tensor, t: int) -> Tensor:
-        if not self.second_is_due:
-            return self.server.uplink(self.gradients(y) - self.h_i, self.up, 2 * t)[1]  # (3)
-        second = self._second(t)
-        m_y = self.server.encode(self.gradients(y) - second.h_i, self.up, 2 * t)  # (3)
-        # An error about either message leaves here, before anything has changed.
-        mean_m_z, mean_m_y = self.server.up(second.m_z, m_y)
-        self._receive(second, mean_m_z)
-        return mean_m_y
-
-    def _second(self, t: int) -> Second:
-        """The second message of the iteration before `t`."""
-        grad_z = self.gradients(self.z) if self.grad_z is None else self.grad_z
-        m_z = self.server.encode(grad_z - self.h_i, self.up, 2 * t - 1)  # (12)
-        return Second(m_z, self.h_i + self.constants.beta * m_z.decoded, grad_z)  # (13)
-
-    def _receive(self, second: Second, mean_m_z: Tensor) -> None:
-        c = self.constants
-        self.h_i, self.grad_z = second.h_i, second.grad_z
-        self.v = (1 - c.tau) * self.v + c.tau * (self.h + mean_m_z)  # (14)
-        self.h = self.h + c.beta * mean_m_z  # (15)
-        self.second_is_due = False
+    def _uplinks(self, y: Tensor | None, t: int) -> Tensor:
+        """Lines (12) to (15) of the iteration before `t` if they are due, and (3) if there is a y."""
+        c, h_i, grad_z, messages = self.constants, self.h_i, self.grad_z, []
+        if self.second_is_due:
+            grad_z = self.gradients(self.z) if grad_z is None else grad_z
+            m_z = self.server.encode(grad_z - h_i, self.up, 2 * t - 1)  # (12)
+            h_i = h_i + c.beta * m_z.decoded  # (13)
+            messages.append(m_z)
+        if y is not None:
+            messages.append(self.server.encode(self.gradients(y) - h_i, self.up, 2 * t))  # (3)
+        # An error about any message leaves here, before anything has changed.
+        means = self.server.up(*messages)
+        if self.second_is_due:
+            self.h_i, self.grad_z, self.second_is_due = h_i, grad_z, False
+            self.v = (1 - c.tau) * self.v + c.tau * (self.h + means[0])  # (14)
+            self.h = self.h + c.beta * means[0]  # (15)
+        return means[-1]
 
     def _drawn_coin(self, t: int) -> bool:
         key = Key(self.server.seed, t, tensor_id("coin"))

@@ -27,7 +27,7 @@ from torch import Tensor
 from torchcomp.aggregators import Mean
 from torchcomp.algorithms.parameter_server import Ranks, ServerTraffic
 from torchcomp.algorithms.two_direction.method import TwoDirectionMethod
-from torchcomp.algorithms.two_direction.theory import check_gamma0, constants
+from torchcomp.algorithms.two_direction.theory import constants
 from torchcomp.checks import check_count
 from torchcomp.compressors import Compressor
 from torchcomp.errors import CheckpointError, NonFiniteError, SpecError
@@ -42,9 +42,6 @@ _ADVICE = "Give all ranks equal shards, and the same model and arguments."
 
 class TwoDirection(torch.optim.Optimizer):
     """2Direction for convex losses with exact local gradients; one worker a rank.
-
-    ``step(closure)`` is as of :class:`torch.optim.LBFGS`. With mini-batches, dropout or losses that
-    are not convex the method promises nothing.
 
     All parameters are one flat vector. After a step they hold the method's x; from the first step
     on it owns them, and what else changes them is undone by the next. All ranks call ``step``
@@ -124,9 +121,9 @@ class TwoDirection(torch.optim.Optimizer):
         """One iteration.
 
         Args:
-            closure: clears the gradients, computes this rank's loss over all of its samples, calls
-                backward and returns the loss. It is called once, or twice where z has moved in the
-                iteration before, which happens with probability p.
+            closure: as for :class:`torch.optim.LBFGS`, over all of this rank's samples. It is
+                called once, or twice where z has moved in the iteration before, which happens with
+                probability p.
 
         Returns:
             What the closure returned last: this rank's loss at the method's y, not at its x.
@@ -268,15 +265,12 @@ class TwoDirection(torch.optim.Optimizer):
         if samples is not None:
             check_count("samples", samples)
         built = {**options, **{role: _compressor(options[role], role) for role in ("up", "down")}}
-        check_gamma0(built["gamma0"])
-        constants(self._numel, **{name: built[name] for name in built if name != "gamma0"})
+        constants(self._numel, **built)
         facts = {"coordinates": self._numel, "dtype": self._params[0].dtype, "samples": samples}
         return built, {**facts, **built, "seed": seed}
 
 
 def _compressor(spec: Compressor | str, role: str) -> Compressor:
-    if isinstance(spec, Compressor):
-        return spec
     method = parse_aggregator(spec)
     if isinstance(method, Mean):
         return method.compressor

@@ -19,13 +19,8 @@ from functools import cached_property
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import (
-    check_convexity,
-    check_symbols,
-    require_contractive,
-    require_unbiased,
-)
-from torchcomp.checks import check_count, check_positive, check_share
+from torchcomp.algorithms.checks import check_convexity, check_symbols, require
+from torchcomp.checks import check_count, check_share
 from torchcomp.compressors import Compressor
 from torchcomp.errors import SpecError
 
@@ -103,7 +98,7 @@ def lbar(
 
 @dataclass(frozen=True)
 class Constants:
-    """What the learning rates depend on besides rho: symbols of the theory.
+    """What the learning rates depend on: symbols of the theory, and Gamma at the start.
 
     Raises:
         SpecError: if one of them is out of its range.
@@ -115,11 +110,19 @@ class Constants:
     tau: float
     alpha: float
     beta: float
+    gamma0: float = 1.0
 
     def __post_init__(self) -> None:
         check_symbols(lbar=self.lbar)
         check_convexity(self.mu, self.lbar, "lbar")
         check_symbols(p=self.p, tau=self.tau, alpha=self.alpha, beta=self.beta)
+        check_symbols(gamma0=self.gamma0)
+        if not 1e-100 <= float(self.gamma0) <= 1e100:
+            raise SpecError(
+                "gamma0 must lie from 1e-100 to 1e100, because the learning rates square it; not "
+                f"{self.gamma0!r}",
+                "gamma0",
+            )
 
     @cached_property
     def theta_min(self) -> float:
@@ -138,26 +141,34 @@ def constants(
     tau: float | None = None,
     alpha: float | None = None,
     omega: float | None = None,
+    gamma0: float = 1.0,
 ) -> Constants:
     """The constants of a run with d coordinates, an unbiased `up` and a contractive `down`.
 
     By default p and tau are 1/(omega + 1), and alpha and omega what the compressors declare;
-    others are taken if they promise less.
+    others are taken if they promise less. Learning rates start from Gamma = `gamma0`.
 
     Raises:
         SpecError: if a parameter is out of its range, or a compressor of the wrong kind.
     """
-    known_omega = require_unbiased(up, d, "up")
-    known_alpha = require_contractive(down, d, "down")
+    known_omega = require("unbiased", up, d, "up")
+    known_alpha = require("contractive", down, d, "down")
     omega = known_omega if omega is None else omega
     alpha = known_alpha if alpha is None else alpha
     check_symbols(omega=omega, alpha=alpha)
-    if omega < known_omega:
-        raise _contradiction("omega", omega, known_omega, up)
-    if alpha > known_alpha:
-        raise _contradiction("alpha", alpha, known_alpha, down)
+    for name, given, known, compressor, better in (
+        ("omega", omega, known_omega, up, omega < known_omega),
+        ("alpha", alpha, known_alpha, down, alpha > known_alpha),
+    ):
+        if better:
+            raise SpecError(
+                f"{name} = {given:g} contradicts '{compressor}', which guarantees {known:g} and no "
+                f"better; leave {name} out to calculate with that",
+                name,
+            )
     beta = 1 / (omega + 1)
-    return Constants(lbar, mu, beta if p is None else p, beta if tau is None else tau, alpha, beta)
+    p, tau = beta if p is None else p, beta if tau is None else tau
+    return Constants(lbar, mu, p, tau, alpha, beta, gamma0)
 
 
 @dataclass(frozen=True)
@@ -198,26 +209,3 @@ def learning_rates(rho: float, constants: Constants) -> LearningRates:
     theta_bar = 2 * c / (p * c + math.sqrt(p * p * c * c + 4 * p * lbar * c))
     theta = min(theta_bar, constants.theta_min)
     return LearningRates(rho * (1 - p * theta), theta, constants)
-
-
-def check_gamma0(gamma0: float) -> None:
-    """Require a Gamma to start with whose square, as the learning rates take it, is a number.
-
-    Raises:
-        SpecError: naming it.
-    """
-    check_positive("gamma0", gamma0)
-    if not 1e-100 <= gamma0 <= 1e100:
-        raise SpecError(
-            f"gamma0 must lie from 1e-100 to 1e100, because the learning rates square it; not "
-            f"{gamma0!r}",
-            "gamma0",
-        )
-
-
-def _contradiction(name: str, given: float, declared: float, compressor: Compressor) -> SpecError:
-    return SpecError(
-        f"{name} = {given:g} contradicts '{compressor}', which guarantees {declared:g} and no "
-        f"better; leave {name} out to calculate with that",
-        name,
-    )
