@@ -115,7 +115,7 @@ class TwoDirectionMethod(Method):
             self._uplinks(None, self.iterations)
 
     def _uplinks(self, y: Tensor | None, t: int) -> Tensor:
-        """Lines (12) to (15) of the iteration before `t` if they are due, and (3) if there is a y."""
+        """Lines (12) to (15) of the iteration before `t` if due, and (3) if there is a y."""
         c, h_i, grad_z, messages = self.constants, self.h_i, self.grad_z, []
         if self.second_is_due:
             grad_z = self.gradients(self.z) if grad_z is None else grad_z
