@@ -19,7 +19,7 @@ from torchcomp import wire
 from torchcomp.checks import check_count
 from torchcomp.compressors import Compressor, Identity
 from torchcomp.errors import NonFiniteError
-from torchcomp.exchange import Exchange
+from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.keys import Key, check_seed, tensor_id
 from torchcomp.wire import Layout, Parts
 
@@ -108,8 +108,8 @@ class ParameterServer(ABC):
         parts, decoded = [], torch.empty_like(vectors)
         for row, vector, worker in zip(decoded, vectors, self.mine, strict=True):
             key = self._uplink_key(worker, call)
-            parts.append(compressor.compress(vector, key))
-            row.copy_(compressor.decompress(parts[-1], vector.numel(), vector.dtype, key))
+            parts.append(compressor.encode(vector, key).parts)
+            compressor.decode(parts[-1], row, key)
         finite = zip(self.mine, vectors.isfinite().all(1).tolist(), strict=True)
         faulty = tuple(worker for worker, good in finite if not good)
         layout = compressor.layout(vectors.shape[1], vectors.dtype)
@@ -145,7 +145,9 @@ class ParameterServer(ABC):
         self.traffic.down_coordinates += compressor.kept(d)
         self.traffic.down_bytes += wire.framed(wire.nbytes(compressor.layout(d, dtype)))
         key = Key(self.seed, call, tensor_id("downlink"))
-        return compressor.decompress(compressor.compress(vector, key), d, dtype, key)
+        return compressor.decode(
+            compressor.encode(vector, key).parts, torch.empty_like(vector), key
+        )
 
     @abstractmethod
     def _deliver(self, messages: Messages, faults: dict[int, str]) -> Sequence[Iterable[Tensor]]:
@@ -209,10 +211,10 @@ class Ranks(ParameterServer):
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.exchange = Exchange(group, torch.device(device))
+        self.exchange = ProcessGroupExchange(group, torch.device(device))
         rank = self.exchange.rank
         super().__init__(self.exchange.world_size, range(rank, rank + 1), seed)
-        self.exchange.require_same("the seed of compressed messages", {"seed": seed})
+        self.exchange.verify("the seed of compressed messages", {"seed": seed})
 
     def _deliver(self, messages: Messages, faults: dict[int, str]) -> Sequence[Iterable[Tensor]]:
         layout = tuple(field for message in messages for field in message.layout)
@@ -221,7 +223,7 @@ class Ranks(ParameterServer):
         fields = [field for message in messages for field in message.parts[0]]
         wire.pack(fields, layout, wire.payload(frame, length))
         wire.seal(frame, length)
-        frames = self.exchange.gather(frame)
+        frames = self.exchange.all_gather(frame)
         received = [self.exchange.receive(i, each, length) for i, each in enumerate(frames)]
         if not self.exchange.conclude(torch.tensor(not faults), "an uplink", _ADVICE):
             everyone = self.exchange.gather_objects(faults)
@@ -233,10 +235,10 @@ class Ranks(ParameterServer):
         ]
 
     def _decoded(self, message: Uplink, everyone: Sequence[Parts]) -> Iterator[Tensor]:
-        d, dtype = message.decoded.shape[1], message.decoded.dtype
+        out = torch.empty_like(message.decoded[0])
         for worker, parts in enumerate(everyone):
             key = self._uplink_key(worker, message.call)
-            yield message.compressor.decompress(parts, d, dtype, key)
+            yield message.compressor.decode(parts, out, key)
 
 
 def _unusable(faults: dict[int, str]) -> NonFiniteError:

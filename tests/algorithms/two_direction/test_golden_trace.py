@@ -12,6 +12,7 @@ import torch
 
 from torchcomp.algorithms import Simulated, TwoDirectionMethod
 from torchcomp.compressors import Compressor, TopK
+from torchcomp.compressors.base import Encoded
 from torchcomp.wire import Field
 
 D = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]], dtype=torch.float64)
@@ -46,11 +47,12 @@ class Turning(Compressor):
     def kept(self, numel):
         return 2
 
-    def compress(self, x, key):
-        return (2 * x[self._support(key)],)
+    def encode(self, x, key):
+        return Encoded((2 * x[self._support(key)],))
 
-    def accumulate(self, parts, out, key, weight=1.0):
-        out[self._support(key)] += weight * parts[0]
+    def accumulate(self, messages, out, key, weight=1.0):
+        for (values,) in messages:
+            out[self._support(key)] += weight * values
 
     def alpha(self, numel):
         return None

@@ -22,7 +22,7 @@ class Recorded(Simulated):
         self.wires = []
 
     def down(self, vector, compressor=DENSE, call=0):
-        parts = compressor.compress(vector, Key(self.seed, call, tensor_id("downlink")))
+        parts = compressor.encode(vector, Key(self.seed, call, tensor_id("downlink"))).parts
         layout = compressor.layout(vector.numel(), vector.dtype)
         out = torch.zeros(wire.nbytes(layout), dtype=torch.uint8)
         wire.pack(parts, layout, out)
@@ -33,7 +33,7 @@ class Recorded(Simulated):
         layout = compressor.layout(numel, torch.float64)
         parts = wire.unpack(self.wires.pop(0), layout)
         key = Key(self.seed, call, tensor_id("downlink"))
-        return compressor.decompress(parts, numel, torch.float64, key)
+        return compressor.decode(parts, torch.empty(numel, dtype=torch.float64), key)
 
 
 def test_a_worker_rebuilds_w_z_and_k_from_messages_alone():

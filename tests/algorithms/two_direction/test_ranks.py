@@ -126,14 +126,14 @@ def a_damaged_frame():
     server = Ranks()
     method = EF21PDIANA(gradients(server), F.x0, server, UP, DOWN, gamma=0.3)
     method.step()
-    gather = server.exchange.gather
+    gather = server.exchange.all_gather
 
     def damaging(message):
         if server.exchange.rank == 1:
             message[wire.HEADER] ^= 1
         return gather(message)
 
-    server.exchange.gather = damaging
+    server.exchange.all_gather = damaging
     with pytest.raises(WireError, match="rank 1's was damaged on the way"):
         method.step()
 

@@ -18,26 +18,42 @@ belong to one function any more, and their differences, which is what is sent, d
 import hashlib
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchcomp import checkpoint
 from torchcomp.aggregators import Mean
 from torchcomp.algorithms.parameter_server import Ranks, ServerTraffic
-from torchcomp.algorithms.two_direction.method import TwoDirectionMethod
+from torchcomp.algorithms.two_direction.method import VECTORS, TwoDirectionMethod
 from torchcomp.algorithms.two_direction.theory import constants
 from torchcomp.checks import check_count
 from torchcomp.compressors import Compressor
 from torchcomp.errors import CheckpointError, NonFiniteError, SpecError
-from torchcomp.exchange import Exchange
+from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.keys import check_seed
 from torchcomp.spec import parse_aggregator
+from torchcomp.state import Kind
 
 Closure = Callable[[], Tensor | float]
 
 _ADVICE = "Give all ranks equal shards, and the same model and arguments."
+
+_FOREIGN = {
+    "spec": "build the optimizer with the arguments of the run that saved it",
+    "world_size": "load it on as many ranks",
+}
+
+# What a checkpoint holds besides what all of them hold.
+_SECTION = {
+    "evaluations": checkpoint.count,
+    "rho": checkpoint.number,
+    "second_is_due": checkpoint.flag,
+    "traffic": checkpoint.dict_of(checkpoint.count, asdict(ServerTraffic()).keys()),
+}
 
 
 class TwoDirection(torch.optim.Optimizer):
@@ -91,7 +107,7 @@ class TwoDirection(torch.optim.Optimizer):
         device = self._params[0].device
         options = {"up": up, "down": down, "lbar": lbar, "mu": mu, "p": p, "tau": tau}
         options["gamma0"] = gamma0
-        self._options = Exchange(group, device).agree(
+        self._options = ProcessGroupExchange(group, device).build(
             "TwoDirection",
             {**options, "seed": seed, "samples": samples},
             lambda: self._checked(options, seed, samples),
@@ -139,7 +155,8 @@ class TwoDirection(torch.optim.Optimizer):
         if not self._verified:
             content = x.cpu().view(torch.uint8).numpy().tobytes()
             facts = {"parameters": hashlib.sha256(content).hexdigest()[:12]}
-            self._server.exchange.require_same("TwoDirection", facts, _ADVICE)
+            facts["iterations"] = str(self._method.iterations if self._method else 0)
+            self._server.exchange.verify("TwoDirection", facts, _ADVICE)
             self._verified = True
         try:
             self._method = method = self._method or self._build(x)
@@ -153,35 +170,78 @@ class TwoDirection(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: each rank saves and loads its own."""
-        state = self._method.state_dict() if self._method else None
-        return {"belongs_to": self._identity(), "method": state}
+        held = self._method.state_dict() if self._method else {}
+        step, names = held.get("iterations", 0), list(self._named)
+        vectors = {name: held[name].view(-1) for name in VECTORS if held.get(name) is not None}
+        dense = step * sum(p.nbytes for p in self._params)
+        up, down = self.traffic.up_bytes, self.traffic.down_bytes
+        return {
+            **checkpoint.header(self._spec, self._server.exchange),
+            **{"step": step, "seed": self._server.seed, "scale": 1.0, "flushing": False},
+            **{"groups": [names], "buckets": [names]},
+            "parameters": checkpoint.layout_of(self._named),
+            "traffic": {"sent": up, "received": down, "dense": dense},
+            "slots": {
+                name: {**_kind(name), "tensors": dict(zip(names, self._parts(v), strict=True))}
+                for name, v in vectors.items()
+            },
+            "two_direction": {name: held[name] for name in _SECTION} if held else None,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on bit for bit where :meth:`state_dict` was taken; the parameters are set, too.
 
         Raises:
             CheckpointError: if the state is another rank's, or that of other arguments, another
-                model or another number of ranks, or no state of this optimizer.
+                model or another number of ranks, or is damaged; nothing has changed then.
         """
-        if not isinstance(state_dict, dict) or state_dict.keys() != {"belongs_to", "method"}:
-            raise CheckpointError("not a state dict of TwoDirection: it holds other things")
-        mine, theirs = self._identity(), state_dict["belongs_to"]
-        differing = [name for name in mine if mine[name] != theirs.get(name)]
-        if differing:
-            told = [f"{name} {theirs.get(name)} there, {mine[name]} here" for name in differing]
-            raise CheckpointError(f"this state does not belong here: {'; '.join(told)}")
+        self._check(state_dict)
         self._method, self._verified = None, False
         self._server.traffic = ServerTraffic()
-        if state_dict["method"] is not None:
-            state = _on(self._params[0].device, state_dict["method"])
-            self._method = self._build(state["x"], state)
-            self._write(state["x"])
+        if state_dict["two_direction"] is None:
+            return
+        held = {**state_dict["two_direction"], "iterations": state_dict["step"], "grad_z": None}
+        for name, slot in state_dict["slots"].items():
+            parts = [slot["tensors"][each].reshape(-1) for each in self._named]
+            vector = torch.cat(parts).to(self._params[0].device)
+            held[name] = vector[None] if name in ("h_i", "grad_z") else vector
+        self._method = self._build(held["x"], held)
+        self._write(held["x"])
 
-    def _identity(self) -> dict[str, int | str]:
-        facts = {**self._options, "seed": self._server.seed}
-        place = {"rank": self._server.exchange.rank, "world_size": self._server.n}
-        shape = {"coordinates": self._numel, "dtype": self._params[0].dtype}
-        return {**place, **{name: str(value) for name, value in (shape | facts).items()}}
+    def _check(self, state: Any) -> None:
+        """Require a state of this run and rank, whole and possible."""
+        checkpoint.check_header(state, self._spec, self._server.exchange, _FOREIGN)
+        checkpoint.check_engine(state, self._named)
+        section = checkpoint.optional(checkpoint.record(**_SECTION))
+        checkpoint.check(state, checkpoint.record(two_direction=section), "the state dict")
+        saved, step, slots = state["two_direction"], state["step"], state["slots"]
+        kept = [name for name in VECTORS if name != "grad_z" or name in slots] if saved else []
+        named = self._named.items()
+        forms = {name: checkpoint.tensor(tuple(p.shape), p.dtype) for name, p in named}
+        slot = checkpoint.record(tensors=checkpoint.record(**forms))
+        checkpoint.check(slots, checkpoint.dict_of(slot, kept), "slots")
+        problems = {f"seed {state['seed']}": state["seed"] != self._server.seed}
+        for name, each in slots.items():
+            problems[f"the kind of slot '{name}'"] = each | _kind(name) != each
+        if saved:
+            rho, trips = saved["rho"], saved["traffic"]["round_trips"]
+            problems[f"rho {rho}"] = not 0 <= rho <= 1 / self._options["gamma0"]
+            problems[f"{saved['evaluations']} evaluations"] = saved["evaluations"] <= step
+            problems[f"{trips} round trips"] = trips <= step
+        problems[f"step {step}"] = not step and bool(saved and saved["second_is_due"])
+        problems[f"step {step} of a run that has not started"] = bool(step and not saved)
+        found = [problem for problem, holds in problems.items() if holds]
+        if found:
+            raise CheckpointError(f"the checkpoint does not fit this run: {', '.join(found)}")
+
+    @property
+    def _spec(self) -> str:
+        return f"2direction({', '.join(f'{name}={each}' for name, each in self._options.items())})"
+
+    @property
+    def _named(self) -> dict[str, Tensor]:
+        names = self.param_groups[0].get("param_names") or map(str, range(len(self._params)))
+        return dict(zip(names, self._params, strict=True))
 
     def _build(self, x: Tensor, state: dict[str, Any] | None = None) -> TwoDirectionMethod:
         options = {**self._options, "state": state}
@@ -277,8 +337,7 @@ def _compressor(spec: Compressor | str, role: str) -> Compressor:
     raise SpecError(f"{role}: '{method}' is a method, and here a compressor is needed", role)
 
 
-def _on(device: torch.device, value: Any) -> Any:
-    """The same nest of dicts with all of its tensors on `device`."""
-    if isinstance(value, dict):
-        return {name: _on(device, item) for name, item in value.items()}
-    return value.to(device) if isinstance(value, Tensor) else value
+def _kind(slot: str) -> dict[str, Any]:
+    # The gradients at z can be computed anew.
+    kind = Kind.CACHE if slot == "grad_z" else Kind.ESTIMATE
+    return {"kind": kind.value, "sharded": False}
