@@ -9,7 +9,6 @@ order, so they agree bit for bit.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -17,11 +16,13 @@ from torch import Tensor
 
 from torchcomp import wire
 from torchcomp.checks import check_count
+from torchcomp.codec import Codec, Vector
 from torchcomp.compressors import Compressor, Identity
+from torchcomp.compressors.base import Encoded
 from torchcomp.errors import NonFiniteError
 from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.keys import Key, check_seed, tensor_id
-from torchcomp.wire import Layout, Parts
+from torchcomp.wire import Parts
 
 DENSE = Identity()
 
@@ -63,13 +64,14 @@ class Uplink:
 
     compressor: Compressor
     call: int  # the number of the message, the same on all workers
-    layout: Layout  # of one worker's message
-    parts: tuple[Parts, ...]  # of each worker's message
+    encoded: tuple[Encoded, ...]  # each worker's message
     decoded: Tensor  # what the messages stand for; (workers of this process, d)
     faulty: tuple[int, ...]  # workers whose vector held a NaN or an infinity
 
 
 Messages = tuple[Uplink, ...]
+Faults = dict[int, str]
+Decoded = Sequence[Iterable[Tensor]]
 
 
 class ParameterServer(ABC):
@@ -105,15 +107,14 @@ class ParameterServer(ABC):
             compressor: used by each worker independently.
             call: number of the message: two messages of a run must not share it.
         """
-        parts, decoded = [], torch.empty_like(vectors)
+        encoded, decoded = [], torch.empty_like(vectors)
         for row, vector, worker in zip(decoded, vectors, self.mine, strict=True):
             key = self._uplink_key(worker, call)
-            parts.append(compressor.encode(vector, key).parts)
-            compressor.decode(parts[-1], row, key)
+            encoded.append(compressor.encode(vector, key))
+            compressor.decode(encoded[-1].parts, row, key)
         finite = zip(self.mine, vectors.isfinite().all(1).tolist(), strict=True)
         faulty = tuple(worker for worker, good in finite if not good)
-        layout = compressor.layout(vectors.shape[1], vectors.dtype)
-        return Uplink(compressor, call, layout, tuple(parts), decoded, faulty)
+        return Uplink(compressor, call, tuple(encoded), decoded, faulty)
 
     def up(self, *messages: Uplink) -> list[Tensor]:
         """Send messages to the server together.
@@ -125,14 +126,17 @@ class ParameterServer(ABC):
             NonFiniteError: on all ranks, if a worker's vector held a NaN or an infinity; names it.
             WireError: on all ranks, if a frame was damaged on the way.
         """
+        vectors = []
         for message in messages:
-            self.traffic.up_coordinates += message.compressor.kept(message.decoded.shape[1])
-        self.traffic.up_bytes += wire.framed(
-            sum(wire.nbytes(message.layout) for message in messages)
-        )
+            d, dtype = message.decoded.shape[1], message.decoded.dtype
+            layout = message.compressor.layout(d, dtype)
+            vectors.append(Vector("uplink", slice(d), message.compressor, layout))
+            self.traffic.up_coordinates += message.compressor.kept(d)
+        codec = Codec(tuple(vectors))
+        self.traffic.up_bytes += codec.framed
         self.traffic.round_trips += 1
         faults = {worker: self.explain() for message in messages for worker in message.faulty}
-        return [self._mean(vectors) for vectors in self._deliver(messages, faults)]
+        return [self._mean(decoded) for decoded in self._deliver(messages, codec, faults)]
 
     def uplink(self, vectors: Tensor, compressor: Compressor, call: int) -> tuple[Tensor, Tensor]:
         """Encode and send one message: what this process's workers sent, and the mean of all."""
@@ -145,12 +149,11 @@ class ParameterServer(ABC):
         self.traffic.down_coordinates += compressor.kept(d)
         self.traffic.down_bytes += wire.framed(wire.nbytes(compressor.layout(d, dtype)))
         key = Key(self.seed, call, tensor_id("downlink"))
-        return compressor.decode(
-            compressor.encode(vector, key).parts, torch.empty_like(vector), key
-        )
+        parts = compressor.encode(vector, key).parts
+        return compressor.decode(parts, torch.empty_like(vector), key)
 
     @abstractmethod
-    def _deliver(self, messages: Messages, faults: dict[int, str]) -> Sequence[Iterable[Tensor]]:
+    def _deliver(self, messages: Messages, codec: Codec, faults: Faults) -> Decoded:
         """For each message the vectors of all n workers; raises if any worker has a fault."""
 
     def _uplink_key(self, worker: int, call: int) -> Key:
@@ -176,7 +179,7 @@ class Simulated(ParameterServer):
     def __init__(self, n: int, seed: int = 0) -> None:
         super().__init__(n, range(n) if isinstance(n, int) else range(0), seed)
 
-    def _deliver(self, messages: Messages, faults: dict[int, str]) -> Sequence[Iterable[Tensor]]:
+    def _deliver(self, messages: Messages, codec: Codec, faults: Faults) -> Decoded:
         if faults:
             raise _unusable(faults)
         return [message.decoded for message in messages]
@@ -216,23 +219,16 @@ class Ranks(ParameterServer):
         super().__init__(self.exchange.world_size, range(rank, rank + 1), seed)
         self.exchange.verify("the seed of compressed messages", {"seed": seed})
 
-    def _deliver(self, messages: Messages, faults: dict[int, str]) -> Sequence[Iterable[Tensor]]:
-        layout = tuple(field for message in messages for field in message.layout)
-        length = wire.nbytes(layout)
-        frame = torch.zeros(wire.framed(length), dtype=torch.uint8, device=self.exchange.device)
-        fields = [field for message in messages for field in message.parts[0]]
-        wire.pack(fields, layout, wire.payload(frame, length))
-        wire.seal(frame, length)
-        frames = self.exchange.all_gather(frame)
-        received = [self.exchange.receive(i, each, length) for i, each in enumerate(frames)]
+    def _deliver(self, messages: Messages, codec: Codec, faults: Faults) -> Decoded:
+        frame = torch.empty(codec.framed, dtype=torch.uint8, device=self.exchange.device)
+        codec.pack([message.encoded[0] for message in messages], frame)
+        frames = enumerate(self.exchange.all_gather(frame))
+        received = [self.exchange.receive(i, each, codec.nbytes) for i, each in frames]
         if not self.exchange.conclude(torch.tensor(not faults), "an uplink", _ADVICE):
             everyone = self.exchange.gather_objects(faults)
             raise _unusable({i: why for own in everyone for i, why in own.items()})
-        arrived = [iter(wire.unpack(each, layout)) for each in received]
-        return [
-            self._decoded(message, [tuple(islice(own, len(message.layout))) for own in arrived])
-            for message in messages
-        ]
+        arrived = zip(*map(codec.unpack, received), strict=True)
+        return [self._decoded(*each) for each in zip(messages, arrived, strict=True)]
 
     def _decoded(self, message: Uplink, everyone: Sequence[Parts]) -> Iterator[Tensor]:
         out = torch.empty_like(message.decoded[0])
@@ -241,7 +237,7 @@ class Ranks(ParameterServer):
             yield message.compressor.decode(parts, out, key)
 
 
-def _unusable(faults: dict[int, str]) -> NonFiniteError:
+def _unusable(faults: Faults) -> NonFiniteError:
     """The error about these workers: what each says about its fault, if anything."""
     told = [f"worker {i} ({why or 'NaN or infinity'})" for i, why in sorted(faults.items())]
     advice = "NaN and infinities come from too large a step size, or a function undefined there"

@@ -35,10 +35,12 @@ class TwoDirectionMethod(Method):
 
     Args:
         gradients, x0, server: as for :class:`~torchcomp.algorithms.method.Method`.
-        up, down, lbar, mu, p, tau, alpha, omega, gamma0: as for
-            :func:`~torchcomp.algorithms.two_direction.theory.constants`.
+        up: unbiased compressor of the workers.
+        down: contractive compressor of the server.
         coin: replaces the coin that is drawn from the server's seed.
         state: where an earlier run was, see :meth:`state_dict`; replaces the start at x0.
+        theory: lbar, mu, and if wanted p, tau, alpha, omega and gamma0, as for
+            :func:`~torchcomp.algorithms.two_direction.theory.constants`.
 
     Attributes:
         u, v, h: what the server holds besides x; (d,), like all that follow but the last two.
@@ -59,21 +61,14 @@ class TwoDirectionMethod(Method):
         up: Compressor,
         down: Compressor,
         *,
-        lbar: float,
-        mu: float,
-        p: float | None = None,
-        tau: float | None = None,
-        alpha: float | None = None,
-        omega: float | None = None,
-        gamma0: float = 1.0,
         coin: Coin | None = None,
         state: dict[str, Any] | None = None,
+        **theory: Any,
     ) -> None:
         super().__init__(gradients, x0, server)
         self.up, self.down = up, down
-        given = {"p": p, "tau": tau, "alpha": alpha, "omega": omega}
-        self.constants = constants(x0.numel(), up, down, lbar=lbar, mu=mu, gamma0=gamma0, **given)
-        self.rho = 1.0 / gamma0
+        self.constants = constants(x0.numel(), up, down, **theory)
+        self.rho = 1.0 / self.constants.gamma0
         self._coin = coin or self._drawn_coin
         self.second_is_due = False
         if state is None:
