@@ -105,8 +105,7 @@ class TwoDirection(torch.optim.Optimizer):
             raise SpecError("TwoDirection needs torch.distributed: call init_process_group first")
         self._params: list[Tensor] = self.param_groups[0]["params"]
         device = self._params[0].device
-        options = {"up": up, "down": down, "lbar": lbar, "mu": mu, "p": p, "tau": tau}
-        options["gamma0"] = gamma0
+        options = dict(up=up, down=down, lbar=lbar, mu=mu, p=p, tau=tau, gamma0=gamma0)
         self._options = ProcessGroupExchange(group, device).build(
             "TwoDirection",
             {**options, "seed": seed, "samples": samples},
@@ -154,8 +153,8 @@ class TwoDirection(torch.optim.Optimizer):
         self._closure, self._problem, self._cause = closure, "", None
         if not self._verified:
             content = x.cpu().view(torch.uint8).numpy().tobytes()
-            facts = {"parameters": hashlib.sha256(content).hexdigest()[:12]}
-            facts["iterations"] = str(self._method.iterations if self._method else 0)
+            facts: dict[str, Any] = {"parameters": hashlib.sha256(content).hexdigest()[:12]}
+            facts["step"] = self._method.iterations if self._method else 0
             self._server.exchange.verify("TwoDirection", facts, _ADVICE)
             self._verified = True
         try:
@@ -302,10 +301,6 @@ class TwoDirection(torch.optim.Optimizer):
         parts = x.split_with_sizes([p.numel() for p in self._params])
         return [part.view(p.shape) for p, part in zip(self._params, parts, strict=True)]
 
-    @property
-    def _numel(self) -> int:
-        return sum(p.numel() for p in self._params)
-
     def _checked(
         self, options: dict[str, Any], seed: int, samples: int | None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -325,8 +320,9 @@ class TwoDirection(torch.optim.Optimizer):
         if samples is not None:
             check_count("samples", samples)
         built = {**options, **{role: _compressor(options[role], role) for role in ("up", "down")}}
-        constants(self._numel, **built)
-        facts = {"coordinates": self._numel, "dtype": self._params[0].dtype, "samples": samples}
+        d = sum(p.numel() for p in self._params)
+        constants(d, **built)
+        facts = {"coordinates": d, "dtype": self._params[0].dtype, "samples": samples}
         return built, {**facts, **built, "seed": seed}
 
 
