@@ -240,7 +240,7 @@ def test_one_bad_number_of_one_rank_leaves_no_trace(spec: str, name: str, bad: f
             spoiled[name].view(-1)[3] = bad
         with pytest.raises(NonFiniteError, match=f"'{name}'.* on rank 1"):
             step(engine, spoiled, SEVERAL)
-        assert engine.step == 5
+        assert engine.step == 4
         for slot, entry in before["slots"].items():
             assert_equal(kept(engine.state_dict(), slot), entry["tensors"])
         if "warmup" not in spec:  # which counts steps, whatever comes of them
@@ -263,9 +263,9 @@ def test_zero_gradients_stay_finite_and_training_goes_on(spec: str) -> None:
     for quiet, applied in on_ranks(2, body):
         for each in quiet:
             assert_equal(each, zeros)
-        for name in SHAPES:
+        for name in ("conv", "wide", "tall"):
             assert applied[name].isfinite().all()
-            assert name == "empty" or applied[name].abs().sum() > 0
+            assert applied[name].abs().sum() > 1
 
 
 # --- Scale, ranks, swap ---------------------------------------------------------------------------

@@ -36,7 +36,7 @@ SLOTS = {POWERSGD: "error", EF21: "estimate", DGC: "error"}
 def means_of(spec: str, dense: History) -> tuple[list[Named], list[Named]]:
     """What the paper's method applies, and what each rank keeps in the end."""
     if spec == POWERSGD:
-        return powersgd(dense, 1, SEED)
+        return powersgd(dense, 1)
     if spec == EF21:
         return ef21(dense, 0.1)
     means, residuals, _ = dgc(dense, 0.1, 0.8)

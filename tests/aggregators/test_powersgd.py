@@ -7,7 +7,6 @@ import torch
 
 from tests.aggregators.runs import (
     ONE,
-    SEED,
     SEVERAL,
     SHAPES,
     Named,
@@ -38,7 +37,7 @@ def test_equals_the_paper(rank: int, groups: tuple[tuple[str, ...], ...], world_
         engine = averager(f"powersgd({rank})", exchange, groups)
         return steps(engine, range(STEPS), groups), kept(engine.state_dict(), "error")
 
-    means, owed = powersgd(history(STEPS, world_size), rank, SEED)
+    means, owed = powersgd(history(STEPS, world_size), rank)
     for worker, (applied, residual) in enumerate(on_ranks(world_size, body)):
         for actual, expected in zip(applied, means, strict=True):
             assert_near(actual, expected, 1e-9)
@@ -48,8 +47,8 @@ def test_equals_the_paper(rank: int, groups: tuple[tuple[str, ...], ...], world_
 def test_both_readings_of_the_papers_residual_apply_the_same_means() -> None:
     """What a rank keeps differs between them, and grows without end where it keeps M - P Q^T."""
     gradients = history(STEPS, 4)
-    means, own = powersgd(gradients, 2, SEED)
-    others, shared = powersgd(gradients, 2, SEED, residual="mean")
+    means, own = powersgd(gradients, 2)
+    others, shared = powersgd(gradients, 2, residual="mean")
     for one, other in zip(means, others, strict=True):
         assert_near(one, other, 1e-9)
     assert_near(mean(own), mean(shared), 1e-9)

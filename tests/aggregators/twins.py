@@ -15,14 +15,13 @@ History = list[list[Named]]
 
 
 def powersgd(
-    gradients: History, rank: int, seed: int, residual: str = "own"
+    gradients: History, rank: int, residual: str = "own"
 ) -> tuple[list[Named], list[Named]]:
     """Vogels, Karimireddy, Jaggi 2019: Algorithm 1 within Algorithm 2, without the momentum.
 
     Args:
         gradients: of every step, rank and parameter.
         rank: columns of P and Q.
-        seed: of the first Q.
         residual: what a rank takes from its matrix: the "own" low-rank matrix, or the "mean" one.
 
     Returns:
@@ -43,9 +42,9 @@ def powersgd(
                 continue
             matrices = [d.reshape(d.shape[0], -1) for d in delta]
             if name not in basis:
-                numbers = Key(seed).of_tensor(name).shared().standard_normal
-                shape = matrices[0].shape[1], min(rank, *matrices[0].shape)
-                basis[name] = torch.from_numpy(numbers(shape[0] * shape[1])).view(shape)
+                numbers = Key(0).of_tensor(name).shared().standard_normal
+                columns, rows = min(rank, *matrices[0].shape), matrices[0].shape[1]
+                basis[name] = torch.from_numpy(numbers((columns, rows))).T
             p = orthogonalized(sum(m @ basis[name] for m in matrices) / len(workers))
             own = [m.T @ p for m in matrices]
             basis[name] = sum(own) / len(workers)

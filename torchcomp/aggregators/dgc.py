@@ -6,14 +6,8 @@ from typing import ClassVar
 
 import torch
 
-from torchcomp.aggregators.feedback import (
-    check_contractive,
-    check_memory_dtype,
-    memory_dtype,
-    traces,
-    write_mean,
-)
 from torchcomp.aggregators.one_way import OneWay
+from torchcomp.aggregators.residual import Residual, check_contractive, write_mean
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.checks import check_count, check_flag, check_momentum
 from torchcomp.compressors.sparse import Sparsifier
@@ -24,7 +18,7 @@ from torchcomp.state import Kind, Slot, State
 
 
 @dataclass(frozen=True)
-class DGC(OneWay):
+class DGC(Residual, OneWay):
     """``dgc(topk(0.05), momentum=0.9)``: error feedback that sums velocities, not gradients.
 
     With u the velocity and v the residual of this rank (both 0 at the start), g its gradient:
@@ -66,12 +60,12 @@ class DGC(OneWay):
     memory_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        OneWay.__post_init__(self)
         check_momentum("momentum", self.momentum, owner=self.name)
         check_flag("nesterov", self.nesterov, owner=self.name)
         check_count("warmup_steps", self.warmup_steps, least=0, owner=self.name)
-        check_memory_dtype(self)
         check_contractive(self, "compressor")
+        Residual.__post_init__(self)
         if not self.compressor.selects:
             raise SpecError(
                 "dgc masks the momentum of the entries that a rank selects to send, and "
@@ -84,18 +78,15 @@ class DGC(OneWay):
                 "warmup_steps",
             )
 
-    def memory_dtype_of(self, gradient: torch.dtype) -> torch.dtype:
-        return memory_dtype(self.memory_dtype, gradient)
+    def sum_dtype(self, gradient: torch.dtype) -> torch.dtype:
+        return self.residual_dtype(gradient)
 
     def traces(self, dtype: torch.dtype) -> bool:
-        return traces(self.compressor, dtype, self.memory_dtype_of(dtype))
+        return self.shows(self.compressor, dtype)
 
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
-        dtype = self.memory_dtype_of(shape.dtype)
-        return (
-            Slot("error", Kind.DEBT, shape.names, shape.sizes, dtype),
-            Slot("momentum", Kind.ESTIMATE, shape.names, shape.sizes, dtype),
-        )
+        error = self.error_slot(shape)
+        return (error, replace(error, name="momentum", kind=Kind.ESTIMATE))
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
         g = bucket.flat

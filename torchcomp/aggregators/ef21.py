@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import torch
 
-from torchcomp.aggregators.feedback import check_contractive
 from torchcomp.aggregators.one_way import OneWay
+from torchcomp.aggregators.residual import check_contractive
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
@@ -44,7 +44,7 @@ class EF21(OneWay):
         super().__post_init__()
         check_contractive(self, "compressor")
 
-    def memory_dtype_of(self, gradient: torch.dtype) -> torch.dtype:
+    def sum_dtype(self, gradient: torch.dtype) -> torch.dtype:
         return torch.promote_types(gradient, torch.float32)
 
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
