@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import inf
 from typing import ClassVar
 
 import torch
@@ -32,16 +31,15 @@ class PowerSGD(Residual):
     3. R = M^T P;  e <- M - P R^T
     4. Q <- mean of R;  g <- P Q^T      (plus: e takes up what rounding to g's dtype loses)
 
-    The next step starts from this Q, but for columns of zeros, which would stay zeros: there the
-    last Q stays. Vectors, and matrices too small to gain, are sent as they are, together with P.
+    The next step starts from this Q, but where a column is zero, from its last one. Vectors, and
+    matrices too small to gain, are sent as they are, together with P.
 
     A rank's residual is what its own message lacks, as in the paper's Algorithm 2. As P R^T has
     the mean P Q^T, the sum of all applied means plus the mean residual equals the sum of all mean
-    gradients, up to the residual's rounding. (PyTorch's hook keeps M - P Q^T: the same means, but
-    what a rank differs by from the others stays in its residual for good.)
+    gradients, up to rounding. (PyTorch's hook keeps M - P Q^T: the same means, but residuals that
+    take up, for good, what ranks differ by.)
 
-    Reference: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical low-rank gradient compression for
-    distributed optimization", NeurIPS 2019.
+    Reference: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019.
 
     Attributes:
         rank: columns of P and Q; fewer where a matrix has fewer rows or columns.
@@ -69,8 +67,7 @@ class PowerSGD(Residual):
 
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0) -> Cost:
         _, q, numel = _plan(self, shape)
-        nbytes = numel * q.dtype.itemsize
-        return Cost("allreduce", nbytes, Load(summed=nbytes))
+        return Cost("allreduce", numel * q.dtype.itemsize, Load(summed=numel * q.dtype.itemsize))
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
         error, basis, _ = _plan(self, bucket.shape)
@@ -80,11 +77,10 @@ class PowerSGD(Residual):
         m = {name: x[name].flatten(1) for name in basis.names}
         # Transposed, because products of a few long rows are several times faster.
         before, after = state.open(basis, bucket.flat.device)
-        splits = (torch.split(flat, list(basis.sizes)) for flat in (before, after))
-        q, r = ({n: s.view(-1, m[n].shape[1]) for n, s in zip(m, each, strict=True)} for each in splits)
-
+        rows = (zip(m, torch.split(z, list(basis.sizes)), strict=True) for z in (before, after))
+        q, r = ({n: part.view(-1, m[n].shape[1]) for n, part in each} for each in rows)
         # The lengths of Q's columns do not matter to step 2. Near 1 they keep M Q in range.
-        sent = [normalize(q[n], inf, 1, 1e-37) @ m[n].T if n in m else x[n] for n in g]
+        sent = [normalize(q[n], torch.inf, 1, 1e-37) @ m[n].T if n in m else x[n] for n in g]
         first = torch.cat([part.flatten() for part in sent]).div_(exchange.world_size)
         exchange.all_reduce(first)
         p = dict(zip(g, torch.split(first, [part.numel() for part in sent]), strict=True))
@@ -92,7 +88,8 @@ class PowerSGD(Residual):
             p[name] = torch.linalg.qr(p[name].view(len(q[name]), -1).T).Q
             torch.mm(p[name].T, m[name], out=r[name])
             m[name].addmm_(p[name], r[name], alpha=-1)
-        exchange.all_reduce(after.div_(exchange.world_size))
+        if m:
+            exchange.all_reduce(after.div_(exchange.world_size))
         for name, out in g.items():
             mean = (p[name] @ r[name] if name in m else p[name]).view(out.shape)
             rest = x[name] if name in m else torch.zeros_like(mean)
