@@ -24,13 +24,14 @@ from tests.aggregators.runs import (
 from tests.aggregators.twins import dgc
 from torchcomp import explain
 
-STEPS = 40
+STEPS = 30
 TOP = 'topk(0.05, scope="tensor")'
 
 
-@pytest.mark.parametrize("route", ["allgather", "sharded"])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(
+    ("nesterov", "momentum", "route"),
+    [(False, 0.9, "allgather"), (True, 0.9, "allgather"), (False, 0.5, "sharded")],
+)
 def test_equals_the_paper(nesterov: bool, momentum: float, route: str) -> None:
     spec = f'dgc({TOP}, momentum={momentum}, nesterov={nesterov}, exchange="{route}")'
 
@@ -131,7 +132,7 @@ def test_without_momentum_it_is_ef(compressor: str) -> None:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 1e-3), (torch.bfloat16, 1e-3)]
+    ("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 1e-4), (torch.bfloat16, 1e-4)]
 )
 def test_no_velocity_is_lost(dtype: torch.dtype, tolerance: float, nesterov: bool) -> None:
     """Applied means + mean residual = mean of all velocities, whatever was masked."""

@@ -23,7 +23,7 @@ from tests.aggregators.runs import (
 from tests.aggregators.twins import ef21
 from torchcomp.keys import Key
 
-STEPS = 40
+STEPS = 30
 TOP = 'ef21(topk(0.05, scope="tensor"){})'
 
 

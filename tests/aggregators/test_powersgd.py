@@ -26,7 +26,7 @@ from tests.aggregators.twins import compresses, powersgd
 from torchcomp.aggregators import PowerSGD
 from torchcomp.bucket import BucketShape
 
-STEPS = 40
+STEPS = 30
 
 
 @pytest.mark.parametrize("world_size", [1, 4])

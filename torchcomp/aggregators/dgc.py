@@ -29,9 +29,9 @@ class DGC(Residual, OneWay):
     4. v <- v - message;  u <- 0 where an entry was sent     (momentum factor masking)
     5. g <- mean of all messages            (plus: v takes up what rounding to g's dtype loses)
 
-    The momentum is in here, so the optimizer must be SGD without momentum. Weight decay stays with
-    the optimizer. The paper's local gradient clipping needs the norm of the whole gradient, which
-    no bucket has: clip what is applied, after the backward pass.
+    The momentum is in here, so the optimizer must be SGD without momentum. Its weight decay then
+    has none. The paper's local gradient clipping needs the norm of the whole gradient, which no
+    bucket has: clip what is applied, after the backward pass.
 
     During `warmup_steps` steps a quarter of the entries is sent, then a sixteenth, and so on down
     to the compressor's share, in stages of equal length. ``explain`` tells the steps after it.
