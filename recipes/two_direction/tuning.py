@@ -10,12 +10,12 @@ late, one that waited might have been cheaper.
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from torchcomp.algorithms.method import Method
-from torchcomp.algorithms.star import Traffic
+from torchcomp.algorithms.parameter_server import ServerTraffic
 from torchcomp.errors import NonFiniteError, SpecError
 
 POWERS = range(-20, 21)
@@ -41,7 +41,7 @@ class Point:
     """
 
     iterations: int
-    traffic: Traffic
+    traffic: ServerTraffic
     value: float
 
 
@@ -71,7 +71,7 @@ class Run:
     @property
     def cost(self) -> int:
         """Coordinates sent so far, up and down."""
-        return self.method.star.traffic.coordinates
+        return self.method.server.traffic.coordinates
 
     @property
     def reached(self) -> bool:
@@ -100,7 +100,7 @@ class Run:
         return self.curve[seen - 1].value if seen else math.inf
 
     def _note(self, value: float) -> None:
-        traffic = Traffic(**self.method.star.state_dict())
+        traffic = replace(self.method.server.traffic)
         self.curve.append(Point(self.method.iterations, traffic, value))
         self.best = min(self.best, value)
 
