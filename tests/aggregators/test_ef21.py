@@ -5,21 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.aggregators.runs import (
-    SEVERAL,
-    SHAPES,
-    Named,
-    assert_equal,
-    assert_near,
-    averager,
-    gradient,
-    history,
-    kept,
-    mean,
-    on_ranks,
-    step,
-    steps,
-)
+from tests.aggregators import runs
+from tests.aggregators.runs import Named, assert_equal, assert_near, kept, mean, steps
 from tests.aggregators.twins import ef21
 from torchcomp.keys import Key
 
@@ -31,13 +18,13 @@ TOP = 'ef21(topk(0.05, scope="tensor"){})'
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_equals_the_paper(world_size: int, route: str) -> None:
     def body(exchange: Any) -> tuple[list[Named], Named, Named]:
-        engine = averager(TOP.format(f', exchange="{route}"'), exchange, SEVERAL)
-        means = steps(engine, range(STEPS), SEVERAL)
+        engine = runs.averager(TOP.format(f', exchange="{route}"'), exchange, runs.SEVERAL)
+        means = steps(engine, range(STEPS), runs.SEVERAL)
         state = engine.state_dict()
         return means, kept(state, "estimate"), kept(state, "mean_estimate")
 
-    means, estimates = ef21(history(STEPS, world_size), 0.05)
-    for worker, (applied, own, common) in enumerate(on_ranks(world_size, body)):
+    means, estimates = ef21(runs.history(STEPS, world_size), 0.05)
+    for worker, (applied, own, common) in enumerate(runs.on_ranks(world_size, body)):
         for actual, expected in zip(applied, means, strict=True):
             assert_near(actual, expected, 1e-12)
         assert_near(own, estimates[worker], 1e-12)
@@ -59,12 +46,12 @@ def test_mean_estimate_is_the_mean_of_the_estimates(
     spec: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     def body(exchange: Any) -> tuple[Named, Named]:
-        engine = averager(spec, exchange, SEVERAL, dtype)
-        steps(engine, range(STEPS), SEVERAL, dtype)
+        engine = runs.averager(spec, exchange, runs.SEVERAL, dtype)
+        steps(engine, range(STEPS), runs.SEVERAL, dtype)
         state = engine.state_dict()
         return kept(state, "estimate"), kept(state, "mean_estimate")
 
-    own, common = zip(*on_ranks(3, body), strict=True)
+    own, common = zip(*runs.on_ranks(3, body), strict=True)
     for each in common:
         assert_equal(each, common[0])
     assert_near(common[0], mean(own), tolerance)
@@ -72,30 +59,32 @@ def test_mean_estimate_is_the_mean_of_the_estimates(
 
 def test_constant_gradients_are_learnt_exactly() -> None:
     def body(exchange: Any) -> tuple[Named, Named]:
-        engine = averager(TOP.format("").replace("0.05", "0.1"), exchange)
-        constant = gradient(0, exchange.rank)
+        engine = runs.averager(TOP.format("").replace("0.05", "0.1"), exchange)
+        constant = runs.gradient(0, exchange.rank)
         for _ in range(12):
-            applied = step(engine, constant)
+            applied = runs.step(engine, constant)
         return constant, applied
 
-    constants, applied = zip(*on_ranks(3, body), strict=True)
+    constants, applied = zip(*runs.on_ranks(3, body), strict=True)
     assert_near(applied[0], mean(constants), 1e-13)
 
 
 def test_first_step_sends_the_gradient_itself() -> None:
     def body(exchange: Any) -> tuple[Named, Named]:
-        tensors = gradient(0, exchange.rank)
-        return step(averager("ef21(identity)", exchange), tensors), tensors
+        tensors = runs.gradient(0, exchange.rank)
+        return runs.step(runs.averager("ef21(identity)", exchange), tensors), tensors
 
-    applied, tensors = zip(*on_ranks(2, body), strict=True)
+    applied, tensors = zip(*runs.on_ranks(2, body), strict=True)
     assert_near(applied[0], mean(tensors), 1e-14)
 
 
 def test_randk_draws_the_same_entries_on_all_ranks() -> None:
     def body(exchange: Any) -> Named:
-        return step(averager('ef21(randk(0.25, scope="tensor"))', exchange), gradient(0, 0))
+        return runs.step(
+            runs.averager('ef21(randk(0.25, scope="tensor"))', exchange), runs.gradient(0, 0)
+        )
 
-    sent = on_ranks(2, body)[0]["wide"].flatten().nonzero().flatten()
+    sent = runs.on_ranks(2, body)[0]["wide"].flatten().nonzero().flatten()
     drawn = Key(5, 0).of_tensor("wide").shared().choice(240, 60, replace=False, shuffle=False)
     assert sent.tolist() == sorted(drawn.tolist())
 
@@ -105,18 +94,20 @@ def test_a_swap_from_and_to_ef21_pays_residuals_first(other: str) -> None:
     """Estimates are forgotten without a loss: what was applied was never owed."""
 
     def body(exchange: Any) -> tuple[Named, Named, list[Named]]:
-        engine = averager(other, exchange)
+        engine = runs.averager(other, exchange)
         applied = steps(engine, range(4))
         engine.use("ef21(identity)")
         applied += steps(engine, range(4, 8))
         engine.use(other)
         applied += steps(engine, range(8, 12))
         state = engine.state_dict()
-        zero = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+        zero = {
+            name: torch.zeros(shape, dtype=torch.float64) for name, shape in runs.SHAPES.items()
+        }
         owed = kept(state, "error") if "error" in state["slots"] else zero
-        return mean(applied), owed, [gradient(n, exchange.rank) for n in range(12)]
+        return mean(applied), owed, [runs.gradient(n, exchange.rank) for n in range(12)]
 
-    applied, owed, dense = zip(*on_ranks(2, body), strict=True)
+    applied, owed, dense = zip(*runs.on_ranks(2, body), strict=True)
     expected = mean([mean(list(each)) for each in dense])
     residual = {name: e / 12 for name, e in mean(owed).items()}
-    assert_near({n: applied[0][n] + residual[n] for n in SHAPES}, expected, 1e-12)
+    assert_near({n: applied[0][n] + residual[n] for n in runs.SHAPES}, expected, 1e-12)

@@ -9,6 +9,7 @@ from torchcomp.aggregators.one_way import OneWay
 from torchcomp.aggregators.residual import check_contractive
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.exchange import Exchange
+from torchcomp.kernels.cast import narrow
 from torchcomp.keys import Key
 from torchcomp.state import Kind, Slot, State
 
@@ -65,4 +66,4 @@ class EF21(OneWay):
         s_next.copy_(s)
         route.sent(s_next)
         route.mean(m_next)
-        g.copy_(m_next.add_(m))
+        narrow(m_next.add_(m), g.dtype, g)

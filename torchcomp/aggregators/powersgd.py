@@ -32,7 +32,7 @@ class PowerSGD(Residual):
     4. Q <- mean of R;  g <- P Q^T      (plus: e takes up what rounding to g's dtype loses)
 
     The next step starts from this Q, but where a column is zero, from its last one. Vectors, and
-    matrices too small to gain, are sent as they are, together with P.
+    matrices too small to gain, are sent as they are, with P; so ``explain`` needs a model.
 
     A rank's residual is what its own message lacks, as in the paper's Algorithm 2. As P R^T has
     the mean P Q^T, the sum of all applied means plus the mean residual equals the sum of all mean
