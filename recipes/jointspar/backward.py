@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from torchcomp.algorithms.layers import default_layers
+from torchcomp.jointspar import default_layers
 from torchcomp.checks import check_count
 from torchcomp.jointspar import JointSpar
 

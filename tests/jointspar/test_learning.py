@@ -22,11 +22,11 @@ from tests.support.models import (
     wrap,
 )
 from tests.support.ranks import on_threads
-from torchcomp.algorithms.bandit import Bandit, Baseline, Literal, best_probabilities, sample
-from torchcomp.algorithms.lars import LARS
+from torchcomp.jointspar import Bandit, Baseline, Literal, best_probabilities, sample
+from torchcomp.jointspar import LARS
 from torchcomp.errors import SpecError
 from torchcomp.jointspar import JointSpar
-from torchcomp.jointspar.clock import Clock
+from torchcomp.jointspar.skip import Clock
 from torchcomp.keys import Key
 
 
@@ -128,7 +128,7 @@ def test_time_is_measured_in_the_warm_up_and_agreed_on(monkeypatch):
             model.zero_grad()
             loss_of(model(rows(step, torch.float32))).backward()
         # Three timed steps; a tick for each parameter, of 1 on rank 0 and 2 on rank 1.
-        assert jointspar.state_dict()["costs"] == [9.0, 4.5, 9.0]
+        assert jointspar.state_dict()["jointspar"]["costs"] == [9.0, 4.5, 9.0]
         assert "share of time" in jointspar.table()
 
     on_threads(2, body)

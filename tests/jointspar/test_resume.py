@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.jointspar.script import backward
 from tests.support.models import mlp, rows, weights, wrap
 from tests.support.ranks import on_threads
-from torchcomp.algorithms.bandit import Baseline
+from torchcomp.jointspar import Baseline
 from torchcomp.checkpoint import redistribute
 from torchcomp.errors import CheckpointError, RankMismatchError
 from torchcomp.jointspar import JointSpar

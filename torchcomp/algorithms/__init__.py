@@ -7,8 +7,6 @@ from torchcomp.algorithms.ef14 import EF14
 from torchcomp.algorithms.ef21 import EF21
 from torchcomp.algorithms.ef21p import EF21P
 from torchcomp.algorithms.ef21p_diana import EF21PDIANA
-from torchcomp.algorithms.kl_projection import kl_project
-from torchcomp.algorithms.lars import LARS
 from torchcomp.algorithms.optimizer import TwoDirection
 from torchcomp.algorithms.ranks import Ranks
 from torchcomp.algorithms.star import Simulated
@@ -21,13 +19,11 @@ __all__ = [
     "EF21",
     "EF21P",
     "EF21PDIANA",
-    "LARS",
     "ConstantMomentumAGD",
     "Ranks",
     "Simulated",
     "TwoDirection",
     "TwoDirectionMethod",
-    "kl_project",
     "parameters",
     "smoothness",
     "tuning",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchcomp.algorithms.kl_projection import kl_project
+from torchcomp.jointspar import kl_project
 from torchcomp.errors import SpecError
 
 
@@ -160,7 +160,7 @@ def test_no_other_point_of_the_set_is_nearer():
         (("a", 1.0, 0.1), r"u must be a vector of numbers: could not convert string to float: 'a'"),
         (([1 + 1j, 2.0], 1.0, 0.1), r"u must be a vector of numbers: .*not 'complex'"),
         (([[0.0]], 1.0, 0.1), r"u must be 1-D and not empty, not of shape \(1, 1\)"),
-        (([0.0] * 2, 1.0, 0.1, [1.0]), r"there are 1 costs for 2 entries of u"),
+        (([0.0] * 2, 1.0, 0.1, [1.0]), r"costs must have 2 entries, not 1"),
         (([0.0] * 2, 1.0, 0.1, [1.0, 0.0]), r"costs must be above 0, not 0.0"),
     ],
 )

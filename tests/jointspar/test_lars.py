@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from torchcomp.algorithms.lars import LARS
+from torchcomp.jointspar import LARS
 from torchcomp.errors import SpecError, UnsupportedModelError
 
 SHAPES = ((4, 3), (4,), (2, 2, 3, 3), ())

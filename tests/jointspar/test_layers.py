@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchcomp.algorithms.layers import check_several, default_layers, layers_by_pattern
+from torchcomp.jointspar import check_several, default_layers, layers_by_pattern
 from torchcomp.errors import SpecError
 
 

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from torchcomp.algorithms.bandit import (
+from torchcomp.jointspar import (
     Bandit,
     Baseline,
     Literal,
