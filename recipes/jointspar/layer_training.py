@@ -15,8 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from torchcomp.jointspar import LARS
-from torchcomp.jointspar import Baseline
+from torchcomp.jointspar import LARS, Baseline
 
 INNER_SHARE = 0.05
 """Share of dense DDP's bytes that "jointspar+topk" would send if it kept all layers."""

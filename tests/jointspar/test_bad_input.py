@@ -24,14 +24,13 @@ from tests.support.models import (
     wrap,
 )
 from tests.support.ranks import on_threads
-from torchcomp.jointspar import Literal
 from torchcomp.errors import (
     NonFiniteError,
     RankMismatchError,
     SpecError,
     UnsupportedModelError,
 )
-from torchcomp.jointspar import JointSpar
+from torchcomp.jointspar import JointSpar, Literal
 
 REFUSED = {
     "budget 0": ({"budget": 0.0}, "budget must be a number above 0 and at most 1, not 0.0"),

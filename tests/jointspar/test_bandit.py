@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from torchcomp.errors import NonFiniteError, SpecError
 from torchcomp.jointspar import (
     Bandit,
     Baseline,
@@ -14,7 +15,6 @@ from torchcomp.jointspar import (
     best_probabilities,
     sample,
 )
-from torchcomp.errors import NonFiniteError, SpecError
 from torchcomp.keys import Key
 
 D = 54

@@ -22,10 +22,16 @@ from tests.support.models import (
     wrap,
 )
 from tests.support.ranks import on_threads
-from torchcomp.jointspar import Bandit, Baseline, Literal, best_probabilities, sample
-from torchcomp.jointspar import LARS
 from torchcomp.errors import SpecError
-from torchcomp.jointspar import JointSpar
+from torchcomp.jointspar import (
+    LARS,
+    Bandit,
+    Baseline,
+    JointSpar,
+    Literal,
+    best_probabilities,
+    sample,
+)
 from torchcomp.jointspar.skip import Clock
 from torchcomp.keys import Key
 
