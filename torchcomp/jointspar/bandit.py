@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from torchcomp.checks import check_at_least_0, check_count, check_positive, is_number
+from torchcomp.checks import (
+    check_at_least_0,
+    check_count,
+    check_fraction,
+    check_positive,
+    is_number,
+)
 from torchcomp.errors import NonFiniteError, SpecError
 from torchcomp.keys import Key
 
@@ -324,20 +330,12 @@ def _above_0(values: ArrayLike, name: str, size: int | None = None) -> Vector:
 def _check_budget(budget: float, p_min: float, costs: Vector) -> None:
     """Require a budget that some probabilities between p_min and 1 spend exactly."""
     check_positive("budget", budget)
-    check_positive("p_min", p_min)
-    if p_min > 1:
-        raise SpecError(f"p_min is a probability, at most 1, not {p_min!r}", "p_min")
+    check_fraction("p_min", p_min)
     most = float(costs.sum())
-    slack = 1e-12 * most
-    if budget > most + slack:
+    least, slack = p_min * most, 1e-12 * most
+    if not least - slack <= budget <= most + slack:
         raise SpecError(
-            f"the budget {budget:g} is infeasible: keeping all {len(costs)} layers costs {most:g}",
-            "budget",
-        )
-    if budget < p_min * most - slack:
-        raise SpecError(
-            f"the budget {budget:g} is infeasible: p_min = {p_min:g} alone costs "
-            f"{p_min * most:g} ({len(costs)} layers that cost {most:g} together); raise the budget "
-            "or lower p_min",
+            f"the budget {budget:g} is infeasible: keeping all {len(costs)} layers costs {most:g}, "
+            f"and p_min = {p_min:g} alone costs {least:g}",
             "budget",
         )

@@ -125,6 +125,9 @@ class JointSpar:
         scaler: the ``GradScaler`` of the loop, if there is one. From now on it bears optimizers
             that find no gradient in a step.
 
+    Attributes:
+        layers: name of each layer -> names of its parameters.
+
     Raises:
         SpecError: if an option is out of its range, or the layers are not a partition.
         UnsupportedModelError: as for :func:`torchcomp.register`; also for ``static_graph``, from
@@ -170,7 +173,7 @@ class JointSpar:
             facts = {"law": law, "layers": grouped, "skipped": skipped, "seed": seed}
             return (law, grouped, inner), {**facts, "compress": inner}
 
-        law, self._layers, inner = self._exchange.build("torchcomp.JointSpar", given, make)
+        law, self.layers, inner = self._exchange.build("torchcomp.JointSpar", given, make)
         self._model = weakref.ref(model)
         self._parameters = dict(trained_parameters(model))
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
@@ -178,7 +181,7 @@ class JointSpar:
         self._to_none = skipped == "none"
         priced = None if costs == "time" else self._prices(costs)
         key = Key(seed, rank=self._exchange.rank)
-        self._sampler = Sampler(law, self._layers, priced, key)
+        self._sampler = Sampler(law, self.layers, priced, key)
         method = Sampled(inner, self._sampler, str(law))
         self._handle = register(model, method, seed=seed, scaler=scaler)
         averager = self._handle.averager
@@ -199,14 +202,9 @@ class JointSpar:
         return self
 
     @property
-    def layers(self) -> Layers:
-        """Name of each layer -> names of its parameters."""
-        return self._layers
-
-    @property
     def p(self) -> dict[str, float]:
         """Probability of each layer in the next step, by name."""
-        return dict(zip(self._layers, self._sampler.p.tolist(), strict=True))
+        return dict(zip(self.layers, self._sampler.p.tolist(), strict=True))
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -232,10 +230,10 @@ class JointSpar:
     def table(self) -> str:
         """The layers with their parameters, elements, cost and probability, as text."""
         costs, unit = self._sampler.costs, self._sampler.law.costs
-        width = max(len(layer) for layer in (*self._layers, "layer"))
+        width = max(len(layer) for layer in (*self.layers, "layer"))
         lines = [f"{'layer':<{width}}  tensors    elements  share of {unit}        p"]
         shares, p = costs / costs.sum(), self._sampler.p
-        for (layer, names), share, each in zip(self._layers.items(), shares, p, strict=True):
+        for (layer, names), share, each in zip(self.layers.items(), shares, p, strict=True):
             elements = sum(self._parameters[name].numel() for name in names)
             lines.append(
                 f"{layer:<{width}}  {len(names):>7}  {elements:>10,}  "
@@ -295,9 +293,9 @@ class JointSpar:
         """
         state = self._fitting(state)
         checkpoint.check_header(state, str(self._handle.method), self._exchange, _ADVICE)
-        prepared = self._sampler.prepare(state)
+        restore = self._sampler.prepare(state)
         self._handle.load_state_dict(state)
-        self._sampler.restore(prepared)
+        restore()
         self._skip()
 
     def close(self) -> None:
@@ -365,8 +363,8 @@ class JointSpar:
 
     def _prices(self, costs: str) -> Vector:
         if costs == "layers":
-            return np.ones(len(self._layers))
-        members = self._layers.values()
+            return np.ones(len(self.layers))
+        members = self.layers.values()
         sizes = [float(sum(self._parameters[name].nbytes for name in names)) for names in members]
         # A layer without elements costs nothing to send, but costs are above 0.
         return np.maximum(sizes, 1.0)
@@ -374,7 +372,7 @@ class JointSpar:
     def _measured(self) -> Vector:
         """Seconds of each layer's backward pass, averaged over the ranks."""
         times = self._skipper.clock.by_parameter
-        mine = [sum(times[name] for name in names) for names in self._layers.values()]
+        mine = [sum(times[name] for name in names) for names in self.layers.values()]
         total = torch.tensor(mine, dtype=torch.float64, device=self._exchange.device)
         self._exchange.all_reduce(total)
         times.clear()
@@ -390,7 +388,7 @@ class JointSpar:
         return state if state.get("world_size") == here["world_size"] else {**state, **here}
 
     def _chosen(self, mask: Mask) -> tuple[str, ...]:
-        return tuple(layer for layer, kept in zip(self._layers, mask, strict=True) if kept)
+        return tuple(layer for layer, kept in zip(self.layers, mask, strict=True) if kept)
 
 
 def _layers(model: DistributedDataParallel, patterns: Patterns | None) -> Layers:

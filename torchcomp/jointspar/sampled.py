@@ -27,18 +27,13 @@ class Sampled(Aggregator):
 
     Where the result of `inner` depends on the grouping, buckets must be layers or parts of layers
     (see :func:`by_layer`): what is compressed together would change from step to step otherwise.
-
-    Attributes:
-        inner: how the kept layers are exchanged.
-        sampler: which layers these are; it changes from step to step.
-        law: how layers are chosen, for comparison between ranks and with checkpoints.
     """
 
     name: ClassVar[str] = "jointspar"
 
     inner: Aggregator
     sampler: Sampler = field(compare=False)
-    law: str
+    law: str  # for comparison between ranks and with checkpoints
 
     def __post_init__(self) -> None:
         check_kind(self, "inner", Aggregator)

@@ -1,7 +1,7 @@
 """Sampler: draws the layers of each step and learns from what came of them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,17 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcomp.checkpoint import (
-    ONE_STEP,
-    check,
-    count,
-    dict_of,
-    list_of,
-    number,
-    optional,
-    record,
-    text,
-)
+from torchcomp import checkpoint
+from torchcomp.checkpoint import count, dict_of, list_of, number, optional, record, text
 from torchcomp.checks import check_choice, check_fraction, is_whole
 from torchcomp.errors import CheckpointError, SpecError
 from torchcomp.exchange import Exchange
@@ -33,7 +24,7 @@ from torchcomp.jointspar.bandit import (
     sample,
 )
 from torchcomp.jointspar.layers import Layers
-from torchcomp.keys import Key, check_seed
+from torchcomp.keys import Key
 
 _NORM_MEMORY = 0.9
 """Share of the old average in the new one, of the norms that feed trust ratios."""
@@ -53,16 +44,7 @@ _FORM = record(
 
 @dataclass(frozen=True)
 class Law:
-    """How layers are chosen; the same on all ranks. ``str`` is what checkpoints compare.
-
-    Attributes:
-        budget: expected cost of a step as a share of the cost of all layers, above 0 and at most 1.
-        costs: "layers", "bytes" or "time".
-        p_min: least probability of a layer, above 0 and at most `budget`.
-        rule: how p is learned; None leaves it uniform.
-        selection: "shared" or "per-rank".
-        warmup_steps: steps in which all layers are kept first.
-    """
+    """How layers are chosen (see JointSpar); the same on all ranks. Checkpoints compare ``str``."""
 
     budget: float
     costs: str
@@ -108,12 +90,6 @@ class Law:
 class Sampler:
     """Algorithms 1 and 2 of JointSpar on the layers of one model.
 
-    Args:
-        law: how layers are chosen.
-        layers: the layers in order.
-        costs: of each layer, 1-D; None if they are still to be measured, see :meth:`price`.
-        key: seed and rank.
-
     Attributes:
         step: steps that counted so far.
         kept: whether this rank keeps each layer in the next step; 1-D, as all that follow.
@@ -134,16 +110,9 @@ class Sampler:
         self.applied = np.ones(len(layers))
         self._layer_of = {name: d for d, names in enumerate(layers.values()) for name in names}
         self._key = key
-        self._bandit: Bandit | None = None
+        self._bandit = None if costs is None else self._priced(costs)
         self._averages: dict[str, tuple[float, float]] = {}
-        if costs is not None:
-            self.price(costs)
         self.draw()
-
-    @property
-    def measuring(self) -> bool:
-        """Whether the costs are still to be measured."""
-        return self._bandit is None
 
     @property
     def bandit(self) -> Bandit | None:
@@ -155,10 +124,17 @@ class Sampler:
         """Cost of each layer; ones as long as they are not known."""
         return np.ones(len(self.layers)) if self._bandit is None else self._bandit.costs
 
+    @property
+    def measuring(self) -> bool:
+        """Whether the costs are still to be measured."""
+        return self._bandit is None
+
     def price(self, costs: Vector) -> None:
-        """Set the costs of the layers, which must be the same on all ranks, and learn anew."""
-        budget = self.law.budget * float(costs.sum())
-        self._bandit = Bandit(costs, budget, self.law.p_min, self.law.rule)
+        """Set the costs that were measured, the same on all ranks."""
+        self._bandit = self._priced(costs)
+
+    def _priced(self, costs: Vector) -> Bandit:
+        return Bandit(costs, self.law.budget * float(costs.sum()), self.law.p_min, self.law.rule)
 
     def draw(self) -> None:
         """Draw the layers of the next step."""
@@ -195,7 +171,7 @@ class Sampler:
         """
         if self.shared and not self._verified:
             facts = {"step": self.step, "kept": self.kept.nonzero()[0], "p": self.p.tolist()}
-            exchange.verify("the layers of a step", facts, ONE_STEP)
+            exchange.verify("the layers of a step", facts, checkpoint.ONE_STEP)
             self._verified = True
         if self.exchanged is None:
             flags = torch.from_numpy(self.kept.astype(np.uint8)).to(exchange.device)
@@ -248,46 +224,38 @@ class Sampler:
             "averages": {name: list(held) for name, held in self._averages.items()},
         }
 
-    def prepare(self, state: Mapping[str, Any]) -> "Sampler":
-        """A sampler of the same layers that goes on from a checkpoint.
+    def prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Read a checkpoint; what comes back goes on from it.
 
         Raises:
             CheckpointError: if its section is damaged, or of other layers.
         """
-        section = state.get("jointspar")
-        check(section, _FORM, "jointspar")
+        section, size = state.get("jointspar"), len(self.layers)
+        checkpoint.check(section, _FORM, "jointspar")
         mine = {layer: list(names) for layer, names in self.layers.items()}
         theirs = section["layers"]
-        if theirs != mine:
-            differing = [layer for layer in mine if theirs.get(layer) != mine[layer]]
-            differing += [layer for layer in theirs if layer not in mine]
+        differing = [layer for layer in {**mine, **theirs} if theirs.get(layer) != mine.get(layer)]
+        if differing:
             raise CheckpointError(
                 "the checkpoint groups parameters into other layers than this run "
                 f"({', '.join(differing[:3])}): build JointSpar with the same layers={{...}}"
             )
+        bandit = None
         try:
-            check_seed(state["seed"])
-            key = Key(state["seed"], rank=self._key.rank)
-            prepared = Sampler(self.law, self.layers, None, key)
-            prepared._load(section)
+            applied = check_vector(section["applied"], "applied", size, self.law.p_min, 1.0)
+            if section["costs"] is not None:
+                bandit = self._priced(check_vector(section["costs"], "costs", size))
+                bandit.load_state_dict(section["bandit"] or {})
         except SpecError as error:
             raise CheckpointError(f"a damaged checkpoint: jointspar: {error}") from error
-        return prepared
 
-    def _load(self, section: Mapping[str, Any]) -> None:
-        size = len(self.layers)
-        self.step = section["step"]
-        self.applied = check_vector(section["applied"], "applied", size, self.law.p_min, 1.0)
-        if section["costs"] is not None:
-            self.price(check_vector(section["costs"], "costs", size))
-            self._bandit.load_state_dict(section["bandit"])
-        for name, held in section["averages"].items():
-            total, weight = check_vector(held, f"the average of '{name}'", 2, 0.0).tolist()
-            self._averages[name] = (total, weight)
-        self.draw()
-        # A rank alone may have loaded a state.
-        self._verified = False
+        def restore() -> None:
+            self.step, self.applied, self._bandit = section["step"], applied, bandit
+            self._averages = {name: (e[0], e[1]) for name, e in section["averages"].items()}
+            self._key = Key(state["seed"], rank=self._key.rank)
+            self.finished = None
+            self.draw()
+            # A rank alone may have loaded a state.
+            self._verified = False
 
-    def restore(self, prepared: "Sampler") -> None:
-        """Go on as what :meth:`prepare` returned."""
-        vars(self).update(vars(prepared))
+        return restore
