@@ -185,7 +185,7 @@ class JointSpar:
         method = Sampled(inner, self._sampler, str(law))
         self._handle = register(model, method, seed=seed, scaler=scaler)
         averager = self._handle.averager
-        averager.regroup(by_layer(averager.buckets, self._sampler))
+        averager.regroup(by_layer(averager.groups, self._sampler))
         averager.on_finish(self._sampler.finish)
         if self._scaler is not None and self._to_none:
             _allow_empty_steps(self._scaler)

@@ -55,10 +55,7 @@ class Sampled(Aggregator):
         return self.inner.slots(shape, world_size, rank)
 
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0) -> Cost:
-        """What the layers that are exchanged cost; all of them, where that is not known yet."""
-        exchanged = self.sampler.exchanged
-        if exchanged is not None:
-            shape = shape.select(n for n in shape.names if exchanged[self.sampler.layer(n)])
+        """What a step costs that keeps all of the bucket."""
         return self.inner.cost(shape, world_size, rank)
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:

@@ -111,7 +111,7 @@ class Sampler:
         self._layer_of = {name: d for d, names in enumerate(layers.values()) for name in names}
         self._key = key
         self._bandit = None if costs is None else self._priced(costs)
-        self._averages: dict[str, tuple[float, float]] = {}
+        self._averages: dict[str, list[float]] = {}
         self.draw()
 
     @property
@@ -198,9 +198,9 @@ class Sampler:
         for name, value in zip(noted, values, strict=True):
             # Means were divided by p.
             norms[name] = value * float(self.p[self.layer(name)] if self.shared else 1.0) / scale
-            total, weight = self._averages.get(name, (0.0, 0.0))
+            total, weight = self._averages.get(name, [0.0, 0.0])
             keep, take = _NORM_MEMORY, 1 - _NORM_MEMORY
-            self._averages[name] = (keep * total + take * norms[name], keep * weight + take)
+            self._averages[name] = [keep * total + take * norms[name], keep * weight + take]
         if self.bandit is not None and self.law.rule is not None:
             members = self.layers.values()
             by_layer = [math.hypot(*(norms.get(name, 0.0) for name in names)) for names in members]
@@ -210,7 +210,7 @@ class Sampler:
 
     def norm(self, name: str) -> float:
         """Running average of a parameter's |g|; 0.0 before any was seen."""
-        total, weight = self._averages.get(name, (0.0, 0.0))
+        total, weight = self._averages.get(name, [0.0, 0.0])
         return total / weight if weight else 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -246,12 +246,16 @@ class Sampler:
             if section["costs"] is not None:
                 bandit = self._priced(check_vector(section["costs"], "costs", size))
                 bandit.load_state_dict(section["bandit"] or {})
+            averages = {
+                name: check_vector(held, f"averages['{name}']", 2, 0.0).tolist()
+                for name, held in section["averages"].items()
+            }
         except SpecError as error:
             raise CheckpointError(f"a damaged checkpoint: jointspar: {error}") from error
 
         def restore() -> None:
             self.step, self.applied, self._bandit = section["step"], applied, bandit
-            self._averages = {name: (e[0], e[1]) for name, e in section["averages"].items()}
+            self._averages = averages
             self._key = Key(state["seed"], rank=self._key.rank)
             self.finished = None
             self.draw()
