@@ -230,7 +230,8 @@ class Sampler:
         Raises:
             CheckpointError: if its section is damaged, or of other layers.
         """
-        section, size = state.get("jointspar"), len(self.layers)
+        size = len(self.layers)
+        section: Any = state.get("jointspar")
         checkpoint.check(section, _FORM, "jointspar")
         mine = {layer: list(names) for layer, names in self.layers.items()}
         theirs = section["layers"]
@@ -243,7 +244,8 @@ class Sampler:
         bandit = None
         try:
             applied = check_vector(section["applied"], "applied", size, self.law.p_min, 1.0)
-            if section["costs"] is not None:
+            # Only costs that are measured may be missing yet.
+            if section["costs"] is not None or self.law.costs != "time":
                 bandit = self._priced(check_vector(section["costs"], "costs", size))
                 bandit.load_state_dict(section["bandit"] or {})
             averages = {
