@@ -258,11 +258,7 @@ class JointSpar:
         return 1.0 if name is None else float(self._sampler.applied[self._sampler.layer(name)])
 
     def presence(self, parameter: Tensor) -> float:
-        """Share of the steps in which the optimizer finds a gradient of this parameter.
-
-        Raises:
-            SpecError: as :meth:`probability`.
-        """
+        """Share of the steps in which the optimizer finds a gradient; raises as `probability`."""
         p = self.probability(parameter)
         return p if self._to_none else 1.0
 

@@ -27,14 +27,10 @@ from torchcomp.errors import UnsupportedModelError
 
 
 class Clock:
-    """Times backward passes on one device.
+    """Times backward passes, and, where `detailed`, parameters: a GPU has to wait at each of them.
 
-    The time of a parameter is what passes between its gradient's arrival and the one before it: the
-    kernels of its own gradient and those of the activations in between.
-
-    Attributes:
-        by_parameter: total seconds by name, gathered while `detailed`; the reader clears it.
-        detailed: whether to time parameters, for which a GPU has to wait at each of them.
+    The time of a parameter, summed in `by_parameter`, is what passes between its gradient's arrival
+    and the one before it: its own gradient's kernels and those of the activations in between.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,7 +76,7 @@ class Clock:
 
 
 class Listener(Protocol):
-    """What a :class:`Skipper` tells about passes."""
+    """Who is told about passes."""
 
     def forward_begins(self) -> None:
         """A forward pass that records a graph; raises to refuse it."""
@@ -90,12 +86,7 @@ class Listener(Protocol):
 
 
 class Skipper:
-    """Installs itself on a module; :meth:`close` removes it.
-
-    Args:
-        module: the module inside DDP.
-        parameters: by name, those that may be skipped.
-        listener: told about passes; held weakly, since it holds this.
+    """Installs itself on the module inside DDP; :meth:`close` removes it.
 
     Attributes:
         clock: times the backward passes.
@@ -107,7 +98,7 @@ class Skipper:
     ) -> None:
         self._parameters = parameters
         self._places = _places(module, parameters)
-        self._listener = weakref.ref(listener)
+        self._listener = weakref.ref(listener)  # which holds this
         self.clock = Clock(next(module.parameters()).device)
         self.arrived: set[str] = set()
         self._skipped: list[str] = []
