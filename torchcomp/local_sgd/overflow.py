@@ -32,7 +32,7 @@ def backward_until_finite(
         The loss, unscaled.
 
     Raises:
-        SpecError: if `tries` is no whole number of at least 1.
+        SpecError: if `tries` is not a whole number of at least 1.
         NonFiniteError: if the gradients are not finite at any scale that was tried.
         Exception: what `compute` raised. After any of these, ``.grad`` is what it was before.
     """

@@ -1,0 +1,346 @@
+"""Averages: how a synchronisation makes the ranks' parameters equal.
+
+``exchange`` talks to the other ranks and changes nothing that lasts; ``commit`` makes its result
+count and cannot fail. What a fault leaves behind is rolled back when the next one begins.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Event
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torchcomp import checkpoint
+from torchcomp.aggregators import Mean
+from torchcomp.averager import Averager
+from torchcomp.bucket import Bucket, BucketShape, Group
+from torchcomp.ddp.transport import transport
+from torchcomp.exchange import Exchange
+from torchcomp.keys import Key
+from torchcomp.local_sgd.options import Levels
+from torchcomp.nonfinite import FiniteWatch
+from torchcomp.outer_steps import OuterStep
+from torchcomp.state import Kind, Slot, State
+
+UNCHANGED = "No rank has averaged its parameters, and the residual is what it was."
+
+Tensors = Mapping[str, Tensor]
+Due = Sequence[tuple[Group, float]]
+"""Groups of parameters to average, each with the mean learning rate of its round."""
+
+
+def exact_mean(exchange: Exchange, values: Tensor) -> None:
+    """Replace `values` (1-D) by their mean over the ranks: the sum, divided.
+
+    Not times the reciprocal, as gradients are: its rounding errs to one side, and weights that are
+    averaged thousands of times would grow by it.
+    """
+    exchange.all_reduce(values)
+    values.div_(exchange.world_size)
+
+
+@dataclass(frozen=True)
+class ExactMean(Mean):
+    """What ``compress="mean"`` stands for: :func:`exact_mean`, with errors if it is not finite."""
+
+    @property
+    def transparent(self) -> bool:
+        return False
+
+    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
+        exact_mean(exchange, bucket.flat)
+
+
+@torch.no_grad()
+def read(group: Group, tensors: Tensors) -> Bucket:
+    """A copy of the values of some tensors, in float32 or wider."""
+    shape = BucketShape.of(group, tensors).wide()
+    flat = torch.empty(shape.numel, dtype=shape.dtype, device=tensors[group[0]].device)
+    bucket = Bucket(shape, flat)
+    for name, values in bucket.tensors().items():
+        values.copy_(tensors[name])
+    return bucket
+
+
+@torch.no_grad()
+def write(bucket: Bucket, tensors: Tensors) -> None:
+    """Give tensors the values of a bucket, rounded to their own dtypes."""
+    for name, values in bucket.tensors().items():
+        tensors[name].copy_(values)
+
+
+class Averages:
+    """The exact mean of the parameters over the ranks, in float32 or wider.
+
+    Args:
+        averager: exchanges and counts.
+        parameters: all that are averaged, by name; the caller adds late ones.
+
+    Attributes:
+        needs_equal_start: whether the ranks must hold the same parameters at the first step.
+    """
+
+    needs_equal_start: ClassVar[bool] = False
+
+    def __init__(self, averager: Averager, parameters: Tensors) -> None:
+        self.averager = averager
+        self.parameters = parameters
+        self._results: list[Bucket] = []
+
+    def start(self, groups: Iterable[Group], late: bool = False) -> None:
+        """The next local step is the first one that changes these parameters."""
+
+    def exchange(self, due: Due, step: int, dense_bytes: int) -> None:
+        """Exchange what the ranks have after `step` steps.
+
+        Args:
+            due: what is averaged.
+            step: for errors.
+            dense_bytes: see :meth:`torchcomp.Averager.finish`.
+
+        Raises:
+            NonFiniteError: on all ranks, if something is not finite.
+            WireError: on all ranks, if a message was not intact.
+        """
+        results = [read(group, self.parameters) for group, _ in due]
+        for bucket in results:
+            self.averager.average(bucket)
+        self._finish(f"the parameters after step {step}", dense_bytes)
+        self._results = results
+
+    def commit(self) -> None:
+        """Give the parameters their new values."""
+        for bucket in self._results:
+            write(bucket, self.parameters)
+        self._results = []
+
+    def wait(self, names: set[str] | None = None) -> None:
+        """Wait until parameters (by default all) have their averages."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averager's state, zeros included.
+
+        torch.distributed.checkpoint fills in what the new run's own state holds, and no more.
+        """
+        return self.averager.state_dict()
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Require a state that :meth:`state_dict` can have returned, as far as the averager cannot.
+
+        Raises:
+            CheckpointError: naming what is wrong.
+        """
+
+    def _finish(self, where: str, dense_bytes: int) -> None:
+        self.averager.finish(dense_bytes=dense_bytes, where=where, advice=UNCHANGED)
+
+
+class PseudoGradients(Averages):
+    """The mean pseudo-gradient since the last synchronisation, by any aggregator, and what follows.
+
+    With x the parameters of the last synchronisation, the same on all ranks, and y this rank's:
+
+    1. m <- the aggregator's estimate of the mean of y - x over the ranks
+    2. x <- x + m, or the outer step from x along m, rounded to the dtype of the parameters
+    3. y <- x
+
+    m is the same on all ranks bit for bit, and so is x, whatever happened to y. Nothing is lost:
+    the sum of all m plus the mean residual (plus the server residual) is the sum of all mean
+    pseudo-gradients, up to the rounding of float32, or of float64 where parameters have it. It is
+    not where an all-reduce adds in a narrower dtype, as in ``ef(cast("bf16"))``: no residual sees
+    what such a sum rounds away, up to 1e-3 of the pseudo-gradients.
+
+    Args:
+        averager: averages pseudo-gradients, and keeps x ("reference") and the outer momentum.
+        parameters: see :class:`Averages`.
+        outer: the outer step; None adds m.
+    """
+
+    needs_equal_start = True
+
+    def __init__(self, averager: Averager, parameters: Tensors, outer: OuterStep | None) -> None:
+        super().__init__(averager, parameters)
+        self._outer = outer
+        self._slots = ("reference",) if outer is None else ("reference", "outer_momentum")
+
+    def start(self, groups: Iterable[Group], late: bool = False) -> None:
+        for group in groups:
+            shape = BucketShape.of(group, self.parameters).wide()
+            for slot in self._slots:
+                self._open(slot, shape)
+        self.averager.state.rollback()  # nothing is in flight: this was for the first values
+
+    def exchange(self, due: Due, step: int, dense_bytes: int) -> None:
+        results = []
+        for group, lr in due:
+            m = read(group, self.parameters)
+            before, x = self._open("reference", m.shape)
+            m.flat.sub_(before)
+            self.averager.average(m)
+            x.copy_(before)
+            if self._outer is None:
+                x.add_(m.flat)
+            else:
+                momentum, u = self._open("outer_momentum", m.shape)
+                self._outer.apply(x, m.flat, u.copy_(momentum), lr)
+            results.append(Bucket(m.shape, x))
+            for name, values in results[-1].tensors().items():
+                values.copy_(values.to(self.parameters[name].dtype))
+        self._finish(f"the pseudo-gradient until step {step}", dense_bytes)
+        self._results = results
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        for slot in self._slots:
+            kept = {"kind": Kind.ESTIMATE.value, "sharded": False, "tensors": {}}
+            tensors = state["slots"].setdefault(slot, kept)["tensors"]
+            # Not opened before the first step, because until then weights may still be loaded.
+            for name in self.parameters.keys() - tensors.keys():
+                fresh = read((name,), self.parameters)
+                tensors[name] = fresh.tensors()[name].clone(memory_format=torch.contiguous_format)
+                if slot != "reference":
+                    tensors[name].zero_()
+        return state
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        shapes = {
+            name: checkpoint.tensor(shape=tuple(parameter.shape))
+            for name, parameter in self.parameters.items()
+        }
+        kept = checkpoint.record(
+            kind=checkpoint.text, sharded=checkpoint.flag, tensors=checkpoint.record(**shapes)
+        )
+        for slot in self._slots:
+            checkpoint.check(state["slots"].get(slot), kept, f"slots.{slot}")
+
+    def _open(self, slot: str, shape: BucketShape) -> tuple[Tensor, Tensor]:
+        """A slot of the averager's state; the first reference is the parameters as they are."""
+        device = self.parameters[shape.names[0]].device
+        opened = Slot(slot, Kind.ESTIMATE, shape.names, shape.sizes, shape.dtype)
+        init = self._first_reference if slot == "reference" else None
+        return self.averager.state.open(opened, device, init)
+
+    def _first_reference(self, name: str, out: Tensor) -> None:
+        out.copy_(read((name,), self.parameters).flat)
+
+
+class AsyncMean:
+    """The exact mean of one bucket, made by an executor.
+
+    Attributes:
+        bucket: this rank's values, replaced by the mean.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self._done = Event()
+        self._on_device: torch.cuda.Event | None = None
+        if bucket.flat.is_cuda:
+            self._on_device = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._problem: Exception | None = None
+
+    def run(self, exchange: Exchange) -> None:
+        """Make the mean."""
+        try:
+            exact_mean(exchange, self.bucket.flat)
+            if self._on_device is not None:
+                self._on_device.record()
+        except Exception as error:
+            self._problem = error
+        self._done.set()
+
+    def wait(self) -> None:
+        """Wait for the mean, on CUDA on the current stream only.
+
+        Raises:
+            Exception: what the exchange raised.
+        """
+        self._done.wait()
+        if self._problem is not None:
+            raise self._problem
+        if self._on_device is not None:
+            self._on_device.wait()
+
+
+class OverlappedAverages(Averages):
+    """The same means, made by async all-reduces that overlap with what follows the optimizer step.
+
+    What follows: all that reads no parameter, such as loading the next batch, and the forward pass
+    of the layers in front of those whose mean is not there yet. It is exact, because every layer
+    waits for its own parameters before it computes.
+
+    Args:
+        averager, parameters: see :class:`Averages`.
+        levels: the ranks.
+
+    Attributes:
+        async_exchange: the ranks once more, for collectives beside those of the user and DDP.
+        close: ends the thread.
+    """
+
+    def __init__(self, averager: Averager, parameters: Tensors, levels: Levels) -> None:
+        super().__init__(averager, parameters)
+        self._levels = levels
+        between = levels.between
+        self.async_exchange, executor = transport(between.group, between.device)
+        self._submit = executor.submit
+        self.close: Callable[[], None] = executor.close
+        self._late: set[str] = set()
+        self._sent: list[AsyncMean] = []
+        weakref.finalize(self, executor.close)
+
+    def start(self, groups: Iterable[Group], late: bool = False) -> None:
+        if late:  # no layer waits for these, because their modules may be new
+            self._late.update(name for group in groups for name in group)
+
+    def exchange(self, due: Due, step: int, dense_bytes: int) -> None:
+        # The last ones first, as the averager has them from the end of the model on, and the next
+        # forward pass asks from its beginning.
+        buckets = [read(group, self.parameters) for group, _ in reversed(due)]
+        where = f"the parameters after step {step}"
+        self._require_finite(buckets, where)
+        self._finish(where, dense_bytes)
+        self._results = buckets
+
+    def commit(self) -> None:
+        self._sent, self._results = [AsyncMean(bucket) for bucket in self._results], []
+        for mean in self._sent:
+            # Bound now, not when the executor comes to it.
+            self._submit(lambda mean=mean: mean.run(self.async_exchange))  # type: ignore[misc]
+        self.wait(self._late)
+
+    def wait(self, names: set[str] | None = None) -> None:
+        waiting, self._sent = self._sent, []
+        for mean in waiting:
+            if names is None or not names.isdisjoint(mean.bucket.names):
+                mean.wait()
+                write(mean.bucket, self.parameters)
+            else:
+                self._sent.append(mean)
+        if names is None:
+            self.averager.meter.add(self.async_exchange.take_traffic(0))
+
+    def _require_finite(self, buckets: list[Bucket], where: str) -> None:
+        """Learn before anything is sent whether some rank's values, or their sum, overflow."""
+        between, inside = self._levels.between, self._levels.inside
+        watch = FiniteWatch(between)
+        for bucket in buckets:
+            watch.before(bucket)
+        bad = any(bool(_too_large(b.flat, between.world_size)) for b in buckets)
+        flag = torch.tensor([bad], dtype=torch.uint8, device=between.device)
+        for level in (between, inside):
+            flag = flag if level is None else level.any_of(flag)
+        if flag.any():
+            raise watch.error(where, UNCHANGED)
+
+
+def _too_large(values: Tensor, world_size: int) -> Tensor:
+    """Whether something is not finite, or so large that a sum over the ranks may not be."""
+    limit = torch.finfo(values.dtype).max / world_size
+    if not values.numel():
+        return torch.zeros((), dtype=torch.bool, device=values.device)
+    lowest, highest = torch.aminmax(values)
+    return ~((lowest >= -limit) & (highest <= limit))
