@@ -5,9 +5,8 @@ count and cannot fail. What a fault leaves behind is rolled back when the next o
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from threading import Event
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +26,7 @@ from torchcomp.state import Kind, Slot, State
 
 UNCHANGED = "No rank has averaged its parameters, and the residual is what it was."
 
+Future = torch.futures.Future[Tensor]
 Tensors = Mapping[str, Tensor]
 Due = Sequence[tuple[Group, float]]
 """Groups of parameters to average, each with the mean learning rate of its round."""
@@ -227,44 +227,6 @@ class PseudoGradients(Averages):
         out.copy_(read((name,), self.parameters).flat)
 
 
-class AsyncMean:
-    """The exact mean of one bucket, made by an executor.
-
-    Attributes:
-        bucket: this rank's values, replaced by the mean.
-    """
-
-    def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
-        self._done = Event()
-        self._on_device: torch.cuda.Event | None = None
-        if bucket.flat.is_cuda:
-            self._on_device = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._problem: Exception | None = None
-
-    def run(self, exchange: Exchange) -> None:
-        """Make the mean."""
-        try:
-            exact_mean(exchange, self.bucket.flat)
-            if self._on_device is not None:
-                self._on_device.record()
-        except Exception as error:
-            self._problem = error
-        self._done.set()
-
-    def wait(self) -> None:
-        """Wait for the mean, on CUDA on the current stream only.
-
-        Raises:
-            Exception: what the exchange raised.
-        """
-        self._done.wait()
-        if self._problem is not None:
-            raise self._problem
-        if self._on_device is not None:
-            self._on_device.wait()
-
-
 class OverlappedAverages(Averages):
     """The same means, made by async all-reduces that overlap with what follows the optimizer step.
 
@@ -278,27 +240,25 @@ class OverlappedAverages(Averages):
 
     Attributes:
         async_exchange: the ranks once more, for collectives beside those of the user and DDP.
-        close: ends the thread.
+        close: ends the executor.
     """
 
     def __init__(self, averager: Averager, parameters: Tensors, levels: Levels) -> None:
         super().__init__(averager, parameters)
         self._levels = levels
         between = levels.between
-        self.async_exchange, executor = transport(between.group, between.device)
-        self._submit = executor.submit
-        self.close: Callable[[], None] = executor.close
+        self.async_exchange, self._executor = transport(between.group, between.device)
         self._late: set[str] = set()
-        self._sent: list[AsyncMean] = []
-        weakref.finalize(self, executor.close)
+        self._running: list[tuple[Bucket, Future]] = []
+        self.close = weakref.finalize(self, self._executor.close)
 
     def start(self, groups: Iterable[Group], late: bool = False) -> None:
         if late:  # no layer waits for these, because their modules may be new
             self._late.update(name for group in groups for name in group)
 
     def exchange(self, due: Due, step: int, dense_bytes: int) -> None:
-        # The last ones first, as the averager has them from the end of the model on, and the next
-        # forward pass asks from its beginning.
+        # The last group first: groups go from the end of the model to its beginning, where the next
+        # forward pass begins.
         buckets = [read(group, self.parameters) for group, _ in reversed(due)]
         where = f"the parameters after step {step}"
         self._require_finite(buckets, where)
@@ -306,22 +266,35 @@ class OverlappedAverages(Averages):
         self._results = buckets
 
     def commit(self) -> None:
-        self._sent, self._results = [AsyncMean(bucket) for bucket in self._results], []
-        for mean in self._sent:
-            # Bound now, not when the executor comes to it.
-            self._submit(lambda mean=mean: mean.run(self.async_exchange))  # type: ignore[misc]
+        self._running = [(bucket, self._mean(bucket)) for bucket in self._results]
+        self._results = []
         self.wait(self._late)
 
     def wait(self, names: set[str] | None = None) -> None:
-        waiting, self._sent = self._sent, []
-        for mean in waiting:
-            if names is None or not names.isdisjoint(mean.bucket.names):
+        running, self._running = self._running, []
+        for bucket, mean in running:
+            if names is None or not names.isdisjoint(bucket.names):
                 mean.wait()
-                write(mean.bucket, self.parameters)
+                write(bucket, self.parameters)
             else:
-                self._sent.append(mean)
+                self._running.append((bucket, mean))
         if names is None:
             self.averager.meter.add(self.async_exchange.take_traffic(0))
+
+    def _mean(self, bucket: Bucket) -> Future:
+        """Let the executor make the mean of a bucket; to wait for it makes the stream wait."""
+        device = bucket.flat.device
+        future: Future = torch.futures.Future(devices=[device] if bucket.flat.is_cuda else [])
+
+        def make() -> None:
+            try:
+                exact_mean(self.async_exchange, bucket.flat)
+                future.set_result(bucket.flat)
+            except Exception as error:
+                future.set_exception(error)  # type: ignore[no-untyped-call]
+
+        self._executor.submit(make)
+        return future
 
     def _require_finite(self, buckets: list[Bucket], where: str) -> None:
         """Learn before anything is sent whether some rank's values, or their sum, overflow."""

@@ -33,18 +33,8 @@ MOMENTS = ("local", "average", "reset")
 
 @dataclass(frozen=True)
 class LocalMethod:
-    """What the options mean.
-
-    Attributes:
-        schedules: when to synchronise; one for all optimizers, or one each.
-        horizon: ends of warm-up and run.
-        aggregator: how pseudo-gradients are averaged.
-        outer: what follows the average; None is nothing.
-        moments: what becomes of the optimizers' state.
-        fragments: pieces that the parameters of a schedule are cut into.
-        overlap: whether the average overlaps with what follows the optimizer step.
-        seed: of the aggregator's random choices.
-    """
+    """What the options of :class:`torchcomp.LocalSGD` mean; there is one schedule, or one for each
+    optimizer."""
 
     schedules: tuple[Schedule, ...]
     horizon: Horizon
@@ -73,12 +63,7 @@ class LocalMethod:
 
 @dataclass(frozen=True)
 class Levels:
-    """The ranks of local steps.
-
-    Attributes:
-        between: those that average with each other.
-        inside: those whose gradients DDP reduces at every step, with two levels.
-    """
+    """The ranks that average with each other; and those whose gradients DDP reduces, if it does."""
 
     between: ProcessGroupExchange
     inside: ProcessGroupExchange | None = None

@@ -51,21 +51,13 @@ _LOST_STEP = (
 
 @dataclass
 class Round:
-    """The round of one fragment that is in progress, or the last one.
+    """The round of one fragment that is in progress, or the last one."""
 
-    Attributes:
-        start: steps before it.
-        end: the step, counted from 1, at whose end it synchronises.
-        synced: the step at whose end the fragment synchronised last; 0 before that.
-        lrs: learning rate of each parameter group at its first step.
-        lr_sum: the largest learning rate of each step since the last synchronisation, added up.
-    """
-
-    start: int = 0
-    end: int = 0
-    synced: int = 0
-    lrs: list[float] = field(default_factory=list)
-    lr_sum: float = 0.0
+    start: int = 0  # steps before it
+    end: int = 0  # the step, counted from 1, at whose end it synchronises
+    synced: int = 0  # the step at whose end the fragment synchronised last
+    lrs: list[float] = field(default_factory=list)  # of each parameter group at its first step
+    lr_sum: float = 0.0  # over the steps since the last synchronisation, the largest of each
 
     def __str__(self) -> str:
         return f"{self.start} to {self.end}"
@@ -73,24 +65,18 @@ class Round:
 
 @dataclass
 class Clock:
-    """One rank's clock.
+    """One rank's clock: its steps, skipped ones included, its synchronisations and its rounds.
 
-    Attributes:
-        total_steps: T.
-        rounds: of each fragment.
-        step: steps so far, skipped ones included; a step counts when each optimizer was stepped.
-        syncs: synchronisations so far.
-        forward: whether a forward pass in training has begun since the last step.
-        missing: steps before which there was none. Ranks may do different things for one step
-            (accumulate another number of micro-batches, look at an output), but not this.
+    Ranks may well do different things for one step (accumulate another number of micro-batches,
+    look at an output), but a step without any forward pass in training is one that was lost.
     """
 
     total_steps: int
     rounds: list[Round]
     step: int = 0
     syncs: int = 0
-    forward: bool = False
-    missing: int = 0
+    forward: bool = False  # whether a forward pass in training has begun since the last step
+    missing: int = 0  # steps before which there was none
 
     @property
     def next_sync(self) -> int | None:
@@ -119,33 +105,20 @@ class Fragment:
     Mostly there is one, of all parameters. There are several where each optimizer has its own
     schedule, and in streaming (``fragments=P``), where they take turns so that less is sent at a
     time.
-
-    Attributes:
-        names: of its parameters.
-        schedule: of its rounds.
-        owners: indices of the optimizers whose learning rates the schedule reads.
-        phase: numerator and denominator of the part of a round that the run's first one takes.
-        groups: which of the parameters are averaged in one bucket.
-        round: the one in progress.
     """
 
     names: Group
     schedule: Schedule
-    owners: tuple[int, ...]
-    phase: tuple[int, int] = (1, 1)
-    groups: tuple[Group, ...] = ()
+    owners: tuple[int, ...]  # indices of the optimizers whose learning rates the schedule reads
+    phase: tuple[int, int]  # the part of a round, as a fraction, that the run's first one takes
+    groups: tuple[Group, ...] = ()  # what is averaged in one bucket
     round: Round = field(default_factory=Round)
 
     def begin_round(self, step: int, lrs: list[float], method: LocalMethod) -> None:
         """Fix the length of the round that the next step begins, after `step` others.
 
-        Args:
-            step: steps so far.
-            lrs: of which the schedule reads the largest; if there are none, it reads 0.
-            method: gives the horizon.
-
-        Raises:
-            ScheduleError: if the schedule cannot use the learning rate; nothing changes.
+        The schedule reads the largest of `lrs`, or 0; if it cannot, ScheduleError is raised and
+        nothing changes.
         """
         lr, total = max(lrs, default=0.0), method.horizon.total_steps
         end = self.schedule.round_end(step, lr, method.horizon)
@@ -203,13 +176,6 @@ class LocalSteps:
     """Local steps of one model, without the hooks that drive them.
 
     Model and optimizers are held weakly, because the optimizers' hooks own what owns this.
-
-    Args:
-        model: the DDP model.
-        optimizers: that train it.
-        method: what to do.
-        levels: with whom.
-        scaler: the GradScaler of the loop, if it was handed over.
     """
 
     def __init__(
@@ -283,11 +249,7 @@ class LocalSteps:
     # A step.
 
     def begin(self, index: int) -> None:
-        """The optimizer of this index is about to step.
-
-        Raises:
-            ScheduleError: if it was stepped already in this step, or the run has no step left.
-        """
+        """The optimizer of this index is about to step."""
         if index in self._stepped:
             waiting = min(set(range(len(self._optimizers))) - self._stepped)
             raise ScheduleError(
@@ -378,14 +340,7 @@ class LocalSteps:
     # A synchronisation.
 
     def _synchronise(self, due: list[Fragment]) -> None:
-        """End the round of every fragment that is due, on all ranks or on none.
-
-        Raises:
-            RankMismatchError: if the ranks have lost step with each other.
-            SpecError: on all ranks, if optimizers hold what cannot be averaged and should be.
-            NonFiniteError: on all ranks, if something is not finite.
-            WireError: on all ranks, if a message was not intact.
-        """
+        """End the round of every fragment that is due, on all ranks or, with an error, on none."""
         step, averages, optimizers = self.clock.step, self.averages, self.optimizers
         names = [name for fragment in due for name in fragment.names]
         parameters = {name: self._parameters[name] for name in names}
@@ -405,19 +360,12 @@ class LocalSteps:
         self.levels.build("synchronisation", {}, facts, _LOST_STEP)
         averages.averager.begin()
         self._optimizer_state.exchange(parameters, optimizers, step)
-        averages.exchange(
-            [
-                (group, fragment.round.lr_sum / (step - fragment.round.synced))
-                for fragment in due
-                for group in fragment.groups
-            ],
-            step,
-            sum(
-                (step - fragment.round.synced) * self._parameters[name].nbytes
-                for fragment in due
-                for name in fragment.names
-            ),
-        )
+        groups, dense_bytes = [], 0
+        for fragment in due:
+            steps = step - fragment.round.synced
+            groups += [(group, fragment.round.lr_sum / steps) for group in fragment.groups]
+            dense_bytes += steps * sum(self._parameters[name].nbytes for name in fragment.names)
+        averages.exchange(groups, step, dense_bytes)
         averages.commit()
         self._optimizer_state.commit(parameters, optimizers)
         for fragment in due:
@@ -430,12 +378,7 @@ class LocalSteps:
     # Parameters that begin to be trained after local steps have begun.
 
     def _take_in_late(self) -> None:
-        """Average what the optimizers have begun to train of the model, before its first change.
-
-        Raises:
-            UnsupportedModelError: if a late parameter cannot be averaged, or DDP, which does not
-                know it, would have to reduce its gradients.
-        """
+        """Average what the optimizers have begun to train of the model, before its first change."""
         for index, optimizer in enumerate(self.optimizers):
             late = []
             for group in optimizer.param_groups:
