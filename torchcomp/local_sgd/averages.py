@@ -5,29 +5,26 @@ count and cannot fail. What a fault leaves behind is rolled back when the next o
 """
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from torchcomp import checkpoint
 from torchcomp.aggregators import Mean
 from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape, Group
-from torchcomp.ddp.transport import transport
+from torchcomp.ddp.executors import transport
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
-from torchcomp.local_sgd.options import Levels
+from torchcomp.local_sgd.options import Levels, LocalMethod, Parameters
 from torchcomp.nonfinite import FiniteWatch
-from torchcomp.outer_steps import OuterStep
 from torchcomp.state import Kind, Slot, State
 
 UNCHANGED = "No rank has averaged its parameters, and the residual is what it was."
 
 Future = torch.futures.Future[Tensor]
-Tensors = Mapping[str, Tensor]
 Due = Sequence[tuple[Group, float]]
 """Groups of parameters to average, each with the mean learning rate of its round."""
 
@@ -54,85 +51,72 @@ class ExactMean(Mean):
         exact_mean(exchange, bucket.flat)
 
 
-@torch.no_grad()
-def read(group: Group, tensors: Tensors) -> Bucket:
-    """A copy of the values of some tensors, in float32 or wider."""
-    shape = BucketShape.of(group, tensors).wide()
-    flat = torch.empty(shape.numel, dtype=shape.dtype, device=tensors[group[0]].device)
-    bucket = Bucket(shape, flat)
-    for name, values in bucket.tensors().items():
-        values.copy_(tensors[name])
-    return bucket
-
-
-@torch.no_grad()
-def write(bucket: Bucket, tensors: Tensors) -> None:
-    """Give tensors the values of a bucket, rounded to their own dtypes."""
-    for name, values in bucket.tensors().items():
-        tensors[name].copy_(values)
-
-
 class Averages:
     """The exact mean of the parameters over the ranks, in float32 or wider.
 
     Args:
-        averager: exchanges and counts.
-        parameters: all that are averaged, by name; the caller adds late ones.
+        method: of the local steps.
+        levels: their ranks.
+        parameters: all that are averaged, by name.
+        groups: which of them are averaged in one bucket.
 
     Attributes:
+        averager: exchanges, counts, and holds the parameters, late ones included.
         needs_equal_start: whether the ranks must hold the same parameters at the first step.
     """
 
     needs_equal_start: ClassVar[bool] = False
+    _what: ClassVar[str] = "a parameter"
 
-    def __init__(self, averager: Averager, parameters: Tensors) -> None:
-        self.averager = averager
-        self.parameters = parameters
+    def __init__(
+        self, method: LocalMethod, levels: Levels, parameters: Parameters, groups: Sequence[Group]
+    ) -> None:
+        self._method = method
+        self._levels = levels
         self._results: list[Bucket] = []
+        self.averager = Averager(
+            ExactMean() if method.plain else method.aggregator,
+            levels.between,
+            parameters,
+            groups,
+            seed=method.seed,
+            what=self._what,
+            client_slots=self._slots,
+        )
+        # A method that wants the whole model in one bucket has a whole fragment in each.
+        self.averager.buckets = self.averager.groups
 
     def start(self, groups: Iterable[Group], late: bool = False) -> None:
         """The next local step is the first one that changes these parameters."""
 
     def exchange(self, due: Due, step: int, dense_bytes: int) -> None:
-        """Exchange what the ranks have after `step` steps.
-
-        Args:
-            due: what is averaged.
-            step: for errors.
-            dense_bytes: see :meth:`torchcomp.Averager.finish`.
+        """Exchange what the ranks have after `step` steps; then `commit`, unless this raises.
 
         Raises:
             NonFiniteError: on all ranks, if something is not finite.
             WireError: on all ranks, if a message was not intact.
         """
-        results = [read(group, self.parameters) for group, _ in due]
+        results = [self._read(group) for group, _ in due]
         for bucket in results:
             self.averager.average(bucket)
-        self._finish(f"the parameters after step {step}", dense_bytes)
+        self._finish(f"the model after step {step}", dense_bytes)
         self._results = results
 
     def commit(self) -> None:
         """Give the parameters their new values."""
         for bucket in self._results:
-            write(bucket, self.parameters)
+            bucket.write(self.averager.parameters)
         self._results = []
 
     def wait(self, names: set[str] | None = None) -> None:
         """Wait until parameters (by default all) have their averages."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """The averager's state, zeros included.
+    def _slots(self, shape: BucketShape) -> tuple[Slot, ...]:
+        return ()
 
-        torch.distributed.checkpoint fills in what the new run's own state holds, and no more.
-        """
-        return self.averager.state_dict()
-
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Require a state that :meth:`state_dict` can have returned, as far as the averager cannot.
-
-        Raises:
-            CheckpointError: naming what is wrong.
-        """
+    def _read(self, group: Group) -> Bucket:
+        """The parameters of a group, in float32 or wider."""
+        return Bucket.read(self.averager.shape_of(group).wide(), self.averager.parameters)
 
     def _finish(self, where: str, dense_bytes: int) -> None:
         self.averager.finish(dense_bytes=dense_bytes, where=where, advice=UNCHANGED)
@@ -152,79 +136,51 @@ class PseudoGradients(Averages):
     pseudo-gradients, up to the rounding of float32, or of float64 where parameters have it. It is
     not where an all-reduce adds in a narrower dtype, as in ``ef(cast("bf16"))``: no residual sees
     what such a sum rounds away, up to 1e-3 of the pseudo-gradients.
-
-    Args:
-        averager: averages pseudo-gradients, and keeps x ("reference") and the outer momentum.
-        parameters: see :class:`Averages`.
-        outer: the outer step; None adds m.
     """
 
     needs_equal_start = True
-
-    def __init__(self, averager: Averager, parameters: Tensors, outer: OuterStep | None) -> None:
-        super().__init__(averager, parameters)
-        self._outer = outer
-        self._slots = ("reference",) if outer is None else ("reference", "outer_momentum")
+    _what = "a pseudo-gradient"
 
     def start(self, groups: Iterable[Group], late: bool = False) -> None:
         for group in groups:
-            shape = BucketShape.of(group, self.parameters).wide()
-            for slot in self._slots:
-                self._open(slot, shape)
+            self._open(group)
         self.averager.state.rollback()  # nothing is in flight: this was for the first values
 
     def exchange(self, due: Due, step: int, dense_bytes: int) -> None:
-        results = []
+        outer, results = self._method.outer, []
         for group, lr in due:
-            m = read(group, self.parameters)
-            before, x = self._open("reference", m.shape)
+            m = self._read(group)
+            (before, x), *momenta = self._open(group)
             m.flat.sub_(before)
             self.averager.average(m)
             x.copy_(before)
-            if self._outer is None:
+            if outer is None:
                 x.add_(m.flat)
             else:
-                momentum, u = self._open("outer_momentum", m.shape)
-                self._outer.apply(x, m.flat, u.copy_(momentum), lr)
+                for momentum, u in momenta:
+                    outer.apply(x, m.flat, u.copy_(momentum), lr)
             results.append(Bucket(m.shape, x))
             for name, values in results[-1].tensors().items():
-                values.copy_(values.to(self.parameters[name].dtype))
-        self._finish(f"the pseudo-gradient until step {step}", dense_bytes)
+                values.copy_(values.to(self.averager.parameters[name].dtype))
+        self._finish(f"the rounds until step {step}", dense_bytes)
         self._results = results
 
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        for slot in self._slots:
-            kept = {"kind": Kind.ESTIMATE.value, "sharded": False, "tensors": {}}
-            tensors = state["slots"].setdefault(slot, kept)["tensors"]
-            # Not opened before the first step, because until then weights may still be loaded.
-            for name in self.parameters.keys() - tensors.keys():
-                fresh = read((name,), self.parameters)
-                tensors[name] = fresh.tensors()[name].clone(memory_format=torch.contiguous_format)
-                if slot != "reference":
-                    tensors[name].zero_()
-        return state
-
-    def check(self, state: Mapping[str, Any]) -> None:
-        shapes = {
-            name: checkpoint.tensor(shape=tuple(parameter.shape))
-            for name, parameter in self.parameters.items()
-        }
-        kept = checkpoint.record(
-            kind=checkpoint.text, sharded=checkpoint.flag, tensors=checkpoint.record(**shapes)
+    def _slots(self, shape: BucketShape) -> tuple[Slot, ...]:
+        kept = (Kind.ESTIMATE, shape.names, shape.sizes, shape.wide().dtype, False)
+        reference = Slot("reference", *kept, self._first_reference)
+        return (
+            (reference,)
+            if self._method.outer is None
+            else (reference, Slot("outer_momentum", *kept))
         )
-        for slot in self._slots:
-            checkpoint.check(state["slots"].get(slot), kept, f"slots.{slot}")
 
-    def _open(self, slot: str, shape: BucketShape) -> tuple[Tensor, Tensor]:
-        """A slot of the averager's state; the first reference is the parameters as they are."""
-        device = self.parameters[shape.names[0]].device
-        opened = Slot(slot, Kind.ESTIMATE, shape.names, shape.sizes, shape.dtype)
-        init = self._first_reference if slot == "reference" else None
-        return self.averager.state.open(opened, device, init)
+    def _open(self, group: Group) -> list[tuple[Tensor, Tensor]]:
+        device = self.averager.parameters[group[0]].device
+        slots = self._slots(self.averager.shape_of(group))
+        return [self.averager.state.open(slot, device) for slot in slots]
 
     def _first_reference(self, name: str, out: Tensor) -> None:
-        out.copy_(read((name,), self.parameters).flat)
+        out.copy_(self._read((name,)).flat)
 
 
 class OverlappedAverages(Averages):
@@ -234,18 +190,15 @@ class OverlappedAverages(Averages):
     of the layers in front of those whose mean is not there yet. It is exact, because every layer
     waits for its own parameters before it computes.
 
-    Args:
-        averager, parameters: see :class:`Averages`.
-        levels: the ranks.
-
     Attributes:
         async_exchange: the ranks once more, for collectives beside those of the user and DDP.
         close: ends the executor.
     """
 
-    def __init__(self, averager: Averager, parameters: Tensors, levels: Levels) -> None:
-        super().__init__(averager, parameters)
-        self._levels = levels
+    def __init__(
+        self, method: LocalMethod, levels: Levels, parameters: Parameters, groups: Sequence[Group]
+    ) -> None:
+        super().__init__(method, levels, parameters, groups)
         between = levels.between
         self.async_exchange, self._executor = transport(between.group, between.device)
         self._late: set[str] = set()
@@ -259,7 +212,7 @@ class OverlappedAverages(Averages):
     def exchange(self, due: Due, step: int, dense_bytes: int) -> None:
         # The last group first: groups go from the end of the model to its beginning, where the next
         # forward pass begins.
-        buckets = [read(group, self.parameters) for group, _ in reversed(due)]
+        buckets = [self._read(group) for group, _ in reversed(due)]
         where = f"the parameters after step {step}"
         self._require_finite(buckets, where)
         self._finish(where, dense_bytes)
@@ -275,7 +228,7 @@ class OverlappedAverages(Averages):
         for bucket, mean in running:
             if names is None or not names.isdisjoint(bucket.names):
                 mean.wait()
-                write(bucket, self.parameters)
+                bucket.write(self.averager.parameters)
             else:
                 self._running.append((bucket, mean))
         if names is None:

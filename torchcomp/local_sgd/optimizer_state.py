@@ -11,10 +11,10 @@ from numbers import Number
 import torch
 from torch import Tensor
 
-from torchcomp.bucket import Bucket, merge
+from torchcomp.bucket import Bucket, BucketShape, merge
 from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange
-from torchcomp.local_sgd.averages import UNCHANGED, exact_mean, read, write
+from torchcomp.local_sgd.averages import UNCHANGED, exact_mean
 from torchcomp.nonfinite import FiniteWatch
 
 Tensors = Mapping[str, Tensor]
@@ -81,7 +81,8 @@ class OptimizerState:
         }
         watch = FiniteWatch(self._exchange)
         groups = merge(((name,) for name in self._tensors), self._tensors)
-        self._means = [read(group, self._tensors) for group in groups]
+        shapes = [BucketShape.of(group, self._tensors).wide() for group in groups]
+        self._means = [Bucket.read(shape, self._tensors) for shape in shapes]
         for bucket in self._means:
             watch.before(bucket)
             exact_mean(self._exchange, bucket.flat)
@@ -93,7 +94,7 @@ class OptimizerState:
     def commit(self, parameters: Tensors, optimizers: Optimizers) -> None:
         """Give the optimizers their new state."""
         for bucket in self._means:
-            write(bucket, self._tensors)
+            bucket.write(self._tensors)
         self._means, self._tensors = [], {}
         if self._policy == "reset":
             for optimizer in optimizers:

@@ -27,14 +27,14 @@ from torchcomp.spec import parse_aggregator, parse_outer_step, parse_schedule
 Built = TypeVar("Built")
 Specs = str | Component | Sequence[str | Component]
 ProcessGroup = dist.ProcessGroup | DeviceMesh
+Parameters = dict[str, nn.Parameter]
 
 MOMENTS = ("local", "average", "reset")
 
 
 @dataclass(frozen=True)
 class LocalMethod:
-    """What the options of :class:`torchcomp.LocalSGD` mean; there is one schedule, or one for each
-    optimizer."""
+    """What the options mean, with one schedule for all optimizers, or one for each."""
 
     schedules: tuple[Schedule, ...]
     horizon: Horizon
@@ -54,11 +54,6 @@ class LocalMethod:
     def plain(self) -> bool:
         """Whether a synchronisation is the exact mean of the parameters, and nothing else."""
         return self.aggregator.transparent and self.outer is None
-
-    @property
-    def reads_lr(self) -> bool:
-        """Whether the outer step reads the learning rate of every step."""
-        return self.outer is not None and self.outer.reads_lr
 
 
 @dataclass(frozen=True)
@@ -186,31 +181,14 @@ def held_by(
     return tuple(name for name, parameter in parameters.items() if id(parameter) in held)
 
 
-def lrs_of(optimizers: Iterable[torch.optim.Optimizer], wait: bool = True) -> list[float]:
-    """The learning rates of the parameter groups that have a number as "lr".
-
-    Args:
-        optimizers: whose groups.
-        wait: whether to wait for a device that holds one; there are none else.
-    """
-    lrs = []
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            lr = group.get("lr")
-            if isinstance(lr, Tensor) and not (wait or lr.is_cpu):
-                return []
-            if isinstance(lr, float | Tensor | Real):
-                lrs.append(float(lr))
-    return lrs
-
-
 def _check_lrs(method: LocalMethod, optimizers: list[torch.optim.Optimizer]) -> None:
     """Require learning rates where a schedule or the outer step reads them."""
     reader = next(
         (each for each in (*method.schedules, method.outer) if each and each.reads_lr), None
     )
     for index, optimizer in enumerate(optimizers):
-        if reader is not None and len(lrs_of([optimizer])) < len(optimizer.param_groups):
+        lrs = [group.get("lr") for group in optimizer.param_groups]
+        if reader is not None and not all(isinstance(lr, Real | Tensor) for lr in lrs):
             raise SpecError(
                 f"{reader} reads the learning rate, and {type(optimizer).__name__} (optimizer "
                 f"{index}) has a parameter group without a number as 'lr': take a schedule that "
@@ -266,7 +244,7 @@ def _method(
 def _check_division(
     method: LocalMethod,
     optimizers: list[torch.optim.Optimizer],
-    parameters: dict[str, nn.Parameter],
+    parameters: Parameters,
 ) -> None:
     """Require that every schedule has parameters of its own, enough for its fragments."""
     parts = [tuple(parameters)]

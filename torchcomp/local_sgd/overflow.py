@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchcomp.aggregators.transfer import nan_unless_finite
 from torchcomp.checks import check_count
 from torchcomp.errors import NonFiniteError
+from torchcomp.kernels.cast import nan_unless_finite
 
 
 def backward_until_finite(

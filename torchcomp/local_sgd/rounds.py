@@ -6,20 +6,19 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate, chain, pairwise
+from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import checkpoint
-from torchcomp.averager import Averager
 from torchcomp.bucket import Group, merge, partition
 from torchcomp.ddp.checks import bucket_caps, check_not_joined, trained_parameters
 from torchcomp.errors import CheckpointError, ScheduleError, UnsupportedModelError
 from torchcomp.local_sgd.averages import (
     Averages,
-    ExactMean,
     OverlappedAverages,
     PseudoGradients,
 )
@@ -27,18 +26,17 @@ from torchcomp.local_sgd.optimizer_state import OptimizerState
 from torchcomp.local_sgd.options import (
     Levels,
     LocalMethod,
+    Parameters,
     check_no_hook,
     check_no_other_scaler,
     check_values,
     held_by,
-    lrs_of,
 )
 from torchcomp.schedules import Schedule
 from torchcomp.stats import Stats
+from torchcomp.traffic import sum_bytes
 
 _log = logging.getLogger(__package__)
-
-Parameters = dict[str, nn.Parameter]
 
 _SAME_LR = "The learning rate is the same function of the step on all ranks."
 _FIRST_STEP = f"{checkpoint.ONE_STEP} {_SAME_LR}"
@@ -47,6 +45,10 @@ _LOST_STEP = (
     "works on other batches than the others from then on, and runs out of them at another time. If "
     f"a GradScaler skips steps, hand it over: torchcomp.LocalSGD(..., scaler=scaler). {_SAME_LR}"
 )
+_OTHER_RANKS = {
+    "world_size": "torchcomp.redistribute(states, world_size) makes states that were saved between "
+    "rounds fit",
+}
 
 
 @dataclass
@@ -198,37 +200,25 @@ class LocalSteps:
             whole = method.aggregator.whole_model
             fragment.groups = merge(groups, trained) if whole else groups
         names = {name for fragment in self._fragments for name in fragment.names}
-        self._parameters = {name: p for name, p in trained.items() if name in names}
-        self.averages = self._averages()
+        groups = [group for fragment in self._fragments for group in fragment.groups]
+        kind = PseudoGradients if not method.plain else Averages
+        self.averages = (OverlappedAverages if method.overlap else kind)(
+            method, levels, {name: p for name, p in trained.items() if name in names}, groups
+        )
+        self._averager = self.averages.averager
         self._optimizer_state = OptimizerState(method.moments, levels.between)
         self.clock = Clock(method.horizon.total_steps, [each.round for each in self._fragments])
+        self._reads_lr = method.outer is not None and method.outer.reads_lr
         self._stepped: set[int] = set()
         # What DDP reduces, and what is known: averaged already, or not to be, as DDP ignores it.
         self._reduced = {id(parameter) for parameter in trained.values()}
         named = model.module.named_parameters()
         self._known = {id(p) for name, p in named if name in model.parameters_to_ignore}
-        self._known |= {id(parameter) for parameter in self._parameters.values()}
+        self._known |= {id(parameter) for parameter in self._averager.parameters.values()}
         self._added: list[str] = []
         self._expected_weights: int | None = None
         # Whether a rank alone has loaded a checkpoint shows only when all ranks look.
         self._verified = False
-
-    def _averages(self) -> Averages:
-        method, levels = self.method, self.levels
-        averager = Averager(
-            ExactMean() if method.plain else method.aggregator,
-            levels.between,
-            self._parameters,
-            [group for fragment in self._fragments for group in fragment.groups],
-            seed=method.seed,
-            what="the parameters",
-            merge=False,
-        )
-        if method.overlap:
-            return OverlappedAverages(averager, self._parameters, levels)
-        if method.plain:
-            return Averages(averager, self._parameters)
-        return PseudoGradients(averager, self._parameters, method.outer)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -239,7 +229,7 @@ class LocalSteps:
     @property
     def stats(self) -> Stats:
         """Counters of this rank."""
-        return replace(self.averages.averager.stats, steps=self.clock.step, syncs=self.clock.syncs)
+        return replace(self._averager.stats, steps=self.clock.step, syncs=self.clock.syncs)
 
     @property
     def within_step(self) -> bool:
@@ -303,7 +293,7 @@ class LocalSteps:
         must_be_equal = self.averages.needs_equal_start or two_levels
         digest = None
         if self._expected_weights is not None or must_be_equal:
-            digest = digest_of(self._parameters)
+            digest = digest_of(self._averager.parameters)
         if self._expected_weights not in (None, digest):
             raise CheckpointError(
                 "parameters that are not those of the checkpoint: every rank loads its own weights "
@@ -326,7 +316,7 @@ class LocalSteps:
         due = []
         for fragment in self._fragments:
             # Where nothing reads it, no step waits for a learning rate that a device holds.
-            lrs = lrs_of(self._owners(fragment), wait=self.method.reads_lr)
+            lrs = lrs_of(self._owners(fragment), wait=self._reads_lr)
             fragment.round.lr_sum += max(lrs, default=0.0)
             if fragment.round.end == clock.step:
                 due.append(fragment)
@@ -343,7 +333,7 @@ class LocalSteps:
         """End the round of every fragment that is due, on all ranks or, with an error, on none."""
         step, averages, optimizers = self.clock.step, self.averages, self.optimizers
         names = [name for fragment in due for name in fragment.names]
-        parameters = {name: self._parameters[name] for name in names}
+        parameters = {name: self._averager.parameters[name] for name in names}
 
         def facts() -> tuple[None, dict[str, Any]]:
             self._optimizer_state.check(parameters, optimizers)
@@ -358,13 +348,14 @@ class LocalSteps:
             }
 
         self.levels.build("synchronisation", {}, facts, _LOST_STEP)
-        averages.averager.begin()
+        self._averager.begin()
         self._optimizer_state.exchange(parameters, optimizers, step)
         groups, dense_bytes = [], 0
         for fragment in due:
             steps = step - fragment.round.synced
             groups += [(group, fragment.round.lr_sum / steps) for group in fragment.groups]
-            dense_bytes += steps * sum(self._parameters[name].nbytes for name in fragment.names)
+            nbytes = sum(self._averager.parameters[name].nbytes for name in fragment.names)
+            dense_bytes += steps * sum_bytes(nbytes, self.levels.between.world_size)
         averages.exchange(groups, step, dense_bytes)
         averages.commit()
         self._optimizer_state.commit(parameters, optimizers)
@@ -407,9 +398,8 @@ class LocalSteps:
         groups = partition(new.items(), bucket_caps(model))
         home = [fragment for fragment in self._fragments if index in fragment.owners][-1]
         home.names, home.groups = (*home.names, *new), (*home.groups, *groups)
-        self._parameters |= new
         self._known |= {id(parameter) for parameter in new.values()}
-        self.averages.averager.add(new, groups)
+        self._averager.add(new, groups)
         self.averages.start(groups, late=True)
         digest = digest_of(new) if self.averages.needs_equal_start else 0
         self._added.append(f"{', '.join(new)} (checksum {digest})")
@@ -420,13 +410,13 @@ class LocalSteps:
         """See :meth:`torchcomp.LocalSGD.state_dict`."""
         between = self.levels.between
         return {
-            **self.averages.state_dict(),
+            **self._averager.state_dict(),
             "local_sgd": {
                 **self._fixed(),
                 "step": self.clock.step,
                 "syncs": self.clock.syncs,
                 "saved_by": [between.rank, between.world_size],
-                "weights": digest_of(self._parameters),
+                "weights": digest_of(self._averager.parameters),
                 "fragments": [
                     {"names": list(each.names), **asdict(each.round)} for each in self._fragments
                 ],
@@ -438,10 +428,9 @@ class LocalSteps:
         section = state.get("local_sgd") if isinstance(state, Mapping) else None
         checkpoint.check(section, _SECTION, "local_sgd")
         self._check(section)
-        prepared = self.averages.averager.prepare(state)
-        self.averages.check(state)
+        prepared = self._averager.prepare(state, _OTHER_RANKS)
         divided = self._divided(section["fragments"], state["groups"])
-        self.averages.averager.restore(prepared)
+        self._averager.restore(prepared)
         self.clock.step, self.clock.syncs = section["step"], section["syncs"]
         for fragment, saved, groups in zip(
             self._fragments, section["fragments"], divided, strict=True
@@ -498,7 +487,7 @@ class LocalSteps:
         """The groups of each fragment; the averager has checked that they hold each name once."""
         groups = list(map(tuple, groups))
         divided = [tuple(g for g in groups if g[0] in each["names"]) for each in fragments]
-        whole = sum(len(each["names"]) for each in fragments) == len(self._parameters)
+        whole = sum(len(each["names"]) for each in fragments) == len(self._averager.parameters)
         for each, own in zip(fragments, divided, strict=True):
             if not whole or sorted(each["names"]) != sorted(chain.from_iterable(own)):
                 raise CheckpointError(
@@ -506,6 +495,22 @@ class LocalSteps:
                     "whole groups"
                 )
         return divided
+
+
+def lrs_of(optimizers: Iterable[torch.optim.Optimizer], wait: bool = True) -> list[float]:
+    """The learning rates of the parameter groups that have a number as "lr".
+
+    Without `wait` there are none if a device holds one, because to read it would wait for it.
+    """
+    lrs = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            lr = group.get("lr")
+            if isinstance(lr, Tensor) and not (wait or lr.is_cpu):
+                return []
+            if isinstance(lr, float | Tensor | Real):
+                lrs.append(float(lr))
+    return lrs
 
 
 _ROUND = {"start": checkpoint.count, "end": checkpoint.count, "synced": checkpoint.count} | {
