@@ -6,6 +6,7 @@
 """
 
 from torchcomp._version import __version__
+from torchcomp.averager import Averager
 from torchcomp.batchnorm import reestimate_batchnorm
 from torchcomp.checkpoint import redistribute
 from torchcomp.ddp import Handle, register
@@ -18,21 +19,24 @@ from torchcomp.errors import (
     UnsupportedModelError,
     WireError,
 )
+from torchcomp.exchange import Exchange, InProcessExchange, ProcessGroupExchange, run_in_process
 from torchcomp.explain import explain, sync_steps
-from torchcomp.jointspar import JointSpar
-from torchcomp.local_sgd import LocalSGD
 from torchcomp.plan import Plan
 from torchcomp.spec import parse
 from torchcomp.stats import Stats
 from torchcomp.time_model import TimeModel, WallClock, fit_time_model
 
 __all__ = [
+    "Averager",
     "CheckpointError",
+    "Exchange",
     "Handle",
+    "InProcessExchange",
     "JointSpar",
     "LocalSGD",
     "NonFiniteError",
     "Plan",
+    "ProcessGroupExchange",
     "RankMismatchError",
     "ScheduleError",
     "SpecError",
@@ -48,5 +52,6 @@ __all__ = [
     "redistribute",
     "reestimate_batchnorm",
     "register",
+    "run_in_process",
     "sync_steps",
 ]

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from torchcomp.averager import exact_mean
 from torchcomp.checks import check_count
 from torchcomp.ddp.checks import check_is_module
 from torchcomp.errors import NonFiniteError, SpecError
-from torchcomp.exchange import Exchange
+from torchcomp.exchange import ProcessGroupExchange
 
 _log = logging.getLogger(__name__)
 
@@ -148,10 +149,12 @@ def _estimate(
     if not dist.is_initialized():
         _passes(module, layers, _share(loader, images, 1))
         return
-    exchange = Exchange(group, _statistics(layers)[0].device)
+    exchange = ProcessGroupExchange(group, _statistics(layers)[0].device)
     passes = partial(_passes, module, layers, _share(loader, images, exchange.world_size))
-    exchange.agree("torchcomp.reestimate_batchnorm", {"images": images}, passes, _ADVICE)
-    _average(_statistics(layers), exchange)
+    exchange.build("torchcomp.reestimate_batchnorm", {"images": images}, passes, _ADVICE)
+    named = {str(i): values for i, values in enumerate(_statistics(layers))}
+    for i, mean in exact_mean(exchange, named).items():
+        named[i].copy_(mean)
 
 
 _ADVICE = (
@@ -227,16 +230,3 @@ def _statistics(layers: Layers) -> list[Tensor]:
 def _statistics_of(layer: _BatchNorm) -> list[Tensor]:
     both = (layer.running_mean, layer.running_var)
     return [values for values in both if values is not None]
-
-
-def _average(statistics: list[Tensor], exchange: Exchange) -> None:
-    flat = torch.cat([_wide(values).to(exchange.device) for values in statistics])
-    exchange.sum(flat)
-    flat.div_(exchange.world_size)
-    sizes = [values.numel() for values in statistics]
-    for values, mean in zip(statistics, torch.split(flat, sizes), strict=True):
-        values.copy_(mean)
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -2,13 +2,96 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from math import prod
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 MIB = 2**20
+Names = tuple[str, ...]
+Group = Names
+"""Names of parameters that are compressed together."""
+
+
+@dataclass(frozen=True)
+class BucketShape:
+    """All that is static about a bucket.
+
+    Attributes:
+        names: parameter names, in the order of their elements.
+        shapes: shape of each parameter.
+        dtype: of the elements.
+        strides: of each parameter, where one is not contiguous; () if all are.
+    """
+
+    names: Names
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    strides: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, names: Iterable[str], parameters: Mapping[str, Tensor]) -> "BucketShape":
+        """The shape of a bucket of these parameters, which have one dtype."""
+        names = tuple(names)
+        chosen = [parameters[name] for name in names]
+        return cls(
+            names,
+            tuple(tuple(parameter.shape) for parameter in chosen),
+            chosen[0].dtype,
+            tuple(map(_strides, chosen)) if any(not p.is_contiguous() for p in chosen) else (),
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Kept, because every step looks its plans up by shapes that hold hundreds of names.
+        return hash((self.names, self.shapes, self.dtype))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of elements of each parameter."""
+        return tuple(map(prod, self.shapes))
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements in all."""
+        return sum(self.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.numel * self.dtype.itemsize
+
+    def select(self, names: Iterable[str]) -> "BucketShape":
+        """The shape of a bucket of these parameters alone, in their order here."""
+        wanted = set(names)
+        chosen = [place for place, name in enumerate(self.names) if name in wanted]
+        return BucketShape(
+            tuple(self.names[i] for i in chosen),
+            tuple(self.shapes[i] for i in chosen),
+            self.dtype,
+            tuple(self.strides[i] for i in chosen) if self.strides else (),
+        )
+
+    def wide(self) -> "BucketShape":
+        """The same in float32, or wider where the elements are."""
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        return BucketShape(self.names, self.shapes, dtype, self.strides)
+
+    def shards(self, world_size: int) -> tuple["Shard", ...]:
+        """The parts that the ranks own: rank r has [r n / W, (r + 1) n / W) of n elements."""
+        return _shards(self.names, self.sizes, world_size)
+
+
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """Strides of a parameter's part of a bucket; see :func:`memory_order`."""
+    if _is_dense(parameter):
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()
 
 
 @dataclass
@@ -16,19 +99,89 @@ class Bucket:
     """What an aggregator works on.
 
     Attributes:
-        names: parameter names, in the order of their elements in `flat`.
-        sizes: number of elements of each parameter.
-        flat: 1-D contiguous tensor of ``sum(sizes)`` gradient (or parameter) elements; each
-            parameter's part is in its memory order, as in DDP's buckets.
+        shape: names, shapes and dtype.
+        flat: 1-D contiguous tensor of gradient (or parameter) elements; each parameter's part is in
+            its memory order, as in DDP's buckets.
     """
 
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
+    shape: BucketShape
     flat: Tensor
 
+    @classmethod
+    def read(cls, shape: BucketShape, tensors: Mapping[str, Tensor]) -> "Bucket":
+        """A copy of the values of some tensors, in the bucket's dtype."""
+        device = tensors[shape.names[0]].device if shape.names else None
+        bucket = cls(shape, torch.empty(shape.numel, dtype=shape.dtype, device=device))
+        for name, view in bucket.tensors().items():
+            view.copy_(tensors[name].detach())
+        return bucket
+
+    @torch.no_grad()
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give tensors the values of the bucket, rounded to their own dtypes."""
+        for name, view in self.tensors().items():
+            tensors[name].copy_(view)
+
+    @property
+    def names(self) -> Names:
+        """Parameter names, in the order of their elements."""
+        return self.shape.names
+
     def parts(self) -> dict[str, Tensor]:
-        """Each parameter's part of `flat`, as a view."""
-        return dict(zip(self.names, torch.split(self.flat, list(self.sizes)), strict=True))
+        """Each parameter's part of `flat`, as a 1-D view."""
+        parts = torch.split(self.flat, list(self.shape.sizes))
+        return dict(zip(self.shape.names, parts, strict=True))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Each parameter's part of `flat`, as a view in the parameter's shape."""
+        shape = self.shape
+        if not shape.strides:
+            each = zip(self.parts().items(), shape.shapes, strict=True)
+            return {name: part.view(size) for (name, part), size in each}
+        layouts = zip(self.parts().items(), shape.shapes, shape.strides, strict=True)
+        return {
+            name: part.as_strided(size, stride, part.storage_offset())
+            for (name, part), size, stride in layouts
+        }
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The contiguous part of a bucket that one rank owns.
+
+    Attributes:
+        start: first element within the bucket.
+        stop: one past the last element.
+        names: parameters that have elements in it, in order.
+        sizes: how many elements of each.
+        offsets: the first of them within each parameter.
+    """
+
+    start: int
+    stop: int
+    names: Names
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    @property
+    def span(self) -> slice:
+        """Its elements within the bucket."""
+        return slice(self.start, self.stop)
+
+
+@lru_cache(maxsize=1024)
+def _shards(names: Names, sizes: tuple[int, ...], world_size: int) -> tuple[Shard, ...]:
+    total = sum(sizes)
+    cuts = [rank * total // world_size for rank in range(world_size + 1)]
+    shards = []
+    for start, stop in pairwise(cuts):
+        held = []
+        for name, size, end in zip(names, sizes, accumulate(sizes), strict=True):
+            first, last = max(end - size, start), min(end, stop)
+            if first < last:
+                held.append((name, last - first, first - (end - size)))
+        shards.append(Shard(start, stop, *(list(zip(*held, strict=True)) or [(), (), ()])))
+    return tuple(shards)
 
 
 @dataclass(frozen=True)
@@ -44,10 +197,7 @@ class Caps:
     rest: int = 25 * MIB
 
 
-Group = tuple[str, ...]
-
-
-def partition(parameters: Iterable[tuple[str, nn.Parameter]], caps: Caps) -> tuple[Group, ...]:
+def partition(parameters: Iterable[tuple[str, Tensor]], caps: Caps) -> tuple[Group, ...]:
     """Group parameters as DDP's documentation describes: in reverse order, up to a size.
 
     DDP itself re-groups after the first iteration, in the order in which gradients became ready.
@@ -75,6 +225,16 @@ def partition(parameters: Iterable[tuple[str, nn.Parameter]], caps: Caps) -> tup
     return tuple(groups)
 
 
+def merge(groups: Iterable[Group], parameters: Mapping[str, Tensor]) -> tuple[Group, ...]:
+    """One group of all parameters, or one for each dtype and device where there are several."""
+    merged: dict[tuple[torch.dtype, torch.device], Group] = {}
+    for group in groups:
+        first = parameters[group[0]]
+        kind = (first.dtype, first.device)
+        merged[kind] = (*merged.get(kind, ()), *group)
+    return tuple(merged.values())
+
+
 def memory_order(parameter: Tensor, flat: Tensor) -> Tensor:
     """View a parameter's part of a flat bucket in the parameter's shape.
 
@@ -99,65 +259,3 @@ def _is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The contiguous part of a bucket that one rank owns.
-
-    Attributes:
-        start: first element within the bucket.
-        stop: one past the last element.
-        names: parameters that have elements in it, in order.
-        sizes: how many elements of each.
-        offsets: the first of them within each parameter.
-    """
-
-    start: int
-    stop: int
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    offsets: tuple[int, ...]
-
-    @property
-    def span(self) -> slice:
-        """Its elements within the bucket."""
-        return slice(self.start, self.stop)
-
-
-@lru_cache(maxsize=1024)
-def shards(names: tuple[str, ...], sizes: tuple[int, ...], world_size: int) -> tuple[Shard, ...]:
-    """Divide a bucket among the ranks, rank r owning [r n / W, (r + 1) n / W) of n elements."""
-    total = sum(sizes)
-    cuts = [rank * total // world_size for rank in range(world_size + 1)]
-    return tuple(_shard(names, sizes, start, stop) for start, stop in pairwise(cuts))
-
-
-def _shard(names: tuple[str, ...], sizes: tuple[int, ...], start: int, stop: int) -> Shard:
-    held = []
-    for name, size, end in zip(names, sizes, accumulate(sizes), strict=True):
-        first, last = max(end - size, start), min(end, stop)
-        if first < last:
-            held.append((name, last - first, first - (end - size)))
-    columns = list(zip(*held, strict=True)) or [(), (), ()]
-    return Shard(start, stop, *columns)
-
-
-def owned_shards(
-    groups: Iterable[Group], parameters: Mapping[str, nn.Parameter], rank: int, world_size: int
-) -> list[Shard]:
-    """The shard of each bucket that a rank owns."""
-    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
-    return [
-        shards(names, tuple(sizes[name] for name in names), world_size)[rank] for names in groups
-    ]
-
-
-def merge(groups: Iterable[Group], parameters: Mapping[str, nn.Parameter]) -> tuple[Group, ...]:
-    """One group of all parameters, or one for each dtype and device where there are several."""
-    merged: dict[tuple[torch.dtype, torch.device], Group] = {}
-    for group in groups:
-        first = parameters[group[0]]
-        kind = (first.dtype, first.device)
-        merged[kind] = (*merged.get(kind, ()), *group)
-    return tuple(merged.values())

@@ -1,157 +1,181 @@
-"""Checkpoint: what a state dict must say so that it cannot be loaded into the wrong run."""
+"""Checkpoint: the one form of all state dicts, and what it must say to be loaded.
 
-import math
+A *form* is a function that takes a value and where it stands, and raises CheckpointError unless the
+value is what it should be. State dicts are checked as a whole before anything changes.
+"""
+
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchcomp.bucket import Group, Shard, memory_order, owned_shards, shards
+from torchcomp.bucket import BucketShape, memory_order
+from torchcomp.checks import is_number, is_whole
 from torchcomp.errors import CheckpointError
 from torchcomp.exchange import Exchange
+from torchcomp.state import Kind, Slot
 
 ONE_STEP = "Every rank loads its own state of one and the same step, or none does."
-"""Advice for ranks that do not stand at the same step."""
+"""Advice for ranks that are not at the same step."""
 
-VERSION = 2
-_HEADER = ("version", "spec", "rank", "world_size")
-
-
-def header(spec: str, exchange: Exchange) -> dict[str, Any]:
-    """What identifies the run and the rank that a state dict belongs to."""
-    return {
-        "version": VERSION,
-        "spec": spec,
-        "rank": exchange.rank,
-        "world_size": exchange.world_size,
-    }
+VERSION = 3
+Form = Callable[[Any, str], None]
 
 
-def shapes(parameters: Mapping[str, nn.Parameter]) -> dict[str, list[int]]:
-    """Shape of each parameter by name, as a checkpoint holds it."""
-    return {name: list(parameter.shape) for name, parameter in parameters.items()}
+def check(value: Any, form: Form, where: str) -> None:
+    """Require a value of a form.
 
-
-def strides(parameters: Mapping[str, nn.Parameter]) -> dict[str, list[int]]:
-    """Strides of each parameter by name: an owner's memory is in the order that they give."""
-    return {name: list(parameter.stride()) for name, parameter in parameters.items()}
-
-
-def groups(names: Iterable[Iterable[str]]) -> tuple[Group, ...]:
-    """Groups of names as they were before a checkpoint made lists of them."""
-    return tuple(tuple(group) for group in names)
-
-
-def check_memory(
-    state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], exchange: Exchange
-) -> None:
-    """Require that error memories are whole, and fit a model and this rank's shards.
+    Args:
+        value: part of a state dict.
+        form: what it must be.
+        where: its path in the state dict, for the error.
 
     Raises:
-        CheckpointError: naming what is missing, unknown, or of another size.
+        CheckpointError: naming the path, what was expected, and what is there.
     """
-    check_division("buckets", state["buckets"], parameters)
-    if len(state["thresholds"]) != len(state["buckets"]):
-        raise CheckpointError(
-            f"a damaged checkpoint: {len(state['thresholds'])} thresholds for "
-            f"{len(state['buckets'])} buckets"
-        )
-    owned = owned_shards(groups(state["buckets"]), parameters, exchange.rank, exchange.world_size)
-    check_whole("error", state["error"], parameters)
-    check_whole("owner", state["owner"], sizes(owned))
-    check_owner(state, owned, parameters)
+    form(value, where)
 
 
-def check_division(what: str, names: Iterable[Iterable[str]], parameters: Iterable[str]) -> None:
-    """Require groups of names that hold every parameter once.
-
-    Raises:
-        CheckpointError: naming those that they do not.
-    """
-    held, expected = Counter(n for group in names for n in group), Counter(iter(parameters))
-    if held != expected:
-        raise CheckpointError(
-            f"a damaged checkpoint: its {what} must hold every parameter of the model once, and do "
-            f"not for {_listed([*(held - expected), *(expected - held)])}"
-        )
+def _require(holds: bool, where: str, expected: str, value: object) -> None:
+    if not holds:
+        text = repr(value)
+        short = text if len(text) <= 80 else f"{text[:80]}..."
+        raise CheckpointError(f"a damaged checkpoint: {where} must be {expected}, not {short}")
 
 
-def check_whole(what: str, memory: Collection[str], names: Collection[str]) -> None:
-    """Require a memory of nothing, or of exactly these parameters: one less is a loss.
-
-    Raises:
-        CheckpointError: naming those that are missing or unknown.
-    """
-    differing = {
-        "lacks": sorted(set(names) - set(memory)),
-        "holds the foreign": sorted(set(memory) - set(names)),
-    }
-    problems = [f"{verb} {_listed(found)}" for verb, found in differing.items() if found]
-    if memory and problems:
-        raise CheckpointError(
-            f"a damaged checkpoint: its '{what}' must hold each of this rank's {len(names)} "
-            f"parameters, or none, and {' and '.join(problems)}"
-        )
+def count(value: Any, where: str) -> None:
+    """A whole number of at least 0."""
+    _require(is_whole(value) and 0 <= value < 2**63, where, "a whole number of at least 0", value)
 
 
-def _listed(names: list[str]) -> str:
+def number(value: Any, where: str) -> None:
+    """A finite number."""
+    _require(is_number(value), where, "a finite number", value)
+
+
+def positive(value: Any, where: str) -> None:
+    """A finite number above 0."""
+    _require(is_number(value) and value > 0, where, "a finite number above 0", value)
+
+
+def text(value: Any, where: str) -> None:
+    """A string."""
+    _require(isinstance(value, str), where, "a text", value)
+
+
+def flag(value: Any, where: str) -> None:
+    """True or False."""
+    _require(isinstance(value, bool), where, "True or False", value)
+
+
+def optional(form: Form) -> Form:
+    """None, or a value of the form."""
+
+    def check_optional(value: Any, where: str) -> None:
+        if value is not None:
+            form(value, where)
+
+    return check_optional
+
+
+def list_of(form: Form, length: int | None = None) -> Form:
+    """A list or tuple of values of the form, of a given length if there is one."""
+
+    def check_list(value: Any, where: str) -> None:
+        _require(isinstance(value, list | tuple), where, "a list", value)
+        if length is not None:
+            _require(len(value) == length, where, f"a list of {length} entries", value)
+        for i, each in enumerate(value):
+            form(each, f"{where}[{i}]")
+
+    return check_list
+
+
+def dict_of(form: Form, keys: Collection[str] | None = None) -> Form:
+    """A dict from strings to values of the form, with exactly these keys if they are given."""
+
+    def check_dict(value: Any, where: str) -> None:
+        _require(isinstance(value, Mapping), where, "a dict", value)
+        for key, each in value.items():
+            _require(isinstance(key, str), where, "a dict with texts as keys", key)
+            form(each, f"{where}['{key}']")
+        missing = sorted(set(keys or value) - set(value))
+        foreign = sorted(set(value) - set(keys if keys is not None else value))
+        problems = {"lacks": missing, "holds the unknown": foreign}
+        told = [f"{verb} {listed(found)}" for verb, found in problems.items() if found]
+        if told:
+            raise CheckpointError(f"a damaged checkpoint: {where} {' and '.join(told)}")
+
+    return check_dict
+
+
+def record(**forms: Form) -> Form:
+    """A dict that holds at least these keys, each with a value of its form."""
+
+    def check_record(value: Any, where: str) -> None:
+        _require(isinstance(value, Mapping), where, "a dict", value)
+        missing = [key for key in forms if key not in value]
+        if missing:
+            raise CheckpointError(f"a damaged checkpoint: {where} lacks {listed(missing)}")
+        for key, form in forms.items():
+            form(value[key], f"{where}.{key}")
+
+    return check_record
+
+
+def tensor(
+    shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None, numel: int | None = None
+) -> Form:
+    """A dense tensor of finite real numbers, of this shape, dtype or size where they are given."""
+
+    def check_tensor(value: Any, where: str) -> None:
+        dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
+        _require(dense, where, "a dense tensor", value)
+        found = f"{value.dtype} of shape {tuple(value.shape)}"
+        _require(not value.is_complex(), where, "a tensor of real numbers", found)
+        _require(shape in (None, tuple(value.shape)), where, f"a tensor of shape {shape}", found)
+        _require(dtype in (None, value.dtype), where, f"a tensor of {dtype}", found)
+        _require(numel in (None, value.numel()), where, f"a tensor of {numel} elements", found)
+        if value.is_floating_point() and not value.isfinite().all():
+            raise CheckpointError(f"a damaged checkpoint: {where} holds a NaN or an infinity")
+
+    return check_tensor
+
+
+def listed(names: list[str]) -> str:
+    """Up to three names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(f"'{name}'" for name in names[:3]) + more
 
 
-def sizes(owned: Iterable[Shard]) -> dict[str, int]:
-    """How many elements of each parameter an owner of shards holds."""
-    return {n: s for shard in owned for n, s in zip(shard.names, shard.sizes, strict=True)}
+_ENGINE = record(
+    step=count,
+    seed=count,
+    scale=positive,
+    flushing=flag,
+    groups=list_of(list_of(text)),
+    buckets=list_of(list_of(text)),
+    parameters=dict_of(record(shape=list_of(count), stride=list_of(count))),
+    traffic=record(sent=count, received=count, dense=count),
+    slots=dict_of(record(kind=text, sharded=flag, tensors=dict_of(tensor()))),
+)
 
 
-def check_owner(
-    state: Mapping[str, Any], owned: Iterable[Shard], parameters: Mapping[str, nn.Parameter]
-) -> None:
-    """Require that what a checkpoint owes as an owner lies in this rank's shards.
-
-    Raises:
-        CheckpointError: naming the parameter whose memory order or piece differs.
-    """
-    mine = sizes(owned)
-    here = strides(parameters)
-    for name, part in state["owner"].items():
-        if part.numel() != mine.get(name, 0):
-            raise CheckpointError(
-                f"the checkpoint owes {part.numel()} elements of '{name}', and this rank owns "
-                f"{mine.get(name, 0)}: torchcomp.redistribute(states, world_size) divides the "
-                "memory of owners anew"
-            )
-        saved = state["strides"].get(name)
-        if saved != here[name]:
-            raise CheckpointError(
-                f"'{name}' has strides {saved} in the checkpoint and {here[name]} in the model: "
-                "bring the model into the memory format that it was saved in"
-            )
+def header(spec: str, exchange: Exchange) -> dict[str, Any]:
+    """What identifies the run and the rank that a state dict belongs to."""
+    place = {"rank": exchange.rank, "world_size": exchange.world_size}
+    return {"version": VERSION, "spec": spec, **place}
 
 
-def on_devices(
-    tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
-) -> dict[str, Tensor]:
-    """Copies of per-parameter tensors, on their parameters' devices."""
-    return {name: t.to(parameters[name].device, copy=True) for name, t in tensors.items()}
-
-
-def check_header(
-    state: Mapping[str, Any],
-    spec: str,
-    exchange: Exchange,
-    keys: Iterable[str],
-    advice: Mapping[str, str],
-) -> None:
-    """Require a state dict of this version, method, rank and world size, with all its keys.
+def check_header(state: Any, spec: str, exchange: Exchange, advice: Mapping[str, str]) -> None:
+    """Require a state dict of this version, method, rank and world size.
 
     Args:
         state: what the user wants to load.
         spec: the method or schedule that it must be of.
         exchange: the ranks of this run.
-        keys: what else a state dict of the caller holds.
         advice: what to do about a "spec" or "world_size" that differs.
 
     Raises:
@@ -160,9 +184,9 @@ def check_header(
     if not isinstance(state, Mapping):
         raise CheckpointError(f"expected a state dict, not {type(state).__name__}")
     wanted = header(spec, exchange)
-    missing = [name for name in (*wanted, *keys) if name not in state]
+    missing = [name for name in wanted if name not in state]
     if missing:
-        raise CheckpointError(f"not a state dict of torchcomp: it lacks {', '.join(missing)}")
+        raise CheckpointError(f"not a state dict of torchcomp: it lacks {listed(missing)}")
     advice = {
         "version": "save it again with this version of torchcomp",
         "rank": "every rank loads what it saved itself",
@@ -172,66 +196,121 @@ def check_header(
         if state[name] != wanted[name]:
             raise CheckpointError(
                 f"the checkpoint has {name} {state[name]!r}, and this run has {wanted[name]!r}: "
-                f"{advice[name]}"
+                f"{advice.get(name, '')}"
             )
 
 
-def check_shapes(saved: Mapping[str, list[int]], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Require that a checkpoint's parameters are this model's, by name and shape.
+def layout_of(parameters: Mapping[str, Tensor]) -> dict[str, dict[str, list[int]]]:
+    """Shape and strides of each parameter by name, as a checkpoint holds them."""
+    return {
+        name: {"shape": list(parameter.shape), "stride": list(parameter.stride())}
+        for name, parameter in parameters.items()
+    }
+
+
+def check_engine(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
+    """Require what an :class:`torchcomp.Averager` saves, of parameters of these names and shapes.
 
     Raises:
-        CheckpointError: naming what is missing, unknown, or of another shape.
+        CheckpointError: naming what is missing, unknown, damaged or of another shape.
     """
-    here = shapes(parameters)
+    check(state, _ENGINE, "the state dict")
+    saved = {name: each["shape"] for name, each in state["parameters"].items()}
+    here = {name: list(parameter.shape) for name, parameter in parameters.items()}
     problems = [f"'{name}' is not in the model" for name in saved if name not in here]
     problems += [f"'{name}' is not in the checkpoint" for name in here if name not in saved]
     problems += [
-        f"'{name}' has shape {saved[name]} in the checkpoint and {here[name]} in the model"
+        f"'{name}' has shape {list(saved[name])} in the checkpoint and {here[name]} in the model"
         for name in here
-        if name in saved and saved[name] != here[name]
+        if name in saved and list(saved[name]) != here[name]
     ]
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(f"the checkpoint is another model's: {'; '.join(problems[:5])}{more}")
+    for division in ("groups", "buckets"):
+        held, expected = Counter(n for group in state[division] for n in group), Counter(list(here))
+        if held != expected:
+            differing = [*(held - expected), *(expected - held)]
+            raise CheckpointError(
+                f"a damaged checkpoint: its {division} must hold every parameter of the model "
+                f"once, and do not for {listed(differing)}"
+            )
 
 
-def shaped(
-    parts: Iterable[tuple[str, Tensor]], parameters: Mapping[str, nn.Parameter]
+def save_slot(
+    slot: Slot, held: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Copies of flat per-parameter memories in their parameters' shapes, contiguous."""
-    return {
-        name: memory_order(parameters[name], part).clone(memory_format=torch.contiguous_format)
-        for name, part in parts
-    }
+    """Copies of what is held of a slot; first values where nothing is.
+
+    What is kept for each element of a parameter is saved in the parameter's shape, so that it fits
+    a model in another memory format; all else, such as a shard, as it lies.
+    """
+    saved = {}
+    for name, size in zip(slot.names, slot.sizes, strict=True):
+        parameter = parameters[name]
+        part = held.get(name)
+        if part is None or part.numel() != size:
+            part = torch.zeros(size, dtype=slot.dtype, device=parameter.device)
+            if slot.init is not None:
+                slot.init(name, part)
+        if size == parameter.numel() and not slot.sharded:
+            part = memory_order(parameter, part)
+        saved[name] = part.clone(memory_format=torch.contiguous_format)
+    return saved
 
 
-def flat(
-    tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
+def load_slot(
+    slot: Slot, state: Mapping[str, Any], parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The inverse of :func:`shaped`, on the parameters' devices.
+    """What :func:`save_slot` has saved, as flat tensors on the parameters' devices.
 
     Raises:
-        CheckpointError: if a memory does not have its parameter's shape.
+        CheckpointError: if the slot is missing, or holds other parameters or sizes.
     """
-    check = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    check_shapes(check, {name: p for name, p in parameters.items() if name in check})
-    result = {}
-    for name, tensor in tensors.items():
-        parameter = parameters[name]
-        part = torch.empty(parameter.numel(), dtype=tensor.dtype, device=parameter.device)
-        memory_order(parameter, part).copy_(tensor)
-        result[name] = part
-    return result
+    saved = state["slots"].get(slot.name)
+    where = f"slots['{slot.name}']"
+    if saved is None:
+        raise CheckpointError(f"a damaged checkpoint: {where} is missing")
+    meant = (slot.kind.value, slot.sharded)
+    _require((saved["kind"], saved["sharded"]) == meant, where, f"a slot {meant}", saved["kind"])
+    flats = {}
+    for name, size in zip(slot.names, slot.sizes, strict=True):
+        if name not in saved["tensors"]:
+            raise CheckpointError(f"a damaged checkpoint: {where} lacks '{name}'")
+        value, parameter = saved["tensors"][name], parameters[name]
+        path = f"{where}.tensors['{name}']"
+        if slot.sharded and list(state["parameters"][name]["stride"]) != list(parameter.stride()):
+            raise CheckpointError(
+                f"'{name}' has strides {list(state['parameters'][name]['stride'])} in the "
+                f"checkpoint and {list(parameter.stride())} in the model: bring the model into the "
+                "memory format that it was saved in"
+            )
+        if slot.sharded and value.numel() != size:
+            raise CheckpointError(
+                f"the checkpoint holds {value.numel()} elements of the server residual of "
+                f"'{name}', and this rank owns {size}: torchcomp.redistribute(states, world_size) "
+                "divides it anew"
+            )
+        flat = torch.empty(size, dtype=value.dtype, device=parameter.device)
+        if size == parameter.numel() and not slot.sharded:
+            check(value, tensor(shape=tuple(parameter.shape)), path)
+            memory_order(parameter, flat).copy_(value)
+        else:
+            check(value, tensor(numel=size), path)
+            flat.copy_(value.reshape(-1))
+        flats[name] = flat
+    return flats
 
 
 def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
     """State dicts of all ranks of a run, made to fit another number of ranks.
 
-    Every new rank gets the mean of the old memories, so the mean memory, which is what error
-    feedback still owes the model, stays what it was. What owners of shards owe is divided anew.
+    Every new rank gets the mean of the old residuals and estimates, so the mean residual, which is
+    what error feedback has still to send, stays what it was. The server's residual is divided anew.
 
     Args:
-        states: ``state_dict()`` of every rank's handle, or LocalSGD between rounds, in any order.
+        states: ``state_dict()`` of every rank's handle, Averager or JointSpar, or LocalSGD between
+            rounds, in any order.
         world_size: number of ranks of the new run.
 
     Returns:
@@ -240,54 +319,78 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
     Raises:
         CheckpointError: if the states are not those of all ranks of one run at one step.
     """
-    _check_complete(states, world_size)
-    first = states[0]
-    error = {
-        name: torch.stack([state["error"][name].double() for state in states])
-        .mean(0)
-        .to(tensor.dtype)
-        for name, tensor in first["error"].items()
-    }
-    fresh = {**first, "world_size": world_size}
-    owners = _redivided(states, world_size)
+    states = _complete(states, world_size)
+    first, fresh = states[0], [dict[str, Any]() for _ in range(world_size)]
+    for name, slot in first["slots"].items():
+        if slot["kind"] == Kind.CACHE.value:
+            continue
+        tensors = [state["slots"][name]["tensors"] for state in states]
+        divided = _redivided(first, tensors, world_size) if slot["sharded"] else [_mean(tensors)]
+        for rank, slots in enumerate(fresh):
+            own = divided[rank % len(divided)]
+            slots[name] = {**slot, "tensors": {n: t.clone() for n, t in own.items()}}
     return [
-        {**fresh, "rank": rank, "error": {n: t.clone() for n, t in error.items()}, "owner": owner}
-        for rank, owner in enumerate(owners)
+        {**first, "world_size": world_size, "rank": rank, "slots": slots}
+        for rank, slots in enumerate(fresh)
     ]
 
 
-def _redivided(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Tensor]]:
-    """What each of `world_size` owners owes, from what the old ones do."""
-    old = sorted(states, key=lambda state: state["rank"])
-    whole: dict[str, Tensor] = {}
-    for name in {name for state in old for name in state["owner"]}:
-        whole[name] = torch.cat([state["owner"][name] for state in old if name in state["owner"]])
+def _mean(tensors: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {
+        name: torch.stack([each[name].double() for each in tensors]).mean(0).to(value.dtype)
+        for name, value in tensors[0].items()
+    }
+
+
+def _redivided(
+    state: dict[str, Any], tensors: list[dict[str, Tensor]], world_size: int
+) -> list[dict[str, Tensor]]:
+    """What each of `world_size` owners holds, from what the old ones do, in rank order."""
+    names = {name for each in tensors for name in each}
+    whole = {name: torch.cat([each[name] for each in tensors if name in each]) for name in names}
     owners: list[dict[str, Tensor]] = [{} for _ in range(world_size)]
-    for names in old[0]["buckets"]:
-        sizes = tuple(math.prod(old[0]["shapes"][name]) for name in names)
-        for owner, shard in enumerate(shards(tuple(names), sizes, world_size)):
+    for group in state["buckets"]:
+        shapes = tuple(tuple(state["parameters"][name]["shape"]) for name in group)
+        bucket = BucketShape(tuple(group), shapes, torch.float32)
+        for owner, shard in enumerate(bucket.shards(world_size)):
             for name, at, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
                 if name in whole:
-                    owners[owner][name] = whole[name][at : at + size].clone()
+                    owners[owner][name] = whole[name][at : at + size]
     return owners
 
 
-def _check_complete(states: list[dict[str, Any]], world_size: int) -> None:
-    if world_size < 1:
+def _complete(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    """The states in rank order, if they are all of one run at one step."""
+    if not is_whole(world_size) or world_size < 1:
         raise CheckpointError(f"world_size must be at least 1, not {world_size}")
-    if not states:
+    if not isinstance(states, list | tuple) or not states:
         raise CheckpointError("no states: give the state dicts of all ranks of the old run")
-    needed = (*_HEADER, "step", "shapes", "error", "buckets", "owner")
-    if any(name not in state for state in states for name in needed):
-        raise CheckpointError(
-            f"not state dicts of a handle or of LocalSGD: each needs {', '.join(needed)}"
-        )
-    ranks = sorted(state["rank"] for state in states)
-    expected = list(range(states[0]["world_size"]))
+    form = record(version=count, spec=text, rank=count, world_size=count)
+    for place, state in enumerate(states):
+        check(state, form, f"states[{place}]")
+        check(state, _ENGINE, f"states[{place}]")
+    states = sorted(states, key=lambda state: state["rank"])
+    ranks, expected = [s["rank"] for s in states], list(range(states[0]["world_size"]))
     if ranks != expected:
         raise CheckpointError(f"need one state of each of the ranks {expected}, and got {ranks}")
-    for name in ("version", "spec", "step", "shapes", "buckets"):
+    for name in ("version", "spec", "step", "parameters", "buckets", "flushing"):
         if any(state[name] != states[0][name] for state in states):
             raise CheckpointError(f"the states are not of one run at one step: their {name} differ")
-    if any(state["error"].keys() != states[0]["error"].keys() for state in states):
-        raise CheckpointError("the states hold error memories of different parameters")
+    kinds = [_kinds(state) for state in states]
+    if any(each != kinds[0] for each in kinds):
+        raise CheckpointError("the states hold slots of different kinds or parameters")
+    return states
+
+
+def _kinds(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Kind of each slot, and of one that every rank holds whole, the shapes by parameter."""
+    return {
+        name: (
+            slot["kind"],
+            slot["sharded"],
+            None
+            if slot["sharded"] or slot["kind"] == Kind.CACHE.value
+            else {n: tuple(t.shape) for n, t in slot["tensors"].items()},
+        )
+        for name, slot in state["slots"].items()
+    }

@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Aggregator
-from torchcomp.aggregators.base import Shape
-from torchcomp.bucket import Caps, merge, partition
+from torchcomp.bucket import BucketShape, Caps, merge, partition
 from torchcomp.checks import check_count
 from torchcomp.component import Component
 from torchcomp.ddp.checks import bucket_caps, check_is_module, trained_parameters
@@ -20,6 +19,7 @@ from torchcomp.outer_steps import OuterStep
 from torchcomp.plan import Plan
 from torchcomp.schedules import Horizon, Schedule, synchronisations
 from torchcomp.spec import parse, parse_aggregator, parse_outer_step, parse_schedule
+from torchcomp.state import Kind
 from torchcomp.time_model import TimeModel, WallClock
 from torchcomp.traffic import Load, sum_bytes
 
@@ -111,38 +111,42 @@ def sync_steps(
 
 
 def _explain_method(
-    aggregator: Aggregator, shapes: list[Shape], world_size: int, rank: int
+    aggregator: Aggregator, shapes: list[BucketShape], world_size: int, rank: int
 ) -> Plan:
+    costs = [aggregator.cost(shape, world_size, rank) for shape in shapes]
     load = Load()
-    for shape in shapes:
-        load.add(aggregator.load(shape, world_size, rank))
+    for cost in costs:
+        load.add(cost.load)
     moved = load.traffic(world_size, sum_bytes(_nbytes(shapes), world_size))
-    routes = sorted({aggregator.route(shape, world_size) for shape in shapes})
+    kept = [slot for shape in shapes for slot in aggregator.slots(shape, world_size, rank)]
     return Plan(
         spec=str(aggregator),
         numel=_numel(shapes),
         world_size=world_size,
-        collective=" and ".join(routes),
-        message_bytes=sum(aggregator.message_bytes(shape) for shape in shapes),
+        collective=" and ".join(sorted({cost.collective for cost in costs})),
+        message_bytes=sum(cost.message_bytes for cost in costs),
         bytes_sent=moved.sent,
         bytes_received=moved.received,
         dense_bytes_sent=moved.dense,
-        memory_bytes=sum(aggregator.memory_bytes(sum(s), d, world_size) for _, s, d in shapes),
+        # As they were before the step, and after it, for roll-back.
+        memory_bytes=sum(
+            2 * slot.numel * slot.dtype.itemsize for slot in kept if slot.kind is not Kind.CACHE
+        ),
         break_even_world_size=_break_even(aggregator, shapes, world_size, _nbytes(shapes)),
     )
 
 
 def _break_even(
-    aggregator: Aggregator, shapes: list[Shape], world_size: int, dense: int | Fraction
+    aggregator: Aggregator, shapes: list[BucketShape], world_size: int, dense: int | Fraction
 ) -> int | None:
     """Where an all-gather, whose traffic grows with the ranks, reaches plain DDP's.
 
     `dense` counts the bytes of gradients that plain DDP reduces in the time of one exchange.
     """
-    routes = {aggregator.route(shape, world_size) for shape in shapes}
-    if routes != {"gather"} or world_size < 2:
+    costs = [aggregator.cost(shape, world_size) for shape in shapes]
+    if {cost.collective for cost in costs} != {"allgather"} or world_size < 2:
         return None
-    each = sum(aggregator.load(shape, world_size, 0).sent for shape in shapes) // (world_size - 1)
+    each = sum(cost.load.sent for cost in costs) // (world_size - 1)
     # (W - 1) each >= 2 (W - 1) dense / W  <=>  W >= 2 dense / each
     return math.ceil(Fraction(2 * dense, each)) if each else None
 
@@ -190,14 +194,14 @@ def _run(schedule: Schedule, lr: Rate | None, total_steps: int | None, warmup_st
 def _explain_schedule(
     run: _Run,
     average: _Average,
-    shapes: list[Shape],
+    shapes: list[BucketShape],
     world_size: int,
     time: TimeModel | None,
     rank: int,
 ) -> Plan:
     aggregator, total_steps = average.aggregator, run.horizon.total_steps
     # Parameters are averaged in float32 or wider.
-    wide = [(n, s, torch.promote_types(d, torch.float32)) for n, s, d in shapes]
+    wide = [shape.wide() for shape in shapes]
     once = _explain_method(aggregator, wide, world_size, rank)
     per_sync = Fraction(total_steps, run.syncs)
     if time is not None and not aggregator.transparent:
@@ -224,8 +228,8 @@ def _explain_schedule(
 
 def _clocks(
     run: _Run,
-    shapes: list[Shape],
-    wide: list[Shape],
+    shapes: list[BucketShape],
+    wide: list[BucketShape],
     world_size: int,
     time: TimeModel,
 ) -> tuple[WallClock, WallClock]:
@@ -243,16 +247,16 @@ def _clocks(
 
 def _shapes(
     numel: int | None, model: nn.Module | None, dtype: torch.dtype, merged: bool
-) -> list[Shape]:
+) -> list[BucketShape]:
     if model is not None and numel is None:
         return _model_shapes(model, merged)
     if model is not None or numel is None:
         raise SpecError("explain needs either numel=, a number of elements, or model=")
     check_count("numel", numel, least=0)
-    return [(("gradient",), (numel,), dtype)]
+    return [BucketShape(("gradient",), ((numel,),), dtype)]
 
 
-def _model_shapes(model: nn.Module, merged: bool) -> list[Shape]:
+def _model_shapes(model: nn.Module, merged: bool) -> list[BucketShape]:
     check_is_module(model)
     if isinstance(model, DistributedDataParallel):
         parameters, caps = dict(trained_parameters(model)), bucket_caps(model)
@@ -260,15 +264,13 @@ def _model_shapes(model: nn.Module, merged: bool) -> list[Shape]:
         named = model.named_parameters()
         parameters, caps = {name: p for name, p in named if p.requires_grad}, Caps()
     groups = partition(parameters.items(), caps)
-    return [
-        (group, tuple(parameters[name].numel() for name in group), parameters[group[0]].dtype)
-        for group in (merge(groups, parameters) if merged else groups)
-    ]
+    wanted = merge(groups, parameters) if merged else groups
+    return [BucketShape.of(group, parameters) for group in wanted]
 
 
-def _numel(shapes: list[Shape]) -> int:
-    return sum(sum(sizes) for _, sizes, _ in shapes)
+def _numel(shapes: list[BucketShape]) -> int:
+    return sum(shape.numel for shape in shapes)
 
 
-def _nbytes(shapes: list[Shape]) -> int:
-    return sum(sum(sizes) * dtype.itemsize for _, sizes, dtype in shapes)
+def _nbytes(shapes: list[BucketShape]) -> int:
+    return sum(shape.nbytes for shape in shapes)

@@ -5,7 +5,7 @@ ranks that hold the same key draw the same numbers, and a resumed run draws what
 """
 
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -32,7 +32,7 @@ class Key:
 
     def of_tensor(self, name: str) -> "Key":
         """The same key for another vector."""
-        return replace(self, tensor=tensor_id(name))
+        return Key(self.seed, self.step, tensor_id(name), self.rank)
 
     def shared(self) -> np.random.Generator:
         """A generator in the same state on every rank."""

@@ -5,10 +5,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from torchcomp.aggregators.transfer import nan_unless_finite
 from torchcomp.bucket import Bucket
+from torchcomp.checkpoint import listed
 from torchcomp.errors import NonFiniteError
 from torchcomp.exchange import Exchange
+from torchcomp.kernels.cast import nan_unless_finite
 
 
 class FiniteWatch:
@@ -33,7 +34,7 @@ class FiniteWatch:
         flat = bucket.flat
         if self._exchange.concludes:
             rank, world_size = self._exchange.rank, self._exchange.world_size
-            flat = torch.tensor_split(flat, world_size)[rank]
+            flat = flat[rank * flat.numel() // world_size : (rank + 1) * flat.numel() // world_size]
         self._means.append(nan_unless_finite(flat))
 
     def conclude(self, where: str, advice: str) -> bool:
@@ -46,8 +47,10 @@ class FiniteWatch:
         Raises:
             WireError: if a message was not intact; on all ranks.
         """
-        means = torch.stack(self._means or [torch.zeros((), device=self._exchange.device)])
-        return self._exchange.conclude(means.isfinite().all(), where, advice)
+        # One number has no need to be stacked.
+        means = self._means or [torch.zeros((), device=self._exchange.device)]
+        finite = means[0].isfinite() if len(means) == 1 else torch.stack(means).isfinite().all()
+        return self._exchange.conclude(finite, where, advice)
 
     def error(
         self, where: str, advice: str, traces: Iterable[tuple[str, Tensor]] = ()
@@ -59,23 +62,14 @@ class FiniteWatch:
             advice: what the step left behind, and what to do.
             traces: by parameter, what else is not finite if this rank is at fault.
         """
-        traced = [name for name, part in traces if not part.isfinite().all()]
-        everyone = self._exchange.gather_objects([*self._culprits(), *traced])
-        found = [_describe(rank, names) for rank, names in enumerate(everyone) if names]
-        cause = "; ".join(found) or "no rank alone (their sum, or its rounding, overflowed)"
-        return NonFiniteError(f"NaN or infinity in {where}: {cause}. {advice}")
-
-    def _culprits(self) -> list[str]:
-        """Parameters whose values on this rank are not finite."""
-        return [
+        own = [
             name
             for names, norms in self._local
             for name, finite in zip(names, norms.isfinite().tolist(), strict=True)
             if not finite
         ]
-
-
-def _describe(rank: int, names: list[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:3])
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{shown}{more} on rank {rank}"
+        own += [name for name, part in traces if not part.isfinite().all()]
+        everyone = self._exchange.gather_objects(own)
+        found = [f"{listed(names)} on rank {rank}" for rank, names in enumerate(everyone) if names]
+        cause = "; ".join(found) or "no rank alone (their sum, or its rounding, overflowed)"
+        return NonFiniteError(f"NaN or infinity in {where}: {cause}. {advice}")

@@ -13,16 +13,16 @@ class Plan:
         spec: the method or schedule, in canonical form.
         numel: gradient elements of the model.
         world_size: number of ranks.
-        collective: "sum" (all-reduce), "gather" (all-gather) or "sharded" (to the owners of shards
-            and back); joined by "and" if groups of parameters differ.
+        collective: "allreduce", "allgather" or "sharded" (to the owners of shards and back); joined
+            by "and" if groups of parameters differ.
         message_bytes: size of one rank's encoded gradient.
         bytes_sent: payload bytes that a rank sends per step; for a schedule, on average.
         bytes_received: payload bytes that a rank receives per step; for a schedule, on average.
         dense_bytes_sent: payload bytes that a rank sends per step under plain DDP.
         memory_bytes: bytes of state that a rank keeps beside the model.
         break_even_world_size: number of ranks from which on the method sends at least as much as
-            plain DDP; None on one rank, and unless all groups are gathered, whose traffic alone
-            grows with the ranks.
+            plain DDP; None on one rank, and unless all groups are all-gathered, whose traffic
+            alone grows with the ranks.
         syncs: synchronisations of the whole run, for a schedule; else None.
         total_steps: optimizer steps of the whole run, for a schedule; else None.
         wall_clock: of the whole run, for a schedule with a time model; else None.
@@ -51,12 +51,12 @@ class Plan:
             ("collective", _COLLECTIVES.get(self.collective, self.collective)),
             ("message", _bytes(self.message_bytes)),
             *self._schedule_rows(),
-            ("sent a step", _bytes(self.bytes_sent)),
-            ("received a step", _bytes(self.bytes_received)),
+            ("sent per step", _bytes(self.bytes_sent)),
+            ("received per step", _bytes(self.bytes_received)),
             ("plain DDP sends", _bytes(self.dense_bytes_sent)),
             ("less traffic", self._saving()),
             ("break-even", self._break_even()),
-            ("state a rank", _bytes(self.memory_bytes)),
+            ("state per rank", _bytes(self.memory_bytes)),
             *self._wall_clock_rows(),
         ]
         lines = [f"  {name:<16} {value}" for name, value in rows]
@@ -75,7 +75,7 @@ class Plan:
     def _saving(self) -> str:
         if not self.bytes_sent:
             return "nothing is sent"
-        return f"{_three_digits(self.dense_bytes_sent / self.bytes_sent)} x"
+        return f"{_three_digits(self.dense_bytes_sent / self.bytes_sent)}x"
 
     def _break_even(self) -> str:
         if self.break_even_world_size is None:
@@ -84,9 +84,9 @@ class Plan:
 
 
 _COLLECTIVES = {
-    "sum": "sum (all-reduce)",
-    "gather": "gather (all-gather)",
-    "sharded": "sharded (all-to-all, all-gather of the answers)",
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "sharded": "sharded (all-to-all, then all-gather)",
 }
 
 

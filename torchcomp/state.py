@@ -1,100 +1,221 @@
-"""State: what an aggregator keeps from step to step, at both ends of an exchange."""
+"""State: what must survive from step to step, in named slots and by parameter name.
 
-from collections.abc import Iterable, Mapping
+DDP numbers its buckets anew after the first iteration, parameter ids differ between processes, and
+a checkpoint may come from a run with other buckets. Names are what stays.
 
-from torchcomp.bucket import Shard
-from torchcomp.kernels.select import Warm
-from torchcomp.memory import ErrorMemory
+Every slot has two copies: the values before the step in flight, and those after it. A commit makes
+the second current; a roll-back forgets it, so a step that cannot be used leaves no trace.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from torchcomp.bucket import Names, Shard
+
+Made = TypeVar("Made")
+Init = Callable[[str, Tensor], None]
+
+
+class Kind(Enum):
+    """What a slot means, and so what becomes of it.
+
+    * A *debt* is gradient that was not sent yet. A swap of methods sends what the next method does
+      not take up, and another number of ranks shares it out, so that its mean stays.
+    * An *estimate* is what a method has learned of the gradients. A swap drops it; another number
+      of ranks takes its mean.
+    * A *cache* saves work and never changes a result. Both drop it.
+
+    Debts and estimates are in the unit of the gradients, so they follow a loss scale.
+    """
+
+    DEBT = "debt"
+    ESTIMATE = "estimate"
+    CACHE = "cache"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What is kept under one name for the parameters of one bucket.
+
+    Attributes:
+        name: of the slot.
+        kind: see :class:`Kind`.
+        names: of the parameters.
+        sizes: number of elements that are kept for each of them.
+        dtype: of the elements.
+        sharded: whether each rank keeps the elements of its own shard alone.
+        init: writes a parameter's first values, given its name; by default they are zeros.
+    """
+
+    name: str
+    kind: Kind
+    names: Names
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    sharded: bool = False
+    init: Init | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements in all."""
+        return sum(self.sizes)
+
+
+class _Flat:
+    """Both copies of a slot, for the parameters of one bucket."""
+
+    def __init__(self, slot: Slot, device: torch.device) -> None:
+        self.slot = slot
+        self.before = torch.zeros(slot.numel, dtype=slot.dtype, device=device)
+        self.after = torch.empty_like(self.before)
+
+    def parts(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        return zip(self.slot.names, torch.split(flat, list(self.slot.sizes)), strict=True)
+
+
+@dataclass
+class _Store:
+    """All that is kept under one slot's name: laid out for buckets, or loose, by parameter."""
+
+    kind: Kind
+    sharded: bool
+    flats: dict[Names, _Flat] = field(default_factory=dict)
+    loose: dict[str, Tensor] = field(default_factory=dict)
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        for flat in self.flats.values():
+            yield from flat.parts(flat.before)
+        yield from self.loose.items()
 
 
 class State:
-    """The error memories of a rank, and what speeds its next selection up.
-
-    Attributes:
-        worker: what this rank did not send of its own gradients; all parameters.
-        owner: what it did not send back of the means that it owns; its shard of each bucket.
-    """
+    """The slots of one rank."""
 
     def __init__(self) -> None:
-        self.worker = ErrorMemory()
-        self.owner = ErrorMemory()
-        self._warm: dict[tuple[str, tuple[str, ...]], list[Warm]] = {}
-        self._agreed: dict[tuple[str, ...], dict[int, int]] = {}
-        self._agreed_before: dict[tuple[str, ...], dict[int, int]] = {}
+        self._stores: dict[str, _Store] = {}
+        self._in_flight: set[_Flat] = set()
+        self._scratch: dict[object, object] = {}
 
-    def warm(self, role: str, names: tuple[str, ...], count: int) -> list[Warm]:
-        """What the last selections from the `count` vectors of a bucket left for the next ones."""
-        kept = self._warm.get((role, names))
-        if kept is None or len(kept) != count:
-            kept = self._warm[role, names] = [Warm() for _ in range(count)]
-        return kept
+    def open(self, slot: Slot, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The slot before this step, and the place for the slot after it.
 
-    def agreed(self, names: tuple[str, ...]) -> dict[int, int]:
-        """By vector of a bucket, the threshold that the owners agreed on last; the caller's to set.
+        Args:
+            slot: what is kept. Values in another dtype are converted; a parameter whose size has
+                changed begins anew.
+            device: where it is kept.
 
-        The same on all ranks.
+        Returns:
+            Two 1-D tensors in the slot's order. Only the second may be written, and all of it is.
         """
-        return self._agreed.setdefault(names, {})
-
-    def load_agreed(self, names: tuple[str, ...], thresholds: Mapping[int, int]) -> None:
-        """Take over what the owners had agreed on for a bucket, of a step that counted."""
-        self._agreed[names] = dict(thresholds)
-        self._agreed_before[names] = dict(thresholds)
+        store = self._stores.get(slot.name)
+        if store is None:
+            store = self._stores[slot.name] = _Store(slot.kind, slot.sharded)
+        flat = store.flats.get(slot.names)
+        if flat is None or (flat.slot is not slot and flat.slot != slot):
+            flat = self._lay_out(store, slot, device)
+        self._in_flight.add(flat)
+        return flat.before, flat.after
 
     def commit(self) -> None:
-        """The step counts."""
-        self.worker.commit()
-        self.owner.commit()
-        self._agreed_before = _copied(self._agreed)
+        """The step counts: what it wrote is current now."""
+        for flat in self._in_flight:
+            flat.before, flat.after = flat.after, flat.before
+        self._in_flight.clear()
 
     def rollback(self) -> None:
-        """The step does not count: the memories and thresholds are what they were before it.
-
-        A rank that missed the end of the agreement would else start the next one from elsewhere.
-        """
-        self.worker.rollback()
-        self.owner.rollback()
-        self._agreed = _copied(self._agreed_before)
+        """The step does not count: everything is what it was before it."""
+        self._in_flight.clear()
 
     def keep(self, names: Iterable[str]) -> None:
-        """Undo the step in flight for some parameters, at both ends."""
+        """Undo the step in flight for some parameters: what is kept of them stays what it was."""
         wanted = set(names)
-        self.worker.keep(wanted)
-        self.owner.keep(wanted)
+        for flat in self._in_flight:
+            if flat.slot.kind is not Kind.CACHE and not wanted.isdisjoint(flat.slot.names):
+                before = dict(flat.parts(flat.before))
+                for name, after in flat.parts(flat.after):
+                    if name in wanted:
+                        after.copy_(before[name])
 
-    def settle(self, owned: Iterable[Shard], world_size: int) -> None:
-        """Hand what this rank owes as an owner to itself as a worker, and owe nothing.
+    def scratch(self, key: object, make: Callable[[], Made]) -> Made:
+        """Work space that lasts from step to step but never changes a result, made when missing."""
+        held = self._scratch.get(key)
+        if held is None:
+            held = self._scratch[key] = make()
+        return held  # type: ignore[return-value]
 
-        An owner's memory is part of the mean, a worker's enters it divided by the number of ranks.
+    def items(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Parameter and 1-D values (a view) of all that a slot holds."""
+        if name in self._stores:
+            yield from self._stores[name].items()
+
+    def pending(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """The same, as the step in flight has left it."""
+        for flat in self._in_flight:
+            if flat.slot.name == name:
+                yield from flat.parts(flat.after)
+
+    def slots(self) -> dict[str, tuple[Kind, bool]]:
+        """Kind of every slot that holds something, and whether it is sharded."""
+        return {name: (store.kind, store.sharded) for name, store in self._stores.items()}
+
+    def debts(self) -> set[str]:
+        """Names of the slots that hold gradient which was not sent yet."""
+        return {name for name, store in self._stores.items() if store.kind is Kind.DEBT}
+
+    def load(self, name: str, kind: Kind, sharded: bool, parts: dict[str, Tensor]) -> None:
+        """Replace a slot by `parts`: parameter -> 1-D tensor, owned by the state from now on."""
+        self.drop([name])
+        self._stores[name] = _Store(kind, sharded, loose=parts)
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Forget some slots."""
+        for name in names:
+            store = self._stores.pop(name, None)
+            if store is not None:
+                self._in_flight -= set(store.flats.values())
+
+    def unshard(self, owned: Iterable[Shard], world_size: int) -> None:
+        """Hand the server's residual to this rank's own: what it holds of its shards.
+
+        The server's is part of the mean; a rank's own enters it divided by the number of ranks.
 
         Args:
             owned: this rank's shard of each bucket.
             world_size: number of ranks.
         """
-        debts = dict(self.owner.items())
-        kept = dict(self.worker.items())
-        for shard in owned:
-            for name, offset, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
-                if name in debts:
-                    place = kept[name][offset : offset + size]
-                    place.add_(debts[name].to(place.dtype), alpha=world_size)
-        self.owner.clear()
+        sharded = [name for name in self.debts() if self._stores[name].sharded]
+        own = dict(self.items("error"))
+        for debt in sharded:
+            held = dict(self.items(debt))
+            for shard in owned:
+                for name, at, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
+                    if name in held:
+                        part = own[name][at : at + size]
+                        part.add_(held[name].to(part.dtype), alpha=world_size)
+        self.drop(sharded)
 
     def scale(self, factor: float) -> None:
-        """Multiply all memory by `factor`."""
-        self.worker.scale(factor)
-        self.owner.scale(factor)
+        """Multiply all debts and estimates by `factor`."""
+        for store in self._stores.values():
+            if store.kind is not Kind.CACHE:
+                for _, part in store.items():
+                    part.mul_(factor)
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self.worker.clear()
-        self.owner.clear()
-        self._warm.clear()
-        self._agreed.clear()
-        self._agreed_before.clear()
-
-
-def _copied(
-    thresholds: Mapping[tuple[str, ...], dict[int, int]],
-) -> dict[tuple[str, ...], dict[int, int]]:
-    return {names: dict(own) for names, own in thresholds.items()}
+    def _lay_out(self, store: _Store, slot: Slot, device: torch.device) -> _Flat:
+        for names in [names for names in store.flats if not set(slot.names).isdisjoint(names)]:
+            loosened = store.flats.pop(names)
+            self._in_flight.discard(loosened)
+            store.loose.update(loosened.parts(loosened.before))
+        flat = store.flats[slot.names] = _Flat(slot, device)
+        for name, place in flat.parts(flat.before):
+            held = store.loose.pop(name, None)
+            if held is not None and held.numel() == place.numel():
+                place.copy_(held)
+            elif slot.init is not None:
+                slot.init(name, place)
+        return flat

@@ -1,8 +1,7 @@
-"""Stats: what a handle reports about its traffic and its memory."""
+"""Stats: what was exchanged so far, and the traffic of it."""
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torchcomp.traffic import Traffic
 
@@ -20,8 +19,6 @@ class Stats:
         total_bytes_sent: payload bytes sent since the start.
         total_bytes_received: payload bytes received since the start.
         total_dense_bytes_sent: bytes that plain DDP would have sent since the start.
-        error_norms: Euclidean norm of this rank's error memory, by parameter name.
-        owner_norms: the same of what it owes as the owner of shards, where the method has owners.
     """
 
     steps: int
@@ -32,23 +29,15 @@ class Stats:
     total_bytes_sent: int
     total_bytes_received: int
     total_dense_bytes_sent: int
-    error_norms: Mapping[str, float] = field(default_factory=dict)
-    owner_norms: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         saved = ""
         if self.total_bytes_sent:
-            saved = f" ({self.total_dense_bytes_sent / self.total_bytes_sent:.3g} x less)"
+            saved = f" ({self.total_dense_bytes_sent / self.total_bytes_sent:.3g}x less)"
         return (
             f"{self.steps} steps, {self.syncs} exchanges, {self.total_bytes_sent:,} bytes sent "
-            f"instead of {self.total_dense_bytes_sent:,}{saved}, "
-            f"error memory of norm {self.error_norm:.3g}"
+            f"instead of {self.total_dense_bytes_sent:,}{saved}"
         )
-
-    @property
-    def error_norm(self) -> float:
-        """Euclidean norm of this rank's whole error memory; 0.0 where there is none."""
-        return math.hypot(*self.error_norms.values())
 
 
 class Meter:
@@ -63,30 +52,19 @@ class Meter:
         self.last = step
         self.total.add(step)
 
-    def snapshot(
-        self,
-        steps: int,
-        syncs: int,
-        error_norms: Mapping[str, float],
-        owner_norms: Mapping[str, float],
-    ) -> Stats:
+    def snapshot(self, steps: int, syncs: int) -> Stats:
         """The counters as :class:`Stats`."""
+        last, total = self.last, self.total
         return Stats(
-            steps=steps,
-            syncs=syncs,
-            bytes_sent=self.last.sent,
-            bytes_received=self.last.received,
-            dense_bytes_sent=self.last.dense,
-            total_bytes_sent=self.total.sent,
-            total_bytes_received=self.total.received,
-            total_dense_bytes_sent=self.total.dense,
-            error_norms=error_norms,
-            owner_norms=owner_norms,
+            steps,
+            syncs,
+            *(last.sent, last.received, last.dense),
+            *(total.sent, total.received, total.dense),
         )
 
     def state_dict(self) -> dict[str, int]:
         """The totals, for a checkpoint."""
-        return {"sent": self.total.sent, "received": self.total.received, "dense": self.total.dense}
+        return dict(vars(self.total))
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore the totals."""

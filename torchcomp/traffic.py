@@ -8,9 +8,30 @@ def sum_bytes(nbytes: int, world_size: int) -> int:
     return 2 * (world_size - 1) * nbytes // world_size
 
 
-def gather_bytes(nbytes: int, world_size: int) -> int:
-    """Bytes that a rank sends (and receives) in an all-gather of `nbytes` a rank."""
-    return (world_size - 1) * nbytes
+@dataclass
+class Load:
+    """What a step moves over a rank's link.
+
+    Attributes:
+        summed: bytes that went through all-reduces.
+        sent: bytes sent otherwise.
+        received: bytes received otherwise.
+    """
+
+    summed: int = 0
+    sent: int = 0
+    received: int = 0
+
+    def add(self, other: "Load") -> None:
+        """Add another load to this one."""
+        self.summed += other.summed
+        self.sent += other.sent
+        self.received += other.received
+
+    def traffic(self, world_size: int, dense: int) -> "Traffic":
+        """The bytes that cross the link, compared with the `dense` ones of plain DDP."""
+        around = sum_bytes(self.summed, world_size)
+        return Traffic(around + self.sent, around + self.received, dense)
 
 
 @dataclass
@@ -32,29 +53,3 @@ class Traffic:
         self.sent += other.sent
         self.received += other.received
         self.dense += other.dense
-
-
-@dataclass
-class Load:
-    """What a step moves over a rank's link.
-
-    Attributes:
-        summed: bytes that went through all-reduces.
-        sent: bytes sent otherwise.
-        received: bytes received otherwise.
-    """
-
-    summed: int = 0
-    sent: int = 0
-    received: int = 0
-
-    def add(self, other: "Load") -> None:
-        """Add another load to this one."""
-        self.summed += other.summed
-        self.sent += other.sent
-        self.received += other.received
-
-    def traffic(self, world_size: int, dense: int) -> Traffic:
-        """The bytes that crossed the link, beside the `dense` ones of plain DDP."""
-        around = sum_bytes(self.summed, world_size)
-        return Traffic(around + self.sent, around + self.received, dense)

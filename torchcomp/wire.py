@@ -9,21 +9,17 @@ the receiver check them: two little-endian 64-bit words, ``256 * length + versio
 then the message, then zeros up to a multiple of 8 bytes. With the frame's words w[0], w[1], ... and
 w[1] taken as zero, the checksum is the sum of (2 i + 1) w[i] modulo 2^64: the weights are odd, so
 that every change of a single word is found.
-
-Control messages are integers, of 32 or 64 bits, and end with one more, their check number: with
-the numbers w[1], ..., w[n] and w[0] = ``256 * n + version``, the same sum modulo 2^32 or 2^64.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-VERSION = 3
+VERSION = 4
 """Changes whenever the bytes of any message change; ranks compare it when they register."""
 
 
@@ -50,23 +46,18 @@ class Field:
 HEADER = 16
 """Bytes of a frame before the message."""
 
-INTACT, OTHER_VERSION, OTHER_LENGTH, DAMAGED, ABSENT, MISCOUNTED = range(6)
-"""What :func:`inspect` and :func:`inspect_numbers` find."""
+INTACT, OTHER_VERSION, OTHER_LENGTH, DAMAGED = range(4)
+"""What :func:`inspect` finds."""
 
 FINDINGS = {
     OTHER_VERSION: f"was written in another version of the wire format than {VERSION}",
     OTHER_LENGTH: "has another length than this rank expects",
     DAMAGED: "was damaged on the way: its checksum does not fit its bytes",
-    ABSENT: "did not arrive",
-    MISCOUNTED: "was damaged on the way: the check number of its counts does not fit them",
 }
 
 Layout = tuple[Field, ...]
 Parts = tuple[Tensor, ...]
 Words = NDArray[np.int64]
-
-UNSENT = -(2**31) + 2**15 + 1
-"""What the place for a control message is filled with, to tell whether one has arrived."""
 
 _ODD = np.arange(1, 2 << 14, 2)
 """The weights 2 i + 1 of the checksum, for i < 2^14."""
@@ -104,7 +95,7 @@ def seal(frame: Tensor, length: int) -> None:
         words[1] = _checksum_on_device(words)
 
 
-def inspect(frame: Tensor, length: int) -> Tensor:
+def inspect(frame: Tensor, length: int) -> int | Tensor:
     """Whether a received frame is what a rank of this version sends; no host sync.
 
     Args:
@@ -112,23 +103,20 @@ def inspect(frame: Tensor, length: int) -> Tensor:
         length: bytes of the message that is expected.
 
     Returns:
-        A scalar uint8 tensor: INTACT, or the first that holds of OTHER_VERSION, OTHER_LENGTH and
-        DAMAGED.
+        INTACT, or the first that holds of OTHER_VERSION, OTHER_LENGTH and DAMAGED; on a device as
+        a scalar uint8 tensor.
     """
     words = frame.view(torch.int64)
     if frame.device.type == "cpu":
-        return torch.tensor(_finding(words.numpy(), length), dtype=torch.uint8)
+        header = words.numpy()
+        if header[0] & 255 != VERSION:
+            return OTHER_VERSION
+        if header[0] != _signature(length):
+            return OTHER_LENGTH
+        return INTACT if header[1] == _checksum(header) else DAMAGED
     found = torch.where(words[1] == _checksum_on_device(words), INTACT, DAMAGED)
     found = torch.where(words[0] == _signature(length), found, OTHER_LENGTH)
     return torch.where(words[0] & 255 == VERSION, found, OTHER_VERSION).to(torch.uint8)
-
-
-def _finding(words: Words, length: int) -> int:
-    if words[0] & 255 != VERSION:
-        return OTHER_VERSION
-    if words[0] != _signature(length):
-        return OTHER_LENGTH
-    return INTACT if words[1] == _checksum(words) else DAMAGED
 
 
 def _signature(length: int) -> int:
@@ -150,27 +138,6 @@ def _checksum_on_device(words: Tensor) -> Tensor:
     weights = torch.arange(1, 2 * words.numel(), 2, device=words.device)
     weights[1] = 0
     return (words * weights).sum()
-
-
-def seal_numbers(numbers: Tensor) -> Tensor:
-    """`numbers` (1-D, int32 or int64) and their check number, as a control message."""
-    host = numbers.cpu().numpy()
-    return torch.from_numpy(np.append(host, _check_number(host))).to(numbers.device)
-
-
-def inspect_numbers(message: Tensor) -> int:
-    """INTACT, ABSENT or MISCOUNTED, of a control message in a place filled with ``UNSENT``."""
-    host = message.cpu().numpy()
-    if host[-1] == _check_number(host[:-1]):
-        return INTACT
-    return ABSENT if (host == UNSENT).all() else MISCOUNTED
-
-
-def _check_number(numbers: NDArray[np.integer[Any]]) -> np.integer[Any]:
-    words = np.append(np.int64(256 * numbers.size + VERSION), numbers.astype(np.int64))
-    weights = np.arange(1, 2 * words.size, 2)
-    checked: np.integer[Any] = np.dot(words, weights).astype(numbers.dtype)
-    return checked
 
 
 def pack(parts: Sequence[Tensor], layout: Layout, out: Tensor) -> None:

@@ -1,37 +1,43 @@
 """Aggregator: a bucket in, an estimate of its mean over the ranks out, in place."""
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
-from torchcomp.bucket import Bucket
+from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.component import Component
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
-from torchcomp.state import State
+from torchcomp.state import Slot, State
 from torchcomp.traffic import Load
 
-Shape = tuple[tuple[str, ...], tuple[int, ...], torch.dtype]
-"""Names, sizes and dtype of the parameters of one bucket."""
+
+@dataclass(frozen=True)
+class Cost:
+    """What one bucket costs a rank in a step.
+
+    Attributes:
+        collective: how messages travel: "allreduce", "allgather" or "sharded".
+        message_bytes: bytes of what one rank has to say of its bucket, without frames.
+        load: what the step moves over the rank's link.
+    """
+
+    collective: str
+    message_bytes: int
+    load: Load = field(default_factory=Load)
 
 
 @dataclass(frozen=True)
 class Aggregator(Component):
     """Turns every rank's bucket into an estimate of the mean bucket, equal on all ranks.
 
-    Aggregators are stateless configuration; what has to survive a step lives in the
-    :class:`State` that the caller hands in.
-
-    Class attributes:
-        remembers: whether it keeps an error memory.
-        owes: whether the owners of shards keep one, too.
+    Aggregators are stateless configuration. What has to survive a step lives in the slots that
+    :meth:`slots` declares, in the :class:`State` that the caller hands in.
     """
 
     kind: ClassVar[str] = "aggregator"
-    remembers: ClassVar[bool] = False
-    owes: ClassVar[bool] = False
 
     @property
     def depends_on_grouping(self) -> bool:
@@ -39,9 +45,9 @@ class Aggregator(Component):
         return True
 
     @property
-    @abstractmethod
     def whole_model(self) -> bool:
         """Whether it works on all gradients of the model as one bucket."""
+        return False
 
     @property
     def transparent(self) -> bool:
@@ -49,31 +55,24 @@ class Aggregator(Component):
         return False
 
     def traces(self, dtype: torch.dtype) -> bool:
-        """Whether a gradient's NaN and infinities, of a dtype, stay in the memory, and no others.
+        """Whether a gradient's NaN and infinities, and no others, show in the slot "error".
 
-        Then the memory of a step that fails tells which parameters were at fault.
+        Then the residual of a step that fails tells which parameters were at fault, and the
+        gradients need not be looked at before.
         """
         return False
 
-    @abstractmethod
-    def route(self, shape: Shape, world_size: int) -> str:
-        """How messages travel: "sum", "gather" or "sharded" (see transfer.py)."""
+    def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
+        """What is kept for a bucket on one rank. The gradient that was not sent is "error"."""
+        return ()
 
     @abstractmethod
-    def message_bytes(self, shape: Shape) -> int:
-        """Bytes of what one rank has to say of its bucket, without frames."""
-
-    @abstractmethod
-    def load(self, shape: Shape, world_size: int, rank: int) -> Load:
-        """What one bucket moves over a rank's link in a step.
+    def cost(self, shape: BucketShape, world_size: int, rank: int = 0) -> Cost:
+        """What one bucket costs a rank in a step.
 
         Exact, but for selections from a whole bucket that is sharded: how many entries fall into
         each shard is known then only in the mean.
         """
-
-    @abstractmethod
-    def memory_bytes(self, numel: int, dtype: torch.dtype, world_size: int) -> int:
-        """Bytes of state that a rank keeps for `numel` elements."""
 
     @abstractmethod
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
@@ -82,6 +81,6 @@ class Aggregator(Component):
         Args:
             bucket: this rank's gradients; overwritten.
             exchange: the collectives of the group.
-            state: opened for this bucket if the aggregator remembers; the caller commits it.
+            state: where the slots are; the caller commits it.
             key: seed, step and rank of this exchange.
         """

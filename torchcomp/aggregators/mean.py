@@ -1,4 +1,4 @@
-"""Mean: the average of compressed gradients, without memory."""
+"""Mean: the average of compressed gradients, without a residual."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -25,7 +25,7 @@ class Mean(OneWay):
 
     Attributes:
         compressor: applied to each rank's gradient.
-        exchange: "sum", "gather", "sharded" or "auto" (see OneWay).
+        exchange: "allreduce", "allgather", "sharded" or "auto" (see OneWay).
     """
 
     name: ClassVar[str] = "mean"
@@ -41,13 +41,13 @@ class Mean(OneWay):
     @property
     def depends_on_grouping(self) -> bool:
         # Where elements are summed on the way, DDP's own buckets give DDP's order of additions.
-        return not (self.compressor.elementwise and self.exchange in ("auto", "sum"))
+        return not (self.compressor.elementwise and self.exchange in ("auto", "allreduce"))
 
     @property
     def transparent(self) -> bool:
         return isinstance(self.compressor, Identity)
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
-        transfer = self.transfer(bucket, exchange, state, key)
-        transfer.encode(bucket.flat)
-        transfer.mean(out=bucket.flat)
+        route = self.route(bucket.shape, exchange, state, key)
+        route.send(bucket.flat)
+        route.mean(bucket.flat)

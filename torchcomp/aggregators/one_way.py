@@ -1,13 +1,12 @@
 """OneWay: what all aggregators share that compress what ranks send, but not what they get back."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
-from torchcomp.aggregators.base import Aggregator, Shape
-from torchcomp.aggregators.sharded import Plan, ShardedTransfer, plan, sharded_load
-from torchcomp.aggregators.transfer import GatherTransfer, SumTransfer, Transfer
-from torchcomp.bucket import Bucket
+from torchcomp.aggregators.base import Aggregator, Cost
+from torchcomp.bucket import BucketShape
 from torchcomp.checks import check_choice
 from torchcomp.codec import codec
 from torchcomp.component import check_kind
@@ -15,10 +14,13 @@ from torchcomp.compressors import Compressor, Identity
 from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
+from torchcomp.routes import AllGatherRoute, AllReduceRoute, Route, ShardedRoute
+from torchcomp.routes.sharded import Direction, direction, sharded_load
 from torchcomp.state import State
-from torchcomp.traffic import Load, gather_bytes
+from torchcomp.traffic import Load
 
-EXCHANGES = ("auto", "gather", "sum", "sharded")
+COLLECTIVES = ("auto", "allreduce", "allgather", "sharded")
+_FORMER = {"sum": "allreduce", "gather": "allgather"}
 _DENSE = Identity()
 
 
@@ -28,8 +30,9 @@ class OneWay(Aggregator):
 
     Attributes:
         compressor: applied to what a rank sends.
-        exchange: "sum", "gather", "sharded", or "auto": sum where messages can be added, else
-            gather or sharded, whichever moves fewer bytes. The result is the same.
+        exchange: "allreduce", "allgather", "sharded", or "auto": allreduce where messages can be
+            added, else allgather or sharded, whichever moves fewer bytes. The result is the same.
+            ("sum" and "gather" are the former words for the first two.)
     """
 
     compressor: Compressor
@@ -37,17 +40,19 @@ class OneWay(Aggregator):
 
     def __post_init__(self) -> None:
         check_kind(self, "compressor", Compressor)
-        check_choice("exchange", self.exchange, EXCHANGES, owner=self.name)
-        if self.exchange == "sum" and not self.compressor.summable:
+        if isinstance(self.exchange, str):
+            object.__setattr__(self, "exchange", _FORMER.get(self.exchange, self.exchange))
+        check_choice("exchange", self.exchange, COLLECTIVES, owner=self.name)
+        if self.exchange == "allreduce" and not self.compressor.summable:
             raise SpecError(
-                f"sum needs one support on all ranks; {self.compressor.name} selects per rank: "
-                'use exchange="gather" or "sharded"',
+                f"allreduce needs one support on all ranks; {self.compressor.name} selects per "
+                'rank: use exchange="allgather" or "sharded"',
                 "exchange",
             )
         if self.exchange == "sharded" and not _divisible(self.compressor):
             raise SpecError(
                 f"sharded divides a message among the owners of shards, and {self.compressor.name} "
-                'makes one for the whole bucket: use exchange="gather" or "sum"',
+                'makes one for the whole bucket: use exchange="allgather" or "allreduce"',
                 "exchange",
             )
 
@@ -55,61 +60,62 @@ class OneWay(Aggregator):
     def whole_model(self) -> bool:
         return self.compressor.whole_model
 
-    def memory_dtype_of(self, gradient: torch.dtype) -> torch.dtype:
+    def sum_dtype(self, gradient: torch.dtype) -> torch.dtype:
         """Dtype in which means are added up, for gradients of a dtype."""
         return gradient
 
-    def route(self, shape: Shape, world_size: int) -> str:
-        if self.exchange != "auto":
-            return self.exchange
-        if self.compressor.summable:
-            return "sum"
-        if not _divisible(self.compressor):
-            return "gather"
-        gathered = self._load_by("gather", shape, world_size, 0).received
-        return min(
-            ("gather", gathered),
-            ("sharded", self._load_by("sharded", shape, world_size, 0).received),
-            key=lambda route: route[1],
-        )[0]
+    def cost(self, shape: BucketShape, world_size: int, rank: int = 0) -> Cost:
+        collective = _collective(self, shape, world_size)
+        nbytes = codec(self.compressor, shape.names, shape.sizes, shape.dtype).nbytes
+        return Cost(collective, nbytes, _load(self, collective, shape, world_size, rank))
 
-    def message_bytes(self, shape: Shape) -> int:
-        return codec(self.compressor, *shape).nbytes
+    def route(self, shape: BucketShape, exchange: Exchange, state: State, key: Key) -> Route:
+        """A bucket's way through this aggregator's compressor and collective."""
+        collective = _collective(self, shape, exchange.world_size)
+        if collective == "sharded":
+            up, down = _directions(self, shape, exchange.world_size)
+            return ShardedRoute(up, down, exchange, key, state, down.shape.dtype)
+        encoder = codec(self.compressor, shape.names, shape.sizes, shape.dtype)
+        if collective == "allreduce":
+            return AllReduceRoute(encoder, exchange, key)
+        scratch = state.scratch((self, shape), encoder.scratch)
+        return AllGatherRoute(encoder, exchange, key, scratch)
 
-    def load(self, shape: Shape, world_size: int, rank: int) -> Load:
-        return self._load_by(self.route(shape, world_size), shape, world_size, rank)
 
-    def memory_bytes(self, numel: int, dtype: torch.dtype, world_size: int) -> int:
-        return 0
+# Kept, because it is asked for every bucket of every step, and takes milliseconds to find out.
+@lru_cache(maxsize=4096)
+def _collective(method: OneWay, shape: BucketShape, world_size: int) -> str:
+    if method.exchange != "auto":
+        return method.exchange
+    if method.compressor.summable:
+        return "allreduce"
+    if not _divisible(method.compressor):
+        return "allgather"
+    received = {
+        each: _load(method, each, shape, world_size, 0).received
+        for each in ("allgather", "sharded")
+    }
+    return min(received, key=received.__getitem__)
 
-    def transfer(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> Transfer:
-        """The bucket's way through this aggregator's compressor and route."""
-        shape = (bucket.names, bucket.sizes, bucket.flat.dtype)
-        route = self.route(shape, exchange.world_size)
-        encoder = codec(self.compressor, *shape)
-        if route == "sum":
-            return SumTransfer(encoder, exchange, key)
-        if route == "gather":
-            warm = state.warm("gather", bucket.names, len(encoder.vectors))
-            return GatherTransfer(encoder, exchange, key, warm)
-        up, down = self._plans(shape, exchange.world_size)
-        return ShardedTransfer(up, down, exchange, key, state, down.dtype, remembers=False)
 
-    def _load_by(self, route: str, shape: Shape, world_size: int, rank: int) -> Load:
-        if route == "sum":
-            return Load(summed=self.message_bytes(shape))
-        if route == "gather":
-            moved = gather_bytes(codec(self.compressor, *shape).framed, world_size)
-            return Load(sent=moved, received=moved)
-        return sharded_load(*self._plans(shape, world_size), rank)
+def _load(method: OneWay, collective: str, shape: BucketShape, world_size: int, rank: int) -> Load:
+    if collective == "sharded":
+        return sharded_load(*_directions(method, shape, world_size), rank)
+    encoder = codec(method.compressor, shape.names, shape.sizes, shape.dtype)
+    if collective == "allreduce":
+        return Load(summed=encoder.nbytes)
+    moved = encoder.framed * (world_size - 1)
+    return Load(sent=moved, received=moved)
 
-    def _plans(self, shape: Shape, world_size: int) -> tuple[Plan, Plan]:
-        names, sizes, dtype = shape
-        wide = torch.promote_types(dtype, self.memory_dtype_of(dtype))
-        return (
-            plan("up", self.compressor, "exact", names, sizes, dtype, world_size),
-            plan("down", _DENSE, "exact", names, sizes, wide, world_size),
-        )
+
+@lru_cache(maxsize=1024)
+def _directions(method: OneWay, shape: BucketShape, world_size: int) -> tuple[Direction, Direction]:
+    dtype = torch.promote_types(shape.dtype, method.sum_dtype(shape.dtype))
+    wide = BucketShape(shape.names, shape.shapes, dtype, shape.strides)
+    return (
+        direction("up", method.compressor, "exact", shape, world_size),
+        direction("down", _DENSE, "exact", wide, world_size),
+    )
 
 
 def _divisible(compressor: Compressor) -> bool:

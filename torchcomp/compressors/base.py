@@ -9,9 +9,23 @@ import torch
 from torch import Tensor
 
 from torchcomp.component import Component
-from torchcomp.kernels.select import Warm
+from torchcomp.kernels.cast import narrow
+from torchcomp.kernels.select import Scratch
 from torchcomp.keys import Key
 from torchcomp.wire import Layout, Parts
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What one vector was compressed to.
+
+    Attributes:
+        parts: the fields of its message.
+        index: ascending int64 indices of the entries that were kept, where the sender chose them.
+    """
+
+    parts: Parts
+    index: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -20,13 +34,14 @@ class Compressor(Component):
 
     A compressor declares how good it is: ``alpha`` if it is contractive,
     E|C(x) - x|^2 <= (1 - alpha) |x|^2, and ``omega`` if it is unbiased, E C(x) = x and
-    E|C(x) - x|^2 <= omega |x|^2. Either may be None; the registry's contract tests check them.
+    E|C(x) - x|^2 <= omega |x|^2. Either may be None; the registry's contract tests check them. If x
+    holds a NaN or an infinity, so does what its message decodes to: every rank learns of it there.
 
     Class attributes:
         summable: messages of different ranks may be added field by field, because every rank
             keeps the same entries; such a message has one floating-point field.
         elementwise: each element is treated by itself, so how parameters are grouped is irrelevant.
-        selects: it keeps entries by their magnitude, NaN and infinities first.
+        selects: it keeps entries by their magnitude; see :class:`.sparse.Selector`.
     """
 
     kind: ClassVar[str] = "compressor"
@@ -36,7 +51,7 @@ class Compressor(Component):
 
     @property
     def per_tensor(self) -> bool:
-        """Whether each parameter is compressed by itself instead of the bucket as one vector."""
+        """Whether each parameter is compressed separately instead of the bucket as one vector."""
         return False
 
     @property
@@ -52,71 +67,52 @@ class Compressor(Component):
         """Number of entries that are kept of `numel`."""
         return numel
 
-    def exactly(self, count: int) -> "Compressor":
-        """The same compressor, keeping `count` (at least 1) entries, where it selects."""
-        return self
+    @abstractmethod
+    def encode(self, x: Tensor, key: Key) -> Encoded:
+        """The message for `x`, a 1-D contiguous floating-point tensor."""
 
-    def select(self, x: Tensor) -> Tensor | None:
-        """Ascending int64 indices of the entries of `x` to keep; None if it does not select."""
-        return None
-
-    def select_sum(self, g: Tensor, e: Tensor, out: Tensor, warm: Warm) -> Tensor | None:
-        """``out = g + e``, and the entries of it to keep, in one pass where that is possible.
+    def encode_sum(
+        self,
+        g: Tensor,
+        e: Tensor,
+        out: Tensor,
+        key: Key,
+        scratch: Scratch,
+        dtype: torch.dtype,
+    ) -> Encoded:
+        """``out = g + e``, and its message, in one pass where that is possible.
 
         Args:
             g: gradient, 1-D.
-            e: error memory, 1-D.
-            out: where the sum is written; 1-D, of the memory's dtype.
-            warm: what the same vector's last selection left; it never changes the result.
-
-        Returns:
-            As :meth:`select`.
+            e: residual, 1-D.
+            out: where the sum is written; 1-D, of the residual's dtype.
+            key: as for :meth:`encode`.
+            scratch: what the same vector's last encoding left; it never changes the result.
+            dtype: what the sum is rounded to before it is encoded.
         """
         torch.add(g, e, out=out)
-        return None
+        return self.encode(narrow(out, dtype), key)
+
+    def subtract(self, encoded: Encoded, x: Tensor, key: Key, weight: float = 1.0) -> None:
+        """Take `weight` times the decoded message out of `x`, which it was made from, in place."""
+        self.accumulate((encoded.parts,), x, key, -weight)
 
     @abstractmethod
-    def compress(self, x: Tensor, key: Key) -> Parts:
-        """The fields of the message for `x`, a 1-D contiguous floating-point tensor."""
-
-    def compress_entries(self, x: Tensor, index: Tensor | None, key: Key) -> Parts:
-        """The same, if :meth:`select` has chosen `index` already."""
-        return self.compress(x, key)
-
-    def subtract(
-        self, parts: Parts, x: Tensor, key: Key, index: Tensor | None, weight: float = 1.0
+    def accumulate(
+        self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0
     ) -> None:
-        """Take `weight` times the decoded message out of `x`, in place.
+        """Add `weight` times each decoded message to `out`, in place and in their order.
 
         Args:
-            parts: fields as :meth:`compress` made them.
-            x: 1-D tensor of the original length, of any floating-point dtype.
-            key: the key that :meth:`compress` was given.
-            index: the selection that `parts` was made from, if any.
-            weight: factor on the decoded values.
-        """
-        self.accumulate(parts, x, key, -weight)
-
-    @abstractmethod
-    def accumulate(self, parts: Parts, out: Tensor, key: Key, weight: float = 1.0) -> None:
-        """Add `weight` times the decoded message to `out`, in place.
-
-        Args:
-            parts: fields as :meth:`compress` made them.
+            messages: the fields of each, as :meth:`encode` made them.
             out: 1-D tensor of the original length, of any floating-point dtype.
-            key: the key that :meth:`compress` was given.
+            key: the key that :meth:`encode` was given, but for the rank.
             weight: factor on the decoded values.
         """
 
-    def accumulate_all(self, messages: Sequence[Parts], out: Tensor, key: Key) -> None:
-        """Add several ranks' decoded messages to `out`, in place, as one after another would be."""
-        for parts in messages:
-            self.accumulate(parts, out, key)
-
-    def decompress(self, parts: Parts, numel: int, dtype: torch.dtype, key: Key) -> Tensor:
-        """The dense vector that a message stands for; 1-D, `numel` elements of `dtype`."""
-        out = torch.zeros(numel, dtype=dtype, device=parts[-1].device)
-        self.accumulate(parts, out, key)
+    def decode(self, parts: Parts, out: Tensor, key: Key) -> Tensor:
+        """Write the dense vector that a message stands for to `out` (1-D); returns `out`."""
+        self.accumulate((parts,), out.zero_(), key)
         return out
 
     @abstractmethod

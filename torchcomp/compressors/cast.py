@@ -1,5 +1,6 @@
 """Cast: round every value to a 16-bit float."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -7,8 +8,9 @@ import torch
 from torch import Tensor
 
 from torchcomp.checks import check_choice
-from torchcomp.compressors.base import Compressor
+from torchcomp.compressors.base import Compressor, Encoded
 from torchcomp.kernels import quantize
+from torchcomp.kernels.cast import narrow
 from torchcomp.keys import Key
 from torchcomp.wire import Layout, Parts
 
@@ -17,10 +19,11 @@ from torchcomp.wire import Layout, Parts
 class Cast(Compressor):
     """``cast("bf16")`` or ``cast("fp16")``: round to nearest, 2 bytes a value.
 
-    fp16 ends at 65,504 and loses precision below 6.1e-5; the declared alpha holds between these.
-    When messages are added on the way ("sum"), every hop rounds the partial sum, and no residual
-    sees that loss: error feedback then conserves the gradient only up to that rounding. With
-    ``exchange="gather"`` it conserves it exactly, at world_size / 2 times the traffic.
+    fp16 ends at 65,504, where larger values are cut off, and loses precision below 6.1e-5; the
+    declared alpha holds between these. When messages are added on the way ("allreduce"), every hop
+    rounds the partial sum, and no residual sees that loss: error feedback then conserves the
+    gradient only up to that rounding. With ``exchange="allgather"`` it conserves it exactly, at
+    world_size / 2 times the traffic.
 
     Attributes:
         dtype: "bf16" (range of float32, 8 bits of precision) or "fp16" (11 bits).
@@ -39,14 +42,17 @@ class Cast(Compressor):
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         return quantize.layout(self.dtype, numel)
 
-    def compress(self, x: Tensor, key: Key) -> Parts:
-        return (x.to(quantize.CASTS[self.dtype]),)
+    def encode(self, x: Tensor, key: Key) -> Encoded:
+        return Encoded((narrow(x, quantize.CASTS[self.dtype]),))
 
-    def accumulate(self, parts: Parts, out: Tensor, key: Key, weight: float = 1.0) -> None:
-        out.add_(parts[0].to(out.dtype), alpha=weight)
+    def accumulate(
+        self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0
+    ) -> None:
+        for (values,) in messages:
+            out.add_(values.to(out.dtype), alpha=weight)
 
-    def decompress(self, parts: Parts, numel: int, dtype: torch.dtype, key: Key) -> Tensor:
-        return parts[0].to(dtype)
+    def decode(self, parts: Parts, out: Tensor, key: Key) -> Tensor:
+        return out.copy_(parts[0])
 
     def alpha(self, numel: int) -> float:
         return 1.0 - quantize.error_bound(self.dtype, numel)

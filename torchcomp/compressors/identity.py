@@ -1,12 +1,13 @@
 """Identity: send everything as it is."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from torchcomp.compressors.base import Compressor
+from torchcomp.compressors.base import Compressor, Encoded
 from torchcomp.keys import Key
 from torchcomp.wire import Field, Layout, Parts
 
@@ -22,14 +23,18 @@ class Identity(Compressor):
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         return (Field("values", dtype, numel),)
 
-    def compress(self, x: Tensor, key: Key) -> Parts:
-        return (x,)
+    def encode(self, x: Tensor, key: Key) -> Encoded:
+        return Encoded((x,))
 
-    def accumulate(self, parts: Parts, out: Tensor, key: Key, weight: float = 1.0) -> None:
-        out.add_(parts[0], alpha=weight)
+    def accumulate(
+        self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0
+    ) -> None:
+        for (values,) in messages:
+            out.add_(values, alpha=weight)
 
-    def decompress(self, parts: Parts, numel: int, dtype: torch.dtype, key: Key) -> Tensor:
-        return parts[0].to(dtype)
+    def decode(self, parts: Parts, out: Tensor, key: Key) -> Tensor:
+        # An all-reduce of a bucket leaves the sum where it belongs.
+        return out if parts[0].data_ptr() == out.data_ptr() else out.copy_(parts[0])
 
     def alpha(self, numel: int) -> float:
         return 1.0

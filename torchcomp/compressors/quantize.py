@@ -1,5 +1,6 @@
 """Quantize: every value in 8 or 4 bits, with a scale for every 128 values."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchcomp.checks import check_choice
-from torchcomp.compressors.base import Compressor
+from torchcomp.compressors.base import Compressor, Encoded
 from torchcomp.kernels import quantize
 from torchcomp.keys import Key
 from torchcomp.wire import Layout, Parts
@@ -39,13 +40,16 @@ class Quantize(Compressor):
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         return quantize.layout(self.format, numel)
 
-    def compress(self, x: Tensor, key: Key) -> Parts:
+    def encode(self, x: Tensor, key: Key) -> Encoded:
         noise = key.private() if self.rounding == "stochastic" else None
-        return quantize.encode(x, self.format, noise)
+        return Encoded(quantize.encode(x, self.format, noise))
 
-    def accumulate(self, parts: Parts, out: Tensor, key: Key, weight: float = 1.0) -> None:
-        decoded = quantize.decode(parts, out.numel(), self.format, out.dtype)
-        out.add_(decoded, alpha=weight)
+    def accumulate(
+        self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0
+    ) -> None:
+        for parts in messages:
+            decoded = quantize.decode(parts, out.numel(), self.format, out.dtype)
+            out.add_(decoded, alpha=weight)
 
     def alpha(self, numel: int) -> float:
         return 1.0 - quantize.error_bound(self.format, numel) if numel else 1.0

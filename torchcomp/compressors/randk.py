@@ -1,5 +1,6 @@
 """RandK: keep k entries drawn at random, the same on every rank."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -8,7 +9,9 @@ import torch
 from torch import Tensor
 
 from torchcomp.checks import check_flag
+from torchcomp.compressors.base import Encoded
 from torchcomp.compressors.sparse import Sparsifier
+from torchcomp.kernels.cast import nan_unless_finite
 from torchcomp.keys import Key
 from torchcomp.wire import Field, Layout, Parts
 
@@ -37,12 +40,17 @@ class RandK(Sparsifier):
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         return (Field("values", dtype, self.kept(numel)),)
 
-    def compress(self, x: Tensor, key: Key) -> Parts:
-        return (x[self._support(x.numel(), key, x.device)] * self._scale(x.numel()),)
+    def encode(self, x: Tensor, key: Key) -> Encoded:
+        values = x[self._support(x.numel(), key, x.device)] * self._scale(x.numel())
+        # Added, so that a NaN or an infinity shows even where it is not among the entries drawn.
+        return Encoded((values + nan_unless_finite(x),))
 
-    def accumulate(self, parts: Parts, out: Tensor, key: Key, weight: float = 1.0) -> None:
+    def accumulate(
+        self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0
+    ) -> None:
         index = self._support(out.numel(), key, out.device)
-        out.index_add_(0, index, parts[0].to(out.dtype), alpha=weight)
+        for (values,) in messages:
+            out.index_add_(0, index, values.to(out.dtype), alpha=weight)
 
     def alpha(self, numel: int) -> float | None:
         if self.unbiased:

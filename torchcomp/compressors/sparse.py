@@ -1,13 +1,23 @@
-"""Sparsifier: what all methods share that keep k of n entries."""
+"""What all methods share that keep k of n entries."""
 
 import math
-from dataclasses import dataclass
+from abc import abstractmethod
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor
 
 from torchcomp.checks import check_choice, check_count
-from torchcomp.compressors.base import Compressor
+from torchcomp.compressors.base import Compressor, Encoded
 from torchcomp.errors import SpecError
+from torchcomp.kernels.cast import narrow
+from torchcomp.kernels.select import Scratch
+from torchcomp.keys import Key
+
+Own = TypeVar("Own", bound="Selector")
 
 SCOPES = ("bucket", "tensor", "model")
 
@@ -19,7 +29,7 @@ class Sparsifier(Compressor):
     Attributes:
         ratio: fraction of the entries to keep, in (0, 1]; ceil(ratio * n) are kept, at least one.
         k: number of entries to keep, instead of `ratio`; a shorter vector is kept whole.
-        scope: "bucket" selects within the whole bucket, "tensor" within each parameter by itself,
+        scope: "bucket" selects within the whole bucket, "tensor" within each parameter separately,
             "model" among all gradients at once (so the exchange begins when backward has ended).
     """
 
@@ -70,3 +80,45 @@ class Sparsifier(Compressor):
 def _share(ratio: float | None, numel: int) -> int:
     # The decimal that the user wrote, not its binary neighbour: 0.07 of 100 is 7, not 8.
     return math.ceil(Fraction(str(ratio)) * numel)
+
+
+@dataclass(frozen=True)
+class Selector(Sparsifier):
+    """Keeps the k entries that rank highest by themselves, NaN and infinities first of all.
+
+    What is selected is known before it is encoded, so a selection from a whole bucket can be
+    divided among the owners of its shards.
+    """
+
+    selects: ClassVar[bool] = True
+
+    @abstractmethod
+    def select(self, x: Tensor) -> Tensor:
+        """Ascending int64 indices of the entries of `x` to keep."""
+
+    @abstractmethod
+    def select_sum(self, g: Tensor, e: Tensor, out: Tensor, scratch: Scratch) -> Tensor:
+        """``out = g + e``, and the entries of it to keep; see :meth:`Compressor.encode_sum`."""
+
+    @abstractmethod
+    def encode_selected(self, x: Tensor, index: Tensor, key: Key) -> Encoded:
+        """The message for the entries `index` of `x`."""
+
+    def exactly(self: Own, count: int) -> Own:
+        """The same compressor, keeping `count` (at least 1) entries."""
+        return replace(self, ratio=None, k=count)
+
+    def encode(self, x: Tensor, key: Key) -> Encoded:
+        return self.encode_selected(x, self.select(x), key)
+
+    def encode_sum(
+        self,
+        g: Tensor,
+        e: Tensor,
+        out: Tensor,
+        key: Key,
+        scratch: Scratch,
+        dtype: torch.dtype,
+    ) -> Encoded:
+        index = self.select_sum(g, e, out, scratch)
+        return self.encode_selected(narrow(out, dtype), index, key)

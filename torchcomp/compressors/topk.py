@@ -1,17 +1,18 @@
 """TopK: keep the k entries of largest magnitude."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from torchcomp.checks import check_choice
-from torchcomp.compressors.sparse import Sparsifier
+from torchcomp.compressors.base import Encoded
+from torchcomp.compressors.sparse import Selector
 from torchcomp.errors import SpecError
 from torchcomp.kernels import elias_fano, entries, quantize
-from torchcomp.kernels.select import Warm, add_and_select, largest
+from torchcomp.kernels.select import Scratch, add_and_select, largest
 from torchcomp.keys import Key
 from torchcomp.wire import Field, Layout, Parts
 
@@ -19,7 +20,7 @@ _FORMATS = ("bf16", "fp16", "int8", "int4")
 
 
 @dataclass(frozen=True)
-class TopK(Sparsifier):
+class TopK(Selector):
     """``topk(0.01)`` or ``topk(k=5)``: contractive with alpha = k/n.
 
     Among equal magnitudes the lowest index wins, so the result is the same on every machine. NaN
@@ -33,7 +34,6 @@ class TopK(Sparsifier):
     """
 
     name: ClassVar[str] = "topk"
-    selects: ClassVar[bool] = True
 
     values: str | None = None
     rounding: str = "nearest"
@@ -50,10 +50,6 @@ class TopK(Sparsifier):
                 "rounding",
             )
 
-    def exactly(self, count: int) -> "TopK":
-        """The same compressor, keeping `count` (at least 1) entries."""
-        return replace(self, ratio=None, k=count)
-
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         k = self.kept(numel)
         index = Field("index", torch.uint8, elias_fano.nbytes(numel, k))
@@ -64,33 +60,26 @@ class TopK(Sparsifier):
     def select(self, x: Tensor) -> Tensor:
         return largest(x, self.kept(x.numel()))
 
-    def select_sum(self, g: Tensor, e: Tensor, out: Tensor, warm: Warm) -> Tensor:
-        return add_and_select(g, e, out, self.kept(g.numel()), warm)
+    def select_sum(self, g: Tensor, e: Tensor, out: Tensor, scratch: Scratch) -> Tensor:
+        return add_and_select(g, e, out, self.kept(g.numel()), scratch)
 
-    def compress(self, x: Tensor, key: Key) -> Parts:
-        return self.compress_entries(x, None, key)
-
-    def compress_entries(self, x: Tensor, index: Tensor | None, key: Key) -> Parts:
-        chosen = self.select(x) if index is None else index
-        code = elias_fano.encode(chosen, x.numel())
+    def encode_selected(self, x: Tensor, index: Tensor, key: Key) -> Encoded:
+        code = elias_fano.encode(index, x.numel())
         if self.values is None:
-            return (entries.take(x, chosen), code)
+            return Encoded((entries.take(x, index), code), index)
         noise = key.private() if self.rounding == "stochastic" else None
-        return (*quantize.encode(x, self.values, noise, chosen), code)
+        return Encoded((*quantize.encode(x, self.values, noise, index), code), index)
 
-    def subtract(
-        self, parts: Parts, x: Tensor, key: Key, index: Tensor | None, weight: float = 1.0
-    ) -> None:
-        if index is None:
-            super().subtract(parts, x, key, index, weight)
+    def subtract(self, encoded: Encoded, x: Tensor, key: Key, weight: float = 1.0) -> None:
+        if encoded.index is None:
+            super().subtract(encoded, x, key, weight)
         else:
-            entries.subtract(x, index, parts[:-1], self.values, weight)
+            entries.subtract(x, encoded.index, encoded.parts[:-1], self.values, weight)
 
-    def accumulate(self, parts: Parts, out: Tensor, key: Key, weight: float = 1.0) -> None:
-        entries.accumulate((parts,), self.kept(out.numel()), self.values, out, weight)
-
-    def accumulate_all(self, messages: Sequence[Parts], out: Tensor, key: Key) -> None:
-        entries.accumulate(messages, self.kept(out.numel()), self.values, out)
+    def accumulate(
+        self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0
+    ) -> None:
+        entries.accumulate(messages, self.kept(out.numel()), self.values, out, weight)
 
     def alpha(self, numel: int) -> float:
         if not numel:

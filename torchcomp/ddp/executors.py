@@ -3,9 +3,12 @@
 import queue
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+
+from torchcomp.exchange import Exchange, ProcessGroupExchange
 
 Job = Callable[[], None]
 
@@ -94,3 +97,25 @@ class ThreadExecutor:
             del job
             self._jobs.task_done()
         self._jobs.task_done()
+
+
+def transport(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Exchange, Executor]:
+    """An exchange among the ranks of `group`, and what runs it; all of the ranks call this."""
+    if device.type == "cuda":
+        return ProcessGroupExchange(group, device), StreamExecutor(device)
+    # Not get_backend, because a group that was made without naming a backend has several.
+    if "cpu:gloo" not in dist.get_backend_config(group):
+        return ProcessGroupExchange(group, device), InlineExecutor()
+    # A group of its own, because DDP and the user issue collectives from another thread.
+    ranks = dist.get_process_group_ranks(group)
+    users: Any = group or dist.group.WORLD
+    # Without it, new_group takes half an hour instead of what the user chose.
+    timeout = users._get_backend(device).options._timeout
+    private = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+    return ProcessGroupExchange(private, device), ThreadExecutor()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call this when the backward pass in progress ends, behind the callbacks queued before."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)

@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import wire
 from torchcomp.aggregators import Aggregator, Mean
+from torchcomp.averager import Averager
 from torchcomp.bucket import Group, partition
 from torchcomp.component import Component
 from torchcomp.ddp.checks import (
@@ -19,9 +20,9 @@ from torchcomp.ddp.checks import (
     check_scaler,
     trained_parameters,
 )
+from torchcomp.ddp.executors import transport
 from torchcomp.ddp.handle import Handle, hook
-from torchcomp.ddp.transport import transport
-from torchcomp.exchange import Exchange
+from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.keys import check_seed
 from torchcomp.spec import parse_aggregator
 
@@ -45,7 +46,7 @@ def register(
         spec: the method, such as ``"ef(topk(0.01))"``; see :func:`torchcomp.parse`.
         seed: seed of all random choices of the method, a whole number of at least 0.
         scaler: the ``GradScaler`` of the loop, if there is one. Steps that it is going to skip then
-            leave the error memory untouched, and the memory follows its scale. Without it, a NaN or
+            leave the residual untouched, and the residual follows its scale. Without it, a NaN or
             an infinity in a gradient is an error.
 
     Returns:
@@ -61,19 +62,20 @@ def register(
     check_is_ddp(model)
     device = next(model.module.parameters()).device
     # In DDP's own group: making another one waits for a rank that does not come without end.
-    aggregator, groups = Exchange(model.process_group, device).agree(
+    aggregator, groups = ProcessGroupExchange(model.process_group, device).build(
         "torchcomp.register",
         {"spec": spec, "seed": seed},
         lambda: _check(model, spec, seed, scaler),
     )
     exchange, executor = transport(model.process_group, device)
     parameters = dict(trained_parameters(model))
-    handle = Handle(model, parameters, groups, aggregator, exchange, executor, seed, scaler)
+    averager = Averager(aggregator, exchange, parameters, groups, seed=seed)
+    handle = Handle(model, averager, executor, scaler)
     model.register_comm_hook(handle, hook)
     setattr(model, OWNER, f"torchcomp.register('{aggregator}')")
     if isinstance(aggregator, Mean) and aggregator.loses and exchange.rank == 0:
         _log.warning(
-            "%s keeps no error memory: what it does not send is lost; ef(%s) sends it later",
+            "%s keeps no residual: what it does not send is lost; ef(%s) sends it later",
             aggregator,
             aggregator.compressor,
         )

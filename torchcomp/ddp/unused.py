@@ -4,10 +4,10 @@ DDP leaves the gradient of such a parameter as it was, whatever the hook puts in
 error feedback delivers for it in that step would be lost, so for that parameter the step is undone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchcomp.bucket import Bucket
 from torchcomp.exchange import Exchange
@@ -24,7 +24,7 @@ class UnusedWatch:
         parameters: by name, in an order that is the same on all ranks.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._names = list(parameters)
         self._used: set[str] = set()
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
@@ -32,16 +32,16 @@ class UnusedWatch:
             note = _note(name, self._used)
             parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
-    def before(self, delivery: Bucket) -> None:
+    def before(self, bucket: Bucket) -> None:
         """Keep what one of DDP's buckets holds for parameters that this rank did not use."""
-        for name, part in delivery.parts().items():
+        for name, part in bucket.parts().items():
             if name not in self._used:
                 self._before[name] = (part, part.clone())
 
     def undo(self, exchange: Exchange, state: State) -> None:
-        """Put bucket and memories back for every parameter that no rank used."""
+        """Put buckets and state back for every parameter that no rank used."""
         used = torch.tensor([name in self._used for name in self._names], dtype=torch.uint8)
-        flags = exchange.any_rank(used.to(exchange.device)).tolist()
+        flags = exchange.any_of(used.to(exchange.device)).tolist()
         unused = [name for name, flag in zip(self._names, flags, strict=True) if not flag]
         for name in unused:
             part, before = self._before[name]

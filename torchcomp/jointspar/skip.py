@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from torchcomp.ddp.callbacks import after_backward
+from torchcomp.ddp.executors import after_backward
 from torchcomp.errors import UnsupportedModelError
 
 

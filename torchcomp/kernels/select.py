@@ -73,6 +73,9 @@ def add_and_select(g: Tensor, e: Tensor, out: Tensor, k: int, warm: Warm | None 
     return fast.add_and_select(g.detach(), e.detach(), out.detach(), k, warm or Warm())
 
 
+Scratch = Warm
+
+
 class _Form(Protocol):
     """What a fast form offers; both functions want 0 < k < n."""
 

@@ -1,0 +1,7 @@
+"""Exchange: what ranks tell each other, over a process group or among threads of one process."""
+
+from torchcomp.exchange.base import Exchange
+from torchcomp.exchange.in_process import InProcessExchange, run_in_process
+from torchcomp.exchange.process_group import ProcessGroupExchange
+
+__all__ = ["Exchange", "InProcessExchange", "ProcessGroupExchange", "run_in_process"]

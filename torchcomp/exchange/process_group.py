@@ -1,0 +1,58 @@
+"""ProcessGroupExchange: the only file that calls collectives of torch.distributed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchcomp.exchange.base import Exchange
+
+# torch 2.13 renames the collective and deprecates its old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_COPIED = 2**20
+"""Up to this many bytes, each rank sends every other one a copy of its own; see `_all_gather`."""
+
+
+class ProcessGroupExchange(Exchange):
+    """The ranks of a process group.
+
+    Args:
+        group: the process group; None is the default group.
+        device: where messages live; "cuda" for NCCL.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.group = group
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), torch.device(device))
+
+    def _all_reduce(self, values: Tensor) -> None:
+        dist.all_reduce(values, group=self.group)
+
+    def _all_gather(self, mine: Tensor) -> Tensor:
+        # gloo's all-gather passes everything on around a ring: as many bytes as copies take, but
+        # the latency of the link as many times as there are other ranks.
+        if not mine.is_cuda and mine.nbytes <= _COPIED:
+            sizes = [mine.numel()] * self.world_size
+            return self._all_to_all(mine.repeat(self.world_size), sizes, sizes)
+        received = mine.new_empty(mine.numel() * self.world_size)
+        _all_gather(received, mine, group=self.group)
+        return received
+
+    def _all_to_all(
+        self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]
+    ) -> Tensor:
+        received = outgoing.new_empty(sum(arriving))
+        dist.all_to_all_single(received, outgoing, list(arriving), list(sizes), group=self.group)
+        return received
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
