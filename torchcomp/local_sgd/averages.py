@@ -29,26 +29,22 @@ Due = Sequence[tuple[Group, float]]
 """Groups of parameters to average, each with the mean learning rate of its round."""
 
 
-def exact_mean(exchange: Exchange, values: Tensor) -> None:
-    """Replace `values` (1-D) by their mean over the ranks: the sum, divided.
-
-    Not times the reciprocal, as gradients are: its rounding errs to one side, and weights that are
-    averaged thousands of times would grow by it.
-    """
+def average_in_place(exchange: Exchange, values: Tensor) -> None:
+    """Replace `values` (1-D) by their mean, rounded as :func:`torchcomp.averager.exact_mean` is."""
     exchange.all_reduce(values)
     values.div_(exchange.world_size)
 
 
 @dataclass(frozen=True)
 class ExactMean(Mean):
-    """What ``compress="mean"`` stands for: :func:`exact_mean`, with errors if it is not finite."""
+    """What ``compress="mean"`` stands for: the exact mean, and an error if it is not finite."""
 
     @property
     def transparent(self) -> bool:
         return False
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
-        exact_mean(exchange, bucket.flat)
+        average_in_place(exchange, bucket.flat)
 
 
 class Averages:
@@ -80,11 +76,11 @@ class Averages:
             parameters,
             groups,
             seed=method.seed,
+            merged=False,
             what=self._what,
+            unchanged=UNCHANGED,
             client_slots=self._slots,
         )
-        # A method that wants the whole model in one bucket has a whole fragment in each.
-        self.averager.buckets = self.averager.groups
 
     def start(self, groups: Iterable[Group], late: bool = False) -> None:
         """The next local step is the first one that changes these parameters."""
@@ -119,7 +115,7 @@ class Averages:
         return Bucket.read(self.averager.shape_of(group).wide(), self.averager.parameters)
 
     def _finish(self, where: str, dense_bytes: int) -> None:
-        self.averager.finish(dense_bytes=dense_bytes, where=where, advice=UNCHANGED)
+        self.averager.finish(dense_bytes=dense_bytes, where=where)
 
 
 class PseudoGradients(Averages):
@@ -232,7 +228,7 @@ class OverlappedAverages(Averages):
             else:
                 self._running.append((bucket, mean))
         if names is None:
-            self.averager.meter.add(self.async_exchange.take_traffic(0))
+            self.averager.count(self.async_exchange.take_traffic(0))
 
     def _mean(self, bucket: Bucket) -> Future:
         """Let the executor make the mean of a bucket; to wait for it makes the stream wait."""
@@ -241,10 +237,10 @@ class OverlappedAverages(Averages):
 
         def make() -> None:
             try:
-                exact_mean(self.async_exchange, bucket.flat)
+                average_in_place(self.async_exchange, bucket.flat)
                 future.set_result(bucket.flat)
             except Exception as error:
-                future.set_exception(error)  # type: ignore[no-untyped-call]
+                future.set_exception(error)  # type: ignore[arg-type]
 
         self._executor.submit(make)
         return future

@@ -331,7 +331,7 @@ class LocalSGD:
                 return
             if local:
                 # Some scripts set it themselves, to accumulate gradients without no_sync().
-                module.require_backward_grad_sync = False  # type: ignore[assignment]
+                module.require_backward_grad_sync = False
             if module.training and torch.is_grad_enabled():
                 sync._steps.clock.forward = True
             if not sync._evaluating:

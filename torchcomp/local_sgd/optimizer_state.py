@@ -11,10 +11,10 @@ from numbers import Number
 import torch
 from torch import Tensor
 
-from torchcomp.bucket import Bucket, BucketShape, merge
+from torchcomp.averager import exact_mean
 from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange
-from torchcomp.local_sgd.averages import UNCHANGED, exact_mean
+from torchcomp.local_sgd.averages import UNCHANGED
 from torchcomp.nonfinite import FiniteWatch
 
 Tensors = Mapping[str, Tensor]
@@ -40,7 +40,7 @@ class OptimizerState:
         self._policy = policy
         self._exchange = exchange
         self._tensors: dict[str, Tensor] = {}
-        self._means: list[Bucket] = []
+        self._means: dict[str, Tensor] = {}
 
     def check(self, parameters: Tensors, optimizers: Optimizers) -> None:
         """Require state that the policy can be followed with.
@@ -79,23 +79,19 @@ class OptimizerState:
             name: mine[name] if name in mine else torch.zeros(shape, dtype=dtype, device=device)
             for name, (shape, dtype, device) in sorted(self._union(layout).items())
         }
-        watch = FiniteWatch(self._exchange)
-        groups = merge(((name,) for name in self._tensors), self._tensors)
-        shapes = [BucketShape.of(group, self._tensors).wide() for group in groups]
-        self._means = [Bucket.read(shape, self._tensors) for shape in shapes]
-        for bucket in self._means:
-            watch.before(bucket)
-            exact_mean(self._exchange, bucket.flat)
-            watch.after(bucket)
+        means = exact_mean(self._exchange, self._tensors)
+        finite = [mean.isfinite().all().to(self._exchange.device) for mean in means.values()]
         where = f"the optimizers' state after step {step}"
-        if not watch.conclude(where, UNCHANGED):
-            raise watch.error(where, UNCHANGED)
+        nothing = [torch.ones((), dtype=torch.bool, device=self._exchange.device)]
+        if not self._exchange.conclude(torch.stack(finite or nothing).all(), where, UNCHANGED):
+            raise FiniteWatch(self._exchange).error(where, UNCHANGED, self._tensors.items())
+        self._means = means
 
     def commit(self, parameters: Tensors, optimizers: Optimizers) -> None:
         """Give the optimizers their new state."""
-        for bucket in self._means:
-            bucket.write(self._tensors)
-        self._means, self._tensors = [], {}
+        for name, mean in self._means.items():
+            self._tensors[name].copy_(mean)
+        self._means, self._tensors = {}, {}
         if self._policy == "reset":
             for optimizer in optimizers:
                 for parameter in parameters.values():

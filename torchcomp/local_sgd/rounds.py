@@ -200,10 +200,10 @@ class LocalSteps:
             whole = method.aggregator.whole_model
             fragment.groups = merge(groups, trained) if whole else groups
         names = {name for fragment in self._fragments for name in fragment.names}
-        groups = [group for fragment in self._fragments for group in fragment.groups]
+        every_group = [group for fragment in self._fragments for group in fragment.groups]
         kind = PseudoGradients if not method.plain else Averages
         self.averages = (OverlappedAverages if method.overlap else kind)(
-            method, levels, {name: p for name, p in trained.items() if name in names}, groups
+            method, levels, {name: p for name, p in trained.items() if name in names}, every_group
         )
         self._averager = self.averages.averager
         self._optimizer_state = OptimizerState(method.moments, levels.between)
@@ -425,7 +425,7 @@ class LocalSteps:
 
     def load_state_dict(self, state: Any) -> None:
         """See :meth:`torchcomp.LocalSGD.load_state_dict`."""
-        section = state.get("local_sgd") if isinstance(state, Mapping) else None
+        section: Any = state.get("local_sgd") if isinstance(state, Mapping) else None
         checkpoint.check(section, _SECTION, "local_sgd")
         self._check(section)
         prepared = self._averager.prepare(state, _OTHER_RANKS)
@@ -482,10 +482,10 @@ class LocalSteps:
             )
 
     def _divided(
-        self, fragments: list[dict[str, Any]], groups: Iterable[Iterable[str]]
+        self, fragments: list[dict[str, Any]], saved: Iterable[Iterable[str]]
     ) -> list[tuple[Group, ...]]:
         """The groups of each fragment; the averager has checked that they hold each name once."""
-        groups = list(map(tuple, groups))
+        groups = [tuple(group) for group in saved]
         divided = [tuple(g for g in groups if g[0] in each["names"]) for each in fragments]
         whole = sum(len(each["names"]) for each in fragments) == len(self._averager.parameters)
         for each, own in zip(fragments, divided, strict=True):
