@@ -87,7 +87,10 @@ METHODS = {
     "random": {"compress": 'ef(quantize("int4", rounding="stochastic"))'},
     "bf16": {"compress": 'ef(cast("bf16"), exchange="gather", memory_dtype="bf16")'},
     "shards": {"compress": 'bidirectional(topk(0.2), quantize("int8"), selection="shard")'},
-    "thresholds": {"compress": "bidirectional(topk(0.2), topk(0.2))", "outer": Nesterov()},
+    "thresholds": {
+        "compress": 'bidirectional(topk(0.2), topk(0.2), selection="exact")',
+        "outer": Nesterov(),
+    },
     "moments": {"compress": "ef(topk(0.1))", "moments": "average"},
     "fragments": {"compress": "ef(topk(0.1))", "outer": SlowMo(), "fragments": 3},
 }
