@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchcomp.aggregators.transfer import nan_unless_finite
 from torchcomp.checks import check_count
 from torchcomp.errors import NonFiniteError
+from torchcomp.kernels.cast import nan_unless_finite
 
 
 def backward_until_finite(
@@ -32,7 +32,7 @@ def backward_until_finite(
         The loss, unscaled.
 
     Raises:
-        SpecError: if `tries` is no whole number of at least 1.
+        SpecError: if `tries` is not a whole number of at least 1.
         NonFiniteError: if the gradients are not finite at any scale that was tried.
         Exception: what `compute` raised. After any of these, ``.grad`` is what it was before.
     """
