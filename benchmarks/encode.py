@@ -78,7 +78,7 @@ from torch import Tensor
 
 from torchcomp.compressors import TopK
 from torchcomp.kernels import pool, select_torch
-from torchcomp.kernels.select import Warm
+from torchcomp.kernels.select import Scratch
 from torchcomp.keys import Key
 
 SIZES = (100_000, 1_000_000, 10_000_000, 25_000_000)
@@ -113,7 +113,7 @@ def measure(n: int, ratio: float, steps: int) -> dict[str, float]:
         memory_speed(clock, run)
         for step in range(steps + 2):
             if start == "cold":
-                run.warm = Warm()
+                run.scratch = Scratch()
             run.step(clock if step >= 2 else Clock(), start)
     decode(clock, run, steps)
     baselines(clock, run, slow=ratio == 0.01)
@@ -129,7 +129,7 @@ class Training:
         self.generator = torch.Generator().manual_seed(0)
         self.scale = 0.1 + 0.9 * (torch.rand(n, generator=self.generator) < 0.1)
         self.topk = TopK(ratio)
-        self.warm = Warm()
+        self.scratch = Scratch()
         self.messages: deque[tuple[Tensor, ...]] = deque(maxlen=8)
         # Written, because pages that never were are all one page of zeros, and fast to read.
         self.g, self.e, self.x = (torch.zeros(n).fill_(value) for value in (1.0, 0.0, 0.0))
@@ -138,7 +138,7 @@ class Training:
         self.g.normal_(generator=self.generator).mul_(self.scale)
         g, e, x = self.g, self.e, self.x
         begin = time.perf_counter()
-        index = clock(f"select {start}", lambda: self.topk.select_sum(g, e, x, self.warm))
+        index = clock(f"select {start}", lambda: self.topk.select_sum(g, e, x, self.scratch))
         message = clock("message", lambda: self.topk.compress_entries(x, index, KEY))
         clock("subtract", lambda: self.topk.subtract(message, x, KEY, index))
         clock.times[f"encode {start}"].append((time.perf_counter() - begin) * 1e3)

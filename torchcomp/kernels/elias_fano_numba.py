@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 from numba import njit
+from numba.cpython.unsafe.numbers import trailing_zeros
 from numpy.typing import NDArray
 from torch import Tensor
 
 from torchcomp.kernels import pool
-from torchcomp.kernels.numba_bits import ones, trailing_zeros
-from torchcomp.kernels.numba_memory import BYTES, LONGS, array_at, put_word, whole_word_at, word_at
 
 Array = NDArray[Any]
 
@@ -35,7 +34,7 @@ def encode(index: Tensor, n: int, low: int, out: Tensor) -> bool:
 
     Both contiguous. The parts of the code are cut so that no two tasks write to one byte.
     """
-    k, task = index.numel(), (index.data_ptr(), index.numel(), n, low, out.data_ptr(), out.numel())
+    k, task = index.numel(), (index.numpy(), n, low, out.numpy())
     if k <= INLINE:
         return bool(_encode_entries(*task, 0, k) and _encode_words(*task, 0, n))
     chunks = pool.chunks()
@@ -59,18 +58,60 @@ def decode(raw: Array, n: int, low: int, index: Array) -> bool:
     return intact
 
 
+# --- Words ----------------------------------------------------------------------------------------
+
+
+# LLVM makes one instruction of each of these, as long as no index can be negative.
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _whole_word_at(raw: Array, byte: int) -> Any:
+    """The 64 bits from a byte on, all of which there must be."""
+    at, word = np.uint64(byte), np.uint64(0)
+    for i in range(np.uint64(8)):
+        word |= np.uint64(raw[at + i]) << (i << np.uint64(3))
+    return word
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _word_at(raw: Array, byte: int) -> Any:
+    """The 64 bits from a byte on, with zeros beyond the end."""
+    if byte + 8 <= raw.size:
+        return _whole_word_at(raw, byte)
+    word = np.uint64(0)
+    for i in range(raw.size - byte):
+        word |= np.uint64(raw[byte + i]) << np.uint64(8 * i)
+    return word
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _put_word(out: Array, byte: int, word: Any) -> None:
+    """Write 64 bits from a byte on."""
+    at = np.uint64(byte)
+    for i in range(np.uint64(8)):
+        out[at + i] = (word >> (i << np.uint64(3))) & np.uint64(255)
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _ones(word: Any) -> Any:
+    """Number of set bits."""
+    word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
+    pairs = np.uint64(0x3333333333333333)
+    word = (word & pairs) + ((word >> np.uint64(2)) & pairs)
+    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
+
+
 # --- Encode and decode ----------------------------------------------------------------------------
 
 
 @njit(nogil=True, cache=True)
-def _encode_entries(
-    index: int, k: int, n: int, low: int, code: int, nbytes: int, start: int, stop: int
-) -> bool:
+def _encode_entries(chosen: Array, n: int, low: int, out: Array, start: int, stop: int) -> bool:
     """Write the low parts of entries `start` to `stop`; False if they do not ascend to the next.
 
     `start` is a multiple of 64, so that its low part begins in a byte of its own.
     """
-    chosen, out = array_at(index, k, LONGS), array_at(code, nbytes, BYTES)
+    k = chosen.size
     if chosen[0] < 0 or chosen[k - 1] >= n or not _ascends(chosen[start : min(stop + 1, k)]):
         return False
     mask = (np.uint64(1) << np.uint64(low)) - np.uint64(1)
@@ -80,7 +121,7 @@ def _encode_entries(
         word |= part << np.uint64(filled)
         filled += low
         if filled >= 64:
-            put_word(out, byte, word)
+            _put_word(out, byte, word)
             byte += 8
             filled -= 64
             word = part >> np.uint64(low - filled)
@@ -93,11 +134,9 @@ def _encode_entries(
 
 
 @njit(nogil=True, cache=True)
-def _encode_words(
-    index: int, k: int, n: int, low: int, code: int, nbytes: int, start: int, stop: int
-) -> bool:
+def _encode_words(chosen: Array, n: int, low: int, out: Array, start: int, stop: int) -> bool:
     """Write words `start` to `stop` of the high part, as far as there are any."""
-    chosen, out = array_at(index, k, LONGS), array_at(code, nbytes, BYTES)
+    k, nbytes = chosen.size, out.size
     cut, step = (k * low + 7) >> 3, 1 if low else 0
     rank, end = 0, k
     while rank < end:
@@ -115,7 +154,7 @@ def _encode_words(
             word |= np.uint64(1) << np.uint64(at & 63)
             rank += 1
         if first + 8 <= nbytes:
-            put_word(out, first, word)
+            _put_word(out, first, word)
         else:
             for i in range(nbytes - first):
                 out[first + i] = (word >> np.uint64(8 * i)) & np.uint64(255)
@@ -153,19 +192,19 @@ def _find_ones(raw: Array, cut: int, index: Array) -> bool:
     """Write which bits from byte `cut` on are set; False if there are not k of them."""
     k, rank = index.size, 0
     for word in range((raw.size - cut + 7) >> 3):
-        bits, base = word_at(raw, cut + 8 * word), 64 * word
-        after = rank + ones(bits)
+        bits, base = _word_at(raw, cut + 8 * word), 64 * word
+        after = rank + _ones(bits)
         if after > k:
             return False
         # A fixed number of turns, because the end of a loop that depends on the bits would be
         # mispredicted for every word. What they write too much, the next words overwrite.
         if rank + _USUAL <= k:
             for i in range(np.uint64(rank), np.uint64(rank + _USUAL)):
-                index[i] = base + trailing_zeros(bits)
+                index[i] = base + np.int64(trailing_zeros(bits))
                 bits &= bits - np.uint64(1)
             rank += _USUAL
         for i in range(rank, after):
-            index[np.uint64(i)] = base + trailing_zeros(bits)
+            index[np.uint64(i)] = base + np.int64(trailing_zeros(bits))
             bits &= bits - np.uint64(1)
         rank = after
     return rank == k
@@ -180,14 +219,14 @@ def _add_low_parts(raw: Array, low: int, index: Array) -> None:
     )
     for group in range(groups):
         bit = _GROUP * group * low
-        word = whole_word_at(raw, bit >> 3) >> np.uint64(bit & 7)
+        word = _whole_word_at(raw, bit >> 3) >> np.uint64(bit & 7)
         for j in range(_GROUP):
             i = np.uint64(_GROUP * group + j)
             part = (word >> np.uint64(j * low)) & mask
             index[i] = (np.uint64(index[i]) - i) << np.uint64(low) | part
     for rank in range(max(groups, 0) * _GROUP, index.size):
         i, bit = np.uint64(rank), rank * low
-        part = (word_at(raw, bit >> 3) >> np.uint64(bit & 7)) & mask
+        part = (_word_at(raw, bit >> 3) >> np.uint64(bit & 7)) & mask
         index[i] = (np.uint64(index[i]) - i) << np.uint64(low) | part
 
 
