@@ -10,13 +10,16 @@ from typing import Any
 
 import numpy as np
 from numba import njit
-from numba.cpython.unsafe.numbers import trailing_zeros
+from numba.cpython.unsafe import numbers
 from numpy.typing import NDArray
 from torch import Tensor
 
 from torchcomp.kernels import pool
 
 Array = NDArray[Any]
+
+trailing_zeros: Any = numbers.trailing_zeros
+"""Zeros below the lowest set bit of a word."""
 
 INLINE = 1 << 17
 """So many entries are not worth a second thread: handing over takes 0.1 ms or so (measured)."""

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
-from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
 from torchcomp.kernels import pool
+from torchcomp.kernels.elias_fano_numba import trailing_zeros
 from torchcomp.kernels.select import Scratch
 
 Array = NDArray[Any]
@@ -277,7 +277,10 @@ def _collect(
         bound: at most `infinity`.
         mask: of `bits`, what is not the sign.
         infinity: bits of infinity.
-        ends, keys, places, counts: as in :class:`Candidates`; the last three are written.
+        ends: where the chunks begin and end.
+        keys: as in :class:`Candidates`, written.
+        places: as in :class:`Candidates`, written.
+        counts: as in :class:`Candidates`, written.
         chunk: which one.
     """
     key, place, begin, end = keys[chunk], places[chunk], ends[chunk], ends[chunk + 1]
@@ -333,7 +336,7 @@ def _choose(
     mask: Any,
     infinity: Any,
     chosen: Array,
-) -> int:
+) -> Any:
     """Write the indices of the largest of the keys; returns the smallest magnitude of these.
 
     Args:
