@@ -108,8 +108,9 @@ def _check_values(fields: Parts, k: int, fmt: str | None) -> None:
 
 def _plain(fields: Parts, k: int, fmt: str | None, dtype: torch.dtype) -> Parts:
     """Scales and codes as they are, values of other formats in this dtype; contiguous."""
-    plain = fields if fmt in quantize.LEVELS else (_decoded(fields, k, fmt, dtype),)
-    return tuple(field.contiguous() for field in plain)
+    if fmt in quantize.LEVELS:
+        return fields[0].contiguous(), fields[1].contiguous()
+    return (_decoded(fields, k, fmt, dtype).contiguous(),)
 
 
 def _decoded(fields: Parts, k: int, fmt: str | None, dtype: torch.dtype) -> Tensor:
