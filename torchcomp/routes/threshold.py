@@ -77,7 +77,9 @@ class _Search:
         self.candidates, self.k = question.candidates, question.k
         self.inside = list(question.sizes)
         self.above = [0] * len(self.inside)
-        self.low, self.high = 0, 2 ** (8 * self.candidates.element_size() - 1)
+        # Above every candidate (infinity's bits are less), and within their dtype: torch wraps a
+        # number that is compared with a tensor of a narrower one.
+        self.low, self.high = 0, torch.iinfo(self.candidates.dtype).max
         self.bins = _bins(question.k, len(self.inside))
         # Bins are as wide as they must be to fill the interval, or a window around the guess.
         self._shift = _WINDOW[self.candidates.dtype] - self.bins.bit_length() + 1
