@@ -42,8 +42,8 @@ LEAST = DIMENSIONS * statistics.pvariance(CENTRES) / 2
 
 METHODS = {
     "unidirectional": "ef(topk(k=1))",
-    "bidirectional": "bidirectional(topk(k=1), topk(k=1))",
-    "downlink only": "bidirectional(identity, topk(k=1))",
+    "bidirectional": 'bidirectional(topk(k=1), topk(k=1), selection="exact")',
+    "downlink only": 'bidirectional(identity, topk(k=1), selection="exact")',
 }
 # As printed, to the digit: F at t = 300 and 500, and the mean of F over t in [400, 1000).
 PUBLISHED = {
