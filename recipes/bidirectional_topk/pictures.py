@@ -75,7 +75,7 @@ def _draw_bytes(axes: Any, rows: list[Downlink]) -> None:
     columns = {
         "bidirectional: downlink messages": [row.down for row in held],
         "bidirectional: up and downlink messages": [row.down + row.up for row in held],
-        "bidirectional: all, with control messages": [row.down + row.up + row.control for row in held],
+        "bidirectional: all, with control": [row.down + row.up + row.control for row in held],
         'bidirectional, selection="shard": all': [row.by_shard for row in held],
         "bidirectional: up, busiest rank": [row.up_most for row in held],
         "ef(topk) by all-gather": [row.gather for row in held],

@@ -55,7 +55,7 @@ def _one_thread() -> Any:
 
 
 def serial(method: str, lr: float, steps: int) -> list[float]:
-    """The thesis's algorithms as it writes them, but for the rate, which is outside the residual."""
+    """The thesis's algorithms as it writes them, but the rate is outside the residual."""
     w = np.full(100, 20.0)
     eps, delta = np.zeros((3, 100)), np.zeros(100)
     values = []
