@@ -4,8 +4,8 @@
 
 The counterexample of Zou's thesis (2022): rank q holds F_q(w) = 1/2 |w - a_q 1|^2 with a = 1, 5, 10
 in 100 dimensions, and one entry is kept in each step. Three processes train it over gloo, through
-DDP and ``torchcomp.register``, in float64. The numbers are checked against the thesis's; where one differs
-the exit status is 1. A scan of learning rates shows how fragile the order is.
+DDP and ``torchcomp.register``, in float64. The numbers are checked against the thesis's; where one
+differs the exit status is 1. A scan of learning rates shows how fragile the order is.
 """
 
 import argparse
