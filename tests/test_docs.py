@@ -131,3 +131,17 @@ def test_contributing_averages_in_a_loop() -> None:
     for model in others:
         assert torch.equal(first.weight, model.weight)
         assert torch.equal(first.bias, model.bias)
+
+
+def test_architecture_names_every_module_and_every_key_of_a_state() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = [row for row in text.partition("## Layers")[2].splitlines() if row.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)/?`", row.split("|")[1])}
+    package = Path(torchcomp.__file__).parent
+    modules = {path.stem for path in package.glob("*.py")}
+    assert named == modules | {path.parent.name for path in package.glob("*/__init__.py")}
+    (form,) = [block for block in re.findall(r"```\n(.*?)```", text, re.DOTALL) if "slots" in block]
+    (state,) = torchcomp.run_in_process(
+        1, lambda exchange: Averager("ef(topk(0.5))", exchange, {"w": torch.ones(4)}).state_dict()
+    )
+    assert set(state) <= set(re.findall(r'"(\w+)"', form))
