@@ -143,7 +143,7 @@ def attacked(exchange, methods, parts):
     before = averager.state_dict()
     legal, wrong = [], []
     for path, number, changed in mutated(before) if exchange.rank == 0 else ():
-        if parts is None or path[:1] and path[0] in parts:
+        if parts is None or (path[:1] and path[0] in parts):
             found = outcome(averager, before, changed)
             if found == "legal":
                 legal.append((path, number, changed))
@@ -175,5 +175,7 @@ def test_changed_states_are_not_redistributed_or_load_where_they_are_whole():
     for path, number, changed in mutated(states[0]):
         if path[:2] != ("slots", "error"):
             with contextlib.suppress(CheckpointError):
-                for averager, state in zip(fresh, redistribute([changed, states[1]], 3), strict=True):
+                for averager, state in zip(
+                    fresh, redistribute([changed, states[1]], 3), strict=True
+                ):
                     averager.load_state_dict(state)

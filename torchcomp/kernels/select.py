@@ -96,4 +96,3 @@ def _form(x: Tensor) -> ModuleType | None:
     load = {"cpu": backend.numba_form, "cuda": backend.triton_form}.get(x.device.type)
     form = load("select") if load else None
     return form if form and x.dtype in form.DTYPES and x.numel() < form.LIMIT else None
-
