@@ -45,7 +45,7 @@ to back, in passes (1.9 ms on two threads):
 - message after message, all indices decoded to int64 before they are added: 9;
 - checked first, then decoded once more for each block of the vector while adding: 2.4;
 - decoded to 32 bits in one loop that takes and checks bit after bit, then added in blocks: 2.1;
-- the same in three loops: 1.9, now to 64 bits. Blocks of 64 KiB to 1 MiB take the same time, and
+- the same in three loops, as it is now: 1.9. Blocks of 64 KiB to 1 MiB take the same time, and
   to load or prefetch each block beforehand makes it slower.
 
 What changed the selection in training (four processes of one thread each on four cores, the vectors
