@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from torchcomp.bucket import MIB, Bucket, Caps, memory_order, partition
+from torchcomp.bucket import MIB, Bucket, BucketShape, Caps, memory_order, merge, partition
 
 
 def parameters(*sizes, dtype=torch.float32):
@@ -17,11 +17,69 @@ def parameters(*sizes, dtype=torch.float32):
     ]
 
 
+# --- Shapes ---------------------------------------------------------------------------------------
+
+
+def shape(dtype=torch.float32, **shapes):
+    """A shape of contiguous parameters."""
+    return BucketShape(tuple(shapes), tuple(map(tuple, shapes.values())), dtype)
+
+
+def test_shape_knows_sizes_and_bytes():
+    bucket = shape(a=[2], empty=[0, 3], gain=[], b=[3, 2], dtype=torch.float64)
+    assert bucket.sizes == (2, 0, 1, 6)
+    assert (bucket.numel, bucket.nbytes) == (9, 72)
+
+
+def test_shapes_are_equal_and_hash_alike_where_all_of_them_is():
+    conv = torch.zeros(2, 3, 2, 2)
+    one = BucketShape.of(["conv"], {"conv": conv})
+    other = BucketShape.of(["conv"], {"conv": conv.to(memory_format=torch.channels_last)})
+    assert one == BucketShape.of(["conv"], {"conv": conv.clone()}) == shape(conv=[2, 3, 2, 2])
+    assert hash(one) == hash(shape(conv=[2, 3, 2, 2]))
+    assert one != other
+    assert one != shape(conv=[24])
+
+
+def test_selected_parameters_keep_their_order_dtype_and_strides():
+    tied = torch.zeros(5, 3).t()
+    held = {"a": torch.zeros(2), "tied": tied, "b": torch.zeros(4)}
+    chosen = BucketShape.of(["b", "tied", "a"], held).select(["a", "tied", "foreign"])
+    assert (chosen.names, chosen.shapes) == (("tied", "a"), ((3, 5), (2,)))
+    assert chosen == BucketShape.of(["tied", "a"], held)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
+    + [(dtype, dtype) for dtype in (torch.float32, torch.float64)],
+)
+def test_wide_is_float32_or_wider(dtype, wide):
+    assert shape(a=[2], dtype=dtype).wide() == shape(a=[2], dtype=wide)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 40])
+def test_shards_divide_a_bucket_evenly_in_order(world_size):
+    bucket = shape(a=[7], empty=[0], b=[2, 5], one=[1])
+    shards = bucket.shards(world_size)
+    assert [(s.start, s.stop) for s in shards] == [
+        (rank * 18 // world_size, (rank + 1) * 18 // world_size) for rank in range(world_size)
+    ]
+    flat = torch.arange(18)
+    parts = Bucket(bucket, flat).parts()
+    for shard in shards:
+        places = zip(shard.names, shard.offsets, shard.sizes, strict=True)
+        held = [parts[name][at : at + size] for name, at, size in places]
+        assert torch.equal(torch.cat([flat[:0], *held]), flat[shard.span])
+        assert all(part.numel() for part in held)
+
+
 # --- Parts ----------------------------------------------------------------------------------------
 
 
 def test_parts_are_views_in_order():
-    bucket = Bucket(("a", "empty", "b"), (2, 0, 3), torch.arange(5.0))
+    bucket = Bucket(shape(a=[2], empty=[0], b=[3]), torch.arange(5.0))
+    assert bucket.names == ("a", "empty", "b")
     parts = bucket.parts()
     assert [(name, part.tolist()) for name, part in parts.items()] == [
         ("a", [0.0, 1.0]),
@@ -34,7 +92,32 @@ def test_parts_are_views_in_order():
 
 def test_bucket_whose_sizes_do_not_add_up_has_no_parts():
     with pytest.raises(RuntimeError, match="split_with_sizes expects"):
-        Bucket(("a", "b"), (2, 2), torch.zeros(5)).parts()
+        Bucket(shape(a=[2], b=[2]), torch.zeros(5)).parts()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tensors_are_views_in_the_parameters_shapes_and_memory_order(dtype):
+    held = {name: torch.randn(p.shape, dtype=dtype) for name, p in LAYOUTS.items()}
+    held |= {name: torch.randn(p.shape, dtype=dtype) for name, p in NOT_DENSE.items()}
+    like = {**LAYOUTS, **NOT_DENSE}
+    bucket = Bucket.read(BucketShape.of(like, like), held)
+    for name, view in bucket.tensors().items():
+        assert torch.equal(view, held[name].float())
+        flat = bucket.parts()[name]
+        assert torch.equal(memory_order(like[name], flat), view)
+    bucket.flat.fill_(3.0)
+    bucket.write(held)
+    assert all((tensor == 3.0).all() for tensor in held.values())
+
+
+def test_a_bucket_is_read_detached_and_written_to_parameters_that_require_gradients():
+    parameter = nn.Parameter(torch.ones(2, 3))
+    bucket = Bucket.read(BucketShape.of(["w"], {"w": parameter}), {"w": parameter})
+    bucket.flat.mul_(2.0)
+    assert not bucket.flat.requires_grad
+    bucket.write({"w": parameter})
+    assert (parameter == 2.0).all()
+    assert parameter.requires_grad
 
 
 # --- Groups ---------------------------------------------------------------------------------------
@@ -97,6 +180,12 @@ def test_every_parameter_is_in_one_group_and_no_group_closes_early_or_late(sizes
 def test_partition_depends_on_the_model_alone():
     named = parameters(7, 0, 11, 3, 20)
     assert partition(iter(named), Caps(40, 80)) == partition(named, Caps(40, 80))
+
+
+def test_merged_groups_are_one_for_each_dtype_in_their_order():
+    named = dict(parameters(5, 5) + [("half", torch.zeros(3).half()), ("more", torch.zeros(1))])
+    assert merge([("p1",), ("half",), ("p0", "more")], named) == (("p1", "p0", "more"), ("half",))
+    assert merge([], named) == ()
 
 
 # --- Memory order ---------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
-"""Checkpoints: memories in their parameters' shapes, for another number of ranks, or refused."""
+"""Checkpoints: slots in their parameters' shapes, for another number of ranks, or refused."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,22 @@ import torch
 from torch import nn
 
 from torchcomp import CheckpointError, checkpoint, redistribute
-from torchcomp.bucket import shards
+from torchcomp.bucket import BucketShape
+from torchcomp.checkpoint import (
+    check,
+    count,
+    dict_of,
+    flag,
+    list_of,
+    load_slot,
+    number,
+    optional,
+    record,
+    save_slot,
+    tensor,
+    text,
+)
+from torchcomp.state import Kind, Slot
 
 SPEC = "ef(topk(0.01))"
 
@@ -29,110 +45,221 @@ def model_parameters():
     return {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
 
 
-def memories(parameters, seed=0):
-    """A flat memory for each parameter."""
+def residuals(parameters, seed=0):
+    """A flat residual for each parameter."""
     noise = torch.Generator().manual_seed(seed)
     return {name: torch.randn(p.numel(), generator=noise) for name, p in parameters.items()}
 
 
-def handle_state(rank=0, world_size=2, **changes):
-    """What a handle's state_dict holds, with this rank's memory."""
+def error_slot(parameters, dtype=torch.float32, **options):
+    sizes = tuple(parameter.numel() for parameter in parameters.values())
+    return Slot("error", Kind.DEBT, tuple(parameters), sizes, dtype, **options)
+
+
+def saved(held, parameters):
+    return save_slot(error_slot(parameters), held, parameters)
+
+
+def state_of(rank=0, world_size=2, slots=None, **changes):
+    """What an Averager's state_dict holds, with this rank's residual."""
     parameters = model_parameters()
+    tensors = saved(residuals(parameters, seed=rank), parameters)
     state = {
         **checkpoint.header(SPEC, exchange(rank, world_size)),
         "step": 10,
         "seed": 0,
         "scale": 1.0,
-        "delivering": False,
+        "flushing": False,
         "groups": [list(parameters)],
-        "traffic": {"sent": 1, "received": 2, "dense": 3},
-        "shapes": {name: list(parameter.shape) for name, parameter in parameters.items()},
-        "strides": checkpoint.strides(parameters),
-        "error": checkpoint.shaped(memories(parameters, seed=rank).items(), parameters),
         "buckets": [list(parameters)],
-        "owner": {},
+        "parameters": checkpoint.layout_of(parameters),
+        "traffic": {"sent": 1, "received": 2, "dense": 3},
+        "slots": {"error": slot_of(tensors), **(slots or {})},
     }
     return state | changes
 
 
-def total_memory(states):
-    """The mean memory of all ranks, in float64."""
-    return {
-        name: torch.stack([state["error"][name].double() for state in states]).mean(0)
-        for name in states[0]["error"]
-    }
+def slot_of(tensors, kind="debt", sharded=False):
+    return {"kind": kind, "sharded": sharded, "tensors": tensors}
+
+
+def mean_residual(states):
+    """The mean residual of all ranks, in float64."""
+    held = [state["slots"]["error"]["tensors"] for state in states]
+    return {n: torch.stack([each[n].double() for each in held]).mean(0) for n in held[0]}
+
+
+# --- Forms ----------------------------------------------------------------------------------------
+
+GOOD = {
+    "count": (count, [0, 5, 2**63 - 1]),
+    "number": (number, [0, -1.5, 1e300]),
+    "text": (text, ["", "x"]),
+    "flag": (flag, [True, False]),
+    "optional": (optional(count), [None, 3]),
+    "list": (list_of(count), [[], (1, 2), [1]]),
+    "list of two": (list_of(count, 2), [[1, 2]]),
+    "dict": (dict_of(count), [{}, {"a": 1}]),
+    "dict of two": (dict_of(count, ("a", "b")), [{"b": 1, "a": 2}]),
+    "record": (record(a=count, b=text), [{"a": 1, "b": "", "more": None}]),
+    "tensor": (
+        tensor(),
+        [torch.zeros(2), torch.zeros((), dtype=torch.int64), torch.zeros(0).half()],
+    ),
+    "tensor of a shape": (tensor((2, 3)), [torch.zeros(2, 3), torch.zeros(3, 2).t()]),
+    "tensor of a dtype": (tensor(dtype=torch.int64), [torch.zeros(2, dtype=torch.int64)]),
+    "tensor of a size": (tensor(numel=4), [torch.zeros(2, 2)]),
+}
+BAD = {
+    "count": [-1, 2**63, 1.0, True, "1", None, math.nan, torch.tensor(1)],
+    "number": [math.nan, math.inf, True, "1", None, 10**400, 1j, torch.tensor(1.0)],
+    "text": [None, b"x", 1],
+    "flag": [0, 1, None, "True"],
+    "optional": [-1, "x"],
+    "list": [None, "ab", {}, [1, -1], {1}],
+    "list of two": [[1], [1, 2, 3], [1, "x"]],
+    "dict": [None, [], {1: 1}, {"a": -1}],
+    "dict of two": [{}, {"a": 1}, {"a": 1, "b": 1, "c": 1}, {"a": 1, "b": None}],
+    "record": [None, {}, {"a": 1}, {"a": 1, "b": 1}, {"a": -1, "b": ""}],
+    "tensor": [
+        None,
+        [0.0],
+        torch.zeros(2).to("meta"),
+        torch.zeros(2, 2).to_sparse(),
+        torch.zeros(2, dtype=torch.complex64),
+        torch.zeros(2).to(torch.float8_e4m3fn),
+        torch.tensor([0.0, math.nan]),
+        torch.tensor([-math.inf]),
+    ],
+    "tensor of a shape": [torch.zeros(6), torch.zeros(3, 2)],
+    "tensor of a dtype": [torch.zeros(2)],
+    "tensor of a size": [torch.zeros(3), torch.zeros(())],
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_value_of_the_form_passes_and_any_other_is_named_by_its_path(name):
+    form, values = GOOD[name]
+    for value in values:
+        check(value, form, "here.there")
+    for value in BAD[name]:
+        with pytest.raises(CheckpointError, match=r"here\.there"):
+            check(value, form, "here.there")
+
+
+def test_the_path_leads_to_what_is_wrong_in_the_depth():
+    form = record(slots=dict_of(record(list=list_of(optional(count)))))
+    with pytest.raises(CheckpointError, match=r"state\.slots\['a'\]\.list\[1\] .* -5"):
+        check({"slots": {"a": {"list": [None, -5]}}}, form, "state")
+
+
+def test_a_giant_value_is_shown_in_short():
+    with pytest.raises(CheckpointError) as caught:
+        check("x" * 10_000, count, "here")
+    assert len(str(caught.value)) < 250
 
 
 # --- Shapes ---------------------------------------------------------------------------------------
 
 
-def test_shaped_memories_have_their_parameters_shapes_and_are_contiguous():
+def test_saved_residuals_have_their_parameters_shapes_and_are_contiguous():
     parameters = model_parameters()
-    for name, memory in checkpoint.shaped(memories(parameters).items(), parameters).items():
-        assert memory.shape == parameters[name].shape
-        assert memory.is_contiguous()
+    for name, part in saved(residuals(parameters), parameters).items():
+        assert part.shape == parameters[name].shape
+        assert part.is_contiguous()
 
 
-def test_shaped_memory_puts_each_element_at_its_own_place():
+def test_saved_residual_puts_each_element_at_its_own_place():
     parameters = model_parameters()
-    tied = {"tied": torch.arange(15.0)}
-    shaped = checkpoint.shaped(tied.items(), parameters)
+    shaped = saved({"tied": torch.arange(15.0), "conv": torch.arange(48.0)}, parameters)
     assert torch.equal(shaped["tied"], torch.arange(15.0).view(5, 3).t())
-    conv = {"conv": torch.arange(48.0)}
-    shaped = checkpoint.shaped(conv.items(), parameters)
     assert torch.equal(shaped["conv"], torch.arange(48.0).view(4, 2, 2, 3).permute(0, 3, 1, 2))
 
 
-def test_shaped_memories_are_copies():
+def test_saved_residuals_are_copies():
     parameters = model_parameters()
-    flat = memories(parameters)
-    shaped = checkpoint.shaped(flat.items(), parameters)
-    for memory in flat.values():
-        memory.fill_(7.0)
-    assert not any((memory == 7.0).any() for memory in shaped.values())
+    flat = residuals(parameters)
+    shaped = saved(flat, parameters)
+    for part in flat.values():
+        part.fill_(7.0)
+    assert not any((part == 7.0).any() for part in shaped.values())
 
 
-def test_flat_is_the_inverse_of_shaped():
+def test_what_was_never_opened_is_saved_as_its_first_values():
     parameters = model_parameters()
-    before = memories(parameters)
-    after = checkpoint.flat(checkpoint.shaped(before.items(), parameters), parameters)
+
+    def init(name, out):
+        out.fill_(len(name))
+
+    shaped = save_slot(error_slot(parameters, init=init), {"tied": torch.zeros(15)}, parameters)
+    assert (shaped["linear"] == 6.0).all()
+    assert not shaped["tied"].any()
+
+
+def test_loading_is_the_inverse_of_saving():
+    parameters = model_parameters()
+    before = residuals(parameters)
+    state = state_of(slots={"error": slot_of(saved(before, parameters))})
+    after = load_slot(error_slot(parameters), state, parameters)
     assert list(after) == list(before)
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_memories_move_between_memory_formats_by_their_coordinates():
+def test_residuals_move_between_memory_formats_by_their_coordinates():
     ours = model_parameters()
     theirs = {name: nn.Parameter(p.detach().contiguous()) for name, p in ours.items()}
-    shaped = checkpoint.shaped(memories(ours).items(), ours)
-    moved = checkpoint.shaped(checkpoint.flat(shaped, theirs).items(), theirs)
-    assert all(torch.equal(moved[name], shaped[name]) for name in shaped)
+    state = state_of()
+    moved = load_slot(error_slot(theirs), state, theirs)
+    again = save_slot(error_slot(theirs), moved, theirs)
+    held = state["slots"]["error"]["tensors"]
+    assert all(torch.equal(again[name], held[name]) for name in held)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_flat_keeps_the_dtype_of_the_memory(dtype):
+def test_loaded_residuals_have_the_dtype_of_their_slot(dtype):
     parameters = model_parameters()
-    flat = checkpoint.flat({"linear": torch.ones(3, 5, dtype=dtype)}, parameters)
-    assert flat["linear"].dtype == dtype
+    flats = load_slot(error_slot(parameters, dtype), state_of(), parameters)
+    assert {flat.dtype for flat in flats.values()} == {dtype}
 
 
 @pytest.mark.parametrize(
-    ("memory", "problem"),
+    ("changes", "problem"),
     [
-        ({"linear": torch.ones(5, 3)}, "'linear' has shape .5, 3. in the checkpoint and .3, 5."),
-        ({"conv": torch.ones(48)}, "'conv' has shape .48. in the checkpoint and .4, 3, 2, 2."),
-        ({"other": torch.ones(1)}, "'other' is not in the model"),
+        ({"linear": torch.ones(5, 3)}, r"\['linear'\].* \(3, 5\), .*\(5, 3\)"),
+        ({"conv": torch.ones(48)}, r"\['conv'\].* \(4, 3, 2, 2\), .*\(48,\)"),
+        ({"scale": torch.ones((), dtype=torch.int64)}, r"\['scale'\].*float32.*int64"),
+        ({"scale": torch.tensor(1e300, dtype=torch.float64)}, r"\['scale'\].*float32.* infinity"),
+        ({"linear": None}, "lacks 'linear'"),
     ],
 )
-def test_memory_of_another_shape_or_name_is_refused(memory, problem):
+def test_slot_of_another_shape_dtype_or_name_is_refused(changes, problem):
+    parameters = model_parameters()
+    tensors = saved(residuals(parameters), parameters) | changes
+    state = state_of(slots={"error": slot_of({n: t for n, t in tensors.items() if t is not None})})
     with pytest.raises(CheckpointError, match=problem):
-        checkpoint.flat(memory, model_parameters())
+        load_slot(error_slot(parameters), state, parameters)
 
 
-def test_check_shapes_names_every_difference():
-    saved = {"linear": [5, 3], "gone": [1]}
+def test_slot_of_another_kind_is_refused():
+    parameters = model_parameters()
+    tensors = saved(residuals(parameters), parameters)
+    for foreign in (slot_of(tensors, kind="estimate"), slot_of(tensors, sharded=True)):
+        with pytest.raises(CheckpointError, match=r"slots\['error'\]"):
+            load_slot(error_slot(parameters), state_of(slots={"error": foreign}), parameters)
+    with pytest.raises(CheckpointError, match=r"slots\['error'\]"):
+        load_slot(error_slot(parameters), state_of(slots={}) | {"slots": {}}, parameters)
+
+
+def layout(**shapes):
+    return {
+        name: {"shape": list(shape), "stride": [1] * len(shape)} for name, shape in shapes.items()
+    }
+
+
+def test_check_engine_names_every_difference():
     parameters = {"linear": torch.zeros(3, 5), "new": torch.zeros(1)}
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.check_shapes(saved, parameters)
+        checkpoint.check_engine(state_of(parameters=layout(linear=[5, 3], gone=[1])), parameters)
     assert str(caught.value) == (
         "the checkpoint is another model's: 'gone' is not in the model; "
         "'new' is not in the checkpoint; "
@@ -140,17 +267,39 @@ def test_check_shapes_names_every_difference():
     )
 
 
-def test_check_shapes_names_five_differences_and_counts_the_rest():
+def test_check_engine_names_five_differences_and_counts_the_rest():
+    foreign = layout(**{f"p{place}": [1] for place in range(8)})
     with pytest.raises(CheckpointError, match=r"'p4' is not in the model; and 3 more$") as caught:
-        checkpoint.check_shapes({f"p{place}": [1] for place in range(8)}, {})
+        checkpoint.check_engine(state_of(parameters=foreign), {})
     assert "'p5'" not in str(caught.value)
 
 
-def test_check_shapes_accepts_the_same_model_in_another_order():
+def test_check_engine_accepts_the_same_model_in_another_order():
     parameters = model_parameters()
-    checkpoint.check_shapes(
-        {n: list(parameters[n].shape) for n in reversed(parameters)}, parameters
-    )
+    reordered = {name: parameters[name] for name in reversed(parameters)}
+    checkpoint.check_engine(state_of(), reordered)
+
+
+@pytest.mark.parametrize(
+    ("groups", "problem"),
+    [
+        ([["linear"]], "'conv'"),
+        ([[*model_parameters(), "linear"]], "'linear'"),
+        ([[*model_parameters(), "foreign"]], "'foreign'"),
+        ([list(model_parameters()), []], r"\[\]"),
+    ],
+)
+@pytest.mark.parametrize("division", ["groups", "buckets"])
+def test_groups_must_hold_every_parameter_once(division, groups, problem):
+    with pytest.raises(CheckpointError, match=problem):
+        checkpoint.check_engine(state_of(**{division: groups}), model_parameters())
+
+
+def test_a_group_of_two_dtypes_is_refused():
+    parameters = model_parameters()
+    parameters["linear"] = parameters["linear"].detach().half()
+    with pytest.raises(CheckpointError, match="one dtype"):
+        checkpoint.check_engine(state_of(), parameters)
 
 
 # --- Headers --------------------------------------------------------------------------------------
@@ -159,60 +308,63 @@ def test_check_shapes_accepts_the_same_model_in_another_order():
 ADVICE = {"spec": "swap it", "world_size": "re-divide it"}
 
 
-def check(state, spec=SPEC, rank=0, world_size=2):
-    checkpoint.check_header(state, spec, exchange(rank, world_size), ("step", "error"), ADVICE)
+def check_header(state, spec=SPEC, rank=0, world_size=2):
+    checkpoint.check_header(state, spec, exchange(rank, world_size), ADVICE)
 
 
 def test_header_of_the_same_run_and_rank_is_accepted():
-    check(handle_state(rank=1), rank=1)
+    check_header(state_of(rank=1), rank=1)
 
 
 @pytest.mark.parametrize(
     ("state", "problem"),
     [
-        (handle_state(spec="mean"), "has spec 'mean', and this run has 'ef.topk.0.01..': swap it"),
-        (handle_state(rank=1), "has rank 1, and this run has 0: every rank loads what it saved"),
-        (
-            handle_state(world_size=4),
-            "has world_size 4, and this run has 2: re-divide it",
-        ),
-        (handle_state(version=99), "has version 99, and this run has 2: save it again"),
-        ({}, "lacks version, spec, rank, world_size, step, error$"),
-        ({"model": 1, **checkpoint.header(SPEC, exchange())}, "lacks step, error$"),
+        (state_of(spec="mean"), "has spec 'mean', and this run has 'ef.topk.0.01..': swap it"),
+        (state_of(rank=1), "has rank 1, and this run has 0: every rank loads what it saved"),
+        (state_of(world_size=4), "has world_size 4, and this run has 2: re-divide it"),
+        (state_of(version=99), "has version 99, and this run has 3: save it again"),
+        (state_of(version=2), "has version 2, and this run has 3: save it again"),
+        ({}, "lacks 'version', 'spec', 'rank' and 1 more"),
+        ({"model": 1, "version": 3, "spec": SPEC}, "lacks 'rank', 'world_size'"),
+        (state_of() | {"rank": False}, r"\.rank .* False"),
+        (state_of(world_size=torch.tensor(2)), r"\.world_size .* tensor"),
+        (None, "not NoneType"),
+        ([1], "not list"),
     ],
-    ids=["spec", "rank", "world_size", "version", "empty", "foreign"],
+    ids=range(11),
 )
 def test_header_of_another_run_is_refused_with_both_values(state, problem):
     with pytest.raises(CheckpointError, match=problem):
-        check(state)
+        check_header(state)
 
 
 # --- Another number of ranks ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("old", "new"), [(1, 3), (2, 2), (4, 2), (3, 5), (2, 1)])
-def test_redistributing_keeps_the_mean_memory(old, new):
-    before = [handle_state(rank, old) for rank in range(old)]
+def test_redistributing_keeps_the_mean_residual(old, new):
+    before = [state_of(rank, old) for rank in range(old)]
     after = redistribute(before, new)
-    for name, mean in total_memory(before).items():
-        torch.testing.assert_close(total_memory(after)[name], mean, rtol=0, atol=1e-7)
+    for name, mean in mean_residual(before).items():
+        torch.testing.assert_close(mean_residual(after)[name], mean, rtol=0, atol=1e-7)
 
 
 def test_redistributed_states_are_one_for_each_rank_in_order_and_of_the_same_run():
-    before = [handle_state(rank, 2) for rank in (1, 0)]
+    before = [state_of(rank, 2) for rank in (1, 0)]
     after = redistribute(before, 3)
     for rank, state in enumerate(after):
-        checkpoint.check_header(state, SPEC, exchange(rank, 3), before[0], ADVICE)
-        assert (state["step"], state["shapes"]) == (10, before[0]["shapes"])
+        checkpoint.check_header(state, SPEC, exchange(rank, 3), ADVICE)
+        checkpoint.check_engine(state, model_parameters())
+        assert (state["step"], state["parameters"]) == (10, before[0]["parameters"])
 
 
-def test_redistributed_memories_are_not_shared():
-    before = [handle_state(rank, 2) for rank in range(2)]
-    kept = total_memory(before)
-    first, second = redistribute(before, 2)
-    first["error"]["linear"].fill_(7.0)
-    assert not (second["error"]["linear"] == 7.0).any()
-    assert torch.equal(total_memory(before)["linear"], kept["linear"])
+def test_redistributed_residuals_are_not_shared():
+    before = [state_of(rank, 2) for rank in range(2)]
+    kept = mean_residual(before)
+    first, second = (state["slots"]["error"]["tensors"] for state in redistribute(before, 2))
+    first["linear"].fill_(7.0)
+    assert not (second["linear"] == 7.0).any()
+    assert torch.equal(mean_residual(before)["linear"], kept["linear"])
 
 
 @pytest.mark.parametrize(
@@ -224,31 +376,51 @@ def test_redistributed_memories_are_not_shared():
 )
 def test_redistributing_keeps_the_dtype_and_sums_in_float64(dtype, values, mean):
     states = [
-        handle_state(rank, len(values), error={"a": torch.tensor([value], dtype=dtype)})
+        state_of(rank, len(values), {"error": slot_of({"a": torch.tensor([value], dtype=dtype)})})
         for rank, value in enumerate(values)
     ]
-    (after,) = redistribute(states, 1)
-    assert after["error"]["a"].dtype == dtype
-    assert after["error"]["a"].item() == mean
+    (after,) = (state["slots"]["error"]["tensors"] for state in redistribute(states, 1))
+    assert after["a"].dtype == dtype
+    assert after["a"].item() == mean
 
 
-TWO = [handle_state(0), handle_state(1)]
+def test_estimates_are_averaged_and_caches_dropped():
+    states = [
+        state_of(
+            rank,
+            2,
+            {
+                "q": slot_of({"linear": torch.full((4,), float(rank))}, "estimate"),
+                "thresholds": slot_of({"linear": torch.tensor([rank])}, "cache"),
+            },
+        )
+        for rank in range(2)
+    ]
+    for state in redistribute(states, 3):
+        assert set(state["slots"]) == {"error", "q"}
+        assert state["slots"]["q"]["tensors"]["linear"].tolist() == [0.5] * 4
+
+
+TWO = [state_of(0), state_of(1)]
 
 
 @pytest.mark.parametrize(
     ("states", "world_size", "problem"),
     [
         ([], 2, "no states: give the state dicts of all ranks"),
-        (TWO[:1], 2, "need one state of each of the ranks .0, 1., and got .0."),
-        ([TWO[0], TWO[0]], 2, "and got .0, 0."),
-        ([*TWO, TWO[1]], 2, "and got .0, 1, 1."),
-        ([TWO[0], handle_state(1, step=11)], 2, "their step differ"),
-        ([TWO[0], handle_state(1, spec="mean")], 2, "their spec differ"),
-        ([TWO[0], handle_state(1, shapes={})], 2, "their shapes differ"),
+        (TWO[:1], 2, r"need one state of each of 2 ranks, and got those of \[0\]"),
+        ([TWO[0], TWO[0]], 2, r"\[0, 0\]"),
+        ([*TWO, TWO[1]], 2, r"\[0, 1, 1\]"),
+        ([TWO[0], state_of(1, step=11)], 2, "their step differ"),
+        ([TWO[0], state_of(1, spec="mean")], 2, "their spec differ"),
+        ([TWO[0], state_of(1, scale=2.0)], 2, "their scale differ"),
+        ([TWO[0], state_of(1, parameters={})], 2, "their parameters differ"),
+        ([state_of(0, world_size=2**62), TWO[1]], 2, "need one state of each"),
         (TWO, 0, "world_size must be at least 1, not 0"),
         (TWO, -1, "world_size must be at least 1, not -1"),
+        (TWO, True, "world_size must be at least 1, not True"),
     ],
-    ids=range(9),
+    ids=range(12),
 )
 def test_redistribute_refuses_what_is_not_all_ranks_of_one_run(states, world_size, problem):
     with pytest.raises(CheckpointError, match=problem):
@@ -259,65 +431,86 @@ def without(state, *names):
     return {name: value for name, value in state.items() if name not in names}
 
 
+def lacking(state, name):
+    return state | {"slots": {"error": slot_of(without(state["slots"]["error"]["tensors"], name))}}
+
+
 @pytest.mark.parametrize(
     "states",
     [
         [{}, {}],
+        [None, None],
+        5,
         [without(TWO[0], "rank"), TWO[1]],
-        [TWO[0], without(TWO[1], "error")],
-        # What LocalSGD.state_dict() returns has a header, but no memory.
-        [without(state, "error") for state in TWO],
-        [TWO[0], TWO[1] | {"error": without(TWO[1]["error"], "linear")}],
-        [TWO[0] | {"error": without(TWO[0]["error"], "linear")}, TWO[1]],
+        [TWO[0], without(TWO[1], "slots")],
+        [TWO[0], TWO[1] | {"slots": {}}],
+        [TWO[0], lacking(TWO[1], "linear")],
+        [lacking(TWO[0], "linear"), TWO[1]],
+        [state | {"buckets": [["foreign"]]} for state in TWO],
     ],
-    ids=["empty", "no rank", "one without memory", "local steps", "name missing", "name too many"],
+    ids=range(9),
 )
-def test_redistribute_refuses_states_without_a_whole_memory(states):
+def test_redistribute_refuses_states_without_all_slots(states):
     with pytest.raises(CheckpointError):
         redistribute(states, 2)
 
 
-# --- What owners owe ------------------------------------------------------------------------------
+# --- The server's residual ------------------------------------------------------------------------
 
 
-def owners(world_size, debts):
-    """One state for each rank, that owes its shard of `debts`."""
-    names, sizes = tuple(debts), tuple(part.numel() for part in debts.values())
+def shards_of(parameters, world_size):
+    return BucketShape.of(parameters, parameters).shards(world_size)
+
+
+def owners(world_size, whole):
+    """One state for each rank, whose shard of the server's residual is that of `whole`."""
     states = []
-    for rank, shard in enumerate(shards(names, sizes, world_size)):
+    for rank, shard in enumerate(shards_of(model_parameters(), world_size)):
         places = zip(shard.names, shard.offsets, shard.sizes, strict=True)
-        owner = {name: debts[name][at : at + size].clone() for name, at, size in places}
-        states.append(handle_state(rank, world_size, owner=owner))
+        parts = {name: whole[name][at : at + size].clone() for name, at, size in places}
+        server = {"server_error": slot_of(parts, sharded=True)}
+        states.append(state_of(rank, world_size, server))
     return states
 
 
+def server(state):
+    return state["slots"]["server_error"]["tensors"]
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (4, 3), (3, 5), (2, 40), (7, 1)])
-def test_owners_debts_are_divided_anew(before, after):
-    debts = memories(model_parameters())
-    states = redistribute(owners(before, debts)[::-1], after)
-    expected = owners(after, debts)
-    for state, wanted in zip(states, expected, strict=True):
-        assert state["owner"].keys() == wanted["owner"].keys()
-        for name, part in wanted["owner"].items():
-            assert torch.equal(state["owner"][name], part)
+def test_server_residuals_are_divided_anew(before, after):
+    whole = residuals(model_parameters())
+    states = redistribute(owners(before, whole)[::-1], after)
+    for state, wanted in zip(states, owners(after, whole), strict=True):
+        assert server(state).keys() == server(wanted).keys()
+        for name, part in server(wanted).items():
+            assert torch.equal(server(state)[name], part)
 
 
-def owned(rank, world_size):
+def test_shards_of_another_size_are_not_divided_anew():
+    states = owners(2, residuals(model_parameters()))
+    name = next(iter(server(states[0])))
+    server(states[0])[name] = server(states[0])[name][:-1]
+    with pytest.raises(CheckpointError, match="server residual of rank 0"):
+        redistribute(states, 3)
+
+
+def server_slot(parameters, rank, world_size):
+    shard = shards_of(parameters, world_size)[rank]
+    return Slot("server_error", Kind.DEBT, shard.names, shard.sizes, torch.float32, True)
+
+
+def test_server_residual_of_another_division_is_refused():
     parameters = model_parameters()
-    sizes = tuple(parameter.numel() for parameter in parameters.values())
-    return [shards(tuple(parameters), sizes, world_size)[rank]]
+    state = owners(2, residuals(parameters))[0]
+    load_slot(server_slot(parameters, 0, 2), state, parameters)
+    with pytest.raises(CheckpointError, match=r"holds \d+ elements of .*redistribute"):
+        load_slot(server_slot(parameters, 0, 3), state, parameters)
 
 
-def test_debts_of_another_division_are_refused():
-    state = owners(2, memories(model_parameters()))[0]
-    checkpoint.check_owner(state, owned(0, 2), model_parameters())
-    with pytest.raises(CheckpointError, match=r"owes \d+ elements of .*redistribute"):
-        checkpoint.check_owner(state, owned(0, 3), model_parameters())
-
-
-def test_debts_in_another_memory_order_are_refused():
-    state = owners(1, memories(model_parameters()))[0]
+def test_server_residual_in_another_memory_order_is_refused():
+    state = owners(1, residuals(model_parameters()))[0]
     parameters = model_parameters()
     parameters["conv"] = nn.Parameter(parameters["conv"].detach().contiguous())
     with pytest.raises(CheckpointError, match=r"'conv' has strides .* memory format"):
-        checkpoint.check_owner(state, owned(0, 1), parameters)
+        load_slot(server_slot(parameters, 0, 1), state, parameters)

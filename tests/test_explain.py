@@ -24,12 +24,12 @@ METHOD_ROWS = [
     "ranks",
     "collective",
     "message",
-    "sent a step",
-    "received a step",
+    "sent per step",
+    "received per step",
     "plain DDP sends",
     "less traffic",
     "break-even",
-    "state a rank",
+    "state per rank",
 ]
 
 
@@ -56,9 +56,9 @@ def test_one_percent_of_resnet50_at_8_ranks():
     assert plan.bytes_sent == plan.bytes_received == 7 * TOPK_FRAME
     assert plan.dense_bytes_sent == 2 * 7 * 4 * RESNET50 // 8
     assert saving(plan) == pytest.approx(19.72, rel=1e-3)
-    # Two float32 copies of the error memory.
+    # Two float32 copies of the residual.
     assert plan.memory_bytes == 8 * RESNET50
-    assert (plan.numel, plan.world_size, plan.collective) == (RESNET50, 8, "gather")
+    assert (plan.numel, plan.world_size, plan.collective) == (RESNET50, 8, "allgather")
     assert (plan.syncs, plan.total_steps) == (None, None)
 
 
@@ -66,14 +66,14 @@ def test_one_percent_of_resnet50_at_8_ranks():
     ("world_size", "times"), [(2, 78.89), (8, 19.72), (64, 2.465), (200, 0.7889)]
 )
 def test_gathering_saves_less_as_ranks_grow_and_loses_in_the_end(world_size, times):
-    gathered = topk(world_size, 'ef(topk(0.01), exchange="gather")')
+    gathered = topk(world_size, 'ef(topk(0.01), exchange="allgather")')
     assert saving(gathered) == pytest.approx(times, rel=1e-3)
 
 
 def test_exchange_is_chosen_by_bytes():
     small, large = topk(64), topk(128)
-    assert (small.collective, large.collective) == ("gather", "sharded")
-    assert saving(large) > saving(topk(128, 'ef(topk(0.01), exchange="gather")'))
+    assert (small.collective, large.collective) == ("allgather", "sharded")
+    assert saving(large) > saving(topk(128, 'ef(topk(0.01), exchange="allgather")'))
     assert saving(small) > saving(topk(64, 'ef(topk(0.01), exchange="sharded")'))
     assert large.break_even_world_size is None
 
@@ -85,7 +85,7 @@ def test_bidirectional_saves_the_same_on_any_number_of_ranks(selection):
     assert saving(few) == pytest.approx(78, rel=0.03)
     assert saving(many) == pytest.approx(saving(few), rel=0.1)
     assert few.break_even_world_size is many.break_even_world_size is None
-    # Two copies of the worker's memory, and of the owner's.
+    # Two copies of the worker's residual, and of the server's.
     assert few.memory_bytes == 8 * RESNET50 + 8 * -(-RESNET50 // 4)
 
 
@@ -99,11 +99,11 @@ def test_whole_model_is_one_group():
 @pytest.mark.parametrize(
     ("spec", "numel"),
     [
-        ("ef(topk(0.01), exchange='gather')", RESNET50),
-        ("ef(topk(0.001), exchange='gather')", RESNET50),
-        ("mean(topk(0.25), exchange='gather')", 10_001),
-        ("ef(identity, exchange='gather')", 1000),
-        ("mean(cast('bf16'), exchange='gather')", 1000),
+        ("ef(topk(0.01), exchange='allgather')", RESNET50),
+        ("ef(topk(0.001), exchange='allgather')", RESNET50),
+        ("mean(topk(0.25), exchange='allgather')", 10_001),
+        ("ef(identity, exchange='allgather')", 1000),
+        ("mean(cast('bf16'), exchange='allgather')", 1000),
     ],
 )
 def test_break_even_is_the_first_world_size_without_a_saving(spec, numel):
@@ -129,7 +129,7 @@ def test_break_even_of_one_percent_is_158_ranks():
 )
 def test_summed_methods_send_what_a_ring_all_reduce_sends(spec, message):
     plan = topk(8, spec, 1000)
-    assert (plan.collective, plan.message_bytes) == ("sum", message)
+    assert (plan.collective, plan.message_bytes) == ("allreduce", message)
     assert plan.bytes_sent == plan.bytes_received == 2 * 7 * message // 8
     assert plan.break_even_world_size is None
 
@@ -144,7 +144,7 @@ def test_summed_methods_send_what_a_ring_all_reduce_sends(spec, message):
         ("ef(topk(0.1), memory_dtype='fp64')", 2 * 8 * 1000),
     ],
 )
-def test_state_is_two_copies_of_the_error_memory(spec, memory):
+def test_state_is_two_copies_of_the_residual(spec, memory):
     assert topk(8, spec, 1000).memory_bytes == memory
 
 
@@ -224,7 +224,7 @@ def test_every_divides_the_traffic_by_its_period():
     assert (plan.syncs, plan.total_steps) == (25, 100)
     assert plan.bytes_sent == plan.bytes_received == 2 * 7 * 4000 // 8 // 4
     assert plan.dense_bytes_sent == 2 * 7 * 4000 // 8
-    assert (plan.memory_bytes, plan.collective) == (0, "sum")
+    assert (plan.memory_bytes, plan.collective) == (0, "allreduce")
 
 
 def test_last_round_counts_in_full():
@@ -276,10 +276,10 @@ def test_the_plan_of_compressed_averages():
         "every(4)", numel=RESNET50, world_size=8, total_steps=100, compress="ef(topk(0.01))"
     )
     assert plan.bytes_sent == round(7 * TOPK_FRAME / 4)
-    assert (plan.collective, plan.message_bytes) == ("gather", TOPK_MESSAGE)
-    # Error memory in two copies, and the parameters of the last synchronisation.
+    assert (plan.collective, plan.message_bytes) == ("allgather", TOPK_MESSAGE)
+    # The residual in two copies, and the parameters of the last synchronisation.
     assert plan.memory_bytes == (8 + 4) * RESNET50
-    # 4 steps of plain DDP against one gather.
+    # 4 steps of plain DDP against one all-gather.
     assert plan.break_even_world_size == -(-4 * 2 * 4 * RESNET50 // TOPK_FRAME)
 
 
@@ -322,14 +322,14 @@ def test_table_says_everything_of_a_method():
     assert table == {
         "elements": "25,557,032",
         "ranks": "8",
-        "collective": "gather (all-gather)",
+        "collective": "all-gather",
         "message": "1.3 MB (1,295,826 bytes)",
-        "sent a step": "9.07 MB (9,070,936 bytes)",
-        "received a step": "9.07 MB (9,070,936 bytes)",
+        "sent per step": "9.07 MB (9,070,936 bytes)",
+        "received per step": "9.07 MB (9,070,936 bytes)",
         "plain DDP sends": "179 MB (178,899,224 bytes)",
-        "less traffic": "19.7 x",
+        "less traffic": "19.7x",
         "break-even": "158 ranks (from there on plain DDP sends no more)",
-        "state a rank": "204 MB (204,456,256 bytes)",
+        "state per rank": "204 MB (204,456,256 bytes)",
     }
 
 

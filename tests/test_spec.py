@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import torchcomp
-from torchcomp.aggregators import AGGREGATORS, EF, Bidirectional, Mean
-from torchcomp.aggregators.one_way import EXCHANGES
+from torchcomp.aggregators import AGGREGATORS, DGC, EF, EF21, Bidirectional, Mean, PowerSGD
+from torchcomp.aggregators.one_way import COLLECTIVES
 from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, TopK
 from torchcomp.errors import SpecError
 from torchcomp.outer_steps import OUTER_STEPS, Nesterov, SlowMo
@@ -57,11 +57,11 @@ memory_dtypes = st.sampled_from([None, "fp32", "fp64", "bf16", "fp16"])
 contractive = compressors.filter(lambda compressor: compressor.alpha(1) is not None)
 bidirectionals = st.builds(
     Bidirectional, contractive, contractive, st.just("shard"), memory_dtypes
-) | st.builds(Bidirectional, topks, topks)
+) | st.builds(Bidirectional, topks, topks, st.just("exact"))
 
 
 def admits(compressor, exchange):
-    if exchange == "sum":
+    if exchange == "allreduce":
         return compressor.summable
     return exchange != "sharded" or compressor.selects or compressor.elementwise
 
@@ -69,7 +69,7 @@ def admits(compressor, exchange):
 @st.composite
 def one_way_aggregators(draw):
     compressor = draw(compressors)
-    allowed = [name for name in EXCHANGES if admits(compressor, name)]
+    allowed = [name for name in COLLECTIVES if admits(compressor, name)]
     exchange = draw(st.sampled_from(allowed))
     if compressor.alpha(1) is not None and draw(st.booleans()):
         return EF(compressor, exchange, draw(memory_dtypes))
@@ -77,7 +77,9 @@ def one_way_aggregators(draw):
 
 
 def aggregators():
-    return one_way_aggregators() | bidirectionals
+    powersgds = st.builds(PowerSGD, counts, positive, memory_dtypes)
+    dgcs = st.builds(DGC, topks, st.just("auto"), shares, st.booleans(), st.just(0), memory_dtypes)
+    return one_way_aggregators() | bidirectionals | powersgds | dgcs | st.builds(EF21, contractive)
 
 
 caps = st.one_of(st.none(), st.integers(10**12, 10**15))
@@ -138,6 +140,7 @@ def test_a_bare_compressor_means_its_mean(compressor):
 
 def test_random_specs_cover_the_registry():
     covered = {Identity, TopK, RandK, Cast, Quantize, Mean, EF, Bidirectional}
+    covered |= {PowerSGD, EF21, DGC}
     covered |= {Every, QSR, Power, PostLocal, Swap}
     covered |= {SlowMo, Nesterov}
     known = [*COMPRESSORS, *AGGREGATORS, *SCHEDULES, *OUTER_STEPS]
@@ -161,7 +164,24 @@ def test_random_specs_cover_the_registry():
         ("ef(topk(k=5))", EF(TopK(k=5)), "ef(topk(k=5))"),
         ("ef(topk(None, 5))", EF(TopK(k=5)), "ef(topk(k=5))"),
         ("ef(compressor=topk(0.5))", EF(TopK(0.5)), "ef(topk(0.5))"),
-        ("ef(topk(0.5), 'gather')", EF(TopK(0.5), "gather"), 'ef(topk(0.5), exchange="gather")'),
+        ("ef(topk(.5), 'sharded')", EF(TopK(0.5), "sharded"), 'ef(topk(0.5), exchange="sharded")'),
+        # The words of the release before.
+        (
+            "ef(topk(.5), 'gather')",
+            EF(TopK(0.5), "allgather"),
+            'ef(topk(0.5), exchange="allgather")',
+        ),
+        ("mean(exchange='sum')", Mean(exchange="allreduce"), 'mean(exchange="allreduce")'),
+        (
+            "bidirectional(topk(.5), topk(k=3))",
+            Bidirectional(TopK(0.5), TopK(k=3), "shard"),
+            "bidirectional(topk(0.5), topk(k=3))",
+        ),
+        (
+            "bidirectional(topk(.5), identity, 'exact')",
+            Bidirectional(TopK(0.5), Identity(), "exact"),
+            'bidirectional(topk(0.5), identity, selection="exact")',
+        ),
         ("ef(cast('bf16'))", EF(Cast("bf16")), 'ef(cast("bf16"))'),
         ("every(4)", Every(4), "every(4)"),
         ("every(h=4)", Every(4), "every(4)"),
@@ -202,7 +222,7 @@ def refusal(text, parse=torchcomp.parse):
         ("ef(^topp(0.1))", "unknown name 'topp'; did you mean 'topk'?"),
         (
             "^zzz",
-            "unknown name 'zzz'; methods: bidirectional, cast, ef, identity, mean",
+            "unknown name 'zzz'; methods: bidirectional, cast, dgc, ef, ef21, identity, mean",
         ),
         ("ef(^zzz)", "unknown name 'zzz'; compressors: cast, identity, quantize, randk, topk"),
         ("ef(^power1)", "unknown name 'power1'; compressors: "),
@@ -256,16 +276,23 @@ def refusal(text, parse=torchcomp.parse):
         ("ef(topk(0.1), memory_dtype=^fp16)", "memory_dtype is a text and needs quotes, 'fp16'"),
         (
             "mean(exchange=^'ring')",
-            'mean: exchange must be one of "auto", "gather", "sum", "sharded"',
+            'mean: exchange must be one of "auto", "allreduce", "allgather", "sharded"',
         ),
         ("ef(topk(0.1), memory_dtype=^'fp8')", "ef: memory_dtype must be one of"),
         ("ef(^0.01)", "ef takes a compressor such as topk(0.01), not 0.01"),
         # Combinations that make no sense.
         (
-            "mean(topk(0.1), exchange=^'sum')",
-            "sum needs one support on all ranks; topk selects",
+            "mean(topk(0.1), exchange=^'allreduce')",
+            "allreduce needs one support on all ranks; topk selects",
         ),
-        ("ef(topk(k=5), exchange=^'sum')", 'topk selects per rank: use exchange="gather"'),
+        ("ef(topk(k=5), exchange=^'allreduce')", 'topk selects per rank: use exchange="allgather"'),
+        ("ef(topk(k=5), exchange=^'sum')", 'topk selects per rank: use exchange="allgather"'),
+        ("mean(quantize('int8'), exchange=^'sharded')", "makes one for the whole bucket"),
+        ("bidirectional(topk(k=5), ^quantize('int8'), 'exact')", 'with selection="shard" it works'),
+        (
+            "bidirectional(topk(k=5), topk(k=5), ^'whole')",
+            'selection must be one of "exact", "shard"',
+        ),
         ("ef(^randk(0.1, unbiased=True))", "contractive compressor, and randk(0.1, unbiased=True)"),
         ("ef(^ef(topk(0.1)))", "ef takes a compressor such as topk(0.01), not the aggregator 'ef("),
         (
@@ -277,8 +304,8 @@ def refusal(text, parse=torchcomp.parse):
         ("topk(^+0.1)", "only names, calls and literals"),
         ("every(^~4)", "only names, calls and literals"),
         ("topk(^**{})", "** is not read here"),
-        ("ef(^topk.compress)", "only names, calls and literals"),
-        ("ef(topk(0.1), exchange=^['gather'])", "only names, calls and literals"),
+        ("ef(^topk.encode)", "only names, calls and literals"),
+        ("ef(topk(0.1), exchange=^['allgather'])", "only names, calls and literals"),
         ("every(^10**100)", "only names, calls and literals"),
         ("^topk(0.1)(2)", "a method's name is expected here"),
         # Columns are counted in characters, not in bytes.
@@ -313,8 +340,8 @@ def test_a_decimal_comma_is_answered_with_the_point():
 @pytest.mark.parametrize(
     ("text", "parse", "hint"),
     [
-        ("powersgd(1)", torchcomp.parse, "did you mean 'power'?"),
-        ("powersgd(1)", parse_aggregator, "methods: bidirectional, "),
+        ("qsrs(1)", torchcomp.parse, "did you mean 'qsr'?"),
+        ("qsrs(1)", parse_aggregator, "methods: bidirectional, "),
         ("tpk(0.1)", parse_aggregator, "did you mean 'topk'?"),
         ("tpk(0.1)", parse_schedule, "schedules: every, "),
         ("tpk(0.1)", parse_outer_step, "outer steps: nesterov, slowmo"),
@@ -365,7 +392,7 @@ INJECTIONS = [
     "__import__('os')",
     "().__class__.__base__.__subclasses__()",
     "topk.__init__.__globals__",
-    "topk(0.1).compress",
+    "topk(0.1).encode",
     "topk(ratio=open('/etc/passwd'))",
     "exec('1')",
     "eval('mean')",

@@ -110,6 +110,7 @@ class Averager:
         self._watch = FiniteWatch(exchange)
         # Whether a rank alone has loaded a checkpoint shows only when all ranks look.
         self._verified = False
+        self._flushing = False
         self.use(aggregator)
 
     @property
@@ -139,7 +140,7 @@ class Averager:
         self._watch = FiniteWatch(self.exchange)
         if not self._verified:
             facts = {"spec": self._aggregator, "step": self.step, "seed": self.seed}
-            facts |= {"groups": self.groups, "flushing": self._flushing}
+            facts |= {"groups": self.groups, "buckets": self.buckets, "flushing": self._flushing}
             thresholds = [(name, t.tolist()) for name, t in self.state.items("thresholds")]
             facts["thresholds"] = sorted(thresholds)
             self.exchange.verify("the first step", facts, checkpoint.ONE_STEP)

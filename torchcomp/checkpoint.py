@@ -21,6 +21,7 @@ ONE_STEP = "Every rank loads its own state of one and the same step, or none doe
 """Advice for ranks that are not at the same step."""
 
 VERSION = 3
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Form = Callable[[Any, str], None]
 
 
@@ -55,9 +56,10 @@ def number(value: Any, where: str) -> None:
     _require(is_number(value), where, "a finite number", value)
 
 
-def positive(value: Any, where: str) -> None:
-    """A finite number above 0."""
-    _require(is_number(value) and value > 0, where, "a finite number above 0", value)
+def loss_scale(value: Any, where: str) -> None:
+    """A loss scale: a number above 0 that float32 can hold."""
+    holds = is_number(value) and 2.0**-126 <= value < 2.0**128
+    _require(holds, where, "a number from 2^-126 to 2^128", value)
 
 
 def text(value: Any, where: str) -> None:
@@ -134,7 +136,8 @@ def tensor(
         dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
         _require(dense, where, "a dense tensor", value)
         found = f"{value.dtype} of shape {tuple(value.shape)}"
-        _require(not value.is_complex(), where, "a tensor of real numbers", found)
+        plain = not value.is_floating_point() or value.dtype in _FLOATS
+        _require(plain and not value.is_complex(), where, "a tensor of real numbers", found)
         _require(shape in (None, tuple(value.shape)), where, f"a tensor of shape {shape}", found)
         _require(dtype in (None, value.dtype), where, f"a tensor of {dtype}", found)
         _require(numel in (None, value.numel()), where, f"a tensor of {numel} elements", found)
@@ -150,15 +153,16 @@ def listed(names: list[str]) -> str:
     return ", ".join(f"'{name}'" for name in names[:3]) + more
 
 
+_HEADER = record(version=count, spec=text, rank=count, world_size=count)
 _ENGINE = record(
     step=count,
     seed=count,
-    scale=positive,
+    scale=loss_scale,
     flushing=flag,
     groups=list_of(list_of(text)),
     buckets=list_of(list_of(text)),
-    parameters=dict_of(record(shape=list_of(count), stride=list_of(count))),
-    traffic=record(sent=count, received=count, dense=count),
+    parameters=dict_of(dict_of(list_of(count), ("shape", "stride"))),
+    traffic=dict_of(count, ("sent", "received", "dense")),
     slots=dict_of(record(kind=text, sharded=flag, tensors=dict_of(tensor()))),
 )
 
@@ -187,6 +191,7 @@ def check_header(state: Any, spec: str, exchange: Exchange, advice: Mapping[str,
     missing = [name for name in wanted if name not in state]
     if missing:
         raise CheckpointError(f"not a state dict of torchcomp: it lacks {listed(missing)}")
+    check(state, _HEADER, "the state dict")
     advice = {
         "version": "save it again with this version of torchcomp",
         "rank": "every rank loads what it saved itself",
@@ -228,13 +233,29 @@ def check_engine(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> 
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(f"the checkpoint is another model's: {'; '.join(problems[:5])}{more}")
     for division in ("groups", "buckets"):
-        held, expected = Counter(n for group in state[division] for n in group), Counter(list(here))
-        if held != expected:
-            differing = [*(held - expected), *(expected - held)]
-            raise CheckpointError(
-                f"a damaged checkpoint: its {division} must hold every parameter of the model "
-                f"once, and do not for {listed(differing)}"
-            )
+        _check_division(division, state, parameters)
+
+
+def _check_division(
+    division: str, state: Mapping[str, Any], parameters: Mapping[str, Any] | None = None
+) -> None:
+    """Require that the "groups" or "buckets" hold each parameter once.
+
+    Args:
+        division: which of the two.
+        state: of the form that an Averager saves.
+        parameters: the model's, if there is one; then each group has one dtype and device.
+    """
+    held = Counter(name for group in state[division] for name in group)
+    expected = Counter(list(state["parameters"]))
+    where = f"a damaged checkpoint: its {division} must hold"
+    if held != expected:
+        differing = listed([*(held - expected), *(expected - held)])
+        raise CheckpointError(f"{where} every parameter once, and do not for {differing}")
+    for group in state[division]:
+        kinds = {(parameters[n].dtype, parameters[n].device) for n in group if parameters}
+        if not group or len(kinds) > 1:
+            raise CheckpointError(f"{where} parameters of one dtype and device each, not {group}")
 
 
 def save_slot(
@@ -291,13 +312,14 @@ def load_slot(
                 f"'{name}', and this rank owns {size}: torchcomp.redistribute(states, world_size) "
                 "divides it anew"
             )
-        flat = torch.empty(size, dtype=value.dtype, device=parameter.device)
-        if size == parameter.numel() and not slot.sharded:
-            check(value, tensor(shape=tuple(parameter.shape)), path)
-            memory_order(parameter, flat).copy_(value)
-        else:
-            check(value, tensor(numel=size), path)
-            flat.copy_(value.reshape(-1))
+        fits = value.dtype in (_FLOATS if slot.dtype in _FLOATS else (slot.dtype,))
+        _require(fits, path, f"of {slot.dtype}", value.dtype)
+        whole = size == parameter.numel() and not slot.sharded
+        check(value, tensor(tuple(parameter.shape)) if whole else tensor(numel=size), path)
+        flat = torch.empty(size, dtype=slot.dtype, device=parameter.device)
+        place = memory_order(parameter, flat) if whole else flat
+        place.copy_(value.detach() if whole else value.detach().reshape(-1))
+        check(flat, tensor(), f"{path}, as {slot.dtype},")
         flats[name] = flat
     return flats
 
@@ -328,7 +350,7 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
         divided = _redivided(first, tensors, world_size) if slot["sharded"] else [_mean(tensors)]
         for rank, slots in enumerate(fresh):
             own = divided[rank % len(divided)]
-            slots[name] = {**slot, "tensors": {n: t.clone() for n, t in own.items()}}
+            slots[name] = {**slot, "tensors": {n: t.detach().clone() for n, t in own.items()}}
     return [
         {**first, "world_size": world_size, "rank": rank, "slots": slots}
         for rank, slots in enumerate(fresh)
@@ -346,16 +368,30 @@ def _redivided(
     state: dict[str, Any], tensors: list[dict[str, Tensor]], world_size: int
 ) -> list[dict[str, Tensor]]:
     """What each of `world_size` owners holds, from what the old ones do, in rank order."""
+    for rank, (each, owned) in enumerate(zip(tensors, _owned(state, len(tensors)), strict=True)):
+        held = {name: part.numel() for name, part in each.items()}
+        sizes = {name: size for name, (_, size) in owned.items()}
+        _require(held == sizes, f"the server residual of rank {rank}", f"of sizes {sizes}", held)
     names = {name for each in tensors for name in each}
-    whole = {name: torch.cat([each[name] for each in tensors if name in each]) for name in names}
-    owners: list[dict[str, Tensor]] = [{} for _ in range(world_size)]
+    whole = {
+        name: torch.cat([each[name].reshape(-1) for each in tensors if name in each])
+        for name in names
+    }
+    return [
+        {name: whole[name][at : at + size] for name, (at, size) in owned.items()}
+        for owned in _owned(state, world_size)
+    ]
+
+
+def _owned(state: dict[str, Any], world_size: int) -> list[dict[str, tuple[int, int]]]:
+    """By owner, where its part of each parameter begins, and how many elements it has."""
+    owners: list[dict[str, tuple[int, int]]] = [{} for _ in range(world_size)]
     for group in state["buckets"]:
         shapes = tuple(tuple(state["parameters"][name]["shape"]) for name in group)
-        bucket = BucketShape(tuple(group), shapes, torch.float32)
-        for owner, shard in enumerate(bucket.shards(world_size)):
-            for name, at, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
-                if name in whole:
-                    owners[owner][name] = whole[name][at : at + size]
+        shards = BucketShape(tuple(group), shapes, torch.float32).shards(world_size)
+        for owned, shard in zip(owners, shards, strict=True):
+            places = zip(shard.offsets, shard.sizes, strict=True)
+            owned |= dict(zip(shard.names, places, strict=True))
     return owners
 
 
@@ -365,17 +401,18 @@ def _complete(states: list[dict[str, Any]], world_size: int) -> list[dict[str, A
         raise CheckpointError(f"world_size must be at least 1, not {world_size}")
     if not isinstance(states, list | tuple) or not states:
         raise CheckpointError("no states: give the state dicts of all ranks of the old run")
-    form = record(version=count, spec=text, rank=count, world_size=count)
     for place, state in enumerate(states):
-        check(state, form, f"states[{place}]")
+        check(state, _HEADER, f"states[{place}]")
         check(state, _ENGINE, f"states[{place}]")
     states = sorted(states, key=lambda state: state["rank"])
-    ranks, expected = [s["rank"] for s in states], list(range(states[0]["world_size"]))
-    if ranks != expected:
-        raise CheckpointError(f"need one state of each of the ranks {expected}, and got {ranks}")
-    for name in ("version", "spec", "step", "parameters", "buckets", "flushing"):
+    ranks, size = [state["rank"] for state in states], states[0]["world_size"]
+    if len(ranks) != size or ranks != list(range(size)):
+        raise CheckpointError(f"need one state of each of {size} ranks, and got those of {ranks}")
+    shared = ("version", "spec", "world_size", "step", "seed", "scale", "flushing")
+    for name in (*shared, "parameters", "groups", "buckets"):
         if any(state[name] != states[0][name] for state in states):
             raise CheckpointError(f"the states are not of one run at one step: their {name} differ")
+    _check_division("buckets", states[0])
     kinds = [_kinds(state) for state in states]
     if any(each != kinds[0] for each in kinds):
         raise CheckpointError("the states hold slots of different kinds or parameters")
@@ -383,14 +420,14 @@ def _complete(states: list[dict[str, Any]], world_size: int) -> list[dict[str, A
 
 
 def _kinds(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Kind of each slot, and of one that every rank holds whole, the shapes by parameter."""
+    """Kind of each slot, and of one that every rank holds whole, shapes and dtypes by parameter."""
     return {
         name: (
             slot["kind"],
             slot["sharded"],
             None
             if slot["sharded"] or slot["kind"] == Kind.CACHE.value
-            else {n: tuple(t.shape) for n, t in slot["tensors"].items()},
+            else {n: (t.shape, t.dtype) for n, t in slot["tensors"].items()},
         )
         for name, slot in state["slots"].items()
     }

@@ -11,8 +11,10 @@ w[1] taken as zero, the checksum is the sum of (2 i + 1) w[i] modulo 2^64: the w
 that every change of a single word is found.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -63,6 +65,7 @@ _ODD = np.arange(1, 2 << 14, 2)
 """The weights 2 i + 1 of the checksum, for i < 2^14."""
 
 
+@lru_cache(maxsize=4096)
 def nbytes(layout: Layout) -> int:
     """Bytes of a message with this layout."""
     return sum(field.nbytes for field in layout)
@@ -169,17 +172,16 @@ def unpack(message: Tensor, layout: Layout) -> Parts:
         raise ValueError(
             f"a message of {message.numel()} bytes does not fit a layout of {nbytes(layout)} bytes"
         )
-    spans = zip(layout, _extents(layout), strict=True)
-    return tuple(_typed(message[start:stop], field.dtype) for field, (start, stop) in spans)
+    parts = []
+    for field, (start, stop) in zip(layout, _extents(layout), strict=True):
+        raw = message[start:stop]
+        aligned = raw.storage_offset() % field.dtype.itemsize == 0
+        parts.append((raw if aligned else raw.clone()).view(field.dtype))
+    return tuple(parts)
 
 
-def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    aligned = raw.storage_offset() % dtype.itemsize == 0
-    return (raw if aligned else raw.clone()).view(dtype)
-
-
-def _extents(layout: Layout) -> Iterator[tuple[int, int]]:
-    start = 0
-    for field in layout:
-        yield start, start + field.nbytes
-        start += field.nbytes
+# Kept, as are the lengths above, because every message of every step asks for them.
+@lru_cache(maxsize=4096)
+def _extents(layout: Layout) -> tuple[tuple[int, int], ...]:
+    stops = list(accumulate(field.nbytes for field in layout))
+    return tuple(zip([0, *stops], stops, strict=False))

@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 from data_sets import RecipeError, Samples
 from softmax_regression import Problem, minimise, problem
+from tuning import POWERS, Point, Run, Tuned, tune
 
 from torchcomp.algorithms.agd import AGD, ConstantMomentumAGD
 from torchcomp.algorithms.diana import DIANA
@@ -15,50 +16,49 @@ from torchcomp.algorithms.ef21 import EF21
 from torchcomp.algorithms.ef21p import EF21P
 from torchcomp.algorithms.ef21p_diana import EF21PDIANA
 from torchcomp.algorithms.method import Method
-from torchcomp.algorithms.star import Simulated, Star
-from torchcomp.algorithms.tuning import POWERS, Point, Run, Tuned, tune
+from torchcomp.algorithms.parameter_server import ParameterServer, Simulated
 from torchcomp.algorithms.two_direction import TwoDirectionMethod
 from torchcomp.compressors import RandK, TopK
 
-Build = Callable[[Problem, Star, int, float], Method]
+Build = Callable[[Problem, ParameterServer, int, float], Method]
 
 
-def _two_direction(given: Problem, star: Star, k: int, step: float) -> Method:
+def _two_direction(given: Problem, server: ParameterServer, k: int, step: float) -> Method:
     up, down = RandK(k=k, unbiased=True), TopK(k=k)
-    gradients = given.gradients(star.mine)
-    return TwoDirectionMethod(gradients, _x0(given), star, up, down, lbar=1 / step, mu=given.mu)
+    gradients = given.gradients(server.mine)
+    return TwoDirectionMethod(gradients, _x0(given), server, up, down, lbar=1 / step, mu=given.mu)
 
 
-def _ef21p_diana(given: Problem, star: Star, k: int, step: float) -> Method:
+def _ef21p_diana(given: Problem, server: ParameterServer, k: int, step: float) -> Method:
     up, down = RandK(k=k, unbiased=True), TopK(k=k)
-    return EF21PDIANA(given.gradients(star.mine), _x0(given), star, up, down, gamma=step)
+    return EF21PDIANA(given.gradients(server.mine), _x0(given), server, up, down, gamma=step)
 
 
-def _agd(given: Problem, star: Star, k: int, step: float) -> Method:
+def _agd(given: Problem, server: ParameterServer, k: int, step: float) -> Method:
     return ConstantMomentumAGD(
-        given.gradients(star.mine), _x0(given), star, gamma=step, mu=given.mu
+        given.gradients(server.mine), _x0(given), server, gamma=step, mu=given.mu
     )
 
 
-def _three_sequences(given: Problem, star: Star, k: int, step: float) -> Method:
-    return AGD(given.gradients(star.mine), _x0(given), star, lbar=1 / step, mu=given.mu)
+def _three_sequences(given: Problem, server: ParameterServer, k: int, step: float) -> Method:
+    return AGD(given.gradients(server.mine), _x0(given), server, lbar=1 / step, mu=given.mu)
 
 
-def _diana(given: Problem, star: Star, k: int, step: float) -> Method:
+def _diana(given: Problem, server: ParameterServer, k: int, step: float) -> Method:
     up = RandK(k=k, unbiased=True)
-    return DIANA(given.gradients(star.mine), _x0(given), star, up, gamma=step)
+    return DIANA(given.gradients(server.mine), _x0(given), server, up, gamma=step)
 
 
-def _ef21(given: Problem, star: Star, k: int, step: float) -> Method:
-    return EF21(given.gradients(star.mine), _x0(given), star, TopK(k=k), gamma=step)
+def _ef21(given: Problem, server: ParameterServer, k: int, step: float) -> Method:
+    return EF21(given.gradients(server.mine), _x0(given), server, TopK(k=k), gamma=step)
 
 
-def _ef14(given: Problem, star: Star, k: int, step: float) -> Method:
-    return EF14(given.gradients(star.mine), _x0(given), star, TopK(k=k), gamma=step)
+def _ef14(given: Problem, server: ParameterServer, k: int, step: float) -> Method:
+    return EF14(given.gradients(server.mine), _x0(given), server, TopK(k=k), gamma=step)
 
 
-def _ef21p(given: Problem, star: Star, k: int, step: float) -> Method:
-    return EF21P(given.gradients(star.mine), _x0(given), star, TopK(k=k), gamma=step)
+def _ef21p(given: Problem, server: ParameterServer, k: int, step: float) -> Method:
+    return EF21P(given.gradients(server.mine), _x0(given), server, TopK(k=k), gamma=step)
 
 
 def _x0(given: Problem) -> torch.Tensor:
@@ -160,11 +160,13 @@ def tuned(setting: Setting, method: str) -> Tuned:
     )
 
 
-def run(setting: Setting, method: str, power: int, seed: int, star: Star | None = None) -> Run:
+def run(
+    setting: Setting, method: str, power: int, seed: int, server: ParameterServer | None = None
+) -> Run:
     """Run a method with step size 2^power until the gap is reached or the budget spent."""
     given = setting.problem(seed)
     target = setting.least(seed) + setting.gap
-    built = METHODS[method](given, star or Simulated(setting.n, seed), setting.k, 2.0**power)
+    built = METHODS[method](given, server or Simulated(setting.n, seed), setting.k, 2.0**power)
     out = Run(built, given.value, target, setting.every)
     out.advance(setting.budget)
     return out

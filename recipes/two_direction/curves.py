@@ -9,8 +9,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from result_files import pyplot, write_csv
-
-from torchcomp.algorithms.tuning import Point
+from tuning import Point
 
 _MOST_POINTS = 200
 _HEADER = ["method", "iteration", "up", "down", "total", "bytes", "value", "gap"]

@@ -24,8 +24,8 @@ from curves import draw_curves, write_curves
 from data_sets import DATASETS, open_samples
 from errors import told_in_one_line
 from result_files import make_folder, write_csv
+from tuning import POWERS, Point
 
-from torchcomp.algorithms.tuning import POWERS, Point
 from torchcomp.checks import check_count, check_positive
 
 _HERE = Path(__file__).resolve().parent

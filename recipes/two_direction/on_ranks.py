@@ -22,10 +22,9 @@ from contest import Setting, run
 from data_sets import digits
 from errors import told_in_one_line
 from local_ranks import run_on_ranks
+from tuning import Run
 
-from torchcomp.algorithms.ranks import Ranks
-from torchcomp.algorithms.star import Simulated, Star
-from torchcomp.algorithms.tuning import Run
+from torchcomp.algorithms.parameter_server import ParameterServer, Ranks, Simulated
 from torchcomp.checks import check_positive
 
 RANKS = 4
@@ -79,12 +78,12 @@ def setting(gap: float) -> Setting:
     return given
 
 
-def line(method: str, given: Setting, star: Star) -> Line:
-    """Run a method to the gap on a star of four workers."""
+def line(method: str, given: Setting, server: ParameterServer) -> Line:
+    """Run a method to the gap on four workers and their server."""
     started = time.monotonic()
-    done = run(given, method, POWERS[method], 0, star)
+    done = run(given, method, POWERS[method], 0, server)
     seconds = time.monotonic() - started
-    link = star.exchange.take_traffic(0).received if isinstance(star, Ranks) else 0
+    link = server.exchange.take_traffic(0).received if isinstance(server, Ranks) else 0
     return _line(method, done, seconds, link)
 
 
@@ -114,10 +113,10 @@ def table(lines: list[Line]) -> str:
 
 def links(simulated: Line, real: Line) -> str:
     """Return what a rank received, beside what a worker and a server would send each other."""
-    star = real.traffic["up_bytes"] + real.traffic["down_bytes"]
+    both = real.traffic["up_bytes"] + real.traffic["down_bytes"]
     pace = [1000 * each.seconds / each.iterations for each in (simulated, real)]
     return (
-        f"{real.method:<16} a rank received {real.link:,} bytes (a worker and a server: {star:,}); "
+        f"{real.method:<16} a rank received {real.link:,} bytes (a worker and a server: {both:,}); "
         f"{pace[1]:.1f} ms an iteration, simulated {pace[0]:.1f} ms"
     )
 

@@ -27,14 +27,14 @@ import torch
 from errors import told_in_one_line
 from result_files import make_folder, pyplot, write_csv
 from torch import Tensor
+from tuning import tune
 
 from torchcomp.algorithms.agd import AGD
 from torchcomp.algorithms.ef21p_diana import EF21PDIANA
 from torchcomp.algorithms.method import Method
-from torchcomp.algorithms.parameters import lbar
-from torchcomp.algorithms.star import Simulated, Star
-from torchcomp.algorithms.tuning import tune
+from torchcomp.algorithms.parameter_server import ParameterServer, Simulated
 from torchcomp.algorithms.two_direction import TwoDirectionMethod
+from torchcomp.algorithms.two_direction.theory import lbar
 from torchcomp.compressors import Identity, RandK, TopK
 
 _HERE = Path(__file__).resolve().parent
@@ -89,25 +89,29 @@ class Quadratic:
         return lambda x: s * x - b, fallen
 
 
-def _two_direction(point: Quadratic, gradients: Any, star: Star, factor: float) -> Method:
+def _two_direction(
+    point: Quadratic, gradients: Any, server: ParameterServer, factor: float
+) -> Method:
     p = 1 / (point.omega + 1)
     constants = {"alpha": point.alpha, "omega": point.omega, "p": p, "tau": p}
     bound = lbar(1.0, 1.0, n=point.n, **constants, constant=1.0)
     up, down = _compressors(point)
     # No theory asks for less than L; the tuning tries.
     step = max(bound / factor, point.mu)
-    return TwoDirectionMethod(gradients, _x0(), star, up, down, lbar=step, mu=point.mu)
+    return TwoDirectionMethod(gradients, _x0(), server, up, down, lbar=step, mu=point.mu)
 
 
-def _ef21p_diana(point: Quadratic, gradients: Any, star: Star, factor: float) -> Method:
+def _ef21p_diana(
+    point: Quadratic, gradients: Any, server: ParameterServer, factor: float
+) -> Method:
     # The theory's step size without its constants 100 and 160.
     gamma = factor / max(1 / point.alpha, point.omega / point.n)
     up, down = _compressors(point)
-    return EF21PDIANA(gradients, _x0(), star, up, down, gamma=gamma)
+    return EF21PDIANA(gradients, _x0(), server, up, down, gamma=gamma)
 
 
-def _agd(point: Quadratic, gradients: Any, star: Star, factor: float) -> Method:
-    return AGD(gradients, _x0(), star, lbar=max(1 / factor, point.mu), mu=point.mu)
+def _agd(point: Quadratic, gradients: Any, server: ParameterServer, factor: float) -> Method:
+    return AGD(gradients, _x0(), server, lbar=max(1 / factor, point.mu), mu=point.mu)
 
 
 def _compressors(point: Quadratic) -> tuple[RandK, TopK | Identity]:

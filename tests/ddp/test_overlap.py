@@ -10,7 +10,7 @@ import torchcomp
 from tests.support.models import loss_of, mlp, rows, wrap
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes
-from torchcomp.exchange import Exchange
+from torchcomp.exchange import ProcessGroupExchange
 
 
 def exchanges_meanwhile(spec: str, collective: str) -> bool:
@@ -21,9 +21,9 @@ def exchanges_meanwhile(spec: str, collective: str) -> bool:
         loss_of(model(rows(step))).backward()
     exchanged = threading.Event()
     in_time = []
-    exchange = getattr(Exchange, collective)
+    exchange = getattr(ProcessGroupExchange, collective)
 
-    def noted(self: Exchange, values: Tensor) -> Any:
+    def noted(self: ProcessGroupExchange, values: Tensor) -> Any:
         result = exchange(self, values)
         exchanged.set()
         return result
@@ -32,14 +32,15 @@ def exchanges_meanwhile(spec: str, collective: str) -> bool:
         in_time.append(exchanged.wait(timeout=PATIENCE))
 
     model.module[0].weight.register_hook(hold_back)
-    with mock.patch.object(Exchange, collective, noted):
+    with mock.patch.object(ProcessGroupExchange, collective, noted):
         loss_of(model(rows(2))).backward()
     handle.close()
     return in_time == [True]
 
 
 def both() -> tuple[bool, bool]:
-    return exchanges_meanwhile("ef(topk(0.1))", "gather"), exchanges_meanwhile("mean", "sum")
+    gathered = exchanges_meanwhile("ef(topk(0.1))", "all_gather")
+    return gathered, exchanges_meanwhile("mean", "all_reduce")
 
 
 def test_first_exchange_is_over_before_the_last_gradient_is_ready() -> None:

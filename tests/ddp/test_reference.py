@@ -12,6 +12,7 @@ from tests.support.models import (
     Account,
     Gradients,
     gradients,
+    kept,
     local_gradients,
     mlp,
     rows,
@@ -112,7 +113,7 @@ def trained(spec: str) -> tuple[list[Gradients], list[Gradients], Gradients]:
         applied.append(gradients(model))
         optimizer.step()
     assert not torch.equal(weights(model.module), weights(mlp()))
-    return own, applied, handle.state_dict()["error"]
+    return own, applied, kept(handle.state_dict())
 
 
 def compare(spec: str, select: Select, scope: str, world_size: int, tolerance: float) -> None:

@@ -12,14 +12,16 @@ from tests.support.models import (
     Branches,
     convolutions,
     images,
+    kept,
     loss_of,
     mlp,
+    residual_norm,
     rows,
     seeded,
     wrap,
 )
 from tests.support.ranks import on_threads, with_fake_ranks
-from torchcomp.exchange import Exchange
+from torchcomp.exchange import ProcessGroupExchange
 
 STEPS = 3
 
@@ -61,8 +63,8 @@ def test_counted_bytes_equal_the_plan(spec: str) -> None:
 
 FAKED = (
     *(spec for spec in FIXED if "bidirectional" not in spec and "topk" not in spec),
-    'mean(topk(0.1), exchange="gather")',
-    'ef(topk(k=3, scope="tensor"), exchange="gather")',
+    'mean(topk(0.1), exchange="allgather")',
+    'ef(topk(k=3, scope="tensor"), exchange="allgather")',
 )
 
 
@@ -71,7 +73,7 @@ def test_counted_bytes_equal_the_plan_on_64_ranks(
     spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Fake ranks send nothing that could be checked.
-    monkeypatch.setattr(Exchange, "conclude", lambda *told: True)
+    monkeypatch.setattr(ProcessGroupExchange, "conclude", lambda *told: True)
     with_fake_ranks(64, counted, spec, 64)
 
 
@@ -125,13 +127,13 @@ def test_error_norms_are_those_of_the_memory_by_parameter() -> None:
         handle = torchcomp.register(model, "ef(topk(0.1))")
         for step in range(STEPS):
             loss_of(model(images(step))).backward()
-        error = handle.state_dict()["error"]
-        norms = handle.stats.error_norms
+        error = kept(handle.state_dict())
+        norms = handle.residual_norms()
         assert set(norms) == set(error) == {name for name, _ in model.module.named_parameters()}
         for name, tensor in error.items():
             assert norms[name] == pytest.approx(float(tensor.norm()), rel=1e-12)
-        assert handle.stats.error_norm == pytest.approx(math.hypot(*norms.values()), rel=1e-12)
-        assert handle.stats.error_norm > 0
+        assert residual_norm(handle) == pytest.approx(math.hypot(*norms.values()), rel=1e-12)
+        assert residual_norm(handle) > 0
 
     on_threads(2, body)
 
@@ -141,7 +143,7 @@ def test_a_method_without_memory_reports_no_error_norm() -> None:
         model = wrap(seeded(Branches().double()), find_unused_parameters=True)
         handle = torchcomp.register(model, "topk(0.1)")
         loss_of(model(rows(0), ("left",))).backward()
-        assert handle.stats.error_norm == 0.0
-        assert handle.stats.error_norms == {}
+        assert residual_norm(handle) == 0.0
+        assert handle.residual_norms() == {}
 
     on_threads(2, body)

@@ -1,6 +1,7 @@
 """Small models, the methods they are trained with, and an account of their gradients."""
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import torchcomp
-from torchcomp.bucket import memory_order, shards
+from torchcomp.aggregators import Mean
+from torchcomp.bucket import BucketShape, memory_order
 
 METHODS = (
     "mean",
@@ -21,38 +23,44 @@ METHODS = (
     "randk(0.1)",
     'randk(k=3, scope="tensor", unbiased=True)',
     'cast("bf16")',
-    'mean(cast("fp16"), exchange="gather")',
+    'mean(cast("fp16"), exchange="allgather")',
     "ef(identity)",
     "ef(topk(0.1))",
     'ef(topk(0.1, scope="tensor"), memory_dtype="bf16")',
     "ef(randk(0.1))",
-    'ef(randk(k=3, scope="tensor"), exchange="gather")',
+    'ef(randk(k=3, scope="tensor"), exchange="allgather")',
     'ef(cast("bf16"))',
-    'ef(cast("fp16"), exchange="gather")',
+    'ef(cast("fp16"), exchange="allgather")',
     'ef(topk(0.1), exchange="sharded")',
     'ef(topk(0.1, values="int8"))',
     'ef(quantize("int8"))',
+    "powersgd(rank=1)",
+    "ef21(topk(0.1))",
+    "dgc(topk(0.1))",
     "bidirectional(topk(0.1), topk(0.1))",
-    'bidirectional(topk(0.1, scope="model"), topk(0.1, scope="model"), selection="shard")',
-    'bidirectional(topk(k=3, scope="tensor"), topk(k=3, scope="tensor"), memory_dtype="bf16")',
-    "bidirectional(identity, topk(0.1))",
+    'bidirectional(topk(0.1), topk(0.1), selection="exact")',
+    'bidirectional(topk(0.1, scope="model"), topk(0.1, scope="model"))',
+    'bidirectional(topk(k=3, scope="tensor"), topk(k=3, scope="tensor"), "exact", "bf16")',
+    'bidirectional(identity, topk(0.1), selection="exact")',
     "bidirectional(topk(0.1), identity)",
-    'bidirectional(randk(0.1), quantize("int4", rounding="stochastic"), selection="shard")',
+    'bidirectional(randk(0.1), quantize("int4", rounding="stochastic"))',
     'bidirectional(topk(0.2, values="int4", rounding="stochastic"), topk(0.2, values="bf16"))',
 )
 """Specs that every test over "all methods" runs; together they name everything registered."""
 
-WITH_MEMORY = tuple(spec for spec in METHODS if torchcomp.parse(spec).remembers)
+WITH_MEMORY = tuple(spec for spec in METHODS if not isinstance(torchcomp.parse(spec), Mean))
 
 CONSERVING = (
     "ef(topk(0.1))",
-    "bidirectional(topk(0.1), topk(0.1))",
+    'bidirectional(topk(0.1), topk(0.1), selection="exact")',
     'ef(topk(k=3, scope="tensor"))',
-    'bidirectional(topk(0.2), topk(k=3, scope="tensor"), selection="shard")',
-    'bidirectional(topk(0.1, scope="model"), randk(0.3), selection="shard")',
-    'bidirectional(topk(0.2, values="int8"), topk(0.3, values="int4"))',
+    'bidirectional(topk(0.2), topk(k=3, scope="tensor"))',
+    'bidirectional(topk(0.1, scope="model"), randk(0.3))',
+    'bidirectional(topk(0.2, values="int8"), topk(0.3, values="int4"), selection="exact")',
     "ef(randk(0.1))",
-    'ef(cast("bf16"), exchange="gather")',
+    'ef(cast("bf16"), exchange="allgather")',
+    "powersgd(rank=1)",
+    "dgc(topk(0.1), momentum=0.0)",
 )
 """Methods that lose nothing but the rounding of float64."""
 
@@ -237,23 +245,33 @@ class Account:
     def close(self, handle: torchcomp.Handle) -> "Account":
         """Note what `handle` still owes."""
         state = handle.state_dict()
-        self.owed = {name: e.double() / state["scale"] for name, e in state["error"].items()}
+        self.owed = {name: e.double() / state["scale"] for name, e in kept(state).items()}
         _add(self.owed, owed_as_owner(handle, state))
         return self
+
+
+def kept(state: dict[str, Any], slot: str = "error") -> dict[str, Tensor]:
+    """What a state dict holds of a slot, by parameter; nothing of a slot that it lacks."""
+    return state["slots"].get(slot, {"tensors": {}})["tensors"]
+
+
+def residual_norm(handle: Any, slot: str = "error") -> float:
+    """Euclidean norm of a rank's whole residual."""
+    return math.hypot(*handle.residual_norms(slot).values())
 
 
 def owed_as_owner(handle: torchcomp.Handle, state: dict[str, Any]) -> Gradients:
     """What a rank owes as the owner of shards, times the ranks: as it enters a mean over them."""
     owed = {}
     rank, world_size = state["rank"], state["world_size"]
+    parameters, held = handle.averager.parameters, kept(state, "server_error")
     for names in state["buckets"]:
-        sizes = tuple(handle._parameters[name].numel() for name in names)
-        shard = shards(tuple(names), sizes, world_size)[rank]
+        shard = BucketShape.of(names, parameters).shards(world_size)[rank]
         for name, at, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
-            if name in state["owner"]:
-                parameter = handle._parameters[name]
+            if name in held:
+                parameter = parameters[name]
                 flat = torch.zeros(parameter.numel(), dtype=torch.float64)
-                flat[at : at + size] = state["owner"][name].double() * world_size / state["scale"]
+                flat[at : at + size] = held[name].double() * world_size / state["scale"]
                 owed[name] = memory_order(parameter, flat).clone()
     return owed
 

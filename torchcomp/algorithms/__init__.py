@@ -1,18 +1,14 @@
 """Methods that own the optimizer step, or the choice of what a step computes."""
 
-from torchcomp.algorithms import parameters, smoothness, tuning
 from torchcomp.algorithms.agd import AGD, ConstantMomentumAGD
 from torchcomp.algorithms.diana import DIANA
 from torchcomp.algorithms.ef14 import EF14
 from torchcomp.algorithms.ef21 import EF21
 from torchcomp.algorithms.ef21p import EF21P
 from torchcomp.algorithms.ef21p_diana import EF21PDIANA
-from torchcomp.algorithms.kl_projection import kl_project
-from torchcomp.algorithms.lars import LARS
-from torchcomp.algorithms.optimizer import TwoDirection
-from torchcomp.algorithms.ranks import Ranks
-from torchcomp.algorithms.star import Simulated
-from torchcomp.algorithms.two_direction import TwoDirectionMethod
+from torchcomp.algorithms.parameter_server import Ranks, Simulated
+from torchcomp.algorithms.two_direction import TwoDirection, TwoDirectionMethod
+from torchcomp.algorithms.two_direction import theory as parameters
 
 __all__ = [
     "AGD",
@@ -21,14 +17,10 @@ __all__ = [
     "EF21",
     "EF21P",
     "EF21PDIANA",
-    "LARS",
     "ConstantMomentumAGD",
     "Ranks",
     "Simulated",
     "TwoDirection",
     "TwoDirectionMethod",
-    "kl_project",
     "parameters",
-    "smoothness",
-    "tuning",
 ]

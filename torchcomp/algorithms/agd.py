@@ -9,10 +9,10 @@ import math
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import check_convexity, check_gamma0
-from torchcomp.algorithms.learning_rates import Constants, learning_rates
+from torchcomp.algorithms.checks import check_convexity
 from torchcomp.algorithms.method import Gradients, Method
-from torchcomp.algorithms.star import DENSE, Star
+from torchcomp.algorithms.parameter_server import DENSE, ParameterServer
+from torchcomp.algorithms.two_direction.theory import Constants, learning_rates
 from torchcomp.checks import check_positive
 
 
@@ -20,12 +20,10 @@ class AGD(Method):
     """Accelerated gradient descent in three sequences: x, u and y between them.
 
     Args:
-        gradients: see :data:`~torchcomp.algorithms.method.Gradients`.
-        x0: where to start; (d,).
-        star: the communication.
+        gradients, x0, server: as for :class:`~torchcomp.algorithms.method.Method`.
         lbar: inverse of the step size; the smoothness L of f in theory.
         mu: strong convexity of f, at least 0.
-        gamma0: Gamma at the start, see :mod:`~torchcomp.algorithms.learning_rates`.
+        gamma0: Gamma at the start, see :mod:`~torchcomp.algorithms.two_direction.theory`.
 
     Raises:
         SpecError: if a parameter is out of its range.
@@ -35,40 +33,31 @@ class AGD(Method):
         self,
         gradients: Gradients,
         x0: Tensor,
-        star: Star,
+        server: ParameterServer,
         *,
         lbar: float,
         mu: float,
         gamma0: float = 1.0,
     ) -> None:
-        super().__init__(gradients, x0, star)
-        check_gamma0(gamma0)
-        self.constants = Constants(lbar, mu, p=1.0, tau=1.0, alpha=1.0, beta=1.0)
+        super().__init__(gradients, x0, server)
+        self.constants = Constants(lbar, mu, 1.0, 1.0, 1.0, 1.0, gamma0)
         self.rho = 1.0 / gamma0
-        self.x = self.u = self.x0
+        self.u = self.x
 
-    @property
-    def solution(self) -> Tensor:
-        return self.x
-
-    def step(self) -> None:
-        rates = learning_rates(self.rho, self.constants)
-        theta = rates.theta
-        (y,) = self.star.broadcast(theta * self.u + (1 - theta) * self.x)
-        (g,) = self.star.up(self.star.encode(self.gradients(y), DENSE, self.iterations))
-        self.u = rates.step(g, self.u, y)
-        self.x = theta * self.u + (1 - theta) * self.x
-        self.rho = rates.rho
-        self.iterations += 1
+    def _iterate(self, t: int) -> None:
+        lr = learning_rates(self.rho, self.constants)
+        y = self.server.down(lr.theta * self.u + (1 - lr.theta) * self.x)
+        _, g = self.server.uplink(self.gradients(y), DENSE, t)
+        self.u = lr.step(g, self.u, y)
+        self.x = lr.theta * self.u + (1 - lr.theta) * self.x
+        self.rho = lr.rho
 
 
 class ConstantMomentumAGD(Method):
     """Nesterov's method for strongly convex functions, with one momentum throughout.
 
     Args:
-        gradients: see :data:`~torchcomp.algorithms.method.Gradients`.
-        x0: where to start; (d,).
-        star: the communication.
+        gradients, x0, server: as for :class:`~torchcomp.algorithms.method.Method`.
         gamma: step size; 1/L in theory.
         mu: strong convexity of f, above 0.
 
@@ -77,24 +66,19 @@ class ConstantMomentumAGD(Method):
     """
 
     def __init__(
-        self, gradients: Gradients, x0: Tensor, star: Star, *, gamma: float, mu: float
+        self, gradients: Gradients, x0: Tensor, server: ParameterServer, *, gamma: float, mu: float
     ) -> None:
-        super().__init__(gradients, x0, star)
+        super().__init__(gradients, x0, server)
         check_positive("gamma", gamma)
         check_positive("mu", mu)
         check_convexity(mu, 1 / gamma, "1/gamma")
         root = math.sqrt(gamma * mu)
         self.gamma, self.momentum = gamma, (1 - root) / (1 + root)
-        self.x = self.y = self.x0
+        self.y = self.x
 
-    @property
-    def solution(self) -> Tensor:
-        return self.x
-
-    def step(self) -> None:
-        (y,) = self.star.broadcast(self.y)
-        (g,) = self.star.up(self.star.encode(self.gradients(y), DENSE, self.iterations))
+    def _iterate(self, t: int) -> None:
+        y = self.server.down(self.y)
+        _, g = self.server.uplink(self.gradients(y), DENSE, t)
         x = y - self.gamma * g
         self.y = x + self.momentum * (x - self.x)
         self.x = x
-        self.iterations += 1

@@ -1,47 +1,42 @@
-"""What the methods ask of their compressors and constants."""
+"""What the methods require of their compressors, and of the numbers of their theory.
 
-from torchcomp.checks import check_positive, is_number
+Symbols of the theory, the same in all methods and papers here:
+
+- smoothness is L of f; lmax the largest smoothness of an f_i; mu the strong convexity of f
+- d coordinates, n workers
+- omega: relative variance of the compressor up; alpha: contraction constant of that down
+- gamma: step size; lbar: its inverse; p: probability of a coin; tau, beta: momenta
+"""
+
+from collections.abc import Callable
+
+from torchcomp.checks import (
+    check_at_least_0,
+    check_count,
+    check_fraction,
+    check_positive,
+    is_number,
+)
 from torchcomp.compressors import Compressor
 from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.errors import SpecError
 
-
-def require_unbiased(compressor: Compressor, d: int, role: str) -> float:
-    """The omega that a compressor declares for vectors of `d` elements.
-
-    Raises:
-        SpecError: if it is not unbiased, keeps more than `d` entries, or does not work on the
-            whole vector.
-    """
-    _require_usable(compressor, d, role)
-    omega = compressor.omega(d)
-    if omega is None:
-        raise SpecError(
-            f"{role}: '{compressor}' is not unbiased (it declares no omega); this message must be "
-            "right in expectation, because nothing corrects it later. Take for example "
-            "randk(0.1, unbiased=True)",
-            role,
-        )
-    return omega
+_RANGES: dict[str, Callable[[str, object], None]] = {
+    **dict.fromkeys(("smoothness", "lmax", "gamma", "gamma0", "lbar", "constant"), check_positive),
+    **dict.fromkeys(("alpha", "beta", "p", "tau"), check_fraction),
+    **dict.fromkeys(("d", "n"), check_count),
+    "omega": check_at_least_0,
+}
 
 
-def require_contractive(compressor: Compressor, d: int, role: str) -> float:
-    """The alpha that a compressor declares for vectors of `d` elements.
+def check_symbols(**values: float) -> None:
+    """Require symbols of the theory to lie in their ranges; mu has :func:`check_convexity`.
 
     Raises:
-        SpecError: if it is not contractive, keeps more than `d` entries, or does not work on the
-            whole vector.
+        SpecError: naming the first that does not, and its value.
     """
-    _require_usable(compressor, d, role)
-    alpha = compressor.alpha(d)
-    if alpha is None:
-        raise SpecError(
-            f"{role}: '{compressor}' is not contractive (it declares no alpha); what this message "
-            "leaves out is sent later, which converges only if |C(x) - x| < |x|. Take for example "
-            "topk(0.1)",
-            role,
-        )
-    return alpha
+    for name, value in values.items():
+        _RANGES[name](name, value)
 
 
 def check_convexity(mu: float, smoothness: float, name: str) -> None:
@@ -58,33 +53,41 @@ def check_convexity(mu: float, smoothness: float, name: str) -> None:
         )
 
 
-def check_gamma0(gamma0: float) -> None:
-    """Require a Gamma to start with whose square, as the learning rates take it, is a number.
+_KINDS = {
+    "unbiased": (
+        "omega",
+        "this message must be right in expectation, because nothing corrects it later. Take for "
+        "example randk(0.1, unbiased=True)",
+    ),
+    "contractive": (
+        "alpha",
+        "what this message leaves out is sent later, which converges only if |C(x) - x| < |x|. "
+        "Take for example topk(0.1)",
+    ),
+}
+
+
+def require(kind: str, compressor: Compressor, d: int, role: str) -> float:
+    """What an unbiased (omega) or contractive (alpha) compressor declares for `d` elements.
 
     Raises:
-        SpecError: naming it.
+        SpecError: if it is not of that kind, keeps more than `d` entries, or does not work on the
+            whole vector.
     """
-    check_positive("gamma0", gamma0)
-    if not 1e-100 <= gamma0 <= 1e100:
-        raise SpecError(
-            f"gamma0 must lie from 1e-100 to 1e100, because the learning rates square it; not "
-            f"{gamma0!r}",
-            "gamma0",
-        )
-
-
-def _require_usable(compressor: Compressor, d: int, role: str) -> None:
     if not isinstance(compressor, Compressor):
         raise SpecError(f"{role} must be a compressor such as topk(k=65), not {compressor!r}", role)
+    constant, advice = _KINDS[kind]
+    declared: float | None = getattr(compressor, constant)(d)
+    problem = ""
     if compressor.per_tensor:
-        raise SpecError(
-            f"{role}: '{compressor}' works on each parameter by itself, and here all of them are "
-            'one vector; leave scope="tensor" out',
-            role,
+        problem = (
+            "works on each parameter by itself, and here all of them are one vector; leave "
+            'scope="tensor" out'
         )
-    if isinstance(compressor, Sparsifier) and compressor.k is not None and compressor.k > d:
-        raise SpecError(
-            f"{role}: '{compressor}' keeps {compressor.k} entries, and there are only {d} "
-            "coordinates",
-            role,
-        )
+    elif isinstance(compressor, Sparsifier) and compressor.k is not None and compressor.k > d:
+        problem = f"keeps {compressor.k} entries, and there are only {d} coordinates"
+    elif declared is None:
+        problem = f"is not {kind} (it declares no {constant}); {advice}"
+    if problem or declared is None:
+        raise SpecError(f"{role}: '{compressor}' {problem}", role)
+    return declared

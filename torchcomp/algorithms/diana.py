@@ -6,69 +6,40 @@ Mishchenko, Gorbunov, Takac, Richtarik: "Distributed learning with compressed gr
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import require_unbiased
-from torchcomp.algorithms.method import Gradients, Method
-from torchcomp.algorithms.star import DENSE, Star
-from torchcomp.checks import check_at_least_0, check_count, check_positive
-from torchcomp.compressors import Compressor
+from torchcomp.algorithms.checks import check_symbols
+from torchcomp.algorithms.method import CompressedMethod
+from torchcomp.algorithms.parameter_server import DENSE
 
 
 def step_size(lmax: float, omega: float, n: int) -> float:
-    """The theory's gamma: 1/((1 + 4 omega/n) Lmax).
-
-    Args:
-        lmax: the largest smoothness of an f_i.
-        omega: relative variance of the uplink's compressor.
-        n: number of workers.
+    """The theory's gamma: 1/((1 + 4 omega/n) Lmax), in the symbols of `algorithms/checks.py`.
 
     Raises:
         SpecError: if a number is out of its range.
     """
-    check_positive("lmax", lmax)
-    check_at_least_0("omega", omega)
-    check_count("n", n)
+    check_symbols(lmax=lmax, omega=omega, n=n)
     return 1 / ((1 + 4 * omega / n) * lmax)
 
 
-class DIANA(Method):
-    """DIANA; the h_i start at the gradients of x0, in one dense exchange.
+class DIANA(CompressedMethod):
+    """DIANA, whose `up` is unbiased; the h_i start at the gradients of x0, in one dense exchange.
 
-    Args:
-        gradients: see :data:`~torchcomp.algorithms.method.Gradients`.
-        x0: where to start; (d,).
-        star: the communication.
-        up: unbiased compressor of the workers.
-        gamma: step size; :func:`step_size` in theory.
-
-    Raises:
-        SpecError: if the compressor is not unbiased, or gamma not positive.
+    In theory `gamma` is :func:`step_size`.
     """
 
-    def __init__(
-        self, gradients: Gradients, x0: Tensor, star: Star, up: Compressor, *, gamma: float
-    ) -> None:
-        super().__init__(gradients, x0, star)
-        check_positive("gamma", gamma)
-        self.beta = 1 / (require_unbiased(up, x0.numel(), "up") + 1)
-        self.up, self.gamma = up, gamma
-        self.x = self.x0
-        self.h_i = self.gradients(self.x0)
-        (self.h,) = star.up(star.encode(self.h_i, DENSE, 0))
+    _kind = "unbiased"
 
-    @property
-    def solution(self) -> Tensor:
-        return self.x
+    def _start(self, declared: float) -> None:
+        self.beta = 1 / (declared + 1)
+        self.h_i, self.h = self.server.uplink(self.gradients(self.x), DENSE, 0)
 
-    def step(self) -> None:
-        g = self._estimate(self.x)
-        (self.x,) = self.star.broadcast(self.x - self.gamma * g)
-        self.iterations += 1
+    def _iterate(self, t: int) -> None:
+        self.x = self.server.down(self.x - self.gamma * self._estimate(self.x, t))
 
-    def _estimate(self, point: Tensor) -> Tensor:
+    def _estimate(self, point: Tensor, t: int) -> Tensor:
         """The server's estimate of the gradient at a point that all workers hold."""
-        m = self.star.encode(self.gradients(point) - self.h_i, self.up, self.iterations)
-        (mean_m,) = self.star.up(m)
+        m, mean_m = self.server.uplink(self.gradients(point) - self.h_i, self.up, t)
         g = self.h + mean_m
-        self.h_i = self.h_i + self.beta * m.decoded
+        self.h_i = self.h_i + self.beta * m
         self.h = self.h + self.beta * mean_m
         return g

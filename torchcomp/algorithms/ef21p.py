@@ -6,42 +6,35 @@ for Distributed Optimization with Bidirectional Compression", ICML 2023 (arXiv 2
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import require_contractive
-from torchcomp.algorithms.method import Gradients, Method
-from torchcomp.algorithms.star import DENSE, Star
-from torchcomp.checks import check_positive
+from torchcomp.algorithms.checks import require
+from torchcomp.algorithms.method import CompressedMethod, Gradients
+from torchcomp.algorithms.parameter_server import DENSE, ParameterServer
 from torchcomp.compressors import Compressor
 
 
-class EF21P(Method):
+class EF21P(CompressedMethod):
     """EF21-P: gradient steps of x, taken at the point w that the workers hold.
 
-    Args:
-        gradients: see :data:`~torchcomp.algorithms.method.Gradients`.
-        x0: where to start; (d,).
-        star: the communication.
-        down: contractive compressor of the server.
-        gamma: step size.
-
-    Raises:
-        SpecError: if the compressor is not contractive, or gamma not positive.
+    Instead of a compressor up it takes `down`, a contractive compressor of the server.
     """
 
     def __init__(
-        self, gradients: Gradients, x0: Tensor, star: Star, down: Compressor, *, gamma: float
+        self,
+        gradients: Gradients,
+        x0: Tensor,
+        server: ParameterServer,
+        down: Compressor,
+        *,
+        gamma: float,
     ) -> None:
-        super().__init__(gradients, x0, star)
-        check_positive("gamma", gamma)
-        require_contractive(down, x0.numel(), "down")
-        self.down, self.gamma = down, gamma
-        self.x = self.w = self.x0
+        super().__init__(gradients, x0, server, DENSE, gamma=gamma)
+        require("contractive", down, x0.numel(), "down")
+        self.down = down
 
-    @property
-    def solution(self) -> Tensor:
-        return self.x
+    def _start(self, declared: float) -> None:
+        self.w = self.x
 
-    def step(self) -> None:
-        (g,) = self.star.up(self.star.encode(self.gradients(self.w), DENSE, self.iterations))
+    def _iterate(self, t: int) -> None:
+        _, g = self.server.uplink(self.gradients(self.w), self.up, t)
         self.x = self.x - self.gamma * g
-        self.w = self.w + self.star.down(self.x - self.w, self.down, self.iterations)
-        self.iterations += 1
+        self.w = self.w + self.server.down(self.x - self.w, self.down, t)

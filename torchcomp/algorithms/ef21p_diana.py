@@ -6,11 +6,10 @@ for Distributed Optimization with Bidirectional Compression", ICML 2023 (arXiv 2
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import check_convexity, require_contractive
+from torchcomp.algorithms.checks import check_convexity, check_symbols, require
 from torchcomp.algorithms.diana import DIANA
 from torchcomp.algorithms.method import Gradients
-from torchcomp.algorithms.star import Star
-from torchcomp.checks import check_at_least_0, check_count, check_fraction, check_positive
+from torchcomp.algorithms.parameter_server import ParameterServer
 from torchcomp.compressors import Compressor
 
 
@@ -19,23 +18,13 @@ def step_size(
 ) -> float:
     """The theory's gamma: min(n/(160 omega Lmax), alpha/(100 L), 1/((omega + 1) mu)).
 
-    Args:
-        smoothness: L, of f.
-        lmax: the largest smoothness of an f_i.
-        mu: strong convexity of f.
-        alpha: contraction constant of the downlink's compressor.
-        omega: relative variance of the uplink's compressor.
-        n: number of workers.
+    Arguments are the symbols of `algorithms/checks.py`.
 
     Raises:
         SpecError: if a number is out of its range.
     """
-    check_positive("smoothness", smoothness)
-    check_positive("lmax", lmax)
+    check_symbols(smoothness=smoothness, lmax=lmax, alpha=alpha, omega=omega, n=n)
     check_convexity(mu, smoothness, "L")
-    check_fraction("alpha", alpha)
-    check_at_least_0("omega", omega)
-    check_count("n", n)
     bounds = [alpha / (100 * smoothness)]
     if omega:
         bounds.append(n / (160 * omega * lmax))
@@ -47,34 +36,24 @@ def step_size(
 class EF21PDIANA(DIANA):
     """EF21-P + DIANA: DIANA at the point w that the workers hold, which follows the server's x.
 
-    Args:
-        gradients: see :data:`~torchcomp.algorithms.method.Gradients`.
-        x0: where to start; (d,).
-        star: the communication.
-        up: unbiased compressor of the workers.
-        down: contractive compressor of the server.
-        gamma: step size; :func:`step_size` in theory.
-
-    Raises:
-        SpecError: if a compressor is of the wrong kind, or gamma not positive.
+    As DIANA, with a contractive compressor `down` of the server; in theory `gamma` is
+    :func:`step_size`.
     """
 
     def __init__(
         self,
         gradients: Gradients,
         x0: Tensor,
-        star: Star,
+        server: ParameterServer,
         up: Compressor,
         down: Compressor,
         *,
         gamma: float,
     ) -> None:
-        require_contractive(down, x0.numel(), "down")
-        super().__init__(gradients, x0, star, up, gamma=gamma)
-        self.down, self.w = down, self.x0
+        require("contractive", down, x0.numel(), "down")
+        super().__init__(gradients, x0, server, up, gamma=gamma)
+        self.down, self.w = down, self.x
 
-    def step(self) -> None:
-        g = self._estimate(self.w)
-        self.x = self.x - self.gamma * g
-        self.w = self.w + self.star.down(self.x - self.w, self.down, self.iterations)
-        self.iterations += 1
+    def _iterate(self, t: int) -> None:
+        self.x = self.x - self.gamma * self._estimate(self.w, t)
+        self.w = self.w + self.server.down(self.x - self.w, self.down, t)

@@ -6,7 +6,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchcomp.algorithms.star import Star
+from torchcomp.algorithms.checks import require
+from torchcomp.algorithms.parameter_server import ParameterServer
+from torchcomp.checks import check_positive
+from torchcomp.compressors import Compressor
 from torchcomp.errors import SpecError
 
 Gradients = Callable[[Tensor], Tensor]
@@ -20,10 +23,10 @@ class Method(ABC):
     Args:
         gradients: see :data:`Gradients`.
         x0: where to start; 1-D, floating point, the same on all ranks.
-        star: the communication.
+        server: the communication.
 
     Attributes:
-        x0: where it started.
+        x: where the method has arrived; (d,).
         iterations: number of iterations done.
         evaluations: gradients that each worker has computed.
 
@@ -31,27 +34,37 @@ class Method(ABC):
         SpecError: if x0 is not a vector of finite floating-point numbers.
     """
 
-    def __init__(self, gradients: Gradients, x0: Tensor, star: Star) -> None:
-        _check_start(x0)
+    def __init__(self, gradients: Gradients, x0: Tensor, server: ParameterServer) -> None:
+        if not _is_vector(x0):
+            raise SpecError(
+                f"x0 must be a vector of floating-point numbers, not {_described(x0)}", "x0"
+            )
+        if not bool(torch.isfinite(x0).all()):
+            raise SpecError("x0 holds a NaN or an infinity: there is no way from there", "x0")
         # The caller may go on to change what x0 stands for.
-        self.x0 = x0.detach().clone()
-        self.star = star
+        self.x = x0.detach().clone()
+        self.server = server
         self.iterations = 0
         self.evaluations = 0
         self._gradients = gradients
 
     @property
-    @abstractmethod
     def solution(self) -> Tensor:
         """The point that the method has arrived at; 1-D."""
+        return self.x
 
-    @abstractmethod
     def step(self) -> None:
         """One iteration.
 
         Raises:
             NonFiniteError: on all ranks, if a worker's gradient holds a NaN or an infinity.
         """
+        self._iterate(self.iterations)
+        self.iterations += 1
+
+    @abstractmethod
+    def _iterate(self, t: int) -> None:
+        """Iteration `t`, from 0; an error leaves the method as it was."""
 
     def gradients(self, point: Tensor) -> Tensor:
         """Gradients of this process's workers at a point; (workers of this process, d).
@@ -60,7 +73,7 @@ class Method(ABC):
             SpecError: if the user's function returns something of another shape or dtype.
         """
         rows = self._gradients(point)
-        wanted = (len(self.star.mine), point.numel())
+        wanted = (len(self.server.mine), point.numel())
         if not isinstance(rows, Tensor) or rows.shape != wanted or rows.dtype != point.dtype:
             raise SpecError(
                 f"gradients(point) must return a {point.dtype} tensor of shape {wanted}, one row "
@@ -71,14 +84,44 @@ class Method(ABC):
         return rows.detach().clone()
 
 
-def _check_start(x0: Tensor) -> None:
-    vector = isinstance(x0, Tensor) and x0.dim() == 1 and x0.numel() and x0.is_floating_point()
-    if not vector:
-        raise SpecError(
-            f"x0 must be a vector of floating-point numbers, not {_described(x0)}", "x0"
-        )
-    if not bool(torch.isfinite(x0).all()):
-        raise SpecError("x0 holds a NaN or an infinity: there is no way from there", "x0")
+class CompressedMethod(Method):
+    """A method of one step size whose workers compress their messages.
+
+    Args:
+        gradients, x0, server: as for :class:`Method`.
+        up: compressor of the workers; contractive, for DIANA unbiased.
+        gamma: step size.
+
+    Raises:
+        SpecError: if the compressor is not of that kind, or gamma not positive.
+    """
+
+    _kind = "contractive"
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        x0: Tensor,
+        server: ParameterServer,
+        up: Compressor,
+        *,
+        gamma: float,
+    ) -> None:
+        super().__init__(gradients, x0, server)
+        check_positive("gamma", gamma)
+        self.up, self.gamma = up, gamma
+        self._start(require(self._kind, up, x0.numel(), "up"))
+
+    @abstractmethod
+    def _start(self, declared: float) -> None:
+        """What the method holds besides x, given the alpha or omega that `up` declares."""
+
+    def _zero_rows(self) -> Tensor:
+        return self.x.new_zeros(len(self.server.mine), self.x.numel())
+
+
+def _is_vector(x0: object) -> bool:
+    return isinstance(x0, Tensor) and x0.dim() == 1 and x0.numel() > 0 and x0.is_floating_point()
 
 
 def _described(value: object) -> str:

@@ -83,7 +83,9 @@ class _Search:
         self.bins = _bins(question.k, len(self.inside))
         # Bins are as wide as they must be to fill the interval, or a window around the guess.
         self._shift = _WINDOW[self.candidates.dtype] - self.bins.bit_length() + 1
-        self._start = max(0, question.guess - (self.bins // 2 << self._shift))
+        # A guess may come from a checkpoint.
+        guess = min(question.guess, self.high - 1)
+        self._start = max(0, guess - (self.bins // 2 << self._shift))
         if not question.guess:
             self._fill_interval()
 

@@ -18,7 +18,6 @@ from torchcomp.algorithms import (
     diana,
     ef21p_diana,
     parameters,
-    smoothness,
 )
 from torchcomp.compressors import Cast, RandK, TopK
 from torchcomp.errors import SpecError
@@ -74,10 +73,10 @@ def test_worse_constants_than_declared_are_taken():
 @pytest.mark.parametrize(
     "build",
     [
-        lambda star: EF21(F.gradients, F.x0, star, UNBIASED, gamma=0.1),
-        lambda star: EF14(F.gradients, F.x0, star, UNBIASED, gamma=0.1),
-        lambda star: EF21P(F.gradients, F.x0, star, UNBIASED, gamma=0.1),
-        lambda star: EF21PDIANA(F.gradients, F.x0, star, UNBIASED, UNBIASED, gamma=0.1),
+        lambda server: EF21(F.gradients, F.x0, server, UNBIASED, gamma=0.1),
+        lambda server: EF14(F.gradients, F.x0, server, UNBIASED, gamma=0.1),
+        lambda server: EF21P(F.gradients, F.x0, server, UNBIASED, gamma=0.1),
+        lambda server: EF21PDIANA(F.gradients, F.x0, server, UNBIASED, UNBIASED, gamma=0.1),
     ],
 )
 def test_contractive_where_it_must_be(build):
@@ -137,7 +136,7 @@ def test_gradients_of_another_shape(gradients):
         TwoDirectionMethod(gradients, F.x0, Simulated(4), UNBIASED, CONTRACTIVE, lbar=1.0, mu=0.0)
 
 
-def test_parameters_and_shards():
+def test_parameters():
     with pytest.raises(SpecError, match="r must be a number from 0 to 1"):
         parameters.priced_probabilities(9.0, d=650, k_up=65, k_down=65, r=1.1)
     with pytest.raises(SpecError, match="k_down must be a whole number from 1 to 650"):
@@ -148,9 +147,3 @@ def test_parameters_and_shards():
         ef21p_diana.step_size(2.0, 3.0, 2.5, alpha=0.1, omega=9.0, n=4)
     with pytest.raises(SpecError, match="omega must be a finite number of at least 0"):
         diana.step_size(2.0, -1.0, 4)
-    unequal = [torch.ones(4, 2), torch.ones(3, 2)]
-    for estimate in (smoothness.least_squares, smoothness.logistic_regression):
-        with pytest.raises(SpecError, match="matrices of one size"):
-            estimate(unequal)
-        with pytest.raises(SpecError, match="l2 must be a finite number of at least 0"):
-            estimate(unequal[:1], l2=-1.0)

@@ -12,6 +12,7 @@ import torch
 
 from torchcomp.algorithms import Simulated, TwoDirectionMethod
 from torchcomp.compressors import Compressor, TopK
+from torchcomp.compressors.base import Encoded
 from torchcomp.wire import Field
 
 D = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]], dtype=torch.float64)
@@ -46,11 +47,12 @@ class Turning(Compressor):
     def kept(self, numel):
         return 2
 
-    def compress(self, x, key):
-        return (2 * x[self._support(key)],)
+    def encode(self, x, key):
+        return Encoded((2 * x[self._support(key)],))
 
-    def accumulate(self, parts, out, key, weight=1.0):
-        out[self._support(key)] += weight * parts[0]
+    def accumulate(self, messages, out, key, weight=1.0):
+        for (values,) in messages:
+            out[self._support(key)] += weight * values
 
     def alpha(self, numel):
         return None
@@ -80,10 +82,10 @@ def test_trace(iterations, trace, gamma, up, down):
     for _ in range(iterations):
         run.step()
     run.settle()
-    held = {**vars(run.server), "h_1": run.workers.h_i[0]}
+    held = {**vars(run), "h_1": run.h_i[0]}
     for line in trace.split("\n")[1:-1]:
         name, *numbers = line.split()
         expected = torch.tensor([float(number) for number in numbers], dtype=torch.float64)
         torch.testing.assert_close(held[name], expected, rtol=0, atol=1e-12)
     assert run.gamma == pytest.approx(gamma, abs=1e-10)
-    assert (run.star.traffic.up_coordinates, run.star.traffic.down_coordinates) == (up, down)
+    assert (run.server.traffic.up_coordinates, run.server.traffic.down_coordinates) == (up, down)

@@ -5,7 +5,8 @@ import torch
 from tests.algorithms.two_direction.quadratics import quadratics
 from torchcomp import wire
 from torchcomp.algorithms import Simulated, TwoDirectionMethod
-from torchcomp.algorithms.learning_rates import learning_rates
+from torchcomp.algorithms.parameter_server import DENSE
+from torchcomp.algorithms.two_direction.theory import learning_rates
 from torchcomp.compressors import Identity, RandK, TopK
 from torchcomp.keys import Key, tensor_id
 
@@ -20,65 +21,56 @@ class Recorded(Simulated):
         super().__init__(n, seed)
         self.wires = []
 
-    def down(self, vector, compressor, call):
-        parts = compressor.compress(vector, Key(self.seed, call, tensor_id("downlink")))
-        self._keep(compressor, parts, vector)
-        return super().down(vector, compressor, call)
-
-    def broadcast(self, *vectors):
-        for vector in vectors:
-            self._keep(Identity(), (vector,), vector)
-        return super().broadcast(*vectors)
-
-    def _keep(self, compressor, parts, vector):
+    def down(self, vector, compressor=DENSE, call=0):
+        parts = compressor.encode(vector, Key(self.seed, call, tensor_id("downlink"))).parts
         layout = compressor.layout(vector.numel(), vector.dtype)
         out = torch.zeros(wire.nbytes(layout), dtype=torch.uint8)
         wire.pack(parts, layout, out)
         self.wires.append(out)
+        return super().down(vector, compressor, call)
 
     def take(self, compressor, numel, call=0):
         layout = compressor.layout(numel, torch.float64)
         parts = wire.unpack(self.wires.pop(0), layout)
         key = Key(self.seed, call, tensor_id("downlink"))
-        return compressor.decompress(parts, numel, torch.float64, key)
+        return compressor.decode(parts, torch.empty(numel, dtype=torch.float64), key)
 
 
 def test_a_worker_rebuilds_w_z_and_k_from_messages_alone():
-    star = Recorded(F.n)
+    server = Recorded(F.n)
     coin = [t % 3 == 1 for t in range(200)]
     options = {"lbar": 4.0, "mu": F.mu, "coin": coin.__getitem__}
-    method = TwoDirectionMethod(F.gradients, F.x0, star, UP, DOWN, **options)
+    method = TwoDirectionMethod(F.gradients, F.x0, server, UP, DOWN, **options)
     w = z = F.x0
-    rho, k = 1.0, star.take(Identity(), 30)
+    rho, k = 1.0, server.take(Identity(), 30)
     for t, heads in enumerate(coin):
         method.step()
-        rates = learning_rates(rho, method.constants)
-        y = rates.theta * w + (1 - rates.theta) * z
-        w = rates.step(k, w, y) + star.take(DOWN, 30, t)
+        lr = learning_rates(rho, method.constants)
+        y = lr.theta * w + (1 - lr.theta) * z
+        w = lr.step(k, w, y) + server.take(DOWN, 30, t)
         if heads:
-            k, z = star.take(Identity(), 30), star.take(Identity(), 30)
-        rho = rates.rho
+            k, z = server.take(Identity(), 30), server.take(Identity(), 30)
+        rho = lr.rho
         for name, own in {"w": w, "z": z, "k": k}.items():
-            assert torch.equal(own, getattr(method.server, name)), (name, t)
-            assert torch.equal(own, getattr(method.workers, name)), (name, t)
-    assert not star.wires
+            assert torch.equal(own, getattr(method, name)), (name, t)
+    assert not server.wires
 
 
 def test_workers_draw_independently_of_each_other_and_of_other_messages():
-    star = Simulated(3)
+    server = Simulated(3)
     ones = torch.ones(3, 30, dtype=torch.float64)
     supports = {
         tuple(row.nonzero().flatten().tolist())
         for call in (0, 1)
-        for row in star.encode(ones, UP, call).decoded
+        for row in server.encode(ones, UP, call).decoded
     }
     assert len(supports) == 6
 
 
 def test_the_mean_is_unbiased():
-    star = Simulated(3)
+    server = Simulated(3)
     vectors = torch.randn(3, 30, dtype=torch.float64, generator=torch.manual_seed(0))
-    means = [star.up(star.encode(vectors, UP, call))[0] for call in range(4000)]
+    means = [server.up(server.encode(vectors, UP, call))[0] for call in range(4000)]
     torch.testing.assert_close(torch.stack(means).mean(0), vectors.mean(0), rtol=0, atol=0.15)
 
 

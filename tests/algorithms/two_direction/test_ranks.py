@@ -1,5 +1,7 @@
 """One worker a rank: the same bits as the simulation, the same bytes as the wire, one error."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,42 +19,42 @@ UP, DOWN = RandK(k=6, unbiased=True), TopK(k=5)
 LEVELS = Quantize("int8", rounding="stochastic")
 
 
-def gradients(star):
+def gradients(server):
     """Worker by worker, so that both forms do the same arithmetic."""
-    return lambda x: torch.stack([F.a[i] @ x - F.b[i] for i in star.mine])
+    return lambda x: torch.stack([F.a[i] @ x - F.b[i] for i in server.mine])
 
 
 METHODS = {
-    "2Direction": lambda star: TwoDirectionMethod(
-        gradients(star), F.x0, star, UP, DOWN, lbar=4.0, mu=F.mu
+    "2Direction": lambda server: TwoDirectionMethod(
+        gradients(server), F.x0, server, UP, DOWN, lbar=4.0, mu=F.mu
     ),
-    "2Direction, quantised": lambda star: TwoDirectionMethod(
-        gradients(star), F.x0, star, LEVELS, DOWN, lbar=4.0, mu=F.mu
+    "2Direction, quantised": lambda server: TwoDirectionMethod(
+        gradients(server), F.x0, server, LEVELS, DOWN, lbar=4.0, mu=F.mu
     ),
-    "EF21-P + DIANA": lambda star: EF21PDIANA(gradients(star), F.x0, star, UP, DOWN, gamma=0.3),
-    "EF21": lambda star: EF21(gradients(star), F.x0, star, DOWN, gamma=0.3),
-    "AGD": lambda star: AGD(gradients(star), F.x0, star, lbar=2.0, mu=F.mu),
+    "EF21-P + DIANA": lambda server: EF21PDIANA(
+        gradients(server), F.x0, server, UP, DOWN, gamma=0.3
+    ),
+    "EF21": lambda server: EF21(gradients(server), F.x0, server, DOWN, gamma=0.3),
+    "AGD": lambda server: AGD(gradients(server), F.x0, server, lbar=2.0, mu=F.mu),
 }
 
 
 def held(method):
     """Everything that a method holds, as name -> tensor; of its workers, the own ones alone."""
-    values = {**vars(method), **vars(getattr(method, "server", method))}
-    values |= {f"worker's {k}": v for k, v in vars(getattr(method, "workers", method)).items()}
-    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    return {name: value for name, value in vars(method).items() if isinstance(value, torch.Tensor)}
 
 
 def real_runs(iterations):
     torch.set_num_threads(1)
     ends = {}
     for name, build in METHODS.items():
-        star = Ranks(seed=5)
-        method = build(star)
+        server = Ranks(seed=5)
+        method = build(server)
         for _ in range(iterations[name]):
             method.step()
         if name.startswith("2Direction"):
             method.settle()
-        ends[name] = held(method), star.state_dict(), star.exchange.take_traffic(0)
+        ends[name] = held(method), asdict(server.traffic), server.exchange.take_traffic(0)
     return ends
 
 
@@ -60,15 +62,15 @@ def test_ranks_equal_the_simulation_bit_for_bit():
     iterations = {name: 1000 if name == "2Direction" else 25 for name in METHODS}
     ranks = on_processes(4, real_runs, iterations, timeout=PATIENCE)
     for name, build in METHODS.items():
-        star = Simulated(4, seed=5)
-        method = build(star)
+        server = Simulated(4, seed=5)
+        method = build(server)
         for _ in range(iterations[name]):
             method.step()
         if name.startswith("2Direction"):
             method.settle()
         for rank, ends in enumerate(ranks):
             real, traffic, link = ends[name]
-            assert traffic == star.state_dict()
+            assert traffic == asdict(server.traffic)
             assert link.received == link.sent == 3 * traffic["up_bytes"]
             for part, value in held(method).items():
                 mine = value[rank : rank + 1] if value.dim() == 2 else value
@@ -76,14 +78,14 @@ def test_ranks_equal_the_simulation_bit_for_bit():
 
 
 def one_rank_diverges():
-    star = Ranks()
+    server = Ranks()
 
     def broken(x):
-        row = F.a[star.mine.start] @ x - F.b[star.mine.start]
-        return (row / 0 if star.mine.start == 2 and method_started else row)[None]
+        row = F.a[server.mine.start] @ x - F.b[server.mine.start]
+        return (row / 0 if server.mine.start == 2 and method_started else row)[None]
 
     method_started = False
-    method = TwoDirectionMethod(broken, F.x0, star, UP, DOWN, lbar=4.0, mu=F.mu)
+    method = TwoDirectionMethod(broken, F.x0, server, UP, DOWN, lbar=4.0, mu=F.mu)
     method.step()
     method_started = True
     before = {name: value.clone() for name, value in held(method).items()}
@@ -121,17 +123,17 @@ def test_ranks_with_different_seeds_are_refused():
 
 
 def a_damaged_frame():
-    star = Ranks()
-    method = EF21PDIANA(gradients(star), F.x0, star, UP, DOWN, gamma=0.3)
+    server = Ranks()
+    method = EF21PDIANA(gradients(server), F.x0, server, UP, DOWN, gamma=0.3)
     method.step()
-    gather = star.exchange.gather
+    gather = server.exchange.all_gather
 
     def damaging(message):
-        if star.exchange.rank == 1:
+        if server.exchange.rank == 1:
             message[wire.HEADER] ^= 1
         return gather(message)
 
-    star.exchange.gather = damaging
+    server.exchange.all_gather = damaging
     with pytest.raises(WireError, match="rank 1's was damaged on the way"):
         method.step()
 

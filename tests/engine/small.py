@@ -1,0 +1,110 @@
+"""Small tensors, averaged by threads of this process without any model."""
+
+import torch
+
+import torchcomp
+from torchcomp import Averager
+from torchcomp.bucket import Bucket, memory_order
+
+GROUPS = (("bias", "conv", "empty"), ("matrix", "gain"))
+"""A division into buckets that no cap would make."""
+
+
+def parameters(dtype=torch.float64):
+    conv = torch.zeros(2, 3, 2, 2, dtype=dtype).to(memory_format=torch.channels_last)
+    shapes = {"matrix": (7, 5), "bias": (6,), "gain": (), "empty": (0, 2)}
+    return {"conv": conv, **{n: torch.zeros(shape, dtype=dtype) for n, shape in shapes.items()}}
+
+
+def gradients(step, rank, dtype=torch.float64):
+    """Every rank's own at every step, with zeros and ties among them."""
+    noise = torch.Generator().manual_seed(1000 * step + rank)
+    drawn = {}
+    for name, parameter in parameters(dtype).items():
+        values = torch.randn(parameter.shape, generator=noise, dtype=torch.float64)
+        drawn[name] = (values * 64).round().div(64).to(dtype)
+    return drawn
+
+
+def averager(exchange, method, *, dtype=torch.float64, groups=GROUPS, **options):
+    return Averager(method, exchange, parameters(dtype), groups, **options)
+
+
+def read(averager, tensors):
+    """The tensors as the buckets that the method in use wants."""
+    return [Bucket.read(averager.shape_of(group), tensors) for group in averager.buckets]
+
+
+def step(averager, tensors, scale=1.0, **options):
+    """One step under a loss scale: whether it counts, and the means by name."""
+    averager.begin(scale)
+    buckets = read(averager, tensors)
+    for bucket in buckets:
+        averager.average(bucket)
+    counts = averager.finish(**options)
+    return counts, {n: t.clone() for bucket in buckets for n, t in bucket.tensors().items()}
+
+
+def train(averager, first, last, dtype=torch.float64):
+    """Steps first to last - 1; the means of each."""
+    rank = averager.exchange.rank
+    return [step(averager, gradients(i, rank, dtype))[1] for i in range(first, last)]
+
+
+def residual(averager):
+    """What this rank has still to send, by parameter, as it enters a mean over the ranks."""
+    state, rank = averager.state_dict(), averager.exchange.rank
+    ranks, left = averager.exchange.world_size, {}
+    for name, parameter in averager.parameters.items():
+        left[name] = torch.zeros(parameter.shape, dtype=torch.float64)
+    slots = {name: slot["tensors"] for name, slot in state["slots"].items()}
+    for name, part in slots.get("error", {}).items():
+        left[name] += part.double()
+    for group in averager.buckets if "server_error" in slots else ():
+        shard = averager.shape_of(group).shards(ranks)[rank]
+        for name, at, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
+            parameter = averager.parameters[name]
+            flat = torch.zeros(parameter.numel(), dtype=torch.float64)
+            flat[at : at + size] = slots["server_error"][name].double() * ranks
+            left[name] += memory_order(parameter, flat)
+    return {name: part / state["scale"] for name, part in left.items()}
+
+
+def same(one, other):
+    """Whether two results or state dicts are equal to the last bit, types included."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        alike = one.dtype == other.dtype and one.shape == other.shape
+        bits = (t.contiguous().view(-1).view(torch.uint8) for t in (one, other))
+        return alike and torch.equal(*bits)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def assert_conserved(books, tolerance=1e-12):
+    """(dense, applied, left) of every rank: what was applied is alike, and nothing is lost."""
+    applied = books[0][1]
+    assert all(same(book[1], applied) for book in books)
+    for name in applied:
+        dense = torch.stack([book[0][name] for book in books]).mean(0)
+        left = torch.stack([book[2][name] for book in books]).mean(0)
+        torch.testing.assert_close(applied[name] + left, dense, rtol=0, atol=tolerance)
+
+
+def total(steps):
+    """The sum of tensors by name, in float64."""
+    return {name: sum(each[name].double() for each in steps) for name in steps[0]}
+
+
+def book(averager, first, last, dtype=torch.float64):
+    """One rank's account of some steps; see :func:`assert_conserved`."""
+    rank = averager.exchange.rank
+    dense = total([gradients(i, rank, dtype) for i in range(first, last)])
+    return dense, total(train(averager, first, last, dtype)), residual(averager)
+
+
+on_ranks = torchcomp.run_in_process

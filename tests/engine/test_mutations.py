@@ -1,0 +1,181 @@
+"""State dicts with one thing wrong: refused as a whole, or what they say is legal."""
+
+import contextlib
+import copy
+import math
+
+import pytest
+import torch
+
+from tests.engine import small
+from torchcomp import CheckpointError, InProcessExchange, RankMismatchError, redistribute
+
+GIANT = 2**70
+
+
+class Foreign:
+    """What no state dict holds."""
+
+
+def of_any(value):
+    yield from (None, True, -1, 7, 2.5, math.nan, math.inf, GIANT, 1e-300, "text", 1j, Foreign())
+    yield from ([], {}, (1,), {"text": 1}, torch.zeros(()), torch.zeros(3))
+
+
+def of_dict(value):
+    for key in value:
+        yield {k: v for k, v in value.items() if k != key}
+    yield {**value, "extra": copy.copy(next(iter(value.values()), 1))}
+    yield {**value, 5: 1}
+
+
+def of_list(value):
+    yield from (value[:-1], [*value, *value[-1:]], [*value, 1], [*value, []], value[::-1])
+
+
+def of_tensor(value):
+    for dtype in (torch.int64, torch.bool, torch.complex64, torch.float16, torch.float8_e4m3fn):
+        yield value.to(dtype)
+    yield from (value - 2**40, value + 2**62)
+    for odd in (math.nan, math.inf, -math.inf, 1e300, -1.0):
+        yield torch.full_like(value, odd, dtype=torch.float64)
+    yield torch.cat([value.reshape(-1), value.new_ones(1)])
+    yield from (value.reshape(-1)[1:], value.unsqueeze(0), value.reshape(-1))
+    yield from (value.to("meta"), value.to_sparse())
+    if value.is_floating_point():
+        yield value.clone().requires_grad_()
+
+
+def of_number(value):
+    yield from (value + 1, float(value) + 0.5, -value - 1, str(value), torch.tensor(value))
+
+
+def changes(value):
+    """All the ways in which one place of a state dict is changed."""
+    kinds = {dict: of_dict, list: of_list, torch.Tensor: of_tensor, int: of_number}
+    own = (kinds | {float: of_number}).get(type(value))
+    if isinstance(value, bool):
+        yield not value
+    yield from (*of_any(value), *(own(value) if own else ()))
+
+
+def places(value, path=()):
+    """Paths to everything in a state dict."""
+    yield path
+    if isinstance(value, dict | list):
+        keys = value if isinstance(value, dict) else range(len(value))
+        for key in keys:
+            yield from places(value[key], (*path, key))
+
+
+def at(state, path):
+    for key in path:
+        state = state[key]
+    return state
+
+
+def replaced(state, path, value):
+    """A copy of `state` with another value in one place."""
+    if not path:
+        return value
+    key, *rest = path
+    changed = copy.copy(state)
+    changed[key] = replaced(state[key], rest, value)
+    return changed
+
+
+def mutated(state):
+    for path in places(state):
+        for number, value in enumerate(changes(at(state, path))):
+            yield path, number, replaced(state, path, value)
+
+
+METHODS = {
+    "ef": ["ef(topk(0.3))"],
+    "mean": ["mean"],
+    "exact": ['bidirectional(topk(0.3), topk(0.3, scope="model"), selection="exact")'],
+    "shard": ['bidirectional(topk(0.3), topk(0.3), memory_dtype="bf16")'],
+    "flush": ["ef(topk(0.3))", "mean"],
+}
+PARTS = ("flushing", "groups", "buckets", "slots")
+"""What differs between methods; the rest of a state dict is changed for one of them."""
+
+
+def trained(exchange, methods):
+    """An averager after two steps, and a swap where there are two methods."""
+    first, *others = methods
+    averager = small.averager(exchange, first, dtype=torch.float32)
+    small.train(averager, 0, 2, torch.float32)
+    for method in others:
+        averager.use(method)
+    return averager
+
+
+def outcome(averager, before, changed):
+    """None if a state dict is refused and nothing changes, "legal" if it is taken as it says."""
+    try:
+        averager.load_state_dict(changed)
+    except CheckpointError:
+        return None if small.same(averager.state_dict(), before) else "changed"
+    except Exception as error:
+        return repr(error)
+    after = averager.state_dict()
+    averager.load_state_dict(before)
+    return "legal" if says(after, changed) else "another"
+
+
+def says(state, wanted):
+    """Whether a state holds what another one says, in dtypes of its own."""
+    if isinstance(state, torch.Tensor):
+        return torch.equal(state.reshape(-1), wanted.to(state.dtype).reshape(-1))
+    if isinstance(state, dict):
+        # Strides inform, and thresholds are a cache.
+        kept = state.keys() - {"parameters"} - ({"thresholds"} - wanted.keys())
+        return all(says(state[key], wanted[key]) for key in kept)
+    if isinstance(state, list):
+        return len(state) == len(wanted) and all(map(says, state, wanted))
+    return state == wanted
+
+
+def attacked(exchange, methods, parts):
+    """All that goes wrong on rank 0, with state dicts that are changed there alone."""
+    averager = trained(exchange, methods)
+    before = averager.state_dict()
+    legal, wrong = [], []
+    for path, number, changed in mutated(before) if exchange.rank == 0 else ():
+        if parts is None or (path[:1] and path[0] in parts):
+            found = outcome(averager, before, changed)
+            if found == "legal":
+                legal.append((path, number, changed))
+            elif found is not None:
+                wrong.append(f"{path}, change {number}: {found}")
+    # What is legal can be trained with, unless ranks must share it.
+    for path, number, changed in exchange.gather_objects(legal)[0]:
+        averager.load_state_dict(before if exchange.rank else changed)
+        try:
+            small.step(averager, small.gradients(5, exchange.rank, torch.float32))
+        except RankMismatchError:
+            pass
+        except Exception as error:
+            wrong.append(f"{path}, change {number}: at the next step {error!r}")
+    return len(legal), wrong
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_changed_state_dict_is_refused_as_a_whole_or_means_what_it_says(name):
+    parts = None if name == "ef" else PARTS
+    (legal, wrong), (_, also_wrong) = small.on_ranks(2, lambda e: attacked(e, METHODS[name], parts))
+    assert wrong + also_wrong == []
+    assert legal
+
+
+def test_changed_states_are_not_redistributed_or_load_where_they_are_whole():
+    states = small.on_ranks(2, lambda e: trained(e, METHODS["shard"]).state_dict())
+    fresh = [small.averager(e, METHODS["shard"][0]) for e in InProcessExchange.ranks(3)]
+    for path, number, changed in mutated(states[0]):
+        if path[:2] != ("slots", "error"):
+            with contextlib.suppress(CheckpointError):
+                for averager, state in zip(
+                    fresh, redistribute([changed, states[1]], 3), strict=True
+                ):
+                    averager.load_state_dict(state)

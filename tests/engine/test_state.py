@@ -1,0 +1,292 @@
+"""State: slots are kept by name through other buckets, and untouched by steps that do not count."""
+
+import pytest
+import torch
+
+from torchcomp.bucket import BucketShape
+from torchcomp.state import Kind, Slot, State
+
+SIZES = {"a": 2, "b": 3, "c": 1, "empty": 0}
+CPU = torch.device("cpu")
+
+
+def slot(*names, dtype=torch.float32, name="error", kind=Kind.DEBT, **options):
+    return Slot(name, kind, names, tuple(SIZES[n] for n in names), dtype, **options)
+
+
+def write(state, names, value, **options):
+    """One step's write, not committed yet: every element of parameter i becomes value + i."""
+    _, after = state.open(slot(*names, **options), CPU)
+    for place, part in enumerate(after.split([SIZES[name] for name in names])):
+        part.fill_(value + place)
+
+
+def opened(state, *names, **options):
+    """A slot before the step that is left open."""
+    return state.open(slot(*names, **options), CPU)[0].tolist()
+
+
+def held(state, name="error"):
+    return {parameter: part.tolist() for parameter, part in state.items(name)}
+
+
+@pytest.fixture
+def state():
+    """A state with one step committed: a is 1, b is 2, c is 3."""
+    state = State()
+    write(state, ("a", "b"), 1.0)
+    write(state, ("c",), 3.0)
+    state.commit()
+    return state
+
+
+COMMITTED = {"a": [1.0] * 2, "b": [2.0] * 3, "c": [3.0]}
+
+
+# --- Steps ----------------------------------------------------------------------------------------
+
+
+def test_slot_is_zero_at_the_start():
+    before, after = State().open(slot("a", "b"), CPU)
+    assert before.tolist() == [0.0] * 5
+    assert (after.shape, after.dtype) == (before.shape, before.dtype)
+
+
+def test_slot_begins_as_its_init_says():
+    def init(name, out):
+        out.fill_(SIZES[name])
+
+    assert opened(State(), "a", "c", init=init) == [2.0, 2.0, 1.0]
+
+
+def test_init_is_asked_for_new_parameters_alone(state):
+    asked = []
+    init = lambda name, out: asked.append(name)  # noqa: E731
+    assert opened(state, "c", "empty", "b", init=init) == [3.0, 2.0, 2.0, 2.0]
+    assert asked == ["empty"]
+    opened(state, "c", "empty", "b", init=init)
+    assert asked == ["empty"]
+
+
+def test_commit_makes_what_was_written_current(state):
+    assert held(state) == COMMITTED
+    assert opened(state, "a", "b") == [1.0, 1.0, 2.0, 2.0, 2.0]
+
+
+def test_slot_before_and_after_a_step_do_not_share_elements(state):
+    before, after = state.open(slot("a", "b"), CPU)
+    after.fill_(9.0)
+    assert before.tolist() == [1.0, 1.0, 2.0, 2.0, 2.0]
+
+
+def test_pending_is_what_the_step_in_flight_has_written(state):
+    write(state, ("a", "b"), 9.0)
+    pending = {name: part.tolist() for name, part in state.pending("error")}
+    assert pending == {"a": [9.0] * 2, "b": [10.0] * 3}
+    assert dict(state.pending("server_error")) == {}
+    state.commit()
+    assert dict(state.pending("error")) == {}
+
+
+def test_rollback_leaves_no_trace(state):
+    write(state, ("a", "b"), 9.0)
+    state.rollback()
+    assert held(state) == COMMITTED
+    state.commit()
+    assert held(state) == COMMITTED
+
+
+def test_commit_after_a_rollback_counts_the_later_step_alone(state):
+    write(state, ("a", "b"), 9.0)
+    state.rollback()
+    write(state, ("a", "b"), 5.0)
+    state.commit()
+    assert held(state) == COMMITTED | {"a": [5.0] * 2, "b": [6.0] * 3}
+
+
+def test_commit_leaves_what_the_step_did_not_open(state):
+    write(state, ("c",), 8.0)
+    state.commit()
+    assert held(state) == COMMITTED | {"c": [8.0]}
+
+
+def test_commits_alternate_for_many_steps(state):
+    for step in range(5):
+        before, after = state.open(slot("c"), CPU)
+        torch.add(before, 1.0, out=after)
+        state.commit()
+        assert held(state)["c"] == [4.0 + step]
+
+
+def test_slots_of_other_names_are_kept_apart(state):
+    write(state, ("a", "b"), 7.0, name="momentum", kind=Kind.ESTIMATE)
+    assert held(state, "momentum") == {"a": [0.0] * 2, "b": [0.0] * 3}
+    state.commit()
+    assert held(state, "momentum") == {"a": [7.0] * 2, "b": [8.0] * 3}
+    assert held(state) == COMMITTED
+    assert held(state, "foreign") == {}
+
+
+# --- Buckets --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "buckets",
+    [
+        [("b", "a"), ("c",)],
+        [("a",), ("b",), ("c",)],
+        [("c", "b", "a")],
+        [("c", "empty", "a"), ("b",)],
+    ],
+)
+def test_slot_follows_its_names_into_other_buckets(state, buckets):
+    for names in buckets:
+        expected = [value for name in names for value in COMMITTED.get(name, [])]
+        assert opened(state, *names) == expected
+    assert held(state) == COMMITTED | ({"empty": []} if "empty" in str(buckets) else {})
+
+
+def test_parameters_outside_the_new_bucket_keep_what_they_had(state):
+    write(state, ("b",), 7.0)
+    state.commit()
+    assert held(state) == COMMITTED | {"b": [7.0] * 3}
+
+
+def test_buckets_that_come_back_find_what_they_had(state):
+    for names in [("b", "a"), ("a", "b"), ("c", "b", "a"), ("a", "b")]:
+        before, after = state.open(slot(*names), CPU)
+        after.copy_(before)
+        state.commit()
+    assert held(state) == COMMITTED
+
+
+def test_rollback_across_a_change_of_buckets_keeps_everything(state):
+    write(state, ("b", "a"), 9.0)
+    state.rollback()
+    assert held(state) == COMMITTED
+
+
+def test_a_step_that_was_abandoned_leaves_no_trace_in_the_next_buckets(state):
+    write(state, ("a", "b"), 9.0)
+    write(state, ("c", "b", "a"), 4.0)
+    state.commit()
+    assert held(state) == {"c": [4.0], "b": [5.0] * 3, "a": [6.0] * 2}
+
+
+def test_slot_is_converted_to_the_dtype_that_is_asked_for(state):
+    before, after = state.open(slot("a", "b", dtype=torch.float64), CPU)
+    assert before.dtype == after.dtype == torch.float64
+    assert before.tolist() == [1.0, 1.0, 2.0, 2.0, 2.0]
+
+
+def test_a_parameter_whose_size_has_changed_begins_anew(state):
+    other = Slot("error", Kind.DEBT, ("a", "b"), (2, 5), torch.float32)
+    assert state.open(other, CPU)[0].tolist() == [1.0, 1.0] + [0.0] * 5
+
+
+def test_equal_slots_are_one_layout(state):
+    before, _ = state.open(slot("a", "b"), CPU)
+    again, _ = state.open(slot("a", "b"), CPU)
+    assert again.data_ptr() == before.data_ptr()
+
+
+# --- What a step may leave alone ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Kind.DEBT, Kind.ESTIMATE])
+def test_a_parameter_can_be_kept_out_of_the_step_in_flight(kind):
+    state = State()
+    write(state, ("a", "b"), 1.0, kind=kind)
+    state.commit()
+    write(state, ("a", "b"), 9.0, kind=kind)
+    state.keep(["a", "foreign"])
+    state.commit()
+    assert held(state) == {"a": [1.0] * 2, "b": [10.0] * 3}
+
+
+def test_a_cache_is_not_kept():
+    state = State()
+    write(state, ("a", "b"), 1.0, kind=Kind.CACHE)
+    state.keep(["a"])
+    state.commit()
+    assert held(state) == {"a": [1.0] * 2, "b": [2.0] * 3}
+
+
+# --- Load, drop, scale ----------------------------------------------------------------------------
+
+
+def test_load_replaces_the_whole_slot_and_fits_any_bucket(state):
+    state.load("error", Kind.DEBT, False, {"a": torch.full((2,), 4.0), "c": torch.full((1,), 5.0)})
+    assert held(state) == {"a": [4.0] * 2, "c": [5.0]}
+    assert opened(state, "c", "b", "a") == [5.0, 0.0, 0.0, 0.0, 4.0, 4.0]
+
+
+def test_load_forgets_a_step_in_flight(state):
+    write(state, ("a", "b"), 9.0)
+    state.load("error", Kind.DEBT, False, {"a": torch.full((2,), 4.0)})
+    state.commit()
+    assert held(state) == {"a": [4.0] * 2}
+
+
+def test_drop_forgets_a_slot_and_its_step_in_flight(state):
+    write(state, ("a", "b"), 5.0, name="momentum", kind=Kind.ESTIMATE)
+    write(state, ("a", "b"), 9.0)
+    state.drop(["error", "foreign"])
+    state.commit()
+    assert held(state) == {}
+    assert state.slots() == {"momentum": (Kind.ESTIMATE, False)}
+    assert held(state, "momentum") == {"a": [5.0] * 2, "b": [6.0] * 3}
+
+
+def test_debts_and_estimates_are_scaled_wherever_they_lie(state):
+    for kind in (Kind.ESTIMATE, Kind.CACHE):
+        state.load(kind.value, kind, False, {"a": torch.full((2,), 4.0)})
+    state.load("error", Kind.DEBT, False, {"a": torch.full((2,), 4.0), "c": torch.full((1,), 5.0)})
+    opened(state, "c")
+    state.scale(0.5)
+    assert held(state) == {"a": [2.0] * 2, "c": [2.5]}
+    assert held(state, "estimate") == {"a": [2.0] * 2}
+    assert held(state, "cache") == {"a": [4.0] * 2}
+
+
+def test_debts_are_told_from_all_other_slots(state):
+    for kind, sharded in ((Kind.ESTIMATE, False), (Kind.CACHE, False)):
+        state.load(kind.value, kind, sharded, {})
+    state.load("server_error", Kind.DEBT, True, {})
+    assert state.debts() == {"error", "server_error"}
+    assert state.slots()["server_error"] == (Kind.DEBT, True)
+
+
+def test_scratch_is_made_once_and_never_saved(state):
+    made = []
+    for _ in range(2):
+        state.scratch("key", lambda: made.append(1) or [])
+    assert made == [1]
+    assert set(state.slots()) == {"error"}
+
+
+# --- The server's residual ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_an_owner_holds_becomes_its_own_residual_times_the_ranks(world_size):
+    shape = BucketShape(("a", "b", "c"), ((2,), (3,), (1,)), torch.float32)
+    whole = torch.zeros(6)
+    for rank in range(world_size):
+        state, shard = State(), shape.shards(world_size)[rank]
+        write(state, ("a", "b", "c"), 1.0)
+        options = {"dtype": torch.float64, "sharded": True}
+        server = Slot("server_error", Kind.DEBT, shard.names, shard.sizes, **options)
+        state.open(server, CPU)[1].fill_(10.0)
+        state.commit()
+        state.unshard([shard], world_size)
+        assert set(state.slots()) == {"error"}
+        error = state.open(slot("a", "b", "c"), CPU)[0]
+        whole += error / world_size
+    torch.testing.assert_close(whole, torch.tensor([11.0, 11.0, 12.0, 12.0, 12.0, 13.0]))
+
+
+def test_without_a_server_residual_nothing_changes(state):
+    shape = BucketShape(("a", "b", "c"), ((2,), (3,), (1,)), torch.float32)
+    state.unshard([shape.shards(2)[0]], 2)
+    assert held(state) == COMMITTED

@@ -1,0 +1,128 @@
+"""How parameters are grouped into layers."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchcomp.errors import SpecError
+from torchcomp.jointspar import check_several, default_layers, layers_by_pattern
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 4, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(4)
+        self.layer1 = nn.ModuleList([Basic(), Basic()])
+        self.fc = nn.Linear(4, 2)
+
+
+class Basic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(4, 4, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(4)
+        self.conv2 = nn.Conv2d(4, 4, 3, bias=False)
+        self.bn2 = nn.BatchNorm2d(4)
+        self.downsample = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4))
+
+
+class Transformer(nn.Module):
+    """Norms come before what they belong to, and the model itself holds an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 8))
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 2)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(8)
+        self.attn = nn.ModuleDict({"qkv": nn.Linear(8, 24), "proj": nn.Linear(8, 8)})
+        self.norm2 = nn.LayerNorm(8)
+        self.mlp = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+
+def names(module):
+    return [name for name, _ in module.named_parameters()]
+
+
+def test_a_norm_joins_the_convolution_before_it():
+    layers = default_layers(Residual().named_parameters())
+    assert layers["conv1"] == ("conv1.weight", "bn1.weight", "bn1.bias")
+    assert layers["layer1.0.conv2"] == tuple(
+        f"layer1.0.{name}" for name in ("conv2.weight", "bn2.weight", "bn2.bias")
+    )
+    assert layers["layer1.1.downsample.0"] == tuple(
+        f"layer1.1.downsample.{name}" for name in ("0.weight", "1.weight", "1.bias")
+    )
+    assert layers["fc"] == ("fc.weight", "fc.bias")
+    assert len(layers) == 8
+
+
+def test_a_norm_that_opens_a_block_joins_the_weights_of_its_block():
+    layers = default_layers(Transformer().named_parameters())
+    assert layers["(model)"] == ("cls_token",)
+    for block in ("blocks.0", "blocks.1"):
+        assert f"{block}.norm1.weight" in layers[f"{block}.attn.qkv"]
+        assert f"{block}.norm2.weight" in layers[f"{block}.attn.proj"]
+    assert layers["blocks.0.mlp.2"] == ("blocks.0.mlp.2.weight", "blocks.0.mlp.2.bias")
+    assert "norm.weight" in layers["blocks.1.mlp.2"]
+    assert len(layers) == 10
+
+
+@pytest.mark.parametrize("module", [Residual, Transformer])
+def test_every_parameter_is_in_exactly_one_layer(module):
+    layers = default_layers(module().named_parameters())
+    grouped = [name for members in layers.values() for name in members]
+    assert sorted(grouped) == sorted(names(module()))
+
+
+def test_a_shared_weight_belongs_to_its_first_layer():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    layers = default_layers(model.named_parameters())
+    assert layers == {"0": ("0.weight", "0.bias", "1.bias")}
+
+
+def test_patterns_of_the_user():
+    model = Residual()
+    layers = layers_by_pattern(
+        {"stem": ["conv1.*", "bn1.*"], "body": "layer1.*", "head": "fc.*"}, names(model)
+    )
+    assert list(layers) == ["stem", "body", "head"]
+    assert layers["stem"] == ("conv1.weight", "bn1.weight", "bn1.bias")
+    assert len(layers["body"]) == 18
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        ({"a": "conv1.*", "b": "fcc.*"}, r"layer 'b': the pattern 'fcc.\*' matches no parameter"),
+        ({"a": "*", "b": "fc.*"}, r"'fc.weight' is in 2 layers, 'a' and 'b'"),
+        ({"a": "conv1.*", "b": "fc.*"}, r"'bn1.weight' is in no layer"),
+        (["conv1.*", "fc.*"], r"layers must map the name of each layer to patterns .* not list"),
+        ({"a": [], "b": "*"}, r"layer 'a' must have .* a list of at least one, .* not \[\]"),
+        ({"a": None, "b": "*"}, r"layer 'a' must have a pattern of parameter names, .* not None"),
+        ({"a": [3], "b": "*"}, r"layer 'a' must have a pattern of parameter names, .* not \[3\]"),
+        ({0: "conv1.*", 1: "*"}, r"the name of a layer must be a text, not 0"),
+    ],
+)
+def test_bad_patterns_are_refused(patterns, message):
+    with pytest.raises(SpecError, match=message):
+        layers_by_pattern(patterns, names(Residual()))
+
+
+def test_a_pattern_of_a_frozen_layer_is_told_so():
+    trained = [name for name in names(Residual()) if not name.startswith("conv1.")]
+    with pytest.raises(SpecError, match=r"'conv1.\*' matches only parameters that are not trained"):
+        layers_by_pattern({"stem": "conv1.*", "rest": "*"}, trained, ["conv1.weight"])
+
+
+def test_one_layer_is_no_choice():
+    with pytest.raises(SpecError, match=r"the model has 1 layer \('0'\), and choosing"):
+        check_several(default_layers(nn.Sequential(nn.Linear(2, 2)).named_parameters()))

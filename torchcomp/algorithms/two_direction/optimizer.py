@@ -1,0 +1,339 @@
+"""TwoDirection: 2Direction as a torch optimizer, for convex losses with exact local gradients.
+
+    optimizer = TwoDirection(model.parameters(), "randk(0.1, unbiased=True)", "topk(0.1)",
+                             lbar=4.0, mu=1e-4)
+    def closure():
+        optimizer.zero_grad()
+        loss = local_loss(model)   # of all of this rank's samples
+        loss.backward()
+        return loss
+    for _ in range(1000):
+        optimizer.step(closure)
+
+It is for functions such as logistic or ridge regression over all samples of a rank. Elsewhere
+nothing is promised: with mini-batches or dropout the gradients at two points of an iteration do not
+belong to one function any more, and their differences, which is what is sent, do not become small.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchcomp import checkpoint
+from torchcomp.aggregators import Mean
+from torchcomp.algorithms.parameter_server import Ranks, ServerTraffic
+from torchcomp.algorithms.two_direction.method import VECTORS, TwoDirectionMethod
+from torchcomp.algorithms.two_direction.theory import constants
+from torchcomp.checks import check_count
+from torchcomp.compressors import Compressor
+from torchcomp.errors import CheckpointError, NonFiniteError, SpecError
+from torchcomp.exchange import ProcessGroupExchange
+from torchcomp.keys import check_seed
+from torchcomp.spec import parse_aggregator
+from torchcomp.state import Kind
+
+Closure = Callable[[], Tensor | float]
+
+_ADVICE = "Give all ranks equal shards, and the same model and arguments."
+
+_FOREIGN = {
+    "spec": "build the optimizer with the arguments of the run that saved it",
+    "world_size": "load it on as many ranks",
+}
+
+# What a checkpoint holds besides what all of them hold.
+_SECTION = {
+    "evaluations": checkpoint.count,
+    "rho": checkpoint.number,
+    "second_is_due": checkpoint.flag,
+    "traffic": checkpoint.dict_of(checkpoint.count, asdict(ServerTraffic()).keys()),
+}
+
+
+class TwoDirection(torch.optim.Optimizer):
+    """2Direction for convex losses with exact local gradients; one worker a rank.
+
+    All parameters are one flat vector. After a step they hold the method's x; from the first step
+    on it owns them, and what else changes them is undone by the next. All ranks call ``step``
+    together, and none wraps the model in DDP: the optimizer sends what is sent.
+
+    Args:
+        params: the model's parameters, equal on all ranks; one floating-point dtype, one device.
+        up: unbiased compressor of the workers, or its spec string.
+        down: contractive compressor of the server, or its spec string.
+        lbar: inverse of the step size, to be tuned; above 0.
+        mu: strong convexity of the mean of all ranks' losses, at least 0.
+        p: probability of the coin; by default 1/(omega + 1).
+        tau: momentum of v; by default 1/(omega + 1).
+        gamma0: Gamma at the start.
+        group: the process group; None is the default group.
+        seed: the run's seed, the same on all ranks.
+        samples: number of this rank's samples. If it is given, ranks compare it: the mean of
+            losses over unequal shards is not the loss over all samples.
+        check_deterministic: evaluate the first gradient twice, and require equal bits.
+
+    Raises:
+        SpecError: if a parameter is out of its range, a compressor of the wrong kind, or
+            torch.distributed not initialised.
+        RankMismatchError: on all ranks, if they have been given different arguments.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        up: Compressor | str,
+        down: Compressor | str,
+        *,
+        lbar: float,
+        mu: float,
+        p: float | None = None,
+        tau: float | None = None,
+        gamma0: float = 1.0,
+        group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        samples: int | None = None,
+        check_deterministic: bool = False,
+    ) -> None:
+        super().__init__(params, {})
+        if not dist.is_initialized():
+            raise SpecError("TwoDirection needs torch.distributed: call init_process_group first")
+        self._params: list[Tensor] = self.param_groups[0]["params"]
+        device = self._params[0].device
+        options = dict(up=up, down=down, lbar=lbar, mu=mu, p=p, tau=tau, gamma0=gamma0)
+        self._options = ProcessGroupExchange(group, device).build(
+            "TwoDirection",
+            {**options, "seed": seed, "samples": samples},
+            lambda: self._checked(options, seed, samples),
+            _ADVICE,
+        )
+        self._check_deterministic = check_deterministic
+        self._server = Ranks(group, seed, device)
+        self._server.explain = lambda: self._problem
+        self._method: TwoDirectionMethod | None = None
+        self._verified = False
+        self._loss: Tensor | float = math.nan
+        self._problem = ""
+        self._cause: Exception | None = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after the first group: all parameters are one vector from the start."""
+        if hasattr(self, "_server"):
+            raise SpecError("TwoDirection takes no further parameters: all are one vector")
+        super().add_param_group(param_group)
+
+    @property
+    def traffic(self) -> ServerTraffic:
+        """What this rank's worker and the server have sent each other."""
+        return self._server.traffic
+
+    def step(self, closure: Closure) -> Tensor | float:  # type: ignore[override]
+        """One iteration.
+
+        Args:
+            closure: as for :class:`torch.optim.LBFGS`, over all of this rank's samples. It is
+                called once, or twice where z has moved in the iteration before, which happens with
+                probability p.
+
+        Returns:
+            What the closure returned last: this rank's loss at the method's y, not at its x.
+
+        Raises:
+            NonFiniteError: on all ranks, naming those whose closure returned no finite loss,
+                left no finite gradient, raised, or was found not to be deterministic. The
+                parameters and the method are as before the step.
+            RankMismatchError: on all ranks, at the first step, if their parameters differ.
+        """
+        x = torch.cat([p.detach().reshape(-1) for p in self._params])
+        self._closure, self._problem, self._cause = closure, "", None
+        if not self._verified:
+            content = x.cpu().view(torch.uint8).numpy().tobytes()
+            facts: dict[str, Any] = {"parameters": hashlib.sha256(content).hexdigest()[:12]}
+            facts["step"] = self._method.iterations if self._method else 0
+            self._server.exchange.verify("TwoDirection", facts, _ADVICE)
+            self._verified = True
+        try:
+            self._method = method = self._method or self._build(x)
+            method.step()
+            x = method.solution
+        except NonFiniteError as error:
+            raise error from self._cause
+        finally:
+            self._write(x)
+        return self._loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: each rank saves and loads its own."""
+        held = self._method.state_dict() if self._method else {}
+        step, names = held.get("iterations", 0), list(self._named)
+        vectors = {name: held[name].view(-1) for name in VECTORS if held.get(name) is not None}
+        dense = step * sum(p.nbytes for p in self._params)
+        up, down = self.traffic.up_bytes, self.traffic.down_bytes
+        return {
+            **checkpoint.header(self._spec, self._server.exchange),
+            **{"step": step, "seed": self._server.seed, "scale": 1.0, "flushing": False},
+            **{"groups": [names], "buckets": [names]},
+            "parameters": checkpoint.layout_of(self._named),
+            "traffic": {"sent": up, "received": down, "dense": dense},
+            "slots": {
+                name: {**_kind(name), "tensors": dict(zip(names, self._parts(v), strict=True))}
+                for name, v in vectors.items()
+            },
+            "two_direction": {name: held[name] for name in _SECTION} if held else None,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on bit for bit where :meth:`state_dict` was taken; the parameters are set, too.
+
+        Raises:
+            CheckpointError: if the state is another rank's, or that of other arguments, another
+                model or another number of ranks, or is damaged; nothing has changed then.
+        """
+        self._check(state_dict)
+        self._method, self._verified = None, False
+        self._server.traffic = ServerTraffic()
+        if state_dict["two_direction"] is None:
+            return
+        held = {**state_dict["two_direction"], "iterations": state_dict["step"], "grad_z": None}
+        for name, slot in state_dict["slots"].items():
+            parts = [slot["tensors"][each].reshape(-1) for each in self._named]
+            vector = torch.cat(parts).to(self._params[0].device)
+            held[name] = vector[None] if name in ("h_i", "grad_z") else vector
+        self._method = self._build(held["x"], held)
+        self._write(held["x"])
+
+    def _check(self, state: Any) -> None:
+        """Require a state of this run and rank, whole and possible."""
+        checkpoint.check_header(state, self._spec, self._server.exchange, _FOREIGN)
+        checkpoint.check_engine(state, self._named)
+        section = checkpoint.optional(checkpoint.record(**_SECTION))
+        checkpoint.check(state, checkpoint.record(two_direction=section), "the state dict")
+        saved, step, slots = state["two_direction"], state["step"], state["slots"]
+        kept = [name for name in VECTORS if name != "grad_z" or name in slots] if saved else []
+        named = self._named.items()
+        forms = {name: checkpoint.tensor(tuple(p.shape), p.dtype) for name, p in named}
+        slot = checkpoint.record(tensors=checkpoint.record(**forms))
+        checkpoint.check(slots, checkpoint.dict_of(slot, kept), "slots")
+        problems = {f"seed {state['seed']}": state["seed"] != self._server.seed}
+        for name, each in slots.items():
+            problems[f"the kind of slot '{name}'"] = each | _kind(name) != each
+        if saved:
+            rho, trips = saved["rho"], saved["traffic"]["round_trips"]
+            problems[f"rho {rho}"] = not 0 <= rho <= 1 / self._options["gamma0"]
+            problems[f"{saved['evaluations']} evaluations"] = saved["evaluations"] <= step
+            problems[f"{trips} round trips"] = trips <= step
+        problems[f"step {step}"] = not step and bool(saved and saved["second_is_due"])
+        problems[f"step {step} of a run that has not started"] = bool(step and not saved)
+        found = [problem for problem, holds in problems.items() if holds]
+        if found:
+            raise CheckpointError(f"the checkpoint does not fit this run: {', '.join(found)}")
+
+    @property
+    def _spec(self) -> str:
+        return f"2direction({', '.join(f'{name}={each}' for name, each in self._options.items())})"
+
+    @property
+    def _named(self) -> dict[str, Tensor]:
+        names = self.param_groups[0].get("param_names") or map(str, range(len(self._params)))
+        return dict(zip(names, self._params, strict=True))
+
+    def _build(self, x: Tensor, state: dict[str, Any] | None = None) -> TwoDirectionMethod:
+        options = {**self._options, "state": state}
+        return TwoDirectionMethod(self._gradients, x, self._server, **options)
+
+    def _gradients(self, point: Tensor) -> Tensor:
+        gradient = self._evaluate(point)
+        if self._check_deterministic and not self._problem:
+            again = self._evaluate(point)
+            if not self._problem and not torch.equal(gradient, again):
+                apart = f"two gradients at one point differ by {(gradient - again).abs().max():g}"
+                self._problem = f"its closure is not deterministic: {apart}"
+            self._check_deterministic = bool(self._problem)
+        # The other ranks wait for a message: from it they learn of a problem.
+        return torch.full_like(point, torch.nan)[None] if self._problem else gradient[None]
+
+    def _evaluate(self, point: Tensor) -> Tensor:
+        """The closure's gradient at `point`; any vector where there is a problem."""
+        if self._problem:
+            return point
+        self._write(point)
+        # What an earlier pass left must not pass for this point's gradient.
+        for parameter in self._params:
+            parameter.grad = None
+        try:
+            with torch.enable_grad():
+                self._loss = self._closure()
+            self._problem = self._wrong_with(self._loss)
+        except Exception as error:
+            self._problem, self._cause = f"its closure raised {error!r}", error
+        if self._problem:
+            return point
+        # A parameter that the loss does not touch has no gradient, which means zero.
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params]
+        return torch.cat([grad.reshape(-1) for grad in grads])
+
+    def _wrong_with(self, loss: Tensor | float | None) -> str:
+        if loss is None:
+            return "its closure returned None instead of the loss"
+        value = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        grads = [p.grad for p in self._params if p.grad is not None]
+        if not math.isfinite(value):
+            return f"its closure returned {value:g}"
+        if not grads:
+            return "its closure left no gradient: it must call loss.backward()"
+        if any(grad.layout != torch.strided for grad in grads):
+            return "its closure left a sparse gradient, and all of them are one dense vector"
+        return ""
+
+    @torch.no_grad()
+    def _write(self, x: Tensor) -> None:
+        # In place: whoever shares a parameter's memory sees it move.
+        for p, part in zip(self._params, self._parts(x), strict=True):
+            p.copy_(part)
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        """A vector as one tensor for each parameter, of its shape."""
+        parts = x.split_with_sizes([p.numel() for p in self._params])
+        return [part.view(p.shape) for p, part in zip(self._params, parts, strict=True)]
+
+    def _checked(
+        self, options: dict[str, Any], seed: int, samples: int | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The options with their compressors, and what all ranks must share."""
+        if len(self.param_groups) > 1:
+            raise SpecError("TwoDirection takes one group of parameters: all are one vector")
+        unknown = self.param_groups[0].keys() - {"params", "param_names"}
+        if unknown:
+            raise SpecError(f"TwoDirection's parameters take no options: {', '.join(unknown)}")
+        kinds = {(str(p.dtype), str(p.device)) for p in self._params}
+        if len(kinds) > 1 or not self._params[0].is_floating_point():
+            raise SpecError(
+                "TwoDirection makes one vector of all parameters: they must be of one "
+                f"floating-point dtype on one device, and here are {sorted(kinds)}"
+            )
+        check_seed(seed)
+        if samples is not None:
+            check_count("samples", samples)
+        built = {**options, **{role: _compressor(options[role], role) for role in ("up", "down")}}
+        d = sum(p.numel() for p in self._params)
+        constants(d, **built)
+        facts = {"coordinates": d, "dtype": self._params[0].dtype, "samples": samples}
+        return built, {**facts, **built, "seed": seed}
+
+
+def _compressor(spec: Compressor | str, role: str) -> Compressor:
+    method = parse_aggregator(spec)
+    if isinstance(method, Mean):
+        return method.compressor
+    raise SpecError(f"{role}: '{method}' is a method, and here a compressor is needed", role)
+
+
+def _kind(slot: str) -> dict[str, Any]:
+    # The gradients at z can be computed anew.
+    kind = Kind.CACHE if slot == "grad_z" else Kind.ESTIMATE
+    return {"kind": kind.value, "sharded": False}
