@@ -173,7 +173,9 @@ def test_bytes_are_those_of_the_method(spec):
         local, script = compressed(spec), Script(spec=None)
         local.train(0, 3)
         handle = torchcomp.register(script.model, spec)
+        # Two, because the first search of a threshold has no earlier one to start from.
         script.step(0)
+        script.step(1)
         return local.sync.stats, handle.stats, local.sync.residual_norms()
 
     for local, gradients, norms in on_threads(3, body):
