@@ -102,7 +102,10 @@ GOOD = {
     "dict": (dict_of(count), [{}, {"a": 1}]),
     "dict of two": (dict_of(count, ("a", "b")), [{"b": 1, "a": 2}]),
     "record": (record(a=count, b=text), [{"a": 1, "b": "", "more": None}]),
-    "tensor": (tensor(), [torch.zeros(2), torch.zeros((), dtype=torch.int64), torch.zeros(0).half()]),
+    "tensor": (
+        tensor(),
+        [torch.zeros(2), torch.zeros((), dtype=torch.int64), torch.zeros(0).half()],
+    ),
     "tensor of a shape": (tensor((2, 3)), [torch.zeros(2, 3), torch.zeros(3, 2).t()]),
     "tensor of a dtype": (tensor(dtype=torch.int64), [torch.zeros(2, dtype=torch.int64)]),
     "tensor of a size": (tensor(numel=4), [torch.zeros(2, 2)]),
@@ -248,7 +251,9 @@ def test_slot_of_another_kind_is_refused():
 
 
 def layout(**shapes):
-    return {name: {"shape": list(shape), "stride": [1] * len(shape)} for name, shape in shapes.items()}
+    return {
+        name: {"shape": list(shape), "stride": [1] * len(shape)} for name, shape in shapes.items()
+    }
 
 
 def test_check_engine_names_every_difference():

@@ -163,7 +163,11 @@ def test_random_specs_cover_the_registry():
         ("ef(compressor=topk(0.5))", EF(TopK(0.5)), "ef(topk(0.5))"),
         ("ef(topk(.5), 'sharded')", EF(TopK(0.5), "sharded"), 'ef(topk(0.5), exchange="sharded")'),
         # The words of the release before.
-        ("ef(topk(.5), 'gather')", EF(TopK(0.5), "allgather"), 'ef(topk(0.5), exchange="allgather")'),
+        (
+            "ef(topk(.5), 'gather')",
+            EF(TopK(0.5), "allgather"),
+            'ef(topk(0.5), exchange="allgather")',
+        ),
         ("mean(exchange='sum')", Mean(exchange="allreduce"), 'mean(exchange="allreduce")'),
         (
             "bidirectional(topk(.5), topk(k=3))",
@@ -282,7 +286,10 @@ def refusal(text, parse=torchcomp.parse):
         ("ef(topk(k=5), exchange=^'sum')", 'topk selects per rank: use exchange="allgather"'),
         ("mean(quantize('int8'), exchange=^'sharded')", "makes one for the whole bucket"),
         ("bidirectional(topk(k=5), ^quantize('int8'), 'exact')", 'with selection="shard" it works'),
-        ("bidirectional(topk(k=5), topk(k=5), ^'whole')", 'selection must be one of "exact", "shard"'),
+        (
+            "bidirectional(topk(k=5), topk(k=5), ^'whole')",
+            'selection must be one of "exact", "shard"',
+        ),
         ("ef(^randk(0.1, unbiased=True))", "contractive compressor, and randk(0.1, unbiased=True)"),
         ("ef(^ef(topk(0.1)))", "ef takes a compressor such as topk(0.01), not the aggregator 'ef("),
         (

@@ -175,5 +175,7 @@ def test_changed_states_are_not_redistributed_or_load_where_they_are_whole():
     for path, number, changed in mutated(states[0]):
         if path[:2] != ("slots", "error"):
             with contextlib.suppress(CheckpointError):
-                for averager, state in zip(fresh, redistribute([changed, states[1]], 3), strict=True):
+                for averager, state in zip(
+                    fresh, redistribute([changed, states[1]], 3), strict=True
+                ):
                     averager.load_state_dict(state)
