@@ -34,7 +34,8 @@ included. Designs of the pass that were tried, at 1 %, each by itself and not as
   does not vectorise the comparison;
 - 64 entries compared at once, the addition in a loop over absolute indices: 78 us for 100,000
   entries on one thread, of which the addition, not vectorised either, takes 62;
-- the same with the addition over slices, as it is now: 28 us;
+- the same with the addition over slices: 28 us;
+- both in plain Numba loops over blocks of 256 to 2,048: encoding takes 1.2 to 1.7 times as long;
 - candidates' memory from NumPy instead of torch: cold 20 to 40 ms at n = 25e6 instead of 20,
   because NumPy asks for huge pages.
 
@@ -44,16 +45,17 @@ to back, in passes (1.9 ms on two threads):
 - message after message, all indices decoded to int64 before they are added: 9;
 - checked first, then decoded once more for each block of the vector while adding: 2.4;
 - decoded to 32 bits in one loop that takes and checks bit after bit, then added in blocks: 2.1;
-- the same in three loops, as it is now: 1.9. Blocks of 64 KiB to 1 MiB take the same time, and to
-  load or prefetch each block beforehand makes it slower.
+- the same in three loops: 1.9, now to 64 bits. Blocks of 64 KiB to 1 MiB take the same time, and
+  to load or prefetch each block beforehand makes it slower.
 
 What changed the selection in training (four processes of one thread each on four cores, the vectors
 of ResNet-18's shards, 1 %, caches emptied; milliseconds of CPU a step, 16.8 before, 8.2 after):
 
 - bounds that follow how much thresholds move: of the warm guesses 41 % were too tight, now 5 %;
 - adding and comparing in one vector loop, the first digit counted on the way: 17.1 to 10.7;
-- stores that pass the caches by, above 512 KiB: 10.7 to 9.0; prefetching with them: 9.0 to 8.2;
-- one compiled call for a whole selection: 60 to 20 us of fixed cost a call.
+- stores that pass the caches by, above 512 KiB: 10.7 to 9.0; prefetching with them: 9.0 to 8.2.
+  Both are gone again: on another machine encoding gained 1.0 to 1.25 and 1.0 to 1.17 times;
+- two compiled calls for a whole selection: 60 to 20 us of fixed cost a call.
 
 A radix histogram of the whole vector as the cold start needs no guess, but three more passes; a
 sample of 32,768 entries takes a twelfth of one pass at n = 25e6.
@@ -78,7 +80,7 @@ from torch import Tensor
 
 from torchcomp.compressors import TopK
 from torchcomp.kernels import pool, select_torch
-from torchcomp.kernels.select import Warm
+from torchcomp.kernels.select import Scratch
 from torchcomp.keys import Key
 
 SIZES = (100_000, 1_000_000, 10_000_000, 25_000_000)
@@ -113,7 +115,7 @@ def measure(n: int, ratio: float, steps: int) -> dict[str, float]:
         memory_speed(clock, run)
         for step in range(steps + 2):
             if start == "cold":
-                run.warm = Warm()
+                run.scratch = Scratch()
             run.step(clock if step >= 2 else Clock(), start)
     decode(clock, run, steps)
     baselines(clock, run, slow=ratio == 0.01)
@@ -129,7 +131,7 @@ class Training:
         self.generator = torch.Generator().manual_seed(0)
         self.scale = 0.1 + 0.9 * (torch.rand(n, generator=self.generator) < 0.1)
         self.topk = TopK(ratio)
-        self.warm = Warm()
+        self.scratch = Scratch()
         self.messages: deque[tuple[Tensor, ...]] = deque(maxlen=8)
         # Written, because pages that never were are all one page of zeros, and fast to read.
         self.g, self.e, self.x = (torch.zeros(n).fill_(value) for value in (1.0, 0.0, 0.0))
@@ -138,7 +140,7 @@ class Training:
         self.g.normal_(generator=self.generator).mul_(self.scale)
         g, e, x = self.g, self.e, self.x
         begin = time.perf_counter()
-        index = clock(f"select {start}", lambda: self.topk.select_sum(g, e, x, self.warm))
+        index = clock(f"select {start}", lambda: self.topk.select_sum(g, e, x, self.scratch))
         message = clock("message", lambda: self.topk.compress_entries(x, index, KEY))
         clock("subtract", lambda: self.topk.subtract(message, x, KEY, index))
         clock.times[f"encode {start}"].append((time.perf_counter() - begin) * 1e3)

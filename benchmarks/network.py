@@ -204,7 +204,7 @@ def record(
         told = f"{row['seconds']:9.2f} s to {row['accuracy']:.3f}"
     else:
         row |= steps_columns(result["ranks"], counted=not arguments.loopback)
-        told = f"{row['step_ms']:9.1f} ms, {row['payload_bytes'] or 0:12,.0f} bytes a step"
+        told = f"{row['step_ms']:9.1f} ms, {row['payload_bytes'] or 0:12,.0f} bytes per step"
     table.add(row)
     where = f"{link.hosts:2} hosts {link.mbit:4} Mbit/s {model:8}"
     print(f"{where} {told}  {result['method']}", flush=True)
@@ -251,7 +251,7 @@ def _ms(seconds: float) -> float:
 
 
 def loopback(arguments: argparse.Namespace) -> list[str]:
-    """Two ranks without shaping, every method in every round; one row a method and round."""
+    """Two ranks without shaping, every method in every round; one row per method and round."""
     table, link = table_of(arguments), Link(hosts=2, mbit=0, delay_us=0)
     failures = []
     for model in arguments.models:

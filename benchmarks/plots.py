@@ -59,7 +59,7 @@ def _step_panel(axes: Any, steps: StepRows, link: tuple[str, int, int]) -> None:
         _label_bar(axes, place, end, limit, note)
     axes.set_yticks(range(len(methods)), [short(method) for method in methods], fontsize=8)
     axes.set_title(f"{link[0]}, {link[1]} hosts, {link[2]:,} Mbit/s", fontsize=10)
-    axes.set(xlim=(0, limit), xlabel="milliseconds a step")
+    axes.set(xlim=(0, limit), xlabel="milliseconds per step")
 
 
 def _label_bar(axes: Any, place: int, end: float, limit: float, note: str) -> None:
@@ -83,7 +83,7 @@ def traffic(steps: StepRows) -> Any:
         axes.set_xticks(steps.values(1), [str(hosts) for hosts in steps.values(1)], minor=False)
         axes.xaxis.set_minor_locator(_none())
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("bytes of payload that a rank sends in a step")
+    panels[0].set_ylabel("bytes of payload that a rank sends per step")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9)
     return figure

@@ -104,7 +104,7 @@ asynchronous calls).
 """
 
 _BYTES_TEXT = """
-Bytes of payload that a rank sends in a step, as the kernel counts them: bytes of the interface's
+Bytes of payload that a rank sends per step, as the kernel counts them: bytes of the interface's
 queue minus 66 bytes of headers for each packet, which takes the acknowledgements out as well. They
 contain gloo's own headers and all control messages.
 
@@ -139,7 +139,7 @@ Conditions: {distinct("device")}, {distinct("cpus")} cores shared by all hosts; 
 {days[0]} to {days[-1]}. One process a host with one thread; hosts are network namespaces whose
 links are shaped both ways, {delays} ms one way; TCP cubic. Of scikit-learn's digits, ResNet-18
 ({parameters(rows, "resnet18")} parameters) sees images of 32 pixels, the small CNN
-({parameters(rows, "smallcnn")} parameters) of 8; {distinct("batch")} images a rank and step.
+({parameters(rows, "smallcnn")} parameters) of 8; {distinct("batch")} images per rank and step.
 PowerSGD is PyTorch's hook with its defaults and one bucket (`bucket_cap_mb`), because with two it
 hangs on gloo; bf16 is PyTorch's hook, which DDP refuses beside gloo by its name alone; naive TopK
 is error feedback with `torch.topk`, fp32 values and int32 indices, 1 %.
@@ -323,8 +323,8 @@ def counted_text(steps: StepRows) -> str:
     heads = ["method", "model", "hosts", "Mbit/s", "kernel, payload", "`handle.stats`", "apart"]
     text = """
 `handle.stats` counts the messages themselves. gloo's headers (of every send, so they grow with the
-number of collectives and ranks) and the control messages come on top, which shows where messages
-are small.
+number of collectives and ranks) and the few numbers that conclude a step come on top, which shows
+where messages are small.
 """
     return f"{text.strip()}\n\n{markdown(heads, rows)}" if rows else ""
 
@@ -352,7 +352,7 @@ def accuracy_table(reached: list[Reached]) -> str:
         missed = f", {one.missed} missed" if one.missed else ""
         cells = [f"{one.mbit}", f"{one.seconds:.2f}", f"{one.steps:.0f}", f"{one.megabytes:.3f}"]
         rows.append([f"`{one.method}`", *cells, f"{one.rate:g}", f"{one.runs}{missed}"])
-    return markdown(["method", "Mbit/s", "seconds", "steps", "MB a rank", "rate", "runs"], rows)
+    return markdown(["method", "Mbit/s", "seconds", "steps", "MB per rank", "rate", "runs"], rows)
 
 
 def loopback_text(results: Path) -> str:

@@ -61,9 +61,9 @@ def text(path: Path) -> str:
     return f"""
 One process, {_threads(found)} threads, fp32 ({row["device"]}, torch {row["torch"]}, Numba
 {row["numba"]}, {row["date"]}). *Encode* is all that error feedback with `topk` does before it
-sends: add the memory, select exactly, gather the values, code the indices, take out what is sent;
+sends: add the residual, select exactly, gather the values, code the indices, take out what is sent;
 *cold* without, and *warm* with what the last step left. It is given in multiples of the memory
-floor, the time in which 12 bytes an entry are moved at the speed of a copy in the same run; so are
+floor, the time in which 12 bytes per entry are moved at the speed of a copy in the same run; so are
 the alternatives. *Decode 8* adds 8 messages up, in multiples of one dense pass over the vector,
 both after a new gradient was drawn and the vector set to zero, as in a step; *repeated*, both back
 to back with nothing between.

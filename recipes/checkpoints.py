@@ -1,7 +1,7 @@
-"""Checkpoints that survive a kill at any moment: one file a rank, valid once all are written.
+"""Checkpoints that survive a kill at any moment: one file per rank, valid once all are written.
 
 Between two synchronisations of local steps the ranks' weights differ, and so do their optimizers,
-error memories and random numbers: every rank saves its own. A set counts only when its marker
+residuals and random numbers: every rank saves its own. A set counts only when its marker
 exists, and rank 0 writes the marker after every rank has finished its file.
 """
 

@@ -60,7 +60,7 @@ class Dense:
         return steps
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return this rank's error memory or local progress."""
+        """Return this rank's residual or local progress."""
         return None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:

@@ -61,7 +61,7 @@ def describe(settings: Settings, ranks: int) -> str:
     rows = {
         "model": f"{settings.model}, {weights:,} parameters",
         "images": f"{known.train_images:,} to train, {known.test_images:,} to test",
-        "ranks": f"{ranks}, {settings.batch_size // ranks} images each a step",
+        "ranks": f"{ranks}, {settings.batch_size // ranks} images each per step",
         "steps": f"{total:,} ({settings.epochs} epochs of {per_epoch:,})",
         "learning rate": f"{rate(0):g} first, {peak:g} at most, {rate(total - 1):g} last",
         "synchronisations": f"{cost.exchanges:,}",

@@ -106,7 +106,7 @@ def read(folder: Path) -> Result:
 
 def table(results: dict[str, list[Result]]) -> str:
     """Return the comparison as text, at most 60 columns wide."""
-    rows = [("method", "accuracy", "bytes a step", "syncs", "less")]
+    rows = [("method", "accuracy", "bytes per step", "syncs", "less")]
     for name, runs in results.items():
         first = runs[0].summary
         saved = first["dense_bytes_per_step"] / first["bytes_per_step"]

@@ -23,7 +23,7 @@ class Settings:
         choices=("auto", "ffcv", "torchvision"),
     )
     workers: int = option(
-        0, "loader threads or processes a rank (0: as many as --threads)", least=0
+        0, "loader threads or processes per rank (0: as many as --threads)", least=0
     )
     image_size: int = option(
         0, "photographs: pixels a side (0: the data set's, which is 224)", least=0
@@ -45,7 +45,7 @@ class Settings:
     )
 
     epochs: int = option(20, "passes over the training set", least=1)
-    batch_size: int = option(64, "images a step, over all ranks", least=1)
+    batch_size: int = option(64, "images per step, over all ranks", least=1)
     accumulate: int = option(1, "micro-batches that a rank splits its batch into", least=1)
     optimizer: str = option("sgd", "sgd or adamw", choices=("sgd", "adamw"))
     momentum: float = option(0.9, "sgd's momentum", least=0, below=1)
@@ -79,7 +79,7 @@ class Settings:
 
     device: str = option("auto", "auto is cuda where there is one", choices=("auto", "cpu", "cuda"))
     amp: str = option("off", "autocast to bf16 or fp16", choices=("off", "bf16", "fp16"))
-    threads: int = option(0, "torch's threads a rank (0: this machine's cores shared)", least=0)
+    threads: int = option(0, "torch's threads per rank (0: this machine's cores shared)", least=0)
     deterministic: bool = option(True, "cuda: only cuDNN's repeatable algorithms, at some cost")
     seed: int = option(0, "of weights, order and augmentation", least=0, most=2**63 - 1)
 

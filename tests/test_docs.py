@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 import torchcomp
 from tests.support.codecs import codec_of, packed
 from tests.support.ranks import on_processes
+from torchcomp import Averager
 from torchcomp.keys import Key
 
 ROOT = Path(__file__).parent.parent
 SCRIPT_ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 README = (ROOT / "README.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -49,6 +52,7 @@ def test_readme_diff_adds_an_import_and_one_line_and_runs(diff: str, tmp_path: P
 
 def run_readme(folder: str) -> str:
     os.chdir(folder)
+    torch.manual_seed(0)  # Averager takes weights as they are; DDP copies rank 0's.
     model = DistributedDataParallel(nn.Linear(8, 3))
     data = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(3)]
     names = {
@@ -69,11 +73,16 @@ def test_readme_python_blocks_run_and_print_what_they_show(tmp_path: Path) -> No
     assert f"```\n{shown}\n```" in README
 
 
+def contributed(block: int, name: str) -> dict[str, Any]:
+    """What a block of CONTRIBUTING.md defines as the module `name`."""
+    names: dict[str, Any] = {"__name__": name}
+    exec(blocks(CONTRIBUTING, "python")[block], names)
+    return names
+
+
 def test_contributing_adds_a_compressor(monkeypatch: pytest.MonkeyPatch) -> None:
-    names: dict[str, object] = {"__name__": "sign"}
-    (source,) = blocks((ROOT / "CONTRIBUTING.md").read_text(), "python")
-    exec(source, names)
-    monkeypatch.setitem(torchcomp.spec.COMPONENTS, "sign", names["Sign"])
+    sign = contributed(0, "sign")["Sign"]
+    monkeypatch.setitem(torchcomp.spec.COMPONENTS, "sign", sign)
     compressor = torchcomp.parse("ef(sign)").compressor
     x = torch.tensor([3.0, -1.0, 0.0])
     codec = codec_of(compressor, (3,))
@@ -82,3 +91,57 @@ def test_contributing_adds_a_compressor(monkeypatch: pytest.MonkeyPatch) -> None
     codec.accumulate([message], decoded, Key(0))
     torch.testing.assert_close(decoded, torch.tensor([4 / 3, -4 / 3, 0.0]))
     assert codec.nbytes == 3 + 4
+
+
+def test_contributing_adds_an_aggregator(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = contributed(1, "plain_ef")["PlainEF"]
+    monkeypatch.setitem(torchcomp.spec.COMPONENTS, "plain_ef", plain)
+
+    def body(exchange: torchcomp.InProcessExchange) -> None:
+        generator = torch.Generator().manual_seed(exchange.rank)
+        specs = ("plain_ef(topk(0.25))", "ef(topk(0.25))")
+        ours, theirs = (Averager(spec, exchange, {"w": torch.zeros(20)}) for spec in specs)
+        for step in range(4):
+            gradient = torch.randn(20, generator=generator)
+            means = {"w": gradient.clone()}, {"w": gradient}
+            ours.average_all(means[0])
+            theirs.average_all(means[1])
+            assert torch.equal(means[0]["w"], means[1]["w"])
+            assert ours.residual_norms() == theirs.residual_norms()
+            # A resumed run goes on as if nothing had been.
+            if step == 1:
+                state = ours.state_dict()
+                ours = Averager(specs[0], exchange, {"w": torch.zeros(20)})
+                ours.load_state_dict(state)
+        assert ours.stats == theirs.stats
+        plan = torchcomp.explain(specs[0], numel=20, world_size=exchange.world_size)
+        assert plan.bytes_sent == ours.stats.bytes_sent > 0
+
+    torchcomp.run_in_process(3, body)
+
+
+def test_contributing_averages_in_a_loop() -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = [
+        (torch.randn(4, 8, generator=generator), torch.randint(3, (4,), generator=generator))
+        for _ in range(12)
+    ]
+    first, *others = contributed(2, "loop")["train"]("ef(topk(0.25))", 3, data)
+    assert first.weight.abs().sum() > 0
+    for model in others:
+        assert torch.equal(first.weight, model.weight)
+        assert torch.equal(first.bias, model.bias)
+
+
+def test_architecture_names_every_module_and_every_key_of_a_state() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = [row for row in text.partition("## Layers")[2].splitlines() if row.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)/?`", row.split("|")[1])}
+    package = Path(torchcomp.__file__).parent
+    modules = {path.stem for path in package.glob("*.py")}
+    assert named == modules | {path.parent.name for path in package.glob("*/__init__.py")}
+    (form,) = [block for block in re.findall(r"```\n(.*?)```", text, re.DOTALL) if "slots" in block]
+    (state,) = torchcomp.run_in_process(
+        1, lambda exchange: Averager("ef(topk(0.5))", exchange, {"w": torch.ones(4)}).state_dict()
+    )
+    assert set(state) <= set(re.findall(r'"(\w+)"', form))

@@ -407,7 +407,7 @@ def test_warmup_may_begin_at_a_rate_of_zero():
     ids=str,
 )
 def test_a_fixed_period_does_not_read_the_rate(schedule, expected):
-    assert not schedule.reads_rate
+    assert not schedule.reads_lr
     assert sync_steps(schedule, lr=lambda step: 0.0, total_steps=5) == expected
 
 

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import torchcomp
-from torchcomp.aggregators import AGGREGATORS, EF, Bidirectional, Mean
+from torchcomp.aggregators import AGGREGATORS, DGC, EF, EF21, Bidirectional, Mean, PowerSGD
 from torchcomp.aggregators.one_way import COLLECTIVES
 from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, TopK
 from torchcomp.errors import SpecError
@@ -77,7 +77,9 @@ def one_way_aggregators(draw):
 
 
 def aggregators():
-    return one_way_aggregators() | bidirectionals
+    powersgds = st.builds(PowerSGD, counts, positive, memory_dtypes)
+    dgcs = st.builds(DGC, topks, st.just("auto"), shares, st.booleans(), st.just(0), memory_dtypes)
+    return one_way_aggregators() | bidirectionals | powersgds | dgcs | st.builds(EF21, contractive)
 
 
 caps = st.one_of(st.none(), st.integers(10**12, 10**15))
@@ -138,6 +140,7 @@ def test_a_bare_compressor_means_its_mean(compressor):
 
 def test_random_specs_cover_the_registry():
     covered = {Identity, TopK, RandK, Cast, Quantize, Mean, EF, Bidirectional}
+    covered |= {PowerSGD, EF21, DGC}
     covered |= {Every, QSR, Power, PostLocal, Swap}
     covered |= {SlowMo, Nesterov}
     known = [*COMPRESSORS, *AGGREGATORS, *SCHEDULES, *OUTER_STEPS]
@@ -219,7 +222,7 @@ def refusal(text, parse=torchcomp.parse):
         ("ef(^topp(0.1))", "unknown name 'topp'; did you mean 'topk'?"),
         (
             "^zzz",
-            "unknown name 'zzz'; methods: bidirectional, cast, ef, identity, mean",
+            "unknown name 'zzz'; methods: bidirectional, cast, dgc, ef, ef21, identity, mean",
         ),
         ("ef(^zzz)", "unknown name 'zzz'; compressors: cast, identity, quantize, randk, topk"),
         ("ef(^power1)", "unknown name 'power1'; compressors: "),
@@ -337,8 +340,8 @@ def test_a_decimal_comma_is_answered_with_the_point():
 @pytest.mark.parametrize(
     ("text", "parse", "hint"),
     [
-        ("powersgd(1)", torchcomp.parse, "did you mean 'power'?"),
-        ("powersgd(1)", parse_aggregator, "methods: bidirectional, "),
+        ("qsrs(1)", torchcomp.parse, "did you mean 'qsr'?"),
+        ("qsrs(1)", parse_aggregator, "methods: bidirectional, "),
         ("tpk(0.1)", parse_aggregator, "did you mean 'topk'?"),
         ("tpk(0.1)", parse_schedule, "schedules: every, "),
         ("tpk(0.1)", parse_outer_step, "outer steps: nesterov, slowmo"),

@@ -21,6 +21,8 @@ from torchcomp.errors import (
 )
 from torchcomp.exchange import Exchange, InProcessExchange, ProcessGroupExchange, run_in_process
 from torchcomp.explain import explain, sync_steps
+from torchcomp.jointspar import JointSpar
+from torchcomp.local_sgd import LocalSGD
 from torchcomp.plan import Plan
 from torchcomp.spec import parse
 from torchcomp.stats import Stats

@@ -110,6 +110,7 @@ class Averager:
         self._watch = FiniteWatch(exchange)
         # Whether a rank alone has loaded a checkpoint shows only when all ranks look.
         self._verified = False
+        self._flushing = False
         self.use(aggregator)
 
     @property

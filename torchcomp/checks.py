@@ -1,7 +1,8 @@
 """What is asked of an option's value, with one wording of errors for the whole package.
 
 Each check takes the option's name, its value and, where the option belongs to something that has a
-name of its own, that name as `owner`. NumPy's numbers are numbers here, and booleans are not.
+name of its own, that name as `owner`; it raises SpecError, naming the option and its value. NumPy's
+numbers are numbers here, and booleans are not.
 """
 
 import math
@@ -30,81 +31,49 @@ def is_number(value: object) -> TypeGuard[float]:
 def check_count(
     name: str, value: object, least: int = 1, most: int | None = None, *, owner: str = ""
 ) -> None:
-    """Require a whole number of at least `least`, and of at most `most`.
-
-    Raises:
-        SpecError: naming it and its value.
-    """
+    """Require a whole number of at least `least`, and of at most `most`."""
     bounds = f"of at least {least}" if most is None else f"from {least} to {most:,}"
     holds = is_whole(value) and least <= value and (most is None or value <= most)
     _require(holds, name, f"a whole number {bounds}", value, owner)
 
 
 def check_positive(name: str, value: object, *, owner: str = "") -> None:
-    """Require a finite number above zero.
-
-    Raises:
-        SpecError: naming it and its value.
-    """
+    """Require a finite number above zero."""
     holds = is_number(value) and value > 0
     _require(holds, name, "a finite number above 0", value, owner)
 
 
 def check_at_least_0(name: str, value: object, *, owner: str = "") -> None:
-    """Require a finite number that is not negative.
-
-    Raises:
-        SpecError: naming it and its value.
-    """
+    """Require a finite number that is not negative."""
     holds = is_number(value) and value >= 0
     _require(holds, name, "a finite number of at least 0", value, owner)
 
 
 def check_fraction(name: str, value: object, *, owner: str = "") -> None:
-    """Require a number above 0 and at most 1.
-
-    Raises:
-        SpecError: naming it and its value.
-    """
+    """Require a number above 0 and at most 1."""
     holds = is_number(value) and 0 < value <= 1
     _require(holds, name, "a number above 0 and at most 1", value, owner)
 
 
 def check_share(name: str, value: object, *, owner: str = "") -> None:
-    """Require a number from 0 to 1.
-
-    Raises:
-        SpecError: naming it and its value.
-    """
+    """Require a number from 0 to 1."""
     holds = is_number(value) and 0 <= value <= 1
     _require(holds, name, "a number from 0 to 1", value, owner)
 
 
 def check_momentum(name: str, value: object, *, owner: str = "") -> None:
-    """Require a number from 0 to below 1, with which a geometric sum stays finite.
-
-    Raises:
-        SpecError: naming it and its value.
-    """
+    """Require a number from 0 to below 1, with which a geometric sum stays finite."""
     holds = is_number(value) and 0 <= value < 1
     _require(holds, name, "a number from 0 to below 1", value, owner)
 
 
 def check_flag(name: str, value: object, *, owner: str = "") -> None:
-    """Require True or False.
-
-    Raises:
-        SpecError: naming it and its value.
-    """
+    """Require True or False."""
     _require(isinstance(value, bool), name, "True or False", value, owner)
 
 
 def check_choice(name: str, value: object, choices: Iterable[str], *, owner: str = "") -> None:
-    """Require a text that is one of `choices`.
-
-    Raises:
-        SpecError: naming it, its value and the choices.
-    """
+    """Require a text that is one of `choices`."""
     known = tuple(choices)
     listed = ", ".join(f'"{choice}"' for choice in known)
     _require(isinstance(value, str) and value in known, name, f"one of {listed}", value, owner)

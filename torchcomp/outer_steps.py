@@ -1,4 +1,4 @@
-"""Outer steps: what turns the mean progress of a round into new shared parameters.
+"""Outer steps: what turns the mean pseudo-gradient of a round into new shared parameters.
 
 x is what all ranks started the round from, and m the mean over the ranks of what their local steps
 added to it. A plain average is x + m. The steps below see -m as the gradient of one step of an
@@ -20,22 +20,22 @@ class OuterStep(Component):
     """A step from the shared parameters of one round to those of the next.
 
     Class attributes:
-        reads_rate: whether the learning rate of the local steps enters.
+        reads_lr: whether the learning rate of the local steps enters.
     """
 
     kind: ClassVar[str] = "outer step"
     positional: ClassVar[int] = 0
-    reads_rate: ClassVar[bool] = False
+    reads_lr: ClassVar[bool] = False
 
     @abstractmethod
-    def apply(self, x: Tensor, m: Tensor, u: Tensor, rate: float) -> None:
+    def apply(self, x: Tensor, m: Tensor, u: Tensor, lr: float) -> None:
         """Take the step in place.
 
         Args:
             x: 1-D, the parameters at the start of the round; replaced by those of the next.
-            m: 1-D, mean over the ranks of the round's progress; overwritten.
+            m: 1-D, mean pseudo-gradient of the round; overwritten.
             u: 1-D, the momentum; replaced by the next.
-            rate: mean learning rate of the round's local steps, if the class reads it, else 0.
+            lr: mean learning rate of the round's local steps, if the class reads it, else 0.
         """
 
 
@@ -60,7 +60,7 @@ class SlowMo(OuterStep):
     """
 
     name: ClassVar[str] = "slowmo"
-    reads_rate: ClassVar[bool] = True
+    reads_lr: ClassVar[bool] = True
 
     beta: float = 0.7
     alpha: float = 1.0
@@ -69,11 +69,11 @@ class SlowMo(OuterStep):
         check_momentum("beta", self.beta, owner=self.name)
         check_positive("alpha", self.alpha, owner=self.name)
 
-    def apply(self, x: Tensor, m: Tensor, u: Tensor, rate: float) -> None:
+    def apply(self, x: Tensor, m: Tensor, u: Tensor, lr: float) -> None:
         u.mul_(self.beta)
-        if rate > 0:
-            u.sub_(m, alpha=1 / rate)
-        x.sub_(u, alpha=self.alpha * rate)
+        if lr > 0:
+            u.sub_(m, alpha=1 / lr)
+        x.sub_(u, alpha=self.alpha * lr)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Nesterov(OuterStep):
         check_positive("lr", self.lr, owner=self.name)
         check_momentum("momentum", self.momentum, owner=self.name)
 
-    def apply(self, x: Tensor, m: Tensor, u: Tensor, rate: float) -> None:
+    def apply(self, x: Tensor, m: Tensor, u: Tensor, lr: float) -> None:
         u.mul_(self.momentum).sub_(m)
         x.sub_(m.neg_().add_(u, alpha=self.momentum), alpha=self.lr)
 

@@ -142,7 +142,7 @@ class TimeModel:
             ScheduleError: if the schedule cannot use a rate.
         """
         schedule = parse_schedule(spec)
-        if lr is None and schedule.reads_rate:
+        if lr is None and schedule.reads_lr:
             raise SpecError(f"the time of '{schedule}' needs lr=, a function of the step")
         rate = lr or (lambda step: 1.0)
         syncs = len(synchronisations(schedule, rate, Horizon(total_steps, warmup_steps)))

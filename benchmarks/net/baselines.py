@@ -16,24 +16,24 @@ def no_op(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.
 class NaiveTopK:
     """TopK with error feedback as it is usually written: torch.topk, two all-gathers, no overlap.
 
-    fp32 values and int32 indices, 8 bytes an entry. The memory goes by the bucket's index, which
-    DDP's regrouping after the first step would mix up; the memory starts with the second.
+    fp32 values and int32 indices, 8 bytes per entry. The residual goes by the bucket's index, which
+    DDP's regrouping after the first step would mix up; the residual starts with the second.
     """
 
     def __init__(self, ratio: float) -> None:
         self.ratio = ratio
-        self.memory: dict[tuple[int, int], Tensor] = {}
+        self.residual: dict[tuple[int, int], Tensor] = {}
 
     def exchange(self, bucket: dist.GradBucket) -> None:
         gradient = bucket.buffer()
-        memory = self.memory.setdefault(
+        residual = self.residual.setdefault(
             (bucket.index(), gradient.numel()), torch.zeros_like(gradient)
         )
-        memory.add_(gradient)
+        residual.add_(gradient)
         count = max(1, round(self.ratio * gradient.numel()))
-        indices = memory.abs().topk(count, sorted=False).indices
-        values = memory[indices]
-        memory[indices] = 0
+        indices = residual.abs().topk(count, sorted=False).indices
+        values = residual[indices]
+        residual[indices] = 0
         gradient.zero_()
         for theirs, places in zip(gathered(values), gathered(indices.int()), strict=True):
             gradient.index_add_(0, places, theirs)

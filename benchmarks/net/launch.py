@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from net.job import Job
 
 _BENCHMARKS = Path(__file__).parents[1]
-# One thread a rank; idle threads that spin would take the core from another rank.
+# One thread per rank; idle threads that spin would take the core from another rank.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
 _TAIL = 15
 
@@ -36,7 +36,7 @@ def results(job: Job, prefixes: list[list[str]]) -> Iterator[dict[str, Any]]:
 
 
 def lines_of(commands: list[list[str]], interface: str, timeout: float) -> Iterator[dict[str, Any]]:
-    """Run one command a rank; yield the lines of JSON that the first prints, as they come.
+    """Run one command per rank; yield the lines of JSON that the first prints, as they come.
 
     Args:
         commands: by rank.

@@ -78,9 +78,9 @@ def _run(
     """Return accuracy, loss and the late union of one run; a run that diverges scores 0."""
     model = problem.build(seed)
     compressed = method != "dense"
-    with Workers(model, METHODS[method], count, watch=compressed) as workers:
-        log = UnionLog(workers)
-        after = log if compressed else None
-        if not train(problem, workers, model, lr=lr, steps=steps, seed=seed, after_step=after):
-            return 0.0, float("inf"), 0.0
+    workers = Workers(model, METHODS[method], count, watch=compressed)
+    log = UnionLog(workers)
+    after = log if compressed else None
+    if not train(problem, workers, model, lr=lr, steps=steps, seed=seed, after_step=after):
+        return 0.0, float("inf"), 0.0
     return *evaluate(model, judged), log.late if compressed else 0.0

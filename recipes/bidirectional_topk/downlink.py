@@ -5,20 +5,20 @@ from dataclasses import asdict, dataclass
 
 import torch
 from problems import Problem
-from simulation import SimulatedExchange, Workers
+from simulation import LoggedExchange, Workers
 from training import train
 
-from torchcomp.aggregators.base import Shape
-from torchcomp.spec import parse_aggregator
+from torchcomp import Plan, explain
+from torchcomp.compressors import TopK
 
 RATIO = 0.001
 LR = 0.1
 _TOPK = f'topk({RATIO}, scope="model")'
 DENSE = "mean"
-# All three routes of error feedback have one result; gathering is the fastest to simulate.
-ONE_WAY = f'ef({_TOPK}, exchange="gather")'
+# Both routes of error feedback have one result; the all-gather is the faster one to simulate.
+ONE_WAY = f'ef({_TOPK}, exchange="allgather")'
 SHARDED = f'ef({_TOPK}, exchange="sharded")'
-BOTH_WAYS = f"bidirectional({_TOPK}, {_TOPK})"
+BOTH_WAYS = f'bidirectional({_TOPK}, {_TOPK}, selection="exact")'
 BY_SHARD = f'bidirectional({_TOPK}, {_TOPK}, selection="shard")'
 WATCHED = {"unidirectional": ONE_WAY, "bidirectional": BOTH_WAYS}
 # Steps of ordinary training by one worker before the measurement. At the start all gradients point
@@ -38,7 +38,8 @@ class Downlink:
         union_bytes: a server's message of the union, or of all d values where that is smaller.
         answer_bytes: a server's message of the K entries that are left of it.
         up, down, control: bytes that a rank received in the last step, counted by its exchange:
-            for its shard, as answers, and to agree on counts and thresholds; mean over the ranks.
+            for its shard, as downlink messages, and for counts and the search for the threshold;
+            mean over the ranks.
         up_most: the most that a rank received for its shard.
         by_shard: bytes that a rank receives in all with selection="shard".
         gather, sharded: the same under error feedback without compression on the way back, by its
@@ -91,7 +92,7 @@ class UnionLog:
 
     def __call__(self, step: int) -> None:
         """Note the step that has just been taken."""
-        masks = torch.stack([torch.cat(support) for support in self.workers.supports])
+        masks = torch.stack([torch.cat(list(each.values())) for each in self.workers.supports])
         self.sizes.append(float(masks.any(0).sum()) / float(masks[0].sum()))
 
     @property
@@ -103,16 +104,13 @@ class UnionLog:
 def measure(problem: Problem, phase: str, method: str, count: int, steps: int) -> Downlink:
     """Train a little, and see what the workers sent and received."""
     model = problem.build(seed=0)
-    with Workers(model, DENSE, 1) as alone:
-        train(problem, alone, model, lr=LR, steps=PHASES[phase], seed=1)
-    with Workers(model, WATCHED[method], count, watch=True) as workers:
-        log = UnionLog(workers)
-        train(problem, workers, model, lr=LR, steps=steps, seed=0, after_step=log)
-    (names,) = workers.groups
-    sizes = tuple(workers.parameters[name].numel() for name in names)
-    shape = (names, sizes, torch.float32)
-    d = sum(sizes)
-    k = parse_aggregator(_TOPK).compressor.kept(d)
+    alone = Workers(model, DENSE, 1)
+    train(problem, alone, model, lr=LR, steps=PHASES[phase], seed=1)
+    workers = Workers(model, WATCHED[method], count, watch=True)
+    log = UnionLog(workers)
+    train(problem, workers, model, lr=LR, steps=steps, seed=0, after_step=log)
+    d = sum(parameter.numel() for parameter in model.parameters())
+    k = TopK(RATIO).kept(d)
     received = [phases(exchange) for exchange in workers.exchanges]
     up, down, control = (round(statistics.fmean(way), 1) for way in zip(*received, strict=True))
     return Downlink(
@@ -126,15 +124,15 @@ def measure(problem: Problem, phase: str, method: str, count: int, steps: int) -
         steps=steps,
         union=log.late,
         random_union=random_union(d, k, count),
-        union_bytes=min(_server_bytes(shape, round(log.late * k)), 4 * d),
-        answer_bytes=_server_bytes(shape, k),
+        union_bytes=min(_server_bytes(d, round(log.late * k)), 4 * d),
+        answer_bytes=_server_bytes(d, k),
         up=up,
         down=down,
         control=control,
         up_most=max(up for up, _, _ in received),
-        by_shard=_received(BY_SHARD, shape, count),
-        gather=_received(ONE_WAY, shape, count),
-        sharded=_received(SHARDED, shape, count),
+        by_shard=_plan(BY_SHARD, d, count).bytes_received,
+        gather=_plan(ONE_WAY, d, count).bytes_received,
+        sharded=_plan(SHARDED, d, count).bytes_received,
     )
 
 
@@ -143,18 +141,17 @@ def random_union(d: int, k: int, count: int) -> float:
     return d * (1 - (1 - k / d) ** count) / k
 
 
-def phases(exchange: SimulatedExchange) -> tuple[int, int, int]:
-    """Return the bytes that came up to the owner, down with answers, and besides."""
+def phases(exchange: LoggedExchange) -> tuple[int, int, int]:
+    """Return the bytes that came to the owner of a shard, in downlink messages, and besides."""
     messages = [received.nbytes for received in exchange.log if received.payload]
     control = sum(received.nbytes for received in exchange.log if not received.payload)
     up, down = messages if len(messages) == 2 else (0, sum(messages))
     return up, down, control
 
 
-def _server_bytes(shape: Shape, entries: int) -> int:
-    return parse_aggregator(f'topk(k={entries}, scope="model")').message_bytes(shape)
+def _server_bytes(d: int, entries: int) -> int:
+    return _plan(f"topk(k={entries})", d, 1).message_bytes
 
 
-def _received(spec: str, shape: Shape, count: int) -> int:
-    load = parse_aggregator(spec).load(shape, count, 0)
-    return load.traffic(count, dense=0).received
+def _plan(spec: str, d: int, count: int) -> Plan:
+    return explain(spec, numel=d, world_size=count)

@@ -73,20 +73,20 @@ def _draw_bytes(axes: Any, rows: list[Downlink]) -> None:
     *_, held = by_model(rows, "bidirectional").values()
     n = [row.workers for row in held]
     columns = {
-        "bidirectional: answers": [row.down for row in held],
-        "bidirectional: up and answers": [row.down + row.up for row in held],
-        "bidirectional: all, with agreement": [row.down + row.up + row.control for row in held],
+        "bidirectional: downlink messages": [row.down for row in held],
+        "bidirectional: up and downlink messages": [row.down + row.up for row in held],
+        "bidirectional: all, with control": [row.down + row.up + row.control for row in held],
         'bidirectional, selection="shard": all': [row.by_shard for row in held],
         "bidirectional: up, busiest rank": [row.up_most for row in held],
-        "ef(topk) by gather": [row.gather for row in held],
-        "ef(topk) by sharded": [row.sharded for row in held],
+        "ef(topk) by all-gather": [row.gather for row in held],
+        "ef(topk), sharded": [row.sharded for row in held],
     }
     for (label, heights), mark in zip(columns.items(), "osDPx^v", strict=True):
         axes.plot(n, heights, mark + "-", label=label)
     axes.set_yscale("log")
     # Room for the legend above the curves.
-    axes.set_ylim(top=30 * max(columns["ef(topk) by sharded"]))
-    axes.set_ylabel("bytes that a rank receives in a step (log)")
+    axes.set_ylim(top=30 * max(columns["ef(topk), sharded"]))
+    axes.set_ylabel("bytes that a rank receives per step (log)")
     axes.set_title(f"Without a server: {held[0].model}, d = {held[0].d:,}, K = {held[0].k}")
 
 

@@ -23,7 +23,7 @@ def train(
     seed: int,
     after_step: Callable[[int], None] | None = None,
 ) -> bool:
-    """Take ``steps`` steps of plain SGD; returns whether every loss stayed finite."""
+    """Take ``steps`` steps of plain SGD; returns whether every gradient stayed finite."""
     count = len(workers.exchanges)
     rounds = TrainOrder(len(problem.train.labels), BATCH * count, 0, 1, seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -37,8 +37,7 @@ def train(
             mine = problem.train.take(shares[rank])
             return cross_entropy(model(mine.images), mine.labels)
 
-        workers.backward(loss_of)
-        if not all(bool(p.grad.isfinite().all()) for p in model.parameters()):
+        if not workers.backward(loss_of):
             return False
         optimizer.step()
         if after_step is not None:

@@ -36,7 +36,7 @@ class TrainOrder:
         if self.ranks > self.samples:
             raise RecipeError(
                 f"{self.ranks} ranks are more than the {self.samples} training images: every "
-                "rank needs at least one a step"
+                "rank needs at least one per step"
             )
         if self.batch_size % self.ranks:
             raise RecipeError(
@@ -61,7 +61,7 @@ class TrainOrder:
         return slice(self.rank * share, (self.rank + 1) * share)
 
     def batches(self, epoch: int, first_step: int = 0) -> Indices:
-        """Return this rank's images, a row a step, from ``first_step`` to the epoch's end."""
+        """Return this rank's images, a row per step, from ``first_step`` to the epoch's end."""
         rng = np.random.default_rng((ORDER, self.seed, epoch))
         whole = rng.permutation(self.samples)[: self.steps_per_epoch * self.batch_size]
         rows: Indices = whole.reshape(self.steps_per_epoch, self.batch_size)[first_step:, self.mine]

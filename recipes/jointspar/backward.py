@@ -30,9 +30,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from torchcomp.algorithms.layers import default_layers
 from torchcomp.checks import check_count
-from torchcomp.jointspar import JointSpar
+from torchcomp.jointspar import JointSpar, default_layers
 
 BUDGETS = (0.25, 0.5, 0.75)
 # By then each half of a network has been drawn alone, in a round with a clock and in one without.

@@ -20,7 +20,7 @@ from errors import told_in_one_line
 from numpy.typing import NDArray
 from result_files import make_folder, pyplot, save_figure, write_csv
 
-from torchcomp.algorithms.bandit import (
+from torchcomp.jointspar import (
     Bandit,
     Baseline,
     Literal,

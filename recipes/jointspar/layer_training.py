@@ -15,8 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from torchcomp.algorithms import LARS
-from torchcomp.algorithms.bandit import Baseline
+from torchcomp.jointspar import LARS, Baseline
 
 INNER_SHARE = 0.05
 """Share of dense DDP's bytes that "jointspar+topk" would send if it kept all layers."""

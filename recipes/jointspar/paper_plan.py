@@ -8,7 +8,7 @@ from paper_setting import Setting
 from plan import as_text
 
 import torchcomp
-from torchcomp.algorithms.layers import check_several, default_layers
+from torchcomp.jointspar import check_several, default_layers
 
 
 def describe(setting: Setting, workers: int) -> str:

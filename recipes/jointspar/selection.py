@@ -19,8 +19,7 @@ from errors import told_in_one_line
 from result_files import make_folder, pyplot, save_figure, write_csv
 from torchvision_compat import import_torchvision
 
-from torchcomp.algorithms.bandit import sample
-from torchcomp.algorithms.layers import default_layers
+from torchcomp.jointspar import default_layers, sample
 from torchcomp.keys import Key
 from torchcomp.traffic import sum_bytes
 

@@ -97,14 +97,34 @@ def test_several_culprits_are_all_named() -> None:
         assert "rank 0" not in message
 
 
-def test_overflow_of_the_rounding_is_named_as_such() -> None:
+def test_overflow_of_a_sum_is_named_as_such() -> None:
     def body() -> str:
-        model = wrap(mlp())
-        torchcomp.register(model, 'ef(cast("fp16"))')
-        return str(raised_by(lambda: loss_of(1e6 * model(rows(0))).backward()))
+        model = wrap(mlp(torch.float32))
+        torchcomp.register(model, "ef(topk(1.0))")
+        model.module[0].weight.register_hook(lambda g: torch.full_like(g, 3e38))
+        return str(raised_by(lambda: loss_of(model(rows(0, torch.float32))).backward()))
 
     for message in on_threads(2, body):
         assert "no rank alone (their sum, or its rounding, overflowed)" in message
+
+
+@pytest.mark.parametrize("spec", ['ef(cast("fp16"))', 'ef(topk(1.0, values="fp16"))'])
+def test_what_a_16_bit_value_cannot_hold_is_sent_later(spec: str) -> None:
+    """A gradient of 1e5 once, on both ranks: 65504 go at once, the rest in the next step."""
+
+    def body() -> list[float]:
+        model = wrap(torch.nn.Linear(4, 1, bias=False))
+        torchcomp.register(model, spec)
+        applied = []
+        for scale in (1e5, 0.0):
+            model.zero_grad()
+            model(torch.full((1, 4), scale)).sum().backward()
+            applied.append(model.module.weight.grad[0, 0].item())
+        return applied
+
+    for first, second in on_threads(2, body):
+        assert first == 65504
+        assert second == pytest.approx(1e5 - 65504, rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def attacked(exchange, methods, parts):
     before = averager.state_dict()
     legal, wrong = [], []
     for path, number, changed in mutated(before) if exchange.rank == 0 else ():
-        if parts is None or path[:1] and path[0] in parts:
+        if parts is None or (path[:1] and path[0] in parts):
             found = outcome(averager, before, changed)
             if found == "legal":
                 legal.append((path, number, changed))

@@ -16,10 +16,9 @@ def keep(jointspar: JointSpar, *layers: str, p: float | dict[str, float] = 0.5) 
     """Make the next step keep these layers on this rank, as if drawn with p."""
     names = list(jointspar.layers)
     each = p if isinstance(p, dict) else dict.fromkeys(names, p)
-    selection = jointspar._selection
     mask = torch.tensor([name in layers for name in names]).numpy()
     probabilities = torch.tensor([each[name] for name in names], dtype=torch.float64).numpy()
-    selection.draw(mask, probabilities, selection._step)
+    jointspar._sampler.take(mask, probabilities)
     jointspar._skip()
 
 
@@ -37,7 +36,7 @@ def backward(model: nn.Module, *batches: Any) -> None:
 
 def estimates(jointspar: JointSpar, model: DistributedDataParallel, *batches: Any) -> Gradients:
     """This rank's g_hat = Z g / p, from a copy of the module that knows nothing of JointSpar."""
-    kept, p = jointspar.kept, dict(zip(jointspar.layers, jointspar._selection.p, strict=True))
+    kept, p = jointspar.kept, dict(zip(jointspar.layers, jointspar._sampler.p, strict=True))
     total: dict[str, Tensor] = {}
     for batch in batches:
         for name, gradient in local_gradients(model, batch).items():

@@ -6,8 +6,7 @@ from torch import nn
 
 from tests.support.models import convolutions, images, loss_of, mlp, rows, seeded, weights, wrap
 from tests.support.ranks import on_processes, on_threads
-from torchcomp.algorithms.lars import LARS
-from torchcomp.jointspar import JointSpar
+from torchcomp.jointspar import LARS, JointSpar
 
 PLAIN = "plain DDP"
 WAYS = ("shared", "per-rank")

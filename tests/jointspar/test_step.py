@@ -426,7 +426,7 @@ def compiled(backend):
             for step in range(14):
                 module.zero_grad()
                 kept = jointspar.kept
-                p = dict(zip(jointspar.layers, jointspar._selection.p, strict=True))
+                p = dict(zip(jointspar.layers, jointspar._sampler.p, strict=True))
                 dense = local_gradients(module, (rows(step),))
                 names = {n.replace("_orig_mod.", ""): g for n, g in dense.items()}
                 own.append(

@@ -103,7 +103,7 @@ def test_indices_out_of_bounds_are_refused(monkeypatch, bad, many, threads):
     pytest.importorskip("numba")
     index = torch.cat([torch.zeros(many, dtype=torch.int64), torch.tensor(bad)])
     x = normal(5000)
-    with pytest.raises(IndexError, match="out of the vector's bounds"):
+    with pytest.raises(IndexError, match=r"out of (range|bounds)"):
         entries.take(x, index)
     with pytest.raises(IndexError, match="out of the vector's bounds"):
         entries.subtract(x, index, (torch.zeros(index.numel()),), None)

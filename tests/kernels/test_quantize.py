@@ -378,7 +378,7 @@ def test_an_index_chooses_the_values(fmt):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("index", [[-5001], [5, 5000], [2**62]])
 def test_an_index_out_of_bounds_is_refused(fmt, index):
-    with pytest.raises(IndexError, match=r"out of (the vector's )?bounds"):
+    with pytest.raises(IndexError, match=r"out of (range|bounds)"):
         quantize.encode(normal(5000), fmt, None, torch.tensor(index))
 
 

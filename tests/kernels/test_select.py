@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.support.patience import PATIENCE
 from torchcomp.kernels import backend, pool, select, select_torch
-from torchcomp.kernels.select import Warm, add_and_select, largest
+from torchcomp.kernels.select import Scratch, add_and_select, largest
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 # Of one and several chunks, and around the kernels' words of 64 and blocks of 2048.
@@ -43,10 +43,9 @@ def form(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _several_chunks(monkeypatch):
-    """Vectors of few entries, too, go in chunks, by threads and past the caches."""
+    """Vectors of few entries, too, go in chunks, by threads."""
     if backend.numba_form("select"):
         monkeypatch.setattr("torchcomp.kernels.select_numba._INLINE", 1 << 17)
-        monkeypatch.setattr("torchcomp.kernels.select_numba._STREAM", 1 << 16)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
 
@@ -206,9 +205,11 @@ def drift(n, steps):
 
 @pytest.mark.parametrize("n", [1000, 20_000, 140_003])
 def test_step_after_step(form, n):
-    warm = Warm()
+    scratch = Scratch()
     for g, e, out in drift(n, 8):
-        assert torch.equal(add_and_select(g, e, out, n // 100, warm), sorted_out(g + e, n // 100))
+        assert torch.equal(
+            add_and_select(g, e, out, n // 100, scratch), sorted_out(g + e, n // 100)
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -216,17 +217,17 @@ def test_step_after_step(form, n):
 @pytest.mark.parametrize("n", [20_000, 140_003])
 def test_no_bound_changes_the_result(n, bound, dtype):
     pytest.importorskip("numba")
-    x, warm = gaussian(n, dtype), Warm()
+    x, scratch = gaussian(n, dtype), Scratch()
     expected = sorted_out(x, n // 100)
-    largest(x, n // 100, warm)
+    largest(x, n // 100, scratch)
     infinity = int(torch.tensor(torch.inf, dtype=dtype).view(_integer(dtype)))
     median = int(x.abs().median().view(_integer(dtype)))
     bounds = {"zero": 0, "denormal": 1, "median": median, "infinity": infinity}
     for forced in (True, False):
-        warm.memo.lowest = bounds.get(bound, infinity + 1)
+        scratch.kept.lowest = bounds.get(bound, infinity + 1)
         k = n // 100 if forced else n // 50
-        assert torch.equal(largest(x, n // 100, warm), expected)
-        assert torch.equal(largest(x, k, warm), sorted_out(x, k))
+        assert torch.equal(largest(x, n // 100, scratch), expected)
+        assert torch.equal(largest(x, k, scratch), sorted_out(x, k))
 
 
 def _integer(dtype):
@@ -234,10 +235,10 @@ def _integer(dtype):
 
 
 def test_one_warm_for_all_sorts_of_vectors(form):
-    warm = Warm()
+    scratch = Scratch()
     for n, dtype in [(300, torch.float32), (140_003, torch.float64), (70, torch.bfloat16)] * 2:
         x = awkward(n, dtype)
-        assert torch.equal(largest(x, n // 7, warm), sorted_out(x, n // 7))
+        assert torch.equal(largest(x, n // 7, scratch), sorted_out(x, n // 7))
 
 
 @pytest.fixture
@@ -246,51 +247,52 @@ def passes(monkeypatch):
     pytest.importorskip("numba")
     from torchcomp.kernels import select_numba
 
-    bounds = []
-    for name in ("_attempt", "_attempt_alone"):
-        attempt = getattr(select_numba._Selection, name)
-        spy = lambda self, bound, attempt=attempt: (bounds.append(bound), attempt(self, bound))[1]  # noqa: E731
-        monkeypatch.setattr(select_numba._Selection, name, spy)
+    bounds, collect = [], select_numba.Candidates._collect
+    spy = lambda self, bits, summands, bound: (  # noqa: E731
+        bounds.append(bound),
+        collect(self, bits, summands, bound),
+    )[1]
+    monkeypatch.setattr(select_numba.Candidates, "_collect", spy)
     return bounds
 
 
 @pytest.mark.parametrize("n", [100_003, 140_003])
 def test_a_warm_start_goes_over_the_vector_once(n, passes):
-    warm = Warm()
+    scratch = Scratch()
     for seed in range(5):
         del passes[:]
-        add_and_select(gaussian(n, seed=seed), torch.zeros(n), torch.empty(n), n // 100, warm)
+        add_and_select(gaussian(n, seed=seed), torch.zeros(n), torch.empty(n), n // 100, scratch)
         assert len(passes) == 1
-    assert n // 100 <= warm.memo.count.sum() < 1.6 * (n // 100)
+    assert n // 100 <= scratch.kept.counts.sum() < 1.6 * (n // 100)
 
 
 @pytest.mark.parametrize("n", [100_003, 140_003])
 def test_bounds_make_way_for_vectors_that_change_from_step_to_step(n, passes):
-    warm, twice = Warm(), 0
+    scratch, twice = Scratch(), 0
     for step in range(30):
         del passes[:]
         x = gaussian(n, seed=step) * (1.0, 0.9, 1.1, 0.95)[step % 4]
-        assert torch.equal(largest(x, n // 100, warm), sorted_out(x, n // 100))
+        assert torch.equal(largest(x, n // 100, scratch), sorted_out(x, n // 100))
         twice += len(passes) > 1
     assert twice <= 6  # were the bound to stay as tight as at first, it would be every second step
-    assert warm.memo.spare > 0.5
+    assert scratch.kept.spare > 0.5
 
 
 def test_in_steady_state_nothing_but_the_result_is_allocated():
     pytest.importorskip("numba")
-    n, warm = 1 << 20, Warm()
+    n, scratch = 1 << 20, Scratch()
     g, e, out = gaussian(n), gaussian(n, seed=1), torch.empty(n)
     for _ in range(3):
-        add_and_select(g, e, out, n // 100, warm)
-    room = warm.memo
-    held = [array.ctypes.data for array in (room.key, room.place, room.count, room.histogram)]
+        add_and_select(g, e, out, n // 100, scratch)
+    kept = scratch.kept
+    held = [array.ctypes.data for array in (kept.keys, kept.places, kept.counts)]
     tracemalloc.start()  # NumPy's arrays are traced; torch's are not, and there is the result alone
-    add_and_select(g, e, out, n // 100, warm)
+    add_and_select(g, e, out, n // 100, scratch)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 50_000  # a hundredth of the vector, or less than a byte for each of its entries
-    assert warm.memo is room
-    assert held == [a.ctypes.data for a in (room.key, room.place, room.count, room.histogram)]
+    assert scratch.kept is kept
+    assert held == [array.ctypes.data for array in (kept.keys, kept.places, kept.counts)]
 
 
 def test_threads_do_not_disturb_each_other(form):
@@ -299,8 +301,8 @@ def test_threads_do_not_disturb_each_other(form):
     expected = [sorted_out(x, k) for x, k in jobs]
 
     def rank(job):
-        warm = Warm()
-        return [largest(*job, warm) for _ in range(10)]
+        scratch = Scratch()
+        return [largest(*job, scratch) for _ in range(10)]
 
     with ThreadPoolExecutor(4) as ranks:
         for results, wanted in zip(ranks.map(rank, jobs), expected, strict=True):
@@ -397,6 +399,20 @@ def test_without_numba_it_says_so_once(monkeypatch, caplog):
     assert ['torchcomp-ddp[kernels]"' in r.getMessage() for r in caplog.records] == [True]
 
 
+@pytest.mark.usefixtures("forms_looked_for_anew")
+@pytest.mark.parametrize("error", [AttributeError("print"), RuntimeError("cannot cache function")])
+def test_where_numba_fails_it_says_so_once(monkeypatch, caplog, error):
+    def fail(name):
+        raise error
+
+    monkeypatch.setattr(backend.importlib, "import_module", fail)
+    x = gaussian(1000)
+    with caplog.at_level(logging.WARNING, logger="torchcomp"):
+        assert torch.equal(largest(x, 10), sorted_out(x, 10))
+        largest(x, 10)
+    assert [str(error) in r.getMessage() for r in caplog.records] == [True]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", SIZES)
 def test_the_form_for_any_device(n, dtype):
@@ -414,15 +430,16 @@ from torchcomp.kernels import select_triton
 for dtype in DTYPES[:3]:
     for n in (2, 65, 4097, 9000):
         x, e, out = awkward(n, dtype), gaussian(n, seed=1), torch.empty(n)
-        assert select_triton.takes(x) and select_triton.adds(x, e, out)
+        assert dtype in select_triton.DTYPES and (dtype, e.dtype, out.dtype) in select_triton.SUMS
         for k in {n // 50, n // 3, n - 1} - {0, n}:
-            assert torch.equal(select_triton.largest(x, k, None), sorted_out(x, k)), (dtype, n, k)
-            chosen = select_triton.add_and_select(x, e, out, k, None)
+            chosen = select_triton.select(x, k, None, None)
+            assert torch.equal(chosen, sorted_out(x, k)), (dtype, n, k)
+            chosen = select_triton.select(out, k, None, (x, e))
             torch.testing.assert_close(out, x + e, rtol=0, atol=0, equal_nan=True)
             assert torch.equal(chosen, sorted_out(x + e, k)), (dtype, n, k)
     ties = torch.full((9000,), 2.0, dtype=dtype)
-    assert torch.equal(select_triton.largest(ties, 5000, None), torch.arange(5000))
-assert not select_triton.takes(torch.zeros(2, dtype=torch.float64))
+    assert torch.equal(select_triton.select(ties, 5000, None, None), torch.arange(5000))
+assert torch.float64 not in select_triton.DTYPES
 """
 
 
@@ -436,4 +453,4 @@ def test_triton():
 def test_triton_is_asked_for_cuda_alone(monkeypatch):
     monkeypatch.setattr(backend, "triton_form", lambda stem: pytest.fail("asked for a CPU"))
     largest(gaussian(100), 10)
-    assert select._fast(torch.empty(100, device="meta")) is None
+    assert select._form(torch.empty(100, device="meta")) is None

@@ -64,6 +64,24 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return (model(inputs.to(dtype)) - targets.to(dtype)).square().mean()
 
 
+def slot(state: dict[str, Any], name: str) -> dict[str, Tensor]:
+    """By parameter, what a state dict holds of a slot; nothing if it has none."""
+    return state["slots"].get(name, {"tensors": {}})["tensors"]
+
+
+def unsent(states: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """By parameter, the mean residual of all ranks plus the server residual."""
+    found = {}
+    for name in states[0]["parameters"]:
+        mean = (
+            torch.stack([slot(state, "error")[name].flatten() for state in states]).double().mean(0)
+        )
+        server = [slot(state, "server_error") for state in states]
+        shards = [shard[name] for shard in server if name in shard]
+        found[name] = mean + torch.cat(shards) if shards else mean
+    return found
+
+
 @torch.no_grad()
 def flat(tensors: Iterable[Tensor]) -> Tensor:
     """A copy of all values in one float64 vector."""

@@ -15,10 +15,8 @@ from tests.local_sgd.script import (
     loss_of,
     sgd,
     synchronised_steps,
-    trained,
 )
 from tests.support.ranks import on_threads
-from torchcomp.local_sgd import local_sgd
 
 
 def more_micro_batches(script, step):
@@ -85,12 +83,6 @@ def losing_step(slip):
             script.turn()
 
 
-def test_a_rank_that_skips_a_step_is_found_at_the_next_synchronisation():
-    body = partial(losing_step, lambda script: script.optimizer.zero_grad())
-    words = ("gradients were thrown away", "0 on rank 0", "1 on rank 1", "calls optimizer.step()")
-    assert_refused(2, body, torchcomp.RankMismatchError, *words)
-
-
 def test_a_rank_that_takes_a_step_twice_is_found_at_the_next_synchronisation():
     def twice(script):
         script.turn()
@@ -100,35 +92,7 @@ def test_a_rank_that_takes_a_step_twice_is_found_at_the_next_synchronisation():
     assert_refused(2, partial(losing_step, twice), torchcomp.RankMismatchError, *words)
 
 
-def test_a_micro_batch_of_sync_backward_that_is_dropped_is_found():
-    def body():
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        script = Script("every(2)", total_steps=4, scaler=scaler)
-        for step in range(4):
-            script.optimizer.zero_grad()
-            script.sync.backward(lambda: loss_of(script.model, *batch(script.rank, 0)))
-            if (script.rank, step) != (1, 1):
-                script.optimizer.step()
-
-    assert_refused(2, body, torchcomp.RankMismatchError, "gradients were thrown away")
-
-
-def test_an_optimizer_that_never_steps_is_asked_for_once(caplog):
-    def body():
-        script = Script("every(2)", total_steps=40)
-        other = sgd(script.model.parameters(), lr=0.05)
-        for step in range(15):
-            other.zero_grad()
-            script.backward(step)
-            other.step()
-
-    on_threads(1, body)
-    [message] = [r.getMessage() for r in caplog.records if r.name == "torchcomp.local_sgd"]
-    assert "10 batches" in message
-    assert "no optimizer that LocalSGD was given has stepped" in message
-
-
-def test_one_model_trained_by_two_optimizers_in_turn_drops_nothing():
+def test_one_model_trained_by_two_optimizers_in_turn():
     def body():
         script = Script(spec=None)
         layers = script.model.module[0], script.model.module[2]
@@ -144,10 +108,3 @@ def test_one_model_trained_by_two_optimizers_in_turn_drops_nothing():
     (syncs, mine), (_, others) = on_threads(2, body)
     assert syncs == 1
     assert torch.equal(mine, others)
-
-
-def test_the_call_stack_is_asked_for_checkpoints_only_before_the_first_turn(monkeypatch):
-    asked = []
-    monkeypatch.setattr(local_sgd, "checkpoint_at_work", lambda: asked.append(1))
-    on_threads(1, partial(trained, 4))
-    assert len(asked) == 1

@@ -195,25 +195,17 @@ def local_steps_again(script):
     script.sync = torchcomp.LocalSGD(script.model, script.optimizer, "every(2)", total_steps=2)
 
 
-def test_momentum_of_local_steps_that_goes_on_under_ddp_is_warned_of_once_a_rank(logged):
-    runs = on_threads(2, trained_on, "local", nothing)
-    assert synchronised_steps([weights for _, weights in runs]) == []
-    messages = logged()
-    assert len(messages) == 2
-    for word in ("0.bias momentum_buffer", "drift apart", "a new optimizer", 'moments="average"'):
-        assert word in messages[0]
-
-
 @pytest.mark.parametrize(
     ("moments", "after", "equal"),
     [
+        ("local", nothing, []),
         ("average", nothing, [1, 2]),
         ("reset", nothing, [1, 2]),
         ("local", a_new_optimizer, [1, 2]),
         ("local", local_steps_again, [2]),
     ],
 )
-def test_training_on_without_momentum_that_differs_is_not_warned_of(moments, after, equal, logged):
+def test_replicas_stay_equal_if_optimizers_go_on_alike(moments, after, equal, logged):
     runs = on_threads(2, trained_on, moments, after)
     assert synchronised_steps([weights for _, weights in runs]) == equal
     assert logged() == []

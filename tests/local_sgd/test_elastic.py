@@ -19,8 +19,10 @@ from tests.local_sgd.script import (
     constant,
     equal_on_all,
     flat,
+    slot,
     spied,
     synchronised_steps,
+    unsent,
 )
 from tests.local_sgd.script import momentum as sgd_with_momentum
 from tests.support.patience import PATIENCE
@@ -100,16 +102,6 @@ def saved_at(step, spec):
     return script.save()
 
 
-def mean_owed(states):
-    """By parameter, what all ranks still owe to the mean."""
-    owed = {}
-    for name in states[0]["shapes"]:
-        error = torch.stack([state["error"][name].flatten() for state in states]).mean(0)
-        debts = [state["owner"][name] for state in states if name in state["owner"]]
-        owed[name] = error + torch.cat(debts) if debts else error
-    return owed
-
-
 def goes_on(saved, states, spec):
     script = Script("every(3)", 12, local={"compress": spec})
     own = saved[script.rank % len(saved)]
@@ -119,11 +111,11 @@ def goes_on(saved, states, spec):
 
 @pytest.mark.parametrize("spec", METHODS)
 @pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_memory_is_redistributed_to_another_number_of_ranks(spec, world_size):
+def test_residuals_are_redistributed_to_another_number_of_ranks(spec, world_size):
     saved = on_threads(3, saved_at, 6, spec)
     before = [each["sync"] for each in saved]
     states = torchcomp.redistribute(before, world_size)
-    old, new = mean_owed(before), mean_owed(states)
+    old, new = unsent(before), unsent(states)
     assert max(float(part.abs().max()) for part in old.values()) > 0
     for name, part in old.items():
         assert_close(new[name], part)
@@ -144,7 +136,7 @@ def test_states_of_the_middle_of_a_round_fit_no_other_number_of_ranks():
             assert words in str(outcome), rank
 
 
-def test_survivors_hold_the_weights_of_the_last_synchronisation_in_their_memory():
+def test_survivors_hold_the_weights_of_the_last_synchronisation_in_their_state():
     """With compressed changes, the state of any one rank can bring the shared weights back."""
 
     def body():
@@ -155,7 +147,9 @@ def test_survivors_hold_the_weights_of_the_last_synchronisation_in_their_memory(
         shared = script.weights()
         script.train(3, 5)
         state = script.sync.state_dict()
-        return torch.equal(flat(state["reference"][name] for name in state["shapes"]), shared)
+        return torch.equal(
+            flat(slot(state, "reference")[name] for name in state["parameters"]), shared
+        )
 
     assert on_threads(2, body) == [True] * 2
     assert not dist.is_initialized()

@@ -184,6 +184,27 @@ def test_gradients_may_be_accumulated_with_and_without_no_sync():
         assert equal_on_all([torch.stack(mine), torch.stack(wanted)])
 
 
+def test_a_script_may_set_ddps_flag_of_synchronisation_itself():
+    """As nanoGPT does, to accumulate gradients without no_sync()."""
+
+    def body():
+        script, weights = Script("every(2)", total_steps=4), []
+        for step in range(4):
+            script.optimizer.zero_grad()
+            for micro in range(3):
+                script.model.require_backward_grad_sync = micro == 2
+                script.backward(10 * step + micro)
+            script.turn()
+            weights.append(script.weights())
+            script.scheduler.step()
+        return weights
+
+    runs = on_threads(3, body)
+    assert synchronised_steps(runs) == [2, 4]
+    for mine, wanted in zip(runs, on_threads(3, accumulated, True), strict=True):
+        assert torch.equal(torch.stack(mine), torch.stack(wanted[:4]))
+
+
 @pytest.mark.parametrize("option", ["find_unused_parameters", "gradient_as_bucket_view"])
 def test_options_of_ddp_make_no_difference(option):
     def body(**options):

@@ -58,7 +58,7 @@ class Inherited(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_a_step_that_calls_its_parents_step_is_one_turn():
+def test_a_step_that_calls_its_parents_step_counts_once():
     def body():
         torch.optim.SGD([torch.zeros(1)], lr=0.1)
         script = Script("every(3)", total_steps=5, optimizer=partial(Inherited, lr=0.01))
@@ -175,15 +175,15 @@ def test_a_schedule_each_that_is_the_same_is_one_schedule():
             assert torch.equal(step[1], expected[1])
 
 
-def test_one_optimizer_may_not_take_two_turns_of_a_step():
+def test_one_optimizer_may_not_step_twice_before_the_others():
     def body():
         script = Two("every(3)")
         script.optimizers[1].step()
-        with pytest.raises(RuntimeError, match="between the turns"):
+        with pytest.raises(RuntimeError, match="others were not"):
             script.sync.state_dict()
         script.optimizers[1].step()
 
-    words = ("optimizer 1 begins another step", "optimizer 0 has not had its turn")
+    words = ("optimizer 1 was stepped twice before optimizer 0 was stepped once",)
     assert_refused(2, body, torchcomp.ScheduleError, *words)
 
 
@@ -237,7 +237,7 @@ def test_a_layer_that_thaws_is_averaged_from_its_first_step_on(compress, late):
     frozen = list(range(1, late + 1))
     assert synchronised_steps(runs) == sorted({*frozen, 3, 6, 7})
     assert not torch.equal(runs[0][-1], runs[0][0])
-    assert list(states[0]["shapes"]) == ["2.weight", "2.bias", "0.weight", "0.bias"]
+    assert list(states[0]["parameters"]) == ["2.weight", "2.bias", "0.weight", "0.bias"]
 
 
 def test_a_layer_that_thaws_on_one_rank_only_is_found():

@@ -14,6 +14,7 @@ from tests.local_sgd.script import (
     cosine,
     equal_on_all,
     momentum,
+    slot,
     synchronised_steps,
 )
 from tests.support.ranks import on_threads
@@ -114,8 +115,9 @@ def test_the_momentum_is_the_same_on_all_ranks_and_in_the_state():
         script = Script("every(2)", optimizer=momentum, local={"outer": Nesterov()})
         script.train(0, 4)
         state = script.sync.state_dict()
-        assert state["momentum"].keys() == state["shapes"].keys()
-        return torch.cat([tensor.flatten() for tensor in state["momentum"].values()])
+        momenta = slot(state, "outer_momentum")
+        assert momenta.keys() == state["parameters"].keys()
+        return torch.cat([momenta[name].flatten() for name in state["parameters"]])
 
     momenta = on_threads(3, body)
     assert equal_on_all(momenta)

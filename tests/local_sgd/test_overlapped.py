@@ -169,15 +169,15 @@ def first_layer_before_the_last_mean():
     """The mean of the last layer comes only after the first layer has computed."""
     script = Script("every(2)", total_steps=4, local=OVERLAP, bucket_cap_mb=SMALL)
     computed, waited = Event(), []
-    background = script.sync._run.background.exchange
-    send = background.sum
+    background = script.sync._steps.averages.async_exchange
+    send = background.all_reduce
 
     def late(values):
         if values.numel() <= 3 + 24:
             waited.append(computed.wait(timeout=30))
         send(values)
 
-    background.sum = late
+    background.all_reduce = late
     first, last = script.model.module[0], script.model.module[2]
     script.train(0, 2)
     before = flat(last.parameters())

@@ -87,7 +87,10 @@ METHODS = {
     "random": {"compress": 'ef(quantize("int4", rounding="stochastic"))'},
     "bf16": {"compress": 'ef(cast("bf16"), exchange="gather", memory_dtype="bf16")'},
     "shards": {"compress": 'bidirectional(topk(0.2), quantize("int8"), selection="shard")'},
-    "thresholds": {"compress": "bidirectional(topk(0.2), topk(0.2))", "outer": Nesterov()},
+    "thresholds": {
+        "compress": 'bidirectional(topk(0.2), topk(0.2), selection="exact")',
+        "outer": Nesterov(),
+    },
     "moments": {"compress": "ef(topk(0.1))", "moments": "average"},
     "fragments": {"compress": "ef(topk(0.1))", "outer": SlowMo(), "fragments": 3},
 }
@@ -273,10 +276,16 @@ def test_a_state_of_another_run_is_refused_and_changes_nothing(which):
 EDITS = {
     "rank": ({"rank": 7}, "7", "0"),
     "world_size": ({"world_size": 64}, "64", "1"),
-    "version": ({"version": 99}, "99", "2"),
-    "names": ({"shapes": {}}, "'0.weight' is not in the checkpoint"),
-    "spec": ({"spec": "every(7)"}, "every(7)", "qsr("),
+    "version": ({"version": 99}, "99", "3"),
+    "names": ({"parameters": {}}, "0.weight"),
+    "schedule": ({"local_sgd": {"schedule": "every(7)"}}, "every(7)", "qsr("),
 }
+
+
+def edited(state, changes):
+    """The state with some values replaced, also in sections."""
+    inner = {k: edited(state[k], v) if v and isinstance(v, dict) else v for k, v in changes.items()}
+    return state | inner
 
 
 def refusal(edit):
@@ -297,29 +306,89 @@ def refusal(edit):
 @pytest.mark.parametrize("which", EDITS)
 def test_the_error_names_what_differs_and_both_values(which):
     changes, *words = EDITS[which]
-    message = refusal(lambda state: state | changes)
+    message = refusal(lambda state: edited(state, changes))
     for word in words:
         assert word in message
 
 
 def test_the_error_about_the_schedule_sends_the_user_to_nothing_that_local_steps_do_not_have():
-    message = refusal(lambda state: state | EDITS["spec"][0])
+    message = refusal(lambda state: edited(state, EDITS["schedule"][0]))
     for word in ("redistribute", "swap", "register"):
         assert word not in message
 
 
-# Checkpoints of version 0.1 lack "synced" and what follows it.
-@pytest.mark.parametrize("missing", ["round_end", "weights", "rank", "synced", "saved_by"])
+def changed(state, path, value=None):
+    """A copy of the state with another value at a path, or without the last one's entry."""
+    state = copy.deepcopy(state)
+    *way, last = path
+    held = state
+    for key in way:
+        held = held[key]
+    if value is None:
+        del held[last]
+    else:
+        held[last] = value
+    return state
+
+
+# Checkpoints of earlier versions lack "local_sgd".
+MISSING = ["rank", "local_sgd", "local_sgd.weights", "local_sgd.saved_by", "local_sgd.fragments"]
+
+
+@pytest.mark.parametrize("missing", MISSING)
 def test_an_incomplete_state_is_refused(missing):
-    message = refusal(lambda state: {k: v for k, v in state.items() if k != missing})
-    assert missing in message
+    path = missing.split(".")
+    assert path[-1] in refusal(lambda state: changed(state, path))
+
+
+SECTION, ROUND = ("local_sgd",), ("local_sgd", "fragments", 0)
+NAN = torch.tensor(float("nan"), dtype=torch.float64)
+DAMAGES = {
+    "no mapping": ((*SECTION,), [1]),
+    "a text for a number": ((*SECTION, "step"), "4"),
+    "a step below 0": ((*SECTION, "step"), -1),
+    "half a step": ((*SECTION, "step"), 4.5),
+    "a step beyond the round": ((*SECTION, "step"), 10),
+    "more synchronisations than steps": ((*SECTION, "syncs"), 5),
+    "a saver that is none": ((*SECTION, "saved_by"), [0]),
+    "no fragments": ((*SECTION, "fragments"), []),
+    "a round that is none": (ROUND, 3),
+    "a round without an end": ((*ROUND, "end"), None),
+    "a round that ends before it begins": ((*ROUND, "end"), 1),
+    "a round that synchronised in future": ((*ROUND, "synced"), 5),
+    "learning rates that are not finite": ((*ROUND, "lrs"), [float("nan")]),
+    "a sum below 0": ((*ROUND, "lr_sum"), -1.0),
+    "a parameter less": ((*ROUND, "names"), ["0.weight"]),
+    "a parameter in no group": (("groups",), [["0.weight"]]),
+    "no reference": (("slots", "reference"), None),
+    "a reference of one parameter less": (("slots", "reference", "tensors", "0.bias"), None),
+    "a reference of another shape": (("slots", "reference", "tensors", "0.bias"), torch.ones(7)),
+    "a reference with NaN": (("slots", "reference", "tensors", "0.bias"), NAN.repeat(4)),
+    "momentum that is a list": (("slots", "outer_momentum", "tensors", "0.bias"), [0.0] * 4),
+    "a residual with NaN": (("slots", "error", "tensors", "0.bias"), NAN.repeat(4)),
+}
+
+
+@pytest.mark.parametrize("which", DAMAGES)
+def test_a_damaged_state_is_refused_and_the_run_goes_on(which):
+    def body():
+        options = OPTIONS | {"local": METHODS["sparse"]}
+        script, whole = Script(**options), Script(**options)
+        expected = whole.train(0, TOTAL)
+        before = script.train(0, 4)
+        state = changed(script.sync.state_dict(), *DAMAGES[which])
+        with pytest.raises(torchcomp.CheckpointError):
+            script.sync.load_state_dict(state)
+        return torch.equal(torch.stack([*before, *script.train(4, TOTAL)]), torch.stack(expected))
+
+    assert on_threads(1, body) == [True]
 
 
 def test_a_state_of_a_registered_model_is_refused():
     def body():
         script = Script(spec=None)
         state = torchcomp.register(script.model, "mean").state_dict()
-        with pytest.raises(torchcomp.CheckpointError, match="total_steps"):
+        with pytest.raises(torchcomp.CheckpointError, match="local_sgd"):
             Script(**OPTIONS).sync.load_state_dict(state)
 
     on_threads(1, body)

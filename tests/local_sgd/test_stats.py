@@ -122,7 +122,10 @@ def test_a_skipped_step_counts_as_a_step():
     assert (first.steps, first.syncs) == (3, 1)
 
 
-def test_local_steps_have_no_error_memory():
-    for seen in on_threads(2, counted):
-        assert seen[-1].error_norms == {}
-        assert seen[-1].error_norm == 0.0
+def test_local_steps_have_no_residual():
+    def body():
+        script = Script(total_steps=STEPS)
+        script.train(0, STEPS)
+        return script.sync.residual_norms()
+
+    assert on_threads(2, body) == [{}, {}]

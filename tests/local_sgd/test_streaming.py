@@ -14,12 +14,13 @@ from tests.local_sgd.script import (
     constant,
     mlp,
     momentum,
+    slot,
     spied,
     synchronised_steps,
 )
 from tests.support.ranks import on_threads
 from torchcomp.local_sgd import Nesterov
-from torchcomp.local_sgd.fragments import _bounds
+from torchcomp.local_sgd.rounds import piece_bounds
 
 TOTAL = 14
 # Of every(6) in two pieces: one synchronises at 3, 9, ..., the other at 6, 12, ..., all at the end.
@@ -35,7 +36,8 @@ def streamed(pieces=2, spec="every(6)", **local):
         parameters = script.model.module.named_parameters()
         seen.append({name: p.detach().clone() for name, p in parameters})
         nbytes.append(script.sync.stats.total_bytes_sent)
-    return seen, nbytes, script.sync.state_dict()["fragments"]
+    fragments = script.sync.state_dict()["local_sgd"]["fragments"]
+    return seen, nbytes, [fragment["names"] for fragment in fragments]
 
 
 def in_turn(total):
@@ -104,10 +106,10 @@ def test_a_failure_keeps_every_fragment_that_was_due():
         options = {"fragments": 2, "compress": "ef(topk(0.2))"}
         script = Script("every(2)", total_steps=3, optimizer=watched, local=options)
         script.train(0, 2)
-        before = script.sync.state_dict()["error"]
+        before = slot(script.sync.state_dict(), "error")
         with pytest.raises(torchcomp.NonFiniteError, match=r"'2\.bias' on rank 1"):
             script.step(2)
-        after = script.sync.state_dict()["error"]
+        after = slot(script.sync.state_dict(), "error")
         same = torch.equal(local[-1].nan_to_num(), script.weights().nan_to_num())
         return same and all(torch.equal(after[name], before[name]) for name in before)
 
@@ -146,7 +148,7 @@ def test_more_fragments_than_parameters():
     ],
 )
 def test_no_fragment_is_empty(fair, pieces, bounds):
-    assert _bounds(fair, pieces) == bounds
+    assert piece_bounds(fair, pieces) == bounds
 
 
 def test_the_model_of_these_tests_has_parameters_of_very_different_sizes():

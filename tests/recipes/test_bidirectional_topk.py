@@ -30,12 +30,14 @@ import simulation  # noqa: E402
 import workers  # noqa: E402
 from errors import RecipeError  # noqa: E402
 
+from torchcomp.routes import threshold  # noqa: E402
+
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SIMULATED = [
-    "bidirectional(topk(0.02), topk(0.02))",
-    'bidirectional(topk(0.02, scope="model"), topk(0.01, scope="model"))',
+    'bidirectional(topk(0.02), topk(0.02), selection="exact")',
+    'bidirectional(topk(0.02, scope="model"), topk(0.01, scope="model"), selection="exact")',
     'bidirectional(topk(0.1, values="int8"), topk(0.1), selection="shard")',
-    'ef(topk(0.02), exchange="gather")',
+    'ef(topk(0.02), exchange="allgather")',
     'ef(topk(0.02), exchange="sharded")',
 ]
 
@@ -53,7 +55,7 @@ def _one_thread() -> Any:
 
 
 def serial(method: str, lr: float, steps: int) -> list[float]:
-    """The thesis's algorithms as it writes them, but for the rate, which is outside the memory."""
+    """The thesis's algorithms as it writes them, but the rate is outside the residual."""
     w = np.full(100, 20.0)
     eps, delta = np.zeros((3, 100)), np.zeros(100)
     values = []
@@ -66,9 +68,9 @@ def serial(method: str, lr: float, steps: int) -> list[float]:
             eps[q] = x - messages[q]
         s = (messages[0] + messages[1] + messages[2]) / 3
         if method != "unidirectional":
-            owed = s + delta
-            s = largest(owed)
-            delta = owed - s
+            x = s + delta
+            s = largest(x)
+            delta = x - s
         w = w - lr * s
     return values
 
@@ -120,9 +122,9 @@ def serial_weights(method: str, steps: int) -> Tensor:
             eps[q] = x - messages[-1]
         s = (messages[0] + messages[1] + messages[2]) / 3
         if method != "unidirectional":
-            owed = s + delta
-            s = torch.from_numpy(largest(owed.numpy()))
-            delta = owed - s
+            x = s + delta
+            s = torch.from_numpy(largest(x.numpy()))
+            delta = x - s
         w = w.add(s, alpha=-0.01)
     return w
 
@@ -192,14 +194,22 @@ def test_simulated_workers_train_as_real_ranks_do(spec: str) -> None:
     real = on_threads(count, body)
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with simulation.Workers(model, spec, count) as simulated:
-        for step in data:
-            simulated.backward(partial(loss_of, model, step))
-            optimizer.step()
-            traffic = [exchange.take_traffic(0) for exchange in simulated.exchanges]
-    for counted, (expected, sent, received) in zip(traffic, real, strict=True):
+    simulated = simulation.Workers(model, spec, count)
+    for step in data:
+        assert simulated.backward(partial(loss_of, model, step))
+        optimizer.step()
+    for averager, (expected, sent, received) in zip(simulated.averagers, real, strict=True):
         assert torch.equal(weights(model), expected)
-        assert (counted.sent, counted.received) == (sent, received)
+        assert (averager.stats.bytes_sent, averager.stats.bytes_received) == (sent, received)
+
+
+def test_the_log_holds_all_that_is_received() -> None:
+    model, data = small_model(), batches(4, 2)
+    simulated = simulation.Workers(model, SIMULATED[0], 4)
+    for step in data:
+        simulated.backward(partial(loss_of, model, step))
+    for exchange, averager in zip(simulated.exchanges, simulated.averagers, strict=True):
+        assert sum(received.nbytes for received in exchange.log) == averager.stats.bytes_received
 
 
 def loss_of(model: nn.Module, step: list[tuple[Tensor, Tensor]], rank: int) -> Tensor:
@@ -207,79 +217,90 @@ def loss_of(model: nn.Module, step: list[tuple[Tensor, Tensor]], rank: int) -> T
     return cross_entropy(model(images), labels)
 
 
-def test_the_threshold_is_agreed_on_by_histograms_too() -> None:
+def test_the_threshold_is_found_by_histograms_too() -> None:
     """Where candidates are many, other collectives are used: their simulation is tested, too."""
-    exchanges = simulated_exchanges(4)
     generator = torch.Generator().manual_seed(0)
     whole = torch.randint(0, 2**31 - 1, (40_000,), generator=generator, dtype=torch.int32)
     parts = whole.split(10_000)
-    agreement = torchcomp.aggregators.agreement
 
-    def work(exchange: simulation.SimulatedExchange) -> Any:
-        question = agreement.Question(parts[exchange.rank], (10_000,) * 4, 500)
-        with exchange._meeting.floor:
-            return agreement.agree(exchange, [question])[0]
+    def work(exchange: torchcomp.InProcessExchange) -> threshold.Answer:
+        question = threshold.Question(parts[exchange.rank], (10_000,) * 4, 500)
+        return threshold.find_largest(exchange, [question])[0]
 
-    for agreed in in_threads(work, exchanges):
-        assert agreed.threshold == int(whole.sort(descending=True).values[499])
-        assert sum(agreed.counts) == 500
+    for answer in torchcomp.run_in_process(4, work):
+        assert answer.threshold == int(whole.sort(descending=True).values[499])
+        assert sum(answer.counts) == 500
 
 
-def simulated_exchanges(count: int) -> list[simulation.SimulatedExchange]:
-    meeting = simulation.Meeting(count)
-    return [simulation.SimulatedExchange(meeting, rank) for rank in range(count)]
+def test_a_threshold_far_above_the_last_one_is_found() -> None:
+    """The last bin of the window round the last threshold has no end: here everything is in it."""
+    x = torch.linspace(100.0, 1000.0, 4000)
+    bits = threshold.order_bits(x)
+    guess = int(threshold.order_bits(torch.ones(1)))
 
+    def work(exchange: torchcomp.InProcessExchange) -> threshold.Answer:
+        question = threshold.Question(bits[exchange.rank :: 4], (1000,) * 4, 5, guess)
+        return threshold.find_largest(exchange, [question])[0]
 
-def in_threads(work: Any, exchanges: list[simulation.SimulatedExchange]) -> list[Any]:
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(len(exchanges)) as pool:
-        return [job.result(timeout=30) for job in [pool.submit(work, e) for e in exchanges]]
+    for answer in torchcomp.run_in_process(4, work):
+        assert answer.threshold == int(bits[-5])
+        assert sum(answer.counts) == 5
 
 
 def test_a_worker_that_fails_ends_the_step_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (step,) = small_model(), batches(3, 1)
-    with simulation.Workers(model, SIMULATED[0], 3) as simulated:
-        aggregate = type(simulated.method).aggregate
+    simulated = simulation.Workers(model, SIMULATED[0], 3)
+    method = type(simulated.averagers[0].aggregator)
+    aggregate = method.aggregate
 
-        def fails(method: Any, bucket: Any, exchange: Any, *rest: Any) -> None:
-            if exchange.rank == 1:
-                raise ZeroDivisionError("planted")
-            aggregate(method, bucket, exchange, *rest)
+    def fails(method: Any, bucket: Any, exchange: Any, *rest: Any) -> None:
+        if exchange.rank == 1:
+            raise ZeroDivisionError("planted")
+        aggregate(method, bucket, exchange, *rest)
 
-        monkeypatch.setattr(type(simulated.method), "aggregate", fails)
-        with pytest.raises(ZeroDivisionError, match="planted"):
-            simulated.backward(partial(loss_of, model, step))
+    monkeypatch.setattr(method, "aggregate", fails)
+    with pytest.raises(ZeroDivisionError, match="planted"):
+        simulated.backward(partial(loss_of, model, step))
 
 
 def test_replicas_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (step,) = small_model(), batches(3, 1)
-    with simulation.Workers(model, "mean", 3) as simulated:
-        mean = type(simulated.method).aggregate
+    simulated = simulation.Workers(model, "mean", 3)
+    method = type(simulated.averagers[0].aggregator)
+    mean = method.aggregate
 
-        def drifts(method: Any, bucket: Any, exchange: Any, *rest: Any) -> None:
-            mean(method, bucket, exchange, *rest)
-            bucket.flat[0] += exchange.rank == 2
+    def drifts(method: Any, bucket: Any, exchange: Any, *rest: Any) -> None:
+        mean(method, bucket, exchange, *rest)
+        bucket.flat[0] += exchange.rank == 2
 
-        monkeypatch.setattr(type(simulated.method), "aggregate", drifts)
-        with pytest.raises(AssertionError, match="workers 0 and 2 differ at step 1"):
-            simulated.backward(partial(loss_of, model, step))
+    monkeypatch.setattr(method, "aggregate", drifts)
+    with pytest.raises(AssertionError, match="workers 0 and 2 differ at step 1"):
+        simulated.backward(partial(loss_of, model, step))
+
+
+@pytest.mark.parametrize("spec", ["mean", SIMULATED[0]])
+def test_a_run_that_diverges_is_told(spec: str) -> None:
+    model, (step,) = small_model(), batches(3, 1)
+    simulated = simulation.Workers(model, spec, 3)
+    assert simulated.backward(partial(loss_of, model, step))
+    step[1][0][0, 0] = torch.nan
+    assert not simulated.backward(partial(loss_of, model, step))
 
 
 def test_supports_are_what_each_worker_selected() -> None:
     model, (step,) = small_model(), batches(3, 1)
-    spec = 'ef(topk(0.001, scope="model"), exchange="gather")'
+    spec = 'ef(topk(0.001, scope="model"), exchange="allgather")'
     gradients = []
     for rank in range(3):
         model.zero_grad()
         loss_of(model, step, rank).backward()
         gradients.append({name: p.grad.flatten() for name, p in model.named_parameters()})
-    with simulation.Workers(model, spec, 3, watch=True) as simulated:
-        simulated.backward(partial(loss_of, model, step))
-    (names,) = simulated.groups
-    for rank, (support,) in enumerate(simulated.supports):
-        flat = torch.cat([gradients[rank][name] for name in names])
-        k = simulated.method.compressor.kept(flat.numel())
+    simulated = simulation.Workers(model, spec, 3, watch=True)
+    simulated.backward(partial(loss_of, model, step))
+    for gradient, supports in zip(gradients, simulated.supports, strict=True):
+        support = torch.cat(list(supports.values()))
+        flat = torch.cat([gradient[name] for name in supports])
+        k = simulated.averagers[0].aggregator.compressor.kept(flat.numel())
         assert torch.equal(support.nonzero().flatten(), flat.abs().topk(k).indices.sort().values)
 
 

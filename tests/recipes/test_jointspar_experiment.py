@@ -21,7 +21,7 @@ from torch import nn
 
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_threads
-from torchcomp.algorithms.bandit import Baseline
+from torchcomp.jointspar import Baseline
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes" / "jointspar"

@@ -114,7 +114,7 @@ def test_published_configurations_dry_run(name: str, capsys: pytest.CaptureFixtu
     nbytes = syncs * (2 * (ranks - 1) * 4 * weights // ranks)
     shown = " ".join(capsys.readouterr().out.split())
     assert f"{weights:,} parameters" in shown
-    assert f"ranks {ranks}, 256 images each a step steps {steps:,} " in shown
+    assert f"ranks {ranks}, 256 images each per step steps {steps:,} " in shown
     assert f"synchronisations {syncs:,} bytes in all {nbytes:,} sent by each rank" in shown
 
 

@@ -271,7 +271,7 @@ def test_configurations_dry_run(
     train.plan(read_settings(flags))
     shown = capsys.readouterr().out
     assert "\nplan\n" in shown
-    assert "sent a step" in shown
+    assert "sent per step" in shown
     assert "synchronisations" in shown
 
 

@@ -34,6 +34,9 @@ METHODS = (
     'ef(topk(0.1), exchange="sharded")',
     'ef(topk(0.1, values="int8"))',
     'ef(quantize("int8"))',
+    "powersgd(rank=1)",
+    "ef21(topk(0.1))",
+    "dgc(topk(0.1))",
     "bidirectional(topk(0.1), topk(0.1))",
     'bidirectional(topk(0.1), topk(0.1), selection="exact")',
     'bidirectional(topk(0.1, scope="model"), topk(0.1, scope="model"))',
@@ -56,6 +59,8 @@ CONSERVING = (
     'bidirectional(topk(0.2, values="int8"), topk(0.3, values="int4"), selection="exact")',
     "ef(randk(0.1))",
     'ef(cast("bf16"), exchange="allgather")',
+    "powersgd(rank=1)",
+    "dgc(topk(0.1), momentum=0.0)",
 )
 """Methods that lose nothing but the rounding of float64."""
 

@@ -2,13 +2,19 @@
 
 from torchcomp.aggregators.base import Aggregator
 from torchcomp.aggregators.bidirectional import Bidirectional
+from torchcomp.aggregators.dgc import DGC
 from torchcomp.aggregators.ef import EF
+from torchcomp.aggregators.ef21 import EF21
 from torchcomp.aggregators.mean import Mean
+from torchcomp.aggregators.powersgd import PowerSGD
 
 AGGREGATORS: tuple[type[Aggregator], ...] = (
     Mean,
     EF,
     Bidirectional,
+    PowerSGD,
+    EF21,
+    DGC,
 )
 
-__all__ = ["AGGREGATORS", "EF", "Aggregator", "Bidirectional", "Mean"]
+__all__ = ["AGGREGATORS", "DGC", "EF", "EF21", "Aggregator", "Bidirectional", "Mean", "PowerSGD"]

@@ -6,8 +6,6 @@ from torchcomp.algorithms.ef14 import EF14
 from torchcomp.algorithms.ef21 import EF21
 from torchcomp.algorithms.ef21p import EF21P
 from torchcomp.algorithms.ef21p_diana import EF21PDIANA
-from torchcomp.algorithms.kl_projection import kl_project
-from torchcomp.algorithms.lars import LARS
 from torchcomp.algorithms.parameter_server import Ranks, Simulated
 from torchcomp.algorithms.two_direction import TwoDirection, TwoDirectionMethod
 from torchcomp.algorithms.two_direction import theory as parameters
@@ -19,12 +17,10 @@ __all__ = [
     "EF21",
     "EF21P",
     "EF21PDIANA",
-    "LARS",
     "ConstantMomentumAGD",
     "Ranks",
     "Simulated",
     "TwoDirection",
     "TwoDirectionMethod",
-    "kl_project",
     "parameters",
 ]

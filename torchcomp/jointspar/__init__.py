@@ -1,6 +1,30 @@
 """JointSpar: skip whole layers, in the backward pass and on the wire."""
 
-from torchcomp.jointspar.jointspar import JointSpar
-from torchcomp.jointspar.stats import JointSparStats
+from torchcomp.jointspar.bandit import (
+    Bandit,
+    Baseline,
+    Literal,
+    best_probabilities,
+    kl_project,
+    sample,
+)
+from torchcomp.jointspar.jointspar import JointSpar, JointSparStats
+from torchcomp.jointspar.lars import LARS, Sampling
+from torchcomp.jointspar.layers import Layers, check_several, default_layers, layers_by_pattern
 
-__all__ = ["JointSpar", "JointSparStats"]
+__all__ = [
+    "LARS",
+    "Bandit",
+    "Baseline",
+    "JointSpar",
+    "JointSparStats",
+    "Layers",
+    "Literal",
+    "Sampling",
+    "best_probabilities",
+    "check_several",
+    "default_layers",
+    "kl_project",
+    "layers_by_pattern",
+    "sample",
+]

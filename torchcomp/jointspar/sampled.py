@@ -1,22 +1,19 @@
-"""Sampled: an aggregator that exchanges the layers of a selection by another aggregator."""
+"""Sampled: an aggregator that exchanges the layers of a sampler's set by another aggregator."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from torchcomp.aggregators.base import Aggregator, Shape
-from torchcomp.bucket import Bucket, Group
+from torchcomp.aggregators.base import Aggregator, Cost
+from torchcomp.bucket import Bucket, BucketShape, Group
 from torchcomp.component import check_kind
 from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange
-from torchcomp.jointspar.selection import Selection
+from torchcomp.jointspar.sampler import Sampler
 from torchcomp.keys import Key
-from torchcomp.state import State
-from torchcomp.traffic import Load
+from torchcomp.state import Slot, State
 
 
 @dataclass(frozen=True)
@@ -26,22 +23,17 @@ class Sampled(Aggregator):
     1. g_hat_d = g_d / p_d for the layers that this rank keeps, 0 for the others
     2. of the layers that any rank keeps: g_hat <- `inner` of g_hat, as one vector; nothing else is
        sent
-    3. 0 for the layers that no rank keeps; their error memory stays as it is
+    3. 0 for the layers that no rank keeps; their residuals stay as they are
 
     Where the result of `inner` depends on the grouping, buckets must be layers or parts of layers
     (see :func:`by_layer`): what is compressed together would change from step to step otherwise.
-
-    Attributes:
-        inner: how the kept layers are exchanged.
-        selection: which layers these are; it changes from step to step.
-        law: how layers are chosen, for comparison between ranks and with checkpoints.
     """
 
     name: ClassVar[str] = "jointspar"
 
     inner: Aggregator
-    selection: Selection = field(compare=False)
-    law: str
+    sampler: Sampler = field(compare=False)
+    law: str  # for comparison between ranks and with checkpoints
 
     def __post_init__(self) -> None:
         check_kind(self, "inner", Aggregator)
@@ -56,96 +48,59 @@ class Sampled(Aggregator):
         return f"{self.name}({self.inner}, {self.law})"
 
     @property
-    def remembers(self) -> bool:  # type: ignore[override]
-        """Whether the inner aggregator keeps an error memory."""
-        return self.inner.remembers
-
-    @property
-    def owes(self) -> bool:  # type: ignore[override]
-        """Whether its owners of shards keep one, too."""
-        return self.inner.owes
-
-    @property
     def depends_on_grouping(self) -> bool:
         return self.inner.depends_on_grouping
 
-    @property
-    def whole_model(self) -> bool:
-        return False
+    def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
+        return self.inner.slots(shape, world_size, rank)
 
-    def route(self, shape: Shape, world_size: int) -> str:
-        return self.inner.route(shape, world_size)
-
-    def message_bytes(self, shape: Shape) -> int:
-        part = self._exchanged(shape)
-        return self.inner.message_bytes(part) if part[0] else 0
-
-    def load(self, shape: Shape, world_size: int, rank: int) -> Load:
-        part = self._exchanged(shape)
-        return self.inner.load(part, world_size, rank) if part[0] else Load()
-
-    def memory_bytes(self, numel: int, dtype: torch.dtype, world_size: int) -> int:
-        return self.inner.memory_bytes(numel, dtype, world_size)
+    def cost(self, shape: BucketShape, world_size: int, rank: int = 0) -> Cost:
+        """What a step costs that keeps all of the bucket."""
+        return self.inner.cost(shape, world_size, rank)
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
-        exchanged = self.selection.agree(exchange)
+        sampler = self.sampler
+        exchanged = sampler.union(exchange)
         self._divide(bucket)
-        wanted, dropped = {}, []
-        for name, part in bucket.parts().items():
-            if exchanged[self.selection.layer(name)]:
-                wanted[name] = part
-            else:
-                dropped.append(part)
+        parts = bucket.parts()
+        wanted = {name: x for name, x in parts.items() if exchanged[sampler.layer(name)]}
+        dropped = [part for name, part in parts.items() if name not in wanted]
         if dropped:
             torch._foreach_zero_(dropped)
         if not wanted:
             return
-        taken = _taken(bucket, wanted)
+        taken = bucket
+        if dropped:
+            taken = Bucket(bucket.shape.select(wanted), torch.cat(list(wanted.values())))
         self.inner.aggregate(taken, exchange, state, key)
         means = taken.parts()
-        self.selection.note_mean(means)
-        if taken is not bucket:
+        if sampler.shared:
+            sampler.note(means)
+        if dropped:
             torch._foreach_copy_(list(wanted.values()), list(means.values()))
 
     def _divide(self, bucket: Bucket) -> None:
-        selection = self.selection
+        sampler = self.sampler
         kept, factors = {}, []
         for name, part in bucket.parts().items():
-            layer = selection.layer(name)
-            if selection.kept[layer]:
+            d = sampler.layer(name)
+            if sampler.kept[d]:
                 kept[name] = part
-                factors.append(1 / float(selection.p[layer]))
-            elif not selection.shared:
+                factors.append(1 / float(sampler.p[d]))
+            elif not sampler.shared:
                 part.zero_()
-        if not selection.shared:
-            selection.note_own(kept)
+        if not sampler.shared:
+            sampler.note(kept)
         if any(factor != 1 for factor in factors):
             torch._foreach_mul_(list(kept.values()), factors)
 
-    def _exchanged(self, shape: Shape) -> Shape:
-        """What of a bucket travels in this step."""
-        exchanged = self.selection.exchanged
-        if exchanged is None:
-            raise RuntimeError("the ranks have not agreed yet on what they exchange")
-        names, sizes, dtype = shape
-        chosen = [exchanged[self.selection.layer(name)] for name in names]
-        return tuple(compress(names, chosen)), tuple(compress(sizes, chosen)), dtype
 
-
-def by_layer(groups: Iterable[Group], selection: Selection) -> tuple[Group, ...]:
+def by_layer(groups: Iterable[Group], sampler: Sampler) -> tuple[Group, ...]:
     """Divide groups of parameters so that each holds parameters of one layer."""
     divided: list[Group] = []
     for group in groups:
         layers: dict[int, list[str]] = {}
         for name in group:
-            layers.setdefault(selection.layer(name), []).append(name)
+            layers.setdefault(sampler.layer(name), []).append(name)
         divided += [tuple(names) for names in layers.values()]
     return tuple(divided)
-
-
-def _taken(bucket: Bucket, parts: dict[str, Tensor]) -> Bucket:
-    """These parts of a bucket as a bucket; itself, if that is all."""
-    if len(parts) == len(bucket.names):
-        return bucket
-    sizes = tuple(part.numel() for part in parts.values())
-    return Bucket(tuple(parts), sizes, torch.cat(list(parts.values())))

@@ -1,35 +1,50 @@
 """Sampler: draws the layers of each step and learns from what came of them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from torchcomp.algorithms.bandit import Bandit, Baseline, Literal, sample
-from torchcomp.algorithms.kl_projection import Vector, check_vector
-from torchcomp.checks import check_choice, check_count, check_fraction, is_whole
+from torchcomp import checkpoint
+from torchcomp.checkpoint import count, dict_of, list_of, number, optional, record, text
+from torchcomp.checks import check_choice, check_fraction, is_whole
 from torchcomp.errors import CheckpointError, SpecError
-from torchcomp.jointspar.selection import Selection
-from torchcomp.keys import Key, check_seed
+from torchcomp.exchange import Exchange
+from torchcomp.jointspar.bandit import (
+    Bandit,
+    Baseline,
+    Literal,
+    Mask,
+    Vector,
+    check_vector,
+    sample,
+)
+from torchcomp.jointspar.layers import Layers
+from torchcomp.keys import Key
 
 _NORM_MEMORY = 0.9
 """Share of the old average in the new one, of the norms that feed trust ratios."""
 
+_VERIFY_EVERY = 100
+"""Steps between two comparisons of p over the ranks: drift would otherwise end in a hang."""
+
+_FORM = record(
+    step=count,
+    layers=dict_of(list_of(text)),
+    costs=optional(list_of(number)),
+    bandit=optional(record(p=list_of(number), largest=number, average=number, updates=count)),
+    applied=list_of(number),
+    averages=dict_of(list_of(number, 2)),
+)
+
 
 @dataclass(frozen=True)
 class Law:
-    """How layers are chosen; the same on all ranks. ``str`` is what checkpoints compare.
-
-    Attributes:
-        budget: expected cost of a step as a share of the cost of all layers, above 0 and at most 1.
-        costs: "layers", "bytes" or "time".
-        p_min: least probability of a layer, above 0 and at most `budget`.
-        rule: how p is learned; None leaves it uniform.
-        selection: "shared" or "per-rank".
-        warmup_steps: steps in which all layers are kept first.
-    """
+    """How layers are chosen (see JointSpar); the same on all ranks. Checkpoints compare ``str``."""
 
     budget: float
     costs: str
@@ -75,145 +90,178 @@ class Law:
 class Sampler:
     """Algorithms 1 and 2 of JointSpar on the layers of one model.
 
-    Args:
-        law: how layers are chosen.
-        selection: receives the sets.
-        costs: of each layer, 1-D; None if they are still to be measured, see :meth:`price`.
-        key: seed and rank.
-
     Attributes:
         step: steps that counted so far.
-        applied: the probabilities of the last step that counted, 1-D.
+        kept: whether this rank keeps each layer in the next step; 1-D, as all that follow.
+        p: the probabilities that these were drawn with.
+        exchanged: whether any rank keeps each layer; None until the ranks have told each other.
+        finished: whether the step that was exchanged last counts; None once that is dealt with.
+        last: `kept` of the last step that counted.
+        applied: `p` of it.
     """
 
-    def __init__(self, law: Law, selection: Selection, costs: Vector | None, key: Key) -> None:
+    def __init__(self, law: Law, layers: Layers, costs: Vector | None, key: Key) -> None:
         self.law = law
-        self._selection = selection
-        self._key = key
+        self.layers = layers
+        self.shared = law.selection == "shared"
         self.step = 0
-        self.applied = np.ones(len(selection.layers))
-        self._bandit: Bandit | None = None
-        self._averages: dict[str, tuple[float, float]] = {}
-        if costs is not None:
-            self.price(costs)
+        self.finished: bool | None = None
+        self.last = np.zeros(len(layers), dtype=bool)
+        self.applied = np.ones(len(layers))
+        self._layer_of = {name: d for d, names in enumerate(layers.values()) for name in names}
+        self._key = key
+        self._bandit = None if costs is None else self._priced(costs)
+        self._averages: dict[str, list[float]] = {}
+        self.draw()
 
     @property
-    def warming_up(self) -> bool:
-        """Whether the next step keeps all layers."""
-        return self.step < self.law.warmup_steps
+    def bandit(self) -> Bandit | None:
+        """What p comes from, once the warm-up steps, which keep all layers, are over."""
+        return None if self.step < self.law.warmup_steps else self._bandit
+
+    @property
+    def costs(self) -> Vector:
+        """Cost of each layer; ones as long as they are not known."""
+        return np.ones(len(self.layers)) if self._bandit is None else self._bandit.costs
 
     @property
     def measuring(self) -> bool:
         """Whether the costs are still to be measured."""
         return self._bandit is None
 
-    @property
-    def p(self) -> Vector:
-        """Probabilities of the next step."""
-        if self.warming_up or self._bandit is None:
-            return np.ones(len(self._selection.layers))
-        return self._bandit.p
+    def price(self, costs: Vector) -> None:
+        """Set the costs that were measured, the same on all ranks."""
+        self._bandit = self._priced(costs)
 
-    @property
-    def costs(self) -> Vector:
-        """Cost of each layer; ones as long as they are not known."""
-        if self._bandit is None:
-            return np.ones(len(self._selection.layers))
-        return self._bandit.costs
-
-    def price(self, costs: Vector) -> Bandit:
-        """Set the costs of the layers, which must be the same on all ranks, and learn anew."""
-        budget = self.law.budget * float(costs.sum())
-        self._bandit = Bandit(costs, budget, self.law.p_min, self.law.rule)
-        return self._bandit
+    def _priced(self, costs: Vector) -> Bandit:
+        return Bandit(costs, self.law.budget * float(costs.sum()), self.law.p_min, self.law.rule)
 
     def draw(self) -> None:
         """Draw the layers of the next step."""
-        p = self.p
-        key = Key(self._key.seed, self.step, rank=self._key.rank)
-        kept = sample(p, key.of_tensor("jointspar"), shared=self._selection.shared)
-        self._selection.draw(kept, p, self.step)
+        p = np.ones(len(self.layers)) if self.bandit is None else self.bandit.p
+        key = Key(self._key.seed, self.step, rank=self._key.rank).of_tensor("jointspar")
+        self.take(sample(p, key, shared=self.shared), p)
 
-    def learn(self, norms: Mapping[str, float]) -> None:
-        """A step counts.
+    def take(self, kept: Mask, p: Vector) -> None:
+        """Keep these layers in the next step, drawn with these probabilities."""
+        self.kept, self.p = kept, p
+        self._verified = self.step % _VERIFY_EVERY != 0
+        self.forget()
 
-        Args:
-            norms: |g| of each parameter that was kept, before the division by p, all finite.
+    def forget(self) -> None:
+        """Forget what an exchange that does not count has learned."""
+        self.exchanged: Mask | None = self.kept if self.shared else None
+        self._noted: dict[str, Tensor] = {}
+
+    def names(self, mask: Mask) -> list[str]:
+        """Parameters of the layers in `mask`, in the order of the layers."""
+        return [name for name, d in self._layer_of.items() if mask[d]]
+
+    def layer(self, name: str) -> int:
+        """The index of a parameter's layer."""
+        return self._layer_of[name]
+
+    # The exchange calls these, in another thread or on another stream.
+
+    def union(self, exchange: Exchange) -> Mask:
+        """Which layers the ranks exchange: all that any of them keeps. Collective.
+
+        Raises:
+            RankMismatchError: if ranks that should share a set hold different ones.
         """
-        selection = self._selection
-        for name, norm in norms.items():
-            total, weight = self._averages.get(name, (0.0, 0.0))
+        if self.shared and not self._verified:
+            facts = {"step": self.step, "kept": self.kept.nonzero()[0], "p": self.p.tolist()}
+            exchange.verify("the layers of a step", facts, checkpoint.ONE_STEP)
+            self._verified = True
+        if self.exchanged is None:
+            flags = torch.from_numpy(self.kept.astype(np.uint8)).to(exchange.device)
+            self.exchanged = exchange.any_of(flags).cpu().numpy().astype(bool)
+        return self.exchanged
+
+    def note(self, parts: Mapping[str, Tensor]) -> None:
+        """Keep the norms that p is learned from: of shared means over p, or of own gradients."""
+        for name, part in parts.items():
+            # In float64, so that a finite gradient has a finite norm.
+            self._noted[name] = torch.linalg.vector_norm(part, dtype=torch.float64)
+
+    def finish(self, counts: bool) -> None:
+        """All of a step has been exchanged; whether it `counts`, on all ranks."""
+        self.finished = counts
+
+    # After the exchange.
+
+    def learn(self, scale: float) -> None:
+        """A step counts; its gradients were multiplied by `scale`."""
+        noted = self._noted
+        values = torch.stack(list(noted.values())).tolist() if noted else []
+        norms: dict[str, float] = {}
+        for name, value in zip(noted, values, strict=True):
+            # Means were divided by p.
+            norms[name] = value * float(self.p[self.layer(name)] if self.shared else 1.0) / scale
+            total, weight = self._averages.get(name, [0.0, 0.0])
             keep, take = _NORM_MEMORY, 1 - _NORM_MEMORY
-            self._averages[name] = (keep * total + take * norm, keep * weight + take)
-        if self._bandit is not None and self.law.rule is not None and not self.warming_up:
-            by_layer = [
-                math.hypot(*(norms.get(name, 0.0) for name in names))
-                for names in selection.layers.values()
-            ]
-            self._bandit.update(selection.kept, by_layer)
-        self.applied = selection.p
+            self._averages[name] = [keep * total + take * norms[name], keep * weight + take]
+        if self.bandit is not None and self.law.rule is not None:
+            members = self.layers.values()
+            by_layer = [math.hypot(*(norms.get(name, 0.0) for name in names)) for names in members]
+            self.bandit.update(self.kept, by_layer)
+        self.last, self.applied = self.kept, self.p
         self.step += 1
 
     def norm(self, name: str) -> float:
         """Running average of a parameter's |g|; 0.0 before any was seen."""
-        total, weight = self._averages.get(name, (0.0, 0.0))
+        total, weight = self._averages.get(name, [0.0, 0.0])
         return total / weight if weight else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next draw depends on, as plain numbers, lists and strings."""
+        """All that the next draw depends on but the seed, as plain numbers, lists and strings."""
         return {
             "step": self.step,
-            "seed": self._key.seed,
-            "layers": {layer: list(names) for layer, names in self._selection.layers.items()},
+            "layers": {layer: list(names) for layer, names in self.layers.items()},
             "costs": None if self._bandit is None else self._bandit.costs.tolist(),
             "bandit": None if self._bandit is None else self._bandit.state_dict(),
             "applied": self.applied.tolist(),
             "averages": {name: list(held) for name, held in self._averages.items()},
         }
 
-    def restored(self, state: Mapping[str, Any]) -> "Sampler":
-        """A sampler of the same layers that goes on from a state dict; it has not drawn yet.
+    def prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Read a checkpoint; what comes back goes on from it.
 
         Raises:
-            CheckpointError: if the state is of other layers or damaged.
+            CheckpointError: if its section is damaged, or of other layers.
         """
-        self._check_layers(state["layers"])
-        try:
-            check_seed(state["seed"])
-            key = Key(state["seed"], rank=self._key.rank)
-            sampler = Sampler(self.law, self._selection, None, key)
-            sampler._load(state)
-        except SpecError as error:
-            raise CheckpointError(f"the state dict of JointSpar is damaged: {error}") from error
-        return sampler
-
-    def _check_layers(self, saved: Any) -> None:
-        mine = {layer: list(names) for layer, names in self._selection.layers.items()}
-        theirs = _mapping(saved, "layers")
-        if theirs != mine:
-            differing = [layer for layer in mine if theirs.get(layer) != mine[layer]]
-            differing += [layer for layer in theirs if layer not in mine]
+        size = len(self.layers)
+        section: Any = state.get("jointspar")
+        checkpoint.check(section, _FORM, "jointspar")
+        mine = {layer: list(names) for layer, names in self.layers.items()}
+        theirs = section["layers"]
+        differing = [layer for layer in {**mine, **theirs} if theirs.get(layer) != mine.get(layer)]
+        if differing:
             raise CheckpointError(
                 "the checkpoint groups parameters into other layers than this run "
                 f"({', '.join(differing[:3])}): build JointSpar with the same layers={{...}}"
             )
+        bandit = None
+        try:
+            applied = check_vector(section["applied"], "applied", size, self.law.p_min, 1.0)
+            # Only costs that are measured may be missing yet.
+            if section["costs"] is not None or self.law.costs != "time":
+                bandit = self._priced(check_vector(section["costs"], "costs", size))
+                bandit.load_state_dict(section["bandit"] or {})
+            averages = {
+                name: check_vector(held, f"averages['{name}']", 2, 0.0).tolist()
+                for name, held in section["averages"].items()
+            }
+        except SpecError as error:
+            raise CheckpointError(f"a damaged checkpoint: jointspar: {error}") from error
 
-    def _load(self, state: Mapping[str, Any]) -> None:
-        size = len(self._selection.layers)
-        check_count("step", state["step"], least=0)
-        self.step = state["step"]
-        self.applied = check_vector(state["applied"], "applied", size, self.law.p_min, 1.0)
-        if state["costs"] is not None:
-            bandit = self.price(check_vector(state["costs"], "costs", size))
-            bandit.load_state_dict(_mapping(state["bandit"], "bandit"))
-        for name, held in _mapping(state["averages"], "averages").items():
-            total, weight = check_vector(held, f"the average of '{name}'", 2, 0.0).tolist()
-            self._averages[name] = (total, weight)
+        def restore() -> None:
+            self.step, self.applied, self._bandit = section["step"], applied, bandit
+            self._averages = averages
+            self._key = Key(state["seed"], rank=self._key.rank)
+            self.finished = None
+            self.draw()
+            # A rank alone may have loaded a state.
+            self._verified = False
 
-
-def _mapping(value: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise CheckpointError(
-            f"the state dict of JointSpar is damaged: {name} is a {type(value).__name__}"
-        )
-    return value
+        return restore

@@ -1,4 +1,4 @@
-"""Skipper: a forward pass whose backward pass leaves parameters out, safely under DDP.
+"""Skipper: a forward pass whose backward pass leaves parameters out, safely under DDP, timed.
 
 Toggling ``requires_grad`` behind DDP's back gives wrong gradients, and rebuilding DDP costs more
 than is saved. Instead the dropped parameters are replaced, while the module runs, by constants that
@@ -9,7 +9,9 @@ for zeros.
 """
 
 import copy
+import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -24,32 +26,71 @@ from torchcomp.ddp.executors import after_backward
 from torchcomp.errors import UnsupportedModelError
 
 
+class Clock:
+    """Times backward passes, and, where `detailed`, parameters: a GPU has to wait at each of them.
+
+    The time of a parameter, summed in `by_parameter`, is what passes between its gradient's arrival
+    and the one before it: its own gradient's kernels and those of the activations in between.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._span = 0.0
+        self._events: list[torch.cuda.Event] = []
+        self.detailed = False
+        self.by_parameter: dict[str, float] = defaultdict(float)
+
+    @property
+    def backward_ms(self) -> float:
+        """Milliseconds of the last backward pass; 0.0 before one."""
+        if not self._events:
+            return 1000 * self._span
+        begin, end = self._events
+        end.synchronize()
+        return float(begin.elapsed_time(end))
+
+    def begin(self) -> None:
+        """A backward pass begins."""
+        self._begin = self._last = self._now()
+        if self._device.type == "cuda":
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            self._events[0].record()
+
+    def arrived(self, name: str) -> None:
+        """The gradient of a parameter is there."""
+        if self.detailed:
+            now = self._now()
+            self.by_parameter[name] += now - self._last
+            self._last = now
+
+    def end(self) -> None:
+        """All of its kernels are enqueued."""
+        self._span = self._now() - self._begin
+        if self._events:
+            self._events[1].record()
+
+    def _now(self) -> float:
+        if self.detailed and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
 class Listener(Protocol):
-    """What a :class:`Skipper` tells about passes."""
+    """Who is told about passes."""
 
     def forward_begins(self) -> None:
         """A forward pass that records a graph; raises to refuse it."""
-
-    def backward_begins(self) -> None:
-        """Nothing of it has run yet."""
-
-    def gradient_arrived(self, name: str) -> None:
-        """The gradient of this parameter is there, on this rank."""
-
-    def backward_computed(self) -> None:
-        """All kernels are enqueued; DDP may still be waiting for exchanges."""
 
     def backward_done(self, reached: bool) -> None:
         """DDP has written the gradients, if the pass `reached` parameters and not inputs alone."""
 
 
 class Skipper:
-    """Installs itself on a module; :meth:`close` removes it.
+    """Installs itself on the module inside DDP; :meth:`close` removes it.
 
-    Args:
-        module: the module inside DDP.
-        parameters: by name, those that may be skipped.
-        listener: told about passes; held weakly, since it holds this.
+    Attributes:
+        clock: times the backward passes.
+        arrived: names of the parameters whose gradients the last backward pass brought.
     """
 
     def __init__(
@@ -57,7 +98,9 @@ class Skipper:
     ) -> None:
         self._parameters = parameters
         self._places = _places(module, parameters)
-        self._listener = weakref.ref(listener)
+        self._listener = weakref.ref(listener)  # which holds this
+        self.clock = Clock(next(module.parameters()).device)
+        self.arrived: set[str] = set()
         self._skipped: list[str] = []
         self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._outputs: set[int] = set()
@@ -66,10 +109,7 @@ class Skipper:
         self._set = 0
         # What accumulates the gradient of each, and what DDP waits for; parameters hold it weakly.
         self._ends = [get_gradient_edge(parameter).node for parameter in parameters.values()]
-        self._handles = _install(module, self)
-        for name, parameter in parameters.items():
-            arrived = partial(_arrived, weakref.ref(self), name)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
+        self._handles = _install(module, parameters, self)
 
     def skip(self, names: Iterable[str]) -> None:
         """Leave these parameters out of all backward passes of forward passes to come."""
@@ -88,7 +128,8 @@ class Skipper:
         self._in_backward = False
         self._restore()
         if torch.is_grad_enabled():
-            self._tell(Listener.forward_begins)
+            if (listener := self._listener()) is not None:
+                listener.forward_begins()
             self._replace()
 
     def after_forward(self, output: Any) -> Any:
@@ -112,23 +153,21 @@ class Skipper:
         # Checkpointed activations are computed again now, and by the same rules.
         self._replace()
         self._reached = any(map(_is_executed, self._ends))
-        self._tell(Listener.backward_begins)
+        self.arrived.clear()
+        self.clock.begin()
         after_backward(self._computed)
 
     def _computed(self) -> None:
+        # All kernels are enqueued; DDP may still be waiting for exchanges.
         self._restore()
-        self._tell(Listener.backward_computed)
+        self.clock.end()
         # Behind DDP's own final callback, which writes the gradients.
         after_backward(self._done)
 
     def _done(self) -> None:
         self._in_backward = False
-        self._tell(Listener.backward_done, self._reached)
-
-    def _tell(self, event: Callable[..., None], *details: Any) -> None:
-        listener = self._listener()
-        if listener is not None:
-            getattr(listener, event.__name__)(*details)
+        if (listener := self._listener()) is not None:
+            listener.backward_done(self._reached)
 
     def _replace(self) -> None:
         for name in self._skipped:
@@ -151,7 +190,11 @@ class Skipper:
     def _tied(self, output: Any, replaced: list[nn.Parameter]) -> Any:
         leaves: list[Any] = []
         _map(leaves.append, output)
-        floating = [i for i, leaf in enumerate(leaves) if _is_floating(leaf)]
+        floating = [
+            i
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+        ]
         if not floating:
             raise UnsupportedModelError(
                 f"the forward pass returned no floating-point tensor (but {type(output).__name__}) "
@@ -185,7 +228,7 @@ class _Tie(torch.autograd.Function):
         return (None, None, None, *gradients, *[None] * ctx.parameters)
 
 
-def _install(module: nn.Module, skipper: Skipper) -> list[Any]:
+def _install(module: nn.Module, parameters: dict[str, nn.Parameter], skipper: Skipper) -> list[Any]:
     # Functions that know their module and hold the rest weakly: a copy of the model (an average of
     # weights, say) takes its hooks along, and must neither skip anything nor keep anything alive.
     owner, held = weakref.ref(module), weakref.ref(skipper)
@@ -199,16 +242,20 @@ def _install(module: nn.Module, skipper: Skipper) -> list[Any]:
         alive = held()
         return alive.after_forward(output) if alive is not None and module is owner() else output
 
+    def arrived(name: str, parameter: Tensor) -> None:
+        alive = held()
+        if alive is not None:
+            alive.arrived.add(name)
+            alive.clock.arrived(name)
+
     return [
         module.register_forward_pre_hook(before, prepend=True),
         module.register_forward_hook(after, always_call=True),
+        *(
+            parameter.register_post_accumulate_grad_hook(partial(arrived, name))  # type: ignore[no-untyped-call]
+            for name, parameter in parameters.items()
+        ),
     ]
-
-
-def _arrived(skipper: "weakref.ref[Skipper]", name: str, parameter: Tensor) -> None:
-    alive = skipper()
-    if alive is not None:
-        alive._tell(Listener.gradient_arrived, name)
 
 
 def _is_executed(node: Any) -> bool:
@@ -253,7 +300,3 @@ def _map(function: Callable[[Any], Any], value: Any) -> Any:
         return changed
 
     return pytree.tree_map(at, value)
-
-
-def _is_floating(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())

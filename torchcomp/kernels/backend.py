@@ -12,14 +12,16 @@ _log = logging.getLogger(__name__)
 def numba_form(stem: str) -> ModuleType | None:
     """The Numba form of a kernel, for the CPU, e.g. ``select_numba`` for "select".
 
-    None, with one line in the log, where it cannot be imported.
+    None, with one line in the log, where it cannot be used.
     """
     try:
         return importlib.import_module(f"torchcomp.kernels.{stem}_numba")
     except ImportError as error:
-        advice = 'pip install "torchcomp-ddp[kernels]"'
-        _log.warning("CPU kernel %s runs slowly without Numba (%s): %s", stem, error, advice)
-        return None
+        advice = f'pip install "torchcomp-ddp[kernels]" ({error})'
+    except Exception as error:  # Numba's own import may fail in any way, its cache in others
+        advice = f"its import failed with {type(error).__name__}: {error}"
+    _log.warning("CPU kernel %s runs slowly without Numba: %s", stem, advice)
+    return None
 
 
 @functools.cache

@@ -1,34 +1,33 @@
-"""Cast: rounding to a narrower dtype that saturates, and a test for NaN and infinities."""
+"""Cast: to a floating-point dtype of less range without making infinities, and a test for them."""
 
 import torch
 from torch import Tensor
 
 
 def narrow(x: Tensor, dtype: torch.dtype, out: Tensor | None = None, share: float = 1.0) -> Tensor:
-    """`x` in another dtype; finite values beyond its range become its largest.
+    """`x` in another dtype; finite values beyond its range become its largest, of the same sign.
 
-    With error feedback the residual keeps what is cut off. NaN and infinities stay what they are.
+    With error feedback the residual keeps what is cut off. NaN and infinities stay. Where the range
+    of `dtype` is at least that of `x`, this is ``x.to(dtype)`` and nothing else.
 
     Args:
-        x: of any floating-point dtype.
-        dtype: of the result.
-        out: where it is written, of that dtype; by default a new tensor, or `x` itself if it has
-            the dtype already.
-        share: of the dtype's range, within which values stay.
+        x: floating-point, of any shape.
+        dtype: floating-point.
+        out: like `x`, of this dtype; written instead of a new tensor.
+        share: of the dtype's range, within which values stay if `x` has a larger one.
+
+    Returns:
+        `out`, if there is one; `x` itself, if it has this dtype; a new tensor otherwise.
     """
     if x.dtype == dtype and out is None:
         return x
-    x = saturate(x, dtype, share)
+    x = _cut(x, dtype, share)
     return x.to(dtype) if out is None else out.copy_(x)
 
 
 def saturate(x: Tensor, dtype: torch.dtype, share: float = 1.0) -> Tensor:
     """`x`, in its own dtype, cut off at the largest number of another; see :func:`narrow`."""
-    largest = torch.finfo(dtype).max
-    if largest >= torch.finfo(x.dtype).max:
-        return x
-    largest *= share
-    return torch.where(x.isinf(), x, x.clamp(-largest, largest))
+    return _cut(x, dtype, share).to(x.dtype)
 
 
 def nan_unless_finite(x: Tensor) -> Tensor:
@@ -37,3 +36,18 @@ def nan_unless_finite(x: Tensor) -> Tensor:
         return torch.zeros((), dtype=x.dtype, device=x.device)
     lowest, highest = torch.aminmax(x)
     return lowest * 0 + highest * 0
+
+
+def _cut(x: Tensor, dtype: torch.dtype, share: float) -> Tensor:
+    """`x` cut off at the largest number of `dtype`, in float32 or wider; `x` itself if it fits."""
+    largest = torch.finfo(dtype).max
+    if largest >= torch.finfo(x.dtype).max or not x.numel():
+        return x
+    largest *= share
+    if x.is_cpu:  # an accelerator is not asked: the host would have to wait
+        least, most = torch.aminmax(x.detach())
+        if -largest <= least.item() and most.item() <= largest:
+            return x
+    # bfloat16 does not know the largest float16: it would be rounded up.
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide.clamp(-largest, largest).where(~wide.isinf(), wide)

@@ -2,32 +2,26 @@
 
 Encoding many entries takes several threads. Decoding is serial, and without the GIL: the threads
 that call it are the parallelism. It writes where the high part's bits are set, then makes indices
-of that, and then looks whether they ascend: three short loops, of which the processor does several
-turns at once.
+of that, and then looks whether they ascend: three short loops.
 """
 
 from typing import Any
 
 import numpy as np
 from numba import njit
+from numba.cpython.unsafe import numbers
 from numpy.typing import NDArray
 from torch import Tensor
 
 from torchcomp.kernels import pool
-from torchcomp.kernels.numba_bits import ones, trailing_zeros
-from torchcomp.kernels.numba_memory import BYTES, LONGS, array_at, put_word, whole_word_at, word_at
 
 Array = NDArray[Any]
 
+trailing_zeros: Any = numbers.trailing_zeros
+"""Zeros below the lowest set bit of a word."""
+
 INLINE = 1 << 17
 """So many entries are not worth a second thread: handing over takes 0.1 ms or so (measured)."""
-
-_USUAL = 32
-"""A word of the high part has about so many bits set, hardly ever more than two thirds of it."""
-
-_GROUP = 4
-_NARROW = 16
-"""So many low parts of up to so many bits begin in one byte and end within 64 bits."""
 
 
 def encode(index: Tensor, n: int, low: int, out: Tensor) -> bool:
@@ -35,7 +29,7 @@ def encode(index: Tensor, n: int, low: int, out: Tensor) -> bool:
 
     Both contiguous. The parts of the code are cut so that no two tasks write to one byte.
     """
-    k, task = index.numel(), (index.data_ptr(), index.numel(), n, low, out.data_ptr(), out.numel())
+    k, task = index.numel(), (index.numpy(), n, low, out.numpy())
     if k <= INLINE:
         return bool(_encode_entries(*task, 0, k) and _encode_words(*task, 0, n))
     chunks = pool.chunks()
@@ -59,18 +53,53 @@ def decode(raw: Array, n: int, low: int, index: Array) -> bool:
     return intact
 
 
+# --- Words ----------------------------------------------------------------------------------------
+
+
+# LLVM makes one instruction of each of these, as long as no index can be negative.
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _word_at(raw: Array, byte: int) -> Any:
+    """The 64 bits from a byte on, with zeros beyond the end."""
+    at, word = np.uint64(byte), np.uint64(0)
+    if byte + 8 <= raw.size:
+        for i in range(np.uint64(8)):
+            word |= np.uint64(raw[at + i]) << (i << np.uint64(3))
+    else:
+        for i in range(raw.size - byte):
+            word |= np.uint64(raw[byte + i]) << np.uint64(8 * i)
+    return word
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _put_word(out: Array, byte: int, word: Any) -> None:
+    """Write 64 bits from a byte on."""
+    at = np.uint64(byte)
+    for i in range(np.uint64(8)):
+        out[at + i] = (word >> (i << np.uint64(3))) & np.uint64(255)
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _ones(word: Any) -> Any:
+    """Number of set bits."""
+    word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
+    pairs = np.uint64(0x3333333333333333)
+    word = (word & pairs) + ((word >> np.uint64(2)) & pairs)
+    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
+
+
 # --- Encode and decode ----------------------------------------------------------------------------
 
 
 @njit(nogil=True, cache=True)
-def _encode_entries(
-    index: int, k: int, n: int, low: int, code: int, nbytes: int, start: int, stop: int
-) -> bool:
+def _encode_entries(chosen: Array, n: int, low: int, out: Array, start: int, stop: int) -> bool:
     """Write the low parts of entries `start` to `stop`; False if they do not ascend to the next.
 
     `start` is a multiple of 64, so that its low part begins in a byte of its own.
     """
-    chosen, out = array_at(index, k, LONGS), array_at(code, nbytes, BYTES)
+    k = chosen.size
     if chosen[0] < 0 or chosen[k - 1] >= n or not _ascends(chosen[start : min(stop + 1, k)]):
         return False
     mask = (np.uint64(1) << np.uint64(low)) - np.uint64(1)
@@ -80,7 +109,7 @@ def _encode_entries(
         word |= part << np.uint64(filled)
         filled += low
         if filled >= 64:
-            put_word(out, byte, word)
+            _put_word(out, byte, word)
             byte += 8
             filled -= 64
             word = part >> np.uint64(low - filled)
@@ -93,11 +122,9 @@ def _encode_entries(
 
 
 @njit(nogil=True, cache=True)
-def _encode_words(
-    index: int, k: int, n: int, low: int, code: int, nbytes: int, start: int, stop: int
-) -> bool:
+def _encode_words(chosen: Array, n: int, low: int, out: Array, start: int, stop: int) -> bool:
     """Write words `start` to `stop` of the high part, as far as there are any."""
-    chosen, out = array_at(index, k, LONGS), array_at(code, nbytes, BYTES)
+    k, nbytes = chosen.size, out.size
     cut, step = (k * low + 7) >> 3, 1 if low else 0
     rank, end = 0, k
     while rank < end:
@@ -115,7 +142,7 @@ def _encode_words(
             word |= np.uint64(1) << np.uint64(at & 63)
             rank += 1
         if first + 8 <= nbytes:
-            put_word(out, first, word)
+            _put_word(out, first, word)
         else:
             for i in range(nbytes - first):
                 out[first + i] = (word >> np.uint64(8 * i)) & np.uint64(255)
@@ -130,7 +157,7 @@ def decode_any(raw: Array, n: int, low: int, index: Array) -> bool:
         raw: uint8, contiguous, of the code's length for the k of `index`, with any contents.
         n: number of entries that were chosen from.
         low: width of the low parts.
-        index: contiguous, of 0 < k < n elements; int64, or uint32 if :func:`fits_32_bits`.
+        index: int64, contiguous, of 0 < k < n elements.
     """
     k = index.size
     cut = (k * low + 7) >> 3
@@ -143,29 +170,17 @@ def decode_any(raw: Array, n: int, low: int, index: Array) -> bool:
     return index[k - 1] < n and _ascends(index)
 
 
-def fits_32_bits(n: int, k: int, low: int) -> bool:
-    """Whether all that the bits of any code may stand for, intact or not, is below 2^32."""
-    return n + ((k + 64) << low) <= 1 << 32
-
-
 @njit(nogil=True, cache=True)
 def _find_ones(raw: Array, cut: int, index: Array) -> bool:
     """Write which bits from byte `cut` on are set; False if there are not k of them."""
     k, rank = index.size, 0
     for word in range((raw.size - cut + 7) >> 3):
-        bits, base = word_at(raw, cut + 8 * word), 64 * word
-        after = rank + ones(bits)
+        bits, base = _word_at(raw, cut + 8 * word), 64 * word
+        after = rank + _ones(bits)
         if after > k:
             return False
-        # A fixed number of turns, because the end of a loop that depends on the bits would be
-        # mispredicted for every word. What they write too much, the next words overwrite.
-        if rank + _USUAL <= k:
-            for i in range(np.uint64(rank), np.uint64(rank + _USUAL)):
-                index[i] = base + trailing_zeros(bits)
-                bits &= bits - np.uint64(1)
-            rank += _USUAL
         for i in range(rank, after):
-            index[np.uint64(i)] = base + trailing_zeros(bits)
+            index[np.uint64(i)] = base + np.int64(trailing_zeros(bits))
             bits &= bits - np.uint64(1)
         rank = after
     return rank == k
@@ -175,19 +190,9 @@ def _find_ones(raw: Array, cut: int, index: Array) -> bool:
 def _add_low_parts(raw: Array, low: int, index: Array) -> None:
     """Make indices of the places of bits in the high part."""
     mask = (np.uint64(1) << np.uint64(low)) - np.uint64(1)
-    groups = (
-        min(index.size // _GROUP, (raw.size - 8) * 8 // (_GROUP * low)) if low <= _NARROW else 0
-    )
-    for group in range(groups):
-        bit = _GROUP * group * low
-        word = whole_word_at(raw, bit >> 3) >> np.uint64(bit & 7)
-        for j in range(_GROUP):
-            i = np.uint64(_GROUP * group + j)
-            part = (word >> np.uint64(j * low)) & mask
-            index[i] = (np.uint64(index[i]) - i) << np.uint64(low) | part
-    for rank in range(max(groups, 0) * _GROUP, index.size):
+    for rank in range(index.size):
         i, bit = np.uint64(rank), rank * low
-        part = (word_at(raw, bit >> 3) >> np.uint64(bit & 7)) & mask
+        part = (_word_at(raw, bit >> 3) >> np.uint64(bit & 7)) & mask
         index[i] = (np.uint64(index[i]) - i) << np.uint64(low) | part
 
 

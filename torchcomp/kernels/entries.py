@@ -32,8 +32,7 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     Raises:
         IndexError: on a CPU, if the index is out of bounds.
     """
-    fast = _fast(x, index)
-    return x[index] if fast is None else fast.take(x, index)
+    return x.index_select(0, index)
 
 
 def subtract(x: Tensor, index: Tensor, fields: Parts, fmt: str | None, weight: float = 1.0) -> None:
@@ -53,13 +52,13 @@ def subtract(x: Tensor, index: Tensor, fields: Parts, fmt: str | None, weight: f
         IndexError: on a CPU, if the index is out of bounds.
     """
     _check_values(fields, index.numel(), fmt)
-    # The values, or the scales that make all of their block NaN.
-    fields = (torch.nan_to_num(fields[0], nan=0.0, posinf=0.0, neginf=0.0), *fields[1:])
     fast = _fast(x, index, *fields)
     if fast is None:
-        x[index] = x[index].sub_(_decoded(fields, index.numel(), fmt, x.dtype) * weight)
+        values = _decoded(fields, index.numel(), fmt, x.dtype)
+        values = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+        x[index] = x[index].sub_(values * weight)
     else:
-        fast.add(index, _plain(fields, index.numel(), fmt, x.dtype), x, -weight)
+        fast.subtract(x, index, _plain(fields, index.numel(), fmt, x.dtype), weight)
 
 
 def accumulate(
@@ -85,21 +84,19 @@ def accumulate(
         _check_values(message[:-1], k, fmt)
         elias_fano.check_length(message[-1], n, k)
     fast = _fast(out, None, *chain(*messages)) if 0 < k < n else None
-    if fast is None:
-        for message in messages:
-            _accumulate(message, k, fmt, out, weight)
-    else:
-        fields = [(*_plain(m[:-1], k, fmt, dtype), m[-1].contiguous()) for m in messages]
-        if messages and not fast.accumulate(fields, k, elias_fano.low_bits(n, k), out, weight):
+    if fast is not None and messages:
+        plain = [
+            (*_plain(message[:-1], k, fmt, dtype), message[-1].contiguous()) for message in messages
+        ]
+        if not fast.accumulate(plain, k, elias_fano.low_bits(n, k), out, weight):
             out[0] = torch.nan
-
-
-def _accumulate(message: Parts, k: int, fmt: str | None, out: Tensor, weight: float) -> None:
-    values = _decoded(message[:-1], k, fmt, out.dtype)
-    index, intact = elias_fano.decode(message[-1], out.numel(), k)
-    # Adds zeros instead of asking whether it is intact: the host would have to wait for that.
-    out.index_add_(0, index, values.where(intact, 0.0), alpha=weight)
-    out[:1] = out[:1].where(intact, torch.nan)
+        return
+    for message in messages:
+        values = _decoded(message[:-1], k, fmt, dtype)
+        index, intact = elias_fano.decode(message[-1], n, k)
+        # Adds zeros instead of asking whether it is intact: the host would have to wait for that.
+        out.index_add_(0, index, values.where(intact, 0.0), alpha=weight)
+        out[:1] = out[:1].where(intact, torch.nan)
 
 
 def _check_values(fields: Parts, k: int, fmt: str | None) -> None:
@@ -111,10 +108,9 @@ def _check_values(fields: Parts, k: int, fmt: str | None) -> None:
 
 def _plain(fields: Parts, k: int, fmt: str | None, dtype: torch.dtype) -> Parts:
     """Scales and codes as they are, values of other formats in this dtype; contiguous."""
-    if fmt not in quantize.LEVELS:
-        return (_decoded(fields, k, fmt, dtype).contiguous(),)
-    scale, codes = fields
-    return scale.contiguous(), codes.contiguous()
+    if fmt in quantize.LEVELS:
+        return fields[0].contiguous(), fields[1].contiguous()
+    return (_decoded(fields, k, fmt, dtype).contiguous(),)
 
 
 def _decoded(fields: Parts, k: int, fmt: str | None, dtype: torch.dtype) -> Tensor:
@@ -122,10 +118,8 @@ def _decoded(fields: Parts, k: int, fmt: str | None, dtype: torch.dtype) -> Tens
 
 
 def _fast(x: Tensor, index: Tensor | None, *fields: Tensor) -> ModuleType | None:
-    """The module that works on these faster than plain torch, if any; it goes by addresses."""
+    """The module that works on these faster than plain torch, if any."""
     if x.dtype not in _FAST_DTYPES or not x.is_contiguous():
-        return None
-    if index is not None and (index.dtype != torch.int64 or not index.is_contiguous()):
         return None
     for tensor in (x, *fields) if index is None else (x, index, *fields):
         if not tensor.is_cpu:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from torchcomp.kernels import quantize_torch
 from torchcomp.kernels.backend import numba_form
+from torchcomp.kernels.cast import narrow
 from torchcomp.wire import Field, Layout, Parts
 
 BLOCK = quantize_torch.BLOCK
@@ -67,7 +68,7 @@ def encode(
         fmt: one of FORMATS.
         noise: None rounds to the nearest level, half to even. A generator rounds up or down at
             random so that the mean is the value, to within 2^-24 of a level.
-        index: 1-D int64, contiguous: encodes ``values[index]`` instead.
+        index: 1-D int64: encodes ``values[index]`` instead.
 
     Returns:
         Tensors as :func:`layout` announces them.
@@ -77,12 +78,18 @@ def encode(
         IndexError: on a CPU, if the index is out of bounds.
     """
     _check(fmt)
-    if fmt in LEVELS:
-        return _encode(values, LEVELS[fmt], noise, index)
-    if noise is not None:
-        raise ValueError(f"{fmt} has no evenly spaced levels to choose between at random")
-    chosen = values if index is None else values[index]
-    return (quantize_torch.cast(chosen, CASTS[fmt]),)
+    if index is not None:
+        values = values.index_select(0, index)
+    if fmt in CASTS:
+        if noise is not None:
+            raise ValueError(f"{fmt} has no evenly spaced levels to choose between at random")
+        return (narrow(values, CASTS[fmt]),)
+    uniform = None if noise is None else noise.random(values.numel(), dtype=np.float32)
+    fast = _fast(values)
+    if fast is not None:
+        return fast.encode(values, LEVELS[fmt], uniform)  # type: ignore[no-any-return]
+    drawn = None if uniform is None else torch.from_numpy(uniform).to(values.device)
+    return quantize_torch.encode(values, LEVELS[fmt], drawn)
 
 
 def decode(parts: Parts, count: int, fmt: str, dtype: torch.dtype) -> Tensor:
@@ -158,18 +165,6 @@ def error_bound(fmt: str, count: int) -> float:
 def _check(fmt: str) -> None:
     if fmt not in FORMATS:
         raise ValueError(f"values travel as {', '.join(FORMATS)}, not as {fmt!r}")
-
-
-def _encode(
-    values: Tensor, levels: int, noise: np.random.Generator | None, index: Tensor | None
-) -> Parts:
-    count = values.numel() if index is None else index.numel()
-    uniform = None if noise is None else noise.random(count, dtype=np.float32)
-    fast = _fast(values)
-    if fast is not None:
-        return fast.encode(values, levels, uniform, index)  # type: ignore[no-any-return]
-    drawn = None if uniform is None else torch.from_numpy(uniform).to(values.device)
-    return quantize_torch.encode(values if index is None else values[index], levels, drawn)
 
 
 def _fast(tensor: Tensor) -> ModuleType | None:

@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchcomp.kernels.numba_memory import DOUBLES, LONGS, SINGLES, array_at
 from torchcomp.kernels.quantize_torch import BLOCK, largest_scale
 
 Array = NDArray[Any]
@@ -23,37 +21,16 @@ _SMALLEST = np.finfo(np.float32).tiny
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _INFINITY = np.uint32(0x7F800000)
 
-_LIKE: dict[torch.dtype, Array] = {torch.float32: SINGLES, torch.float64: DOUBLES}
-_CODES = np.empty(0, np.int8)
 
-
-def encode(
-    values: Tensor, levels: int, uniform: Array | None, index: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """As :func:`torchcomp.kernels.quantize_torch.encode`, on the CPU, of ``values[index]``."""
-    by_address = index is None or (index.dtype == torch.int64 and index.is_contiguous())
-    if values.dtype not in _LIKE or not by_address:
-        values, index = (values if index is None else values[index]).float(), None
-    values = values.contiguous()
-    count = values.numel() if index is None else index.numel()
+def encode(values: Tensor, levels: int, uniform: Array | None) -> tuple[Tensor, Tensor]:
+    """As :func:`torchcomp.kernels.quantize_torch.encode`, on the CPU."""
+    count, pairs = values.numel(), levels == 7
     scale = torch.empty(-(-count // BLOCK))
     codes = torch.empty(
-        (count + 1) // 2 if levels == 7 else count, dtype=torch.uint8 if levels == 7 else torch.int8
+        (count + 1) // 2 if pairs else count, dtype=torch.uint8 if pairs else torch.int8
     )
-    inside = _encode(
-        values.data_ptr(),
-        values.numel(),
-        _LIKE[values.dtype],
-        0 if index is None else index.data_ptr(),
-        count,
-        levels,
-        largest_scale(levels),
-        0 if uniform is None else uniform.ctypes.data,
-        scale.data_ptr(),
-        codes.data_ptr(),
-    )
-    if not inside:
-        raise IndexError("an index is out of the vector's bounds")
+    x = values.detach().float().contiguous().numpy()
+    _encode(x, levels, largest_scale(levels), uniform, scale.numpy(), codes.numpy())
     return scale, codes
 
 
@@ -65,81 +42,35 @@ def decode(scale: Tensor, codes: Tensor, count: int) -> Tensor:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _encode(
-    values: int,
-    size: int,
-    like: Array,
-    index: int,
-    count: int,
-    levels: int,
-    cap: float,
-    uniform: int,
-    scale: int,
-    codes: int,
-) -> bool:
-    """All arrays by their address; 0 stands for none. False if an index is out of bounds."""
-    x, at = array_at(values, size, like), array_at(index, count, LONGS)
-    drawn, out = array_at(uniform, count, SINGLES), array_at(codes, count, _CODES)
-    scales = array_at(scale, (count + BLOCK - 1) // BLOCK, SINGLES)
-    block, singles = np.empty(BLOCK, np.float32), np.zeros(BLOCK, np.int8)
+def _encode(x: Array, levels: int, cap: float, uniform: Any, scales: Array, codes: Array) -> None:
+    singles, cell = np.empty(BLOCK, np.int8), np.empty(1, np.uint32)
     for number in range(scales.size):
-        start, stop = number * BLOCK, min((number + 1) * BLOCK, count)
-        part = block[: stop - start]
-        if index == 0:
-            _copy(x[start:stop], part)
-        elif not _gather(x, at[start:stop], part):
-            return False
-        scales[number] = step = _scale(part, np.float32(levels), np.float32(cap))
+        start, stop = number * BLOCK, min((number + 1) * BLOCK, x.size)
+        part = x[start:stop]
+        scales[number] = step = _scale(part, np.float32(levels), np.float32(cap), cell)
         # A pair's codes are put together afterwards; an odd last one is paired with zero.
         singles[part.size & ~1 :] = 0
-        line = singles if levels == 7 else out[start:stop]
+        line = singles if levels == 7 else codes[start:stop].view(np.int8)
         if not step > 0.0:
-            line[:] = 0
-        elif uniform == 0:
+            line[: part.size] = 0
+        elif uniform is None:
             _to_nearest(part, step, line)
         else:
-            _at_random(part, step, np.float32(levels), drawn[start:stop], line)
+            _at_random(part, step, np.float32(levels), uniform[start:stop], line)
         if levels == 7:
-            _store_pairs(singles, out[start >> 1 : (stop + 1) >> 1])
-    return True
-
-
-@njit(nogil=True, cache=True)
-def _copy(x: Array, out: Array) -> None:
-    for i in range(out.size):
-        out[i] = x[i]
-
-
-@njit(nogil=True, cache=True)
-def _gather(x: Array, index: Array, out: Array) -> bool:
-    for i in range(index.size):
-        at = np.uint64(index[i])
-        if at >= np.uint64(x.size):
-            return False
-        out[i] = x[at]
-    return True
-
-
-def _make_float(typing_context: Any, bits: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.uint32), generate
-
-
-_from_bits: Any = intrinsic(_make_float)
-"""The float32 that has these bits."""
+            _store_pairs(singles, codes[start >> 1 : (stop + 1) >> 1])
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _scale(values: Array, levels: Any, cap: Any) -> Any:
+def _scale(values: Array, levels: Any, cap: Any, cell: Array) -> Any:
     bits = values.view(np.uint32)
     largest = np.uint32(0)
     for i in range(bits.size):
         largest = max(largest, np.uint32(bits[i] & _MAGNITUDE))
     if largest >= _INFINITY:
         return np.float32(np.nan)
-    scale = min(_from_bits(largest) / levels, cap)
+    cell[0] = largest
+    scale = min(cell.view(np.float32)[0] / levels, cap)
     return scale if scale >= _SMALLEST else np.float32(0.0)
 
 
@@ -161,7 +92,7 @@ def _at_random(values: Array, step: Any, levels: Any, uniform: Array, line: Arra
 @njit(nogil=True, cache=True)
 def _store_pairs(line: Array, codes: Array) -> None:
     for i in range(codes.size):
-        codes[i] = np.int8(line[2 * i] & 15) | np.int8((line[2 * i + 1] & 15) << 4)
+        codes[i] = (line[2 * i] & 15) | ((line[2 * i + 1] & 15) << 4)
 
 
 def value_at(values: Any, scale: Any, i: Any) -> Any:

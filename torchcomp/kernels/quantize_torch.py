@@ -8,12 +8,6 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values in 16 bits; finite ones stay finite."""
-    largest = torch.finfo(dtype).max
-    return values.float().clamp(-largest, largest).where(~values.isinf(), values).to(dtype)
-
-
 def encode(values: Tensor, levels: int, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
     """Scales and codes of 1-D values; see :mod:`.quantize`.
 

@@ -17,41 +17,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchcomp.kernels.select import Warm
+from torchcomp.kernels.select import Scratch
 
 _BLOCK = 4096
 _DIGITS = ((31, 20), (20, 10), (10, 0))
 _BINS = 2048
-_NARROW = (torch.float16, torch.bfloat16, torch.float32)
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LIMIT = 2**31 - _BLOCK
+SUMS = tuple((dtype, torch.float32, torch.float32) for dtype in DTYPES)
+"""The dtypes of two summands and their sum that are added here."""
 
 
-def takes(x: Tensor) -> bool:
-    """Whether :func:`largest` works for this one; the reference does the others."""
-    return x.dtype in _NARROW and x.numel() < 2**31 - _BLOCK
-
-
-def adds(g: Tensor, e: Tensor, out: Tensor) -> bool:
-    """Whether :func:`add_and_select` works for these."""
-    return (
-        g.shape == e.shape == out.shape
-        and g.device == e.device == out.device
-        and g.dtype in _NARROW
-        and e.dtype == out.dtype == torch.float32
-        and all(t.is_contiguous() for t in (g, e, out))
-    )
-
-
-def largest(x: Tensor, k: int, warm: Warm) -> Tensor:
-    """As :func:`torchcomp.kernels.select.largest`, for 0 < k < n and contiguous `x`."""
-    return _select(x, k, None)
-
-
-def add_and_select(g: Tensor, e: Tensor, out: Tensor, k: int, warm: Warm) -> Tensor:
-    """As :func:`torchcomp.kernels.select.add_and_select`, for 0 < k < n and what `adds` allows."""
-    return _select(out, k, (g, e))
-
-
-def _select(x: Tensor, k: int, summands: tuple[Tensor, Tensor] | None) -> Tensor:
+def select(x: Tensor, k: int, scratch: Scratch, summands: tuple[Tensor, Tensor] | None) -> Tensor:
+    """The indices that :func:`torchcomp.kernels.select.add_and_select` returns."""
     n = x.numel()
     grid = (triton.cdiv(n, _BLOCK),)
     # Triton launches on the current device; -1 leaves that alone.

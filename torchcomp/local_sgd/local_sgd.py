@@ -3,28 +3,39 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.component import Component
 from torchcomp.ddp.checks import OWNER, check_is_ddp
 from torchcomp.errors import SpecError, UnsupportedModelError
-from torchcomp.local_sgd import snapshot
-from torchcomp.local_sgd.callers import checkpoint_at_work, within_own_step
-from torchcomp.local_sgd.checks import Options, Specs, as_list, check_arguments
-from torchcomp.local_sgd.hooks import Step, Undo, claim, override, watch_batches, wrap_scaler
+from torchcomp.local_sgd.averages import OverlappedAverages
+from torchcomp.local_sgd.options import (
+    Levels,
+    ProcessGroup,
+    Specs,
+    as_list,
+    check_arguments,
+    given,
+)
 from torchcomp.local_sgd.overflow import backward_until_finite
-from torchcomp.local_sgd.progress import Progress
-from torchcomp.local_sgd.ranks import GIVEN, Across, Ranks
-from torchcomp.local_sgd.run import Run
-from torchcomp.local_sgd.turns import Turns
-from torchcomp.local_sgd.waiting import wait_in_forward
+from torchcomp.local_sgd.rounds import Clock, LocalSteps
 from torchcomp.outer_steps import OuterStep
 from torchcomp.schedules import Schedule
 from torchcomp.stats import Stats
+
+Undo = Callable[[], None]
+
+# By module, the model through which it is averaged. Not an attribute of the module, which a copy of
+# it would have, too.
+_CLAIMED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[DistributedDataParallel]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class LocalSGD:
@@ -41,17 +52,19 @@ class LocalSGD:
     3. Average the parameters over the ranks, in float32 or wider. Repeat; the last round is cut so
        that the run ends with an average at exactly ``total_steps``.
 
-    With ``compress``, the average is that of the *changes* since the last synchronisation, by any
-    method that :func:`torchcomp.register` takes; with ``outer``, an outer optimizer's step along
-    the mean change replaces it (see ``DeltaAverage``). Both keep the parameters of the last
-    synchronisation, in float32 or wider; whatever else changes the parameters is part of the next
-    change. All ranks hold the same parameters bit for bit after every synchronisation.
+    With ``compress``, the average is that of the *pseudo-gradients*, what local steps have added
+    since the last synchronisation, by any method that :func:`torchcomp.register` takes; with
+    ``outer``, an outer optimizer's step along their mean replaces it (see ``PseudoGradients``).
+    Both keep the parameters of the last synchronisation, in float32 or wider; whatever else changes
+    the parameters is part of the next pseudo-gradient. All ranks hold the same parameters bit for
+    bit after every synchronisation.
 
     The training loop stays as it is: hooks on the model and the optimizer do the work. The clock
-    counts *turns* of the optimizer, ``optimizer.step()`` or ``scaler.step(optimizer)``, skipped or
-    not, because a GradScaler skips on one rank and not on another. The average happens inside the
-    turn, so whatever follows sees averaged weights. An average of weights (EMA) is the same on all
-    ranks if it is updated between rounds, where :attr:`next_sync` is None.
+    counts calls of ``optimizer.step()``, or of ``scaler.step(optimizer)``, skipped or not, because
+    a GradScaler skips on one rank and not on another. The average happens inside that call, so
+    whatever follows sees averaged weights. An average of weights (EMA) is the same on all ranks if
+    it is updated between rounds, where :attr:`next_sync` is None. A rank that leaves a batch out
+    without a call is not noticed: it works on other batches than the others from then on.
 
     A parameter that is added to an optimizer later, or thawed, is averaged from its first step on;
     DDP itself does not reduce its gradients after :meth:`close`.
@@ -59,8 +72,8 @@ class LocalSGD:
     Args:
         model: a DDP model; not one that :func:`torchcomp.register` serves.
         optimizer: any torch optimizer over the model's parameters, or a list of all optimizers that
-            train it; a step is then one turn of each. Rates must be the same on all ranks, which is
-            checked at the first step and at every synchronisation.
+            train it; a step then counts when each has been stepped once. Learning rates must be the
+            same on all ranks, which is checked at the first step and at every synchronisation.
         spec: the schedule, such as ``"every(8)"`` or ``"qsr(alpha=0.0175, h_base=4)"``; or a list
             with one for each optimizer, whose parameters then have rounds of their own. Where
             parameter groups have different learning rates, a schedule reads the largest.
@@ -69,8 +82,8 @@ class LocalSGD:
         warmup_steps: W, steps of learning-rate warm-up.
         scaler: the ``GradScaler`` of the loop, if there is one. One that is switched on and was not
             handed over is refused at the first step.
-        compress: how changes are averaged, such as ``"ef(topk(0.01))"``; ``"mean"`` is the exact
-            mean of the parameters.
+        compress: how pseudo-gradients are averaged, such as ``"ef(topk(0.01))"``; ``"mean"`` is the
+            exact mean of the parameters.
         outer: an outer step, ``"slowmo(beta=0.7, alpha=1.0)"`` or ``"nesterov(lr=0.7,
             momentum=0.9)"`` (:class:`torchcomp.local_sgd.SlowMo`, ``Nesterov``); None takes the
             mean itself.
@@ -79,8 +92,8 @@ class LocalSGD:
             starts it anew.
         fragments: P, pieces of the parameters that synchronise in turn, P times as often and a P-th
             as much, as in Streaming DiLoCo. Ranks then hold equal parameters at the
-            end alone, as a rule: no other number of ranks can go on from a checkpoint before it.
-        overlap: let the average go on beside what follows the optimizer's turn, the next forward
+            end alone, mostly: no other number of ranks can go on from a checkpoint before it.
+        overlap: let the average overlap with what follows the optimizer step, the next forward
             pass included: every layer waits for its own parameters, so results are the same bit for
             bit. Whatever else reads parameters calls :meth:`wait` before: an EMA, or a module
             without parameters of its own that reads those of a child which it does not call.
@@ -97,11 +110,11 @@ class LocalSGD:
         RankMismatchError: if the ranks give different arguments, at construction; if their learning
             rates, or, with ``compress``, ``outer`` or ``process_group``, their parameters differ
             at the first step; or if they lose step with each other, at the next synchronisation.
-        ScheduleError: from ``optimizer.step()``, beyond ``total_steps`` or at a rate that the
-            schedule cannot use.
+        ScheduleError: from ``optimizer.step()``, beyond ``total_steps`` or at a learning rate that
+            the schedule cannot use.
         NonFiniteError: at a synchronisation, if a rank's parameters are not finite; on all ranks.
         WireError: at a synchronisation, if a message was not intact; on all ranks. After either,
-            no parameter has been averaged, and the error memory is what it was.
+            no parameter has been averaged, and the residual is what it was.
     """
 
     def __init__(
@@ -118,37 +131,44 @@ class LocalSGD:
         moments: str = "local",
         fragments: int = 1,
         overlap: bool = False,
-        process_group: "Across | None" = None,
+        process_group: "ProcessGroup | None" = None,
         seed: int = 0,
     ) -> None:
         check_is_ddp(model)
-        options = Options(
-            spec, total_steps, warmup_steps, compress, outer, moments, fragments, overlap, seed
-        )
-        ranks = Ranks.of(model, process_group)
-        method = ranks.agree(
+        options = {
+            **{"spec": spec, "total_steps": total_steps, "warmup_steps": warmup_steps},
+            **{"compress": compress, "outer": outer, "moments": moments, "fragments": fragments},
+            **{"overlap": overlap, "seed": seed},
+        }
+        levels = Levels.of(model, process_group)
+        two_levels = levels.inside is not None
+        method = levels.build(
             "torchcomp.LocalSGD",
-            {**vars(options), "process_group": "none" if process_group is None else GIVEN},
-            lambda: check_arguments(model, optimizer, options, scaler, ranks.inside is not None),
+            {**options, "process_group": given(process_group)},
+            lambda: check_arguments(model, optimizer, scaler, two_levels, options),
         )
         # The optimizer's hooks own this object. It holds model and optimizer weakly: a cycle would
         # keep the process group, and gloo's threads, alive until after the interpreter has ended.
-        self._turns = Turns(as_list(optimizer))
+        self._steps = LocalSteps(model, as_list(optimizer), method, levels, scaler)
         self._scaler = scaler
-        self._run = Run(model, self._turns, method, ranks, seed, scaler)
+        # Of each optimizer, how deep it is in its own step; and whether the scaler makes it step,
+        # the step only creates its state, or a closure is evaluated.
+        self._depths = [0] * len(as_list(optimizer))
+        self._scaling = self._creating = self._evaluating = False
         self._closed = False
-        self._undo = self._install(model)
-        self._finalizer = weakref.finalize(
-            self, Progress.warn_inside_round, self._run.progress, method.horizon
-        )
+        with ExitStack() as undo:
+            for each in self._changes(model):
+                undo.callback(each)
+            self._undo = undo.pop_all()
+        self._finalizer = weakref.finalize(self, Clock.warn_inside_round, self._steps.clock)
 
     def __repr__(self) -> str:
-        return f"<LocalSGD '{snapshot.spec_of(self._run.method)}': {self.stats}>"
+        return f"<LocalSGD '{self._steps.method.spec}': {self.stats}>"
 
     @property
     def schedule(self) -> Schedule:
         """The schedule in use, of the first optimizer if each has one; its ``str`` is the spec."""
-        return self._run.method.schedules[0]
+        return self._steps.method.schedules[0]
 
     @property
     def next_sync(self) -> int | None:
@@ -157,17 +177,26 @@ class LocalSGD:
         Between rounds all ranks hold the same parameters: the time to evaluate or to save. Of
         several rounds in progress, it is the first to end.
         """
-        return self._run.progress.next_sync
+        return self._steps.clock.next_sync
 
     @property
     def stats(self) -> Stats:
         """Counters of this rank: bytes of the last synchronisation and in all."""
         self.wait()
-        return self._run.stats
+        return self._steps.stats
+
+    def residual_norms(self, slot: str = "error") -> dict[str, float]:
+        """Euclidean norm of this rank's residual, or of another slot, by parameter.
+
+        Args:
+            slot: see :meth:`torchcomp.Averager.residual_norms`; "reference" and "outer_momentum"
+                are the parameters of the last synchronisation and the outer momentum.
+        """
+        return self._steps.averages.averager.residual_norms(slot)
 
     def wait(self) -> None:
         """With ``overlap``, wait until all parameters have their averages."""
-        self._run.wait()
+        self._steps.averages.wait()
 
     def backward(self, compute: Callable[[], Tensor], tries: int = 24) -> Tensor:
         """Add the gradients of a micro-batch to ``.grad``, and compute it again while it overflows.
@@ -200,21 +229,16 @@ class LocalSGD:
                 "sync.backward works with the scaler of the loop: torchcomp.LocalSGD(..., "
                 "scaler=scaler)"
             )
-        if self._run.ranks.inside is not None:
+        if self._steps.levels.inside is not None:
             raise UnsupportedModelError(
                 "sync.backward computes again on one rank alone, and with process_group the ranks "
                 "of a node reduce their gradients together: there an overflow reaches all of them, "
                 "so scaler.step(optimizer) skips on all or on none"
             )
-        batches = self._run.progress.batches
-        batches.forward(self._turns.cleared)
-        with self._turns.evaluation():
-            loss = backward_until_finite(self._scaler, list(self._turns), compute, tries)
-        batches.gradients()
-        return loss
+        return backward_until_finite(self._scaler, self._steps.optimizers, compute, tries)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's clock, error memory and outer momentum: plain tensors, numbers and strings.
+        """This rank's clock, residual and outer momentum: plain tensors, numbers and strings.
 
         It does not hold the model's weights. In the middle of a round they differ between ranks, as
         does the optimizer's state, so every rank saves its own model, optimizer and this. States
@@ -224,11 +248,11 @@ class LocalSGD:
         own: ``dcp.save({f"rank{rank}": {"sync": sync.state_dict(), ...}}, checkpoint_id=...)``.
 
         Raises:
-            RuntimeError: between the turns of several optimizers.
+            RuntimeError: where some of several optimizers were stepped, and not all.
         """
         self._require_whole_steps("state_dict")
         self.wait()
-        return self._run.state_dict()
+        return self._steps.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` of this rank returned; nothing changes on error.
@@ -237,12 +261,12 @@ class LocalSGD:
         rank 0's to all ranks; the next optimizer step checks that they are those of the checkpoint.
 
         Raises:
-            CheckpointError: if it is another model's, schedule's, run's or rank's.
-            RuntimeError: between the turns of several optimizers.
+            CheckpointError: if it is another model's, schedule's, run's or rank's, or damaged.
+            RuntimeError: where some of several optimizers were stepped, and not all.
         """
         self._require_whole_steps("load_state_dict")
         self.wait()
-        self._run.load_state_dict(state)
+        self._steps.load_state_dict(state)
 
     def close(self) -> None:
         """Remove every hook and give the model back to DDP; harmless when repeated.
@@ -250,12 +274,10 @@ class LocalSGD:
         DDP keeps equal replicas equal, and no others. So close between rounds, where parameters are
         equal (a warning says where they are not), and train on with ``moments="average"`` or a new
         optimizer: momentum and Adam moments of local steps differ between the ranks, and replicas
-        drift apart with them. Should such an optimizer step again, a warning says so.
+        drift apart with them, without a warning.
         """
         self.wait()
         self._finalizer()
-        if not self._closed:
-            self._run.warn_afterwards()
         self._closed = True
         self._undo.close()
 
@@ -265,67 +287,211 @@ class LocalSGD:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _install(self, model: DistributedDataParallel) -> ExitStack:
-        with ExitStack() as undo:
-            for each in self._changes(model):
-                undo.callback(each)
-            return undo.pop_all()
+    def _require_whole_steps(self, call: str) -> None:
+        if self._steps.within_step:
+            raise RuntimeError(
+                f"{call} where some optimizers were stepped and others were not: call it when each "
+                "has been stepped once"
+            )
+
+    # What is installed on the user's objects.
 
     def _changes(self, model: DistributedDataParallel) -> Iterator[Undo]:
         """Make the changes to the user's objects, one by one; gives what undoes each."""
-        run = self._run
-        yield override(model, OWNER, f"torchcomp.LocalSGD('{snapshot.spec_of(run.method)}')")
+        steps = self._steps
+        local = steps.levels.inside is None
+        yield override(model, OWNER, f"torchcomp.LocalSGD('{steps.method.spec}')")
         yield claim(model)
-        yield from watch_batches(model, run.progress.batches, self._turns)
-        if run.ranks.inside is None:
+        yield model.register_forward_pre_hook(self._before_forward(model, local)).remove
+        if local:
             yield override(model, "require_backward_grad_sync", False)
             yield override(model, "require_forward_param_sync", False)
             yield override(model, "broadcast_buffers", False)
-        for optimizer in self._turns:
-            yield optimizer.register_step_pre_hook(self._before_step).remove
-            yield optimizer.register_step_post_hook(self._after_step).remove
-        if run.background is not None:
-            yield run.background.executor.close
-            yield from wait_in_forward(model.module, run.overlapped)
+        for index, optimizer in enumerate(steps.optimizers):
+            before, after = partial(self._before_step, index), partial(self._after_step, index)
+            yield optimizer.register_step_pre_hook(before).remove
+            yield optimizer.register_step_post_hook(after).remove
+        if isinstance(steps.averages, OverlappedAverages):
+            yield steps.averages.close
+            yield from wait_in_forward(model.module, steps.averages)
         if self._scaler is not None:
-            yield wrap_scaler(self._scaler, self._around_scaler)
+            yield wrap_scaler(self._scaler, self)
+
+    def _before_forward(self, model: DistributedDataParallel, local: bool) -> Any:
+        # A function and not a method, which knows its model: a copy of the model (an average of
+        # weights, say) takes its hooks along, and must neither copy the process group nor count.
+        model_ref, self_ref = weakref.ref(model), weakref.ref(self)
+
+        def hook(module: nn.Module, args: Any) -> None:
+            sync = self_ref()
+            if sync is None or module is not model_ref():
+                return
+            if local:
+                # Some scripts set it themselves, to accumulate gradients without no_sync().
+                module.require_backward_grad_sync = False
+            if module.training and torch.is_grad_enabled():
+                sync._steps.clock.forward = True
+            if not sync._evaluating:
+                # No optimizer steps now: one whose step has raised is not at it any more.
+                sync._depths = [0] * len(sync._depths)
+
+        # A compiled model would be compiled anew for every step.
+        return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
 
     def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+        self, index: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if within_own_step(optimizer):
+        if self._depths[index]:
+            # torch runs the hooks again for a parent's step that a subclass calls.
+            self._depths[index] += 1
             return None
-        self._turns.foreign = not optimizer.state and checkpoint_at_work()
-        if not self._turns.scaling and not self._turns.foreign:
-            self._run.begin_turn(optimizer)
-        evaluated = self._turns.evaluated
-        return tuple(map(evaluated, args)), {name: evaluated(a) for name, a in kwargs.items()}
+        self._creating = kwargs.get("closure", ...) is None and creates_state(optimizer)
+        if not self._scaling and not self._creating:
+            self._steps.begin(index)
+        self._depths[index] = 1
+        if len(args) == 1 and not kwargs:
+            return None
+        watched = partial(self._watched, index)
+        return tuple(map(watched, args)), {name: watched(a) for name, a in kwargs.items()}
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._turns.scaling and not self._turns.foreign and not within_own_step(optimizer):
-            self._run.end_turn(optimizer)
+    def _watched(self, index: int, argument: Any) -> Any:
+        """An argument of ``optimizer.step``; of a closure, one that says when it is evaluated."""
+        if not callable(argument):
+            return argument
 
-    def _around_scaler(self, step: Step) -> Step:
-        """A ``scaler.step`` that is one turn, skipped or not."""
-        owner = weakref.ref(self)
-
-        def turn(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            sync = owner()
-            if sync is None or sync._closed or optimizer not in sync._turns:
-                return step(optimizer, *args, **kwargs)
-            sync._run.begin_turn(optimizer)
-            sync._turns.scaling = True
+        def closure() -> Any:
+            self._evaluating = True
             try:
-                result = step(optimizer, *args, **kwargs)
+                return argument()
+            except BaseException:
+                self._depths[index] = 0  # as there is no hook after a step that raises
+                raise
             finally:
-                sync._turns.scaling = False
-            sync._run.end_turn(optimizer)
-            return result
+                self._evaluating = False
 
-        return turn
+        return closure
 
-    def _require_whole_steps(self, call: str) -> None:
-        if self._turns.between:
-            raise RuntimeError(
-                f"{call} between the turns of several optimizers: call it when all have had theirs"
-            )
+    def _after_step(
+        self, index: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> None:
+        self._depths[index] -= 1
+        if self._depths[index] <= 0:
+            self._depths[index] = 0
+            if not self._scaling and not self._creating:
+                self._steps.end(index)
+
+
+def override(owner: object, name: str, value: Any) -> Undo:
+    """Set an attribute and return what restores it, or removes it where there was none before."""
+    existed = name in vars(owner) or isinstance(getattr(type(owner), name, None), property)
+    before = getattr(owner, name) if existed else None
+    setattr(owner, name, value)
+    held = weakref.ref(owner)
+
+    def undo() -> None:
+        alive = held()
+        if alive is not None and existed:
+            setattr(alive, name, before)
+        elif alive is not None:
+            delattr(alive, name)
+
+    return undo
+
+
+def claim(model: DistributedDataParallel) -> Undo:
+    """Let no other LocalSGD average the module of a model; returns what undoes it.
+
+    Raises:
+        UnsupportedModelError: if one does already, through another DistributedDataParallel.
+    """
+    other = _CLAIMED.get(model.module)
+    if other is not None and other() is not None:
+        raise UnsupportedModelError(
+            "another torchcomp.LocalSGD averages this module already, through another "
+            "DistributedDataParallel around it: close() that one before"
+        )
+    _CLAIMED[model.module] = weakref.ref(model)
+    held = weakref.ref(model.module)
+
+    def undo() -> None:
+        alive = held()
+        if alive is not None:
+            _CLAIMED.pop(alive, None)
+
+    return undo
+
+
+def creates_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step does nothing but create the optimizer's state.
+
+    torch.distributed.checkpoint takes one in ``get_state_dict`` and ``set_state_dict``, with a
+    learning rate and gradients of 0, if the optimizer has no state; it is not a step of the run.
+    Steps of a run are not like that: not even one at the start of a warm-up, with its gradients.
+    """
+    groups = optimizer.param_groups
+    return (
+        not optimizer.state
+        and all(float(group.get("lr", 0.0)) == 0.0 for group in groups)
+        and not any(p.grad is not None and bool(p.grad.any()) for g in groups for p in g["params"])
+    )
+
+
+def wrap_scaler(scaler: torch.amp.GradScaler, sync: LocalSGD) -> Undo:
+    """Let every ``scaler.step(optimizer)`` count, skipped or not; returns what undoes it."""
+    step, owner = scaler.step, weakref.ref(sync)
+
+    def counted(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        sync = owner()
+        if sync is None or sync._closed or optimizer not in sync._steps.optimizers:
+            return step(optimizer, *args, **kwargs)
+        index = sync._steps.optimizers.index(optimizer)
+        sync._steps.begin(index)
+        sync._scaling = True
+        try:
+            result = step(optimizer, *args, **kwargs)
+        finally:
+            sync._scaling = False
+        sync._steps.end(index)
+        return result
+
+    undo, mine, held = override(scaler, "step", counted), weakref.ref(counted), weakref.ref(scaler)
+    # Another LocalSGD may have wrapped the scaler since, around this one.
+    return lambda: undo() if getattr(held(), "step", None) is mine() else None
+
+
+def wait_in_forward(model: nn.Module, averages: OverlappedAverages) -> Iterator[Undo]:
+    """Let every layer of `model`, and its ``state_dict``, wait for what they read.
+
+    A layer is a module with parameters of its own, and waits for those of its children, too, which
+    it may read without calling them; so does a compiled module.
+
+    Yields:
+        What undoes each of the changes.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for module in model.modules():
+        everything = _waiter(module, averages, None)
+        saving = module.register_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]
+        yield saving.remove
+    for layer in _layers(model):
+        needed = {names[id(p)].replace("_orig_mod.", "") for p in layer.parameters()}
+        yield layer.register_forward_pre_hook(_waiter(layer, averages, needed)).remove
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    compiled = isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+    if compiled or any(True for _ in module.parameters(recurse=False)):
+        yield module
+        return
+    for child in module.children():
+        yield from _layers(child)
+
+
+def _waiter(module: nn.Module, averages: OverlappedAverages, names: set[str] | None) -> Any:
+    owner = weakref.ref(module)
+
+    def wait(module: nn.Module, *args: Any) -> None:
+        if module is owner():  # and not a copy of it, which takes its hooks along
+            averages.wait(names)
+
+    return torch.compiler.disable(wait)  # type: ignore[no-untyped-call]

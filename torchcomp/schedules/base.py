@@ -43,11 +43,11 @@ class Schedule(Component):
     """Decides how many local steps a round takes.
 
     Class attributes:
-        reads_rate: whether the learning rate decides.
+        reads_lr: whether the learning rate decides.
     """
 
     kind: ClassVar[str] = "schedule"
-    reads_rate: ClassVar[bool] = False
+    reads_lr: ClassVar[bool] = False
 
     def check(self, horizon: Horizon) -> None:
         """Require, before a run, that the schedule fits it.
@@ -57,33 +57,33 @@ class Schedule(Component):
         """
 
     @abstractmethod
-    def period(self, step: int, rate: float, horizon: Horizon) -> int:
+    def period(self, step: int, lr: float, horizon: Horizon) -> int:
         """H: local steps of the round that begins after `step` steps, before it is cut at the end.
 
         Args:
             step: optimizer steps taken so far.
-            rate: learning rate of the round's first step; finite and at least 0.
+            lr: learning rate of the round's first step; finite and at least 0.
             horizon: ends of warm-up and run.
 
         Raises:
-            ScheduleError: if the rule cannot use the rate.
+            ScheduleError: if the rule cannot use the learning rate.
         """
 
-    def round_end(self, step: int, rate: float, horizon: Horizon) -> int:
+    def round_end(self, step: int, lr: float, horizon: Horizon) -> int:
         """The step, counted from 1, whose end is the round's synchronisation.
 
         Raises:
-            ScheduleError: if the rate is negative or not finite, or 0 where the rule reads it.
+            ScheduleError: if `lr` is negative or not finite, or 0 where the rule reads it.
         """
-        if not _is_rate(rate):
+        if not _is_lr(lr):
             raise ScheduleError(
-                f"the learning rate at step {step} is {rate!r}, and a rate is a finite number of "
+                f"the learning rate at step {step} is {lr!r}, and it must be a finite number of "
                 "at least 0"
             )
-        return min(step + self.period(step, float(rate), horizon), horizon.total_steps)
+        return min(step + self.period(step, float(lr), horizon), horizon.total_steps)
 
 
-def _is_rate(value: Any) -> bool:
+def _is_lr(value: Any) -> bool:
     try:
         return math.isfinite(value) and value >= 0
     except (TypeError, OverflowError):
@@ -101,7 +101,7 @@ def synchronisations(schedule: Schedule, lr: Rate | None, horizon: Horizon) -> l
 
     Raises:
         SpecError: if the schedule does not fit the run, or `lr` is missing or no function.
-        ScheduleError: if the schedule cannot use a rate.
+        ScheduleError: if the schedule cannot use a learning rate.
     """
     schedule.check(horizon)
     rate = _rate(schedule, lr)
@@ -118,6 +118,6 @@ def _rate(schedule: Schedule, lr: Rate | None) -> Rate:
         return lr
     if lr is not None:
         raise SpecError(f"lr must be a function of the step, such as lambda step: 0.1, not {lr!r}")
-    if schedule.reads_rate:
+    if schedule.reads_lr:
         raise SpecError(f"'{schedule}' reads the learning rate: give lr=, a function of the step")
     return lambda step: 1.0

@@ -26,5 +26,5 @@ class Every(Schedule):
     def __post_init__(self) -> None:
         check_count("h", self.h, owner=self.name)
 
-    def period(self, step: int, rate: float, horizon: Horizon) -> int:
+    def period(self, step: int, lr: float, horizon: Horizon) -> int:
         return self.h

@@ -30,7 +30,7 @@ class Power(Schedule):
 
     name: ClassVar[str] = "power"
     positional: ClassVar[int] = 0
-    reads_rate: ClassVar[bool] = True
+    reads_lr: ClassVar[bool] = True
     example: ClassVar[str] = "power(coef=0.03, exponent=1, h_base=4)"
 
     coef: float
@@ -43,17 +43,17 @@ class Power(Schedule):
         check_positive("exponent", self.exponent, owner=self.name)
         check_bounds(self, self.h_base, self.cap)
 
-    def period(self, step: int, rate: float, horizon: Horizon) -> int:
+    def period(self, step: int, lr: float, horizon: Horizon) -> int:
         if step < horizon.warmup_steps:
             return self.h_base
-        if rate == 0:
+        if lr == 0:
             raise ScheduleError(
                 f"the learning rate at step {step} is 0, and the rule divides by it: end a decay "
                 "at a small rate such as 1e-6, or, if this is warm-up, give warmup_steps"
             )
         total = horizon.total_steps
         longest = total if self.cap is None else min(self.cap, total)
-        grown = min(_raised(self.coef / rate, self.exponent), float(longest))
+        grown = min(_raised(self.coef / lr, self.exponent), float(longest))
         return max(self.h_base, math.floor(grown))
 
 

@@ -25,7 +25,7 @@ class QSR(Schedule):
 
     name: ClassVar[str] = "qsr"
     positional: ClassVar[int] = 0
-    reads_rate: ClassVar[bool] = True
+    reads_lr: ClassVar[bool] = True
     example: ClassVar[str] = "qsr(alpha=0.0175, h_base=4)"
 
     alpha: float
@@ -36,6 +36,6 @@ class QSR(Schedule):
         check_positive("alpha", self.alpha, owner=self.name)
         check_bounds(self, self.h_base, self.cap)
 
-    def period(self, step: int, rate: float, horizon: Horizon) -> int:
+    def period(self, step: int, lr: float, horizon: Horizon) -> int:
         rule = Power(coef=self.alpha, exponent=2, h_base=self.h_base, cap=self.cap)
-        return rule.period(step, rate, horizon)
+        return rule.period(step, lr, horizon)

@@ -54,7 +54,7 @@ class PostLocal(TwoPhase):
         super().__post_init__()
         check_count("h", self.h, owner=self.name)
 
-    def period(self, step: int, rate: float, horizon: Horizon) -> int:
+    def period(self, step: int, lr: float, horizon: Horizon) -> int:
         return 1 if step < self.switch else self.h
 
 
@@ -70,5 +70,5 @@ class Swap(TwoPhase):
     positional: ClassVar[int] = 0
     example: ClassVar[str] = "swap(switch=30000)"
 
-    def period(self, step: int, rate: float, horizon: Horizon) -> int:
+    def period(self, step: int, lr: float, horizon: Horizon) -> int:
         return 1 if step < self.switch else horizon.total_steps - step

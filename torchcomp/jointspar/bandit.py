@@ -1,4 +1,8 @@
-"""The bandit of JointSpar: which layers to keep, learned from the norms of those that were kept."""
+"""The bandit of JointSpar: which layers to keep, learned from the norms of those that were kept.
+
+Source: Liu, Mozafari, "Communication-efficient distributed learning for large batch optimization",
+ICML 2022, Algorithms 1 and 2. The costs and the form `Baseline` are ours.
+"""
 
 import math
 from collections.abc import Mapping
@@ -8,11 +12,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from torchcomp.algorithms.kl_projection import Vector, check_budget, check_vector, kl_project
-from torchcomp.checks import check_at_least_0, check_count, check_positive, is_number
+from torchcomp.checks import (
+    check_at_least_0,
+    check_count,
+    check_fraction,
+    check_positive,
+    is_number,
+)
 from torchcomp.errors import NonFiniteError, SpecError
 from torchcomp.keys import Key
 
+Vector = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 _MEMORY = 0.95
@@ -20,6 +30,9 @@ _MEMORY = 0.95
 
 _LARGEST_NORM = 1e100
 """Squares of larger norms, divided by squares of probabilities, may not be finite."""
+
+_ROUNDING = 1e-9
+"""Relative error of a probability that was computed, many times what it is."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +65,7 @@ class Baseline:
             return np.zeros(len(norms))
         p = bandit.p
         reward = np.where(kept, norms**2 / (bandit.costs * p**2 * bandit.level) - 1, 0.0)
-        step: Vector = np.clip(self.alpha * reward / p, -1.0, 1.0)
-        return step
+        return np.asarray(np.clip(self.alpha * reward / p, -1.0, 1.0))
 
 
 @dataclass(frozen=True)
@@ -90,8 +102,7 @@ class Literal:
         p = bandit.p
         bound = max(bandit.largest, self.bound or 0.0)
         loss = np.where(kept, bound**2 / bandit.p_min**2 - norms**2 / p**2, 0.0)
-        step: Vector = -self.alpha * loss / p
-        return step
+        return np.asarray(-self.alpha * loss / p)
 
 
 class Bandit:
@@ -99,9 +110,6 @@ class Bandit:
 
     p approaches clip(const |g_d| / sqrt(c_d), p_min, 1) with sum c p = C, which minimises the
     variance sum |g_d|^2 / p_d of the estimate g_d / p_d within the budget. It starts at C / sum c.
-
-    Source: Liu, Mozafari, "Communication-efficient distributed learning for large batch
-    optimization", ICML 2022, Algorithm 1. The costs and the baseline are ours.
 
     Args:
         costs: c, what keeping each layer costs, finite and above 0, 1-D of D.
@@ -114,7 +122,6 @@ class Bandit:
 
     Attributes:
         p: float64, 1-D of D.
-        level: lam, corrected for its start; 0 before any norm was seen.
         largest: the largest norm seen so far.
     """
 
@@ -125,10 +132,8 @@ class Bandit:
         p_min: float,
         rule: Baseline | Literal | None = None,
     ) -> None:
-        self.costs = check_vector(costs, "costs")
-        if self.costs.min() <= 0:
-            raise SpecError(f"costs must be above 0, not {self.costs.min()}", "costs")
-        check_budget(budget, p_min, self.costs)
+        self.costs = _above_0(costs, "costs")
+        _check_budget(budget, p_min, self.costs)
         self.budget = budget
         self.p_min = p_min
         self.rule = rule or Baseline()
@@ -143,7 +148,7 @@ class Bandit:
 
     @property
     def level(self) -> float:
-        """The baseline lam."""
+        """The baseline lam, corrected for its start; 0 before any norm was seen."""
         return self._average / (1 - _MEMORY**self._updates) if self._updates else 0.0
 
     def update(self, kept: Mask, norms: ArrayLike) -> None:
@@ -228,8 +233,109 @@ def best_probabilities(
     Raises:
         SpecError: if a norm is not above 0, or as :func:`kl_project` does.
     """
-    norms = check_vector(norms, "norms")
-    if norms.min() <= 0:
-        raise SpecError(f"norms must be above 0, not {norms.min()}", "norms")
-    prices = np.ones(len(norms)) if costs is None else check_vector(costs, "costs")
-    return kl_project(np.log(norms) - np.log(prices) / 2, budget, p_min, prices)
+    norms = _above_0(norms, "norms")
+    costs = np.ones(len(norms)) if costs is None else _above_0(costs, "costs")
+    return kl_project(np.log(norms) - np.log(costs) / 2, budget, p_min, costs)
+
+
+def kl_project(u: ArrayLike, budget: float, p_min: float, costs: ArrayLike | None = None) -> Vector:
+    """The point of {sum c q = budget, p_min <= q <= 1} that is nearest to the weights exp(u).
+
+    Nearest means least sum of c_d KL(q_d || exp(u_d)), which with equal costs c is the divergence
+    of JointSpar's Algorithm 1. The minimiser is q = clip(exp(u + tau), p_min, 1) with one tau for
+    all, and sum c q grows with tau. tau = -u_d is where q_d reaches 1, tau = log p_min - u_d where
+    it leaves p_min: bisection over these 2 D break points finds the two between which tau lies,
+    and between them the entries that are not clipped are in closed form. Only differences of u are
+    ever raised to a power, so the result is right at |u| = 1e5.
+
+    Args:
+        u: logarithms of the weights, finite, 1-D of D at least 1.
+        budget: what sum c q must come to; with costs of 1, the expected number of layers S.
+        p_min: lower bound of every entry, above 0 and at most 1.
+        costs: c, finite and above 0, 1-D of D; ones if left out.
+
+    Returns:
+        q, float64, 1-D of D.
+
+    Raises:
+        SpecError: if an argument is out of its range, or no q has this sum.
+    """
+    u = check_vector(u, "u")
+    costs = np.ones(len(u)) if costs is None else _above_0(costs, "costs", len(u))
+    _check_budget(budget, p_min, costs)
+    size, log_p_min = len(u), math.log(p_min)
+    order = np.argsort(np.concatenate([log_p_min - u, -u]), kind="stable")
+
+    def log_q(position: int) -> Vector:
+        """Log q at a break point."""
+        point = int(order[position])
+        bound = 0.0 if point >= size else log_p_min
+        return np.asarray(np.clip((u - u[point % size]) + bound, log_p_min, 0.0))
+
+    low, high = 0, 2 * size - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if costs @ np.exp(log_q(middle)) <= budget:
+            low = middle
+        else:
+            high = middle
+    # What is at the same bound at both ends is at it in between; all else moves with tau.
+    q, free = np.exp(log_q(low)), log_q(low) < log_q(high)
+    if free.any():
+        left = budget - costs[~free] @ q[~free]
+        weights = np.exp(u[free] - u[free].max())
+        q[free] = left * weights / (costs[free] @ weights)
+    return np.clip(q, p_min, 1.0)
+
+
+def check_vector(
+    values: ArrayLike,
+    name: str,
+    size: int | None = None,
+    least: float = -math.inf,
+    most: float = math.inf,
+) -> Vector:
+    """`values` as 1-D float64 of `size` elements (at least one), all from `least` to `most`.
+
+    Raises:
+        SpecError: if they are of another shape, or one is not finite or, by more than rounding,
+            out of the range.
+    """
+    try:
+        vector = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:  # the last from tensors with a graph
+        raise SpecError(f"{name} must be a vector of numbers: {error}", name) from error
+    if vector.ndim != 1 or not vector.size:
+        raise SpecError(f"{name} must be 1-D and not empty, not of shape {vector.shape}", name)
+    if size not in (None, len(vector)):
+        raise SpecError(f"{name} must have {size} entries, not {len(vector)}", name)
+    outside = ~np.isclose(vector, vector.clip(least, most), rtol=_ROUNDING, atol=0.0)
+    for bad, wanted in (
+        (~np.isfinite(vector), "finite"),
+        (outside, f"from {least:g} to {most:g}"),
+    ):
+        if bad.any():
+            at = int(bad.argmax())
+            raise SpecError(f"{name}[{at}] is {vector[at]}, and must be {wanted}", name)
+    return vector
+
+
+def _above_0(values: ArrayLike, name: str, size: int | None = None) -> Vector:
+    vector = check_vector(values, name, size)
+    if vector.min() <= 0:
+        raise SpecError(f"{name} must be above 0, not {vector.min()}", name)
+    return vector
+
+
+def _check_budget(budget: float, p_min: float, costs: Vector) -> None:
+    """Require a budget that some probabilities between p_min and 1 spend exactly."""
+    check_positive("budget", budget)
+    check_fraction("p_min", p_min)
+    most = float(costs.sum())
+    least, slack = p_min * most, 1e-12 * most
+    if not least - slack <= budget <= most + slack:
+        raise SpecError(
+            f"the budget {budget:g} is infeasible: keeping all {len(costs)} layers costs {most:g}, "
+            f"and p_min = {p_min:g} alone costs {least:g}",
+            "budget",
+        )

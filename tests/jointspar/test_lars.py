@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from torchcomp.algorithms.lars import LARS
 from torchcomp.errors import SpecError, UnsupportedModelError
+from torchcomp.jointspar import LARS
 
 SHAPES = ((4, 3), (4,), (2, 2, 3, 3), ())
 OPTIONS = {"lr": 0.7, "momentum": 0.9, "weight_decay": 0.01, "trust_coefficient": 0.02}

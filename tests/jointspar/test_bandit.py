@@ -7,14 +7,14 @@ import re
 import numpy as np
 import pytest
 
-from torchcomp.algorithms.bandit import (
+from torchcomp.errors import NonFiniteError, SpecError
+from torchcomp.jointspar import (
     Bandit,
     Baseline,
     Literal,
     best_probabilities,
     sample,
 )
-from torchcomp.errors import NonFiniteError, SpecError
 from torchcomp.keys import Key
 
 D = 54
@@ -289,7 +289,7 @@ def test_a_checkpoint_as_text_goes_on_bit_for_bit(rule):
     ("build", "message"),
     [
         (lambda: Bandit(np.ones(4), 5.0, 0.1), "infeasible: keeping all 4 layers costs 4"),
-        (lambda: Bandit(np.ones(4), 0.2, 0.1), "infeasible: p_min = 0.1 alone costs 0.4"),
+        (lambda: Bandit(np.ones(4), 0.2, 0.1), "infeasible: .*p_min = 0.1 alone costs 0.4"),
         (lambda: Bandit([1.0, -1.0], 1.0, 0.1), "costs must be above 0, not -1.0"),
         (lambda: Bandit([1.0, math.nan], 1.0, 0.1), r"costs\[1\] is nan"),
         (lambda: Baseline(0.0), "alpha must be a finite number above 0, not 0.0"),

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchcomp.algorithms.layers import check_several, default_layers, layers_by_pattern
 from torchcomp.errors import SpecError
+from torchcomp.jointspar import check_several, default_layers, layers_by_pattern
 
 
 class Residual(nn.Module):

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import takewhile
 
 from torch import nn
 
@@ -36,11 +35,10 @@ def default_layers(parameters: Iterable[tuple[str, nn.Parameter]]) -> Layers:
         modules.setdefault(module, []).append(name)
         if parameter.dim() >= 2:
             weighted.add(module)
-    order = list(modules)
     layers: Layers = {}
-    for module in order:
-        home = module if module in weighted else _home(module, order, weighted)
-        layers[home or _ROOT] = (*layers.get(home or _ROOT, ()), *modules[module])
+    for module, names in modules.items():
+        home = _home(module, list(modules), weighted) or _ROOT
+        layers[home] = (*layers.get(home, ()), *names)
     return layers
 
 
@@ -71,7 +69,14 @@ def layers_by_pattern(
         for pattern in listed:
             _check_matches(layer, pattern, names, frozen)
         layers[layer] = tuple(n for n in names if any(fnmatchcase(n, p) for p in listed))
-    _check_once(layers, names)
+    for name in names:
+        owners = [f"'{layer}'" for layer, members in layers.items() if name in members]
+        if len(owners) != 1:
+            found = f"{len(owners)} layers, {' and '.join(owners[:2])}" if owners else "no layer"
+            raise SpecError(
+                f"parameter '{name}' is in {found}: every parameter that is trained belongs to "
+                "exactly one; freeze it with requires_grad=False to leave it out"
+            )
     return layers
 
 
@@ -91,18 +96,20 @@ def check_several(layers: Layers) -> None:
 
 def _home(module: str, order: list[str], weighted: set[str]) -> str:
     """The module with weights that one without them joins; itself, where there is none."""
-    place = order.index(module)
-    before = next((other for other in reversed(order[:place]) if other in weighted), None)
-    after = next((other for other in order[place:] if other in weighted), None)
+    if module in weighted:
+        return module
+    at = order.index(module)
+    before = next((other for other in reversed(order[:at]) if other in weighted), None)
+    after = next((other for other in order[at:] if other in weighted), None)
     if before is None or after is None:
         return next((other for other in (before, after) if other is not None), module)
-    return before if _shared(module, before) >= _shared(module, after) else after
 
+    def shared(other: str) -> int:
+        """How many leading parts of its path it has in common with `module`."""
+        same = [a == b for a, b in zip(module.split("."), other.split("."), strict=False)]
+        return [*same, False].index(False)
 
-def _shared(one: str, other: str) -> int:
-    """How many leading parts two paths have in common."""
-    pairs = zip(one.split("."), other.split("."), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return before if shared(before) >= shared(after) else after
 
 
 def _check_patterns(layer: object, patterns: object) -> None:
@@ -126,18 +133,3 @@ def _check_matches(layer: str, pattern: str, names: Sequence[str], frozen: Seque
     else:
         why = f"matches no parameter; {nearest(pattern, names)}"
     raise SpecError(f"layer '{layer}': the pattern '{pattern}' {why}", "layers")
-
-
-def _check_once(layers: Layers, names: Sequence[str]) -> None:
-    for name in names:
-        owners = [layer for layer, members in layers.items() if name in members]
-        if not owners:
-            raise SpecError(
-                f"parameter '{name}' is in no layer: every parameter that is trained belongs to "
-                "exactly one; freeze it with requires_grad=False to leave it out"
-            )
-        if len(owners) > 1:
-            raise SpecError(
-                f"parameter '{name}' is in {len(owners)} layers, '{owners[0]}' and '{owners[1]}': "
-                "every parameter belongs to exactly one"
-            )

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchcomp.algorithms.kl_projection import kl_project
 from torchcomp.errors import SpecError
+from torchcomp.jointspar import kl_project
 
 
 def brute_force(u, budget, p_min, costs=None, digits=60):
@@ -150,17 +150,17 @@ def test_no_other_point_of_the_set_is_nearer():
     ("arguments", "message"),
     [
         (([0.0] * 4, 4.5, 0.1), r"infeasible: keeping all 4 layers costs 4"),
-        (([0.0] * 4, 0.3, 0.1), r"infeasible: p_min = 0.1 alone costs 0.4"),
+        (([0.0] * 4, 0.3, 0.1), r"infeasible: .*p_min = 0.1 alone costs 0.4"),
         (([0.0] * 4, 0.0, 0.1), r"budget must be a finite number above 0, not 0.0"),
         (([0.0] * 4, float("nan"), 0.1), r"budget must be a finite number above 0, not nan"),
-        (([0.0] * 4, 2.0, 0.0), r"p_min must be a finite number above 0, not 0.0"),
-        (([0.0] * 4, 2.0, 1.5), r"p_min is a probability, at most 1, not 1.5"),
+        (([0.0] * 4, 2.0, 0.0), r"p_min must be a number above 0 and at most 1, not 0.0"),
+        (([0.0] * 4, 2.0, 1.5), r"p_min must be a number above 0 and at most 1, not 1.5"),
         (([0.0, float("inf")], 1.0, 0.1), r"u\[1\] is inf, and must be finite"),
         (([], 1.0, 0.1), r"u must be 1-D and not empty"),
         (("a", 1.0, 0.1), r"u must be a vector of numbers: could not convert string to float: 'a'"),
         (([1 + 1j, 2.0], 1.0, 0.1), r"u must be a vector of numbers: .*not 'complex'"),
         (([[0.0]], 1.0, 0.1), r"u must be 1-D and not empty, not of shape \(1, 1\)"),
-        (([0.0] * 2, 1.0, 0.1, [1.0]), r"there are 1 costs for 2 entries of u"),
+        (([0.0] * 2, 1.0, 0.1, [1.0]), r"costs must have 2 entries, not 1"),
         (([0.0] * 2, 1.0, 0.1, [1.0, 0.0]), r"costs must be above 0, not 0.0"),
     ],
 )

@@ -26,7 +26,7 @@ class Sampling(Protocol):
 
 
 class LARS(Optimizer):
-    """SGD with momentum, at a rate that is proportional to |x| / |g| in every parameter tensor.
+    """SGD with momentum, at an lr that is proportional to |x| / |g| in every parameter tensor.
 
     With x a tensor of parameters and g its gradient:
 
@@ -87,7 +87,9 @@ class LARS(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add tensors, with options of their own where they differ from the optimizer's."""
-        _check({**self.defaults, **param_group})
+        options = {**self.defaults, **param_group}
+        for name, check in _CHECKS.items():
+            check(name, options[name], owner="LARS")
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -106,7 +108,12 @@ class LARS(Optimizer):
                 loss = closure()
         held = [(x, group) for group in self.param_groups for x in group["params"]]
         found = [(x, x.grad, group) for x, group in held if x.grad is not None]
-        _require_dense(g for _, g, _ in found)
+        for _, g, _ in found:
+            if g.layout is not torch.strided:
+                raise UnsupportedModelError(
+                    f"LARS: a gradient of shape {tuple(g.shape)} is sparse ({g.layout}), and "
+                    "weight decay and momentum are dense: build its embedding with sparse=False"
+                )
         for x, g, group in found:
             self._update(x, g, group)
         return loss
@@ -115,46 +122,25 @@ class LARS(Optimizer):
         excluded = group["exclude_vectors"] and x.dim() <= 1
         decay = 0.0 if excluded else float(group["weight_decay"])
         presence = 1.0 if self._sampled is None else self._sampled.presence(x)
-        direction = g.to(_wide(x)).add(x, alpha=decay / presence)
+        # Half precision ends at 65504, which norms of many small elements pass, and their ratios.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        direction = g.to(wide).add(x, alpha=decay / presence)
         if not excluded:
-            direction.mul_(group["trust_coefficient"] * self._ratio(x, g, decay))
+            size, norm = (torch.linalg.vector_norm(t, dtype=wide) for t in (x, g))
+            if self._sampled is not None and self._sampled.probability(x) < 1:
+                norm = torch.full_like(norm, self._sampled.norm(x))
+            ratio = size / (norm + decay * size)
+            trust = torch.where((size > 0) & (norm > 0), ratio, 1.0)
+            direction.mul_(group["trust_coefficient"] * trust)
         v = self.state[x].setdefault("momentum", torch.zeros_like(x))
         v.mul_(group["momentum"]).add_(direction, alpha=group["lr"])
         x.sub_(v)
 
-    def _ratio(self, x: Tensor, g: Tensor, decay: float) -> Tensor:
-        size, norm = _norm(x), _norm(g)
-        if self._sampled is not None and self._sampled.probability(x) < 1:
-            norm = torch.full_like(norm, self._sampled.norm(x))
-        ratio = size / (norm + decay * size)
-        return torch.where((size > 0) & (norm > 0), ratio, 1.0)
 
-
-def _wide(x: Tensor) -> torch.dtype:
-    # Half precision ends at 65504, which norms of many small elements pass, and ratios of norms.
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _norm(x: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x, dtype=_wide(x))
-    return norm
-
-
-def _require_dense(gradients: Iterable[Tensor]) -> None:
-    for g in gradients:
-        if g.layout is not torch.strided:
-            raise UnsupportedModelError(
-                f"LARS: a gradient of shape {tuple(g.shape)} is sparse ({g.layout}), and weight "
-                "decay and momentum are dense: build its embedding with sparse=False"
-            )
-
-
-def _check(options: dict[str, Any]) -> None:
-    for name, check in (
-        ("lr", check_at_least_0),
-        ("momentum", check_momentum),
-        ("weight_decay", check_at_least_0),
-        ("trust_coefficient", check_positive),
-        ("exclude_vectors", check_flag),
-    ):
-        check(name, options[name], owner="LARS")
+_CHECKS: dict[str, Callable[..., None]] = {
+    "lr": check_at_least_0,
+    "momentum": check_momentum,
+    "weight_decay": check_at_least_0,
+    "trust_coefficient": check_positive,
+    "exclude_vectors": check_flag,
+}

@@ -1,0 +1,141 @@
+"""Averagers on ranks of this process, fed with gradients that everybody can compute."""
+
+import io
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchcomp import Averager
+from torchcomp.bucket import Bucket, BucketShape
+from torchcomp.exchange import Exchange, run_in_process
+
+Named = dict[str, Tensor]
+T = TypeVar("T")
+
+SEED = 5
+SHAPES = {
+    "conv": (8, 4, 3, 3),
+    "scale": (),
+    "wide": (6, 40),
+    "bias": (12,),
+    "tall": (50, 9),
+    "small": (2, 3),
+    "empty": (0, 3),
+}
+ONE = (tuple(SHAPES),)
+SEVERAL = (("small", "tall"), ("bias", "wide", "empty"), ("scale", "conv"))
+OTHERS = (("conv", "wide", "tall"), ("scale",), ("empty", "bias", "small"))
+
+
+def parameters(dtype: torch.dtype = torch.float64) -> Named:
+    tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in SHAPES.items()}
+    tensors["conv"] = tensors["conv"].to(memory_format=torch.channels_last)
+    return tensors
+
+
+def gradient(step: int, rank: int, dtype: torch.dtype = torch.float64) -> Named:
+    """A gradient with a slowly moving part that all ranks share, and noise of their own."""
+    return {
+        name: (_normal(name, step // 5, -1, shape) + 0.3 * _normal(name, step, rank, shape)).to(
+            dtype
+        )
+        for name, shape in SHAPES.items()
+    }
+
+
+def _normal(name: str, step: int, rank: int, shape: tuple[int, ...]) -> Tensor:
+    seed = zlib.crc32(f"{name} {step} {rank}".encode())
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def history(steps: int, world_size: int) -> list[list[Named]]:
+    return [[gradient(step, rank) for rank in range(world_size)] for step in range(steps)]
+
+
+def averager(
+    spec: str,
+    exchange: Exchange,
+    groups: Sequence[tuple[str, ...]] = ONE,
+    dtype: torch.dtype = torch.float64,
+    seed: int = SEED,
+) -> Averager:
+    return Averager(spec, exchange, parameters(dtype), groups, seed=seed)
+
+
+def step(
+    engine: Averager,
+    tensors: Named,
+    groups: Sequence[tuple[str, ...]] = ONE,
+    scale: float = 1.0,
+    **finish: Any,
+) -> Named:
+    """The means of `tensors`, averaged in these buckets."""
+    like = parameters(next(iter(tensors.values())).dtype)
+    engine.begin(scale)
+    buckets = []
+    for names in groups:
+        shape = BucketShape.of(names, like)
+        bucket = Bucket(shape, torch.zeros(shape.numel, dtype=shape.dtype))
+        for name, view in bucket.tensors().items():
+            view.copy_(tensors[name] * scale)
+        engine.average(bucket)
+        buckets.append(bucket)
+    engine.finish(**finish)
+    return {
+        name: view.clone(memory_format=torch.contiguous_format) / scale
+        for bucket in buckets
+        for name, view in bucket.tensors().items()
+    }
+
+
+def steps(
+    engine: Averager,
+    numbers: Sequence[int],
+    groups: Sequence[tuple[str, ...]] = ONE,
+    dtype: torch.dtype = torch.float64,
+    scale: Callable[[int], float] = lambda number: 1.0,
+) -> list[Named]:
+    rank = engine.exchange.rank
+    return [step(engine, gradient(n, rank, dtype), groups, scale(n)) for n in numbers]
+
+
+def on_ranks(world_size: int, body: Callable[[Exchange], T]) -> list[T]:
+    return run_in_process(world_size, body)
+
+
+def reloaded(state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict as it comes back from disk."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def kept(state: dict[str, Any], slot: str) -> Named:
+    """A slot's tensors, by parameter."""
+    return state["slots"][slot]["tensors"]
+
+
+def assert_equal(actual: Named, expected: Named) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def assert_near(actual: Named, expected: Named, tolerance: float = 1e-11) -> None:
+    for name, tensor in actual.items():
+        torch.testing.assert_close(
+            tensor, expected[name], rtol=0, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def mean(tensors: Sequence[Named]) -> Named:
+    return {name: sum(each[name] for each in tensors) / len(tensors) for name in tensors[0]}
+
+
+def total(tensors: Sequence[Named]) -> Named:
+    return {name: sum(each[name] for each in tensors) for name in tensors[0]}

@@ -1,0 +1,40 @@
+"""What a local step without a synchronisation costs: few calls, in few files."""
+
+import sys
+from pathlib import Path
+
+import torchcomp
+from tests.local_sgd.script import Script, mlp, sgd
+from tests.support.ranks import on_threads
+
+PACKAGE = str(Path(torchcomp.__file__).parent)
+
+
+def calls_of(function):
+    """Calls of functions of torchcomp, by file."""
+    files = []
+
+    def note(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            files.append(Path(frame.f_code.co_filename).name)
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+def of_a_local_step():
+    script = Script("every(4)", total_steps=12, build=lambda: mlp(16), optimizer=sgd)
+    script.train(0, 5)
+    script.optimizer.zero_grad()
+    script.backward(5)
+    return calls_of(script.optimizer.step)
+
+
+def test_a_local_step_makes_at_most_30_calls_in_2_files():
+    for files in on_threads(2, of_a_local_step):
+        assert 0 < len(files) <= 30
+        assert set(files) <= {"local_sgd.py", "rounds.py"}

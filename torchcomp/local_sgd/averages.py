@@ -1,0 +1,268 @@
+"""Averages: how a synchronisation makes the ranks' parameters equal.
+
+``exchange`` talks to the other ranks and changes nothing that lasts; ``commit`` makes its result
+count and cannot fail. What a fault leaves behind is rolled back when the next one begins.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from torchcomp.aggregators import Mean
+from torchcomp.averager import Averager
+from torchcomp.bucket import Bucket, BucketShape, Group
+from torchcomp.ddp.executors import transport
+from torchcomp.exchange import Exchange
+from torchcomp.keys import Key
+from torchcomp.local_sgd.options import Levels, LocalMethod, Parameters
+from torchcomp.nonfinite import FiniteWatch
+from torchcomp.state import Kind, Slot, State
+
+UNCHANGED = "No rank has averaged its parameters, and the residual is what it was."
+
+Future = torch.futures.Future[Tensor]
+Due = Sequence[tuple[Group, float]]
+"""Groups of parameters to average, each with the mean learning rate of its round."""
+
+
+def average_in_place(exchange: Exchange, values: Tensor) -> None:
+    """Replace `values` (1-D) by their mean, rounded as :func:`torchcomp.averager.exact_mean` is."""
+    exchange.all_reduce(values)
+    values.div_(exchange.world_size)
+
+
+@dataclass(frozen=True)
+class ExactMean(Mean):
+    """What ``compress="mean"`` stands for: the exact mean, and an error if it is not finite."""
+
+    @property
+    def transparent(self) -> bool:
+        return False
+
+    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
+        average_in_place(exchange, bucket.flat)
+
+
+class Averages:
+    """The exact mean of the parameters over the ranks, in float32 or wider.
+
+    Args:
+        method: of the local steps.
+        levels: their ranks.
+        parameters: all that are averaged, by name.
+        groups: which of them are averaged in one bucket.
+
+    Attributes:
+        averager: exchanges, counts, and holds the parameters, late ones included.
+        needs_equal_start: whether the ranks must hold the same parameters at the first step.
+    """
+
+    needs_equal_start: ClassVar[bool] = False
+    _what: ClassVar[str] = "a parameter"
+
+    def __init__(
+        self, method: LocalMethod, levels: Levels, parameters: Parameters, groups: Sequence[Group]
+    ) -> None:
+        self._method = method
+        self._levels = levels
+        self._results: list[Bucket] = []
+        self.averager = Averager(
+            ExactMean() if method.plain else method.aggregator,
+            levels.between,
+            parameters,
+            groups,
+            seed=method.seed,
+            merged=False,
+            what=self._what,
+            unchanged=UNCHANGED,
+            client_slots=self._slots,
+        )
+
+    def start(self, groups: Iterable[Group], late: bool = False) -> None:
+        """The next local step is the first one that changes these parameters."""
+
+    def exchange(self, due: Due, step: int, dense_bytes: int) -> None:
+        """Exchange what the ranks have after `step` steps; then `commit`, unless this raises.
+
+        Raises:
+            NonFiniteError: on all ranks, if something is not finite.
+            WireError: on all ranks, if a message was not intact.
+        """
+        results = [self._read(group) for group, _ in due]
+        for bucket in results:
+            self.averager.average(bucket)
+        self._finish(f"the model after step {step}", dense_bytes)
+        self._results = results
+
+    def commit(self) -> None:
+        """Give the parameters their new values."""
+        for bucket in self._results:
+            bucket.write(self.averager.parameters)
+        self._results = []
+
+    def wait(self, names: set[str] | None = None) -> None:
+        """Wait until parameters (by default all) have their averages."""
+
+    def _slots(self, shape: BucketShape) -> tuple[Slot, ...]:
+        return ()
+
+    def _read(self, group: Group) -> Bucket:
+        """The parameters of a group, in float32 or wider."""
+        return Bucket.read(self.averager.shape_of(group).wide(), self.averager.parameters)
+
+    def _finish(self, where: str, dense_bytes: int) -> None:
+        self.averager.finish(dense_bytes=dense_bytes, where=where)
+
+
+class PseudoGradients(Averages):
+    """The mean pseudo-gradient since the last synchronisation, by any aggregator, and what follows.
+
+    With x the parameters of the last synchronisation, the same on all ranks, and y this rank's:
+
+    1. m <- the aggregator's estimate of the mean of y - x over the ranks
+    2. x <- x + m, or the outer step from x along m, rounded to the dtype of the parameters
+    3. y <- x
+
+    m is the same on all ranks bit for bit, and so is x, whatever happened to y. Nothing is lost:
+    the sum of all m plus the mean residual (plus the server residual) is the sum of all mean
+    pseudo-gradients, up to the rounding of float32, or of float64 where parameters have it. It is
+    not where an all-reduce adds in a narrower dtype, as in ``ef(cast("bf16"))``: no residual sees
+    what such a sum rounds away, up to 1e-3 of the pseudo-gradients.
+    """
+
+    needs_equal_start = True
+    _what = "a pseudo-gradient"
+
+    def start(self, groups: Iterable[Group], late: bool = False) -> None:
+        for group in groups:
+            self._open(group)
+        self.averager.state.rollback()  # nothing is in flight: this was for the first values
+
+    def exchange(self, due: Due, step: int, dense_bytes: int) -> None:
+        outer, results = self._method.outer, []
+        for group, lr in due:
+            m = self._read(group)
+            (before, x), *momenta = self._open(group)
+            m.flat.sub_(before)
+            self.averager.average(m)
+            x.copy_(before)
+            if outer is None:
+                x.add_(m.flat)
+            else:
+                for momentum, u in momenta:
+                    outer.apply(x, m.flat, u.copy_(momentum), lr)
+            results.append(Bucket(m.shape, x))
+            for name, values in results[-1].tensors().items():
+                values.copy_(values.to(self.averager.parameters[name].dtype))
+        self._finish(f"the rounds until step {step}", dense_bytes)
+        self._results = results
+
+    def _slots(self, shape: BucketShape) -> tuple[Slot, ...]:
+        kept = (Kind.ESTIMATE, shape.names, shape.sizes, shape.wide().dtype, False)
+        reference = Slot("reference", *kept, self._first_reference)
+        return (
+            (reference,)
+            if self._method.outer is None
+            else (reference, Slot("outer_momentum", *kept))
+        )
+
+    def _open(self, group: Group) -> list[tuple[Tensor, Tensor]]:
+        device = self.averager.parameters[group[0]].device
+        slots = self._slots(self.averager.shape_of(group))
+        return [self.averager.state.open(slot, device) for slot in slots]
+
+    def _first_reference(self, name: str, out: Tensor) -> None:
+        out.copy_(self._read((name,)).flat)
+
+
+class OverlappedAverages(Averages):
+    """The same means, made by async all-reduces that overlap with what follows the optimizer step.
+
+    What follows: all that reads no parameter, such as loading the next batch, and the forward pass
+    of the layers in front of those whose mean is not there yet. It is exact, because every layer
+    waits for its own parameters before it computes.
+
+    Attributes:
+        async_exchange: the ranks once more, for collectives beside those of the user and DDP.
+        close: ends the executor.
+    """
+
+    def __init__(
+        self, method: LocalMethod, levels: Levels, parameters: Parameters, groups: Sequence[Group]
+    ) -> None:
+        super().__init__(method, levels, parameters, groups)
+        between = levels.between
+        self.async_exchange, self._executor = transport(between.group, between.device)
+        self._late: set[str] = set()
+        self._running: list[tuple[Bucket, Future]] = []
+        self.close = weakref.finalize(self, self._executor.close)
+
+    def start(self, groups: Iterable[Group], late: bool = False) -> None:
+        if late:  # no layer waits for these, because their modules may be new
+            self._late.update(name for group in groups for name in group)
+
+    def exchange(self, due: Due, step: int, dense_bytes: int) -> None:
+        # The last group first: groups go from the end of the model to its beginning, where the next
+        # forward pass begins.
+        buckets = [self._read(group) for group, _ in reversed(due)]
+        where = f"the parameters after step {step}"
+        self._require_finite(buckets, where)
+        self._finish(where, dense_bytes)
+        self._results = buckets
+
+    def commit(self) -> None:
+        self._running = [(bucket, self._mean(bucket)) for bucket in self._results]
+        self._results = []
+        self.wait(self._late)
+
+    def wait(self, names: set[str] | None = None) -> None:
+        running, self._running = self._running, []
+        for bucket, mean in running:
+            if names is None or not names.isdisjoint(bucket.names):
+                mean.wait()
+                bucket.write(self.averager.parameters)
+            else:
+                self._running.append((bucket, mean))
+        if names is None:
+            self.averager.count(self.async_exchange.take_traffic(0))
+
+    def _mean(self, bucket: Bucket) -> Future:
+        """Let the executor make the mean of a bucket; to wait for it makes the stream wait."""
+        device = bucket.flat.device
+        future: Future = torch.futures.Future(devices=[device] if bucket.flat.is_cuda else [])
+
+        def make() -> None:
+            try:
+                average_in_place(self.async_exchange, bucket.flat)
+                future.set_result(bucket.flat)
+            except Exception as error:
+                future.set_exception(error)  # type: ignore[arg-type]
+
+        self._executor.submit(make)
+        return future
+
+    def _require_finite(self, buckets: list[Bucket], where: str) -> None:
+        """Learn before anything is sent whether some rank's values, or their sum, overflow."""
+        between, inside = self._levels.between, self._levels.inside
+        watch = FiniteWatch(between)
+        for bucket in buckets:
+            watch.before(bucket)
+        bad = any(bool(_too_large(b.flat, between.world_size)) for b in buckets)
+        flag = torch.tensor([bad], dtype=torch.uint8, device=between.device)
+        for level in (between, inside):
+            flag = flag if level is None else level.any_of(flag)
+        if flag.any():
+            raise watch.error(where, UNCHANGED)
+
+
+def _too_large(values: Tensor, world_size: int) -> Tensor:
+    """Whether something is not finite, or so large that a sum over the ranks may not be."""
+    limit = torch.finfo(values.dtype).max / world_size
+    if not values.numel():
+        return torch.zeros((), dtype=torch.bool, device=values.device)
+    lowest, highest = torch.aminmax(values)
+    return ~((lowest >= -limit) & (highest <= limit))
