@@ -59,7 +59,7 @@ class Plan:
             ("state per rank", _bytes(self.memory_bytes)),
             *self._wall_clock_rows(),
         ]
-        lines = [f"  {name:<16} {value}" for name, value in rows]
+        lines = [f"  {name:<17} {value}" for name, value in rows]
         return "\n".join([f"{self.spec}, per rank", *lines])
 
     def _schedule_rows(self) -> list[tuple[str, str]]:
