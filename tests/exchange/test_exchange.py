@@ -137,7 +137,7 @@ def test_objects_arrive_in_rank_order(kind):
     assert found == [given] * 3
 
 
-# --- Arguments are left alone, results are the caller's --------------------------------------------
+# --- Arguments are left alone, results are the caller's ------------------------------------------
 
 
 @on_both
@@ -263,7 +263,7 @@ def test_exchanges_can_be_used_again_and_keep_their_counters():
     from torchcomp import InProcessExchange
 
     exchanges = InProcessExchange.ranks(2)
-    for call in range(3):
+    for _ in range(3):
         sums = run_in_process(2, lambda e: e.all_gather(torch.ones(1)), exchanges)
         assert [len(each) for each in sums] == [2, 2]
     assert exchanges[0].take_traffic(7).sent == 3 * 4

@@ -161,8 +161,8 @@ def test_few_candidates_are_shown_at_once():
 
 def test_what_is_wanted_whole_needs_no_exchange():
     for k in (6, 7):
-        question = lambda: Question(order_bits(torch.ones(3)), [3, 3], k)  # noqa: B023, E731
-        outcome = run_in_process(2, lambda e: (find_largest(e, [question()]), e.take_traffic(0)))
+        question = Question(order_bits(torch.ones(3)), [3, 3], k)
+        outcome = run_in_process(2, lambda e, q=question: (find_largest(e, [q]), e.take_traffic(0)))
         ((answer,), traffic) = outcome[0]
         assert (answer.threshold, list(answer.counts), traffic.sent) == (0, [3, 3], 0)
 
