@@ -80,7 +80,7 @@ class Plan:
     def _break_even(self) -> str:
         if self.break_even_world_size is None:
             return "none: it does not grow with the number of ranks"
-        return f"{self.break_even_world_size:,} ranks (from there on plain DDP sends no more)"
+        return f"{self.break_even_world_size:,} ranks (from there, plain DDP sends no more)"
 
 
 _COLLECTIVES = {
