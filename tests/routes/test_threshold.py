@@ -98,10 +98,10 @@ def assert_answered(ranks, questions):
 
 
 @pytest.mark.parametrize("ranks", WORLD_SIZES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_largest_of_all_parts_are_the_topk_of_the_whole(dtype, ranks):
     questions = []
-    for n, ks in ((1, [1]), (40, [1, 40]), (700, [3, 72])):
+    for n, ks in ((1, [1]), (40, [40]), (500, [3, 72])):
         for x in vectors(n).values():
             questions += [(divided(x.to(dtype), ranks), k, 0) for k in ks]
     assert_answered(ranks, questions)
