@@ -307,13 +307,15 @@ class Averager:
         self.state.drop([name for name in self.state.slots() if name not in kept])
 
     def _flushed(self) -> bool:
-        """Whether the step in flight leaves no residual on any rank, but for what it rounded."""
+        """Whether the step in flight leaves no residual on any rank. What it has rounded goes."""
         after, left = dict(self.state.pending("error")), False
         for name, before in self.state.items("error"):
             part, numbers = after.get(name, before), torch.finfo(self.parameters[name].dtype)
             # Unchanged is what no rank could send, for want of a gradient; large, what was cut off.
-            left |= bool(part.any()) and torch.equal(part, before)
-            left |= bool((part.abs() > numbers.eps * numbers.max).any())
+            if torch.equal(part, before) or (part.abs() > numbers.eps * numbers.max).any():
+                left |= bool(part.any())
+            else:
+                part.zero_()
         flag = torch.tensor([left], dtype=torch.uint8, device=self.exchange.device)
         return not self.exchange.any_of(flag).any()
 

@@ -232,7 +232,7 @@ def test_complex_parameter() -> None:
         ("ef(topk(2.0))", "ratio must be a fraction above 0 and at most 1, not 2.0"),
         ("ef(topk(nan))", "ratio must be a fraction above 0 and at most 1, not nan"),
         ("ef(topk(0.1), memory_dtyp='fp32')", "no option 'memory_dtyp'; did you mean"),
-        ("ef(topk(0.1), exchange='sum')", "sum needs one support on all ranks"),
+        ("ef(topk(0.1), exchange='sum')", "allreduce needs one support on all ranks"),
         ("ef(randk(0.1, unbiased=True))", "ef needs a contractive compressor"),
         ("qsr(alpha=0.0175, h_base=4)", r"is a schedule, .*torchcomp.LocalSGD\("),
         ("", "an empty spec"),

@@ -299,7 +299,7 @@ DAMAGES = {
     ),
     "short groups": ("its groups must hold every parameter", lambda s: s["groups"].pop()),
     "twice in groups": (
-        "its groups must hold every parameter of the model once, and do not for '6.bias'",
+        "its groups must hold every parameter once, and do not for '6.bias'",
         lambda s: s["groups"].append(["6.bias"]),
     ),
     "other strides": (
@@ -394,8 +394,8 @@ def test_redistribute_refuses_what_is_not_one_run() -> None:
     cases = [
         (([], 2), "no states"),
         ((states, 0), "world_size must be at least 1"),
-        ((states[:1], 2), r"need one state of each of the ranks \[0, 1\], and got \[0\]"),
-        ((states[:1] * 2, 2), r"got \[0, 0\]"),
+        ((states[:1], 2), r"one state of each of 2 ranks.*\[0\]"),
+        ((states[:1] * 2, 2), r"\[0, 0\]"),
         (([states[0], later], 2), "not of one run at one step: their step differ"),
     ]
     for arguments, message in cases:
