@@ -189,7 +189,9 @@ class JointSpar:
         averager.on_finish(self._sampler.finish)
         if self._scaler is not None and self._to_none:
             _allow_empty_steps(self._scaler)
-        self._skipper = Skipper(model.module, self._parameters, self)
+        self._skipper = Skipper(
+            model.module, self._parameters, self._forward_begins, self._backward_done
+        )
         self._skip()
         setattr(model, OWNER, f"torchcomp.JointSpar(budget={budget:g})")
         setattr(model, _KEEPER, self)
@@ -255,7 +257,7 @@ class JointSpar:
                 "gradient depends on probabilities that no rank knows"
             )
         name = self._names.get(id(parameter))
-        return 1.0 if name is None else float(self._sampler.applied[self._sampler.layer(name)])
+        return 1.0 if name is None else float(self._sampler.applied[self._sampler.layer_of[name]])
 
     def presence(self, parameter: Tensor) -> float:
         """Share of the steps in which the optimizer finds a gradient; raises as `probability`."""
@@ -305,9 +307,7 @@ class JointSpar:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # Called by the skipper.
-
-    def forward_begins(self) -> None:
+    def _forward_begins(self) -> None:
         """Refuse to go on after a step that passed unnoticed; the same on all ranks."""
         if self._sampler.finished is not None:
             raise UnsupportedModelError(
@@ -316,7 +316,7 @@ class JointSpar:
                 "or what it is computed from, as a tensor or in tuples, lists, dicts or dataclasses"
             )
 
-    def backward_done(self, reached: bool) -> None:
+    def _backward_done(self, reached: bool) -> None:
         """DDP has written the gradients, if the pass `reached` any."""
         sampler = self._sampler
         counts, sampler.finished = sampler.finished, None

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,32 +75,26 @@ class Clock:
         return time.perf_counter()
 
 
-class Listener(Protocol):
-    """Who is told about passes."""
-
-    def forward_begins(self) -> None:
-        """A forward pass that records a graph; raises to refuse it."""
-
-    def backward_done(self, reached: bool) -> None:
-        """DDP has written the gradients, if the pass `reached` parameters and not inputs alone."""
-
-
 class Skipper:
     """Installs itself on the module inside DDP; :meth:`close` removes it.
 
-    Attributes:
-        clock: times the backward passes.
-        arrived: names of the parameters whose gradients the last backward pass brought.
+    `begins`, a method, is called in front of a forward pass that records a graph, and may raise to
+    refuse it; `done` when DDP has written the gradients, if the pass reached parameters at all.
     """
 
     def __init__(
-        self, module: nn.Module, parameters: dict[str, nn.Parameter], listener: Listener
+        self,
+        module: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        begins: Callable[[], None],
+        done: Callable[[bool], None],
     ) -> None:
         self._parameters = parameters
         self._places = _places(module, parameters)
-        self._listener = weakref.ref(listener)  # which holds this
+        # Their owner holds this.
+        self._begins, self._done = weakref.WeakMethod(begins), weakref.WeakMethod(done)
         self.clock = Clock(next(module.parameters()).device)
-        self.arrived: set[str] = set()
+        self.arrived: set[str] = set()  # whose gradients the last backward pass brought
         self._skipped: list[str] = []
         self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._outputs: set[int] = set()
@@ -128,8 +122,8 @@ class Skipper:
         self._in_backward = False
         self._restore()
         if torch.is_grad_enabled():
-            if (listener := self._listener()) is not None:
-                listener.forward_begins()
+            if (begins := self._begins()) is not None:
+                begins()
             self._replace()
 
     def after_forward(self, output: Any) -> Any:
@@ -162,12 +156,12 @@ class Skipper:
         self._restore()
         self.clock.end()
         # Behind DDP's own final callback, which writes the gradients.
-        after_backward(self._done)
+        after_backward(self._written)
 
-    def _done(self) -> None:
+    def _written(self) -> None:
         self._in_backward = False
-        if (listener := self._listener()) is not None:
-            listener.backward_done(self._reached)
+        if (done := self._done()) is not None:
+            done(self._reached)
 
     def _replace(self) -> None:
         for name in self._skipped:
@@ -190,11 +184,8 @@ class Skipper:
     def _tied(self, output: Any, replaced: list[nn.Parameter]) -> Any:
         leaves: list[Any] = []
         _map(leaves.append, output)
-        floating = [
-            i
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-        ]
+        tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        floating = [i for i, t in tensors.items() if t.is_floating_point() or t.is_complex()]
         if not floating:
             raise UnsupportedModelError(
                 f"the forward pass returned no floating-point tensor (but {type(output).__name__}) "
@@ -288,7 +279,7 @@ def _refresh(modules: Iterable[nn.Module]) -> None:
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    """A copy of nested containers with `function` applied to what is none; DDP's containers."""
+    """A copy of nested containers, those that DDP knows, with `function` applied to all else."""
 
     def at(leaf: Any) -> Any:
         if not is_dataclass(leaf) or isinstance(leaf, type):
