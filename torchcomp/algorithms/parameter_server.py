@@ -87,13 +87,10 @@ class ParameterServer(ABC):
     """
 
     def __init__(self, n: int, mine: range, seed: int) -> None:
-        check_count("n", n)
         check_seed(seed)
         self.n, self.mine, self.seed = n, mine, seed
         self.traffic = ServerTraffic()
         self.explain: Callable[[], str] = lambda: ""
-        # RandK draws are shared by all who hold the key: workers differ in the vector's name.
-        self._uplinks = [tensor_id(f"uplink of worker {i}") for i in range(n)]
 
     def encode(self, vectors: Tensor, compressor: Compressor, call: int) -> Uplink:
         """Compress a row for every worker of this process; nothing is sent yet.
@@ -147,7 +144,8 @@ class ParameterServer(ABC):
         """For each message the vectors of all n workers; raises if any worker has a fault."""
 
     def _uplink_key(self, worker: int, call: int) -> Key:
-        return Key(self.seed, call, self._uplinks[worker], worker)
+        # RandK draws are shared by all who hold the key: workers differ in the vector's name.
+        return Key(self.seed, call, tensor_id(f"uplink of worker {worker}"), worker)
 
     def _mean(self, vectors: Iterable[Tensor]) -> Tensor:
         # One at a time, by worker: a sum along an axis may add in another order elsewhere.
@@ -166,7 +164,8 @@ class Simulated(ParameterServer):
     """
 
     def __init__(self, n: int, seed: int = 0) -> None:
-        super().__init__(n, range(n) if isinstance(n, int) else range(0), seed)
+        check_count("n", n)
+        super().__init__(n, range(n), seed)
 
     def _deliver(self, messages: Messages, codec: Codec, faults: Faults) -> Decoded:
         if faults:

@@ -1,15 +1,5 @@
 """TwoDirection: 2Direction as a torch optimizer, for convex losses with exact local gradients.
 
-    optimizer = TwoDirection(model.parameters(), "randk(0.1, unbiased=True)", "topk(0.1)",
-                             lbar=4.0, mu=1e-4)
-    def closure():
-        optimizer.zero_grad()
-        loss = local_loss(model)   # of all of this rank's samples
-        loss.backward()
-        return loss
-    for _ in range(1000):
-        optimizer.step(closure)
-
 It is for functions such as logistic or ridge regression over all samples of a rank. Elsewhere
 nothing is promised: with mini-batches or dropout the gradients at two points of an iteration do not
 belong to one function any more, and their differences, which is what is sent, do not become small.
@@ -69,12 +59,10 @@ class TwoDirection(torch.optim.Optimizer):
 
     Args:
         params: the model's parameters, equal on all ranks; one floating-point dtype, one device.
-        up: unbiased compressor of the workers, or its spec string.
-        down: contractive compressor of the server, or its spec string.
+        up, down: unbiased compressor of the workers and contractive one of the server, or specs.
         lbar: inverse of the step size, to be tuned; above 0.
         mu: strong convexity of the mean of all ranks' losses, at least 0.
-        p: probability of the coin; by default 1/(omega + 1).
-        tau: momentum of v; by default 1/(omega + 1).
+        p, tau: probability of the coin, and momentum of v; by default 1/(omega + 1) both.
         gamma0: Gamma at the start.
         group: the process group; None is the default group.
         seed: the run's seed, the same on all ranks.
