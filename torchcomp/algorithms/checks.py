@@ -60,12 +60,7 @@ _KINDS = {
 
 
 def require(kind: str, compressor: Compressor, d: int, role: str) -> float:
-    """What an unbiased (omega) or contractive (alpha) compressor declares for `d` elements.
-
-    Raises:
-        SpecError: if it is not of that kind, keeps more than `d` entries, or does not work on the
-            whole vector.
-    """
+    """What an unbiased (omega) or contractive (alpha) compressor of `d` elements declares."""
     if not isinstance(compressor, Compressor):
         raise SpecError(f"{role} must be a compressor such as topk(k=65), not {compressor!r}", role)
     constant, advice = _KINDS[kind]

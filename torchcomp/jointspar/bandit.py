@@ -49,12 +49,9 @@ class Baseline:
     lam, known before the step, takes the place of the constant L^2 / p_min^2 of the paper's form:
     at the optimum |g_d|^2 / (c_d p_d^2) is the same for all layers and equals lam, so r has mean 0
     there. r is free of units, and so is alpha. lam starts as in Adam, corrected for its start at 0.
-
-    Attributes:
-        alpha: step size; 0.003 to 0.03 work.
     """
 
-    alpha: float = 0.01
+    alpha: float = 0.01  # step size; 0.003 to 0.03 work
 
     def __post_init__(self) -> None:
         check_positive("alpha", self.alpha)
@@ -77,15 +74,11 @@ class Literal:
     3. p = argmin KL(q || w) over {sum q = S, p_min <= q_d <= 1}
 
     The constant punishes whatever was kept, so p hardly learns within thousands of steps. L has to
-    bound every |g_d|, so it grows with the largest one seen.
-
-    Attributes:
-        alpha: alpha_p, in units of 1 / |g|^2.
-        bound: what L is at least, in units of |g|, at most 1e100; None is 0.
+    bound every |g_d|, so it grows with the largest one seen, from `bound` (at most 1e100) on.
     """
 
-    alpha: float
-    bound: float | None = None
+    alpha: float  # alpha_p, in units of 1 / |g|^2
+    bound: float | None = None  # in units of |g|; None is 0
 
     def __post_init__(self) -> None:
         check_positive("alpha", self.alpha)

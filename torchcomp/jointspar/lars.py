@@ -47,9 +47,7 @@ class LARS(Optimizer):
 
     Args:
         params: tensors or parameter groups.
-        lr: gamma, at least 0.
-        momentum: m, from 0 to below 1.
-        weight_decay: wd, at least 0.
+        lr, momentum, weight_decay: at least 0, and the momentum below 1.
         trust_coefficient: eta, above 0.
         exclude_vectors: whether tensors of at most one dimension, which are biases and the weights
             of norms, get trust 1 and no weight decay.

@@ -229,11 +229,11 @@ class TwoDirection(torch.optim.Optimizer):
         return TwoDirectionMethod(self._gradients, x, self._server, **self._options, state=state)
 
     def _gradients(self, point: Tensor) -> Tensor:
-        if self._fault is None:
-            try:
+        try:
+            if self._fault is None:
                 return self._evaluated(point)[None]
-            except _UnusableError as error:
-                self._fault = error
+        except _UnusableError as error:
+            self._fault = error
         # The other ranks wait for a message: from it they learn of the fault.
         return torch.full_like(point, torch.nan)[None]
 
