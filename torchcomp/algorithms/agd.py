@@ -19,11 +19,8 @@ from torchcomp.checks import check_positive
 class AGD(Method):
     """Accelerated gradient descent in three sequences: x, u and y between them.
 
-    Args:
-        gradients, x0, server: as for :class:`~torchcomp.algorithms.method.Method`.
-        lbar: inverse of the step size; the smoothness L of f in theory.
-        mu: strong convexity of f, at least 0.
-        gamma0: Gamma at the start, see :mod:`~torchcomp.algorithms.two_direction.theory`.
+    Arguments are those of :class:`~torchcomp.algorithms.method.Method`, and symbols of
+    :mod:`~torchcomp.algorithms.two_direction.theory`; in theory lbar is the smoothness L of f.
 
     Raises:
         SpecError: if a parameter is out of its range.
@@ -54,12 +51,10 @@ class AGD(Method):
 
 
 class ConstantMomentumAGD(Method):
-    """Nesterov's method for strongly convex functions, with one momentum throughout.
+    """Nesterov's method, with one momentum throughout.
 
-    Args:
-        gradients, x0, server: as for :class:`~torchcomp.algorithms.method.Method`.
-        gamma: step size; 1/L in theory.
-        mu: strong convexity of f, above 0.
+    Arguments are those of :class:`~torchcomp.algorithms.method.Method`, the step size gamma (in
+    theory 1/L) and the strong convexity mu of f.
 
     Raises:
         SpecError: if gamma or mu is not positive, or their product not below 1.

@@ -30,21 +30,13 @@ _RANGES: dict[str, Callable[[str, object], None]] = {
 
 
 def check_symbols(**values: float) -> None:
-    """Require symbols of the theory to lie in their ranges; mu has :func:`check_convexity`.
-
-    Raises:
-        SpecError: naming the first that does not, and its value.
-    """
+    """Require symbols of the theory to lie in their ranges; mu has :func:`check_convexity`."""
     for name, value in values.items():
         _RANGES[name](name, value)
 
 
 def check_convexity(mu: float, smoothness: float, name: str) -> None:
-    """Require 0 <= mu <= smoothness, where `name` says what the latter is called.
-
-    Raises:
-        SpecError: naming both.
-    """
+    """Require 0 <= mu <= smoothness, where `name` says what the latter is called."""
     if not is_number(mu) or not 0 <= mu <= smoothness:
         raise SpecError(
             f"mu must be at least 0 and at most {name} = {smoothness:g}, because no function is "
@@ -68,17 +60,11 @@ _KINDS = {
 
 
 def require(kind: str, compressor: Compressor, d: int, role: str) -> float:
-    """What an unbiased (omega) or contractive (alpha) compressor declares for `d` elements.
-
-    Raises:
-        SpecError: if it is not of that kind, keeps more than `d` entries, or does not work on the
-            whole vector.
-    """
+    """What an unbiased (omega) or contractive (alpha) compressor of `d` elements declares."""
     if not isinstance(compressor, Compressor):
         raise SpecError(f"{role} must be a compressor such as topk(k=65), not {compressor!r}", role)
     constant, advice = _KINDS[kind]
     declared: float | None = getattr(compressor, constant)(d)
-    problem = ""
     if compressor.per_tensor:
         problem = (
             "works on each parameter by itself, and here all of them are one vector; leave "
@@ -88,6 +74,6 @@ def require(kind: str, compressor: Compressor, d: int, role: str) -> float:
         problem = f"keeps {compressor.k} entries, and there are only {d} coordinates"
     elif declared is None:
         problem = f"is not {kind} (it declares no {constant}); {advice}"
-    if problem or declared is None:
-        raise SpecError(f"{role}: '{compressor}' {problem}", role)
-    return declared
+    else:
+        return declared
+    raise SpecError(f"{role}: '{compressor}' {problem}", role)

@@ -35,7 +35,8 @@ class Method(ABC):
     """
 
     def __init__(self, gradients: Gradients, x0: Tensor, server: ParameterServer) -> None:
-        if not _is_vector(x0):
+        vector = isinstance(x0, Tensor) and x0.dim() == 1 and x0.numel() > 0
+        if not (vector and x0.is_floating_point()):
             raise SpecError(
                 f"x0 must be a vector of floating-point numbers, not {_described(x0)}", "x0"
             )
@@ -67,10 +68,10 @@ class Method(ABC):
         """Iteration `t`, from 0; an error leaves the method as it was."""
 
     def gradients(self, point: Tensor) -> Tensor:
-        """Gradients of this process's workers at a point; (workers of this process, d).
+        """What the user's function returns at a point, if it is of the shape and dtype it must be.
 
         Raises:
-            SpecError: if the user's function returns something of another shape or dtype.
+            SpecError: if it is not.
         """
         rows = self._gradients(point)
         wanted = (len(self.server.mine), point.numel())
@@ -118,10 +119,6 @@ class CompressedMethod(Method):
 
     def _zero_rows(self) -> Tensor:
         return self.x.new_zeros(len(self.server.mine), self.x.numel())
-
-
-def _is_vector(x0: object) -> bool:
-    return isinstance(x0, Tensor) and x0.dim() == 1 and x0.numel() > 0 and x0.is_floating_point()
 
 
 def _described(value: object) -> str:

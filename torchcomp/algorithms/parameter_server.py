@@ -34,10 +34,9 @@ class ServerTraffic:
     """What one worker and the server have sent each other; the same for every worker.
 
     Attributes:
-        up_coordinates: values sent by the worker; indices, scales and headers are not counted.
-        down_coordinates: values sent to the worker.
-        up_bytes: bytes of the frames sent by the worker, all included.
-        down_bytes: bytes of the frames sent to the worker, all included.
+        up_coordinates, down_coordinates: values sent by the worker, and to it; indices, scales and
+            headers are not counted.
+        up_bytes, down_bytes: bytes of the frames that held them, all included.
         round_trips: how often a worker waited for the server.
     """
 
@@ -64,9 +63,9 @@ class Uplink:
 
     compressor: Compressor
     call: int  # the number of the message, the same on all workers
-    encoded: tuple[Encoded, ...]  # each worker's message
+    encoded: list[Encoded]  # each worker's message
     decoded: Tensor  # what the messages stand for; (workers of this process, d)
-    faulty: tuple[int, ...]  # workers whose vector held a NaN or an infinity
+    faulty: list[int]  # workers whose vector held a NaN or an infinity
 
 
 Messages = tuple[Uplink, ...]
@@ -85,42 +84,30 @@ class ParameterServer(ABC):
     Attributes:
         traffic: what has been sent since the start.
         explain: says what is known about a fault of this process's workers; "" is nothing.
-
-    Raises:
-        SpecError: if n or the seed is not a whole number in its range.
     """
 
     def __init__(self, n: int, mine: range, seed: int) -> None:
-        check_count("n", n)
         check_seed(seed)
         self.n, self.mine, self.seed = n, mine, seed
         self.traffic = ServerTraffic()
         self.explain: Callable[[], str] = lambda: ""
-        # RandK draws are shared by all who hold the key: workers differ in the vector's name.
-        self._uplinks = [tensor_id(f"uplink of worker {i}") for i in range(n)]
 
     def encode(self, vectors: Tensor, compressor: Compressor, call: int) -> Uplink:
-        """Compress one vector of every worker of this process; nothing is sent yet.
+        """Compress a row for every worker of this process; nothing is sent yet.
 
-        Args:
-            vectors: (workers of this process, d), of any floating-point dtype.
-            compressor: used by each worker independently.
-            call: number of the message: two messages of a run must not share it.
+        `call` is the number of the message: two messages of a run must not share it.
         """
         encoded, decoded = [], torch.empty_like(vectors)
         for row, vector, worker in zip(decoded, vectors, self.mine, strict=True):
             key = self._uplink_key(worker, call)
             encoded.append(compressor.encode(vector, key))
             compressor.decode(encoded[-1].parts, row, key)
-        finite = zip(self.mine, vectors.isfinite().all(1).tolist(), strict=True)
-        faulty = tuple(worker for worker, good in finite if not good)
-        return Uplink(compressor, call, tuple(encoded), decoded, faulty)
+        finite = vectors.isfinite().all(1).tolist()
+        faulty = [worker for worker, good in zip(self.mine, finite, strict=True) if not good]
+        return Uplink(compressor, call, encoded, decoded, faulty)
 
     def up(self, *messages: Uplink) -> list[Tensor]:
-        """Send messages to the server together.
-
-        Returns:
-            For each message the mean over all n workers, 1-D, summed in the order of the workers.
+        """Send messages together; of each, the mean over all n workers, 1-D.
 
         Raises:
             NonFiniteError: on all ranks, if a worker's vector held a NaN or an infinity; names it.
@@ -157,10 +144,11 @@ class ParameterServer(ABC):
         """For each message the vectors of all n workers; raises if any worker has a fault."""
 
     def _uplink_key(self, worker: int, call: int) -> Key:
-        return Key(self.seed, call, self._uplinks[worker], worker)
+        # RandK draws are shared by all who hold the key: workers differ in the vector's name.
+        return Key(self.seed, call, tensor_id(f"uplink of worker {worker}"), worker)
 
     def _mean(self, vectors: Iterable[Tensor]) -> Tensor:
-        # One at a time: a sum along an axis may add in another order on another machine.
+        # One at a time, by worker: a sum along an axis may add in another order elsewhere.
         rest = iter(vectors)
         total = next(rest).clone()
         for vector in rest:
@@ -169,15 +157,15 @@ class ParameterServer(ABC):
 
 
 class Simulated(ParameterServer):
-    """All n workers in this process: nothing is sent, everything is counted.
+    """All `n` workers in this process: nothing is sent, everything is counted.
 
-    Args:
-        n: number of workers.
-        seed: the run's seed.
+    Raises:
+        SpecError: if n or the seed is not a whole number in its range.
     """
 
     def __init__(self, n: int, seed: int = 0) -> None:
-        super().__init__(n, range(n) if isinstance(n, int) else range(0), seed)
+        check_count("n", n)
+        super().__init__(n, range(n), seed)
 
     def _deliver(self, messages: Messages, codec: Codec, faults: Faults) -> Decoded:
         if faults:
@@ -193,18 +181,15 @@ class Ranks(ParameterServer):
     Downlink messages never travel, and there is no second trip; but n - 1 messages reach every
     rank, which is less than a worker and a server exchange for up to three ranks, and grows with n.
 
-    All ranks make the same calls in the same order. A second, tiny collective makes sure that no
-    rank received a damaged frame.
+    All ranks make the same calls in the same order. A second, tiny collective finds damaged frames.
 
     Args:
         group: the process group, whose rank i is worker i; None is the default group.
         seed: the run's seed, the same on all ranks.
         device: where messages live; "cuda" for NCCL.
 
-    Attributes:
-        exchange: the collectives, which count what crosses this rank's link.
-
     Raises:
+        SpecError: if the seed is not a whole number in its range.
         RankMismatchError: if the ranks have been given different seeds.
     """
 

@@ -49,12 +49,9 @@ class Baseline:
     lam, known before the step, takes the place of the constant L^2 / p_min^2 of the paper's form:
     at the optimum |g_d|^2 / (c_d p_d^2) is the same for all layers and equals lam, so r has mean 0
     there. r is free of units, and so is alpha. lam starts as in Adam, corrected for its start at 0.
-
-    Attributes:
-        alpha: step size; 0.003 to 0.03 work.
     """
 
-    alpha: float = 0.01
+    alpha: float = 0.01  # step size; 0.003 to 0.03 work
 
     def __post_init__(self) -> None:
         check_positive("alpha", self.alpha)
@@ -77,15 +74,11 @@ class Literal:
     3. p = argmin KL(q || w) over {sum q = S, p_min <= q_d <= 1}
 
     The constant punishes whatever was kept, so p hardly learns within thousands of steps. L has to
-    bound every |g_d|, so it grows with the largest one seen.
-
-    Attributes:
-        alpha: alpha_p, in units of 1 / |g|^2.
-        bound: what L is at least, in units of |g|, at most 1e100; None is 0.
+    bound every |g_d|, so it grows with the largest one seen, from `bound` (at most 1e100) on.
     """
 
-    alpha: float
-    bound: float | None = None
+    alpha: float  # alpha_p, in units of 1 / |g|^2
+    bound: float | None = None  # in units of |g|; None is 0
 
     def __post_init__(self) -> None:
         check_positive("alpha", self.alpha)
@@ -106,7 +99,7 @@ class Literal:
 
 
 class Bandit:
-    """Keep probabilities p, updated by online mirror descent (Algorithm 1).
+    """Keep probabilities p, float64 (D,), updated by online mirror descent (Algorithm 1).
 
     p approaches clip(const |g_d| / sqrt(c_d), p_min, 1) with sum c p = C, which minimises the
     variance sum |g_d|^2 / p_d of the estimate g_d / p_d within the budget. It starts at C / sum c.
@@ -119,10 +112,6 @@ class Bandit:
 
     Raises:
         SpecError: if an argument is out of its range or the budget is infeasible.
-
-    Attributes:
-        p: float64, 1-D of D.
-        largest: the largest norm seen so far.
     """
 
     def __init__(
@@ -152,11 +141,7 @@ class Bandit:
         return self._average / (1 - _MEMORY**self._updates) if self._updates else 0.0
 
     def update(self, kept: Mask, norms: ArrayLike) -> None:
-        """Learn from one step.
-
-        Args:
-            kept: which layers were kept, 1-D of D.
-            norms: |g_d| before the division by p, 1-D of D; read where `kept` is true.
+        """Learn from one step that kept these layers, with |g_d| before the division by p.
 
         Raises:
             NonFiniteError: if the norm of a kept layer is NaN, negative or above 1e100; p stays.
@@ -177,12 +162,8 @@ class Bandit:
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next update depends on, as plain numbers."""
-        return {
-            "p": self.p.tolist(),
-            "largest": self.largest,
-            "average": self._average,
-            "updates": self._updates,
-        }
+        seen = {"largest": self.largest, "average": self._average, "updates": self._updates}
+        return {"p": self.p.tolist(), **seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned; nothing changes on error.
@@ -208,10 +189,7 @@ class Bandit:
 def sample(p: Vector, key: Key, *, shared: bool = True) -> Mask:
     """S_t of Algorithm 2: each layer by itself, with its probability; may be empty.
 
-    Args:
-        p: probabilities, 1-D of D.
-        key: seed, step and, unless `shared`, rank.
-        shared: whether all ranks draw the same set (given the same p).
+    It depends on the key's seed and step, and unless `shared` by all ranks on its rank.
     """
     generator = key.shared() if shared else key.private()
     return np.asarray(generator.random(len(p)) < p)
@@ -223,12 +201,6 @@ def best_probabilities(
     """The p that minimises sum |g_d|^2 / p_d over {sum c p = C, p_min <= p <= 1}.
 
     It is clip(const |g_d| / sqrt(c_d), p_min, 1): a projection of these weights.
-
-    Args:
-        norms: |g_d|, finite and above 0, 1-D of D.
-        budget: C.
-        p_min: least probability.
-        costs: c; ones if left out.
 
     Raises:
         SpecError: if a norm is not above 0, or as :func:`kl_project` does.
@@ -249,13 +221,10 @@ def kl_project(u: ArrayLike, budget: float, p_min: float, costs: ArrayLike | Non
     ever raised to a power, so the result is right at |u| = 1e5.
 
     Args:
-        u: logarithms of the weights, finite, 1-D of D at least 1.
+        u: logarithms of the weights, finite, 1-D of D at least 1, like q.
         budget: what sum c q must come to; with costs of 1, the expected number of layers S.
         p_min: lower bound of every entry, above 0 and at most 1.
         costs: c, finite and above 0, 1-D of D; ones if left out.
-
-    Returns:
-        q, float64, 1-D of D.
 
     Raises:
         SpecError: if an argument is out of its range, or no q has this sum.
@@ -267,7 +236,6 @@ def kl_project(u: ArrayLike, budget: float, p_min: float, costs: ArrayLike | Non
     order = np.argsort(np.concatenate([log_p_min - u, -u]), kind="stable")
 
     def log_q(position: int) -> Vector:
-        """Log q at a break point."""
         point = int(order[position])
         bound = 0.0 if point >= size else log_p_min
         return np.asarray(np.clip((u - u[point % size]) + bound, log_p_min, 0.0))
@@ -295,12 +263,7 @@ def check_vector(
     least: float = -math.inf,
     most: float = math.inf,
 ) -> Vector:
-    """`values` as 1-D float64 of `size` elements (at least one), all from `least` to `most`.
-
-    Raises:
-        SpecError: if they are of another shape, or one is not finite or, by more than rounding,
-            out of the range.
-    """
+    """`values` as 1-D float64 of `size` elements, finite, and but for rounding within the range."""
     try:
         vector = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError, RuntimeError) as error:  # the last from tensors with a graph
@@ -310,10 +273,8 @@ def check_vector(
     if size not in (None, len(vector)):
         raise SpecError(f"{name} must have {size} entries, not {len(vector)}", name)
     outside = ~np.isclose(vector, vector.clip(least, most), rtol=_ROUNDING, atol=0.0)
-    for bad, wanted in (
-        (~np.isfinite(vector), "finite"),
-        (outside, f"from {least:g} to {most:g}"),
-    ):
+    infinite = ~np.isfinite(vector)
+    for bad, wanted in ((infinite, "finite"), (outside, f"from {least:g} to {most:g}")):
         if bad.any():
             at = int(bad.argmax())
             raise SpecError(f"{name}[{at}] is {vector[at]}, and must be {wanted}", name)

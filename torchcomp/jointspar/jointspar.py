@@ -59,10 +59,8 @@ class JointSparStats:
         kept: names of the layers whose gradients this rank computed in the last step.
         p: probability of each layer in the next step, by name.
         share: expected cost of the next step as a share of the cost of all layers.
-        bytes_sent: payload bytes that this rank sent in the last step.
-        dense_bytes_sent: bytes that plain DDP would have sent in it.
-        total_bytes_sent: payload bytes sent since the start.
-        total_dense_bytes_sent: bytes that plain DDP would have sent since the start.
+        bytes_sent, total_bytes_sent: payload bytes this rank sent, in the last step and in all.
+        dense_bytes_sent, total_dense_bytes_sent: bytes that plain DDP would have sent.
         backward_ms: milliseconds of the last backward pass, without waiting for the exchange.
     """
 
@@ -162,9 +160,8 @@ class JointSpar:
             check_seed(seed)
             check_scaler(scaler)
             _check_model(model)
-            steps = warmup_steps
-            if steps is None:
-                steps = 5 if costs == "time" else 1
+            default = 5 if costs == "time" else 1
+            steps = default if warmup_steps is None else warmup_steps
             used = Baseline() if isinstance(rule, str) and rule == "baseline" else rule
             law = Law(budget, costs, p_min, used, selection, steps)  # type: ignore[arg-type]
             grouped = _layers(model, layers)
@@ -179,9 +176,8 @@ class JointSpar:
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._to_none = skipped == "none"
-        priced = None if costs == "time" else self._prices(costs)
         key = Key(seed, rank=self._exchange.rank)
-        self._sampler = Sampler(law, self.layers, priced, key)
+        self._sampler = Sampler(law, self.layers, self._prices(costs), key)
         method = Sampled(inner, self._sampler, str(law))
         self._handle = register(model, method, seed=seed, scaler=scaler)
         averager = self._handle.averager
@@ -189,7 +185,9 @@ class JointSpar:
         averager.on_finish(self._sampler.finish)
         if self._scaler is not None and self._to_none:
             _allow_empty_steps(self._scaler)
-        self._skipper = Skipper(model.module, self._parameters, self)
+        self._skipper = Skipper(
+            model.module, self._parameters, self._forward_begins, self._backward_done
+        )
         self._skip()
         setattr(model, OWNER, f"torchcomp.JointSpar(budget={budget:g})")
         setattr(model, _KEEPER, self)
@@ -255,7 +253,7 @@ class JointSpar:
                 "gradient depends on probabilities that no rank knows"
             )
         name = self._names.get(id(parameter))
-        return 1.0 if name is None else float(self._sampler.applied[self._sampler.layer(name)])
+        return 1.0 if name is None else float(self._sampler.applied[self._sampler.layer_of[name]])
 
     def presence(self, parameter: Tensor) -> float:
         """Share of the steps in which the optimizer finds a gradient; raises as `probability`."""
@@ -267,9 +265,7 @@ class JointSpar:
         return self._sampler.norm(self._names[id(parameter)])
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: plain tensors, numbers and strings.
-
-        Every rank saves its own. It loads with ``torch.load(..., weights_only=True)``.
+        """This rank's state, for ``torch.load(..., weights_only=True)``; every rank saves its own.
 
         Raises:
             RuntimeError: in the middle of a backward pass.
@@ -305,9 +301,7 @@ class JointSpar:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # Called by the skipper.
-
-    def forward_begins(self) -> None:
+    def _forward_begins(self) -> None:
         """Refuse to go on after a step that passed unnoticed; the same on all ranks."""
         if self._sampler.finished is not None:
             raise UnsupportedModelError(
@@ -316,7 +310,7 @@ class JointSpar:
                 "or what it is computed from, as a tensor or in tuples, lists, dicts or dataclasses"
             )
 
-    def backward_done(self, reached: bool) -> None:
+    def _backward_done(self, reached: bool) -> None:
         """DDP has written the gradients, if the pass `reached` any."""
         sampler = self._sampler
         counts, sampler.finished = sampler.finished, None
@@ -357,10 +351,13 @@ class JointSpar:
                 "block, checkpoint with use_reentrant=False"
             )
 
-    def _prices(self, costs: str) -> Vector:
-        if costs == "layers":
-            return np.ones(len(self.layers))
+    def _prices(self, costs: str) -> Vector | None:
+        """Cost of each layer; None if it is still to be measured."""
+        if costs == "time":
+            return None
         members = self.layers.values()
+        if costs == "layers":
+            return np.ones(len(members))
         sizes = [float(sum(self._parameters[name].nbytes for name in names)) for names in members]
         # A layer without elements costs nothing to send, but costs are above 0.
         return np.maximum(sizes, 1.0)
@@ -418,12 +415,10 @@ def _check_model(model: DistributedDataParallel) -> None:
 def _allow_empty_steps(scaler: torch.amp.GradScaler) -> None:
     """Let optimizers step with this scaler when none of their parameters has a gradient.
 
-    A scaler wants the check of one gradient at least, and raises where there is none to check. Now
-    none counts as "no infinity found"; all else stays. Harmless when repeated.
-
-    No public method comes between the gradients and this record, so the private one is wrapped that
-    PyTorch's own sharded scaler overrides. A gradient of zeros would satisfy the check as well, but
-    with it momentum and weight decay would move a layer that is to stand still.
+    A scaler raises where it has no gradient to check; now none counts as "no infinity found". No
+    public method comes between, so the private one is wrapped that PyTorch's own sharded scaler
+    overrides. A gradient of zeros would satisfy the check, but then momentum and weight decay would
+    move a layer that is to stand still.
     """
     scaler._unscale_grads_ = partial(_unscaled, scaler)  # type: ignore[method-assign]
 

@@ -47,9 +47,7 @@ class LARS(Optimizer):
 
     Args:
         params: tensors or parameter groups.
-        lr: gamma, at least 0.
-        momentum: m, from 0 to below 1.
-        weight_decay: wd, at least 0.
+        lr, momentum, weight_decay: at least 0, and the momentum below 1.
         trust_coefficient: eta, above 0.
         exclude_vectors: whether tensors of at most one dimension, which are biases and the weights
             of norms, get trust 1 and no weight decay.
@@ -71,13 +69,8 @@ class LARS(Optimizer):
         exclude_vectors: bool = False,
         sampled: Sampling | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "exclude_vectors": exclude_vectors,
-        }
+        defaults = dict[str, Any](lr=lr, momentum=momentum, weight_decay=weight_decay)
+        defaults |= dict(trust_coefficient=trust_coefficient, exclude_vectors=exclude_vectors)
         if not (sampled is None or isinstance(sampled, Sampling)):
             raise SpecError(
                 f"LARS: sampled must be a torchcomp.JointSpar or None, not {sampled!r}", "sampled"
@@ -94,14 +87,7 @@ class LARS(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step.
-
-        Args:
-            closure: computes the loss again; it is called with gradients enabled.
-
-        Returns:
-            What the closure returned.
-        """
+        """Take one step; what `closure`, which computes the loss again, returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -24,9 +24,6 @@ def default_layers(parameters: Iterable[tuple[str, nn.Parameter]]) -> Layers:
     (a norm, say) joins the nearest one that has, before it or after it, whichever shares more of
     its path; of two that share as much, the one before it. So ``bn1`` joins ``conv1``, and a
     transformer's ``blocks.3.norm1`` joins ``blocks.3.attn.qkv``.
-
-    Args:
-        parameters: (name, parameter) pairs in registration order.
     """
     modules: dict[str, list[str]] = {}
     weighted: set[str] = set()
@@ -47,10 +44,8 @@ def layers_by_pattern(
 ) -> Layers:
     """The layers that a user describes; every parameter in exactly one.
 
-    Args:
-        patterns: see :data:`Patterns`; case counts.
-        names: of all parameters that are trained, in registration order.
-        frozen: of all others, which a pattern may match beside those.
+    `names` are those of all parameters that are trained, in registration order; a pattern may match
+    `frozen` ones beside those.
 
     Raises:
         SpecError: if a layer has no pattern, a pattern matches no parameter that is trained, or a
@@ -81,11 +76,7 @@ def layers_by_pattern(
 
 
 def check_several(layers: Layers) -> None:
-    """Require a choice: two layers at least.
-
-    Raises:
-        SpecError: saying how many there are.
-    """
+    """Require a choice: two layers at least, or raise SpecError."""
     if len(layers) < 2:
         named = f" ('{next(iter(layers))}')" if layers else ""
         raise SpecError(
@@ -99,17 +90,16 @@ def _home(module: str, order: list[str], weighted: set[str]) -> str:
     if module in weighted:
         return module
     at = order.index(module)
-    before = next((other for other in reversed(order[:at]) if other in weighted), None)
-    after = next((other for other in order[at:] if other in weighted), None)
-    if before is None or after is None:
-        return next((other for other in (before, after) if other is not None), module)
+    before = [other for other in order[:at] if other in weighted]
+    after = [other for other in order[at:] if other in weighted]
 
     def shared(other: str) -> int:
         """How many leading parts of its path it has in common with `module`."""
         same = [a == b for a, b in zip(module.split("."), other.split("."), strict=False)]
         return [*same, False].index(False)
 
-    return before if shared(before) >= shared(after) else after
+    # Of equals, the first.
+    return max([*before[-1:], *after[:1]], key=shared, default=module)
 
 
 def _check_patterns(layer: object, patterns: object) -> None:

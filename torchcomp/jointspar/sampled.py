@@ -63,7 +63,7 @@ class Sampled(Aggregator):
         exchanged = sampler.union(exchange)
         self._divide(bucket)
         parts = bucket.parts()
-        wanted = {name: x for name, x in parts.items() if exchanged[sampler.layer(name)]}
+        wanted = {name: x for name, x in parts.items() if exchanged[sampler.layer_of[name]]}
         dropped = [part for name, part in parts.items() if name not in wanted]
         if dropped:
             torch._foreach_zero_(dropped)
@@ -83,7 +83,7 @@ class Sampled(Aggregator):
         sampler = self.sampler
         kept, factors = {}, []
         for name, part in bucket.parts().items():
-            d = sampler.layer(name)
+            d = sampler.layer_of[name]
             if sampler.kept[d]:
                 kept[name] = part
                 factors.append(1 / float(sampler.p[d]))
@@ -101,6 +101,6 @@ def by_layer(groups: Iterable[Group], sampler: Sampler) -> tuple[Group, ...]:
     for group in groups:
         layers: dict[int, list[str]] = {}
         for name in group:
-            layers.setdefault(sampler.layer(name), []).append(name)
+            layers.setdefault(sampler.layer_of[name], []).append(name)
         divided += [tuple(names) for names in layers.values()]
     return tuple(divided)

@@ -14,15 +14,7 @@ from torchcomp.checkpoint import count, dict_of, list_of, number, optional, reco
 from torchcomp.checks import check_choice, check_fraction, is_whole
 from torchcomp.errors import CheckpointError, SpecError
 from torchcomp.exchange import Exchange
-from torchcomp.jointspar.bandit import (
-    Bandit,
-    Baseline,
-    Literal,
-    Mask,
-    Vector,
-    check_vector,
-    sample,
-)
+from torchcomp.jointspar.bandit import Bandit, Baseline, Literal, Mask, Vector, check_vector, sample
 from torchcomp.jointspar.layers import Layers
 from torchcomp.keys import Key
 
@@ -90,25 +82,20 @@ class Law:
 class Sampler:
     """Algorithms 1 and 2 of JointSpar on the layers of one model.
 
-    Attributes:
-        step: steps that counted so far.
-        kept: whether this rank keeps each layer in the next step; 1-D, as all that follow.
-        p: the probabilities that these were drawn with.
-        exchanged: whether any rank keeps each layer; None until the ranks have told each other.
-        finished: whether the step that was exchanged last counts; None once that is dealt with.
-        last: `kept` of the last step that counted.
-        applied: `p` of it.
+    `kept` are the layers of the next step on this rank, drawn with `p`, and `last` and `applied`
+    those of the last step that counted; `exchanged` are those that any rank keeps, once known.
     """
 
     def __init__(self, law: Law, layers: Layers, costs: Vector | None, key: Key) -> None:
         self.law = law
         self.layers = layers
         self.shared = law.selection == "shared"
-        self.step = 0
+        self.step = 0  # steps that counted so far
+        # Whether the step that was exchanged last counts; None once that is dealt with.
         self.finished: bool | None = None
         self.last = np.zeros(len(layers), dtype=bool)
         self.applied = np.ones(len(layers))
-        self._layer_of = {name: d for d, names in enumerate(layers.values()) for name in names}
+        self.layer_of = {name: d for d, names in enumerate(layers.values()) for name in names}
         self._key = key
         self._bandit = None if costs is None else self._priced(costs)
         self._averages: dict[str, list[float]] = {}
@@ -155,20 +142,12 @@ class Sampler:
 
     def names(self, mask: Mask) -> list[str]:
         """Parameters of the layers in `mask`, in the order of the layers."""
-        return [name for name, d in self._layer_of.items() if mask[d]]
-
-    def layer(self, name: str) -> int:
-        """The index of a parameter's layer."""
-        return self._layer_of[name]
+        return [name for name, d in self.layer_of.items() if mask[d]]
 
     # The exchange calls these, in another thread or on another stream.
 
     def union(self, exchange: Exchange) -> Mask:
-        """Which layers the ranks exchange: all that any of them keeps. Collective.
-
-        Raises:
-            RankMismatchError: if ranks that should share a set hold different ones.
-        """
+        """Which layers the ranks exchange: all that any of them keeps. Collective."""
         if self.shared and not self._verified:
             facts = {"step": self.step, "kept": self.kept.nonzero()[0], "p": self.p.tolist()}
             exchange.verify("the layers of a step", facts, checkpoint.ONE_STEP)
@@ -195,11 +174,11 @@ class Sampler:
         noted = self._noted
         values = torch.stack(list(noted.values())).tolist() if noted else []
         norms: dict[str, float] = {}
+        keep, take = _NORM_MEMORY, 1 - _NORM_MEMORY
         for name, value in zip(noted, values, strict=True):
             # Means were divided by p.
-            norms[name] = value * float(self.p[self.layer(name)] if self.shared else 1.0) / scale
+            norms[name] = value * float(self.p[self.layer_of[name]] if self.shared else 1.0) / scale
             total, weight = self._averages.get(name, [0.0, 0.0])
-            keep, take = _NORM_MEMORY, 1 - _NORM_MEMORY
             self._averages[name] = [keep * total + take * norms[name], keep * weight + take]
         if self.bandit is not None and self.law.rule is not None:
             members = self.layers.values()
@@ -215,21 +194,18 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next draw depends on but the seed, as plain numbers, lists and strings."""
+        bandit = self._bandit
         return {
             "step": self.step,
             "layers": {layer: list(names) for layer, names in self.layers.items()},
-            "costs": None if self._bandit is None else self._bandit.costs.tolist(),
-            "bandit": None if self._bandit is None else self._bandit.state_dict(),
+            "costs": bandit and bandit.costs.tolist(),
+            "bandit": bandit and bandit.state_dict(),
             "applied": self.applied.tolist(),
             "averages": {name: list(held) for name, held in self._averages.items()},
         }
 
     def prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Read a checkpoint; what comes back goes on from it.
-
-        Raises:
-            CheckpointError: if its section is damaged, or of other layers.
-        """
+        """Check a checkpoint and change nothing; what comes back goes on from it."""
         size = len(self.layers)
         section: Any = state.get("jointspar")
         checkpoint.check(section, _FORM, "jointspar")

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,32 +75,26 @@ class Clock:
         return time.perf_counter()
 
 
-class Listener(Protocol):
-    """Who is told about passes."""
-
-    def forward_begins(self) -> None:
-        """A forward pass that records a graph; raises to refuse it."""
-
-    def backward_done(self, reached: bool) -> None:
-        """DDP has written the gradients, if the pass `reached` parameters and not inputs alone."""
-
-
 class Skipper:
     """Installs itself on the module inside DDP; :meth:`close` removes it.
 
-    Attributes:
-        clock: times the backward passes.
-        arrived: names of the parameters whose gradients the last backward pass brought.
+    `begins`, a method, is called in front of a forward pass that records a graph, and may raise to
+    refuse it; `done` when DDP has written the gradients, if the pass reached parameters at all.
     """
 
     def __init__(
-        self, module: nn.Module, parameters: dict[str, nn.Parameter], listener: Listener
+        self,
+        module: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        begins: Callable[[], None],
+        done: Callable[[bool], None],
     ) -> None:
         self._parameters = parameters
         self._places = _places(module, parameters)
-        self._listener = weakref.ref(listener)  # which holds this
+        self._module = module
+        self._begins, self._done = _weakly(begins), _weakly(done)  # their owner holds this
         self.clock = Clock(next(module.parameters()).device)
-        self.arrived: set[str] = set()
+        self.arrived: set[str] = set()  # whose gradients the last backward pass brought
         self._skipped: list[str] = []
         self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._outputs: set[int] = set()
@@ -109,7 +103,15 @@ class Skipper:
         self._set = 0
         # What accumulates the gradient of each, and what DDP waits for; parameters hold it weakly.
         self._ends = [get_gradient_edge(parameter).node for parameter in parameters.values()]
-        self._handles = _install(module, parameters, self)
+        arrived = _weakly(self._arrived)
+        self._handles: list[Any] = [
+            module.register_forward_pre_hook(_weakly(self._before_forward), prepend=True),
+            module.register_forward_hook(_weakly(self._after_forward), always_call=True),
+            *(
+                parameter.register_post_accumulate_grad_hook(partial(arrived, name))  # type: ignore[no-untyped-call]
+                for name, parameter in parameters.items()
+            ),
+        ]
 
     def skip(self, names: Iterable[str]) -> None:
         """Leave these parameters out of all backward passes of forward passes to come."""
@@ -122,18 +124,21 @@ class Skipper:
         while self._handles:
             self._handles.pop().remove()
 
-    def before_forward(self) -> None:
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         """Replace the skipped parameters, if this forward pass records a graph."""
+        if module is not self._module:
+            return
         # A backward pass that ended in an error may have left both behind.
         self._in_backward = False
         self._restore()
         if torch.is_grad_enabled():
-            if (listener := self._listener()) is not None:
-                listener.forward_begins()
+            self._begins()
             self._replace()
 
-    def after_forward(self, output: Any) -> Any:
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Restore the parameters and tie them to `output`, which comes back as a copy."""
+        if module is not self._module:
+            return output
         replaced = [parameter for _, _, parameter in self._replaced]
         self._restore()
         if output is None or not torch.is_grad_enabled():
@@ -157,17 +162,20 @@ class Skipper:
         self.clock.begin()
         after_backward(self._computed)
 
+    def _arrived(self, name: str, parameter: Tensor) -> None:
+        self.arrived.add(name)
+        self.clock.arrived(name)
+
     def _computed(self) -> None:
         # All kernels are enqueued; DDP may still be waiting for exchanges.
         self._restore()
         self.clock.end()
         # Behind DDP's own final callback, which writes the gradients.
-        after_backward(self._done)
+        after_backward(self._written)
 
-    def _done(self) -> None:
+    def _written(self) -> None:
         self._in_backward = False
-        if (listener := self._listener()) is not None:
-            listener.backward_done(self._reached)
+        self._done(self._reached)
 
     def _replace(self) -> None:
         for name in self._skipped:
@@ -190,11 +198,8 @@ class Skipper:
     def _tied(self, output: Any, replaced: list[nn.Parameter]) -> Any:
         leaves: list[Any] = []
         _map(leaves.append, output)
-        floating = [
-            i
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-        ]
+        tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        floating = [i for i, t in tensors.items() if t.is_floating_point() or t.is_complex()]
         if not floating:
             raise UnsupportedModelError(
                 f"the forward pass returned no floating-point tensor (but {type(output).__name__}) "
@@ -228,34 +233,19 @@ class _Tie(torch.autograd.Function):
         return (None, None, None, *gradients, *[None] * ctx.parameters)
 
 
-def _install(module: nn.Module, parameters: dict[str, nn.Parameter], skipper: Skipper) -> list[Any]:
-    # Functions that know their module and hold the rest weakly: a copy of the model (an average of
-    # weights, say) takes its hooks along, and must neither skip anything nor keep anything alive.
-    owner, held = weakref.ref(module), weakref.ref(skipper)
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a method as long as its object lives.
 
-    def before(module: nn.Module, args: Any) -> None:
+    A copy of the model, to average its weights for one, takes its hooks along: they must neither
+    skip anything nor keep anything alive.
+    """
+    held = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
         alive = held()
-        if alive is not None and module is owner():
-            alive.before_forward()
+        return None if alive is None else alive(*arguments)
 
-    def after(module: nn.Module, args: Any, output: Any) -> Any:
-        alive = held()
-        return alive.after_forward(output) if alive is not None and module is owner() else output
-
-    def arrived(name: str, parameter: Tensor) -> None:
-        alive = held()
-        if alive is not None:
-            alive.arrived.add(name)
-            alive.clock.arrived(name)
-
-    return [
-        module.register_forward_pre_hook(before, prepend=True),
-        module.register_forward_hook(after, always_call=True),
-        *(
-            parameter.register_post_accumulate_grad_hook(partial(arrived, name))  # type: ignore[no-untyped-call]
-            for name, parameter in parameters.items()
-        ),
-    ]
+    return call
 
 
 def _is_executed(node: Any) -> bool:
@@ -288,7 +278,7 @@ def _refresh(modules: Iterable[nn.Module]) -> None:
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    """A copy of nested containers with `function` applied to what is none; DDP's containers."""
+    """A copy of nested containers, those that DDP knows, with `function` applied to all else."""
 
     def at(leaf: Any) -> Any:
         if not is_dataclass(leaf) or isinstance(leaf, type):

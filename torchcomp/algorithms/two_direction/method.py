@@ -26,8 +26,7 @@ Coin = Callable[[int], bool]
 VECTORS = ("x", "u", "v", "h", "w", "z", "k", "h_i", "grad_z")
 """What a run holds, by attribute; the last two are the workers' own, and grad_z may be None."""
 
-NUMBERS = ("iterations", "evaluations", "rho", "second_is_due")
-"""What a run counts, by attribute."""
+_HELD = ("iterations", "evaluations", "rho", "second_is_due", *VECTORS)
 
 
 class TwoDirectionMethod(Method):
@@ -43,8 +42,8 @@ class TwoDirectionMethod(Method):
             :func:`~torchcomp.algorithms.two_direction.theory.constants`.
 
     Attributes:
-        u, v, h: what the server holds besides x; (d,), like all that follow but the last two.
-        w, z, k: what the workers rebuild from downlink messages; the server holds the same.
+        u, v, h: what the server holds besides x; (d,).
+        w, z, k: what the workers rebuild from downlink messages, and the server holds; (d,).
         h_i: (workers of this process, d).
         grad_z: gradients at z, shaped like h_i; None from when z has moved until they are needed.
         rho: 1/Gamma.
@@ -71,21 +70,19 @@ class TwoDirectionMethod(Method):
         self.rho = 1.0 / self.constants.gamma0
         self._coin = coin or self._drawn_coin
         self.second_is_due = False
-        if state is None:
-            self._start()
-        else:
+        self.grad_z: Tensor | None
+        if state is not None:
             self.load_state_dict(state)
+            return
+        self.h_i, self.h = self.server.uplink(self.gradients(self.x), DENSE, 0)
+        self.grad_z = self.h_i
+        self.u = self.w = self.z = self.x
+        self.v, self.k = self.h, server.down(self.h)
 
     @property
     def gamma(self) -> float:
         """Gamma; infinite once it is beyond float64's range."""
         return 1.0 / self.rho if self.rho else float("inf")
-
-    def _start(self) -> None:
-        self.h_i, self.h = self.server.uplink(self.gradients(self.x), DENSE, 0)
-        self.grad_z: Tensor | None = self.h_i
-        self.u = self.w = self.z = self.x
-        self.v, self.k = self.h, self.server.down(self.h)
 
     def _iterate(self, t: int) -> None:
         server = self.server
@@ -133,11 +130,11 @@ class TwoDirectionMethod(Method):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a run needs to go on bit for bit, of this rank; tensors and numbers."""
-        held = {name: getattr(self, name) for name in (*NUMBERS, *VECTORS)}
+        held = {name: getattr(self, name) for name in _HELD}
         return {**held, "traffic": asdict(self.server.traffic)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where an earlier run, with the same arguments, has been."""
-        for name in (*NUMBERS, *VECTORS):
+        for name in _HELD:
             setattr(self, name, state[name])
         self.server.traffic = ServerTraffic(**state["traffic"])

@@ -1,15 +1,5 @@
 """TwoDirection: 2Direction as a torch optimizer, for convex losses with exact local gradients.
 
-    optimizer = TwoDirection(model.parameters(), "randk(0.1, unbiased=True)", "topk(0.1)",
-                             lbar=4.0, mu=1e-4)
-    def closure():
-        optimizer.zero_grad()
-        loss = local_loss(model)   # of all of this rank's samples
-        loss.backward()
-        return loss
-    for _ in range(1000):
-        optimizer.step(closure)
-
 It is for functions such as logistic or ridge regression over all samples of a rank. Elsewhere
 nothing is promised: with mini-batches or dropout the gradients at two points of an iteration do not
 belong to one function any more, and their differences, which is what is sent, do not become small.
@@ -56,6 +46,10 @@ _SECTION = {
 }
 
 
+class _UnusableError(Exception):
+    """What is wrong with this rank's closure; its cause is what the closure raised, if anything."""
+
+
 class TwoDirection(torch.optim.Optimizer):
     """2Direction for convex losses with exact local gradients; one worker a rank.
 
@@ -65,12 +59,10 @@ class TwoDirection(torch.optim.Optimizer):
 
     Args:
         params: the model's parameters, equal on all ranks; one floating-point dtype, one device.
-        up: unbiased compressor of the workers, or its spec string.
-        down: contractive compressor of the server, or its spec string.
+        up, down: unbiased compressor of the workers and contractive one of the server, or specs.
         lbar: inverse of the step size, to be tuned; above 0.
         mu: strong convexity of the mean of all ranks' losses, at least 0.
-        p: probability of the coin; by default 1/(omega + 1).
-        tau: momentum of v; by default 1/(omega + 1).
+        p, tau: probability of the coin, and momentum of v; by default 1/(omega + 1) both.
         gamma0: Gamma at the start.
         group: the process group; None is the default group.
         seed: the run's seed, the same on all ranks.
@@ -103,7 +95,10 @@ class TwoDirection(torch.optim.Optimizer):
         super().__init__(params, {})
         if not dist.is_initialized():
             raise SpecError("TwoDirection needs torch.distributed: call init_process_group first")
-        self._params: list[Tensor] = self.param_groups[0]["params"]
+        first = self.param_groups[0]
+        self._params: list[Tensor] = first["params"]
+        names = first.get("param_names") or map(str, range(len(self._params)))
+        self._named = dict(zip(names, self._params, strict=True))
         device = self._params[0].device
         options = dict(up=up, down=down, lbar=lbar, mu=mu, p=p, tau=tau, gamma0=gamma0)
         self._options = ProcessGroupExchange(group, device).build(
@@ -112,14 +107,14 @@ class TwoDirection(torch.optim.Optimizer):
             lambda: self._checked(options, seed, samples),
             _ADVICE,
         )
+        self._spec = f"2direction({', '.join(f'{k}={v}' for k, v in self._options.items())})"
         self._check_deterministic = check_deterministic
         self._server = Ranks(group, seed, device)
-        self._server.explain = lambda: self._problem
+        self._server.explain = lambda: str(self._fault or "")
         self._method: TwoDirectionMethod | None = None
         self._verified = False
         self._loss: Tensor | float = math.nan
-        self._problem = ""
-        self._cause: Exception | None = None
+        self._fault: _UnusableError | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after the first group: all parameters are one vector from the start."""
@@ -133,15 +128,12 @@ class TwoDirection(torch.optim.Optimizer):
         return self._server.traffic
 
     def step(self, closure: Closure) -> Tensor | float:  # type: ignore[override]
-        """One iteration.
+        """One iteration; what the closure returned last: this rank's loss at y, and not at x.
 
         Args:
             closure: as for :class:`torch.optim.LBFGS`, over all of this rank's samples. It is
                 called once, or twice where z has moved in the iteration before, which happens with
                 probability p.
-
-        Returns:
-            What the closure returned last: this rank's loss at the method's y, not at its x.
 
         Raises:
             NonFiniteError: on all ranks, naming those whose closure returned no finite loss,
@@ -150,7 +142,7 @@ class TwoDirection(torch.optim.Optimizer):
             RankMismatchError: on all ranks, at the first step, if their parameters differ.
         """
         x = torch.cat([p.detach().reshape(-1) for p in self._params])
-        self._closure, self._problem, self._cause = closure, "", None
+        self._closure, self._fault = closure, None
         if not self._verified:
             content = x.cpu().view(torch.uint8).numpy().tobytes()
             facts: dict[str, Any] = {"parameters": hashlib.sha256(content).hexdigest()[:12]}
@@ -162,7 +154,7 @@ class TwoDirection(torch.optim.Optimizer):
             method.step()
             x = method.solution
         except NonFiniteError as error:
-            raise error from self._cause
+            raise error from (self._fault and self._fault.__cause__)
         finally:
             self._write(x)
         return self._loss
@@ -233,34 +225,30 @@ class TwoDirection(torch.optim.Optimizer):
         if found:
             raise CheckpointError(f"the checkpoint does not fit this run: {', '.join(found)}")
 
-    @property
-    def _spec(self) -> str:
-        return f"2direction({', '.join(f'{name}={each}' for name, each in self._options.items())})"
-
-    @property
-    def _named(self) -> dict[str, Tensor]:
-        names = self.param_groups[0].get("param_names") or map(str, range(len(self._params)))
-        return dict(zip(names, self._params, strict=True))
-
     def _build(self, x: Tensor, state: dict[str, Any] | None = None) -> TwoDirectionMethod:
-        options = {**self._options, "state": state}
-        return TwoDirectionMethod(self._gradients, x, self._server, **options)
+        return TwoDirectionMethod(self._gradients, x, self._server, **self._options, state=state)
 
     def _gradients(self, point: Tensor) -> Tensor:
+        try:
+            if self._fault is None:
+                return self._evaluated(point)[None]
+        except _UnusableError as error:
+            self._fault = error
+        # The other ranks wait for a message: from it they learn of the fault.
+        return torch.full_like(point, torch.nan)[None]
+
+    def _evaluated(self, point: Tensor) -> Tensor:
         gradient = self._evaluate(point)
-        if self._check_deterministic and not self._problem:
+        if self._check_deterministic:
             again = self._evaluate(point)
-            if not self._problem and not torch.equal(gradient, again):
+            if not torch.equal(gradient, again):
                 apart = f"two gradients at one point differ by {(gradient - again).abs().max():g}"
-                self._problem = f"its closure is not deterministic: {apart}"
-            self._check_deterministic = bool(self._problem)
-        # The other ranks wait for a message: from it they learn of a problem.
-        return torch.full_like(point, torch.nan)[None] if self._problem else gradient[None]
+                raise _UnusableError(f"its closure is not deterministic: {apart}")
+            self._check_deterministic = False
+        return gradient
 
     def _evaluate(self, point: Tensor) -> Tensor:
-        """The closure's gradient at `point`; any vector where there is a problem."""
-        if self._problem:
-            return point
+        """The closure's gradient at `point`."""
         self._write(point)
         # What an earlier pass left must not pass for this point's gradient.
         for parameter in self._params:
@@ -268,26 +256,26 @@ class TwoDirection(torch.optim.Optimizer):
         try:
             with torch.enable_grad():
                 self._loss = self._closure()
-            self._problem = self._wrong_with(self._loss)
+            problem = self._wrong_with(self._loss)
         except Exception as error:
-            self._problem, self._cause = f"its closure raised {error!r}", error
-        if self._problem:
-            return point
+            raise _UnusableError(f"its closure raised {error!r}") from error
+        if problem:
+            raise _UnusableError(f"its closure {problem}")
         # A parameter that the loss does not touch has no gradient, which means zero.
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params]
         return torch.cat([grad.reshape(-1) for grad in grads])
 
     def _wrong_with(self, loss: Tensor | float | None) -> str:
         if loss is None:
-            return "its closure returned None instead of the loss"
+            return "returned None instead of the loss"
         value = float(loss.detach() if isinstance(loss, Tensor) else loss)
         grads = [p.grad for p in self._params if p.grad is not None]
         if not math.isfinite(value):
-            return f"its closure returned {value:g}"
+            return f"returned {value:g}"
         if not grads:
-            return "its closure left no gradient: it must call loss.backward()"
+            return "left no gradient: it must call loss.backward()"
         if any(grad.layout != torch.strided for grad in grads):
-            return "its closure left a sparse gradient, and all of them are one dense vector"
+            return "left a sparse gradient, and all of them are one dense vector"
         return ""
 
     @torch.no_grad()

@@ -43,7 +43,8 @@ def probabilities(omega: float) -> Probabilities:
         SpecError: if omega is negative or not finite.
     """
     check_symbols(omega=omega)
-    return Probabilities(1 / (omega + 1), 1 / (omega + 1))
+    p = 1 / (omega + 1)
+    return Probabilities(p, p)
 
 
 def priced_probabilities(
@@ -58,8 +59,8 @@ def priced_probabilities(
         SpecError: if a number is out of its range.
     """
     check_symbols(omega=omega, d=d)
-    for name, count in (("k_up", k_up), ("k_down", k_down)):
-        check_count(name, count, most=d)
+    check_count("k_up", k_up, most=d)
+    check_count("k_down", k_down, most=d)
     check_share("r", r)
     mu_r = r * d / ((1 - r) * k_up + r * k_down)
     p = min(1.0, 1 / (omega + 1), 1 / mu_r if mu_r else 1.0)
@@ -98,11 +99,7 @@ def lbar(
 
 @dataclass(frozen=True)
 class Constants:
-    """What the learning rates depend on: symbols of the theory, and Gamma at the start.
-
-    Raises:
-        SpecError: if one of them is out of its range.
-    """
+    """What the learning rates depend on: symbols of the theory, and Gamma at the start."""
 
     lbar: float
     mu: float
@@ -115,8 +112,8 @@ class Constants:
     def __post_init__(self) -> None:
         check_symbols(lbar=self.lbar)
         check_convexity(self.mu, self.lbar, "lbar")
-        check_symbols(p=self.p, tau=self.tau, alpha=self.alpha, beta=self.beta)
-        check_symbols(gamma0=self.gamma0)
+        rest = dict(p=self.p, tau=self.tau, alpha=self.alpha, beta=self.beta, gamma0=self.gamma0)
+        check_symbols(**rest)
         if not 1e-100 <= float(self.gamma0) <= 1e100:
             raise SpecError(
                 "gamma0 must lie from 1e-100 to 1e100, because the learning rates square it; not "
@@ -173,28 +170,16 @@ def constants(
 
 @dataclass(frozen=True)
 class LearningRates:
-    """The learning rates of one iteration.
+    """The learning rates of one iteration."""
 
-    Attributes:
-        rho: 1/Gamma of the next iteration.
-        theta: the iteration's theta.
-        constants: what they were computed from.
-    """
-
-    rho: float
+    rho: float  # 1/Gamma of the next iteration
     theta: float
     constants: Constants
 
     def step(self, dual: Tensor, point: Tensor, y: Tensor) -> Tensor:
-        """The mirror step: argmin_x of the linear model of f along `dual` with two proximal terms.
+        """The mirror step from `point`, where `dual` estimates the gradient at `y`; all 1-D.
 
-        The function minimised is <dual, x> + (Lbar + Gamma mu)/(2 gamma') |x - point|^2
-        + mu/2 |x - y|^2.
-
-        Args:
-            dual: a gradient or an estimate of one; 1-D, like `point` and `y`.
-            point: where the step starts.
-            y: where the gradient was taken.
+        It minimises <dual, x> + (Lbar + Gamma mu)/(2 gamma') |x - point|^2 + mu/2 |x - y|^2.
         """
         c = self.constants
         moved = c.p * self.theta
