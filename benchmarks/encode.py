@@ -35,7 +35,8 @@ included. Designs of the pass that were tried, at 1 %, each by itself and not as
 - 64 entries compared at once, the addition in a loop over absolute indices: 78 us for 100,000
   entries on one thread, of which the addition, not vectorised either, takes 62;
 - the same with the addition over slices: 28 us;
-- both in plain Numba loops over blocks of 256 to 2,048: encoding takes 1.2 to 1.7 times as long;
+- both in plain Numba loops over blocks of 256 to 2,048: a whole encoding takes
+  1.1 to 1.9 times as long (minima, AVX2);
 - candidates' memory from NumPy instead of torch: cold 20 to 40 ms at n = 25e6 instead of 20,
   because NumPy asks for huge pages.
 
@@ -45,7 +46,7 @@ to back, in passes (1.9 ms on two threads):
 - message after message, all indices decoded to int64 before they are added: 9;
 - checked first, then decoded once more for each block of the vector while adding: 2.4;
 - decoded to 32 bits in one loop that takes and checks bit after bit, then added in blocks: 2.1;
-- the same in three loops: 1.9, now to 64 bits. Blocks of 64 KiB to 1 MiB take the same time, and
+- the same in three loops, as it is now: 1.9. Blocks of 64 KiB to 1 MiB take the same time, and
   to load or prefetch each block beforehand makes it slower.
 
 What changed the selection in training (four processes of one thread each on four cores, the vectors
@@ -54,8 +55,9 @@ of ResNet-18's shards, 1 %, caches emptied; milliseconds of CPU a step, 16.8 bef
 - bounds that follow how much thresholds move: of the warm guesses 41 % were too tight, now 5 %;
 - adding and comparing in one vector loop, the first digit counted on the way: 17.1 to 10.7;
 - stores that pass the caches by, above 512 KiB: 10.7 to 9.0; prefetching with them: 9.0 to 8.2.
-  Both are gone again: on another machine encoding gained 1.0 to 1.25 and 1.0 to 1.17 times;
-- two compiled calls for a whole selection: 60 to 20 us of fixed cost a call.
+  Both are gone again: on another, shared machine (AVX2) encoding without them took 0.88 to 1.25
+  and 0.95 to 1.17 times as long, the most for the largest vectors;
+- one compiled call for a whole selection, now two: 60 to 20 us of fixed cost a call with one.
 
 A radix histogram of the whole vector as the cold start needs no guess, but three more passes; a
 sample of 32,768 entries takes a twelfth of one pass at n = 25e6.

@@ -183,7 +183,7 @@ def test_partition_depends_on_the_model_alone():
 
 
 def test_merged_groups_are_one_for_each_dtype_in_their_order():
-    named = dict(parameters(5, 5) + [("half", torch.zeros(3).half()), ("more", torch.zeros(1))])
+    named = dict([*parameters(5, 5), ("half", torch.zeros(3).half()), ("more", torch.zeros(1))])
     assert merge([("p1",), ("half",), ("p0", "more")], named) == (("p1", "p0", "more"), ("half",))
     assert merge([], named) == ()
 

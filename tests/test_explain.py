@@ -40,7 +40,7 @@ def topk(world_size, spec="ef(topk(0.01))", numel=RESNET50):
 def rows(plan):
     """The table as name -> value, and its title."""
     title, *lines = str(plan).split("\n")
-    return title, {line[2:18].strip(): line[19:] for line in lines}
+    return title, {line[2:19].strip(): line[20:] for line in lines}
 
 
 def saving(plan):

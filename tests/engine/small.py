@@ -22,7 +22,7 @@ def gradients(step, rank, dtype=torch.float64):
     drawn = {}
     for name, parameter in parameters(dtype).items():
         values = torch.randn(parameter.shape, generator=noise, dtype=torch.float64)
-        drawn[name] = (values * 64).round().div(64).to(dtype)
+        drawn[name] = (values * 1024).round().div(1024).to(dtype)
     return drawn
 
 

@@ -172,7 +172,7 @@ def test_a_changed_state_dict_is_refused_as_a_whole_or_means_what_it_says(name):
 def test_changed_states_are_not_redistributed_or_load_where_they_are_whole():
     states = small.on_ranks(2, lambda e: trained(e, METHODS["shard"]).state_dict())
     fresh = [small.averager(e, METHODS["shard"][0]) for e in InProcessExchange.ranks(3)]
-    for path, number, changed in mutated(states[0]):
+    for path, _, changed in mutated(states[0]):
         if path[:2] != ("slots", "error"):
             with contextlib.suppress(CheckpointError):
                 for averager, state in zip(

@@ -453,4 +453,4 @@ def test_triton():
 def test_triton_is_asked_for_cuda_alone(monkeypatch):
     monkeypatch.setattr(backend, "triton_form", lambda stem: pytest.fail("asked for a CPU"))
     largest(gaussian(100), 10)
-    assert select._form(torch.empty(100, device="meta")) is None
+    assert select._fast(torch.empty(100, device="meta")) is None

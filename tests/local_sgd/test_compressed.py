@@ -177,8 +177,10 @@ def test_bytes_are_those_of_the_method(spec):
         return local.sync.stats, handle.stats, local.sync.residual_norms()
 
     for local, gradients, norms in on_threads(3, body):
-        # Where topk selects from a whole bucket, how much goes to each owner depends on the values.
+        # Where topk selects from a whole bucket, how much goes to each owner depends on the values,
+        # and, of so small a model, how many rounds a threshold takes on much of its bytes.
         slack = 0.2 if "sharded" in spec or "bidirectional" in spec else 0.0
+        slack = 0.5 if "exact" in spec else slack
         assert local.bytes_sent == pytest.approx(gradients.bytes_sent, rel=slack, abs=0)
         assert local.dense_bytes_sent == 3 * gradients.dense_bytes_sent
         assert max(norms.values()) > 0

@@ -1,4 +1,7 @@
-"""What torchcomp reads off a DDP model, and what it refuses with the reason before training."""
+"""What torchcomp reads off a DDP model, and what it refuses before training.
+
+Each check raises UnsupportedModelError, or SpecError for an argument, with what was wrong and why.
+"""
 
 from typing import Any
 
@@ -21,11 +24,7 @@ KEEPS_ITS_HOOK = (
 
 
 def check_is_ddp(model: object) -> None:
-    """Require a DistributedDataParallel model.
-
-    Raises:
-        UnsupportedModelError: saying what was given.
-    """
+    """Require a DistributedDataParallel model."""
     if not isinstance(model, DistributedDataParallel):
         raise UnsupportedModelError(
             "expected a torch.nn.parallel.DistributedDataParallel model, not "
@@ -34,31 +33,19 @@ def check_is_ddp(model: object) -> None:
 
 
 def check_is_module(model: object) -> None:
-    """Require a module.
-
-    Raises:
-        UnsupportedModelError: saying what was given.
-    """
+    """Require a module."""
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch.nn.Module, not {type(model).__name__}")
 
 
 def check_scaler(scaler: object) -> None:
-    """Require a GradScaler, or None.
-
-    Raises:
-        SpecError: saying what was given.
-    """
+    """Require a GradScaler, or None."""
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise SpecError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
 
 
 def check_not_joined(model: DistributedDataParallel | None) -> None:
-    """Require that DDP's ``join`` does not stand in for ranks; None is a model that is gone.
-
-    Raises:
-        UnsupportedModelError: if it does.
-    """
+    """Require that DDP's ``join`` does not stand in for ranks; None is a model that is gone."""
     if model is not None and model._join_config.enable:
         raise UnsupportedModelError(
             "model.join() lets ranks run out of batches at different steps, and every exchange of "
@@ -67,11 +54,7 @@ def check_not_joined(model: DistributedDataParallel | None) -> None:
 
 
 def check_model(model: DistributedDataParallel) -> None:
-    """Require a DDP model whose options and parameters torchcomp can serve.
-
-    Raises:
-        UnsupportedModelError: naming the option or parameter and why it does not work.
-    """
+    """Require a DDP model whose options and parameters torchcomp can serve."""
     _check_options(model)
     _check_free(model)
     for name, parameter in trained_parameters(model):
@@ -89,11 +72,7 @@ def check_model(model: DistributedDataParallel) -> None:
 
 
 def check_before_backward(model: DistributedDataParallel) -> None:
-    """Require that DDP has not reduced any gradient yet.
-
-    Raises:
-        UnsupportedModelError: if a synchronised backward pass has run.
-    """
+    """Require that DDP has not reduced any gradient yet."""
     logger: Any = model.logger
     logger.set_runtime_stats_and_log()
     logged: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]

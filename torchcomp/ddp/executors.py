@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,34 +13,24 @@ from torchcomp.exchange import Exchange, ProcessGroupExchange
 Job = Callable[[], None]
 
 
-class Executor(Protocol):
-    """Runs jobs one after another, in the order of submission."""
+class Executor:
+    """Runs jobs one after another, in the order of submission; this one at once.
+
+    Jobs handle their own errors.
+    """
 
     def submit(self, job: Job) -> None:
-        """Run `job` after all earlier ones. Jobs handle their own errors."""
+        """Run `job` after all earlier ones."""
+        job()
 
     def join(self) -> None:
         """Return once the host has run every submitted job."""
 
     def close(self) -> None:
-        """Finish what was submitted and release threads."""
+        """Finish what was submitted and release threads; harmless when repeated."""
 
 
-class InlineExecutor:
-    """Runs each job at once, in the calling thread."""
-
-    def submit(self, job: Job) -> None:
-        """Run `job` now."""
-        job()
-
-    def join(self) -> None:
-        """Nothing is outstanding."""
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
-class StreamExecutor:
+class StreamExecutor(Executor):
     """Enqueues each job on a side stream of one accelerator, in the calling thread.
 
     Collectives of NCCL run when the stream reaches them, so the host returns to the backward pass
@@ -51,20 +41,15 @@ class StreamExecutor:
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def submit(self, job: Job) -> None:
-        """Enqueue `job` behind all work that the calling stream holds so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             job()
 
-    def join(self) -> None:
-        """Every job was enqueued by the time its submission returned."""
-
     def close(self) -> None:
-        """Wait for the stream."""
         self._stream.synchronize()
 
 
-class ThreadExecutor:
+class ThreadExecutor(Executor):
     """Runs jobs in one background thread: the only safe way to overlap collectives of gloo.
 
     gloo blocks the calling thread, and a collective issued from a future's callback can pair with
@@ -77,15 +62,12 @@ class ThreadExecutor:
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queue `job`."""
         self._jobs.put(job)
 
     def join(self) -> None:
-        """Block until the queue is worked off."""
         self._jobs.join()
 
     def close(self) -> None:
-        """Work the queue off and end the thread; harmless when repeated."""
         if self._thread.is_alive():
             self._jobs.put(None)
             self._thread.join()
@@ -105,7 +87,7 @@ def transport(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Ex
         return ProcessGroupExchange(group, device), StreamExecutor(device)
     # Not get_backend, because a group that was made without naming a backend has several.
     if "cpu:gloo" not in dist.get_backend_config(group):
-        return ProcessGroupExchange(group, device), InlineExecutor()
+        return ProcessGroupExchange(group, device), Executor()
     # A group of its own, because DDP and the user issue collectives from another thread.
     ranks = dist.get_process_group_ranks(group)
     users: Any = group or dist.group.WORLD

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def narrow(x: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+def narrow(x: Tensor, dtype: torch.dtype, out: Tensor | None = None, share: float = 1.0) -> Tensor:
     """`x` in another dtype; finite values beyond its range become its largest, of the same sign.
 
     With error feedback the residual keeps what is cut off. NaN and infinities stay. Where the range
@@ -14,19 +14,20 @@ def narrow(x: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         x: floating-point, of any shape.
         dtype: floating-point.
         out: like `x`, of this dtype; written instead of a new tensor.
+        share: of the dtype's range, within which values stay if `x` has a larger one.
 
     Returns:
         `out`, if there is one; `x` itself, if it has this dtype; a new tensor otherwise.
     """
     if x.dtype == dtype and out is None:
         return x
-    x = _cut(x, dtype)
+    x = _cut(x, dtype, share)
     return x.to(dtype) if out is None else out.copy_(x)
 
 
-def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
+def saturate(x: Tensor, dtype: torch.dtype, share: float = 1.0) -> Tensor:
     """`x`, in its own dtype, cut off at the largest number of another; see :func:`narrow`."""
-    return _cut(x, dtype).to(x.dtype)
+    return _cut(x, dtype, share).to(x.dtype)
 
 
 def nan_unless_finite(x: Tensor) -> Tensor:
@@ -37,11 +38,12 @@ def nan_unless_finite(x: Tensor) -> Tensor:
     return lowest * 0 + highest * 0
 
 
-def _cut(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _cut(x: Tensor, dtype: torch.dtype, share: float) -> Tensor:
     """`x` cut off at the largest number of `dtype`, in float32 or wider; `x` itself if it fits."""
     largest = torch.finfo(dtype).max
     if largest >= torch.finfo(x.dtype).max or not x.numel():
         return x
+    largest *= share
     if x.is_cpu:  # an accelerator is not asked: the host would have to wait
         least, most = torch.aminmax(x.detach())
         if -largest <= least.item() and most.item() <= largest:

@@ -45,7 +45,7 @@ def largest(x: Tensor, k: int, scratch: Scratch | None = None) -> Tensor:
         raise ValueError(f"cannot select {k} of {n} entries")
     if k in (0, n):
         return torch.arange(k, device=x.device)
-    form = _form(x)
+    form = _fast(x)
     if form is None:
         return select_torch.largest(x, k)
     chosen: Tensor = form.select(x.detach().contiguous(), k, scratch or Scratch(), None)
@@ -70,7 +70,7 @@ def add_and_select(
     Raises:
         ValueError: if `k` is out of range.
     """
-    form = _form(out) if 0 < k < out.numel() else None
+    form = _fast(out) if 0 < k < out.numel() else None
     if form is None or not (
         (g.dtype, e.dtype, out.dtype) in form.SUMS
         and g.shape == e.shape == out.shape
@@ -87,7 +87,7 @@ def add_and_select(
     return chosen
 
 
-def _form(x: Tensor) -> ModuleType | None:
+def _fast(x: Tensor) -> ModuleType | None:
     """The form that selects from `x` faster than the reference, if any.
 
     It offers ``select(x, k, scratch, summands)`` for 0 < k < n and contiguous tensors, for the

@@ -209,8 +209,8 @@ def _passing(lanes: int) -> Any:
 
     The entries are those of `bits` from `at` on. If there are summands, these are added into it
     before. Few entries pass, so a branch for each would be mispredicted for each; and LLVM makes no
-    such words of plain loops. This takes a few instructions for 64 (1.4 to 1.6 times the speed of
-    the whole selection, measured).
+    such words of plain loops. This takes a few instructions for 64; with plain loops a whole
+    encoding took 1.1 to 1.4 times as long for 1e5 entries and 1.3 to 1.7 for 1e6 (measured).
     """
 
     def make(typing_context: Any, g: Any, e: Any, bits: Any, at: Any, mask: Any, bound: Any) -> Any:

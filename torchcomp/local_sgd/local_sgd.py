@@ -156,7 +156,10 @@ class LocalSGD:
         self._depths = [0] * len(as_list(optimizer))
         self._scaling = self._creating = self._evaluating = False
         self._closed = False
-        self._undo = self._install(model)
+        with ExitStack() as undo:
+            for each in self._changes(model):
+                undo.callback(each)
+            self._undo = undo.pop_all()
         self._finalizer = weakref.finalize(self, Clock.warn_inside_round, self._steps.clock)
 
     def __repr__(self) -> str:
@@ -292,12 +295,6 @@ class LocalSGD:
             )
 
     # What is installed on the user's objects.
-
-    def _install(self, model: DistributedDataParallel) -> ExitStack:
-        with ExitStack() as undo:
-            for each in self._changes(model):
-                undo.callback(each)
-            return undo.pop_all()
 
     def _changes(self, model: DistributedDataParallel) -> Iterator[Undo]:
         """Make the changes to the user's objects, one by one; gives what undoes each."""

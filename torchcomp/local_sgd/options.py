@@ -199,16 +199,12 @@ def _check_lrs(method: LocalMethod, optimizers: list[torch.optim.Optimizer]) -> 
 
 def _method(
     optimizers: int,
-    *,
     spec: Specs,
     total_steps: int,
     warmup_steps: int,
     compress: object,
     outer: str | OuterStep | None,
-    moments: str,
-    fragments: int,
-    overlap: bool,
-    seed: int,
+    **others: Any,
 ) -> LocalMethod:
     horizon = Horizon(total_steps, warmup_steps)
     specs = spec if isinstance(spec, list | tuple) else [spec]
@@ -220,10 +216,10 @@ def _method(
     schedules = tuple(map(parse_schedule, specs))
     for schedule in schedules:
         schedule.check(horizon)
-    check_seed(seed)
-    check_choice("moments", moments, MOMENTS)
-    check_count("fragments", fragments)
-    check_flag("overlap", overlap)
+    check_seed(others["seed"])
+    check_choice("moments", others["moments"], MOMENTS)
+    check_count("fragments", others["fragments"])
+    check_flag("overlap", others["overlap"])
     if not isinstance(compress, str | Component):
         raise SpecError(
             "compress must be a gradient method such as 'ef(topk(0.01))', or 'mean', which is the "
@@ -232,8 +228,8 @@ def _method(
         )
     step = None if outer is None else parse_outer_step(outer)
     aggregator = parse_aggregator(compress)
-    method = LocalMethod(schedules, horizon, aggregator, step, moments, fragments, overlap, seed)
-    if overlap and not method.plain:
+    method = LocalMethod(schedules, horizon, aggregator, step, **others)
+    if method.overlap and not method.plain:
         raise SpecError(
             "overlap=True goes with the plain average alone (compress='mean', outer=None), because "
             "the others begin the next round from its result"

@@ -42,18 +42,20 @@ def backward_until_finite(
     finite = False
     try:
         for _ in range(tries if scaler.is_enabled() else 1):
-            _clear(parameters)
+            for parameter in parameters:
+                parameter.grad = None
             loss = compute()
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
-            finite = _finite(parameters)
+            found = [nan_unless_finite(p.grad).float() for p in parameters if p.grad is not None]
+            finite = not found or bool(torch.stack(found).isfinite().all())
             scaler.update()
             if finite:
                 break
     finally:
-        if not finite:
-            _clear(parameters)
+        for parameter in parameters if not finite else ():
+            parameter.grad = None
         for parameter, before in aside:
             parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
     if not finite:
@@ -63,13 +65,3 @@ def backward_until_finite(
             "the data"
         )
     return loss
-
-
-def _clear(parameters: Sequence[Tensor]) -> None:
-    for parameter in parameters:
-        parameter.grad = None
-
-
-def _finite(parameters: Sequence[Tensor]) -> bool:
-    found = [nan_unless_finite(p.grad).float() for p in parameters if p.grad is not None]
-    return not found or bool(torch.stack(found).isfinite().all())

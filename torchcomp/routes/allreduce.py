@@ -24,14 +24,15 @@ class AllReduceRoute:
     def send(self, x: Tensor) -> None:
         for vector in self._codec.vectors[:1]:
             # Before the division: so the sum over the ranks stays within the range, too.
-            x = saturate(x, vector.layout[0].dtype)
+            dtype = vector.layout[0].dtype
+            x = saturate(x, dtype, _share(dtype, self._exchange.world_size))
         # Times the reciprocal, as plain DDP does it, which rounds unlike a division.
         self._message = self._codec.encode(x.mul_(1.0 / self._exchange.world_size), self._key)
 
     def send_sum(self, g: Tensor, e: Tensor, x: Tensor) -> None:
         torch.add(g, e, out=x)
         # Sending scales what it is given, and `x` is the residual to be.
-        self.send(narrow(x, g.dtype, g))
+        self.send(narrow(x, g.dtype, g, _share(g.dtype, self._exchange.world_size)))
 
     def sent(self, out: Tensor, weight: float = 1.0) -> None:
         weight *= self._exchange.world_size
@@ -43,3 +44,14 @@ class AllReduceRoute:
         self._exchange.all_reduce(total)
         summed = torch.split(total, [value.numel() for value in values])
         self._codec.decode([(value,) for value in summed], out, self._key)
+
+
+def _share(dtype: torch.dtype, world_size: int) -> float:
+    """The share of a dtype's range that a mean may fill, so that no sum of its parts overflows.
+
+    A part of 1 / 3 is rounded, and so is the sum at every hop: three thirds of the largest number
+    can be infinite.
+    """
+    if world_size & (world_size - 1) == 0:
+        return 1.0
+    return max(0.5, 1.0 - world_size * torch.finfo(dtype).eps / 2)

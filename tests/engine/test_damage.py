@@ -1,0 +1,239 @@
+"""Messages that are damaged in flight: raised on all ranks, and nothing of the step counts."""
+
+import pytest
+import torch
+
+from tests.engine import small
+from torchcomp import Exchange, InProcessExchange, NonFiniteError, WireError
+
+FRAMED = [
+    "topk(0.3)",
+    "ef(topk(0.3))",
+    'ef(topk(0.3), exchange="sharded")',
+    'ef(quantize("int8"))',
+    'mean(cast("bf16"), exchange="allgather")',
+    "bidirectional(topk(0.3), topk(0.3))",
+    'bidirectional(topk(0.3), topk(0.3), selection="exact")',
+    "bidirectional(topk(0.3), identity)",
+]
+
+
+def caught(call):
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def damage(exchange, receiver, sender, change, every=1):
+    """Change what one rank receives of another: of every frame, or of the `every`-th."""
+    if exchange.rank != receiver:
+        return
+    seen, intact = [], exchange.receive
+
+    def receive(origin, frame, length):
+        if origin == sender:
+            seen.append(length)
+            if len(seen) == every:
+                frame = frame.clone()
+                change(frame, length)
+        return intact(origin, frame, length)
+
+    exchange.receive = receive
+
+
+def flip(frame, length):
+    frame[16 + length // 2] ^= 0x10
+
+
+def another_version(frame, length):
+    frame[0] += 1
+
+
+def another_length(frame, length):
+    frame[1] += 1
+
+
+def noise(frame, length):
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randint(256, (frame.numel() - 16,), dtype=torch.uint8, generator=generator)
+    frame[16:] = drawn
+
+
+@pytest.mark.parametrize("receiver", [0, 2])
+@pytest.mark.parametrize("method", FRAMED)
+def test_a_damaged_frame_is_an_error_on_all_ranks_and_leaves_no_trace(method, receiver):
+    def body(exchange):
+        averager = small.averager(exchange, method, dtype=torch.float32)
+        small.train(averager, 0, 2, torch.float32)
+        before = averager.state_dict()
+        damage(exchange, receiver, 1, flip)
+        told = []
+        averager.on_finish(told.append)
+        mine = small.gradients(2, exchange.rank, torch.float32)
+        error = caught(lambda: small.step(averager, mine, may_skip=True))
+        assert told == []
+        after = averager.state_dict()
+        changed = {key for key in before if not small.same(before[key], after[key])}
+        if exchange.rank == receiver:
+            del exchange.receive
+        return error, changed, small.train(averager, 2, 4, torch.float32)
+
+    def undisturbed(exchange):
+        averager = small.averager(exchange, method, dtype=torch.float32)
+        small.train(averager, 0, 2, torch.float32)
+        return small.train(averager, 2, 4, torch.float32)
+
+    expected = small.on_ranks(3, undisturbed)
+    for rank, (error, changed, later) in enumerate(small.on_ranks(3, body)):
+        assert type(error) is WireError
+        assert "rank 1's" in str(error)
+        assert "rank 0's" not in str(error)
+        assert "rank 2's" not in str(error)
+        assert "step 3" in str(error)
+        assert changed == {"traffic"}
+        # Once the wire is sound again, the run goes on as if nothing had been.
+        assert small.same(later, expected[rank])
+
+
+@pytest.mark.parametrize(
+    ("change", "finding"),
+    [
+        (flip, "checksum"),
+        (noise, "checksum"),
+        (another_version, "version"),
+        (another_length, "length"),
+    ],
+)
+def test_the_error_says_what_was_wrong_with_whose_message(change, finding):
+    def body(exchange):
+        damage(exchange, 0, 2, change)
+        averager = small.averager(exchange, "ef(topk(0.3))")
+        return caught(lambda: small.step(averager, small.gradients(0, exchange.rank)))
+
+    for error in small.on_ranks(3, body):
+        assert type(error) is WireError
+        assert "rank 2's" in str(error)
+        assert finding in str(error)
+
+
+def test_several_senders_are_all_named():
+    def body(exchange):
+        damage(exchange, 0, 2, flip)
+        damage(exchange, 1, 0, another_version)
+        averager = small.averager(exchange, "ef(topk(0.3))")
+        return caught(lambda: small.step(averager, small.gradients(0, exchange.rank)))
+
+    for error in small.on_ranks(3, body):
+        assert "rank 2's" in str(error)
+        assert "rank 0's" in str(error)
+        assert "rank 1's" not in str(error)
+
+
+@pytest.mark.parametrize("verb", ["_all_gather", "_all_to_all"])
+@pytest.mark.parametrize("method", FRAMED)
+def test_bytes_that_a_collective_changes_are_found(method, verb, monkeypatch):
+    # The frame's own bytes, as they come off the wire; control numbers are not checked.
+    real, seen = getattr(InProcessExchange, verb), []
+
+    def changed(self, *args):
+        received = real(self, *args)
+        if self.rank == 1 and received.dtype == torch.uint8 and received.numel() > 40:
+            seen.append(verb)
+            received = received.clone()
+            received[20] ^= 1
+        return received
+
+    monkeypatch.setattr(InProcessExchange, verb, changed)
+
+    def body(exchange):
+        averager = small.averager(exchange, method)
+        return caught(lambda: small.step(averager, small.gradients(0, exchange.rank)))
+
+    errors = small.on_ranks(2, body)
+    assert [type(error) for error in errors] == [WireError if seen else type(None)] * 2
+
+
+def test_a_frame_that_is_damaged_by_a_nan_is_damaged_first():
+    def body(exchange):
+        damage(exchange, 0, 1, flip)
+        averager = small.averager(exchange, "ef(topk(0.3))")
+        tensors = small.gradients(0, exchange.rank)
+        tensors["bias"][0] = torch.nan
+        return caught(lambda: small.step(averager, tensors))
+
+    assert [type(error) for error in small.on_ranks(2, body)] == [WireError] * 2
+
+
+# --- Two levels -----------------------------------------------------------------------------------
+
+
+def on_grid(body):
+    """``body(rank, inside, between)`` on a grid of 2 x 2 ranks: two rows, and two columns."""
+    rows, columns = ([InProcessExchange.ranks(2) for _ in range(2)] for _ in range(2))
+    results, everyone = [None] * 4, InProcessExchange.ranks(4)
+
+    # Every rank waits in three boards, and holds the floor of each by turns: one floor for all.
+    floor = everyone[0]._board.floor
+    for line in (*rows, *columns):
+        line[0]._board.floor = floor
+
+    def run(exchange):
+        row, column = divmod(exchange.rank, 2)
+        inside, between = Exchange.split(rows[row][column], columns[column][row])
+        results[exchange.rank] = body(exchange.rank, inside, between)
+
+    small.on_ranks(4, run, everyone)
+    return results
+
+
+@pytest.mark.parametrize("method", ["ef(topk(0.3))", "mean", "bidirectional(topk(.3), topk(.3))"])
+@pytest.mark.parametrize("odd", range(4))
+def test_a_nan_in_one_row_reaches_all_ranks_of_both_levels(method, odd):
+    def body(rank, inside, between):
+        tensors = small.gradients(0, rank)
+        if rank == odd:
+            # Behind the sum over the row, so that one column alone sees it.
+            tensors["bias"][0] = torch.nan
+        averager = small.averager(between, method)
+        return caught(lambda: small.step(averager, tensors)), averager.step
+
+    for error, step in on_grid(body):
+        if method == "mean":
+            assert (error, step) == (None, 1)
+        else:
+            assert type(error) is NonFiniteError
+            assert step == 0
+
+
+@pytest.mark.parametrize("receiver", range(4))
+def test_a_damaged_frame_of_one_column_reaches_all_ranks_of_both_levels(receiver):
+    def body(rank, inside, between):
+        if rank == receiver:
+            damage(between, between.rank, 1 - between.rank, flip)
+        averager = small.averager(between, "ef(topk(0.3))")
+        return caught(lambda: small.step(averager, small.gradients(0, rank))), averager.step
+
+    for error, step in on_grid(body):
+        assert type(error) is WireError
+        assert f"rank {1 - receiver // 2}'s" in str(error)
+        assert step == 0
+
+
+def test_bytes_of_both_levels_are_counted_together_and_replicas_are_equal():
+    def body(rank, inside, between):
+        tensors = small.gradients(0, rank)
+        for tensor in tensors.values():
+            flat = tensor.flatten()
+            inside.all_reduce(flat)
+            tensor.copy_(flat.view(tensor.shape))
+        averager = small.averager(between, "mean")
+        _, means = small.step(averager, tensors)
+        return means, averager.stats
+
+    outcomes = on_grid(body)
+    nbytes = 8 * (35 + 6 + 24 + 1)
+    for means, stats in outcomes:
+        assert small.same(means, outcomes[0][0])
+        assert stats.bytes_sent == 2 * nbytes

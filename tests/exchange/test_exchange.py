@@ -1,0 +1,270 @@
+"""Exchanges: the same results and the same counted bytes over threads and process groups."""
+
+import operator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import on_processes, on_threads
+from torchcomp import ProcessGroupExchange, RankMismatchError, run_in_process
+from torchcomp.traffic import sum_bytes
+
+WORLD_SIZES = [1, 2, 3, 5]
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64]
+
+
+def ranks_of(kind, world_size, body):
+    """``body(exchange)`` on every rank of an exchange among threads, or of a process group."""
+    if kind == "in process":
+        return run_in_process(world_size, body)
+    return on_threads(world_size, lambda: body(ProcessGroupExchange()))
+
+
+on_both = pytest.mark.parametrize("kind", ["in process", "process group"])
+on_all_sizes = pytest.mark.parametrize("world_size", WORLD_SIZES)
+
+
+def values(rank, size, dtype=torch.float32):
+    drawn = torch.randn(size, generator=torch.Generator().manual_seed(rank)) * 8
+    return drawn.to(dtype)
+
+
+def message(sender, receiver, size):
+    return torch.arange(size, dtype=torch.uint8) + 16 * sender + receiver
+
+
+def uneven(sender, receiver):
+    """Sizes of messages, some of them 0."""
+    return (3 * sender + 5 * receiver) % 7
+
+
+def collectives(exchange):
+    """What every collective returns here, and the bytes that each is counted with."""
+    rank, ranks = exchange.rank, exchange.world_size
+    found, counted = {}, {}
+
+    def note(name, result):
+        found[name] = [t.clone() for t in result]
+        moved = exchange.take_traffic(0)
+        counted[name] = (moved.sent, moved.received)
+
+    for dtype in DTYPES:
+        total = values(rank, 6, dtype)
+        exchange.all_reduce(total)
+        note(f"all_reduce {dtype}", [total])
+    for size in (0, 1, 17, 40_000):
+        note(f"all_gather {size}", exchange.all_gather(values(rank, size)))
+    sizes = [uneven(sender, 0) for sender in range(ranks)]
+    note("all_gather_v", exchange.all_gather_v(message(rank, 0, sizes[rank]), sizes))
+    note("all_gather_v empty", exchange.all_gather_v(message(rank, 0, 0), [0] * ranks))
+    outgoing = [uneven(rank, receiver) for receiver in range(ranks)]
+    arriving = [uneven(sender, rank) for sender in range(ranks)]
+    parts = torch.cat([message(rank, receiver, n) for receiver, n in enumerate(outgoing)])
+    note("all_to_all", exchange.all_to_all(parts, outgoing, arriving))
+    flags = torch.tensor([rank, 0, -rank, int(rank == 1)])
+    note("any_of", [exchange.any_of(flags)])
+    return found, counted
+
+
+def expected(rank, ranks):
+    """The same by the definitions, but for the sums of floating-point numbers."""
+    sizes = [uneven(sender, 0) for sender in range(ranks)]
+    return {
+        **{f"all_gather {n}": [values(r, n) for r in range(ranks)] for n in (0, 1, 17, 40_000)},
+        "all_gather_v": [message(sender, 0, n) for sender, n in enumerate(sizes)],
+        "all_gather_v empty": [torch.empty(0, dtype=torch.uint8)] * ranks,
+        "all_to_all": [message(sender, rank, uneven(sender, rank)) for sender in range(ranks)],
+        "any_of": [torch.tensor([ranks - 1, 0, 0, int(ranks > 1)])],
+    }
+
+
+def traffic(rank, ranks):
+    """Bytes sent and received, by hand."""
+    others = [other for other in range(ranks) if other != rank]
+    sizes = [uneven(sender, 0) for sender in range(ranks)]
+    counted = {}
+    for dtype in DTYPES:
+        counted[f"all_reduce {dtype}"] = (sum_bytes(6 * dtype.itemsize, ranks),) * 2
+    for size in (0, 1, 17, 40_000):
+        counted[f"all_gather {size}"] = (4 * size * (ranks - 1),) * 2
+    counted["all_gather_v"] = (sizes[rank] * (ranks - 1), sum(sizes[other] for other in others))
+    counted["all_gather_v empty"] = counted["any_of"] = (0, 0)
+    sent, received = (
+        sum(uneven(*pair) for pair in pairs)
+        for pairs in ([(rank, other) for other in others], [(other, rank) for other in others])
+    )
+    return counted | {"all_to_all": (sent, received)}
+
+
+@on_all_sizes
+@on_both
+def test_collectives_do_and_count_what_they_say(kind, world_size):
+    outcomes = ranks_of(kind, world_size, collectives)
+    for rank, (found, counted) in enumerate(outcomes):
+        for name, wanted in expected(rank, world_size).items():
+            assert len(found[name]) == len(wanted)
+            assert all(map(torch.equal, found[name], wanted)), name
+        for dtype in DTYPES:
+            (total,) = found[f"all_reduce {dtype}"]
+            wanted = sum(values(r, 6, dtype).double() for r in range(world_size))
+            error = 0 if not dtype.is_floating_point else 100 * torch.finfo(dtype).eps
+            torch.testing.assert_close(total.double(), wanted, rtol=0, atol=error)
+            # The same bits on every rank: replicas may not drift apart.
+            assert torch.equal(total, outcomes[0][0][f"all_reduce {dtype}"][0])
+        assert counted == traffic(rank, world_size)
+
+
+def over_gloo():
+    found, counted = collectives(ProcessGroupExchange())
+    dist.barrier()
+    return found, counted
+
+
+def test_gloo_gives_what_the_ranks_of_one_process_give():
+    here = run_in_process(2, collectives)
+    for ours, theirs in zip(here, on_processes(2, over_gloo), strict=True):
+        assert ours[1] == theirs[1]
+        for name, tensors in ours[0].items():
+            # Two numbers have one order in which they are added.
+            assert all(map(torch.equal, tensors, theirs[0][name])), name
+
+
+@on_both
+def test_objects_arrive_in_rank_order(kind):
+    given = [{"rank": 0}, None, "two"]
+    found = ranks_of(kind, 3, lambda exchange: exchange.gather_objects(given[exchange.rank]))
+    assert found == [given] * 3
+
+
+# --- Arguments are left alone, results are the caller's ------------------------------------------
+
+
+@on_both
+def test_what_is_sent_stays_and_what_arrives_is_the_callers_own(kind):
+    def body(exchange):
+        mine = torch.full((2,), float(exchange.rank))
+        gathered = exchange.all_gather(mine)
+        gathered[0].fill_(9.0)
+        parts = exchange.all_to_all(mine, [1, 1], [1, 1])
+        parts[1].fill_(8.0)
+        exchange.any_of(torch.zeros(1))
+        return mine.tolist(), [part.tolist() for part in exchange.all_gather(mine)]
+
+    assert ranks_of(kind, 2, body) == [
+        ([0.0, 0.0], [[0.0, 0.0], [1.0, 1.0]]),
+        ([1.0, 1.0], [[0.0, 0.0], [1.0, 1.0]]),
+    ]
+
+
+# --- What ranks must share ------------------------------------------------------------------------
+
+
+def refusals(kind, world_size, body):
+    def caught(exchange):
+        try:
+            return body(exchange), None
+        except Exception as error:
+            return None, error
+
+    return [error for _, error in ranks_of(kind, world_size, caught)]
+
+
+@on_both
+def test_equal_facts_pass_and_cost_nothing(kind):
+    def body(exchange):
+        exchange.verify("a call", {"spec": "mean", "step": 3})
+        traffic = exchange.take_traffic(0)
+        return exchange.same(2**62), (traffic.sent, traffic.received)
+
+    assert ranks_of(kind, 3, body) == [(True, (0, 0))] * 3
+
+
+@on_both
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_facts_that_differ_are_raised_on_all_ranks_with_the_values_of_each(kind, odd):
+    def body(exchange):
+        step = 4 if exchange.rank == odd else 3
+        exchange.verify("a call", {"spec": "mean", "step": step}, "Do this.")
+
+    errors = refusals(kind, 3, body)
+    others = ", ".join(str(rank) for rank in range(3) if rank != odd)
+    for error in errors:
+        assert type(error) is RankMismatchError
+        assert f"4 on rank {odd}" in str(error)
+        assert f"3 on ranks {others}" in str(error)
+        assert "mean" not in str(error)
+        assert str(error).endswith("Do this.")
+
+
+@on_both
+def test_ranks_in_different_calls_are_told_which(kind):
+    errors = refusals(kind, 2, lambda e: e.verify(f"call {e.rank}", {"x": 1}))
+    assert all(type(e) is RankMismatchError and "call 1 on rank 1" in str(e) for e in errors)
+
+
+@on_both
+def test_numbers_that_differ_in_their_sign_or_last_bit_are_not_the_same(kind):
+    def body(exchange):
+        return [exchange.same(n + d * exchange.rank) for n in (0, 2**62) for d in (0, 1)]
+
+    assert ranks_of(kind, 2, body) == [[True, False, True, False]] * 2
+
+
+@on_both
+def test_what_is_built_alike_is_returned(kind):
+    body = lambda e: e.build("a call", {"x": 1}, lambda: (e.rank, {"y": 2}))  # noqa: E731
+    assert ranks_of(kind, 3, body) == [0, 1, 2]
+
+
+@on_both
+def test_an_error_of_all_ranks_is_raised_as_it_is(kind):
+    def make():
+        raise KeyError("gone")
+
+    errors = refusals(kind, 3, lambda e: e.build("a call", {}, make))
+    assert [(type(error), error.args) for error in errors] == [(KeyError, ("gone",))] * 3
+
+
+@on_both
+def test_an_error_of_one_rank_is_told_to_all(kind):
+    def body(exchange):
+        build = {0: lambda: ("x", {}), 1: lambda: operator.truediv(1, 0)}[exchange.rank]
+        return exchange.build("a call", {"x": 1}, build)
+
+    for error in refusals(kind, 2, body):
+        assert type(error) is RankMismatchError
+        assert "none on rank 0" in str(error)
+        assert "division by zero on rank 1" in str(error)
+
+
+@on_both
+def test_facts_of_what_was_built_must_be_equal(kind):
+    body = lambda e: e.build("a call", {}, lambda: (0, {"spec": f"s{e.rank}"}))  # noqa: E731
+    for error in refusals(kind, 2, body):
+        assert type(error) is RankMismatchError
+        assert "s0 on rank 0, s1 on rank 1" in str(error)
+
+
+# --- Ranks of one process -------------------------------------------------------------------------
+
+
+def test_the_error_of_a_rank_reaches_the_caller_and_wakes_the_others():
+    def body(exchange):
+        if exchange.rank == 1:
+            raise LookupError("here")
+        exchange.all_gather(torch.zeros(1))
+
+    with pytest.raises(LookupError, match="here"):
+        run_in_process(3, body)
+
+
+def test_exchanges_can_be_used_again_and_keep_their_counters():
+    from torchcomp import InProcessExchange
+
+    exchanges = InProcessExchange.ranks(2)
+    for _ in range(3):
+        sums = run_in_process(2, lambda e: e.all_gather(torch.ones(1)), exchanges)
+        assert [len(each) for each in sums] == [2, 2]
+    assert exchanges[0].take_traffic(7).sent == 3 * 4
+    assert exchanges[0].take_traffic(7).sent == 0

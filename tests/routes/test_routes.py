@@ -1,0 +1,180 @@
+"""Routes: all of them lead to the same mean, and which one is taken is worked out once."""
+
+import pytest
+import torch
+
+from tests.engine import small
+from torchcomp import run_in_process
+from torchcomp.aggregators import EF, Mean, one_way
+from torchcomp.bucket import BucketShape
+from torchcomp.compressors import Cast, Identity, Quantize, RandK, TopK
+from torchcomp.keys import Key
+from torchcomp.routes import AllGatherRoute, AllReduceRoute, ShardedRoute
+from torchcomp.state import State
+
+SHAPE = BucketShape(("a", "empty", "b", "one"), ((7, 3), (0,), (40,), ()), torch.float32)
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def routed(exchange, method, dtype=torch.float32, step=0):
+    """(route, what was sent, the mean) of one bucket of this rank."""
+    shape = BucketShape(SHAPE.names, SHAPE.shapes, dtype)
+    noise = torch.Generator().manual_seed(10 * step + exchange.rank)
+    x = torch.randn(shape.numel, generator=noise).mul(64).round().div(64).to(dtype)
+    route = method.route(shape, exchange, State(), Key(0, step, rank=exchange.rank))
+    route.send(x.clone())
+    sent = torch.zeros(shape.numel, dtype=torch.float64)
+    route.sent(sent)
+    mean = torch.full((shape.numel,), torch.nan, dtype=dtype)
+    route.mean(mean)
+    return route, sent, mean
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        TopK(0.2),
+        TopK(k=3, scope="tensor"),
+        TopK(0.3, scope="model"),
+        TopK(0.2, values="int8"),
+        TopK(0.3, values="int4", rounding="stochastic"),
+        Identity(),
+        Cast("bf16"),
+    ],
+    ids=str,
+)
+def test_gathering_and_sharding_give_the_same_mean(compressor, world_size, dtype):
+    if "int" in str(compressor):
+        # A block's scale is that of the entries that travel together.
+        pytest.skip("blocks of a shard are not those of the bucket")
+    outcomes = [
+        run_in_process(world_size, lambda e, w=way: routed(e, Mean(compressor, w), dtype)[1:])
+        for way in ("allgather", "sharded")
+    ]
+    for gathered, sharded in zip(*outcomes, strict=True):
+        assert small.same(gathered, sharded)
+        assert small.same(gathered[1], outcomes[0][0][1])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "compressor", [Identity(), RandK(0.2), RandK(k=3, scope="tensor")], ids=str
+)
+def test_reducing_and_gathering_give_the_same_mean_on_a_power_of_two_of_ranks(
+    compressor, world_size
+):
+    reduced, gathered = (
+        run_in_process(world_size, lambda e, w=way: routed(e, Mean(compressor, w))[1:])
+        for way in ("allreduce", "allgather")
+    )
+    assert small.same(reduced, gathered)
+
+
+@pytest.mark.parametrize("compressor", [Identity(), RandK(0.2), Cast("fp16")], ids=str)
+def test_reducing_and_gathering_are_alike_up_to_rounding_on_three_ranks(compressor):
+    reduced, gathered = (
+        run_in_process(3, lambda e, w=way: routed(e, Mean(compressor, w))[1:])
+        for way in ("allreduce", "allgather")
+    )
+    for one, other in zip(reduced, gathered, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("way", ["allreduce", "allgather", "sharded"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_was_sent_makes_up_the_mean(way, world_size):
+    method = Mean(Identity(), way)
+    outcomes = run_in_process(world_size, lambda e: routed(e, method, torch.float64)[1:])
+    mean = torch.stack([sent for sent, _ in outcomes]).mean(0)
+    for _, found in outcomes:
+        torch.testing.assert_close(found, mean, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", ["allgather", "sharded"])
+def test_sending_a_sum_leaves_the_sum_and_takes_out_what_was_sent(way):
+    def body(exchange):
+        noise = torch.Generator().manual_seed(exchange.rank)
+        g, e = (torch.randn(SHAPE.numel, generator=noise) for _ in range(2))
+        x = torch.full_like(g, torch.nan)
+        route = EF(TopK(0.2), way).route(SHAPE, exchange, State(), Key(0, rank=exchange.rank))
+        route.send_sum(g.clone(), e, x)
+        assert torch.equal(x, g + e)
+        route.sent(x, -1.0)
+        assert int((x == 0).sum()) == TopK(0.2).kept(SHAPE.numel)
+        sent = torch.zeros(SHAPE.numel)
+        route.sent(sent)
+        assert torch.equal(sent + x, g + e)
+        mean = torch.empty(SHAPE.numel)
+        route.mean(mean)
+
+    run_in_process(3, body)
+
+
+# --- Which route ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "route"),
+    [
+        (Mean(), AllReduceRoute),
+        (EF(Cast("bf16")), AllReduceRoute),
+        (EF(RandK(0.1)), AllReduceRoute),
+        (EF(Quantize("int8")), AllGatherRoute),
+        (EF(TopK(0.01)), AllGatherRoute),
+        (EF(TopK(0.5), "sharded"), ShardedRoute),
+        (Mean(Identity(), "allgather"), AllGatherRoute),
+    ],
+    ids=str,
+)
+def test_the_route_is_what_the_cost_says(method, route):
+    names = {AllReduceRoute: "allreduce", AllGatherRoute: "allgather", ShardedRoute: "sharded"}
+    (taken, *_), _ = run_in_process(2, lambda e: routed(e, method))
+    assert type(taken) is route
+    assert method.cost(SHAPE, 2).collective == names[route]
+
+
+def test_auto_takes_the_route_of_fewer_bytes_as_ranks_grow():
+    shape, method = BucketShape(("w",), ((1_000_000,),), torch.float32), EF(TopK(0.01))
+    collectives = [method.cost(shape, 2**power).collective for power in range(10)]
+    assert collectives == sorted(collectives)
+    assert collectives[1] == "allgather"
+    assert collectives[-1] == "sharded"
+    for world_size in (2, 64, 512):
+        received = {
+            way: EF(TopK(0.01), way).cost(shape, world_size).load.received
+            for way in ("allgather", "sharded")
+        }
+        assert method.cost(shape, world_size).load.received == min(received.values())
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "ef(topk(0.3))",
+        'ef(topk(0.3), exchange="allgather")',
+        "ef(randk(0.3))",
+        'ef(cast("bf16"))',
+        "bidirectional(topk(0.3), topk(0.3))",
+    ],
+)
+def test_nothing_static_is_worked_out_again_in_later_steps(method, monkeypatch):
+    asked = []
+    for compressor in (TopK, RandK, Cast):
+        real = compressor.layout
+        counted = lambda *args, real=real: asked.append(args) or real(*args)  # noqa: E731
+        monkeypatch.setattr(compressor, "layout", counted)
+
+    def body(exchange):
+        averager = small.averager(exchange, method)
+        small.train(averager, 0, 1)
+        misses = one_way._collective.cache_info().misses
+        exchange.gather_objects(None)
+        asked.clear()
+        exchange.gather_objects(None)
+        small.train(averager, 1, 6)
+        return one_way._collective.cache_info().misses - misses
+
+    assert small.on_ranks(2, body) == [0, 0]
+    assert asked == []
