@@ -49,7 +49,7 @@ class Plan:
         if self.bytes_sent:
             saving = f"{_three_digits(self.dense_bytes_sent / self.bytes_sent)}x"
         if self.break_even_world_size is not None:
-            even = f"{self.break_even_world_size:,} ranks (from there on plain DDP sends no more)"
+            even = f"{self.break_even_world_size:,} ranks (from there, plain DDP sends no more)"
         rows = [
             ("elements", f"{self.numel:,}"),
             ("ranks", f"{self.world_size:,}"),
