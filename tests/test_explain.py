@@ -328,7 +328,7 @@ def test_table_says_everything_of_a_method():
         "received per step": "9.07 MB (9,070,936 bytes)",
         "plain DDP sends": "179 MB (178,899,224 bytes)",
         "less traffic": "19.7x",
-        "break-even": "158 ranks (from there on plain DDP sends no more)",
+        "break-even": "158 ranks (from there, plain DDP sends no more)",
         "state per rank": "204 MB (204,456,256 bytes)",
     }
 

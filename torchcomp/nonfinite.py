@@ -47,9 +47,9 @@ class FiniteWatch:
         Raises:
             WireError: if a message was not intact; on all ranks.
         """
-        # One number has no need to be stacked.
-        means = self._means or [torch.zeros((), device=self._exchange.device)]
-        finite = means[0].isfinite() if len(means) == 1 else torch.stack(means).isfinite().all()
+        if not self._means:  # nothing was watched: nothing to wait for a device for
+            return self._exchange.conclude(torch.tensor(True), where, advice)
+        finite = torch.stack(self._means).isfinite().all()
         return self._exchange.conclude(finite, where, advice)
 
     def error(

@@ -84,10 +84,12 @@ def replaced(state, path, value):
     return changed
 
 
-def mutated(state):
+def mutated(state, parts=None):
+    """Path, number and state of every change; `parts` are the keys of the first level to change."""
     for path in places(state):
-        for number, value in enumerate(changes(at(state, path))):
-            yield path, number, replaced(state, path, value)
+        if parts is None or (path and path[0] in parts):
+            for number, value in enumerate(changes(at(state, path))):
+                yield path, number, replaced(state, path, value)
 
 
 METHODS = {
@@ -96,6 +98,9 @@ METHODS = {
     "exact": ['bidirectional(topk(0.3), topk(0.3, scope="model"), selection="exact")'],
     "shard": ['bidirectional(topk(0.3), topk(0.3), memory_dtype="bf16")'],
     "flush": ["ef(topk(0.3))", "mean"],
+    "powersgd": ["powersgd(rank=1)"],
+    "ef21": ["ef21(topk(0.3))"],
+    "dgc": ["dgc(topk(0.3), momentum=0.9)"],
 }
 PARTS = ("flushing", "groups", "buckets", "slots")
 """What differs between methods; the rest of a state dict is changed for one of them."""
@@ -142,13 +147,12 @@ def attacked(exchange, methods, parts):
     averager = trained(exchange, methods)
     before = averager.state_dict()
     legal, wrong = [], []
-    for path, number, changed in mutated(before) if exchange.rank == 0 else ():
-        if parts is None or (path[:1] and path[0] in parts):
-            found = outcome(averager, before, changed)
-            if found == "legal":
-                legal.append((path, number, changed))
-            elif found is not None:
-                wrong.append(f"{path}, change {number}: {found}")
+    for path, number, changed in mutated(before, parts) if exchange.rank == 0 else ():
+        found = outcome(averager, before, changed)
+        if found == "legal":
+            legal.append((path, number, changed))
+        elif found is not None:
+            wrong.append(f"{path}, change {number}: {found}")
     # What is legal can be trained with, unless ranks must share it.
     for path, number, changed in exchange.gather_objects(legal)[0]:
         averager.load_state_dict(before if exchange.rank else changed)

@@ -7,7 +7,12 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import on_processes, on_threads
-from torchcomp import ProcessGroupExchange, RankMismatchError, run_in_process
+from torchcomp import (
+    InProcessExchange,
+    ProcessGroupExchange,
+    RankMismatchError,
+    run_in_process,
+)
 from torchcomp.traffic import sum_bytes
 
 WORLD_SIZES = [1, 2, 3, 5]
@@ -137,7 +142,7 @@ def test_objects_arrive_in_rank_order(kind):
     assert found == [given] * 3
 
 
-# --- Arguments are left alone, results are the caller's ------------------------------------------
+# --- Arguments are left alone ---------------------------------------------------------------------
 
 
 @on_both
@@ -260,8 +265,6 @@ def test_the_error_of_a_rank_reaches_the_caller_and_wakes_the_others():
 
 
 def test_exchanges_can_be_used_again_and_keep_their_counters():
-    from torchcomp import InProcessExchange
-
     exchanges = InProcessExchange.ranks(2)
     for _ in range(3):
         sums = run_in_process(2, lambda e: e.all_gather(torch.ones(1)), exchanges)

@@ -160,11 +160,13 @@ def test_few_candidates_are_shown_at_once():
 
 
 def test_what_is_wanted_whole_needs_no_exchange():
+    def body(exchange, k):
+        answers = find_largest(exchange, [Question(order_bits(torch.ones(3)), [3, 3], k)])
+        return answers[0], exchange.take_traffic(0).sent
+
     for k in (6, 7):
-        question = Question(order_bits(torch.ones(3)), [3, 3], k)
-        outcome = run_in_process(2, lambda e, q=question: (find_largest(e, [q]), e.take_traffic(0)))
-        ((answer,), traffic) = outcome[0]
-        assert (answer.threshold, list(answer.counts), traffic.sent) == (0, [3, 3], 0)
+        answer, sent = run_in_process(2, lambda e, k=k: body(e, k))[0]
+        assert (answer.threshold, list(answer.counts), sent) == (0, [3, 3], 0)
 
 
 def test_one_value_is_not_shown():

@@ -22,14 +22,14 @@ trailing_zeros: Any = numbers.trailing_zeros
 """Zeros below the lowest set bit of a word."""
 
 INLINE = 1 << 17
-"""So many entries are not worth a second thread: handing over takes 0.1 ms or so (measured)."""
+"""Up to this many entries a second thread does not pay: handing over takes 0.1 ms (measured)."""
 
 _USUAL = 32
-"""A word of the high part has about so many bits set, hardly ever more than two thirds of it."""
+"""A word of the high part has about this many bits set, hardly ever more than two thirds."""
 
 _GROUP = 4
 _NARROW = 16
-"""So many low parts of up to so many bits begin in one byte and end within 64 bits."""
+"""Four low parts of at most 16 bits each begin in one byte and end within 64 bits."""
 
 
 def encode(index: Tensor, n: int, low: int, out: Tensor) -> bool:

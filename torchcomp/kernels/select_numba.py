@@ -33,10 +33,10 @@ Array = NDArray[Any]
 Summands = tuple[Tensor, Tensor] | None
 
 _SMALL = 1 << 14
-"""A vector of so many entries is not worth a sample: all are candidates."""
+"""Up to this many entries a sample does not pay: all are candidates."""
 
 _INLINE = 1 << 20
-"""So many entries are not worth a second thread: handing over takes 0.1 ms or so (measured)."""
+"""Up to this many entries a second thread does not pay: handing over takes 0.1 ms (measured)."""
 
 _TIGHT, _LOOSE = 0.25, 2.0
 """How many more candidates than wanted a guess aims at, in units of k: at least and at most."""
@@ -159,14 +159,14 @@ class Candidates:
         n, k, dtype = self.made_for
         if n <= _SMALL:
             return 0
-        # A larger one takes longer, a smaller one guesses worse: so many take the least, where
-        # taking one costs four times as much as a candidate too many.
+        # A larger sample takes longer, a smaller one guesses worse. This size takes least time if
+        # drawing one entry costs four times as much as a candidate too many.
         count = min(n // 16, max(512, round((n * k / 4) ** (1 / 3))))
         at = torch.from_numpy(_places(n, count))
         sample = x[at] if summands is None else (summands[0][at] + summands[1][at]).to(dtype)
         magnitudes: Array = sample.abs_().view(self.word).numpy()
         expected = count * k / n
-        # With so many more, hardly one sample in ten thousand gives fewer than k candidates.
+        # With this many more, hardly one sample in ten thousand gives fewer than k candidates.
         rank = min(count, math.ceil(1.1 * expected + 4 * math.sqrt(expected) + 4))
         return int(np.partition(magnitudes, -rank)[-rank])
 
