@@ -127,13 +127,15 @@ def _explain_method(
     load = Load()
     for cost in costs:
         load.add(cost.load)
-    moved = load.traffic(world_size, sum_bytes(_nbytes(shapes), world_size))
+    dense = _nbytes(shapes)
+    moved = load.traffic(world_size, sum_bytes(dense, world_size))
+    collective = " and ".join(sorted({cost.collective for cost in costs}))
     kept = [slot for shape in shapes for slot in aggregator.slots(shape, world_size, rank)]
     return Plan(
         spec=str(aggregator),
         numel=sum(shape.numel for shape in shapes),
         world_size=world_size,
-        collective=" and ".join(sorted({cost.collective for cost in costs})),
+        collective=collective,
         message_bytes=sum(cost.message_bytes for cost in costs),
         bytes_sent=moved.sent,
         bytes_received=moved.received,
@@ -142,7 +144,7 @@ def _explain_method(
         memory_bytes=sum(
             2 * slot.numel * slot.dtype.itemsize for slot in kept if slot.kind is not Kind.CACHE
         ),
-        break_even_world_size=_break_even(aggregator, shapes, world_size, _nbytes(shapes)),
+        break_even_world_size=_break_even(collective, moved.sent, world_size, dense),
     )
 
 
@@ -171,25 +173,23 @@ def _explain_schedule(
         bytes_received=round(once.bytes_received / per_sync),
         dense_bytes_sent=sum_bytes(_nbytes(shapes), world_size),
         memory_bytes=once.memory_bytes + copies * _nbytes(wide),
-        break_even_world_size=_break_even(aggregator, wide, world_size, _nbytes(shapes) * per_sync),
+        break_even_world_size=_break_even(
+            once.collective, once.bytes_sent, world_size, _nbytes(shapes) * per_sync
+        ),
         syncs=syncs,
         total_steps=horizon.total_steps,
     )
 
 
-def _break_even(
-    aggregator: Aggregator, shapes: list[BucketShape], world_size: int, dense: int | Fraction
-) -> int | None:
+def _break_even(collective: str, sent: int, world_size: int, dense: int | Fraction) -> int | None:
     """Where an all-gather, whose traffic grows with the ranks, reaches plain DDP's.
 
     `dense` counts the bytes of gradients that plain DDP reduces in the time of one exchange.
     """
-    costs = [aggregator.cost(shape, world_size) for shape in shapes]
-    if {cost.collective for cost in costs} != {"allgather"} or world_size < 2:
+    if collective != "allgather" or world_size < 2 or not sent:
         return None
-    each = sum(cost.load.sent for cost in costs) // (world_size - 1)
-    # (W - 1) each >= 2 (W - 1) dense / W  <=>  W >= 2 dense / each
-    return math.ceil(Fraction(2 * dense, each)) if each else None
+    # (V - 1) sent / (W - 1) >= 2 (V - 1) dense / V  <=>  V >= 2 dense (W - 1) / sent
+    return math.ceil(Fraction(2 * dense * (world_size - 1), sent))
 
 
 def _shapes(
