@@ -9,15 +9,20 @@ from collections.abc import Sequence
 from torchcomp._version import __version__
 from torchcomp.errors import ScheduleError, SpecError
 from torchcomp.explain import explain
-from torchcomp.learning_rates import DECAYS, Rate, decaying
-from torchcomp.plan import Plan
+from torchcomp.learning_rates import DECAYS, decaying
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status, 2 for bad input."""
     options = _parser().parse_args(arguments)
+    run = {"total_steps": options.total_steps, "warmup_steps": options.warmup_steps}
+    average = {"compress": options.compress, "outer": options.outer}
+    size = {"numel": options.numel, "world_size": options.world_size}
+    lr = None
     try:
-        print(_plan(options), flush=True)
+        if options.lr is not None and options.total_steps is not None:
+            lr = decaying(options.decay, peak=options.lr, final=options.final_lr, **run)
+        print(explain(options.spec, lr=lr, **size, **run, **average), flush=True)
     except (SpecError, ScheduleError) as error:
         print(f"torchcomp: {error}", file=sys.stderr)
         return 2
@@ -25,31 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever reads has seen enough, and Python must not flush again at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
-
-
-def _plan(options: argparse.Namespace) -> Plan:
-    return explain(
-        options.spec,
-        numel=options.numel,
-        world_size=options.world_size,
-        lr=_rate(options),
-        total_steps=options.total_steps,
-        warmup_steps=options.warmup_steps,
-        compress=options.compress,
-        outer=options.outer,
-    )
-
-
-def _rate(options: argparse.Namespace) -> Rate | None:
-    if options.lr is None or options.total_steps is None:
-        return None
-    return decaying(
-        options.decay,
-        peak=options.lr,
-        total_steps=options.total_steps,
-        warmup_steps=options.warmup_steps,
-        final=options.final_lr,
-    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -22,7 +22,6 @@ from torchcomp.exchange import ProcessGroupExchange
 _log = logging.getLogger(__name__)
 
 Layers = dict[str, _BatchNorm]
-Buffers = list[tuple[Tensor, Tensor]]
 
 
 def reestimate_batchnorm(model: nn.Module, loader: Iterable[Any], images: int = 4096) -> None:
@@ -61,14 +60,24 @@ def reestimate_batchnorm(model: nn.Module, loader: Iterable[Any], images: int = 
         UnsupportedModelError: if `model` is no module.
         RankMismatchError: on all ranks, if their parameters or layers differ, or some of them fail.
     """
-    module, group = _unwrapped(model)
-    with _in_training(module):
-        layers = _layers(module)
+    check_is_module(model)
+    module, group = model, None
+    inner = getattr(model, "_orig_mod", model)  # of a compiled DDP model
+    if isinstance(inner, DistributedDataParallel):
+        # Its own forward would wait for ranks without a batch.
+        module, group = inner.module, inner.process_group
+    with _anew(module) as layers:
         if not layers:
             _say_that_there_is_nothing_to_do()
-            return
-        with _anew(layers):
-            _estimate(module, group, layers, loader, images)
+        elif not dist.is_initialized():
+            _passes(module, layers, _share(loader, images, 1))
+        else:
+            exchange = ProcessGroupExchange(group, _statistics(layers)[0].device)
+            passes = partial(_passes, module, layers, _share(loader, images, exchange.world_size))
+            exchange.build("torchcomp.reestimate_batchnorm", {"images": images}, passes, _ADVICE)
+            named = {str(i): values for i, values in enumerate(_statistics(layers))}
+            for i, mean in exact_mean(exchange, named).items():
+                named[i].copy_(mean)
 
 
 @cache
@@ -79,82 +88,40 @@ def _say_that_there_is_nothing_to_do() -> None:
     )
 
 
-def _unwrapped(model: nn.Module) -> tuple[nn.Module, dist.ProcessGroup | None]:
-    """The user's module, and its ranks: DDP's forward would wait for ranks without a batch."""
-    check_is_module(model)
-    inner = getattr(model, "_orig_mod", model)  # of a compiled DDP model
-    if isinstance(inner, DistributedDataParallel):
-        return inner.module, inner.process_group
-    return model, None
-
-
 @contextmanager
-def _in_training(module: nn.Module) -> Iterator[None]:
-    """Training mode without gradients; each module's own mode again at the end."""
+def _anew(module: nn.Module) -> Iterator[Layers]:
+    """Training mode without gradients, with empty statistics that average cumulatively.
+
+    Modes and momenta are as before at the end, and so are the statistics of layers that no batch
+    reached, or of all layers after an error.
+    """
     modes = [(each, each.training) for each in module.modules()]
     module.train()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for each, training in modes:
-            each.training = training
-
-
-def _layers(module: nn.Module) -> Layers:
-    return {
+    layers = {
         name: layer
         for name, layer in module.named_modules()
         if isinstance(layer, _BatchNorm) and layer.training and layer.track_running_stats
     }
-
-
-@contextmanager
-def _anew(layers: Layers) -> Iterator[None]:
-    """Empty statistics that average cumulatively; the layers' momenta again at the end."""
-    momenta = {name: layer.momentum for name, layer in layers.items()}
-    before = {name: _copies(layer) for name, layer in layers.items()}
-    for layer in layers.values():
-        layer.reset_running_stats()
-        layer.momentum = None
+    before = [
+        (layer, layer.momentum, [(each, each.clone()) for each in layer.buffers(recurse=False)])
+        for layer in layers.values()
+    ]
+    done = False
     try:
-        yield
-    except BaseException:
-        for buffers in before.values():
-            _restore(buffers)
-        raise
+        for layer in layers.values():
+            layer.reset_running_stats()
+            layer.momentum = None
+        with torch.no_grad():
+            yield layers
+        done = True
     finally:
-        for name, layer in layers.items():
-            layer.momentum = momenta[name]
-            if not layer.num_batches_tracked:
-                _restore(before[name])
-
-
-def _copies(layer: nn.Module) -> Buffers:
-    return [(buffer, buffer.clone()) for buffer in layer.buffers(recurse=False)]
-
-
-def _restore(buffers: Buffers) -> None:
-    for buffer, copy in buffers:
-        buffer.copy_(copy)
-
-
-def _estimate(
-    module: nn.Module,
-    group: dist.ProcessGroup | None,
-    layers: Layers,
-    loader: Iterable[Any],
-    images: int,
-) -> None:
-    if not dist.is_initialized():
-        _passes(module, layers, _share(loader, images, 1))
-        return
-    exchange = ProcessGroupExchange(group, _statistics(layers)[0].device)
-    passes = partial(_passes, module, layers, _share(loader, images, exchange.world_size))
-    exchange.build("torchcomp.reestimate_batchnorm", {"images": images}, passes, _ADVICE)
-    named = {str(i): values for i, values in enumerate(_statistics(layers))}
-    for i, mean in exact_mean(exchange, named).items():
-        named[i].copy_(mean)
+        for layer, momentum, buffers in before:
+            layer.momentum = momentum
+            if not done or not layer.num_batches_tracked:
+                for buffer, copy in buffers:
+                    buffer.copy_(copy)
+        for each, training in modes:
+            each.training = training
 
 
 _ADVICE = (
@@ -171,7 +138,17 @@ def _passes(
     for inputs in batches:
         module(inputs.to(device))
     reached = {name: layer for name, layer in layers.items() if layer.num_batches_tracked}
-    _check_finite(reached)
+    bad = [
+        f"'{name}'"
+        for name, layer in reached.items()
+        if not all(values.isfinite().all() for values in _statistics({name: layer}))
+    ]
+    if bad:
+        raise NonFiniteError(
+            f"NaN or infinity in the statistics of {len(bad)} BatchNorm layers "
+            f"({', '.join(bad[:3])}): look at the images and the weights; the layers keep the "
+            "statistics that they had"
+        )
     return None, {"BatchNorm layers": list(reached), "parameters": _checksum(module)}
 
 
@@ -199,22 +176,6 @@ def _share(loader: Iterable[Any], images: int, world_size: int) -> Iterator[Tens
     )
 
 
-def _check_finite(layers: Layers) -> None:
-    bad = [
-        name for name, layer in layers.items() if not all(map(_is_finite, _statistics_of(layer)))
-    ]
-    if bad:
-        shown = ", ".join(f"'{name}'" for name in bad[:3])
-        raise NonFiniteError(
-            f"NaN or infinity in the statistics of {len(bad)} BatchNorm layers ({shown}): look at "
-            "the images and the weights; the layers keep the statistics that they had"
-        )
-
-
-def _is_finite(values: Tensor) -> bool:
-    return bool(values.isfinite().all())
-
-
 def _checksum(module: nn.Module) -> int:
     """A number that ranks with equal parameters share, whatever order they add them up in."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -224,9 +185,5 @@ def _checksum(module: nn.Module) -> int:
 
 
 def _statistics(layers: Layers) -> list[Tensor]:
-    return [values for layer in layers.values() for values in _statistics_of(layer)]
-
-
-def _statistics_of(layer: _BatchNorm) -> list[Tensor]:
-    both = (layer.running_mean, layer.running_var)
-    return [values for values in both if values is not None]
+    names = ("running_mean", "running_var")
+    return [layer.get_buffer(name) for layer in layers.values() for name in names]

@@ -7,7 +7,7 @@ The bucket's message is the concatenation of the messages of its vectors: one ve
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
@@ -22,17 +22,10 @@ from torchcomp.wire import Layout, Parts
 
 @dataclass(frozen=True)
 class Vector:
-    """A part of a bucket that is compressed separately.
+    """A part of a bucket that is compressed separately, by the name that its key has."""
 
-    Attributes:
-        name: of the parameter, or of the first of several; part of the key.
-        span: its elements within the bucket.
-        compressor: what it is compressed by.
-        layout: of its message.
-    """
-
-    name: str
-    span: slice
+    name: str  # of the parameter, or of the first of several
+    span: slice  # its elements within the bucket
     compressor: Compressor
     layout: Layout
 
@@ -42,18 +35,19 @@ Message = list[Encoded]
 
 @dataclass(frozen=True)
 class Codec:
-    """Encodes and decodes buckets of one shape.
-
-    Attributes:
-        vectors: what is compressed separately, in the order of the bucket.
-    """
+    """Encodes and decodes buckets of one shape, vector by vector in the bucket's order."""
 
     vectors: tuple[Vector, ...]
 
     @cached_property
+    def layout(self) -> Layout:
+        """Fields of the bucket's message."""
+        return tuple(field for vector in self.vectors for field in vector.layout)
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the bucket's message."""
-        return sum(wire.nbytes(vector.layout) for vector in self.vectors)
+        return wire.nbytes(self.layout)
 
     @cached_property
     def framed(self) -> int:
@@ -106,44 +100,21 @@ class Codec:
         if not self.nbytes:
             return
         payload = wire.payload(frame, self.nbytes)
-        for encoded, vector, span in zip(message, self.vectors, self._spans, strict=True):
-            wire.pack(encoded.parts, vector.layout, payload[span])
+        wire.pack([part for encoded in message for part in encoded.parts], self.layout, payload)
         frame[wire.HEADER + self.nbytes :] = 0
         wire.seal(frame, self.nbytes)
 
     def unpack(self, payload: Tensor) -> list[Parts]:
-        """By vector, the fields in a frame's payload.
-
-        Raises:
-            ValueError: if `payload` has another length.
-        """
-        if payload.numel() != self.nbytes:
-            raise ValueError(
-                f"a message of {payload.numel()} bytes, where {self.nbytes} are expected"
-            )
-        return [
-            wire.unpack(payload[span], vector.layout)
-            for vector, span in zip(self.vectors, self._spans, strict=True)
-        ]
-
-    @cached_property
-    def _spans(self) -> tuple[slice, ...]:
-        stops = list(accumulate(wire.nbytes(vector.layout) for vector in self.vectors))
-        return tuple(map(slice, [0, *stops], stops))
+        """By vector, the fields in a frame's payload; ValueError if it has another length."""
+        parts = iter(wire.unpack(payload, self.layout))
+        return [tuple(islice(parts, len(vector.layout))) for vector in self.vectors]
 
 
 @lru_cache(maxsize=4096)
 def codec(
     compressor: Compressor, names: Names, sizes: tuple[int, ...], dtype: torch.dtype
 ) -> Codec:
-    """The codec of a bucket.
-
-    Args:
-        compressor: what is applied to each vector.
-        names: parameter names of the bucket, in order.
-        sizes: number of elements of each parameter.
-        dtype: dtype of the vectors.
-    """
+    """The codec of a bucket of these parameters, whose vectors have this dtype."""
     if compressor.per_tensor:
         ends = zip(names, sizes, accumulate(sizes), strict=True)
         spans = [(name, slice(end - size, end)) for name, size, end in ends]

@@ -31,15 +31,12 @@ class Component:
     example: ClassVar[str] = ""
 
     def __str__(self) -> str:
-        arguments = []
-        in_order = True
-        for place, field in enumerate(fields(self)):
+        arguments: list[str] = []
+        for index, field in enumerate(fields(self)):
             value = getattr(self, field.name)
-            if value == field.default:
-                in_order = False
-                continue
-            bare = in_order and place < self.positional
-            arguments.append(_literal(value) if bare else f"{field.name}={_literal(value)}")
+            if value != field.default:
+                bare = index == len(arguments) < self.positional
+                arguments.append(_literal(value) if bare else f"{field.name}={_literal(value)}")
         return f"{self.name}({', '.join(arguments)})" if arguments else self.name
 
 
@@ -64,11 +61,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def check_kind(owner: Component, field: str, wanted: type[Component]) -> None:
-    """Require that an option is itself a component of the `wanted` kind.
-
-    Raises:
-        SpecError: saying what was given instead.
-    """
+    """Require that an option is itself a component of the `wanted` kind."""
     value = getattr(owner, field)
     if not isinstance(value, wanted):
         given = f"the {value.kind} '{value}'" if isinstance(value, Component) else repr(value)

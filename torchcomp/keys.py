@@ -54,10 +54,6 @@ def _generator(*entropy: int) -> np.random.Generator:
 
 
 def check_seed(seed: object) -> None:
-    """Require a seed that can be hashed into keys.
-
-    Raises:
-        SpecError: if it is not a whole number from 0 to 2^63 - 1.
-    """
+    """Require a seed that can be hashed into keys."""
     if not is_whole(seed) or not 0 <= seed < 2**63:
         raise SpecError(f"seed must be a whole number from 0 to 2^63 - 1, not {seed!r}")

@@ -30,11 +30,7 @@ def step_cosine(step: int, *, peak: float, final: float, total: int) -> float:
     return 2.0 ** round(math.log2(cosine(step, peak=peak, final=final, total=total)))
 
 
-DECAYS: dict[str, Callable[..., float]] = {
-    "cosine": cosine,
-    "linear": linear,
-    "step-cosine": step_cosine,
-}
+DECAYS = {"cosine": cosine, "linear": linear, "step-cosine": step_cosine}
 
 
 def warmed_up(step: int, *, rate: Rate, peak: float, final: float, steps: int) -> float:

@@ -15,8 +15,7 @@ from torchcomp.kernels.cast import nan_unless_finite
 class FiniteWatch:
     """Watches the buckets of one step, before and after the exchange, without a host sync.
 
-    Args:
-        exchange: the ranks, which share the search where they conclude the step together anyway.
+    Where the ranks conclude a step together anyway, each searches its share of a mean.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -30,7 +29,7 @@ class FiniteWatch:
         self._local.append((bucket.names, torch.stack(norms)))
 
     def after(self, bucket: Bucket) -> None:
-        """Note whether the mean is finite, which is the same on all ranks, or this rank's share."""
+        """Note whether the mean, or this rank's share of it, is finite."""
         flat = bucket.flat
         if self._exchange.concludes:
             rank, world_size = self._exchange.rank, self._exchange.world_size
@@ -40,12 +39,7 @@ class FiniteWatch:
     def conclude(self, where: str, advice: str) -> bool:
         """Whether every mean of the step is finite; all ranks call it and get the same answer.
 
-        Args:
-            where: what is exchanged, for the error.
-            advice: what the step left behind.
-
-        Raises:
-            WireError: if a message was not intact; on all ranks.
+        If a message was not intact, all raise a WireError, with `where` and `advice`.
         """
         if not self._means:  # nothing was watched: nothing to wait for a device for
             return self._exchange.conclude(torch.tensor(True), where, advice)
@@ -57,10 +51,7 @@ class FiniteWatch:
     ) -> NonFiniteError:
         """The error that all ranks raise alike, with the ranks and parameters at fault.
 
-        Args:
-            where: what was not finite, and when.
-            advice: what the step left behind, and what to do.
-            traces: by parameter, what else is not finite if this rank is at fault.
+        `traces` are by parameter what else is not finite if this rank is at fault.
         """
         own = [
             name

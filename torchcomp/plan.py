@@ -45,42 +45,32 @@ class Plan:
     parallel_wall_clock: WallClock | None = None
 
     def __str__(self) -> str:
+        saving, even = "nothing is sent", "none: it does not grow with the number of ranks"
+        if self.bytes_sent:
+            saving = f"{_three_digits(self.dense_bytes_sent / self.bytes_sent)}x"
+        if self.break_even_world_size is not None:
+            even = f"{self.break_even_world_size:,} ranks (from there, plain DDP sends no more)"
         rows = [
             ("elements", f"{self.numel:,}"),
             ("ranks", f"{self.world_size:,}"),
             ("collective", _COLLECTIVES.get(self.collective, self.collective)),
             ("message", _bytes(self.message_bytes)),
-            *self._schedule_rows(),
+        ]
+        if self.syncs is not None and self.total_steps is not None:
+            share = f"{self.syncs:,} of {self.total_steps:,} steps"
+            rows.append(("synchronisations", f"{share} ({self.syncs / self.total_steps:.1%})"))
+        rows += [
             ("sent per step", _bytes(self.bytes_sent)),
             ("received per step", _bytes(self.bytes_received)),
             ("plain DDP sends", _bytes(self.dense_bytes_sent)),
-            ("less traffic", self._saving()),
-            ("break-even", self._break_even()),
+            ("less traffic", saving),
+            ("break-even", even),
             ("state per rank", _bytes(self.memory_bytes)),
-            *self._wall_clock_rows(),
         ]
+        clocks = {"wall clock": self.wall_clock, "plain DDP takes": self.parallel_wall_clock}
+        rows += [(name, str(clock)) for name, clock in clocks.items() if clock is not None]
         lines = [f"  {name:<17} {value}" for name, value in rows]
         return "\n".join([f"{self.spec}, per rank", *lines])
-
-    def _schedule_rows(self) -> list[tuple[str, str]]:
-        if self.syncs is None or self.total_steps is None:
-            return []
-        share = self.syncs / self.total_steps
-        return [("synchronisations", f"{self.syncs:,} of {self.total_steps:,} steps ({share:.1%})")]
-
-    def _wall_clock_rows(self) -> list[tuple[str, str]]:
-        clocks = {"wall clock": self.wall_clock, "plain DDP takes": self.parallel_wall_clock}
-        return [(name, str(clock)) for name, clock in clocks.items() if clock is not None]
-
-    def _saving(self) -> str:
-        if not self.bytes_sent:
-            return "nothing is sent"
-        return f"{_three_digits(self.dense_bytes_sent / self.bytes_sent)}x"
-
-    def _break_even(self) -> str:
-        if self.break_even_world_size is None:
-            return "none: it does not grow with the number of ranks"
-        return f"{self.break_even_world_size:,} ranks (from there, plain DDP sends no more)"
 
 
 _COLLECTIVES = {

@@ -1,7 +1,7 @@
 """Stats: what was exchanged so far, and the traffic of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from torchcomp.traffic import Traffic
 
@@ -54,13 +54,7 @@ class Meter:
 
     def snapshot(self, steps: int, syncs: int) -> Stats:
         """The counters as :class:`Stats`."""
-        last, total = self.last, self.total
-        return Stats(
-            steps,
-            syncs,
-            *(last.sent, last.received, last.dense),
-            *(total.sent, total.received, total.dense),
-        )
+        return Stats(steps, syncs, *astuple(self.last), *astuple(self.total))
 
     def state_dict(self) -> dict[str, int]:
         """The totals, for a checkpoint."""

@@ -19,12 +19,12 @@ loading of data; evaluations and checkpoints; averages that are compressed, over
 or on two levels.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchcomp.checks import check_at_least_0, check_count, check_positive, check_share
 from torchcomp.component import Component
 from torchcomp.errors import SpecError
+from torchcomp.learning_rates import Rate
 from torchcomp.schedules import Horizon, synchronisations
 from torchcomp.spec import parse_schedule
 from torchcomp.traffic import sum_bytes
@@ -86,11 +86,7 @@ class TimeModel:
         check_count("ranks_per_machine", self.ranks_per_machine)
 
     def exchange_seconds(self, nbytes: int, world_size: int) -> float:
-        """e: seconds of one all-reduce.
-
-        Args:
-            nbytes: m, bytes of the whole model's gradients or parameters in their wire dtype.
-            world_size: number of ranks; a multiple of ``ranks_per_machine``, or at most that.
+        """e: seconds of one all-reduce of the whole model's `nbytes`, as they travel.
 
         Raises:
             SpecError: if they are not whole numbers above 0, or machines would be part-full.
@@ -101,15 +97,10 @@ class TimeModel:
         return around + 2 * (machines - 1) * self.latency
 
     def parallel(self, *, total_steps: int, nbytes: int, world_size: int) -> WallClock:
-        """The run that exchanges its gradients in every step.
-
-        Args:
-            total_steps: T.
-            nbytes: bytes of the gradients.
-            world_size: number of ranks.
+        """The run of T steps that exchanges its gradients, of `nbytes`, in every one.
 
         Raises:
-            SpecError: if one of them is not a whole number above 0.
+            SpecError: as :meth:`exchange_seconds` does.
         """
         steps = Horizon(total_steps).total_steps
         hidden = self.overlap * self.step_seconds
@@ -124,7 +115,7 @@ class TimeModel:
         nbytes: int,
         world_size: int,
         warmup_steps: int = 0,
-        lr: Callable[[int], float] | None = None,
+        lr: Rate | None = None,
     ) -> WallClock:
         """The run that averages its parameters when a schedule says so.
 
@@ -134,8 +125,7 @@ class TimeModel:
             nbytes: bytes of the parameters, which are averaged in float32 or wider.
             world_size: number of ranks.
             warmup_steps: W.
-            lr: for a schedule that reads the learning rate, the rate of the step that follows
-                `step` earlier ones.
+            lr: for a schedule that reads it, as for :func:`torchcomp.sync_steps`.
 
         Raises:
             SpecError: if an argument cannot be used.
@@ -144,8 +134,7 @@ class TimeModel:
         schedule = parse_schedule(spec)
         if lr is None and schedule.reads_lr:
             raise SpecError(f"the time of '{schedule}' needs lr=, a function of the step")
-        rate = lr or (lambda step: 1.0)
-        syncs = len(synchronisations(schedule, rate, Horizon(total_steps, warmup_steps)))
+        syncs = len(synchronisations(schedule, lr, Horizon(total_steps, warmup_steps)))
         exchanging = syncs * self.exchange_seconds(nbytes, world_size)
         return WallClock(str(schedule), syncs, total_steps * self.step_seconds, exchanging)
 

@@ -27,13 +27,7 @@ VERSION = 4
 
 @dataclass(frozen=True)
 class Field:
-    """One array of a message.
-
-    Attributes:
-        name: what it holds, for documentation and errors.
-        dtype: element type on the wire.
-        count: number of elements.
-    """
+    """One array of a message: its name for errors, its type on the wire, and its length."""
 
     name: str
     dtype: torch.dtype
@@ -82,11 +76,9 @@ def payload(frame: Tensor, length: int) -> Tensor:
 
 
 def seal(frame: Tensor, length: int) -> None:
-    """Write the header of a frame whose message and padding are in place.
+    """Write the header of a frame whose message of `length` bytes and padding are in place.
 
-    Args:
-        frame: 1-D uint8 tensor of ``framed(length)`` elements, aligned to 8 bytes.
-        length: bytes of the message.
+    `frame` is a 1-D uint8 tensor of ``framed(length)`` elements, aligned to 8 bytes.
     """
     words = frame.view(torch.int64)
     if frame.device.type == "cpu":
@@ -101,13 +93,8 @@ def seal(frame: Tensor, length: int) -> None:
 def inspect(frame: Tensor, length: int) -> int | Tensor:
     """Whether a received frame is what a rank of this version sends; no host sync.
 
-    Args:
-        frame: as received; 1-D uint8 of ``framed(length)`` elements, aligned to 8 bytes.
-        length: bytes of the message that is expected.
-
-    Returns:
-        INTACT, or the first that holds of OTHER_VERSION, OTHER_LENGTH and DAMAGED; on a device as
-        a scalar uint8 tensor.
+    The answer is INTACT, or the first that holds of OTHER_VERSION, OTHER_LENGTH and DAMAGED; on a
+    device as a scalar uint8 tensor. `frame` is as for :func:`seal`, `length` what is expected.
     """
     words = frame.view(torch.int64)
     if frame.device.type == "cpu":
@@ -161,12 +148,8 @@ def pack(parts: Sequence[Tensor], layout: Layout, out: Tensor) -> None:
 def unpack(message: Tensor, layout: Layout) -> Parts:
     """Read the fields of one message; views into `message` where its alignment allows.
 
-    Args:
-        message: 1-D uint8 tensor of ``nbytes(layout)`` elements.
-        layout: as announced by the compressor.
-
     Raises:
-        ValueError: if the message has another length.
+        ValueError: if the message has not ``nbytes(layout)`` elements.
     """
     if message.numel() != nbytes(layout):
         raise ValueError(

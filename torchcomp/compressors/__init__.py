@@ -7,12 +7,6 @@ from torchcomp.compressors.quantize import Quantize
 from torchcomp.compressors.randk import RandK
 from torchcomp.compressors.topk import TopK
 
-COMPRESSORS: tuple[type[Compressor], ...] = (
-    Identity,
-    TopK,
-    RandK,
-    Cast,
-    Quantize,
-)
+COMPRESSORS: tuple[type[Compressor], ...] = (Identity, TopK, RandK, Cast, Quantize)
 
 __all__ = ["COMPRESSORS", "Cast", "Compressor", "Identity", "Quantize", "RandK", "TopK"]

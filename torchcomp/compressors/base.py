@@ -17,12 +17,7 @@ from torchcomp.wire import Layout, Parts
 
 @dataclass(frozen=True)
 class Encoded:
-    """What one vector was compressed to.
-
-    Attributes:
-        parts: the fields of its message.
-        index: ascending int64 indices of the entries that were kept, where the sender chose them.
-    """
+    """The fields of one vector's message, and the ascending int64 indices that the sender chose."""
 
     parts: Parts
     index: Tensor | None = None
@@ -72,13 +67,7 @@ class Compressor(Component):
         """The message for `x`, a 1-D contiguous floating-point tensor."""
 
     def encode_sum(
-        self,
-        g: Tensor,
-        e: Tensor,
-        out: Tensor,
-        key: Key,
-        scratch: Scratch,
-        dtype: torch.dtype,
+        self, g: Tensor, e: Tensor, out: Tensor, key: Key, scratch: Scratch, dtype: torch.dtype
     ) -> Encoded:
         """``out = g + e``, and its message, in one pass where that is possible.
 

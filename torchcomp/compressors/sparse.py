@@ -5,21 +5,17 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from torchcomp.checks import check_choice, check_count
+from torchcomp.checks import check_choice, check_count, is_whole
 from torchcomp.compressors.base import Compressor, Encoded
 from torchcomp.errors import SpecError
 from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.select import Scratch
 from torchcomp.keys import Key
-
-Own = TypeVar("Own", bound="Selector")
-
-SCOPES = ("bucket", "tensor", "model")
 
 
 @dataclass(frozen=True)
@@ -45,23 +41,16 @@ class Sparsifier(Compressor):
             )
         if self.k is not None:
             check_count("k", self.k, owner=self.name)
-        else:
-            self._check_ratio()
-        check_choice("scope", self.scope, SCOPES, owner=self.name)
-
-    def _check_ratio(self) -> None:
-        ratio = self.ratio
-        if isinstance(ratio, int) and not isinstance(ratio, bool):
+        elif is_whole(self.ratio):
             raise SpecError(
-                f"{self.name}: is {ratio} a fraction or a count? A fraction is written with a "
+                f"{self.name}: is {self.ratio} a fraction or a count? A fraction is written with a "
                 f"point, {self.name}(0.01), and a count with its name, {self.name}(k=5)",
                 "ratio",
             )
-        if not isinstance(ratio, float) or not math.isfinite(ratio) or not 0 < ratio <= 1:
-            raise SpecError(
-                f"{self.name}: ratio must be a fraction above 0 and at most 1, not {ratio!r}",
-                "ratio",
-            )
+        elif not isinstance(self.ratio, float) or not 0 < self.ratio <= 1:
+            problem = f"ratio must be a fraction above 0 and at most 1, not {self.ratio!r}"
+            raise SpecError(f"{self.name}: {problem}", "ratio")
+        check_choice("scope", self.scope, ("bucket", "tensor", "model"), owner=self.name)
 
     @property
     def per_tensor(self) -> bool:
@@ -72,7 +61,6 @@ class Sparsifier(Compressor):
         return self.scope == "model"
 
     def kept(self, numel: int) -> int:
-        """Number of entries kept of `numel`: at least one of a vector that is not empty."""
         return min(self.k, numel) if self.k is not None else _share(self.ratio, numel)
 
 
@@ -104,7 +92,7 @@ class Selector(Sparsifier):
     def encode_selected(self, x: Tensor, index: Tensor, key: Key) -> Encoded:
         """The message for the entries `index` of `x`."""
 
-    def exactly(self: Own, count: int) -> Own:
+    def exactly(self, count: int) -> "Selector":
         """The same compressor, keeping `count` (at least 1) entries."""
         return replace(self, ratio=None, k=count)
 
@@ -112,13 +100,7 @@ class Selector(Sparsifier):
         return self.encode_selected(x, self.select(x), key)
 
     def encode_sum(
-        self,
-        g: Tensor,
-        e: Tensor,
-        out: Tensor,
-        key: Key,
-        scratch: Scratch,
-        dtype: torch.dtype,
+        self, g: Tensor, e: Tensor, out: Tensor, key: Key, scratch: Scratch, dtype: torch.dtype
     ) -> Encoded:
         index = self.select_sum(g, e, out, scratch)
         return self.encode_selected(narrow(out, dtype), index, key)

@@ -6,13 +6,7 @@ from torchcomp.schedules.power import Power
 from torchcomp.schedules.qsr import QSR
 from torchcomp.schedules.two_phase import PostLocal, Swap
 
-SCHEDULES: tuple[type[Schedule], ...] = (
-    Every,
-    QSR,
-    Power,
-    PostLocal,
-    Swap,
-)
+SCHEDULES: tuple[type[Schedule], ...] = (Every, QSR, Power, PostLocal, Swap)
 
 __all__ = [
     "QSR",

@@ -8,7 +8,7 @@ so they agree without a message.
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torchcomp.checks import check_count
 from torchcomp.component import Component
@@ -29,8 +29,8 @@ class Horizon:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("total_steps", 1), ("warmup_steps", 0)):
-            check_count(name, getattr(self, name), least)
+        check_count("total_steps", self.total_steps)
+        check_count("warmup_steps", self.warmup_steps, least=0)
         if self.warmup_steps > self.total_steps:
             raise SpecError(
                 f"warm-up ({self.warmup_steps} steps) is longer than the run "
@@ -75,7 +75,11 @@ class Schedule(Component):
         Raises:
             ScheduleError: if `lr` is negative or not finite, or 0 where the rule reads it.
         """
-        if not _is_lr(lr):
+        try:
+            usable = math.isfinite(lr) and lr >= 0
+        except (TypeError, OverflowError):
+            usable = False
+        if not usable:
             raise ScheduleError(
                 f"the learning rate at step {step} is {lr!r}, and it must be a finite number of "
                 "at least 0"
@@ -83,41 +87,16 @@ class Schedule(Component):
         return min(step + self.period(step, float(lr), horizon), horizon.total_steps)
 
 
-def _is_lr(value: Any) -> bool:
-    try:
-        return math.isfinite(value) and value >= 0
-    except (TypeError, OverflowError):
-        return False
-
-
 def synchronisations(schedule: Schedule, lr: Rate | None, horizon: Horizon) -> list[int]:
-    """The global steps at which a run synchronises: t is the end of the t-th step.
-
-    Args:
-        schedule: the rule.
-        lr: for a rule that reads it, learning rate of a step as a function of the number of steps
-            before it.
-        horizon: ends of warm-up and run.
-
-    Raises:
-        SpecError: if the schedule does not fit the run, or `lr` is missing or no function.
-        ScheduleError: if the schedule cannot use a learning rate.
-    """
+    """What :func:`torchcomp.sync_steps` returns and raises, for a schedule that is built."""
     schedule.check(horizon)
-    rate = _rate(schedule, lr)
+    if lr is None and schedule.reads_lr:
+        raise SpecError(f"'{schedule}' reads the learning rate: give lr=, a function of the step")
+    if lr is not None and not callable(lr):
+        raise SpecError(f"lr must be a function of the step, such as lambda step: 0.1, not {lr!r}")
     steps: list[int] = []
     step = 0
     while step < horizon.total_steps:
-        step = schedule.round_end(step, rate(step), horizon)
+        step = schedule.round_end(step, 1.0 if lr is None else lr(step), horizon)
         steps.append(step)
     return steps
-
-
-def _rate(schedule: Schedule, lr: Rate | None) -> Rate:
-    if callable(lr):
-        return lr
-    if lr is not None:
-        raise SpecError(f"lr must be a function of the step, such as lambda step: 0.1, not {lr!r}")
-    if schedule.reads_lr:
-        raise SpecError(f"'{schedule}' reads the learning rate: give lr=, a function of the step")
-    return lambda step: 1.0

@@ -51,32 +51,19 @@ class Power(Schedule):
                 f"the learning rate at step {step} is 0, and the rule divides by it: end a decay "
                 "at a small rate such as 1e-6, or, if this is warm-up, give warmup_steps"
             )
-        total = horizon.total_steps
-        longest = total if self.cap is None else min(self.cap, total)
-        grown = min(_raised(self.coef / lr, self.exponent), float(longest))
-        return max(self.h_base, math.floor(grown))
+        longest = horizon.total_steps if self.cap is None else min(self.cap, horizon.total_steps)
+        try:
+            grown = math.floor(min(float((self.coef / lr) ** self.exponent), longest))
+        except OverflowError:
+            grown = longest
+        return max(self.h_base, grown)
 
 
 def check_bounds(owner: Component, h_base: int, cap: int | None) -> None:
-    """Require options `h_base` and `cap` that leave a round between them.
-
-    Raises:
-        SpecError: naming the option and its value.
-    """
+    """Require options `h_base` and `cap` that leave a round between them."""
     check_count("h_base", h_base, owner=owner.name)
-    if cap is None:
-        return
-    check_count("cap", cap, owner=owner.name)
-    if cap < h_base:
-        raise SpecError(
-            f"{owner.name}: cap={cap} is below h_base={h_base}, and no round is shorter than "
-            "h_base",
-            "cap",
-        )
-
-
-def _raised(base: float, exponent: float) -> float:
-    try:
-        return float(base**exponent)
-    except OverflowError:
-        return math.inf
+    if cap is not None:
+        check_count("cap", cap, owner=owner.name)
+        if cap < h_base:
+            problem = f"cap={cap} is below h_base={h_base}, and no round is shorter than h_base"
+            raise SpecError(f"{owner.name}: {problem}", "cap")
