@@ -50,12 +50,6 @@ class ExactMean(Mean):
 class Averages:
     """The exact mean of the parameters over the ranks, in float32 or wider.
 
-    Args:
-        method: of the local steps.
-        levels: their ranks.
-        parameters: all that are averaged, by name.
-        groups: which of them are averaged in one bucket.
-
     Attributes:
         averager: exchanges, counts, and holds the parameters, late ones included.
         needs_equal_start: whether the ranks must hold the same parameters at the first step.
@@ -68,7 +62,6 @@ class Averages:
         self, method: LocalMethod, levels: Levels, parameters: Parameters, groups: Sequence[Group]
     ) -> None:
         self._method = method
-        self._levels = levels
         self._results: list[Bucket] = []
         self.averager = Averager(
             ExactMean() if method.plain else method.aggregator,
@@ -92,10 +85,9 @@ class Averages:
             NonFiniteError: on all ranks, if something is not finite.
             WireError: on all ranks, if a message was not intact.
         """
-        results = [self._read(group) for group, _ in due]
-        for bucket in results:
-            self.averager.average(bucket)
-        self._finish(f"the model after step {step}", dense_bytes)
+        results = [self._average(group, lr) for group, lr in due]
+        where = f"the synchronisation after step {step}"
+        self.averager.finish(dense_bytes=dense_bytes, where=where)
         self._results = results
 
     def commit(self) -> None:
@@ -114,8 +106,11 @@ class Averages:
         """The parameters of a group, in float32 or wider."""
         return Bucket.read(self.averager.shape_of(group).wide(), self.averager.parameters)
 
-    def _finish(self, where: str, dense_bytes: int) -> None:
-        self.averager.finish(dense_bytes=dense_bytes, where=where)
+    def _average(self, group: Group, lr: float) -> Bucket:
+        """The new values of a group's parameters."""
+        bucket = self._read(group)
+        self.averager.average(bucket)
+        return bucket
 
 
 class PseudoGradients(Averages):
@@ -142,33 +137,27 @@ class PseudoGradients(Averages):
             self._open(group)
         self.averager.state.rollback()  # nothing is in flight: this was for the first values
 
-    def exchange(self, due: Due, step: int, dense_bytes: int) -> None:
-        outer, results = self._method.outer, []
-        for group, lr in due:
-            m = self._read(group)
-            (before, x), *momenta = self._open(group)
-            m.flat.sub_(before)
-            self.averager.average(m)
-            x.copy_(before)
-            if outer is None:
-                x.add_(m.flat)
-            else:
-                for momentum, u in momenta:
-                    outer.apply(x, m.flat, u.copy_(momentum), lr)
-            results.append(Bucket(m.shape, x))
-            for name, values in results[-1].tensors().items():
-                values.copy_(values.to(self.averager.parameters[name].dtype))
-        self._finish(f"the rounds until step {step}", dense_bytes)
-        self._results = results
+    def _average(self, group: Group, lr: float) -> Bucket:
+        m, outer = self._read(group), self._method.outer
+        (before, x), *momenta = self._open(group)
+        m.flat.sub_(before)
+        self.averager.average(m)
+        x.copy_(before)
+        if outer is None:
+            x.add_(m.flat)
+        else:
+            for momentum, u in momenta:
+                outer.apply(x, m.flat, u.copy_(momentum), lr)
+        result = Bucket(m.shape, x)
+        for name, values in result.tensors().items():
+            values.copy_(values.to(self.averager.parameters[name].dtype))
+        return result
 
     def _slots(self, shape: BucketShape) -> tuple[Slot, ...]:
-        kept = (Kind.ESTIMATE, shape.names, shape.sizes, shape.wide().dtype, False)
-        reference = Slot("reference", *kept, self._first_reference)
-        return (
-            (reference,)
-            if self._method.outer is None
-            else (reference, Slot("outer_momentum", *kept))
-        )
+        kept = (Kind.ESTIMATE, shape.names, shape.sizes, shape.wide().dtype)
+        reference = Slot("reference", *kept, init=self._first_reference)
+        momentum = Slot("outer_momentum", *kept)
+        return (reference,) if self._method.outer is None else (reference, momentum)
 
     def _open(self, group: Group) -> list[tuple[Tensor, Tensor]]:
         device = self.averager.parameters[group[0]].device
@@ -211,7 +200,7 @@ class OverlappedAverages(Averages):
         buckets = [self._read(group) for group, _ in reversed(due)]
         where = f"the parameters after step {step}"
         self._require_finite(buckets, where)
-        self._finish(where, dense_bytes)
+        self.averager.finish(dense_bytes=dense_bytes, where=where)
         self._results = buckets
 
     def commit(self) -> None:
@@ -247,22 +236,14 @@ class OverlappedAverages(Averages):
 
     def _require_finite(self, buckets: list[Bucket], where: str) -> None:
         """Learn before anything is sent whether some rank's values, or their sum, overflow."""
-        between, inside = self._levels.between, self._levels.inside
-        watch = FiniteWatch(between)
+        exchange, finite = self.averager.exchange, True
+        watch = FiniteWatch(exchange)
         for bucket in buckets:
             watch.before(bucket)
-        bad = any(bool(_too_large(b.flat, between.world_size)) for b in buckets)
-        flag = torch.tensor([bad], dtype=torch.uint8, device=between.device)
-        for level in (between, inside):
-            flag = flag if level is None else level.any_of(flag)
-        if flag.any():
+            if bucket.flat.numel():
+                lowest, highest = torch.aminmax(bucket.flat)
+                limit = torch.finfo(bucket.flat.dtype).max / exchange.world_size
+                finite &= bool((lowest >= -limit) & (highest <= limit))  # not if one is NaN
+        exchange.concludes = True  # ranks must be asked, as no frame has come in
+        if not exchange.conclude(torch.tensor(finite, device=exchange.device), where, UNCHANGED):
             raise watch.error(where, UNCHANGED)
-
-
-def _too_large(values: Tensor, world_size: int) -> Tensor:
-    """Whether something is not finite, or so large that a sum over the ranks may not be."""
-    limit = torch.finfo(values.dtype).max / world_size
-    if not values.numel():
-        return torch.zeros((), dtype=torch.bool, device=values.device)
-    lowest, highest = torch.aminmax(values)
-    return ~((lowest >= -limit) & (highest <= limit))

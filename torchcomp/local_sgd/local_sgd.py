@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,14 +16,7 @@ from torchcomp.component import Component
 from torchcomp.ddp.checks import OWNER, check_is_ddp
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.local_sgd.averages import OverlappedAverages
-from torchcomp.local_sgd.options import (
-    Levels,
-    ProcessGroup,
-    Specs,
-    as_list,
-    check_arguments,
-    given,
-)
+from torchcomp.local_sgd.options import Levels, ProcessGroup, Specs, check_arguments
 from torchcomp.local_sgd.overflow import backward_until_finite
 from torchcomp.local_sgd.rounds import Clock, LocalSteps
 from torchcomp.outer_steps import OuterStep
@@ -31,6 +25,7 @@ from torchcomp.stats import Stats
 
 Undo = Callable[[], None]
 
+_OWNER = "torchcomp.LocalSGD"
 # By module, the model through which it is averaged. Not an attribute of the module, which a copy of
 # it would have, too.
 _CLAIMED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[DistributedDataParallel]]" = (
@@ -42,10 +37,10 @@ class LocalSGD:
     """Train with local steps; average the parameters whenever the schedule ends a round.
 
     Algorithm 2 ("Local OPT") of Gu et al., ICLR 2024 (arXiv 2310.14423), with the schedule's rule
-    for H. Each rank steps its own optimizer on its own gradients; gradients are not exchanged.
-    Momentum and Adam moments stay local, neither averaged nor reset, unless ``moments`` says so.
-    BatchNorm buffers stay local too: DDP's broadcast of rank 0's buffers is switched off until
-    :meth:`close`, and :func:`torchcomp.reestimate_batchnorm` makes them fit averaged weights.
+    for H. Each rank steps its own optimizer on its own gradients, which are not exchanged. Momentum
+    and Adam moments stay local unless ``moments`` says otherwise. So do BatchNorm buffers: DDP's
+    broadcast of rank 0's is off until :meth:`close`, and :func:`torchcomp.reestimate_batchnorm`
+    makes them fit averaged weights.
 
     1. At the first step of a round, read the learning rate and fix the round's length H.
     2. Take H local steps.
@@ -53,11 +48,10 @@ class LocalSGD:
        that the run ends with an average at exactly ``total_steps``.
 
     With ``compress``, the average is that of the *pseudo-gradients*, what local steps have added
-    since the last synchronisation, by any method that :func:`torchcomp.register` takes; with
-    ``outer``, an outer optimizer's step along their mean replaces it (see ``PseudoGradients``).
-    Both keep the parameters of the last synchronisation, in float32 or wider; whatever else changes
-    the parameters is part of the next pseudo-gradient. All ranks hold the same parameters bit for
-    bit after every synchronisation.
+    since the last synchronisation; with ``outer``, an outer optimizer's step along their mean
+    replaces it. Both keep the parameters of the last synchronisation, in float32 or wider; whatever
+    else changes the parameters is part of the next pseudo-gradient. After every synchronisation,
+    all ranks hold the same parameters bit for bit.
 
     The training loop stays as it is: hooks on the model and the optimizer do the work. The clock
     counts calls of ``optimizer.step()``, or of ``scaler.step(optimizer)``, skipped or not, because
@@ -70,31 +64,30 @@ class LocalSGD:
     DDP itself does not reduce its gradients after :meth:`close`.
 
     Args:
-        model: a DDP model; not one that :func:`torchcomp.register` serves.
-        optimizer: any torch optimizer over the model's parameters, or a list of all optimizers that
-            train it; a step then counts when each has been stepped once. Learning rates must be the
-            same on all ranks, which is checked at the first step and at every synchronisation.
+        model: a DDP model that :func:`torchcomp.register` does not serve.
+        optimizer: any torch optimizer over the model's parameters, or a list of all that train it;
+            a step then counts when each has been stepped once. Learning rates must be the same on
+            all ranks, which is checked at the first step and at every synchronisation.
         spec: the schedule, such as ``"every(8)"`` or ``"qsr(alpha=0.0175, h_base=4)"``; or a list
-            with one for each optimizer, whose parameters then have rounds of their own. Where
-            parameter groups have different learning rates, a schedule reads the largest.
+            with one for each optimizer, whose parameters then have rounds of their own. It reads
+            the largest of the parameter groups' learning rates.
         total_steps: T, optimizer steps of the whole run; of what is left of it, if a run goes on
             without :meth:`load_state_dict`.
         warmup_steps: W, steps of learning-rate warm-up.
-        scaler: the ``GradScaler`` of the loop, if there is one. One that is switched on and was not
-            handed over is refused at the first step.
-        compress: how pseudo-gradients are averaged, such as ``"ef(topk(0.01))"``; ``"mean"`` is the
-            exact mean of the parameters.
+        scaler: the loop's ``GradScaler``. One that is switched on and was not handed over is
+            refused at the first step.
+        compress: how pseudo-gradients are averaged, by any method that :func:`torchcomp.register`
+            takes; ``"mean"`` is the exact mean of the parameters.
         outer: an outer step, ``"slowmo(beta=0.7, alpha=1.0)"`` or ``"nesterov(lr=0.7,
             momentum=0.9)"`` (:class:`torchcomp.local_sgd.SlowMo`, ``Nesterov``); None takes the
             mean itself.
         moments: what a synchronisation does with the optimizers' state: ``"local"`` leaves it
-            alone, ``"average"`` averages it like the parameters (uncompressed), ``"reset"``
-            starts it anew.
+            alone, ``"average"`` averages it uncompressed, ``"reset"`` starts it anew.
         fragments: P, pieces of the parameters that synchronise in turn, P times as often and a P-th
-            as much, as in Streaming DiLoCo. Ranks then hold equal parameters at the
-            end alone, mostly: no other number of ranks can go on from a checkpoint before it.
+            as much, as in Streaming DiLoCo. Mostly, ranks then hold equal parameters only at the
+            end, and no other number of ranks can go on from a checkpoint before it.
         overlap: let the average overlap with what follows the optimizer step, the next forward
-            pass included: every layer waits for its own parameters, so results are the same bit for
+            pass included. Every layer waits for its own parameters, so results are the same bit for
             bit. Whatever else reads parameters calls :meth:`wait` before: an EMA, or a module
             without parameters of its own that reads those of a child which it does not call.
         process_group: for two levels: DDP goes on to reduce gradients at every step in its own
@@ -103,17 +96,17 @@ class LocalSGD:
         seed: seed of the random choices of ``compress``, a whole number of at least 0.
 
     Raises:
-        SpecError: if the schedule, its horizon or another option cannot be built; all ranks raise.
-            Also from the first step, if it is taken by a scaler that was not handed over.
+        SpecError: on all ranks, if an option cannot be used; from the first step, if a scaler takes
+            it that was not handed over.
         UnsupportedModelError: as for :func:`torchcomp.register`; also from ``optimizer.step()``
             with ``process_group``, if it trains a parameter that DDP does not know.
-        RankMismatchError: if the ranks give different arguments, at construction; if their learning
-            rates, or, with ``compress``, ``outer`` or ``process_group``, their parameters differ
-            at the first step; or if they lose step with each other, at the next synchronisation.
+        RankMismatchError: if the ranks give different arguments; at the first step, if their
+            learning rates differ, or, with ``compress``, ``outer`` or ``process_group``, their
+            parameters; at a synchronisation, if they have lost step with each other.
         ScheduleError: from ``optimizer.step()``, beyond ``total_steps`` or at a learning rate that
             the schedule cannot use.
-        NonFiniteError: at a synchronisation, if a rank's parameters are not finite; on all ranks.
-        WireError: at a synchronisation, if a message was not intact; on all ranks. After either,
+        NonFiniteError: on all ranks, at a synchronisation, if a rank's parameters are not finite.
+        WireError: on all ranks, at a synchronisation, if a message was not intact. After either,
             no parameter has been averaged, and the residual is what it was.
     """
 
@@ -140,20 +133,22 @@ class LocalSGD:
             **{"compress": compress, "outer": outer, "moments": moments, "fragments": fragments},
             **{"overlap": overlap, "seed": seed},
         }
+        given: Any = optimizer
+        optimizers = list(given) if isinstance(given, list | tuple) else [given]
         levels = Levels.of(model, process_group)
         two_levels = levels.inside is not None
         method = levels.build(
-            "torchcomp.LocalSGD",
-            {**options, "process_group": given(process_group)},
-            lambda: check_arguments(model, optimizer, scaler, two_levels, options),
+            _OWNER,
+            {**options, "process_group": "one of its own" if two_levels else "none"},
+            lambda: check_arguments(model, optimizers, scaler, two_levels, options),
         )
         # The optimizer's hooks own this object. It holds model and optimizer weakly: a cycle would
         # keep the process group, and gloo's threads, alive until after the interpreter has ended.
-        self._steps = LocalSteps(model, as_list(optimizer), method, levels, scaler)
+        self._steps = LocalSteps(model, optimizers, method, levels, scaler)
         self._scaler = scaler
         # Of each optimizer, how deep it is in its own step; and whether the scaler makes it step,
         # the step only creates its state, or a closure is evaluated.
-        self._depths = [0] * len(as_list(optimizer))
+        self._depths = [0] * len(optimizers)
         self._scaling = self._creating = self._evaluating = False
         self._closed = False
         with ExitStack() as undo:
@@ -183,14 +178,14 @@ class LocalSGD:
     def stats(self) -> Stats:
         """Counters of this rank: bytes of the last synchronisation and in all."""
         self.wait()
-        return self._steps.stats
+        clock, counters = self._steps.clock, self._steps.averages.averager.stats
+        return replace(counters, steps=clock.step, syncs=clock.syncs)
 
     def residual_norms(self, slot: str = "error") -> dict[str, float]:
         """Euclidean norm of this rank's residual, or of another slot, by parameter.
 
-        Args:
-            slot: see :meth:`torchcomp.Averager.residual_norms`; "reference" and "outer_momentum"
-                are the parameters of the last synchronisation and the outer momentum.
+        For `slot`, see :meth:`torchcomp.Averager.residual_norms`; "reference" and "outer_momentum"
+        are the parameters of the last synchronisation and the outer momentum.
         """
         return self._steps.averages.averager.residual_norms(slot)
 
@@ -219,9 +214,8 @@ class LocalSGD:
             The loss, not scaled.
 
         Raises:
-            SpecError: if LocalSGD was built without a scaler.
-            UnsupportedModelError: with ``process_group``, where the ranks of a node go backward
-                together.
+            SpecError: without a scaler.
+            UnsupportedModelError: with ``process_group``.
             NonFiniteError: if the gradients are not finite at any of these scales.
         """
         if self._scaler is None:
@@ -250,8 +244,6 @@ class LocalSGD:
         Raises:
             RuntimeError: where some of several optimizers were stepped, and not all.
         """
-        self._require_whole_steps("state_dict")
-        self.wait()
         return self._steps.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -264,8 +256,6 @@ class LocalSGD:
             CheckpointError: if it is another model's, schedule's, run's or rank's, or damaged.
             RuntimeError: where some of several optimizers were stepped, and not all.
         """
-        self._require_whole_steps("load_state_dict")
-        self.wait()
         self._steps.load_state_dict(state)
 
     def close(self) -> None:
@@ -287,21 +277,14 @@ class LocalSGD:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _require_whole_steps(self, call: str) -> None:
-        if self._steps.within_step:
-            raise RuntimeError(
-                f"{call} where some optimizers were stepped and others were not: call it when each "
-                "has been stepped once"
-            )
-
     # What is installed on the user's objects.
 
     def _changes(self, model: DistributedDataParallel) -> Iterator[Undo]:
         """Make the changes to the user's objects, one by one; gives what undoes each."""
         steps = self._steps
         local = steps.levels.inside is None
-        yield override(model, OWNER, f"torchcomp.LocalSGD('{steps.method.spec}')")
-        yield claim(model)
+        claim(model)
+        yield override(model, OWNER, f"{_OWNER}('{steps.method.spec}')")
         yield model.register_forward_pre_hook(self._before_forward(model, local)).remove
         if local:
             yield override(model, "require_backward_grad_sync", False)
@@ -398,27 +381,15 @@ def override(owner: object, name: str, value: Any) -> Undo:
     return undo
 
 
-def claim(model: DistributedDataParallel) -> Undo:
-    """Let no other LocalSGD average the module of a model; returns what undoes it.
-
-    Raises:
-        UnsupportedModelError: if one does already, through another DistributedDataParallel.
-    """
-    other = _CLAIMED.get(model.module)
-    if other is not None and other() is not None:
+def claim(model: DistributedDataParallel) -> None:
+    """Require that no other LocalSGD averages the module of a model, until this one is closed."""
+    other = _CLAIMED.get(model.module, lambda: None)()
+    if str(getattr(other, OWNER, "")).startswith(_OWNER):
         raise UnsupportedModelError(
             "another torchcomp.LocalSGD averages this module already, through another "
             "DistributedDataParallel around it: close() that one before"
         )
     _CLAIMED[model.module] = weakref.ref(model)
-    held = weakref.ref(model.module)
-
-    def undo() -> None:
-        alive = held()
-        if alive is not None:
-            _CLAIMED.pop(alive, None)
-
-    return undo
 
 
 def creates_state(optimizer: torch.optim.Optimizer) -> bool:
@@ -463,10 +434,7 @@ def wait_in_forward(model: nn.Module, averages: OverlappedAverages) -> Iterator[
     """Let every layer of `model`, and its ``state_dict``, wait for what they read.
 
     A layer is a module with parameters of its own, and waits for those of its children, too, which
-    it may read without calling them; so does a compiled module.
-
-    Yields:
-        What undoes each of the changes.
+    it may read without calling them; so does a compiled module. Gives what undoes each change.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():

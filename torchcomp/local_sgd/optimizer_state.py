@@ -5,7 +5,7 @@ published beside it, for SlowMo among others.
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Number
 
 import torch
@@ -17,9 +17,7 @@ from torchcomp.exchange import Exchange
 from torchcomp.local_sgd.averages import UNCHANGED
 from torchcomp.nonfinite import FiniteWatch
 
-Tensors = Mapping[str, Tensor]
-Optimizers = Iterable[torch.optim.Optimizer]
-Layout = dict[str, tuple[torch.Size, torch.dtype, torch.device]]
+Layout = dict[str, tuple[torch.Size, torch.dtype]]
 
 
 class OptimizerState:
@@ -30,10 +28,6 @@ class OptimizerState:
     * ``"average"``: all floating-point tensors but step counts, averaged in float32 or wider. A
       rank whose optimizer holds nothing of a parameter (that it has not used, or whose steps a
       GradScaler has skipped so far) adds zeros to the mean, and goes on without.
-
-    Args:
-        policy: which of these.
-        exchange: the ranks.
     """
 
     def __init__(self, policy: str, exchange: Exchange) -> None:
@@ -42,15 +36,22 @@ class OptimizerState:
         self._tensors: dict[str, Tensor] = {}
         self._means: dict[str, Tensor] = {}
 
-    def check(self, parameters: Tensors, optimizers: Optimizers) -> None:
-        """Require state that the policy can be followed with.
+    def read(
+        self, parameters: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Collect what this rank averages of the state of `parameters`.
 
         Raises:
             SpecError: naming what cannot be averaged.
         """
-        if self._policy != "average":
-            return
-        for name, value in _entries(parameters, optimizers):
+        self._tensors = {}
+        entries = {
+            f"{name}{f' (optimizer {index})' if index else ''} {key}": value
+            for index, optimizer in enumerate(optimizers if self._policy == "average" else ())
+            for name, parameter in parameters.items()
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+        for name, value in entries.items():
             if not isinstance(value, Tensor | Number | str | None):
                 raise SpecError(
                     f"moments='average' cannot average the optimizer's state '{name}', a "
@@ -58,59 +59,49 @@ class OptimizerState:
                     "in part fits no rank: take moments='local' or 'reset'",
                     "moments",
                 )
+            counts_steps = name.endswith(" step")
+            if isinstance(value, Tensor) and value.is_floating_point() and not counts_steps:
+                self._tensors[name] = value
 
-    def exchange(self, parameters: Tensors, optimizers: Optimizers, step: int) -> None:
-        """Exchange what the ranks' optimizers hold of `parameters` after `step` steps.
+    def exchange(self, step: int) -> None:
+        """Exchange what was read after `step` steps.
 
         Raises:
             NonFiniteError: on all ranks, if something is not finite.
         """
         if self._policy != "average":
             return
-        mine = {
-            name: value
-            for name, value in _entries(parameters, optimizers)
-            if isinstance(value, Tensor)
-            and value.is_floating_point()
-            and not name.endswith(" step")
-        }
-        layout = {name: (t.shape, t.dtype, t.device) for name, t in mine.items()}
+        device, mine = self._exchange.device, self._tensors
+        union = self._union({name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()})
         self._tensors = {
             name: mine[name] if name in mine else torch.zeros(shape, dtype=dtype, device=device)
-            for name, (shape, dtype, device) in sorted(self._union(layout).items())
+            for name, (shape, dtype) in sorted(union.items())
         }
         means = exact_mean(self._exchange, self._tensors)
-        finite = [mean.isfinite().all().to(self._exchange.device) for mean in means.values()]
+        finite = torch.ones((), dtype=torch.bool, device=device)
+        for mean in means.values():
+            finite &= mean.isfinite().all().to(device)
         where = f"the optimizers' state after step {step}"
-        nothing = [torch.ones((), dtype=torch.bool, device=self._exchange.device)]
-        if not self._exchange.conclude(torch.stack(finite or nothing).all(), where, UNCHANGED):
+        if not self._exchange.conclude(finite, where, UNCHANGED):
             raise FiniteWatch(self._exchange).error(where, UNCHANGED, self._tensors.items())
         self._means = means
 
-    def commit(self, parameters: Tensors, optimizers: Optimizers) -> None:
+    def commit(
+        self, parameters: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
         """Give the optimizers their new state."""
         for name, mean in self._means.items():
             self._tensors[name].copy_(mean)
         self._means, self._tensors = {}, {}
-        if self._policy == "reset":
-            for optimizer in optimizers:
-                for parameter in parameters.values():
-                    optimizer.state.pop(parameter, None)
+        for optimizer in optimizers if self._policy == "reset" else ():
+            for parameter in parameters.values():
+                optimizer.state.pop(parameter, None)
 
     def _union(self, mine: Layout) -> Layout:
-        """What some rank holds, on this rank's device."""
-        text = repr(sorted((name, *kind[:2]) for name, kind in mine.items()))
-        if self._exchange.same(zlib.crc32(text.encode())):
+        """What some rank holds."""
+        if self._exchange.same(zlib.crc32(repr(sorted(mine.items())).encode())):
             return mine
         union: Layout = {}
         for theirs in self._exchange.gather_objects(mine):
-            union |= {n: (s, dtype, self._exchange.device) for n, (s, dtype, _) in theirs.items()}
+            union |= theirs
         return union | mine
-
-
-def _entries(parameters: Tensors, optimizers: Optimizers) -> Iterator[tuple[str, object]]:
-    for index, optimizer in enumerate(optimizers):
-        suffix = f" (optimizer {index})" if index else ""
-        for name, parameter in parameters.items():
-            for key, value in optimizer.state.get(parameter, {}).items():
-                yield f"{name}{suffix} {key}", value

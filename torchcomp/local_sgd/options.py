@@ -1,8 +1,10 @@
 """Options of local steps: what they mean, and what is refused before training, with the reason."""
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Aggregator
+from torchcomp.bucket import Group
 from torchcomp.checks import check_choice, check_count, check_flag
 from torchcomp.component import Component
 from torchcomp.ddp.checks import OWNER, check_model, check_scaler, trained_parameters
@@ -67,8 +70,7 @@ class Levels:
     def of(cls, model: DistributedDataParallel, group: ProcessGroup | None) -> "Levels":
         """The ranks of a model, or, if there is a `group`, its nodes and the ranks between them.
 
-        Raises:
-            SpecError: if `group` does not take one rank of each node.
+        A `group` that does not take one rank of each node is a SpecError.
         """
         # Not of a parameter that will be refused, on all ranks, for having no values.
         devices = (p.device for p in model.module.parameters() if not p.is_meta)
@@ -78,7 +80,7 @@ class Levels:
             return cls(node)
         between = node.build(
             "torchcomp.LocalSGD",
-            {"process_group": given(group)},
+            {"process_group": "one of its own"},
             lambda: (ProcessGroupExchange(_across(group, model.process_group), device), {}),
         )
         Exchange.split(inside=node, between=between)
@@ -96,19 +98,14 @@ class Levels:
             return self.between.build(what, given, make, advice)
         inside = self.inside
 
-        def make_inside() -> tuple[Built, dict[str, Any]]:
-            def both() -> tuple[tuple[Built, dict[str, Any]], dict[str, Any]]:
-                made = make()
-                return made, made[1]
+        def both() -> tuple[tuple[Built, dict[str, Any]], dict[str, Any]]:
+            built, facts = make()
+            return (built, facts), facts
 
+        def within_the_node() -> tuple[Built, dict[str, Any]]:
             return inside.build(what, given, both, advice)
 
-        return self.between.build(what, given, make_inside, advice)
-
-
-def given(group: ProcessGroup | None) -> str:
-    """What ranks compare of a process group that they were given."""
-    return "none" if group is None else "one of its own"
+        return self.between.build(what, given, within_the_node, advice)
 
 
 def _across(group: object, node: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -132,16 +129,14 @@ def _across(group: object, node: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def check_arguments(
     model: DistributedDataParallel,
-    optimizers: object,
+    optimizers: list[torch.optim.Optimizer],
     scaler: object,
     two_levels: bool,
     options: dict[str, Any],
 ) -> tuple[LocalMethod, dict[str, Any]]:
     """What this rank's arguments mean, and the facts that all ranks must share.
 
-    Raises:
-        SpecError: if an argument cannot be used.
-        UnsupportedModelError: if the model cannot.
+    What cannot be used is a SpecError, or an UnsupportedModelError if it is the model.
     """
     if not two_levels:
         check_no_hook(model)
@@ -152,13 +147,12 @@ def check_arguments(
             "static_graph=True makes DDP expect an exchange in its first backward pass, and local "
             "steps exchange no gradients: build DistributedDataParallel without it"
         )
-    given = as_list(optimizers)
-    _check_optimizers(given, model, two_levels)
+    _check_optimizers(optimizers, model, two_levels)
     check_scaler(scaler)
-    method = _method(len(given), **options)
-    _check_lrs(method, given)
+    method = _method(len(optimizers), **options)
+    _check_lrs(method, optimizers)
     parameters = dict(trained_parameters(model))
-    _check_division(method, given, parameters)
+    _check_division(method, optimizers, parameters)
     facts = {
         "spec": method.spec,
         "compress": method.aggregator,
@@ -168,29 +162,27 @@ def check_arguments(
     return method, facts
 
 
-def as_list(optimizers: object) -> list[torch.optim.Optimizer]:
-    """One optimizer, or several, as a list; checked elsewhere."""
-    return list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]  # type: ignore[list-item]
-
-
-def held_by(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> tuple[str, ...]:
-    """Names of those of the parameters that an optimizer holds, in their order."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return tuple(name for name, parameter in parameters.items() if id(parameter) in held)
+def parts_of(
+    method: LocalMethod, optimizers: Sequence[torch.optim.Optimizer], parameters: Parameters
+) -> list[tuple[Group, tuple[int, ...]]]:
+    """The parameters of every schedule, and the indices of the optimizers that it reads."""
+    if len(method.schedules) == 1:
+        return [(tuple(parameters), tuple(range(len(optimizers))))]
+    parts: list[tuple[Group, tuple[int, ...]]] = []
+    for index, optimizer in enumerate(optimizers):
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        names = tuple(name for name, parameter in parameters.items() if id(parameter) in held)
+        parts.append((names, (index,)))
+    return parts
 
 
 def _check_lrs(method: LocalMethod, optimizers: list[torch.optim.Optimizer]) -> None:
     """Require learning rates where a schedule or the outer step reads them."""
-    reader = next(
-        (each for each in (*method.schedules, method.outer) if each and each.reads_lr), None
-    )
-    for index, optimizer in enumerate(optimizers):
-        lrs = [group.get("lr") for group in optimizer.param_groups]
-        if reader is not None and not all(isinstance(lr, Real | Tensor) for lr in lrs):
+    readers = [each for each in (*method.schedules, method.outer) if each and each.reads_lr]
+    for index, optimizer in enumerate(optimizers if readers else ()):
+        if not all(isinstance(group.get("lr"), Real | Tensor) for group in optimizer.param_groups):
             raise SpecError(
-                f"{reader} reads the learning rate, and {type(optimizer).__name__} (optimizer "
+                f"{readers[0]} reads the learning rate, and {type(optimizer).__name__} (optimizer "
                 f"{index}) has a parameter group without a number as 'lr': take a schedule that "
                 "reads none, such as every(8)",
                 "optimizer",
@@ -238,21 +230,16 @@ def _method(
 
 
 def _check_division(
-    method: LocalMethod,
-    optimizers: list[torch.optim.Optimizer],
-    parameters: Parameters,
+    method: LocalMethod, optimizers: list[torch.optim.Optimizer], parameters: Parameters
 ) -> None:
     """Require that every schedule has parameters of its own, enough for its fragments."""
-    parts = [tuple(parameters)]
-    if len(method.schedules) > 1:
-        parts = [held_by(optimizer, parameters) for optimizer in optimizers]
-        names = [name for part in parts for name in part]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise SpecError(
-                f"parameter '{twice[0]}' is in two optimizers that have a schedule each, and it is "
-                "averaged by one: give these optimizers one schedule"
-            )
+    parts = [names for names, _ in parts_of(method, optimizers, parameters)]
+    twice = [name for name, held in Counter(chain.from_iterable(parts)).items() if held > 1]
+    if twice:
+        raise SpecError(
+            f"parameter '{min(twice)}' is in two optimizers that have a schedule each, and it is "
+            "averaged by one: give these optimizers one schedule"
+        )
     fewest = min(map(len, parts))
     if not fewest:
         raise SpecError("an optimizer with a schedule of its own holds no trained parameter")
@@ -264,11 +251,7 @@ def _check_division(
 
 
 def check_no_hook(model: DistributedDataParallel) -> None:
-    """Require a model without a communication hook, which local steps would never call.
-
-    Raises:
-        UnsupportedModelError: naming the hook.
-    """
+    """Require a model without a communication hook, which local steps would never call."""
     owner = str(getattr(model, OWNER, ""))
     hooks = [getattr(hook, "__qualname__", "a hook") for hook, _ in model._comm_hooks]
     if owner.startswith(("torchcomp.register", "torchcomp.JointSpar")):
@@ -283,11 +266,7 @@ def check_no_hook(model: DistributedDataParallel) -> None:
 
 
 def check_values(model: DistributedDataParallel) -> None:
-    """Require parameters with dense values, which can be averaged.
-
-    Raises:
-        UnsupportedModelError: naming one that has none.
-    """
+    """Require parameters with dense values, which can be averaged."""
     for name, parameter in trained_parameters(model):
         if parameter.is_meta or parameter.layout != torch.strided:
             kind = "on the meta device" if parameter.is_meta else f"sparse ({parameter.layout})"
@@ -301,7 +280,7 @@ def _check_optimizers(
     optimizers: list[torch.optim.Optimizer], model: DistributedDataParallel, two_levels: bool
 ) -> None:
     ours = {id(parameter) for parameter in model.parameters()}
-    if not optimizers or len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
+    if not optimizers or len(set(map(id, optimizers))) < len(optimizers):
         raise SpecError("expected one torch.optim.Optimizer, or a list of different ones")
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -326,14 +305,9 @@ def _check_optimizers(
 
 
 def check_no_other_scaler(
-    optimizers: Iterable[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None
+    optimizers: Sequence[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None
 ) -> None:
-    """Require, while an optimizer steps, that no GradScaler but `scaler` makes it step.
-
-    Raises:
-        SpecError: if one does.
-    """
-    ids = {id(optimizer) for optimizer in optimizers}
+    """Require, while an optimizer steps, that no GradScaler but `scaler` makes it step."""
     kinds = [torch.amp.GradScaler]
     for kind in kinds:
         kinds += kind.__subclasses__()
@@ -343,7 +317,8 @@ def check_no_other_scaler(
         if not isinstance(found, torch.amp.GradScaler) or found is scaler:
             continue
         states = vars(found).get("_per_optimizer_states", {})  # one that is switched off has none
-        if any(states[each]["stage"] != OptState.STEPPED for each in ids & states.keys()):
+        held = [states[id(optimizer)] for optimizer in optimizers if id(optimizer) in states]
+        if any(state["stage"] != OptState.STEPPED for state in held):
             raise SpecError(
                 "a GradScaler takes this step, and may skip others on some ranks only, which would "
                 "shift their clocks: hand it over, torchcomp.LocalSGD(..., scaler=scaler)"

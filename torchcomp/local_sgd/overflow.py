@@ -22,19 +22,8 @@ def backward_until_finite(
     2. Unscale. If something is not finite, lower the scale (``scaler.update()``) and go to 1.
     3. Add what was set aside.
 
-    Args:
-        scaler: gives and adapts the scale; its growth interval then counts micro-batches.
-        optimizers: whose gradients are unscaled.
-        compute: the micro-batch's forward pass; returns its loss.
-        tries: how often to compute, at least 1.
-
-    Returns:
-        The loss, unscaled.
-
-    Raises:
-        SpecError: if `tries` is not a whole number of at least 1.
-        NonFiniteError: if the gradients are not finite at any scale that was tried.
-        Exception: what `compute` raised. After any of these, ``.grad`` is what it was before.
+    The scaler's growth interval then counts micro-batches. See :meth:`torchcomp.LocalSGD.backward`;
+    after any error, also one that `compute` raises, ``.grad`` is what it was before.
     """
     check_count("tries", tries)
     parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
