@@ -315,7 +315,7 @@ def naive_topk(x, k):
 def selection(request, monkeypatch):
     """All ways to select, the plain one for accelerators run on this CPU."""
     if request.param != "fast":
-        monkeypatch.setattr(select, "_form", lambda x: None)
+        monkeypatch.setattr(select, "_fast", lambda x: None)
         chosen_way = getattr(select_torch, f"largest_on_{request.param}")
         monkeypatch.setattr(select_torch, "largest_on_host", chosen_way)
 
