@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
 from tests.support.codecs import codec_of, packed
+from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes
 from torchcomp import Averager
 from torchcomp.keys import Key
@@ -45,7 +46,7 @@ def test_readme_diff_adds_an_import_and_one_line_and_runs(diff: str, tmp_path: P
         env={**os.environ, **SCRIPT_ENVIRONMENT},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=PATIENCE,
     )
     assert run.stdout.count("trained") == 2, run.stderr
 
