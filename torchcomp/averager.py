@@ -440,12 +440,19 @@ class Averager:
         self.restore(self.prepare(state))
 
 
-@torch.no_grad()
-def exact_mean(exchange: Exchange, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of the means of tensors over the ranks, in float32 or wider.
+def average_in_place(exchange: Exchange, values: Tensor) -> None:
+    """Replace `values` (1-D, contiguous) by their exact mean over the ranks.
 
     Divided by the number of ranks at the end. Gradients are multiplied by its reciprocal before,
     whose rounding errs to one side: weights that are averaged thousands of times would grow by it.
+    """
+    exchange.all_reduce(values)
+    values.div_(exchange.world_size)
+
+
+@torch.no_grad()
+def exact_mean(exchange: Exchange, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the means of tensors over the ranks, in float32 or wider.
 
     Args:
         exchange: the ranks.
@@ -454,8 +461,7 @@ def exact_mean(exchange: Exchange, tensors: Mapping[str, Tensor]) -> dict[str, T
     means: dict[str, Tensor] = {}
     for group in merge(((name,) for name in tensors), tensors):
         bucket = Bucket.read(BucketShape.of(group, tensors).wide(), tensors)
-        exchange.all_reduce(bucket.flat)
-        bucket.flat.div_(exchange.world_size)
+        average_in_place(exchange, bucket.flat)
         means |= bucket.tensors()
     return means
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchcomp.aggregators import Mean
-from torchcomp.averager import Averager
+from torchcomp.averager import Averager, average_in_place
 from torchcomp.bucket import Bucket, BucketShape, Group
 from torchcomp.ddp.executors import transport
 from torchcomp.exchange import Exchange
@@ -27,12 +27,6 @@ UNCHANGED = "No rank has averaged its parameters, and the residual is what it wa
 Future = torch.futures.Future[Tensor]
 Due = Sequence[tuple[Group, float]]
 """Groups of parameters to average, each with the mean learning rate of its round."""
-
-
-def average_in_place(exchange: Exchange, values: Tensor) -> None:
-    """Replace `values` (1-D) by their mean, rounded as :func:`torchcomp.averager.exact_mean` is."""
-    exchange.all_reduce(values)
-    values.div_(exchange.world_size)
 
 
 @dataclass(frozen=True)
