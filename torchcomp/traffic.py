@@ -1,6 +1,7 @@
 """Traffic: bytes that cross a rank's link, and how collectives make them up."""
 
 from dataclasses import dataclass
+from typing import Self
 
 
 def sum_bytes(nbytes: int, world_size: int) -> int:
@@ -8,8 +9,17 @@ def sum_bytes(nbytes: int, world_size: int) -> int:
     return 2 * (world_size - 1) * nbytes // world_size
 
 
+class _Counters:
+    """Numbers that add up, field by field."""
+
+    def add(self, other: Self) -> None:
+        """Add the counts of another to these."""
+        for name, more in vars(other).items():
+            setattr(self, name, getattr(self, name) + more)
+
+
 @dataclass
-class Load:
+class Load(_Counters):
     """What a step moves over a rank's link.
 
     Attributes:
@@ -22,12 +32,6 @@ class Load:
     sent: int = 0
     received: int = 0
 
-    def add(self, other: "Load") -> None:
-        """Add another load to this one."""
-        self.summed += other.summed
-        self.sent += other.sent
-        self.received += other.received
-
     def traffic(self, world_size: int, dense: int) -> "Traffic":
         """The bytes that cross the link, compared with the `dense` ones of plain DDP."""
         around = sum_bytes(self.summed, world_size)
@@ -35,7 +39,7 @@ class Load:
 
 
 @dataclass
-class Traffic:
+class Traffic(_Counters):
     """Bytes of payload that crossed this rank's link.
 
     Attributes:
@@ -47,9 +51,3 @@ class Traffic:
     sent: int = 0
     received: int = 0
     dense: int = 0
-
-    def add(self, other: "Traffic") -> None:
-        """Add another count to this one."""
-        self.sent += other.sent
-        self.received += other.received
-        self.dense += other.dense

@@ -141,26 +141,20 @@ def _check_free(model: DistributedDataParallel) -> None:
 
 
 def _check_options(model: DistributedDataParallel) -> None:
-    if model.mixed_precision is not None:
-        raise UnsupportedModelError(
-            "DDP's own mixed_precision installs hooks of its own that replace the gradients: use "
-            "torch.autocast in the forward pass instead"
-        )
-    if model._use_python_reducer:
-        raise UnsupportedModelError(
-            "torch._dynamo.config.optimize_ddp = 'python_reducer' reduces gradients without "
-            "buckets: set it to 'ddp_optimizer', the default"
-        )
-    if model._delay_all_reduce_params:
-        raise UnsupportedModelError(
-            "delay_all_reduce_named_params reduces these parameters past the hook: leave it out"
-        )
-    if model.skip_all_reduce_unused_params:
-        raise UnsupportedModelError(
-            "skip_all_reduce_unused_params hides gradients from the hook: leave it out"
-        )
-    if any(hasattr(p, "_in_backward_optimizers") for p in model.module.parameters()):
-        raise UnsupportedModelError(
-            "an optimizer runs inside the backward pass (_apply_optimizer_in_backward), before "
-            "gradients are exchanged: step the optimizer after backward"
-        )
+    problems = {
+        "DDP's own mixed_precision installs hooks of its own that replace the gradients: use "
+        "torch.autocast in the forward pass instead": model.mixed_precision is not None,
+        "torch._dynamo.config.optimize_ddp = 'python_reducer' reduces gradients without "
+        "buckets: set it to 'ddp_optimizer', the default": model._use_python_reducer,
+        "delay_all_reduce_named_params reduces these parameters past the hook: leave it "
+        "out": model._delay_all_reduce_params,
+        "skip_all_reduce_unused_params hides gradients from the hook: leave it "
+        "out": model.skip_all_reduce_unused_params,
+        "an optimizer runs inside the backward pass (_apply_optimizer_in_backward), before "
+        "gradients are exchanged: step the optimizer after backward": any(
+            hasattr(p, "_in_backward_optimizers") for p in model.module.parameters()
+        ),
+    }
+    for problem, present in problems.items():
+        if present:
+            raise UnsupportedModelError(problem)
