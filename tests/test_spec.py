@@ -381,7 +381,7 @@ def test_a_method_is_refused_where_a_schedule_is_needed(text):
 @pytest.mark.parametrize("text", ["every(4)", "qsr(alpha=0.1, h_base=2)"])
 def test_a_schedule_is_refused_where_a_method_is_needed(text):
     message = refusal(text, parse_aggregator)
-    assert f"'{text}' is a schedule, and here a method such as 'ef(topk(0.01))'" in message
+    assert f"'{text}' is a schedule, and here a gradient method such as 'ef(topk(0.01))'" in message
     assert parse_schedule(text) == torchcomp.parse(text)
 
 

@@ -7,7 +7,7 @@ import ast
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from threading import Lock
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from torchcomp.aggregators import AGGREGATORS, Aggregator, Mean
 from torchcomp.component import Component, nearest
@@ -25,6 +25,7 @@ _LONGEST = 1000
 # CPython 3.11 counts the depth of a syntax tree for all threads together, and finds it wrong.
 _PARSING = Lock()
 
+Built = TypeVar("Built", bound=Component)
 Wanted = Mapping[str, tuple[type[Component], ...]]
 """What fits a place, by what it is called there: the names that an error may suggest."""
 
@@ -32,6 +33,21 @@ _METHODS: Wanted = {"methods": (*AGGREGATORS, *COMPRESSORS)}
 _SCHEDULES: Wanted = {"schedules": SCHEDULES}
 _OUTER_STEPS: Wanted = {"outer steps": OUTER_STEPS}
 _COMPRESSORS: Wanted = {"compressors": COMPRESSORS}
+
+_USES = {
+    Aggregator: ("a gradient method", "'ef(topk(0.01))'", "register(model, ...)"),
+    Schedule: (
+        "a schedule",
+        "'every(4)' or 'qsr(alpha=0.0175, h_base=4)'",
+        "LocalSGD(model, optimizer, ..., total_steps=...)",
+    ),
+    OuterStep: (
+        "an outer step",
+        "'nesterov(lr=0.7, momentum=0.9)' or 'slowmo(beta=0.7)'",
+        "LocalSGD(..., outer=...)",
+    ),
+}
+"""By kind, for errors: its name, an example, and where it goes."""
 
 
 def parse(spec: str | Component) -> Aggregator | Schedule:
@@ -46,59 +62,37 @@ def parse(spec: str | Component) -> Aggregator | Schedule:
     Raises:
         SpecError: with a caret under what is wrong, and the nearest known name.
     """
-    return _parse(spec, {**_METHODS, **_SCHEDULES})
+    kinds: tuple[type[Aggregator | Schedule], ...] = (Aggregator, Schedule)
+    return _parse(spec, {**_METHODS, **_SCHEDULES}, kinds)
 
 
 def parse_aggregator(spec: str | Component) -> Aggregator:
-    """Like :func:`parse`, where a method is needed: a schedule is a SpecError, too."""
-    built = _parse(spec, _METHODS)
-    if isinstance(built, Schedule):
-        raise SpecError(
-            f"'{built}' is a schedule, and here a method such as 'ef(topk(0.01))' is needed; a "
-            f"schedule goes to torchcomp.LocalSGD(model, optimizer, '{built}', total_steps=...)"
-        )
-    return built
+    """Like :func:`parse`, where a method is needed: anything else is a SpecError."""
+    return _parse(spec, _METHODS, (Aggregator,))
 
 
 def parse_schedule(spec: str | Component) -> Schedule:
-    """Like :func:`parse`, where a schedule is needed: a method is a SpecError, too."""
-    built = _parse(spec, _SCHEDULES)
-    if isinstance(built, Aggregator):
-        raise SpecError(
-            f"'{built}' is a gradient method, and here a schedule such as 'every(4)' or 'qsr(alpha="
-            "0.0175, h_base=4)' is needed; a method goes to torchcomp.register(model, ...)"
-        )
-    return built
+    """Like :func:`parse`, where a schedule is needed: anything else is a SpecError."""
+    return _parse(spec, _SCHEDULES, (Schedule,))
 
 
 def parse_outer_step(spec: str | OuterStep) -> OuterStep:
-    """Like :func:`parse`, for outer steps: anything else is a SpecError."""
-    built = _build(spec, _OUTER_STEPS)
-    if isinstance(built, OuterStep):
-        return built
-    given = f"the {built.kind} '{built}'" if isinstance(built, Component) else repr(built)
-    raise SpecError(
-        f"an outer step is for example 'nesterov(lr=0.7, momentum=0.9)' or 'slowmo(beta=0.7)', not "
-        f"{given}"
-    )
+    """Like :func:`parse`, where an outer step is needed: anything else is a SpecError."""
+    return _parse(spec, _OUTER_STEPS, (OuterStep,))
 
 
-def _parse(spec: str | Component, wanted: Wanted) -> Aggregator | Schedule:
-    built = _build(spec, wanted)
+def _parse(spec: str | Component, wanted: Wanted, kinds: tuple[type[Built], ...]) -> Built:
+    built: Any = _Parser(spec).build(wanted) if isinstance(spec, str) else spec
     if isinstance(built, Compressor):
-        return Mean(built)
-    if isinstance(built, Aggregator | Schedule):
+        built = Mean(built)
+    if isinstance(built, kinds):
         return built
-    if isinstance(built, OuterStep):
-        raise SpecError(
-            f"'{built}' is an outer step, and here a method or a schedule is needed; an outer step "
-            f"goes to torchcomp.LocalSGD(..., outer='{built}')"
-        )
-    raise SpecError(f"a spec is a string such as 'ef(topk(0.01))', not {built!r}")
-
-
-def _build(spec: str | Component, wanted: Wanted) -> Any:
-    return _Parser(spec).build(wanted) if isinstance(spec, str) else spec
+    if not isinstance(built, Component):
+        raise SpecError(f"a spec is a string such as {_USES[kinds[0]][1]}, not {built!r}")
+    needed = " or ".join(f"{_USES[kind][0]} such as {_USES[kind][1]}" for kind in kinds)
+    uses = [use for kind, use in _USES.items() if isinstance(built, kind)]
+    goes = "".join(f"; {name} goes to torchcomp.{place}" for name, _, place in uses)
+    raise SpecError(f"'{built}' is {uses[0][0]}, and here {needed} is needed{goes}")
 
 
 class _Parser:

@@ -1,7 +1,6 @@
 """Traffic: bytes that cross a rank's link, and how collectives make them up."""
 
 from dataclasses import dataclass
-from typing import Self
 
 
 def sum_bytes(nbytes: int, world_size: int) -> int:
@@ -12,7 +11,7 @@ def sum_bytes(nbytes: int, world_size: int) -> int:
 class _Counters:
     """Numbers that add up, field by field."""
 
-    def add(self, other: Self) -> None:
+    def add(self, other: "_Counters") -> None:
         """Add the counts of another to these."""
         for name, more in vars(other).items():
             setattr(self, name, getattr(self, name) + more)

@@ -213,7 +213,11 @@ def convert(*flags: str) -> None:
         (["--sync", "topk(0.1)"], torchcomp.SpecError, "schedule"),
         (["--outer", "slowmo"], RecipeError, "--outer slowmo follows the averages of --sync"),
         (["--sync", "every(2)", "--outer", "mean"], torchcomp.SpecError, "an outer step is"),
-        (["--compress", "every(2)"], torchcomp.SpecError, "is a schedule, and here a method"),
+        (
+            ["--compress", "every(2)"],
+            torchcomp.SpecError,
+            "is a schedule, and here a gradient method",
+        ),
         (["--sync", "swap(switch=440)"], torchcomp.SpecError, r"before the end of the run \(440\)"),
         (
             ["--mixup", "0.2", "--batch-size", "63"],
