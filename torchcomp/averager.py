@@ -1,7 +1,7 @@
 """Averager: the engine. The mean of named tensors over the ranks by one method, step after step."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,14 +30,6 @@ _ADVICE = {
 }
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A state dict that was checked, with its tensors on their devices."""
-
-    state: Mapping[str, Any]
-    slots: dict[str, tuple[Kind, bool, dict[str, Tensor]]]
-
-
 class Averager:
     """The mean of named tensors over the ranks by one method, step after step.
 
@@ -56,24 +48,20 @@ class Averager:
     Args:
         aggregator: the method, as a spec string or an object.
         exchange: the ranks.
-        parameters: by name, what is averaged has the shapes, dtypes and devices of these; the same
-            on all ranks.
+        parameters: by name, tensors with the shapes, dtypes and devices of what is averaged; the
+            same on all ranks.
         groups: names of parameters that are compressed together; by default of up to 25 MiB.
         seed: seed of the method's random choices, a whole number of at least 0.
         merged: whether a method that works on the whole model gets all groups as one bucket.
         what: what is averaged, for errors.
         unchanged: what a step that fails leaves behind, for errors.
-        client_slots: declares slots that the caller itself opens in :attr:`state`, by bucket, so
+        client_slots: declares, by bucket, slots that the caller itself opens in :attr:`state`, so
             that checkpoints hold them.
 
     Attributes:
-        exchange: the ranks.
-        parameters: by name.
-        groups: names of parameters that belong together, where the method depends on it.
-        buckets: the groups that the method in use wants: those, or all of them as one.
+        buckets: the groups as the method in use wants them: as they are, or merged.
         state: the slots of this rank.
         step: steps that were exchanged to the end, without an error.
-        seed: of the random choices.
 
     Raises:
         SpecError: if the method cannot be built, or an argument cannot be used.
@@ -103,6 +91,7 @@ class Averager:
         self._merged = merged
         self._what, self._unchanged = what, unchanged
         self._client_slots = client_slots
+        self._shapes: dict[Group, BucketShape] = {}
         self._nbytes = sum(parameter.nbytes for parameter in self.parameters.values())
         self._scale = 1.0
         self._meter = Meter()
@@ -248,7 +237,10 @@ class Averager:
 
     def shape_of(self, group: Group) -> BucketShape:
         """The shape of a bucket of these parameters."""
-        return BucketShape.of(group, self.parameters)
+        shape = self._shapes.get(group)
+        if shape is None:
+            shape = self._shapes[group] = BucketShape.of(group, self.parameters)
+        return shape
 
     # What is averaged, and how.
 
@@ -387,12 +379,16 @@ class Averager:
             "slots": slots,
         }
 
-    def prepare(self, state: Any, advice: Mapping[str, str] = _ADVICE) -> Prepared:
+    def prepare(self, state: Any, advice: Mapping[str, str] = _ADVICE) -> Callable[[], None]:
         """Check a state dict as a whole; nothing changes.
 
         Args:
             state: what :meth:`state_dict` of this rank returned.
             advice: what to do about a "spec" or "world_size" that differs.
+
+        Returns:
+            A function that restores it. Groups come from it, too, so the run goes on bit for bit
+            even if other groups were built here.
 
         Raises:
             CheckpointError: if it is another model's, method's, rank's or world size's, or damaged.
@@ -412,22 +408,20 @@ class Averager:
                     f"a damaged checkpoint: slots['{name}'] holds what {self._aggregator} does not "
                     f"keep: {checkpoint.listed(foreign)}"
                 )
-        return Prepared(state, slots)
+        return partial(self._restore, state, slots)
 
-    def restore(self, prepared: Prepared) -> None:
-        """Go on from a state dict that was checked.
-
-        The groups that are compressed together come from it, so the run goes on bit for bit even if
-        other groups were built here.
-        """
-        state = prepared.state
+    def _restore(
+        self,
+        state: Mapping[str, Any],
+        slots: Mapping[str, tuple[Kind, bool, dict[str, Tensor]]],
+    ) -> None:
         self._meter.load_state_dict(state["traffic"])
         self.groups, self.buckets = _groups(state["groups"]), _groups(state["buckets"])
         self.step, self.seed, self._scale = state["step"], state["seed"], float(state["scale"])
         self._flushing = state["flushing"]
         self._active = _FLUSH if self._flushing else self._aggregator
         self.state = State()
-        for name, (kind, sharded, parts) in prepared.slots.items():
+        for name, (kind, sharded, parts) in slots.items():
             self.state.load(name, kind, sharded, parts)
         self._verified = False
 
@@ -437,7 +431,7 @@ class Averager:
         Raises:
             CheckpointError: as :meth:`prepare`.
         """
-        self.restore(self.prepare(state))
+        self.prepare(state)()
 
 
 def average_in_place(exchange: Exchange, values: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Aggregator
 from torchcomp.averager import Averager
-from torchcomp.bucket import Bucket, BucketShape, Names
+from torchcomp.bucket import Bucket
 from torchcomp.component import Component
 from torchcomp.ddp.checks import KEEPS_ITS_HOOK, check_not_joined
 from torchcomp.ddp.executors import Executor, after_backward
@@ -51,7 +51,6 @@ class Handle:
         self._model = weakref.ref(model)
         self.averager = averager
         self._names = {id(parameter): name for name, parameter in averager.parameters.items()}
-        self._shapes: dict[Names, BucketShape] = {}
         self._executor = executor
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         may_leave_unused = bool(model.find_unused_parameters) and not model.static_graph
@@ -180,11 +179,8 @@ class Handle:
             raise RuntimeError(f"this handle is closed, and {KEEPS_ITS_HOOK}")
         parameters = grad_bucket.parameters()
         names = tuple([self._names[id(parameter)] for parameter in parameters])
-        shape = self._shapes.get(names)
-        if shape is None:
-            shape = self._shapes[names] = BucketShape.of(names, self.averager.parameters)
         flat, is_last = grad_bucket.buffer(), grad_bucket.is_last()
-        bucket = Bucket(shape, flat)
+        bucket = Bucket(self.averager.shape_of(names), flat)
         future: Future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
         scale = None
         if grad_bucket.index() == 0:
