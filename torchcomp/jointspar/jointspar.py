@@ -42,8 +42,6 @@ from torchcomp.spec import parse_aggregator
 _KEEPER = "_torchcomp_jointspar"
 """Attribute of a DDP model that keeps its JointSpar alive when the user does not."""
 
-_LOCAL_STEPS = "torchcomp.LocalSGD"
-
 _ADVICE = {
     "spec": "build JointSpar with the options that it was saved with",
     "world_size": "torchcomp.redistribute(states, world_size) makes it fit",
@@ -237,14 +235,10 @@ class JointSpar:
             )
         return "\n".join(lines)
 
-    # What LARS asks (see torchcomp.jointspar.Sampling).
+    # What torchcomp.jointspar.Sampling asks, for LARS.
 
     def probability(self, parameter: Tensor) -> float:
-        """P of this parameter's layer in the step that was exchanged last.
-
-        Raises:
-            SpecError: with ``selection="per-rank"``, where there is no such number.
-        """
+        """Raise SpecError with ``selection="per-rank"``, where there is no such number."""
         if not self._sampler.shared:
             raise SpecError(
                 'LARS needs selection="shared": with sets of their own, how often the ranks have a '
@@ -254,12 +248,10 @@ class JointSpar:
         return 1.0 if name is None else float(self._sampler.applied[self._sampler.layer_of[name]])
 
     def presence(self, parameter: Tensor) -> float:
-        """Share of the steps in which the optimizer finds a gradient; raises as `probability`."""
         p = self.probability(parameter)
         return p if self._to_none else 1.0
 
     def norm(self, parameter: Tensor) -> float:
-        """Running average of this parameter's mean gradient's norm, before the division by p."""
         return self._sampler.norm(self._names[id(parameter)])
 
     def state_dict(self) -> dict[str, Any]:
@@ -299,7 +291,7 @@ class JointSpar:
         self.close()
 
     def _forward_begins(self) -> None:
-        """Refuse to go on after a step that passed unnoticed; the same on all ranks."""
+        """Refuse to go on after a step that passed unnoticed, on all ranks alike."""
         if self._sampler.finished is not None:
             raise UnsupportedModelError(
                 "the last backward pass did not come from what the forward pass returned, so no "
@@ -334,7 +326,7 @@ class JointSpar:
         self._skipper.clock.detailed = sampler.bandit is None and sampler.step > 0
 
     def _check_complete(self) -> None:
-        """Raise if DDP still waits for layers; it would only say so in the next step."""
+        """Raise if DDP still waits for layers: it would only say so in the next step."""
         model = self._model()
         if model is None or not model.require_forward_param_sync or model.find_unused_parameters:
             return
@@ -394,7 +386,7 @@ def _layers(model: DistributedDataParallel, patterns: Patterns | None) -> Layers
 
 def _check_model(model: DistributedDataParallel) -> None:
     owner = getattr(model, OWNER, "")
-    if owner.startswith(_LOCAL_STEPS):
+    if owner.startswith("torchcomp.LocalSGD"):
         raise UnsupportedModelError(
             f"{owner} is already installed on this model: its ranks exchange weights, all of them "
             "and no gradients, so there are neither bytes to save nor reduced norms to learn from; "

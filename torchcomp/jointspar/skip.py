@@ -79,8 +79,8 @@ class Clock:
 class Skipper:
     """Installs itself on the module inside DDP; :meth:`close` removes it.
 
-    `begins`, a method, is called in front of a forward pass that records a graph, and may raise to
-    refuse it; `done` when DDP has written the gradients, if the pass reached parameters at all.
+    The method `begins` is called before a forward pass that records a graph, and may raise; `done`
+    when DDP has written the gradients, with whether the pass reached any parameter.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class Skipper:
     def close(self) -> None:
         """Give the module back as it was; harmless when repeated."""
         self._restore()
-        while self._handles:
-            self._handles.pop().remove()
+        for handle in self._handles:
+            handle.remove()
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         # Another module is a copy, which has taken its hooks along.
@@ -152,7 +152,7 @@ class Skipper:
         return self._tied(output, replaced)
 
     def begin_backward(self, drawn: int) -> None:
-        """Called by the tie, before anything else of the backward pass."""
+        """Called by :class:`_Tie`, before anything else of the backward pass."""
         if drawn != self._set:
             raise UnsupportedModelError(
                 "this backward pass belongs to a forward pass of an earlier step, when other "
