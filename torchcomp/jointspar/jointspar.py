@@ -175,7 +175,7 @@ class JointSpar:
         self._to_none = skipped == "none"
         key = Key(seed, rank=self._exchange.rank)
         self._sampler = Sampler(law, self.layers, self._prices(costs), key)
-        method = Sampled(inner, self._sampler, str(law))
+        method = Sampled(inner, self._sampler)
         self._handle = register(model, method, seed=seed, scaler=scaler)
         averager = self._handle.averager
         averager.regroup(by_layer(averager.groups, self._sampler.layer_of))

@@ -33,7 +33,6 @@ class Sampled(Aggregator):
 
     inner: Aggregator
     sampler: Sampler = field(compare=False)
-    law: str  # for comparison between ranks and with checkpoints
 
     def __post_init__(self) -> None:
         check_kind(self, "inner", Aggregator)
@@ -45,7 +44,8 @@ class Sampled(Aggregator):
             )
 
     def __str__(self) -> str:
-        return f"{self.name}({self.inner}, {self.law})"
+        # Ranks compare it with each other, and with checkpoints.
+        return f"{self.name}({self.inner}, {self.sampler.law})"
 
     @property
     def depends_on_grouping(self) -> bool:
