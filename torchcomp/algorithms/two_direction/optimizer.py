@@ -181,12 +181,13 @@ class TwoDirection(torch.optim.Optimizer):
                 model or another number of ranks, or is damaged; nothing has changed then.
         """
         self._check(state_dict)
-        section = dict(state_dict["two_direction"] or {})
+        section = state_dict["two_direction"]
         self._method, self._verified = None, False
-        self._server.traffic = ServerTraffic(**section.pop("traffic", {}))
-        if not section:
+        self._server.traffic = ServerTraffic(**(section["traffic"] if section else {}))
+        if section is None:
             return
-        held = {**section, "iterations": state_dict["step"], "grad_z": None}
+        held = {name: section[name] for name in _SECTION.keys() - {"traffic"}}
+        held |= {"iterations": state_dict["step"], "grad_z": None}
         for name, slot in state_dict["slots"].items():
             vector = _flat(slot["tensors"][each] for each in self._named)
             vector = vector.to(self._params[0].device)
