@@ -275,7 +275,7 @@ def test_drift_between_ranks_is_found_at_the_next_comparison():
         run = Run(warmup_steps=0)
         run.train(0, 2)
         if dist.get_rank() == 1:
-            run.jointspar._sampler._bandit.p[0] += 1e-6
+            run.jointspar._sampler.bandit.p[0] += 1e-6
         run.train(2, 3)
         run.jointspar._sampler._verified = False
         with pytest.raises(RankMismatchError, match=r"the layers of a step: ranks disagree\. p: "):

@@ -12,10 +12,9 @@ from torchcomp.algorithms.parameter_server import DENSE
 
 
 def step_size(lmax: float, omega: float, n: int) -> float:
-    """The theory's gamma: 1/((1 + 4 omega/n) Lmax), in the symbols of `algorithms/checks.py`.
+    """The theory's gamma: 1/((1 + 4 omega/n) Lmax).
 
-    Raises:
-        SpecError: if a number is out of its range.
+    Arguments are symbols of `algorithms/checks.py`; SpecError if one is out of its range.
     """
     check_symbols(lmax=lmax, omega=omega, n=n)
     return 1 / ((1 + 4 * omega / n) * lmax)
@@ -31,14 +30,14 @@ class DIANA(CompressedMethod):
 
     def _start(self, declared: float) -> None:
         self.beta = 1 / (declared + 1)
-        self.h_i, self.h = self.server.uplink(self.gradients(self.x), DENSE, 0)
+        self.h_i, self.h = self.server.uplink(self.gradients_at(self.x), DENSE, 0)
 
     def _iterate(self, t: int) -> None:
         self.x = self.server.down(self.x - self.gamma * self._estimate(self.x, t))
 
     def _estimate(self, point: Tensor, t: int) -> Tensor:
         """The server's estimate of the gradient at a point that all workers hold."""
-        m, mean_m = self.server.uplink(self.gradients(point) - self.h_i, self.up, t)
+        m, mean_m = self.server.uplink(self.gradients_at(point) - self.h_i, self.up, t)
         g = self.h + mean_m
         self.h_i = self.h_i + self.beta * m
         self.h = self.h + self.beta * mean_m

@@ -14,7 +14,7 @@ class EF14(CompressedMethod):
         self.e_i = self._zero_rows()
 
     def _iterate(self, t: int) -> None:
-        wanted = self.e_i + self.gamma * self.gradients(self.x)
+        wanted = self.e_i + self.gamma * self.gradients_at(self.x)
         c, mean_c = self.server.uplink(wanted, self.up, t)
         self.e_i = wanted - c
         self.x = self.server.down(self.x - mean_c)

@@ -15,7 +15,7 @@ class EF21(CompressedMethod):
         self.g = self.g_i[0]
 
     def _iterate(self, t: int) -> None:
-        c, mean_c = self.server.uplink(self.gradients(self.x) - self.g_i, self.up, t)
+        c, mean_c = self.server.uplink(self.gradients_at(self.x) - self.g_i, self.up, t)
         self.g_i = self.g_i + c
         self.g = self.g + mean_c
         self.x = self.server.down(self.x - self.gamma * self.g)

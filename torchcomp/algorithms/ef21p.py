@@ -4,37 +4,35 @@ Gruntkowska, Tyurin, Richtarik: "EF21-P and Friends: Improved Theoretical Commun
 for Distributed Optimization with Bidirectional Compression", ICML 2023 (arXiv 2209.15218).
 """
 
+from dataclasses import KW_ONLY, dataclass
+
 from torch import Tensor
 
 from torchcomp.algorithms.checks import require
-from torchcomp.algorithms.method import CompressedMethod, Gradients
-from torchcomp.algorithms.parameter_server import DENSE, ParameterServer
+from torchcomp.algorithms.method import Method
+from torchcomp.algorithms.parameter_server import DENSE
+from torchcomp.checks import check_positive
 from torchcomp.compressors import Compressor
 
 
-class EF21P(CompressedMethod):
-    """EF21-P: gradient steps of x, taken at the point w that the workers hold.
+@dataclass(eq=False, repr=False)
+class EF21P(Method):
+    """EF21-P: steps of size `gamma` of x, taken at the point w that the workers hold.
 
-    Instead of a compressor up it takes `down`, a contractive compressor of the server.
+    The server's compressor `down` must be contractive.
     """
 
-    def __init__(
-        self,
-        gradients: Gradients,
-        x0: Tensor,
-        server: ParameterServer,
-        down: Compressor,
-        *,
-        gamma: float,
-    ) -> None:
-        super().__init__(gradients, x0, server, DENSE, gamma=gamma)
-        require("contractive", down, x0.numel(), "down")
-        self.down = down
+    down: Compressor
+    _: KW_ONLY
+    gamma: float
 
-    def _start(self, declared: float) -> None:
+    def __post_init__(self, x0: Tensor) -> None:
+        super().__post_init__(x0)
+        check_positive("gamma", self.gamma)
+        require("contractive", self.down, x0.numel(), "down")
         self.w = self.x
 
     def _iterate(self, t: int) -> None:
-        _, g = self.server.uplink(self.gradients(self.w), self.up, t)
+        _, g = self.server.uplink(self.gradients_at(self.w), DENSE, t)
         self.x = self.x - self.gamma * g
         self.w = self.w + self.server.down(self.x - self.w, self.down, t)

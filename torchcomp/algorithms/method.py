@@ -2,8 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import KW_ONLY, InitVar, dataclass
 
-import torch
 from torch import Tensor
 
 from torchcomp.algorithms.checks import require
@@ -17,6 +17,7 @@ Gradients = Callable[[Tensor], Tensor]
 in their order: (workers of this process, d), of the point's dtype."""
 
 
+@dataclass(eq=False, repr=False)
 class Method(ABC):
     """A method for min_x f(x), f = (1/n) sum f_i, where worker i alone can evaluate f_i.
 
@@ -31,23 +32,26 @@ class Method(ABC):
         evaluations: gradients that each worker has computed.
 
     Raises:
-        SpecError: if x0 is not a vector of finite floating-point numbers.
+        SpecError: if x0 is not a vector of finite floating-point numbers, or an option is out of
+            its range.
     """
 
-    def __init__(self, gradients: Gradients, x0: Tensor, server: ParameterServer) -> None:
+    gradients: Gradients
+    x0: InitVar[Tensor]
+    server: ParameterServer
+
+    def __post_init__(self, x0: Tensor) -> None:
         vector = isinstance(x0, Tensor) and x0.dim() == 1 and x0.numel() > 0
         if not (vector and x0.is_floating_point()):
             raise SpecError(
                 f"x0 must be a vector of floating-point numbers, not {_described(x0)}", "x0"
             )
-        if not bool(torch.isfinite(x0).all()):
+        if not x0.isfinite().all():
             raise SpecError("x0 holds a NaN or an infinity: there is no way from there", "x0")
-        # The caller may go on to change what x0 stands for.
+        # The caller may go on to change x0.
         self.x = x0.detach().clone()
-        self.server = server
         self.iterations = 0
         self.evaluations = 0
-        self._gradients = gradients
 
     @property
     def solution(self) -> Tensor:
@@ -58,6 +62,7 @@ class Method(ABC):
         """One iteration.
 
         Raises:
+            SpecError: if `gradients` returns another shape or dtype than it must.
             NonFiniteError: on all ranks, if a worker's gradient holds a NaN or an infinity.
         """
         self._iterate(self.iterations)
@@ -67,13 +72,9 @@ class Method(ABC):
     def _iterate(self, t: int) -> None:
         """Iteration `t`, from 0; an error leaves the method as it was."""
 
-    def gradients(self, point: Tensor) -> Tensor:
-        """What the user's function returns at a point, if it is of the shape and dtype it must be.
-
-        Raises:
-            SpecError: if it is not.
-        """
-        rows = self._gradients(point)
+    def gradients_at(self, point: Tensor) -> Tensor:
+        """What the user's function returns at a point; raises unless it has the right form."""
+        rows = self.gradients(point)
         wanted = (len(self.server.mine), point.numel())
         if not isinstance(rows, Tensor) or rows.shape != wanted or rows.dtype != point.dtype:
             raise SpecError(
@@ -85,33 +86,23 @@ class Method(ABC):
         return rows.detach().clone()
 
 
+@dataclass(eq=False, repr=False)
 class CompressedMethod(Method):
-    """A method of one step size whose workers compress their messages.
+    """A method of step size `gamma` whose workers compress their messages.
 
-    Args:
-        gradients, x0, server: as for :class:`Method`.
-        up: compressor of the workers; contractive, for DIANA unbiased.
-        gamma: step size.
-
-    Raises:
-        SpecError: if the compressor is not of that kind, or gamma not positive.
+    Its compressor `up` must be contractive, for DIANA unbiased.
     """
+
+    up: Compressor
+    _: KW_ONLY
+    gamma: float
 
     _kind = "contractive"
 
-    def __init__(
-        self,
-        gradients: Gradients,
-        x0: Tensor,
-        server: ParameterServer,
-        up: Compressor,
-        *,
-        gamma: float,
-    ) -> None:
-        super().__init__(gradients, x0, server)
-        check_positive("gamma", gamma)
-        self.up, self.gamma = up, gamma
-        self._start(require(self._kind, up, x0.numel(), "up"))
+    def __post_init__(self, x0: Tensor) -> None:
+        super().__post_init__(x0)
+        check_positive("gamma", self.gamma)
+        self._start(require(self._kind, self.up, x0.numel(), "up"))
 
     @abstractmethod
     def _start(self, declared: float) -> None:

@@ -9,6 +9,7 @@ order, so they agree bit for bit.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ class Uplink:
     compressor: Compressor
     call: int  # the number of the message, the same on all workers
     encoded: list[Encoded]  # each worker's message
-    decoded: Tensor  # what the messages stand for; (workers of this process, d)
+    decoded: Tensor  # the messages' values; (workers of this process, d)
     faulty: list[int]  # workers whose vector held a NaN or an infinity
 
 
@@ -76,12 +77,10 @@ Decoded = Sequence[Iterable[Tensor]]
 class ParameterServer(ABC):
     """The communication of a method between a server and its workers.
 
-    Args:
+    Attributes:
         n: number of workers, all together.
         mine: those of this process.
         seed: the run's seed, the same everywhere; all randomness of messages comes from it.
-
-    Attributes:
         traffic: what has been sent since the start.
         explain: says what is known about a fault of this process's workers; "" is nothing.
     """
@@ -115,15 +114,17 @@ class ParameterServer(ABC):
         """
         vectors = []
         for message in messages:
-            d, dtype = message.decoded.shape[1], message.decoded.dtype
-            layout = message.compressor.layout(d, dtype)
-            vectors.append(Vector("uplink", slice(d), message.compressor, layout))
-            self.traffic.up_coordinates += message.compressor.kept(d)
+            d, compressor = message.decoded.shape[1], message.compressor
+            layout = compressor.layout(d, message.decoded.dtype)
+            vectors.append(Vector("uplink", slice(d), compressor, layout))
+            self.traffic.up_coordinates += compressor.kept(d)
         codec = Codec(tuple(vectors))
         self.traffic.up_bytes += codec.framed
         self.traffic.round_trips += 1
         faults = {worker: self.explain() for message in messages for worker in message.faulty}
-        return [self._mean(decoded) for decoded in self._deliver(messages, codec, faults)]
+        delivered = self._deliver(messages, codec, faults)
+        # One at a time, by worker: a sum along an axis may add in another order elsewhere.
+        return [reduce(torch.add, rows) / self.n for rows in delivered]
 
     def uplink(self, vectors: Tensor, compressor: Compressor, call: int) -> tuple[Tensor, Tensor]:
         """Encode and send one message: what this process's workers sent, and the mean of all."""
@@ -147,14 +148,6 @@ class ParameterServer(ABC):
         # RandK draws are shared by all who hold the key: workers differ in the vector's name.
         return Key(self.seed, call, tensor_id(f"uplink of worker {worker}"), worker)
 
-    def _mean(self, vectors: Iterable[Tensor]) -> Tensor:
-        # One at a time, by worker: a sum along an axis may add in another order elsewhere.
-        rest = iter(vectors)
-        total = next(rest).clone()
-        for vector in rest:
-            total += vector
-        return total / self.n
-
 
 class Simulated(ParameterServer):
     """All `n` workers in this process: nothing is sent, everything is counted.
@@ -176,10 +169,8 @@ class Simulated(ParameterServer):
 class Ranks(ParameterServer):
     """One worker per rank of torch.distributed, and the server's part on every rank.
 
-    There is no server process. Every rank gathers all workers' messages, decodes them in the order
-    of the workers and computes what the server computes: the same arithmetic on the same bytes.
-    Downlink messages never travel, and there is no second trip; but n - 1 messages reach every
-    rank, which is less than a worker and a server exchange for up to three ranks, and grows with n.
+    Every rank gathers all workers' messages, decodes them in the order of the workers and computes
+    what the server computes. Downlink messages never travel, but n - 1 messages reach every rank.
 
     All ranks make the same calls in the same order. A second, tiny collective finds damaged frames.
 
@@ -216,10 +207,9 @@ class Ranks(ParameterServer):
         return [self._decoded(*each) for each in zip(messages, arrived, strict=True)]
 
     def _decoded(self, message: Uplink, everyone: Sequence[Parts]) -> Iterator[Tensor]:
-        out = torch.empty_like(message.decoded[0])
         for worker, parts in enumerate(everyone):
-            key = self._uplink_key(worker, message.call)
-            yield message.compressor.decode(parts, out, key)
+            out = torch.empty_like(message.decoded[0])
+            yield message.compressor.decode(parts, out, self._uplink_key(worker, message.call))
 
 
 def _unusable(faults: Faults) -> NonFiniteError:

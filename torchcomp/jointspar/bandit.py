@@ -31,9 +31,6 @@ _MEMORY = 0.95
 _LARGEST_NORM = 1e100
 """Squares of larger norms, divided by squares of probabilities, may not be finite."""
 
-_ROUNDING = 1e-9
-"""Relative error of a probability that was computed, many times what it is."""
-
 
 @dataclass(frozen=True)
 class Baseline:
@@ -46,9 +43,9 @@ class Baseline:
     3. p = kl_project(u, C, p_min, c)
     4. lam <- 0.95 lam + 0.05 (1/C) sum over the kept of |g_d|^2 / p_d^2
 
-    lam, known before the step, takes the place of the constant L^2 / p_min^2 of the paper's form:
-    at the optimum |g_d|^2 / (c_d p_d^2) is the same for all layers and equals lam, so r has mean 0
-    there. r is free of units, and so is alpha. lam starts as in Adam, corrected for its start at 0.
+    lam replaces the constant L^2 / p_min^2 of the paper's form: at the optimum |g_d|^2 / (c_d
+    p_d^2) equals lam for all layers, so r has mean 0 there. r and alpha are free of units. lam is
+    corrected for its start at 0, as in Adam.
     """
 
     alpha: float = 0.01  # step size; 0.003 to 0.03 work
@@ -58,10 +55,10 @@ class Baseline:
 
     def exponent(self, bandit: "Bandit", kept: Mask, norms: Vector) -> Vector:
         """What is added to log p."""
-        if bandit.level == 0:
-            return np.zeros(len(norms))
-        p = bandit.p
-        reward = np.where(kept, norms**2 / (bandit.costs * p**2 * bandit.level) - 1, 0.0)
+        p, level = bandit.p, bandit.level
+        if level == 0:
+            return np.zeros(len(p))
+        reward = np.where(kept, norms**2 / (bandit.costs * p**2 * level) - 1, 0.0)
         return np.asarray(np.clip(self.alpha * reward / p, -1.0, 1.0))
 
 
@@ -73,8 +70,8 @@ class Literal:
     2. w_d = p_d exp(-alpha_p l_d / p_d)
     3. p = argmin KL(q || w) over {sum q = S, p_min <= q_d <= 1}
 
-    The constant punishes whatever was kept, so p hardly learns within thousands of steps. L has to
-    bound every |g_d|, so it grows with the largest one seen, from `bound` (at most 1e100) on.
+    The constant punishes whatever was kept, so p hardly learns within thousands of steps. L is the
+    largest |g_d| seen, or `bound` (at most 1e100) where that is larger.
     """
 
     alpha: float  # alpha_p, in units of 1 / |g|^2
@@ -82,18 +79,16 @@ class Literal:
 
     def __post_init__(self) -> None:
         check_positive("alpha", self.alpha)
-        bound = self.bound
-        if not (bound is None or (is_number(bound) and 0 < bound <= _LARGEST_NORM)):
+        bound, most = self.bound, _LARGEST_NORM
+        if not (bound is None or (is_number(bound) and 0 < bound <= most)):
             raise SpecError(
-                f"bound must be a number above 0 and at most {_LARGEST_NORM:g}, or None, "
-                f"not {bound!r}",
+                f"bound must be a number above 0 and at most {most:g}, or None, not {bound!r}",
                 "bound",
             )
 
     def exponent(self, bandit: "Bandit", kept: Mask, norms: Vector) -> Vector:
         """What is added to log p."""
-        p = bandit.p
-        bound = max(bandit.largest, self.bound or 0.0)
+        p, bound = bandit.p, max(bandit.largest, self.bound or 0.0)
         loss = np.where(kept, bound**2 / bandit.p_min**2 - norms**2 / p**2, 0.0)
         return np.asarray(-self.alpha * loss / p)
 
@@ -115,25 +110,17 @@ class Bandit:
     """
 
     def __init__(
-        self,
-        costs: ArrayLike,
-        budget: float,
-        p_min: float,
-        rule: Baseline | Literal | None = None,
+        self, costs: ArrayLike, budget: float, p_min: float, rule: Baseline | Literal | None = None
     ) -> None:
         self.costs = _above_0(costs, "costs")
         _check_budget(budget, p_min, self.costs)
-        self.budget = budget
-        self.p_min = p_min
-        self.rule = rule or Baseline()
+        self.budget, self.p_min, self.rule = budget, p_min, rule or Baseline()
         if isinstance(self.rule, Literal) and np.ptp(self.costs):
             raise SpecError(
                 "the literal form counts layers, and these costs differ: use the baseline form"
             )
         self.p = np.full(len(self.costs), min(1.0, budget / float(self.costs.sum())))
-        self.largest = 0.0
-        self._average = 0.0
-        self._updates = 0
+        self.largest, self._average, self._updates = 0.0, 0.0, 0
 
     @property
     def level(self) -> float:
@@ -147,11 +134,12 @@ class Bandit:
             NonFiniteError: if the norm of a kept layer is NaN, negative or above 1e100; p stays.
         """
         norms = np.where(kept, np.asarray(norms, dtype=np.float64), 0.0)
-        bad = np.flatnonzero(~((norms >= 0) & (norms <= _LARGEST_NORM)))
-        if bad.size:
+        sound = (norms >= 0) & (norms <= _LARGEST_NORM)
+        if not sound.all():
+            d = sound.argmin()
             raise NonFiniteError(
-                f"the norm of layer {bad[0]} is {norms[bad[0]]}, and must be from 0 to "
-                f"{_LARGEST_NORM:g}: the probabilities stay as they were"
+                f"the norm of layer {d} is {norms[d]}, and must be from 0 to {_LARGEST_NORM:g}: "
+                "the probabilities stay as they were"
             )
         self.largest = max(self.largest, float(norms.max()))
         exponent = self.rule.exponent(self, kept, norms)
@@ -169,8 +157,8 @@ class Bandit:
         """Restore what :meth:`state_dict` returned; nothing changes on error.
 
         Raises:
-            SpecError: if it lacks something, is of another number of layers, or a value is none
-                that a bandit of this budget and p_min comes to.
+            SpecError: if it lacks something, is of another number of layers, budget or p_min, or
+                holds an impossible value.
         """
         missing = [key for key in self.state_dict() if key not in state]
         if missing:
@@ -187,9 +175,9 @@ class Bandit:
 
 
 def sample(p: Vector, key: Key, *, shared: bool = True) -> Mask:
-    """S_t of Algorithm 2: each layer by itself, with its probability; may be empty.
+    """S_t of Algorithm 2: each layer with its probability, independently; may be empty.
 
-    It depends on the key's seed and step, and unless `shared` by all ranks on its rank.
+    It depends on the key's seed and step, and on its rank unless all ranks share it.
     """
     generator = key.shared() if shared else key.private()
     return np.asarray(generator.random(len(p)) < p)
@@ -200,10 +188,8 @@ def best_probabilities(
 ) -> Vector:
     """The p that minimises sum |g_d|^2 / p_d over {sum c p = C, p_min <= p <= 1}.
 
-    It is clip(const |g_d| / sqrt(c_d), p_min, 1): a projection of these weights.
-
-    Raises:
-        SpecError: if a norm is not above 0, or as :func:`kl_project` does.
+    It is clip(const |g_d| / sqrt(c_d), p_min, 1). Raises as :func:`kl_project`, and SpecError for
+    a norm of 0.
     """
     norms = _above_0(norms, "norms")
     costs = np.ones(len(norms)) if costs is None else _above_0(costs, "costs")
@@ -213,16 +199,16 @@ def best_probabilities(
 def kl_project(u: ArrayLike, budget: float, p_min: float, costs: ArrayLike | None = None) -> Vector:
     """The point of {sum c q = budget, p_min <= q <= 1} that is nearest to the weights exp(u).
 
-    Nearest means least sum of c_d KL(q_d || exp(u_d)), which with equal costs c is the divergence
-    of JointSpar's Algorithm 1. The minimiser is q = clip(exp(u + tau), p_min, 1) with one tau for
-    all, and sum c q grows with tau. tau = -u_d is where q_d reaches 1, tau = log p_min - u_d where
-    it leaves p_min: bisection over these 2 D break points finds the two between which tau lies,
-    and between them the entries that are not clipped are in closed form. Only differences of u are
-    ever raised to a power, so the result is right at |u| = 1e5.
+    Nearest means least sum of c_d KL(q_d || exp(u_d)), with equal costs c the divergence of
+    JointSpar's Algorithm 1. The minimiser is q = clip(exp(u + tau), p_min, 1) with one tau for all,
+    and sum c q grows with tau. q_d leaves p_min at tau = log p_min - u_d and reaches 1 at tau =
+    -u_d: bisection over these 2 D break points finds the two around tau, and between them the
+    entries that are not clipped are in closed form. Only differences of u are raised to a power, so
+    the result is right at |u| = 1e5.
 
     Args:
         u: logarithms of the weights, finite, 1-D of D at least 1, like q.
-        budget: what sum c q must come to; with costs of 1, the expected number of layers S.
+        budget: sum c q; with costs of 1, the expected number of layers S.
         p_min: lower bound of every entry, above 0 and at most 1.
         costs: c, finite and above 0, 1-D of D; ones if left out.
 
@@ -236,9 +222,9 @@ def kl_project(u: ArrayLike, budget: float, p_min: float, costs: ArrayLike | Non
     order = np.argsort(np.concatenate([log_p_min - u, -u]), kind="stable")
 
     def log_q(position: int) -> Vector:
-        point = int(order[position])
-        bound = 0.0 if point >= size else log_p_min
-        return np.asarray(np.clip((u - u[point % size]) + bound, log_p_min, 0.0))
+        reached, d = divmod(order[position], size)
+        bound = 0.0 if reached else log_p_min
+        return np.asarray(np.clip((u - u[d]) + bound, log_p_min, 0.0))
 
     low, high = 0, 2 * size - 1
     while high - low > 1:
@@ -263,7 +249,7 @@ def check_vector(
     least: float = -math.inf,
     most: float = math.inf,
 ) -> Vector:
-    """`values` as 1-D float64 of `size` elements, finite, and but for rounding within the range."""
+    """`values` as 1-D float64 of `size` elements, finite and, but for rounding, in the range."""
     try:
         vector = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError, RuntimeError) as error:  # the last from tensors with a graph
@@ -272,11 +258,12 @@ def check_vector(
         raise SpecError(f"{name} must be 1-D and not empty, not of shape {vector.shape}", name)
     if size not in (None, len(vector)):
         raise SpecError(f"{name} must have {size} entries, not {len(vector)}", name)
-    outside = ~np.isclose(vector, vector.clip(least, most), rtol=_ROUNDING, atol=0.0)
     infinite = ~np.isfinite(vector)
+    # The relative error of a probability that was computed is far smaller.
+    outside = ~np.isclose(vector, vector.clip(least, most), rtol=1e-9, atol=0.0)
     for bad, wanted in ((infinite, "finite"), (outside, f"from {least:g} to {most:g}")):
         if bad.any():
-            at = int(bad.argmax())
+            at = bad.argmax()
             raise SpecError(f"{name}[{at}] is {vector[at]}, and must be {wanted}", name)
     return vector
 

@@ -42,8 +42,6 @@ from torchcomp.spec import parse_aggregator
 _KEEPER = "_torchcomp_jointspar"
 """Attribute of a DDP model that keeps its JointSpar alive when the user does not."""
 
-_LOCAL_STEPS = "torchcomp.LocalSGD"
-
 _ADVICE = {
     "spec": "build JointSpar with the options that it was saved with",
     "world_size": "torchcomp.redistribute(states, world_size) makes it fit",
@@ -97,31 +95,30 @@ class JointSpar:
     3. exchange g_d / p_d of these; the mean is an unbiased estimate of the dense mean
     4. learn p from the norms of what was exchanged (:class:`torchcomp.jointspar.bandit.Bandit`)
 
-    The training loop stays as it is. The set is drawn when a step ends, so all forward and backward
-    passes that ``no_sync`` accumulates share it. The gradient of a dropped layer is None, so its
-    weights, momentum and weight decay stand still (see `skipped`).
+    The training loop stays as it is. All passes that ``no_sync`` accumulates share one set. The
+    gradient of a dropped layer is None, so its weights and momentum do not move (see `skipped`).
 
     Args:
         model: a DDP model, on which nothing else of torchcomp is installed.
         budget: expected cost of a step, as a share of the cost of all layers.
-        costs: what `budget` counts: "layers" (the paper), "bytes" or "time" (of each layer's
-            backward pass, measured in the warm-up steps and averaged over the ranks).
+        costs: what `budget` counts: "layers" (the paper), "bytes", or "time" of each layer's
+            backward pass, measured in the warm-up steps and averaged over the ranks.
         layers: name of each layer -> shell-style patterns of its parameters; by default each
             module that has weights, with its bias and norm.
-        compress: how the kept layers are exchanged, such as ``"ef(topk(0.01))"``. The residual of a
-            dropped layer stays as it is until the layer is kept again.
+        compress: how the kept layers are exchanged, such as ``"ef(topk(0.01))"``; the residual of a
+            dropped layer waits.
         p_min: least probability of a layer. Gradients are multiplied by up to 1 / p_min.
         rule: how p is learned: ``Baseline()`` (the default, by the text "baseline") or
             ``Literal(...)`` of :mod:`torchcomp.jointspar.bandit`, or None for uniform dropping.
-        selection: "shared", the same set on all ranks; or "per-rank", the paper's: then the ranks
-            exchange whatever any of them keeps, which saves next to no bytes on many ranks.
+        selection: "shared", the same set on all ranks; or "per-rank", the paper's: the ranks
+            exchange what any of them keeps, which saves next to no bytes on many ranks.
         skipped: what the optimizer finds in dropped layers: "none" (no gradient) or "zero", for
             loops that read every gradient.
         warmup_steps: steps that keep all layers first, so that DDP orders its buckets by a whole
             backward pass; 1 by default, 5 with costs="time".
         seed: seed of the draws.
-        scaler: the ``GradScaler`` of the loop, if there is one. From now on it bears optimizers
-            that find no gradient in a step.
+        scaler: the ``GradScaler`` of the loop, if there is one. It lets optimizers step that find
+            no gradient, from now on.
 
     Attributes:
         layers: name of each layer -> names of its parameters.
@@ -162,7 +159,7 @@ class JointSpar:
             _check_model(model)
             default = 5 if costs == "time" else 1
             steps = default if warmup_steps is None else warmup_steps
-            used = Baseline() if isinstance(rule, str) and rule == "baseline" else rule
+            used = Baseline() if rule == "baseline" else rule
             law = Law(budget, costs, p_min, used, selection, steps)  # type: ignore[arg-type]
             grouped = _layers(model, layers)
             check_choice("skipped", skipped, ("none", "zero"))
@@ -178,16 +175,15 @@ class JointSpar:
         self._to_none = skipped == "none"
         key = Key(seed, rank=self._exchange.rank)
         self._sampler = Sampler(law, self.layers, self._prices(costs), key)
-        method = Sampled(inner, self._sampler, str(law))
+        method = Sampled(inner, self._sampler)
         self._handle = register(model, method, seed=seed, scaler=scaler)
         averager = self._handle.averager
-        averager.regroup(by_layer(averager.groups, self._sampler))
+        averager.regroup(by_layer(averager.groups, self._sampler.layer_of))
         averager.on_finish(self._sampler.finish)
         if self._scaler is not None and self._to_none:
             _allow_empty_steps(self._scaler)
-        self._skipper = Skipper(
-            model.module, self._parameters, self._forward_begins, self._backward_done
-        )
+        callbacks = self._forward_begins, self._backward_done
+        self._skipper = Skipper(model.module, self._parameters, *callbacks)
         self._skip()
         setattr(model, OWNER, f"torchcomp.JointSpar(budget={budget:g})")
         setattr(model, _KEEPER, self)
@@ -239,14 +235,10 @@ class JointSpar:
             )
         return "\n".join(lines)
 
-    # What LARS asks (see torchcomp.jointspar.Sampling).
+    # What torchcomp.jointspar.Sampling asks, for LARS.
 
     def probability(self, parameter: Tensor) -> float:
-        """P of this parameter's layer in the step that was exchanged last.
-
-        Raises:
-            SpecError: if the ranks keep layers of their own, where there is no such number.
-        """
+        """Raise SpecError with ``selection="per-rank"``, where there is no such number."""
         if not self._sampler.shared:
             raise SpecError(
                 'LARS needs selection="shared": with sets of their own, how often the ranks have a '
@@ -256,12 +248,10 @@ class JointSpar:
         return 1.0 if name is None else float(self._sampler.applied[self._sampler.layer_of[name]])
 
     def presence(self, parameter: Tensor) -> float:
-        """Share of the steps in which the optimizer finds a gradient; raises as `probability`."""
         p = self.probability(parameter)
         return p if self._to_none else 1.0
 
     def norm(self, parameter: Tensor) -> float:
-        """Running average of this parameter's mean gradient's norm, before the division by p."""
         return self._sampler.norm(self._names[id(parameter)])
 
     def state_dict(self) -> dict[str, Any]:
@@ -279,8 +269,7 @@ class JointSpar:
         a residual, ``torchcomp.redistribute`` on all ranks' states divides it anew first.
 
         Raises:
-            CheckpointError: if it is another model's, method's or rank's, of other layers, or
-                damaged.
+            CheckpointError: if it is another model's, method's or rank's, or damaged.
             RuntimeError: in the middle of a backward pass.
         """
         state = self._fitting(state)
@@ -302,7 +291,7 @@ class JointSpar:
         self.close()
 
     def _forward_begins(self) -> None:
-        """Refuse to go on after a step that passed unnoticed; the same on all ranks."""
+        """Refuse to go on after a step that passed unnoticed, on all ranks alike."""
         if self._sampler.finished is not None:
             raise UnsupportedModelError(
                 "the last backward pass did not come from what the forward pass returned, so no "
@@ -325,8 +314,8 @@ class JointSpar:
             sampler.forget()
             return
         sampler.learn(1.0 if self._scaler is None else float(self._scaler.get_scale()))
-        if sampler.measuring and sampler.step >= sampler.law.warmup_steps:
-            sampler.price(self._measured())
+        if sampler.bandit is None and sampler.step >= sampler.law.warmup_steps:
+            sampler.bandit = sampler.law.bandit(self._measured())
         sampler.draw()
         self._skip()
 
@@ -334,10 +323,10 @@ class JointSpar:
         sampler = self._sampler
         self._skipper.skip(sampler.names(~sampler.kept))
         # The first backward pass also touches fresh memory: it would be timed too long.
-        self._skipper.clock.detailed = sampler.measuring and sampler.step > 0
+        self._skipper.clock.detailed = sampler.bandit is None and sampler.step > 0
 
     def _check_complete(self) -> None:
-        """Raise if DDP still waits for layers; it would only say so in the next step."""
+        """Raise if DDP still waits for layers: it would only say so in the next step."""
         model = self._model()
         if model is None or not model.require_forward_param_sync or model.find_unused_parameters:
             return
@@ -355,10 +344,10 @@ class JointSpar:
         """Cost of each layer; None if it is still to be measured."""
         if costs == "time":
             return None
-        members = self.layers.values()
         if costs == "layers":
-            return np.ones(len(members))
-        sizes = [float(sum(self._parameters[name].nbytes for name in names)) for names in members]
+            return np.ones(len(self.layers))
+        members = self.layers.values()
+        sizes = [sum(self._parameters[name].nbytes for name in names) for names in members]
         # A layer without elements costs nothing to send, but costs are above 0.
         return np.maximum(sizes, 1.0)
 
@@ -389,16 +378,15 @@ def _layers(model: DistributedDataParallel, patterns: Patterns | None) -> Layers
     if patterns is None:
         layers = default_layers(trained)
     else:
-        names = [name for name, _ in trained]
         frozen = [name for name, p in model.module.named_parameters() if not p.requires_grad]
-        layers = layers_by_pattern(patterns, names, frozen)
+        layers = layers_by_pattern(patterns, [name for name, _ in trained], frozen)
     check_several(layers)
     return layers
 
 
 def _check_model(model: DistributedDataParallel) -> None:
     owner = getattr(model, OWNER, "")
-    if owner.startswith(_LOCAL_STEPS):
+    if owner.startswith("torchcomp.LocalSGD"):
         raise UnsupportedModelError(
             f"{owner} is already installed on this model: its ranks exchange weights, all of them "
             "and no gradients, so there are neither bytes to save nor reduced norms to learn from; "
@@ -415,10 +403,9 @@ def _check_model(model: DistributedDataParallel) -> None:
 def _allow_empty_steps(scaler: torch.amp.GradScaler) -> None:
     """Let optimizers step with this scaler when none of their parameters has a gradient.
 
-    A scaler raises where it has no gradient to check; now none counts as "no infinity found". No
-    public method comes between, so the private one is wrapped that PyTorch's own sharded scaler
-    overrides. A gradient of zeros would satisfy the check, but then momentum and weight decay would
-    move a layer that is to stand still.
+    A scaler raises where it has no gradient to check; now none counts as "no infinity found". It
+    has no public method for this, so the private one is wrapped that PyTorch's own sharded scaler
+    overrides. A gradient of zeros would let momentum and weight decay move a dropped layer.
     """
     scaler._unscale_grads_ = partial(_unscaled, scaler)  # type: ignore[method-assign]
 

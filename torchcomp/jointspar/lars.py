@@ -16,13 +16,13 @@ class Sampling(Protocol):
     """What an optimizer has to know of gradients that are sampled and divided by p."""
 
     def probability(self, parameter: Tensor) -> float:
-        """P that this parameter's gradient was computed, by which it was divided."""
+        """P of the last step that this parameter's gradient was computed; divides it."""
 
     def presence(self, parameter: Tensor) -> float:
-        """Share of the steps in which the optimizer finds a gradient, be it zeros."""
+        """Share of the steps in which the optimizer finds a gradient, zeros included."""
 
     def norm(self, parameter: Tensor) -> float:
-        """Running average of |g|, before the division by p; 0.0 before any was seen."""
+        """Running average of |g|, before the division by p; 0.0 before the first."""
 
 
 class LARS(Optimizer):
@@ -35,12 +35,10 @@ class LARS(Optimizer):
     3. x <- x - v
 
     A gradient that JointSpar sampled is g / p in a share p of the steps, and None or zeros in the
-    others. Its own norm would cancel the 1 / p, and the mean update would be p times the dense one.
-    So with `sampled`, where p < 1, |g| is the running norm before the division; and wd is divided
-    by the share of the steps that have a gradient, which is p with None and 1 with zeros. The mean
-    update on a fixed gradient is then the dense one. Without a gradient x and v stay.
-
-    All but the storage of x and v is in float32, or in float64 where x is.
+    others. Its own norm would cancel the 1 / p. So with `sampled`, where p < 1, |g| is the running
+    norm before the division, and wd is divided by the share of the steps that have a gradient,
+    which is p with None and 1 with zeros. The mean update on a fixed gradient is then the dense
+    one. Without a gradient x and v stay. All arithmetic is in float32, or in float64 where x is.
 
     Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks", 2017
     (arXiv 1708.03888), Algorithm 1, with the learning-rate schedule left to the user.
@@ -49,8 +47,8 @@ class LARS(Optimizer):
         params: tensors or parameter groups.
         lr, momentum, weight_decay: at least 0, and the momentum below 1.
         trust_coefficient: eta, above 0.
-        exclude_vectors: whether tensors of at most one dimension, which are biases and the weights
-            of norms, get trust 1 and no weight decay.
+        exclude_vectors: whether tensors of at most one dimension (biases, norms) get trust 1 and no
+            weight decay.
         sampled: a :class:`torchcomp.JointSpar`, if it samples the gradients.
 
     Raises:
@@ -71,7 +69,7 @@ class LARS(Optimizer):
     ) -> None:
         defaults = dict[str, Any](lr=lr, momentum=momentum, weight_decay=weight_decay)
         defaults |= dict(trust_coefficient=trust_coefficient, exclude_vectors=exclude_vectors)
-        if not (sampled is None or isinstance(sampled, Sampling)):
+        if not isinstance(sampled, Sampling | None):
             raise SpecError(
                 f"LARS: sampled must be a torchcomp.JointSpar or None, not {sampled!r}", "sampled"
             )

@@ -14,16 +14,14 @@ Layers = dict[str, tuple[str, ...]]
 Patterns = Mapping[str, str | Sequence[str]]
 """Name of each layer -> shell-style patterns of parameter names, such as ``"blocks.0.*"``."""
 
-_ROOT = "(model)"
-
 
 def default_layers(parameters: Iterable[tuple[str, nn.Parameter]]) -> Layers:
     """One layer for each module that has weights, with its bias and its norm.
 
-    A module has weights if one of its own parameters has two dimensions or more. Any other module
-    (a norm, say) joins the nearest one that has, before it or after it, whichever shares more of
-    its path; of two that share as much, the one before it. So ``bn1`` joins ``conv1``, and a
-    transformer's ``blocks.3.norm1`` joins ``blocks.3.attn.qkv``.
+    A module has weights if one of its own parameters has two dimensions or more. Any other module,
+    such as a norm, joins the one before it or after it that shares more of its path; if both share
+    as much, the one before. So ``bn1`` joins ``conv1``, and a transformer's ``blocks.3.norm1``
+    joins ``blocks.3.attn.qkv``.
     """
     modules: dict[str, list[str]] = {}
     weighted: set[str] = set()
@@ -34,7 +32,7 @@ def default_layers(parameters: Iterable[tuple[str, nn.Parameter]]) -> Layers:
             weighted.add(module)
     layers: Layers = {}
     for module, names in modules.items():
-        home = _home(module, list(modules), weighted) or _ROOT
+        home = _home(module, list(modules), weighted) or "(model)"
         layers[home] = (*layers.get(home, ()), *names)
     return layers
 
@@ -44,8 +42,8 @@ def layers_by_pattern(
 ) -> Layers:
     """The layers that a user describes; every parameter in exactly one.
 
-    `names` are those of all parameters that are trained, in registration order; a pattern may match
-    `frozen` ones beside those.
+    `names` are all trained parameters, in registration order; a pattern may match `frozen` ones
+    beside those.
 
     Raises:
         SpecError: if a layer has no pattern, a pattern matches no parameter that is trained, or a
@@ -59,8 +57,16 @@ def layers_by_pattern(
         )
     layers: Layers = {}
     for layer, given in patterns.items():
+        if not isinstance(layer, str):
+            raise SpecError(f"layers: the name of a layer must be a text, not {layer!r}", "layers")
         listed = [given] if isinstance(given, str) else given
-        _check_patterns(layer, listed)
+        known = isinstance(listed, Sequence) and all(isinstance(p, str) for p in listed)
+        if not (known and listed):
+            raise SpecError(
+                f"layer '{layer}' must have a pattern of parameter names, or a list of at least "
+                f"one, such as 'conv1.*', not {listed!r}",
+                "layers",
+            )
         for pattern in listed:
             _check_matches(layer, pattern, names, frozen)
         layers[layer] = tuple(n for n in names if any(fnmatchcase(n, p) for p in listed))
@@ -76,7 +82,7 @@ def layers_by_pattern(
 
 
 def check_several(layers: Layers) -> None:
-    """Require a choice: two layers at least, or raise SpecError."""
+    """Require at least two layers, or raise SpecError."""
     if len(layers) < 2:
         named = f" ('{next(iter(layers))}')" if layers else ""
         raise SpecError(
@@ -86,7 +92,7 @@ def check_several(layers: Layers) -> None:
 
 
 def _home(module: str, order: list[str], weighted: set[str]) -> str:
-    """The module with weights that one without them joins; itself, where there is none."""
+    """The module with weights that one without them joins; itself if there is none."""
     if module in weighted:
         return module
     at = order.index(module)
@@ -102,23 +108,10 @@ def _home(module: str, order: list[str], weighted: set[str]) -> str:
     return max([*before[-1:], *after[:1]], key=shared, default=module)
 
 
-def _check_patterns(layer: object, patterns: object) -> None:
-    if not isinstance(layer, str):
-        raise SpecError(f"layers: the name of a layer must be a text, not {layer!r}", "layers")
-    named = isinstance(patterns, Sequence) and all(isinstance(p, str) for p in patterns)
-    if not (named and patterns):
-        raise SpecError(
-            f"layer '{layer}' must have a pattern of parameter names, or a list of at least one, "
-            f"such as 'conv1.*', not {patterns!r}",
-            "layers",
-        )
-
-
 def _check_matches(layer: str, pattern: str, names: Sequence[str], frozen: Sequence[str]) -> None:
     if any(fnmatchcase(name, pattern) for name in names):
         return
-    still = [name for name in frozen if fnmatchcase(name, pattern)]
-    if still:
+    if still := [name for name in frozen if fnmatchcase(name, pattern)]:
         why = f"matches only parameters that are not trained, such as '{still[0]}': leave it out"
     else:
         why = f"matches no parameter; {nearest(pattern, names)}"

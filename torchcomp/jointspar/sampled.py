@@ -1,6 +1,6 @@
 """Sampled: an aggregator that exchanges the layers of a sampler's set by another aggregator."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -33,7 +33,6 @@ class Sampled(Aggregator):
 
     inner: Aggregator
     sampler: Sampler = field(compare=False)
-    law: str  # for comparison between ranks and with checkpoints
 
     def __post_init__(self) -> None:
         check_kind(self, "inner", Aggregator)
@@ -45,7 +44,8 @@ class Sampled(Aggregator):
             )
 
     def __str__(self) -> str:
-        return f"{self.name}({self.inner}, {self.law})"
+        # Ranks compare it with each other, and with checkpoints.
+        return f"{self.name}({self.inner}, {self.sampler.law})"
 
     @property
     def depends_on_grouping(self) -> bool:
@@ -59,48 +59,35 @@ class Sampled(Aggregator):
         return self.inner.cost(shape, world_size, rank)
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
-        sampler = self.sampler
+        sampler, parts = self.sampler, bucket.parts()
+        layers = {name: sampler.layer_of[name] for name in parts}
         exchanged = sampler.union(exchange)
-        self._divide(bucket)
-        parts = bucket.parts()
-        wanted = {name: x for name, x in parts.items() if exchanged[sampler.layer_of[name]]}
-        dropped = [part for name, part in parts.items() if name not in wanted]
-        if dropped:
-            torch._foreach_zero_(dropped)
+        kept = {name: x for name, x in parts.items() if sampler.kept[layers[name]]}
+        if not sampler.shared:
+            sampler.note(kept)
+        factors = [1 / float(sampler.p[layers[name]]) for name in kept]
+        if any(factor != 1 for factor in factors):
+            torch._foreach_mul_(list(kept.values()), factors)
+        if len(kept) < len(parts):
+            torch._foreach_zero_([x for name, x in parts.items() if name not in kept])
+        wanted = {name: x for name, x in parts.items() if exchanged[layers[name]]}
         if not wanted:
             return
         taken = bucket
-        if dropped:
+        if len(wanted) < len(parts):
             taken = Bucket(bucket.shape.select(wanted), torch.cat(list(wanted.values())))
         self.inner.aggregate(taken, exchange, state, key)
         means = taken.parts()
         if sampler.shared:
             sampler.note(means)
-        if dropped:
+        if taken is not bucket:
             torch._foreach_copy_(list(wanted.values()), list(means.values()))
 
-    def _divide(self, bucket: Bucket) -> None:
-        sampler = self.sampler
-        kept, factors = {}, []
-        for name, part in bucket.parts().items():
-            d = sampler.layer_of[name]
-            if sampler.kept[d]:
-                kept[name] = part
-                factors.append(1 / float(sampler.p[d]))
-            elif not sampler.shared:
-                part.zero_()
-        if not sampler.shared:
-            sampler.note(kept)
-        if any(factor != 1 for factor in factors):
-            torch._foreach_mul_(list(kept.values()), factors)
 
-
-def by_layer(groups: Iterable[Group], sampler: Sampler) -> tuple[Group, ...]:
+def by_layer(groups: Iterable[Group], layer_of: Mapping[str, int]) -> tuple[Group, ...]:
     """Divide groups of parameters so that each holds parameters of one layer."""
-    divided: list[Group] = []
-    for group in groups:
-        layers: dict[int, list[str]] = {}
+    divided: dict[tuple[int, int], list[str]] = {}
+    for i, group in enumerate(groups):
         for name in group:
-            layers.setdefault(sampler.layer_of[name], []).append(name)
-        divided += [tuple(names) for names in layers.values()]
-    return tuple(divided)
+            divided.setdefault((i, layer_of[name]), []).append(name)
+    return tuple(map(tuple, divided.values()))

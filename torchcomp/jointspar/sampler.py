@@ -19,10 +19,10 @@ from torchcomp.jointspar.layers import Layers
 from torchcomp.keys import Key
 
 _NORM_MEMORY = 0.9
-"""Share of the old average in the new one, of the norms that feed trust ratios."""
+"""Share of the old average in the new one, of the norms that LARS uses."""
 
 _VERIFY_EVERY = 100
-"""Steps between two comparisons of p over the ranks: drift would otherwise end in a hang."""
+"""Steps between two comparisons of p over the ranks: drift would end in a hang."""
 
 _FORM = record(
     step=count,
@@ -36,7 +36,7 @@ _FORM = record(
 
 @dataclass(frozen=True)
 class Law:
-    """How layers are chosen (see JointSpar); the same on all ranks. Checkpoints compare ``str``."""
+    """Options of JointSpar that say how layers are chosen; checkpoints compare their ``str``."""
 
     budget: float
     costs: str
@@ -56,20 +56,22 @@ class Law:
             )
         check_choice("costs", self.costs, ("layers", "bytes", "time"))
         check_choice("selection", self.selection, ("shared", "per-rank"))
-        if self.rule is not None and not isinstance(self.rule, Baseline | Literal):
+        if not isinstance(self.rule, Baseline | Literal | None):
+            given = type(self.rule).__name__
             raise SpecError(
-                "rule must be Baseline(), Literal(...) or None (uniform), not "
-                f"{type(self.rule).__name__}",
-                "rule",
+                f"rule must be Baseline(), Literal(...) or None (uniform), not {given}", "rule"
             )
-        least = 2 if self.costs == "time" else 0
-        steps = self.warmup_steps
+        least, steps = (2 if self.costs == "time" else 0), self.warmup_steps
         if not is_whole(steps) or steps < least:
             why = ' with costs="time", which are measured then' if least else ""
             raise SpecError(
                 f"warmup_steps must be a whole number of at least {least}{why}, not {steps!r}",
                 "warmup_steps",
             )
+
+    def bandit(self, costs: Vector) -> Bandit:
+        """The bandit of layers with these costs."""
+        return Bandit(costs, self.budget * float(costs.sum()), self.p_min, self.rule)
 
     def __str__(self) -> str:
         return (
@@ -83,7 +85,7 @@ class Sampler:
     """Algorithms 1 and 2 of JointSpar on the layers of one model.
 
     `kept` are the layers of the next step on this rank, drawn with `p`, and `last` and `applied`
-    those of the last step that counted; `exchanged` are those that any rank keeps, once known.
+    those of the last step that counted. `bandit` is None until costs that are measured are known.
     """
 
     def __init__(self, law: Law, layers: Layers, costs: Vector | None, key: Key) -> None:
@@ -96,36 +98,24 @@ class Sampler:
         self.last = np.zeros(len(layers), dtype=bool)
         self.applied = np.ones(len(layers))
         self.layer_of = {name: d for d, names in enumerate(layers.values()) for name in names}
+        self.bandit = None if costs is None else law.bandit(costs)
         self._key = key
-        self._bandit = None if costs is None else self._priced(costs)
         self._averages: dict[str, list[float]] = {}
         self.draw()
 
     @property
-    def bandit(self) -> Bandit | None:
-        """What p comes from, once the warm-up steps, which keep all layers, are over."""
-        return None if self.step < self.law.warmup_steps else self._bandit
-
-    @property
     def costs(self) -> Vector:
         """Cost of each layer; ones as long as they are not known."""
-        return np.ones(len(self.layers)) if self._bandit is None else self._bandit.costs
+        return np.ones(len(self.layers)) if self.bandit is None else self.bandit.costs
 
     @property
-    def measuring(self) -> bool:
-        """Whether the costs are still to be measured."""
-        return self._bandit is None
-
-    def price(self, costs: Vector) -> None:
-        """Set the costs that were measured, the same on all ranks."""
-        self._bandit = self._priced(costs)
-
-    def _priced(self, costs: Vector) -> Bandit:
-        return Bandit(costs, self.law.budget * float(costs.sum()), self.law.p_min, self.law.rule)
+    def _learner(self) -> Bandit | None:
+        """What p comes from, once the warm-up steps, which keep all layers, are over."""
+        return None if self.step < self.law.warmup_steps else self.bandit
 
     def draw(self) -> None:
         """Draw the layers of the next step."""
-        p = np.ones(len(self.layers)) if self.bandit is None else self.bandit.p
+        p = np.ones(len(self.layers)) if self._learner is None else self._learner.p
         key = Key(self._key.seed, self.step, rank=self._key.rank).of_tensor("jointspar")
         self.take(sample(p, key, shared=self.shared), p)
 
@@ -137,7 +127,8 @@ class Sampler:
 
     def forget(self) -> None:
         """Forget what an exchange that does not count has learned."""
-        self.exchanged: Mask | None = self.kept if self.shared else None
+        # The layers that any rank keeps, once known.
+        self._exchanged: Mask | None = self.kept if self.shared else None
         self._noted: dict[str, Tensor] = {}
 
     def names(self, mask: Mask) -> list[str]:
@@ -147,18 +138,18 @@ class Sampler:
     # The exchange calls these, in another thread or on another stream.
 
     def union(self, exchange: Exchange) -> Mask:
-        """Which layers the ranks exchange: all that any of them keeps. Collective."""
+        """Which layers the ranks exchange: all that any of them keeps. A collective."""
         if self.shared and not self._verified:
             facts = {"step": self.step, "kept": self.kept.nonzero()[0], "p": self.p.tolist()}
             exchange.verify("the layers of a step", facts, checkpoint.ONE_STEP)
             self._verified = True
-        if self.exchanged is None:
+        if self._exchanged is None:
             flags = torch.from_numpy(self.kept.astype(np.uint8)).to(exchange.device)
-            self.exchanged = exchange.any_of(flags).cpu().numpy().astype(bool)
-        return self.exchanged
+            self._exchanged = exchange.any_of(flags).cpu().numpy().astype(bool)
+        return self._exchanged
 
     def note(self, parts: Mapping[str, Tensor]) -> None:
-        """Keep the norms that p is learned from: of shared means over p, or of own gradients."""
+        """Keep the norms that p is learned from: of means, or of this rank's gradients."""
         for name, part in parts.items():
             # In float64, so that a finite gradient has a finite norm.
             self._noted[name] = torch.linalg.vector_norm(part, dtype=torch.float64)
@@ -171,19 +162,18 @@ class Sampler:
 
     def learn(self, scale: float) -> None:
         """A step counts; its gradients were multiplied by `scale`."""
-        noted = self._noted
-        values = torch.stack(list(noted.values())).tolist() if noted else []
-        norms: dict[str, float] = {}
+        values = torch.stack(list(self._noted.values())).tolist() if self._noted else []
+        norms = dict.fromkeys(self.layer_of, 0.0)
         keep, take = _NORM_MEMORY, 1 - _NORM_MEMORY
-        for name, value in zip(noted, values, strict=True):
+        for name, value in zip(self._noted, values, strict=True):
             # Means were divided by p.
             norms[name] = value * float(self.p[self.layer_of[name]] if self.shared else 1.0) / scale
             total, weight = self._averages.get(name, [0.0, 0.0])
             self._averages[name] = [keep * total + take * norms[name], keep * weight + take]
-        if self.bandit is not None and self.law.rule is not None:
+        if self._learner is not None and self.law.rule is not None:
             members = self.layers.values()
-            by_layer = [math.hypot(*(norms.get(name, 0.0) for name in names)) for names in members]
-            self.bandit.update(self.kept, by_layer)
+            by_layer = [math.hypot(*(norms[name] for name in names)) for names in members]
+            self._learner.update(self.kept, by_layer)
         self.last, self.applied = self.kept, self.p
         self.step += 1
 
@@ -194,12 +184,11 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next draw depends on but the seed, as plain numbers, lists and strings."""
-        bandit = self._bandit
         return {
             "step": self.step,
             "layers": {layer: list(names) for layer, names in self.layers.items()},
-            "costs": bandit and bandit.costs.tolist(),
-            "bandit": bandit and bandit.state_dict(),
+            "costs": self.bandit and self.bandit.costs.tolist(),
+            "bandit": self.bandit and self.bandit.state_dict(),
             "applied": self.applied.tolist(),
             "averages": {name: list(held) for name, held in self._averages.items()},
         }
@@ -209,9 +198,9 @@ class Sampler:
         size = len(self.layers)
         section: Any = state.get("jointspar")
         checkpoint.check(section, _FORM, "jointspar")
-        mine = {layer: list(names) for layer, names in self.layers.items()}
-        theirs = section["layers"]
-        differing = [layer for layer in {**mine, **theirs} if theirs.get(layer) != mine.get(layer)]
+        theirs = {layer: tuple(names) for layer, names in section["layers"].items()}
+        every = {**self.layers, **theirs}
+        differing = [layer for layer in every if theirs.get(layer) != self.layers.get(layer)]
         if differing:
             raise CheckpointError(
                 "the checkpoint groups parameters into other layers than this run "
@@ -222,7 +211,7 @@ class Sampler:
             applied = check_vector(section["applied"], "applied", size, self.law.p_min, 1.0)
             # Only costs that are measured may be missing yet.
             if section["costs"] is not None or self.law.costs != "time":
-                bandit = self._priced(check_vector(section["costs"], "costs", size))
+                bandit = self.law.bandit(check_vector(section["costs"], "costs", size))
                 bandit.load_state_dict(section["bandit"] or {})
             averages = {
                 name: check_vector(held, f"averages['{name}']", 2, 0.0).tolist()
@@ -232,7 +221,7 @@ class Sampler:
             raise CheckpointError(f"a damaged checkpoint: jointspar: {error}") from error
 
         def restore() -> None:
-            self.step, self.applied, self._bandit = section["step"], applied, bandit
+            self.step, self.applied, self.bandit = section["step"], applied, bandit
             self._averages = averages
             self._key = Key(state["seed"], rank=self._key.rank)
             self.finished = None

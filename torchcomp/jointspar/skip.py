@@ -1,11 +1,10 @@
 """Skipper: a forward pass whose backward pass leaves parameters out, safely under DDP, timed.
 
 Toggling ``requires_grad`` behind DDP's back gives wrong gradients, and rebuilding DDP costs more
-than is saved. Instead the dropped parameters are replaced, while the module runs, by constants that
-share their memory: no kernel then computes their gradients, and where a whole prefix of the network
-is dropped, none computes the gradients of its activations. DDP still waits for the real parameters,
-so one function ties them to the output: its backward pass hands them no gradient, which DDP takes
-for zeros.
+than it saves. Instead constants that share their memory replace the dropped parameters while the
+module runs: no kernel then computes their gradients, nor those of activations where a whole prefix
+of the network is dropped. DDP still waits for the real parameters, so one function ties them to the
+output: its backward pass hands them no gradient, which DDP takes for zeros.
 """
 
 import copy
@@ -25,12 +24,14 @@ from torch.utils import _pytree as pytree
 from torchcomp.ddp.executors import after_backward
 from torchcomp.errors import UnsupportedModelError
 
+Place = tuple[nn.Module, str, nn.Parameter]
+"""A module, the key of one of its parameters, and that parameter."""
+
 
 class Clock:
     """Times backward passes, and, where `detailed`, parameters: a GPU has to wait at each of them.
 
-    The time of a parameter, summed in `by_parameter`, is what passes between its gradient's arrival
-    and the one before it: its own gradient's kernels and those of the activations in between.
+    `by_parameter` sums the seconds from the arrival of the gradient before to that of its own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,21 +51,21 @@ class Clock:
         return float(begin.elapsed_time(end))
 
     def begin(self) -> None:
-        """A backward pass begins."""
+        """Call as a backward pass begins."""
         self._begin = self._last = self._now()
         if self._device.type == "cuda":
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
             self._events[0].record()
 
     def arrived(self, name: str) -> None:
-        """The gradient of a parameter is there."""
+        """Call when the gradient of a parameter is there."""
         if self.detailed:
             now = self._now()
             self.by_parameter[name] += now - self._last
             self._last = now
 
     def end(self) -> None:
-        """All of its kernels are enqueued."""
+        """Call when all of its kernels are enqueued."""
         self._span = self._now() - self._begin
         if self._events:
             self._events[1].record()
@@ -78,8 +79,8 @@ class Clock:
 class Skipper:
     """Installs itself on the module inside DDP; :meth:`close` removes it.
 
-    `begins`, a method, is called in front of a forward pass that records a graph, and may raise to
-    refuse it; `done` when DDP has written the gradients, if the pass reached parameters at all.
+    The method `begins` is called before a forward pass that records a graph, and may raise; `done`
+    when DDP has written the gradients, with whether the pass reached any parameter.
     """
 
     def __init__(
@@ -90,13 +91,18 @@ class Skipper:
         done: Callable[[bool], None],
     ) -> None:
         self._parameters = parameters
-        self._places = _places(module, parameters)
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        self._places: dict[str, list[Place]] = defaultdict(list)  # a shared one is in several
+        for child in module.modules():
+            for key, held in child._parameters.items():
+                if held is not None and id(held) in names:
+                    self._places[names[id(held)]].append((child, key, held))
         self._module = module
         self._begins, self._done = _weakly(begins), _weakly(done)  # their owner holds this
         self.clock = Clock(next(module.parameters()).device)
         self.arrived: set[str] = set()  # whose gradients the last backward pass brought
         self._skipped: list[str] = []
-        self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._replaced: list[Place] = []
         self._outputs: set[int] = set()
         self._in_backward = False
         self._reached = False
@@ -121,11 +127,11 @@ class Skipper:
     def close(self) -> None:
         """Give the module back as it was; harmless when repeated."""
         self._restore()
-        while self._handles:
-            self._handles.pop().remove()
+        for handle in self._handles:
+            handle.remove()
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        """Replace the skipped parameters, if this forward pass records a graph."""
+        # Another module is a copy, which has taken its hooks along.
         if module is not self._module:
             return
         # A backward pass that ended in an error may have left both behind.
@@ -146,7 +152,7 @@ class Skipper:
         return self._tied(output, replaced)
 
     def begin_backward(self, drawn: int) -> None:
-        """Called by the tie, before anything else of the backward pass."""
+        """Called by :class:`_Tie`, before anything else of the backward pass."""
         if drawn != self._set:
             raise UnsupportedModelError(
                 "this backward pass belongs to a forward pass of an earlier step, when other "
@@ -179,27 +185,25 @@ class Skipper:
 
     def _replace(self) -> None:
         for name in self._skipped:
-            parameter = self._parameters[name]
-            constant = nn.Parameter(parameter.detach(), requires_grad=False)
-            for module, key in self._places[name]:
+            constant = nn.Parameter(self._parameters[name].detach(), requires_grad=False)
+            for module, key, parameter in self._places[name]:
                 # torch.func.functional_call has its own weights here, which are not ours to skip.
                 if module._parameters[key] is parameter:
-                    module._parameters[key] = constant
+                    _place(module, key, constant)
                     self._replaced.append((module, key, parameter))
-        _refresh(module for module, _, _ in self._replaced)
 
     def _restore(self) -> None:
-        touched = [module for module, _, _ in self._replaced]
         while self._replaced:
-            module, key, parameter = self._replaced.pop()
-            module._parameters[key] = parameter
-        _refresh(touched)
+            _place(*self._replaced.pop())
 
     def _tied(self, output: Any, replaced: list[nn.Parameter]) -> Any:
         leaves: list[Any] = []
         _map(leaves.append, output)
-        tensors = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-        floating = [i for i, t in tensors.items() if t.is_floating_point() or t.is_complex()]
+        floating = [
+            i
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+        ]
         if not floating:
             raise UnsupportedModelError(
                 f"the forward pass returned no floating-point tensor (but {type(output).__name__}) "
@@ -234,11 +238,7 @@ class _Tie(torch.autograd.Function):
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls a method as long as its object lives.
-
-    A copy of the model, to average its weights for one, takes its hooks along: they must neither
-    skip anything nor keep anything alive.
-    """
+    """Calls a method as long as its object lives: a copy of the model takes its hooks along."""
     held = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> Any:
@@ -249,7 +249,7 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_executed(node: Any) -> bool:
-    """Whether the backward pass that runs now comes to this end of the graph."""
+    """Whether the backward pass that runs now reaches this end of the graph."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
@@ -257,24 +257,11 @@ def _is_executed(node: Any) -> bool:
         return False
 
 
-def _places(
-    module: nn.Module, parameters: dict[str, nn.Parameter]
-) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Where each parameter is found; a shared one in several places."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    places: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in parameters}
-    for child in module.modules():
-        for key, parameter in child._parameters.items():
-            if id(parameter) in names:
-                places[names[id(parameter)]].append((child, key))
-    return places
-
-
-def _refresh(modules: Iterable[nn.Module]) -> None:
-    """Recurrent modules hold their parameters in a list as well."""
-    for module in modules:
-        if isinstance(module, nn.RNNBase):
-            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+def _place(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
+    module._parameters[key] = parameter
+    if isinstance(module, nn.RNNBase):
+        # Recurrent modules hold their parameters in a list as well.
+        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:

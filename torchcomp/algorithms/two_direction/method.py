@@ -8,14 +8,13 @@ A worker's second message of an iteration travels with its first of the next, so
 round trip an iteration: lines (12) to (15) are done then.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from torchcomp.algorithms.method import Gradients, Method
-from torchcomp.algorithms.parameter_server import DENSE, ParameterServer, ServerTraffic
+from torchcomp.algorithms.parameter_server import DENSE, ParameterServer
 from torchcomp.algorithms.two_direction.theory import constants, learning_rates
 from torchcomp.compressors import Compressor
 from torchcomp.keys import Key, tensor_id
@@ -24,9 +23,7 @@ Coin = Callable[[int], bool]
 """From the number of an iteration, from 0, to the side that its coin shows; True is heads."""
 
 VECTORS = ("x", "u", "v", "h", "w", "z", "k", "h_i", "grad_z")
-"""What a run holds, by attribute; the last two are the workers' own, and grad_z may be None."""
-
-_HELD = ("iterations", "evaluations", "rho", "second_is_due", *VECTORS)
+"""A run's vectors, by attribute; the last two are the workers' own, and grad_z may be None."""
 
 
 class TwoDirectionMethod(Method):
@@ -37,7 +34,8 @@ class TwoDirectionMethod(Method):
         up: unbiased compressor of the workers.
         down: contractive compressor of the server.
         coin: replaces the coin that is drawn from the server's seed.
-        state: where an earlier run was, see :meth:`state_dict`; replaces the start at x0.
+        state: of an earlier run, replaces the start at x0: :data:`VECTORS`, iterations,
+            evaluations, rho and second_is_due.
         theory: lbar, mu, and if wanted p, tau, alpha, omega and gamma0, as for
             :func:`~torchcomp.algorithms.two_direction.theory.constants`.
 
@@ -61,7 +59,7 @@ class TwoDirectionMethod(Method):
         down: Compressor,
         *,
         coin: Coin | None = None,
-        state: dict[str, Any] | None = None,
+        state: Mapping[str, Any] | None = None,
         **theory: Any,
     ) -> None:
         super().__init__(gradients, x0, server)
@@ -72,9 +70,9 @@ class TwoDirectionMethod(Method):
         self.second_is_due = False
         self.grad_z: Tensor | None
         if state is not None:
-            self.load_state_dict(state)
+            vars(self).update(state)
             return
-        self.h_i, self.h = self.server.uplink(self.gradients(self.x), DENSE, 0)
+        self.h_i, self.h = self.server.uplink(self.gradients_at(self.x), DENSE, 0)
         self.grad_z = self.h_i
         self.u = self.w = self.z = self.x
         self.v, self.k = self.h, server.down(self.h)
@@ -110,12 +108,12 @@ class TwoDirectionMethod(Method):
         """Lines (12) to (15) of the iteration before `t` if due, and (3) if there is a y."""
         c, h_i, grad_z, messages = self.constants, self.h_i, self.grad_z, []
         if self.second_is_due:
-            grad_z = self.gradients(self.z) if grad_z is None else grad_z
+            grad_z = self.gradients_at(self.z) if grad_z is None else grad_z
             m_z = self.server.encode(grad_z - h_i, self.up, 2 * t - 1)  # (12)
             h_i = h_i + c.beta * m_z.decoded  # (13)
             messages.append(m_z)
         if y is not None:
-            messages.append(self.server.encode(self.gradients(y) - h_i, self.up, 2 * t))  # (3)
+            messages.append(self.server.encode(self.gradients_at(y) - h_i, self.up, 2 * t))  # (3)
         # An error about any message leaves here, before anything has changed.
         means = self.server.up(*messages)
         if self.second_is_due:
@@ -127,14 +125,3 @@ class TwoDirectionMethod(Method):
     def _drawn_coin(self, t: int) -> bool:
         key = Key(self.server.seed, t, tensor_id("coin"))
         return bool(key.shared().random() < self.constants.p)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that a run needs to go on bit for bit, of this rank; tensors and numbers."""
-        held = {name: getattr(self, name) for name in _HELD}
-        return {**held, "traffic": asdict(self.server.traffic)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where an earlier run, with the same arguments, has been."""
-        for name in _HELD:
-            setattr(self, name, state[name])
-        self.server.traffic = ServerTraffic(**state["traffic"])

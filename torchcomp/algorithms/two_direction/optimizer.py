@@ -1,9 +1,4 @@
-"""TwoDirection: 2Direction as a torch optimizer, for convex losses with exact local gradients.
-
-It is for functions such as logistic or ridge regression over all samples of a rank. Elsewhere
-nothing is promised: with mini-batches or dropout the gradients at two points of an iteration do not
-belong to one function any more, and their differences, which is what is sent, do not become small.
-"""
+"""TwoDirection: 2Direction as a torch optimizer, for convex losses with exact local gradients."""
 
 import hashlib
 import math
@@ -37,7 +32,7 @@ _FOREIGN = {
     "world_size": "load it on as many ranks",
 }
 
-# What a checkpoint holds besides what all of them hold.
+# A checkpoint's own section, by attribute of the method.
 _SECTION = {
     "evaluations": checkpoint.count,
     "rho": checkpoint.number,
@@ -47,15 +42,16 @@ _SECTION = {
 
 
 class _UnusableError(Exception):
-    """What is wrong with this rank's closure; its cause is what the closure raised, if anything."""
+    """Says what is wrong with this rank's closure; its cause is what the closure raised, if so."""
 
 
 class TwoDirection(torch.optim.Optimizer):
     """2Direction for convex losses with exact local gradients; one worker a rank.
 
-    All parameters are one flat vector. After a step they hold the method's x; from the first step
-    on it owns them, and what else changes them is undone by the next. All ranks call ``step``
-    together, and none wraps the model in DDP: the optimizer sends what is sent.
+    With mini-batches or dropout nothing is promised: the differences of gradients, which it sends,
+    do not become small. All parameters are one flat vector, which holds the method's x after a
+    step; the next step undoes any other change of them. All ranks call ``step`` together, and none
+    wraps the model in DDP.
 
     Args:
         params: the model's parameters, equal on all ranks; one floating-point dtype, one device.
@@ -66,8 +62,8 @@ class TwoDirection(torch.optim.Optimizer):
         gamma0: Gamma at the start.
         group: the process group; None is the default group.
         seed: the run's seed, the same on all ranks.
-        samples: number of this rank's samples. If it is given, ranks compare it: the mean of
-            losses over unequal shards is not the loss over all samples.
+        samples: number of this rank's samples, compared between ranks if given: the mean of losses
+            over unequal shards is not the loss over all samples.
         check_deterministic: evaluate the first gradient twice, and require equal bits.
 
     Raises:
@@ -131,17 +127,15 @@ class TwoDirection(torch.optim.Optimizer):
         """One iteration; what the closure returned last: this rank's loss at y, and not at x.
 
         Args:
-            closure: as for :class:`torch.optim.LBFGS`, over all of this rank's samples. It is
-                called once, or twice where z has moved in the iteration before, which happens with
-                probability p.
+            closure: as for :class:`torch.optim.LBFGS`, over all of this rank's samples; called
+                twice if z moved in the iteration before, which happens with probability p.
 
         Raises:
-            NonFiniteError: on all ranks, naming those whose closure returned no finite loss,
-                left no finite gradient, raised, or was found not to be deterministic. The
-                parameters and the method are as before the step.
+            NonFiniteError: on all ranks, naming those whose closure returned no finite loss, left
+                no finite gradient, raised, or was not deterministic. The step left no trace then.
             RankMismatchError: on all ranks, at the first step, if their parameters differ.
         """
-        x = torch.cat([p.detach().reshape(-1) for p in self._params])
+        x = _flat(self._params)
         self._closure, self._fault = closure, None
         if not self._verified:
             content = x.cpu().view(torch.uint8).numpy().tobytes()
@@ -152,7 +146,7 @@ class TwoDirection(torch.optim.Optimizer):
         try:
             self._method = method = self._method or self._build(x)
             method.step()
-            x = method.solution
+            x = method.x
         except NonFiniteError as error:
             raise error from (self._fault and self._fault.__cause__)
         finally:
@@ -161,21 +155,21 @@ class TwoDirection(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: each rank saves and loads its own."""
-        held = self._method.state_dict() if self._method else {}
-        step, names = held.get("iterations", 0), list(self._named)
-        vectors = {name: held[name].view(-1) for name in VECTORS if held.get(name) is not None}
+        traffic, names = self.traffic, list(self._named)
+        held = {**vars(self._method), "traffic": asdict(traffic)} if self._method else {}
+        step = held.get("iterations", 0)
         dense = step * sum(p.nbytes for p in self._params)
-        up, down = self.traffic.up_bytes, self.traffic.down_bytes
+        slots = {
+            name: {**_kind(name), "tensors": dict(zip(names, self._parts(vector), strict=True))}
+            for name in VECTORS
+            if (vector := held.get(name)) is not None
+        }
         return {
             **checkpoint.header(self._spec, self._server.exchange),
             **{"step": step, "seed": self._server.seed, "scale": 1.0, "flushing": False},
-            **{"groups": [names], "buckets": [names]},
+            **{"groups": [names], "buckets": [names], "slots": slots},
             "parameters": checkpoint.layout_of(self._named),
-            "traffic": {"sent": up, "received": down, "dense": dense},
-            "slots": {
-                name: {**_kind(name), "tensors": dict(zip(names, self._parts(v), strict=True))}
-                for name, v in vectors.items()
-            },
+            "traffic": {"sent": traffic.up_bytes, "received": traffic.down_bytes, "dense": dense},
             "two_direction": {name: held[name] for name in _SECTION} if held else None,
         }
 
@@ -187,14 +181,16 @@ class TwoDirection(torch.optim.Optimizer):
                 model or another number of ranks, or is damaged; nothing has changed then.
         """
         self._check(state_dict)
+        section = state_dict["two_direction"]
         self._method, self._verified = None, False
-        self._server.traffic = ServerTraffic()
-        if state_dict["two_direction"] is None:
+        self._server.traffic = ServerTraffic(**(section["traffic"] if section else {}))
+        if section is None:
             return
-        held = {**state_dict["two_direction"], "iterations": state_dict["step"], "grad_z": None}
+        held = {name: section[name] for name in _SECTION.keys() - {"traffic"}}
+        held |= {"iterations": state_dict["step"], "grad_z": None}
         for name, slot in state_dict["slots"].items():
-            parts = [slot["tensors"][each].reshape(-1) for each in self._named]
-            vector = torch.cat(parts).to(self._params[0].device)
+            vector = _flat(slot["tensors"][each] for each in self._named)
+            vector = vector.to(self._params[0].device)
             held[name] = vector[None] if name in ("h_i", "grad_z") else vector
         self._method = self._build(held["x"], held)
         self._write(held["x"])
@@ -211,9 +207,10 @@ class TwoDirection(torch.optim.Optimizer):
         forms = {name: checkpoint.tensor(tuple(p.shape), p.dtype) for name, p in named}
         slot = checkpoint.record(tensors=checkpoint.record(**forms))
         checkpoint.check(slots, checkpoint.dict_of(slot, kept), "slots")
-        problems = {f"seed {state['seed']}": state["seed"] != self._server.seed}
-        for name, each in slots.items():
-            problems[f"the kind of slot '{name}'"] = each | _kind(name) != each
+        problems = {
+            f"the kind of slot '{name}'": each | _kind(name) != each for name, each in slots.items()
+        }
+        problems[f"seed {state['seed']}"] = state["seed"] != self._server.seed
         if saved:
             rho, trips = saved["rho"], saved["traffic"]["round_trips"]
             problems[f"rho {rho}"] = not 0 <= rho <= 1 / self._options["gamma0"]
@@ -231,21 +228,20 @@ class TwoDirection(torch.optim.Optimizer):
     def _gradients(self, point: Tensor) -> Tensor:
         try:
             if self._fault is None:
-                return self._evaluated(point)[None]
+                gradient = self._evaluate(point)
+                if self._check_deterministic:
+                    again = self._evaluate(point)
+                    if not torch.equal(gradient, again):
+                        raise _UnusableError(
+                            "its closure is not deterministic: two gradients at one point differ "
+                            f"by {(gradient - again).abs().max():g}"
+                        )
+                    self._check_deterministic = False
+                return gradient[None]
         except _UnusableError as error:
             self._fault = error
         # The other ranks wait for a message: from it they learn of the fault.
         return torch.full_like(point, torch.nan)[None]
-
-    def _evaluated(self, point: Tensor) -> Tensor:
-        gradient = self._evaluate(point)
-        if self._check_deterministic:
-            again = self._evaluate(point)
-            if not torch.equal(gradient, again):
-                apart = f"two gradients at one point differ by {(gradient - again).abs().max():g}"
-                raise _UnusableError(f"its closure is not deterministic: {apart}")
-            self._check_deterministic = False
-        return gradient
 
     def _evaluate(self, point: Tensor) -> Tensor:
         """The closure's gradient at `point`."""
@@ -262,8 +258,7 @@ class TwoDirection(torch.optim.Optimizer):
         if problem:
             raise _UnusableError(f"its closure {problem}")
         # A parameter that the loss does not touch has no gradient, which means zero.
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._params]
-        return torch.cat([grad.reshape(-1) for grad in grads])
+        return _flat(torch.zeros_like(p) if p.grad is None else p.grad for p in self._params)
 
     def _wrong_with(self, loss: Tensor | float | None) -> str:
         if loss is None:
@@ -285,8 +280,8 @@ class TwoDirection(torch.optim.Optimizer):
             p.copy_(part)
 
     def _parts(self, x: Tensor) -> list[Tensor]:
-        """A vector as one tensor for each parameter, of its shape."""
-        parts = x.split_with_sizes([p.numel() for p in self._params])
+        """A vector, or a row, as one tensor for each parameter, of its shape."""
+        parts = x.view(-1).split_with_sizes([p.numel() for p in self._params])
         return [part.view(p.shape) for p, part in zip(self._params, parts, strict=True)]
 
     def _checked(
@@ -312,6 +307,10 @@ class TwoDirection(torch.optim.Optimizer):
         constants(d, **built)
         facts = {"coordinates": d, "dtype": self._params[0].dtype, "samples": samples}
         return built, {**facts, **built, "seed": seed}
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 def _compressor(spec: Compressor | str, role: str) -> Compressor:

@@ -39,8 +39,7 @@ class Probabilities:
 def probabilities(omega: float) -> Probabilities:
     """P and tau where neither Lmax/L nor the price of the way down is known: 1/(omega + 1).
 
-    Raises:
-        SpecError: if omega is negative or not finite.
+    SpecError if omega is negative or not finite.
     """
     check_symbols(omega=omega)
     p = 1 / (omega + 1)
@@ -50,13 +49,10 @@ def probabilities(omega: float) -> Probabilities:
 def priced_probabilities(
     omega: float, *, d: int, k_up: int, k_down: int, r: float
 ) -> Probabilities:
-    """P and tau where the price of the way down is known.
+    """P and tau where the price of the way down is known; SpecError if a number is out of range.
 
     A message up has `k_up` coordinates, one down `k_down`. In the cost of communication the way
     down has the weight r, in [0, 1], and the way up 1 - r.
-
-    Raises:
-        SpecError: if a number is out of its range.
     """
     check_symbols(omega=omega, d=d)
     check_count("k_up", k_up, most=d)
@@ -78,11 +74,7 @@ def lbar(
     tau: float,
     constant: float = CONSTANT,
 ) -> float:
-    """Lbar, the inverse of the step size; `constant` is C, the theory's is :data:`CONSTANT`.
-
-    Raises:
-        SpecError: if a parameter is out of its range.
-    """
+    """Lbar, the inverse of the step size; `constant` is C. SpecError if one is out of its range."""
     check_symbols(smoothness=smoothness, lmax=lmax, constant=constant, alpha=alpha, p=p, tau=tau)
     check_symbols(omega=omega, n=n)
     beta = 1 / (omega + 1)
@@ -99,7 +91,7 @@ def lbar(
 
 @dataclass(frozen=True)
 class Constants:
-    """What the learning rates depend on: symbols of the theory, and Gamma at the start."""
+    """What the learning rates depend on; gamma0 is Gamma at the start."""
 
     lbar: float
     mu: float
@@ -110,10 +102,8 @@ class Constants:
     gamma0: float = 1.0
 
     def __post_init__(self) -> None:
-        check_symbols(lbar=self.lbar)
+        check_symbols(**{name: value for name, value in vars(self).items() if name != "mu"})
         check_convexity(self.mu, self.lbar, "lbar")
-        rest = dict(p=self.p, tau=self.tau, alpha=self.alpha, beta=self.beta, gamma0=self.gamma0)
-        check_symbols(**rest)
         if not 1e-100 <= float(self.gamma0) <= 1e100:
             raise SpecError(
                 "gamma0 must lie from 1e-100 to 1e100, because the learning rates square it; not "
@@ -142,11 +132,9 @@ def constants(
 ) -> Constants:
     """The constants of a run with d coordinates, an unbiased `up` and a contractive `down`.
 
-    By default p and tau are 1/(omega + 1), and alpha and omega what the compressors declare;
-    others are taken if they promise less. Learning rates start from Gamma = `gamma0`.
-
-    Raises:
-        SpecError: if a parameter is out of its range, or a compressor of the wrong kind.
+    By default p and tau are 1/(omega + 1), and alpha and omega what the compressors declare; others
+    are taken if they promise less. SpecError if one is out of range, or a compressor of the wrong
+    kind.
     """
     known_omega = require("unbiased", up, d, "up")
     known_alpha = require("contractive", down, d, "down")
