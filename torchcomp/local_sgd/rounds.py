@@ -407,7 +407,7 @@ class LocalSteps:
         section: Any = state.get("local_sgd") if isinstance(state, Mapping) else None
         checkpoint.check(section, _SECTION, "local_sgd")
         self._check(section)
-        prepared = self._averager.prepare(state, _OTHER_RANKS)
+        restore = self._averager.prepare(state, _OTHER_RANKS)
         groups = [tuple(group) for group in state["groups"]]
         fragments = []
         for fragment, saved in zip(self._fragments, section["fragments"], strict=True):
@@ -421,7 +421,7 @@ class LocalSteps:
                 "a damaged checkpoint: local_sgd.fragments must hold every parameter once, and "
                 "whole groups"
             )
-        self._averager.restore(prepared)
+        restore()
         self._fragments[:] = fragments  # which the clock shares
         self.clock.step, self.clock.syncs = section["step"], section["syncs"]
         self._expected_weights = section["weights"]
