@@ -217,7 +217,7 @@ class Exchange(ABC):
         make: Callable[[], tuple[Built, dict[str, Any]]],
         advice: str = "",
     ) -> Built:
-        """Build something on every rank alike, or raise on every rank.
+        """Build something on every rank alike, or raise on every rank; of both levels of a split.
 
         Args:
             what: what is being built, for the error.
@@ -235,8 +235,12 @@ class Exchange(ABC):
             built, facts = make()
         except Exception as error:
             problem = error
-        told = "none" if problem is None else str(problem).partition("\n")[0]
-        self.verify(what, {**given, "problem": told, **facts}, advice)
+        for level in reversed(self._levels):
+            told = "none" if problem is None else str(problem).partition("\n")[0]
+            try:
+                level.verify(what, {**given, "problem": told, **facts}, advice)
+            except RankMismatchError as mismatch:  # which the other level has to learn, too
+                problem, facts = mismatch, {}
         if problem is not None:
             raise problem
         return built

@@ -16,9 +16,9 @@ from torchcomp.component import Component
 from torchcomp.ddp.checks import OWNER, check_is_ddp
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.local_sgd.averages import OverlappedAverages
-from torchcomp.local_sgd.options import Levels, ProcessGroup, Specs, check_arguments
+from torchcomp.local_sgd.options import ProcessGroup, Specs, check_arguments, ranks_of
 from torchcomp.local_sgd.overflow import backward_until_finite
-from torchcomp.local_sgd.rounds import Clock, LocalSteps
+from torchcomp.local_sgd.rounds import LocalSteps
 from torchcomp.outer_steps import OuterStep
 from torchcomp.schedules import Schedule
 from torchcomp.stats import Stats
@@ -135,27 +135,25 @@ class LocalSGD:
         }
         given: Any = optimizer
         optimizers = list(given) if isinstance(given, list | tuple) else [given]
-        levels = Levels.of(model, process_group)
-        two_levels = levels.inside is not None
-        method = levels.build(
+        exchange, two_levels = ranks_of(model, process_group), process_group is not None
+        method = exchange.build(
             _OWNER,
             {**options, "process_group": "one of its own" if two_levels else "none"},
             lambda: check_arguments(model, optimizers, scaler, two_levels, options),
         )
         # The optimizer's hooks own this object. It holds model and optimizer weakly: a cycle would
         # keep the process group, and gloo's threads, alive until after the interpreter has ended.
-        self._steps = LocalSteps(model, optimizers, method, levels, scaler)
+        self._steps = LocalSteps(model, optimizers, method, exchange, scaler)
         self._scaler = scaler
         # Of each optimizer, how deep it is in its own step; and whether the scaler makes it step,
-        # the step only creates its state, or a closure is evaluated.
+        # the hooks count the step, or a closure is evaluated.
         self._depths = [0] * len(optimizers)
-        self._scaling = self._creating = self._evaluating = False
-        self._closed = False
+        self._scaling = self._counts = self._evaluating = False
         with ExitStack() as undo:
             for each in self._changes(model):
                 undo.callback(each)
             self._undo = undo.pop_all()
-        self._finalizer = weakref.finalize(self, Clock.warn_inside_round, self._steps.clock)
+        self._finalizer = weakref.finalize(self, self._steps.warn_inside_round)
 
     def __repr__(self) -> str:
         return f"<LocalSGD '{self._steps.method.spec}': {self.stats}>"
@@ -172,14 +170,13 @@ class LocalSGD:
         Between rounds all ranks hold the same parameters: the time to evaluate or to save. Of
         several rounds in progress, it is the first to end.
         """
-        return self._steps.clock.next_sync
+        return self._steps.next_sync
 
     @property
     def stats(self) -> Stats:
         """Counters of this rank: bytes of the last synchronisation and in all."""
         self.wait()
-        clock, counters = self._steps.clock, self._steps.averages.averager.stats
-        return replace(counters, steps=clock.step, syncs=clock.syncs)
+        return replace(self._steps.averages.averager.stats, steps=self._steps.step)
 
     def residual_norms(self, slot: str = "error") -> dict[str, float]:
         """Euclidean norm of this rank's residual, or of another slot, by parameter.
@@ -223,7 +220,7 @@ class LocalSGD:
                 "sync.backward works with the scaler of the loop: torchcomp.LocalSGD(..., "
                 "scaler=scaler)"
             )
-        if self._steps.levels.inside is not None:
+        if self._steps.method.two_levels:
             raise UnsupportedModelError(
                 "sync.backward computes again on one rank alone, and with process_group the ranks "
                 "of a node reduce their gradients together: there an overflow reaches all of them, "
@@ -268,7 +265,6 @@ class LocalSGD:
         """
         self.wait()
         self._finalizer()
-        self._closed = True
         self._undo.close()
 
     def __enter__(self) -> "LocalSGD":
@@ -282,7 +278,7 @@ class LocalSGD:
     def _changes(self, model: DistributedDataParallel) -> Iterator[Undo]:
         """Make the changes to the user's objects, one by one; gives what undoes each."""
         steps = self._steps
-        local = steps.levels.inside is None
+        local = not steps.method.two_levels
         claim(model)
         yield override(model, OWNER, f"{_OWNER}('{steps.method.spec}')")
         yield model.register_forward_pre_hook(self._before_forward(model, local)).remove
@@ -313,7 +309,7 @@ class LocalSGD:
                 # Some scripts set it themselves, to accumulate gradients without no_sync().
                 module.require_backward_grad_sync = False
             if module.training and torch.is_grad_enabled():
-                sync._steps.clock.forward = True
+                sync._steps.forward = True
             if not sync._evaluating:
                 # No optimizer steps now: one whose step has raised is not at it any more.
                 sync._depths = [0] * len(sync._depths)
@@ -328,8 +324,9 @@ class LocalSGD:
             # torch runs the hooks again for a parent's step that a subclass calls.
             self._depths[index] += 1
             return None
-        self._creating = kwargs.get("closure", ...) is None and creates_state(optimizer)
-        if not self._scaling and not self._creating:
+        creating = kwargs.get("closure", ...) is None and creates_state(optimizer)
+        self._counts = not self._scaling and not creating
+        if self._counts:
             self._steps.begin(index)
         self._depths[index] = 1
         if len(args) == 1 and not kwargs:
@@ -360,7 +357,7 @@ class LocalSGD:
         self._depths[index] -= 1
         if self._depths[index] <= 0:
             self._depths[index] = 0
-            if not self._scaling and not self._creating:
+            if self._counts:
                 self._steps.end(index)
 
 
@@ -413,7 +410,7 @@ def wrap_scaler(scaler: torch.amp.GradScaler, sync: LocalSGD) -> Undo:
 
     def counted(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         sync = owner()
-        if sync is None or sync._closed or optimizer not in sync._steps.optimizers:
+        if sync is None or not sync._finalizer.alive or optimizer not in sync._steps.optimizers:
             return step(optimizer, *args, **kwargs)
         index = sync._steps.optimizers.index(optimizer)
         sync._steps.begin(index)
