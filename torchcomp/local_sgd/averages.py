@@ -103,11 +103,10 @@ class PseudoGradients(Averages):
     2. x <- x + m, or the outer step from x along m, rounded to the dtype of the parameters
     3. y <- x
 
-    m is the same on all ranks bit for bit, and so is x, whatever happened to y. Nothing is lost:
-    the sum of all m plus the mean residual (plus the server residual) is the sum of all mean
-    pseudo-gradients, up to the rounding of float32, or of float64 where parameters have it. It is
-    not where an all-reduce adds in a narrower dtype, as in ``ef(cast("bf16"))``: no residual sees
-    what such a sum rounds away, up to 1e-3 of the pseudo-gradients.
+    m and x are the same on all ranks bit for bit. Nothing is lost: the sum of all m plus the mean
+    residual (plus the server residual) is the sum of all mean pseudo-gradients, up to rounding in
+    float32 or wider. An all-reduce in a narrower dtype, as in ``ef(cast("bf16"))``, is an
+    exception: no residual sees what it rounds away, up to 1e-3 of the pseudo-gradients.
     """
 
     def start(self, groups: Iterable[Group]) -> None:
@@ -149,13 +148,9 @@ class PseudoGradients(Averages):
 class OverlappedAverages(Averages):
     """The same means, made by async all-reduces that overlap with what follows the optimizer step.
 
-    What follows: all that reads no parameter, such as loading the next batch, and the forward pass
-    of the layers in front of those whose mean is not there yet. It is exact, because every layer
-    waits for its own parameters before it computes.
-
-    Attributes:
-        async_exchange: the ranks once more, for collectives beside those of the user and DDP.
-        close: ends the executor.
+    Every layer waits for its own parameters before it computes; the layers in front of it, and
+    whatever reads no parameter, go on. `async_exchange` is for collectives beside those of the user
+    and DDP, and `close` ends the executor.
     """
 
     def __init__(

@@ -2,7 +2,6 @@
 
 import logging
 import weakref
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
@@ -49,9 +48,7 @@ _OTHER_RANKS = {
 class Fragment:
     """Parameters that are averaged together, and their round in progress, or the last one.
 
-    Mostly there is one, of all parameters. There are several where each optimizer has its own
-    schedule, and in streaming (``fragments=P``), where they take turns so that less is sent at a
-    time.
+    Mostly all parameters; several if optimizers have their own schedules, or with ``fragments=P``.
     """
 
     groups: tuple[Group, ...]  # names of what is averaged in one bucket
@@ -128,14 +125,12 @@ def piece_bounds(fair: Sequence[int], pieces: int) -> list[int]:
 class LocalSteps:
     """Local steps of one model, without the hooks that drive them.
 
-    Ranks may well do different things for one step (accumulate another number of micro-batches,
-    look at an output), but a step without any forward pass in training is one that was lost.
-
     Model and optimizers are held weakly, because the optimizers' hooks own what owns this.
 
     Attributes:
         step: steps of this rank, skipped ones included.
-        forward: whether a forward pass in training has begun since the last step.
+        forward: whether a forward pass in training has begun since the last step. Ranks may take
+            another number of them for a step, but a step without any has lost its batch.
     """
 
     def __init__(
@@ -262,7 +257,7 @@ class LocalSteps:
         must_be_equal = two_levels or not self.method.plain
         digest = None
         if self._expected_weights is not None or must_be_equal:
-            digest = digest_of(self._averager.parameters)
+            digest = checkpoint.digest_of(self._averager.parameters)
         if self._expected_weights not in (None, digest):
             raise CheckpointError(
                 "parameters that are not those of the checkpoint: every rank loads its own weights "
@@ -361,7 +356,7 @@ class LocalSteps:
         self._known |= set(map(id, new.values()))
         self._averager.add(new, groups)
         self.averages.start(groups)
-        digest = 0 if self.method.plain else digest_of(new)
+        digest = 0 if self.method.plain else checkpoint.digest_of(new)
         self._added.append(f"{', '.join(new)} (checksum {digest})")
 
     # Checkpoints.
@@ -377,7 +372,7 @@ class LocalSteps:
                 "step": self.step,
                 "syncs": self._averager.step,
                 "saved_by": [between.rank, between.world_size],
-                "weights": digest_of(self._averager.parameters),
+                "weights": checkpoint.digest_of(self._averager.parameters),
                 "fragments": [
                     {"names": each.names, **{key: getattr(each, key) for key in _ROUND}}
                     for each in self._fragments
@@ -473,12 +468,3 @@ _SECTION = checkpoint.record(
         checkpoint.record(names=checkpoint.list_of(checkpoint.text), **_ROUND)
     ),
 )
-
-
-def digest_of(tensors: Mapping[str, Tensor]) -> int:
-    """A checksum of all values, to recognise them."""
-    checksum = 0
-    for tensor in tensors.values():
-        flat = tensor.detach().cpu().contiguous().view(-1)
-        checksum = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), checksum)
-    return checksum

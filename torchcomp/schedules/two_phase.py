@@ -13,8 +13,8 @@ class TwoPhase(Schedule):
     """A schedule that averages after every step up to step `switch`.
 
     Attributes:
-        switch: the step, counted from 1, at which the last round of one step ends; at least the
-            end of warm-up, which belongs to the first phase, and before the end of the run.
+        switch: the step, counted from 1, at which the last round of one step ends; from the end of
+            warm-up to before the end of the run.
     """
 
     switch: int
@@ -26,8 +26,8 @@ class TwoPhase(Schedule):
         if not horizon.warmup_steps <= self.switch < horizon.total_steps:
             raise SpecError(
                 f"{self.name}: switch={self.switch} must lie from the end of warm-up "
-                f"({horizon.warmup_steps}) to before the end of the run ({horizon.total_steps}), "
-                "because warm-up belongs to the first phase and the second has to begin",
+                f"({horizon.warmup_steps}), which belongs to the first phase, to before the end of "
+                f"the run ({horizon.total_steps})",
                 "switch",
             )
 
