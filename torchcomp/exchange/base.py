@@ -175,8 +175,8 @@ class Exchange(ABC):
     def split(inside: "Exchange", between: "Exchange") -> "tuple[Exchange, Exchange]":
         """Make two exchanges the levels of one: they share counters and findings.
 
-        Every rank of one `inside` group is in another `between` group. A :meth:`conclude` of either
-        then asks all ranks of both.
+        Every rank of one `inside` group is in another `between` group. A :meth:`conclude` or a
+        :meth:`build` of either then asks all ranks of both.
         """
         inside._levels = between._levels = (between, inside)
         return inside, between
@@ -217,7 +217,7 @@ class Exchange(ABC):
         make: Callable[[], tuple[Built, dict[str, Any]]],
         advice: str = "",
     ) -> Built:
-        """Build something on every rank alike, or raise on every rank; of both levels of a split.
+        """Build something on every rank alike, or raise on every rank.
 
         Args:
             what: what is being built, for the error.

@@ -144,7 +144,6 @@ class LocalSGD:
         # The optimizer's hooks own this object. It holds model and optimizer weakly: a cycle would
         # keep the process group, and gloo's threads, alive until after the interpreter has ended.
         self._steps = LocalSteps(model, optimizers, method, exchange, scaler)
-        self._scaler = scaler
         # Of each optimizer, how deep it is in its own step; and whether the scaler makes it step,
         # the hooks count the step, or a closure is evaluated.
         self._depths = [0] * len(optimizers)
@@ -211,7 +210,7 @@ class LocalSGD:
             UnsupportedModelError: with ``process_group``.
             NonFiniteError: if the gradients are not finite at any of these scales.
         """
-        if self._scaler is None:
+        if self._steps.scaler is None:
             raise SpecError(
                 "sync.backward works with the scaler of the loop: torchcomp.LocalSGD(..., "
                 "scaler=scaler)"
@@ -222,7 +221,7 @@ class LocalSGD:
                 "of a node reduce their gradients together: there an overflow reaches all of them, "
                 "so scaler.step(optimizer) skips on all or on none"
             )
-        return backward_until_finite(self._scaler, self._steps.optimizers, compute, tries)
+        return backward_until_finite(self._steps.scaler, self._steps.optimizers, compute, tries)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's clock, residual and outer momentum: plain tensors, numbers and strings.
@@ -285,8 +284,8 @@ class LocalSGD:
         if isinstance(steps.averages, OverlappedAverages):
             yield steps.averages.close
             yield from wait_in_forward(model.module, steps.averages)
-        if self._scaler is not None:
-            yield wrap_scaler(self._scaler, self)
+        if steps.scaler is not None:
+            yield wrap_scaler(steps.scaler, self)
 
     def _before_forward(self, model: DistributedDataParallel, local: bool) -> Any:
         # A function and not a method, which knows its model: a copy of the model (an average of

@@ -64,42 +64,38 @@ class LocalMethod:
 
 
 def ranks_of(model: DistributedDataParallel, group: ProcessGroup | None) -> ProcessGroupExchange:
-    """The ranks that average with each other; with a `group`, the upper level of a split.
-
-    A `group` that does not take one rank of each node is a SpecError.
-    """
+    """The ranks that average with each other; with a `group`, the upper level of a split."""
     # Not of a parameter that will be refused, on all ranks, for having no values.
     devices = (p.device for p in model.module.parameters() if not p.is_meta)
     device = next(devices, torch.device("cpu"))
     node = ProcessGroupExchange(model.process_group, device)
     if group is None:
         return node
-    between = node.build(
-        "torchcomp.LocalSGD",
-        {"process_group": "one of its own"},
-        lambda: (ProcessGroupExchange(_across(group, model.process_group), device), {}),
-    )
+
+    def across() -> tuple[ProcessGroupExchange, dict[str, Any]]:
+        chosen: object = group
+        if isinstance(group, DeviceMesh) and group.ndim == 1:
+            chosen = group.get_group()
+        if not isinstance(chosen, dist.ProcessGroup):
+            raise SpecError(
+                "process_group must be a torch.distributed.ProcessGroup or a DeviceMesh of one "
+                f"dimension that holds this rank, not {type(chosen).__name__}"
+            )
+        mine = dist.get_process_group_ranks(model.process_group)
+        others = dist.get_process_group_ranks(chosen)
+        shared = sorted(set(mine) & set(others))
+        if shared != [dist.get_rank()]:
+            raise SpecError(
+                "process_group averages between groups of ranks that DDP keeps together, so it "
+                f"takes one rank of each; DDP's group of this rank is {mine}, and process_group "
+                f"{others} shares {shared} with it. For local steps of every rank, leave "
+                "process_group out"
+            )
+        return ProcessGroupExchange(chosen, device), {}
+
+    between = node.build("torchcomp.LocalSGD", {"process_group": "one of its own"}, across)
     Exchange.split(inside=node, between=between)
     return between
-
-
-def _across(group: object, node: dist.ProcessGroup) -> dist.ProcessGroup:
-    if isinstance(group, DeviceMesh) and group.ndim == 1:
-        group = group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
-        raise SpecError(
-            "process_group must be a torch.distributed.ProcessGroup or a DeviceMesh of one "
-            f"dimension that holds this rank, not {type(group).__name__}"
-        )
-    mine, across = dist.get_process_group_ranks(node), dist.get_process_group_ranks(group)
-    shared = sorted(set(mine) & set(across))
-    if shared != [dist.get_rank()]:
-        raise SpecError(
-            "process_group averages between groups of ranks that DDP keeps together, so it takes "
-            f"one rank of each; DDP's group of this rank is {mine}, and process_group {across} "
-            f"shares {shared} with it. For local steps of every rank, leave process_group out"
-        )
-    return group
 
 
 def check_arguments(
@@ -109,10 +105,7 @@ def check_arguments(
     two_levels: bool,
     options: dict[str, Any],
 ) -> tuple[LocalMethod, dict[str, Any]]:
-    """What this rank's arguments mean, and the facts that all ranks must share.
-
-    What cannot be used is a SpecError, or an UnsupportedModelError if it is the model.
-    """
+    """What this rank's arguments mean, and the facts that all ranks must share."""
     if not two_levels:
         check_no_hook(model)
     check_model(model)

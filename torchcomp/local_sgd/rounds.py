@@ -46,10 +46,7 @@ _OTHER_RANKS = {
 
 @dataclass
 class Fragment:
-    """Parameters that are averaged together, and their round in progress, or the last one.
-
-    Mostly all parameters; several if optimizers have their own schedules, or with ``fragments=P``.
-    """
+    """Parameters that are averaged together, and their round in progress, or the last one."""
 
     groups: tuple[Group, ...]  # names of what is averaged in one bucket
     schedule: Schedule
@@ -143,8 +140,7 @@ class LocalSteps:
     ) -> None:
         self._model = weakref.ref(model)
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
-        self.method = method
-        self._scaler = scaler
+        self.method, self.scaler = method, scaler
         self.step = 0
         self.forward = False
         self._missing = 0  # steps without a forward pass before them
@@ -218,8 +214,8 @@ class LocalSteps:
         if self._verified:
             self._begin_rounds()
         else:
-            exchange = self._averager.exchange
-            exchange.build("the first local step", {}, self._first_step, _FIRST_STEP)
+            between = self._averager.exchange
+            between.build("the first local step", {}, self._first_step, _FIRST_STEP)
             self.averages.start(self._averager.groups)
             self._expected_weights = None
             self._verified = True
@@ -250,7 +246,7 @@ class LocalSteps:
 
     def _first_step(self) -> tuple[None, dict[str, Any]]:
         """Check the step that follows the start or a checkpoint, and what ranks must share."""
-        check_no_other_scaler(self.optimizers, self._scaler)
+        check_no_other_scaler(self.optimizers, self.scaler)
         model, two_levels = self._model(), self.method.two_levels
         if model is not None and not two_levels:
             check_no_hook(model)
@@ -391,8 +387,7 @@ class LocalSteps:
         fragments = []
         for fragment, saved in zip(self._fragments, section["fragments"], strict=True):
             own = tuple(group for group in groups if group[0] in saved["names"])
-            restored = {key: saved[key] for key in _ROUND}
-            fragments.append(replace(fragment, groups=own, **restored))
+            fragments.append(replace(fragment, groups=own, **{key: saved[key] for key in _ROUND}))
         names = [sorted(fragment.names) for fragment in fragments]
         once = sorted(chain.from_iterable(names)) == sorted(self._averager.parameters)
         if not once or names != [sorted(saved["names"]) for saved in section["fragments"]]:
@@ -401,10 +396,8 @@ class LocalSteps:
                 "whole groups"
             )
         self._averager.restore(prepared)
-        self._fragments = fragments
-        self.step = section["step"]
-        self._expected_weights = section["weights"]
-        self._verified = False
+        self._fragments, self.step = fragments, section["step"]
+        self._expected_weights, self._verified = section["weights"], False
 
     def _require_whole_step(self, call: str) -> None:
         if self._stepped:

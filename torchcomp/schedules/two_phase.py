@@ -17,6 +17,8 @@ class TwoPhase(Schedule):
             warm-up to before the end of the run.
     """
 
+    positional: ClassVar[int] = 0
+
     switch: int
 
     def __post_init__(self) -> None:
@@ -45,7 +47,6 @@ class PostLocal(TwoPhase):
     """
 
     name: ClassVar[str] = "post_local"
-    positional: ClassVar[int] = 0
     example: ClassVar[str] = "post_local(switch=30000, h=8)"
 
     h: int
@@ -67,7 +68,6 @@ class Swap(TwoPhase):
     """
 
     name: ClassVar[str] = "swap"
-    positional: ClassVar[int] = 0
     example: ClassVar[str] = "swap(switch=30000)"
 
     def period(self, step: int, lr: float, horizon: Horizon) -> int:
