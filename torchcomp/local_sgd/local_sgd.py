@@ -96,8 +96,8 @@ class LocalSGD:
         seed: seed of the random choices of ``compress``, a whole number of at least 0.
 
     Raises:
-        SpecError: on all ranks, if an option cannot be used; from the first step, if a scaler takes
-            it that was not handed over.
+        SpecError: on all ranks, if an option cannot be used, or the first step's scaler was not
+            handed over.
         UnsupportedModelError: as for :func:`torchcomp.register`; also from ``optimizer.step()``
             with ``process_group``, if it trains a parameter that DDP does not know.
         RankMismatchError: if the ranks give different arguments; at the first step, if their
@@ -105,9 +105,9 @@ class LocalSGD:
             parameters; at a synchronisation, if they have lost step with each other.
         ScheduleError: from ``optimizer.step()``, beyond ``total_steps`` or at a learning rate that
             the schedule cannot use.
-        NonFiniteError: on all ranks, at a synchronisation, if a rank's parameters are not finite.
-        WireError: on all ranks, at a synchronisation, if a message was not intact. After either,
-            no parameter has been averaged, and the residual is what it was.
+        NonFiniteError, WireError: on all ranks, at a synchronisation, if a rank's parameters are
+            not finite, or a message was not intact. No parameter has been averaged then, and the
+            residual is what it was.
     """
 
     def __init__(

@@ -32,7 +32,6 @@ from torchcomp.traffic import sum_bytes
 _log = logging.getLogger(__package__)
 
 _SAME_LR = "The learning rate is the same function of the step on all ranks."
-_FIRST_STEP = f"{checkpoint.ONE_STEP} {_SAME_LR}"
 _LOST_STEP = (
     "Every rank calls optimizer.step() once for each step; one that skips it, or takes it twice, "
     "works on other batches than the others from then on, and runs out of them at another time. If "
@@ -214,8 +213,8 @@ class LocalSteps:
         if self._verified:
             self._begin_rounds()
         else:
-            between = self._averager.exchange
-            between.build("the first local step", {}, self._first_step, _FIRST_STEP)
+            between, advice = self._averager.exchange, f"{checkpoint.ONE_STEP} {_SAME_LR}"
+            between.build("the first local step", {}, self._first_step, advice)
             self.averages.start(self._averager.groups)
             self._expected_weights = None
             self._verified = True
