@@ -152,7 +152,7 @@ class LocalSGD:
             for each in self._changes(model):
                 undo.callback(each)
             self._undo = undo.pop_all()
-        self._finalizer = weakref.finalize(self, self._steps.warn_inside_round)
+        self._finalizer = weakref.finalize(self, self._steps.clock.warn_inside_round)
 
     def __repr__(self) -> str:
         return f"<LocalSGD '{self._steps.method.spec}': {self.stats}>"
@@ -168,13 +168,13 @@ class LocalSGD:
 
         Between rounds all ranks hold the same parameters: evaluate and save there.
         """
-        return self._steps.next_sync
+        return self._steps.clock.next_sync
 
     @property
     def stats(self) -> Stats:
         """Counters of this rank: bytes of the last synchronisation and in all."""
         self.wait()
-        return replace(self._steps.averages.averager.stats, steps=self._steps.step)
+        return replace(self._steps.averages.averager.stats, steps=self._steps.clock.step)
 
     def residual_norms(self, slot: str = "error") -> dict[str, float]:
         """Euclidean norms by parameter, as :meth:`torchcomp.Averager.residual_norms`.

@@ -88,6 +88,34 @@ class Fragment:
             )
 
 
+@dataclass
+class Clock:
+    """One rank's steps and rounds.
+
+    Not part of LocalSteps, because the warning of a script that ends keeps it alive till then.
+    """
+
+    total_steps: int
+    fragments: list[Fragment]
+    step: int = 0  # skipped ones included
+
+    @property
+    def next_sync(self) -> int | None:
+        """The end of the round in progress that ends first; None if there is none."""
+        return min((each.end for each in self.fragments if self.step > each.synced), default=None)
+
+    def warn_inside_round(self) -> None:
+        """A script that ends inside a round has as many models as ranks, and may not know it."""
+        if self.next_sync is not None:
+            _log.warning(
+                "local steps ended at step %d of %d, inside the round from %s: the ranks' "
+                "parameters differ, and what one rank evaluates or saves is its own model only",
+                self.step,
+                self.total_steps,
+                " and ".join(map(str, self.fragments)),
+            )
+
+
 def fragments_of(method: LocalMethod, parameters: Parameters, caps: Caps) -> list[Fragment]:
     """The parameters of every schedule, cut into pieces with rounds out of phase.
 
@@ -124,7 +152,6 @@ class LocalSteps:
     Model and optimizers are held weakly, because the optimizers' hooks own what owns this.
 
     Attributes:
-        step: steps of this rank, skipped ones included.
         forward: whether a forward pass in training has begun since the last step. Ranks may take
             another number of them for a step, but a step without any has lost its batch.
     """
@@ -140,13 +167,13 @@ class LocalSteps:
         self._model = weakref.ref(model)
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self.method, self.scaler = method, scaler
-        self.step = 0
         self.forward = False
         self._missing = 0  # steps without a forward pass before them
         self._stepped: set[int] = set()
         trained = dict(trained_parameters(model))
-        self._fragments = fragments_of(method, trained, bucket_caps(model))
-        groups = [group for fragment in self._fragments for group in fragment.groups]
+        fragments = fragments_of(method, trained, bucket_caps(model))
+        self.clock = Clock(method.horizon.total_steps, fragments)
+        groups = [group for fragment in fragments for group in fragment.groups]
         names = set(chain.from_iterable(groups))
         parameters = {name: p for name, p in trained.items() if name in names}
         kind = Averages if method.plain else PseudoGradients
@@ -169,22 +196,6 @@ class LocalSteps:
         """Those that are alive."""
         return [each for held in self._optimizers if (each := held()) is not None]
 
-    @property
-    def next_sync(self) -> int | None:
-        """The end of the round in progress that ends first; None if there is none."""
-        return min((each.end for each in self._fragments if self.step > each.synced), default=None)
-
-    def warn_inside_round(self) -> None:
-        """A script that ends inside a round has as many models as ranks, and may not know it."""
-        if self.next_sync is not None:
-            _log.warning(
-                "local steps ended at step %d of %d, inside the round from %s: the ranks' "
-                "parameters differ, and what one rank evaluates or saves is its own model only",
-                self.step,
-                self.method.horizon.total_steps,
-                " and ".join(map(str, self._fragments)),
-            )
-
     # A step.
 
     def begin(self, index: int) -> None:
@@ -199,7 +210,7 @@ class LocalSteps:
             return
         if self.method.overlap:
             self.averages.wait()
-        model, step, total = self._model(), self.step, self.method.horizon.total_steps
+        model, step, total = self._model(), self.clock.step, self.clock.total_steps
         if model is not None and model._join_config.enable:
             check_not_joined(model)
         if step >= total:
@@ -225,23 +236,23 @@ class LocalSteps:
         if len(self._stepped) < len(self._optimizers):
             return
         self._stepped.clear()
-        self.step += 1
+        self.clock.step += 1
         self._missing += not self.forward
         self.forward = False
         due = []
-        for fragment in self._fragments:
+        for fragment in self.clock.fragments:
             # Where nothing reads it, no step waits for a learning rate that a device holds.
             lrs = self._lrs(fragment, wait=self._reads_lr)
             fragment.lr_sum += max(lrs, default=0.0)
-            if fragment.end == self.step:
+            if fragment.end == self.clock.step:
                 due.append(fragment)
         if due:
             self._synchronise(due)
 
     def _begin_rounds(self) -> None:
-        for fragment in self._fragments:
-            if fragment.end == self.step:
-                fragment.begin_round(self.step, self._lrs(fragment), self.method)
+        for fragment in self.clock.fragments:
+            if fragment.end == self.clock.step:
+                fragment.begin_round(self.clock.step, self._lrs(fragment), self.method)
 
     def _first_step(self) -> tuple[None, dict[str, Any]]:
         """Check the step that follows the start or a checkpoint, and what ranks must share."""
@@ -258,12 +269,12 @@ class LocalSteps:
                 "parameters that are not those of the checkpoint: every rank loads its own weights "
                 "after DistributedDataParallel(...), whose constructor copies rank 0's to all ranks"
             )
-        facts: dict[str, Any] = {"step": self.step}
-        if must_be_equal and self.next_sync is None:
+        facts: dict[str, Any] = {"step": self.clock.step}
+        if must_be_equal and self.clock.next_sync is None:
             facts["checksum of the parameters"] = digest
         self._begin_rounds()
-        facts["round"] = ", ".join(map(str, self._fragments))
-        facts["learning rates at its start"] = [each.lrs for each in self._fragments]
+        facts["round"] = ", ".join(map(str, self.clock.fragments))
+        facts["learning rates at its start"] = [each.lrs for each in self.clock.fragments]
         return None, facts
 
     def _lrs(self, fragment: Fragment, wait: bool = True) -> list[float]:
@@ -286,7 +297,7 @@ class LocalSteps:
 
     def _synchronise(self, due: list[Fragment]) -> None:
         """End the round of every fragment that is due, on all ranks or, with an error, on none."""
-        step, optimizers, policy = self.step, self.optimizers, self.method.moments
+        step, optimizers, policy = self.clock.step, self.optimizers, self.method.moments
         averager, held = self._averager, self._averager.parameters
         exchange, parameters = averager.exchange, {n: held[n] for each in due for n in each.names}
 
@@ -319,7 +330,7 @@ class LocalSteps:
         for fragment in due:
             fragment.synced, fragment.lr_sum = step, 0.0
         self._added.clear()
-        if step == self.method.horizon.total_steps:
+        if step == self.clock.total_steps:
             self.averages.wait()  # nothing follows that the last average could overlap with
 
     # Parameters that begin to be trained after local steps have begun.
@@ -346,7 +357,7 @@ class LocalSteps:
             )
         check_values(model)
         groups = partition(new.items(), bucket_caps(model))
-        home = [fragment for fragment in self._fragments if index in fragment.owners][-1]
+        home = [fragment for fragment in self.clock.fragments if index in fragment.owners][-1]
         home.groups = (*home.groups, *groups)
         self._known |= set(map(id, new.values()))
         self._averager.add(new, groups)
@@ -364,13 +375,13 @@ class LocalSteps:
             **self._averager.state_dict(),
             "local_sgd": {
                 **self._fixed(),
-                "step": self.step,
+                "step": self.clock.step,
                 "syncs": self._averager.step,
                 "saved_by": [between.rank, between.world_size],
                 "weights": checkpoint.digest_of(self._averager.parameters),
                 "fragments": [
                     {"names": each.names, **{key: getattr(each, key) for key in _ROUND}}
-                    for each in self._fragments
+                    for each in self.clock.fragments
                 ],
             },
         }
@@ -384,7 +395,7 @@ class LocalSteps:
         prepared = self._averager.prepare(state, _OTHER_RANKS)
         groups = [tuple(group) for group in state["groups"]]
         fragments = []
-        for fragment, saved in zip(self._fragments, section["fragments"], strict=True):
+        for fragment, saved in zip(self.clock.fragments, section["fragments"], strict=True):
             own = tuple(group for group in groups if group[0] in saved["names"])
             fragments.append(replace(fragment, groups=own, **{key: saved[key] for key in _ROUND}))
         names = [sorted(fragment.names) for fragment in fragments]
@@ -395,7 +406,7 @@ class LocalSteps:
                 "whole groups"
             )
         self._averager.restore(prepared)
-        self._fragments, self.step = fragments, section["step"]
+        self.clock.fragments, self.clock.step = fragments, section["step"]
         self._expected_weights, self._verified = section["weights"], False
 
     def _require_whole_step(self, call: str) -> None:
@@ -410,7 +421,7 @@ class LocalSteps:
         """What must not change from a checkpoint to the run that loads it."""
         return {
             "schedule": self.method.spec,
-            "total_steps": self.method.horizon.total_steps,
+            "total_steps": self.clock.total_steps,
             "warmup_steps": self.method.horizon.warmup_steps,
             "compress": str(self.method.aggregator),
             "outer": str(self.method.outer),
@@ -420,7 +431,7 @@ class LocalSteps:
     def _check(self, section: dict[str, Any]) -> None:
         """Require a section of this run, of this rank or of all, and with a clock that can be."""
         rounds = section["fragments"]
-        here = {**self._fixed(), "fragments": len(self._fragments)}
+        here = {**self._fixed(), "fragments": len(self.clock.fragments)}
         there = {**section, "fragments": len(rounds)}
         for name, value in here.items():
             if there[name] != value:
