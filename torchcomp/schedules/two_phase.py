@@ -28,8 +28,8 @@ class TwoPhase(Schedule):
         if not horizon.warmup_steps <= self.switch < horizon.total_steps:
             raise SpecError(
                 f"{self.name}: switch={self.switch} must lie from the end of warm-up "
-                f"({horizon.warmup_steps}), which belongs to the first phase, to before the end of "
-                f"the run ({horizon.total_steps})",
+                f"({horizon.warmup_steps}) to before the end of the run ({horizon.total_steps}), "
+                "because warm-up belongs to the first phase and the second has to begin",
                 "switch",
             )
 
