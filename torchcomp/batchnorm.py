@@ -1,7 +1,6 @@
 """reestimate_batchnorm: BatchNorm statistics of averaged weights."""
 
 import logging
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -14,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.averager import exact_mean
+from torchcomp.checkpoint import digest_of, listed
 from torchcomp.checks import check_count
 from torchcomp.ddp.checks import check_is_module
 from torchcomp.errors import NonFiniteError, SpecError
@@ -27,8 +27,8 @@ Layers = dict[str, _BatchNorm]
 def reestimate_batchnorm(model: nn.Module, loader: Iterable[Any], images: int = 4096) -> None:
     """Estimate the running mean and variance of every BatchNorm anew, before an evaluation.
 
-    Local steps average parameters but not BatchNorm's buffers, which are then those of weights that
-    are no more. As in Gu et al., ICLR 2024 (arXiv 2310.14423), every rank
+    Local steps average parameters but not BatchNorm's buffers, which then belong to weights that no
+    longer exist. As in Gu et al., ICLR 2024 (arXiv 2310.14423), every rank
 
     1. runs `model` in training mode, without gradients, on batches of its own shard of the
        training set, augmented as in training;
@@ -36,28 +36,27 @@ def reestimate_batchnorm(model: nn.Module, loader: Iterable[Any], images: int = 
        first batch replaces what was there);
     3. averages running mean and variance over the ranks, in float32 or wider.
 
-    Without torch.distributed step 3 falls away. With it, all ranks call this together, between
-    rounds (``sync.next_sync is None``), and end with the same statistics. Modes and momenta are as
-    before afterwards; ``num_batches_tracked`` is the number of batches of this estimate, so that a
-    layer with ``momentum=None`` goes on from it. Layers that ``model.train()`` leaves in evaluation
-    mode (frozen ones) and layers that no batch reaches keep their statistics, as do all layers if
-    an error is raised. Dropout and the loader draw from the global generators, as in training. A
-    model without running statistics is left alone, which is logged once.
+    Without torch.distributed, step 3 is left out. With it, all ranks call this together, between
+    rounds (``sync.next_sync is None``), and end with the same statistics. Modes and momenta are
+    restored; ``num_batches_tracked`` is the number of batches of this estimate. Layers that
+    ``model.train()`` leaves in evaluation mode (frozen ones), layers that no batch reaches, and all
+    layers after an error keep their statistics. Dropout and the loader draw from the global
+    generators. A model without running statistics is left alone, which is logged once.
 
     Args:
-        model: the module, or the DDP model around it, whose process group is then used instead of
-            the default one. Call this under the same autocast as training.
-        loader: yields tensors of images (n, ...), or tuples or lists that begin with one; they are
-            moved to the model's device. With several ranks, each one's own shard.
-        images: how many images to take, of all ranks together; each takes whole batches until it
-            has seen its share, ``ceil(images / ranks)``, at least. A last, smaller batch counts as
-            much as the others.
+        model: the module, or the DDP model around it, whose process group then replaces the
+            default one. Call this under the same autocast as training.
+        loader: yields tensors of images (n, ...), or tuples or lists that begin with one, on any
+            device. Each rank gives its own shard.
+        images: how many images to take, of all ranks together. Each rank takes whole batches until
+            it has seen ``ceil(images / ranks)`` images; a smaller last batch counts as much as the
+            others.
 
     Raises:
-        SpecError: if `images` is not a whole number above 0, `loader` or a batch is something else,
-            or the loader ends before this rank's share.
+        SpecError: if an argument or a batch is of the wrong type, or the loader ends before this
+            rank's share.
         NonFiniteError: if statistics are not finite.
-        UnsupportedModelError: if `model` is no module.
+        UnsupportedModelError: if `model` is not a module.
         RankMismatchError: on all ranks, if their parameters or layers differ, or some of them fail.
     """
     check_is_module(model)
@@ -72,12 +71,12 @@ def reestimate_batchnorm(model: nn.Module, loader: Iterable[Any], images: int = 
         elif not dist.is_initialized():
             _passes(module, layers, _share(loader, images, 1))
         else:
-            exchange = ProcessGroupExchange(group, _statistics(layers)[0].device)
+            statistics = _statistics(layers)
+            exchange = ProcessGroupExchange(group, next(iter(statistics.values())).device)
             passes = partial(_passes, module, layers, _share(loader, images, exchange.world_size))
             exchange.build("torchcomp.reestimate_batchnorm", {"images": images}, passes, _ADVICE)
-            named = {str(i): values for i, values in enumerate(_statistics(layers))}
-            for i, mean in exact_mean(exchange, named).items():
-                named[i].copy_(mean)
+            for name, mean in exact_mean(exchange, statistics).items():
+                statistics[name].copy_(mean)
 
 
 @cache
@@ -92,8 +91,8 @@ def _say_that_there_is_nothing_to_do() -> None:
 def _anew(module: nn.Module) -> Iterator[Layers]:
     """Training mode without gradients, with empty statistics that average cumulatively.
 
-    Modes and momenta are as before at the end, and so are the statistics of layers that no batch
-    reached, or of all layers after an error.
+    At the end, restore modes, momenta, and the statistics of layers that no batch reached; after an
+    error, all statistics.
     """
     modes = [(each, each.training) for each in module.modules()]
     module.train()
@@ -134,22 +133,24 @@ def _passes(
     module: nn.Module, layers: Layers, batches: Iterator[Tensor]
 ) -> tuple[None, dict[str, Any]]:
     """This rank's forward passes, and the facts that all ranks must share."""
-    device = _statistics(layers)[0].device
+    device = next(iter(_statistics(layers).values())).device
     for inputs in batches:
         module(inputs.to(device))
     reached = {name: layer for name, layer in layers.items() if layer.num_batches_tracked}
     bad = [
-        f"'{name}'"
+        name
         for name, layer in reached.items()
-        if not all(values.isfinite().all() for values in _statistics({name: layer}))
+        if not all(values.isfinite().all() for values in _statistics({name: layer}).values())
     ]
     if bad:
         raise NonFiniteError(
-            f"NaN or infinity in the statistics of {len(bad)} BatchNorm layers "
-            f"({', '.join(bad[:3])}): look at the images and the weights; the layers keep the "
-            "statistics that they had"
+            f"NaN or infinity in the statistics of {len(bad)} BatchNorm layers ({listed(bad)}): "
+            "look at the images and the weights; the layers keep the statistics that they had"
         )
-    return None, {"BatchNorm layers": list(reached), "parameters": _checksum(module)}
+    return None, {
+        "BatchNorm layers": list(reached),
+        "parameters": digest_of(dict(module.named_parameters())),
+    }
 
 
 def _share(loader: Iterable[Any], images: int, world_size: int) -> Iterator[Tensor]:
@@ -176,14 +177,9 @@ def _share(loader: Iterable[Any], images: int, world_size: int) -> Iterator[Tens
     )
 
 
-def _checksum(module: nn.Module) -> int:
-    """A number that ranks with equal parameters share, whatever order they add them up in."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    floats = [p.detach() for p in module.parameters() if p.is_floating_point()]
-    sums = [int(p.view(bits[p.element_size()]).sum(dtype=torch.int64)) for p in floats]
-    return zlib.crc32(repr(sums).encode())
-
-
-def _statistics(layers: Layers) -> list[Tensor]:
-    names = ("running_mean", "running_var")
-    return [layer.get_buffer(name) for layer in layers.values() for name in names]
+def _statistics(layers: Layers) -> dict[str, Tensor]:
+    return {
+        f"{name}.{kind}": layer.get_buffer(kind)
+        for name, layer in layers.items()
+        for kind in ("running_mean", "running_var")
+    }

@@ -4,6 +4,7 @@ A *form* is a function that takes a value and where it stands, and raises Checkp
 value is what it should be. State dicts are checked as a whole before anything changes.
 """
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -211,6 +212,15 @@ def layout_of(parameters: Mapping[str, Tensor]) -> dict[str, dict[str, list[int]
         name: {"shape": list(parameter.shape), "stride": list(parameter.stride())}
         for name, parameter in parameters.items()
     }
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> int:
+    """A checksum of all values, to recognise them."""
+    checksum = 0
+    for tensor in tensors.values():
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        checksum = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), checksum)
+    return checksum
 
 
 def check_engine(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:

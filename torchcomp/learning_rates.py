@@ -41,17 +41,10 @@ def warmed_up(step: int, *, rate: Rate, peak: float, final: float, steps: int) -
 def decaying(
     decay: str, *, peak: float, total_steps: int, warmup_steps: int = 0, final: float = 1e-6
 ) -> Rate:
-    """The rate of every step of a run, counted from 0: warm-up, then a decay.
+    """The rate of every step of a run, counted from 0: warm-up, then one of :data:`DECAYS`.
 
-    Args:
-        decay: "cosine", "linear" or "step-cosine", one of :data:`DECAYS`.
-        peak: rate at the end of warm-up.
-        total_steps: steps of the run, warm-up included.
-        warmup_steps: steps of linear warm-up, fewer than `total_steps`.
-        final: rate where warm-up begins and where the decay ends.
-
-    Raises:
-        SpecError: if an argument is out of its range.
+    Linear warm-up from `final` to `peak` is part of `total_steps`, and shorter; the decay ends at
+    `final`. An argument out of its range is a SpecError.
     """
     check_choice("decay", decay, DECAYS)
     check_positive("peak", peak)

@@ -1,8 +1,8 @@
 """Outer steps: what turns the mean pseudo-gradient of a round into new shared parameters.
 
-x is what all ranks started the round from, and m the mean over the ranks of what their local steps
-added to it. A plain average is x + m. The steps below see -m as the gradient of one step of an
-outer optimizer, whose momentum u (0 at the start) is the same on all ranks.
+All ranks start a round from x, and their local steps add m to it in the mean: a plain average is
+x + m. The steps below take -m for the gradient of an outer optimizer, whose momentum u (0 at the
+start) is the same on all ranks.
 """
 
 from abc import abstractmethod
@@ -19,8 +19,7 @@ from torchcomp.component import Component
 class OuterStep(Component):
     """A step from the shared parameters of one round to those of the next.
 
-    Class attributes:
-        reads_lr: whether the learning rate of the local steps enters.
+    `reads_lr` says whether the learning rate of the local steps enters.
     """
 
     kind: ClassVar[str] = "outer step"
@@ -29,13 +28,9 @@ class OuterStep(Component):
 
     @abstractmethod
     def apply(self, x: Tensor, m: Tensor, u: Tensor, lr: float) -> None:
-        """Take the step in place.
+        """Take the step in place: `x` and `u` become those of the next round, `m` is overwritten.
 
-        Args:
-            x: 1-D, the parameters at the start of the round; replaced by those of the next.
-            m: 1-D, mean pseudo-gradient of the round; overwritten.
-            u: 1-D, the momentum; replaced by the next.
-            lr: mean learning rate of the round's local steps, if the class reads it, else 0.
+        All are 1-D. `lr` is the mean over the round's local steps, or 0 if the class reads none.
         """
 
 
@@ -50,9 +45,9 @@ class SlowMo(OuterStep):
     2. x <- x - alpha gamma u
 
     In the paper gamma is constant within a round; here it is the mean over the round's steps, so
-    that a round that begins at a tiny warm-up rate does not blow u up. A factor common to all
-    gammas cancels, so with parameter groups at different rates the largest serves for all. beta = 0
-    and alpha = 1 are the plain average. The local momentum is left alone (the paper's "maintain").
+    that a round that begins at a tiny warm-up rate does not blow u up. The largest rate serves for
+    all parameter groups, because a factor common to all gammas cancels. beta = 0 and alpha = 1 are
+    the plain average. The local momentum is left alone (the paper's "maintain").
 
     Attributes:
         beta: slow momentum, from 0 to below 1.

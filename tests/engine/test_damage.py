@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from tests.engine import small
-from torchcomp import Exchange, InProcessExchange, NonFiniteError, WireError
+from torchcomp import (
+    Exchange,
+    InProcessExchange,
+    NonFiniteError,
+    RankMismatchError,
+    WireError,
+)
 
 FRAMED = [
     "topk(0.3)",
@@ -219,6 +225,27 @@ def test_a_damaged_frame_of_one_column_reaches_all_ranks_of_both_levels(receiver
         assert type(error) is WireError
         assert f"rank {1 - receiver // 2}'s" in str(error)
         assert step == 0
+
+
+@pytest.mark.parametrize("odd", range(4))
+def test_what_one_rank_cannot_build_fails_on_all_ranks_of_both_levels(odd):
+    def body(rank, inside, between):
+        make = lambda: (1 / (rank != odd), {"fact": 1})  # noqa: E731
+        return caught(lambda: between.build("a call", {}, make))
+
+    for error in on_grid(body):
+        assert type(error) is RankMismatchError
+        assert "division by zero" in str(error) or "a call: ranks disagree" in str(error)
+
+
+@pytest.mark.parametrize("odd", range(4))
+def test_facts_that_differ_on_one_rank_are_found_by_all_ranks_of_both_levels(odd):
+    def body(rank, inside, between):
+        return caught(lambda: between.build("a call", {}, lambda: (0, {"fact": rank == odd})))
+
+    for error in on_grid(body):
+        assert type(error) is RankMismatchError
+        assert "fact: " in str(error)
 
 
 def test_bytes_of_both_levels_are_counted_together_and_replicas_are_equal():

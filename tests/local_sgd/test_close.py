@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -220,6 +221,18 @@ def test_a_script_that_is_dropped_without_close_logs_the_same_warning(steps, war
     on_threads(1, body)
     gc.collect()
     assert len(logged()) == warnings
+
+
+def test_a_script_that_is_dropped_is_collected_even_if_its_parameters_hold_the_optimizer():
+    def body():
+        script = Script("every(3)", total_steps=6)
+        script.train(0, 4)
+        script.model.module[0].weight.optimizer = script.optimizer
+        return weakref.ref(script.sync)
+
+    (held,) = on_threads(1, body)
+    gc.collect()
+    assert held() is None
 
 
 def two_models(order):

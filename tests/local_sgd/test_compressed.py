@@ -249,7 +249,7 @@ def damaged(spec, method):
     script = compressed(spec, optimizer=spied(momentum, lambda: local.append(script.weights())))
     script.train(0, 5)
     before, shared = lasting(script), slot(script.sync.state_dict(), "reference")
-    exchange = script.sync._steps.levels.between
+    exchange = script.sync._steps.averages.averager.exchange
     send = getattr(exchange, method)
 
     def spoil(outgoing, *sizes):

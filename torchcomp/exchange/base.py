@@ -175,8 +175,8 @@ class Exchange(ABC):
     def split(inside: "Exchange", between: "Exchange") -> "tuple[Exchange, Exchange]":
         """Make two exchanges the levels of one: they share counters and findings.
 
-        Every rank of one `inside` group is in another `between` group. A :meth:`conclude` of either
-        then asks all ranks of both.
+        Every rank of one `inside` group is in another `between` group. A :meth:`conclude` or a
+        :meth:`build` of either then asks all ranks of both.
         """
         inside._levels = between._levels = (between, inside)
         return inside, between
@@ -235,8 +235,12 @@ class Exchange(ABC):
             built, facts = make()
         except Exception as error:
             problem = error
-        told = "none" if problem is None else str(problem).partition("\n")[0]
-        self.verify(what, {**given, "problem": told, **facts}, advice)
+        for level in reversed(self._levels):
+            told = "none" if problem is None else str(problem).partition("\n")[0]
+            try:
+                level.verify(what, {**given, "problem": told, **facts}, advice)
+            except RankMismatchError as mismatch:  # which the other level has to learn, too
+                problem, facts = mismatch, {}
         if problem is not None:
             raise problem
         return built

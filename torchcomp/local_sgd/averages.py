@@ -1,13 +1,8 @@
-"""Averages: how a synchronisation makes the ranks' parameters equal.
-
-``exchange`` talks to the other ranks and changes nothing that lasts; ``commit`` makes its result
-count and cannot fail. What a fault leaves behind is rolled back when the next one begins.
-"""
+"""Averages: how a synchronisation makes the ranks' parameters equal."""
 
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,9 +11,9 @@ from torchcomp.aggregators import Mean
 from torchcomp.averager import Averager, average_in_place
 from torchcomp.bucket import Bucket, BucketShape, Group
 from torchcomp.ddp.executors import transport
-from torchcomp.exchange import Exchange
+from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.keys import Key
-from torchcomp.local_sgd.options import Levels, LocalMethod, Parameters
+from torchcomp.local_sgd.options import LocalMethod, Parameters
 from torchcomp.nonfinite import FiniteWatch
 from torchcomp.state import Kind, Slot, State
 
@@ -46,49 +41,41 @@ class Averages:
 
     Attributes:
         averager: exchanges, counts, and holds the parameters, late ones included.
-        needs_equal_start: whether the ranks must hold the same parameters at the first step.
     """
 
-    needs_equal_start: ClassVar[bool] = False
-    _what: ClassVar[str] = "a parameter"
-
     def __init__(
-        self, method: LocalMethod, levels: Levels, parameters: Parameters, groups: Sequence[Group]
+        self,
+        method: LocalMethod,
+        exchange: ProcessGroupExchange,
+        parameters: Parameters,
+        groups: Sequence[Group],
     ) -> None:
-        self._method = method
-        self._results: list[Bucket] = []
+        self._outer = method.outer
         self.averager = Averager(
             ExactMean() if method.plain else method.aggregator,
-            levels.between,
+            exchange,
             parameters,
             groups,
             seed=method.seed,
             merged=False,
-            what=self._what,
+            what="a parameter" if method.plain else "a pseudo-gradient",
             unchanged=UNCHANGED,
             client_slots=self._slots,
         )
 
-    def start(self, groups: Iterable[Group], late: bool = False) -> None:
+    def start(self, groups: Iterable[Group]) -> None:
         """The next local step is the first one that changes these parameters."""
 
-    def exchange(self, due: Due, step: int, dense_bytes: int) -> None:
-        """Exchange what the ranks have after `step` steps; then `commit`, unless this raises.
+    def synchronise(self, due: Due, step: int, dense_bytes: int) -> None:
+        """Exchange what the ranks have after `step` steps, and give the parameters new values.
 
-        Raises:
-            NonFiniteError: on all ranks, if something is not finite.
-            WireError: on all ranks, if a message was not intact.
+        If this raises, on all ranks, no parameter has changed.
         """
         results = [self._average(group, lr) for group, lr in due]
         where = f"the synchronisation after step {step}"
         self.averager.finish(dense_bytes=dense_bytes, where=where)
-        self._results = results
-
-    def commit(self) -> None:
-        """Give the parameters their new values."""
-        for bucket in self._results:
+        for bucket in results:
             bucket.write(self.averager.parameters)
-        self._results = []
 
     def wait(self, names: set[str] | None = None) -> None:
         """Wait until parameters (by default all) have their averages."""
@@ -116,23 +103,19 @@ class PseudoGradients(Averages):
     2. x <- x + m, or the outer step from x along m, rounded to the dtype of the parameters
     3. y <- x
 
-    m is the same on all ranks bit for bit, and so is x, whatever happened to y. Nothing is lost:
-    the sum of all m plus the mean residual (plus the server residual) is the sum of all mean
-    pseudo-gradients, up to the rounding of float32, or of float64 where parameters have it. It is
-    not where an all-reduce adds in a narrower dtype, as in ``ef(cast("bf16"))``: no residual sees
-    what such a sum rounds away, up to 1e-3 of the pseudo-gradients.
+    m and x are the same on all ranks bit for bit. Nothing is lost: the sum of all m plus the mean
+    residual (plus the server residual) is the sum of all mean pseudo-gradients, up to rounding in
+    float32 or wider. An all-reduce in a narrower dtype, as in ``ef(cast("bf16"))``, is an
+    exception: no residual sees what it rounds away, up to 1e-3 of the pseudo-gradients.
     """
 
-    needs_equal_start = True
-    _what = "a pseudo-gradient"
-
-    def start(self, groups: Iterable[Group], late: bool = False) -> None:
+    def start(self, groups: Iterable[Group]) -> None:
         for group in groups:
             self._open(group)
         self.averager.state.rollback()  # nothing is in flight: this was for the first values
 
     def _average(self, group: Group, lr: float) -> Bucket:
-        m, outer = self._read(group), self._method.outer
+        m, outer = self._read(group), self._outer
         (before, x), *momenta = self._open(group)
         m.flat.sub_(before)
         self.averager.average(m)
@@ -151,7 +134,7 @@ class PseudoGradients(Averages):
         kept = (Kind.ESTIMATE, shape.names, shape.sizes, shape.wide().dtype)
         reference = Slot("reference", *kept, init=self._first_reference)
         momentum = Slot("outer_momentum", *kept)
-        return (reference,) if self._method.outer is None else (reference, momentum)
+        return (reference,) if self._outer is None else (reference, momentum)
 
     def _open(self, group: Group) -> list[tuple[Tensor, Tensor]]:
         device = self.averager.parameters[group[0]].device
@@ -165,42 +148,34 @@ class PseudoGradients(Averages):
 class OverlappedAverages(Averages):
     """The same means, made by async all-reduces that overlap with what follows the optimizer step.
 
-    What follows: all that reads no parameter, such as loading the next batch, and the forward pass
-    of the layers in front of those whose mean is not there yet. It is exact, because every layer
-    waits for its own parameters before it computes.
-
-    Attributes:
-        async_exchange: the ranks once more, for collectives beside those of the user and DDP.
-        close: ends the executor.
+    Every layer waits for its own parameters before it computes; the layers in front of it, and
+    whatever reads no parameter, go on. `async_exchange` is for collectives beside those of the user
+    and DDP, and `close` ends the executor.
     """
 
     def __init__(
-        self, method: LocalMethod, levels: Levels, parameters: Parameters, groups: Sequence[Group]
+        self,
+        method: LocalMethod,
+        exchange: ProcessGroupExchange,
+        parameters: Parameters,
+        groups: Sequence[Group],
     ) -> None:
-        super().__init__(method, levels, parameters, groups)
-        between = levels.between
-        self.async_exchange, self._executor = transport(between.group, between.device)
-        self._late: set[str] = set()
+        super().__init__(method, exchange, parameters, groups)
+        self.async_exchange, self._executor = transport(exchange.group, exchange.device)
+        self._of_layers = frozenset(parameters)
         self._running: list[tuple[Bucket, Future]] = []
         self.close = weakref.finalize(self, self._executor.close)
 
-    def start(self, groups: Iterable[Group], late: bool = False) -> None:
-        if late:  # no layer waits for these, because their modules may be new
-            self._late.update(name for group in groups for name in group)
-
-    def exchange(self, due: Due, step: int, dense_bytes: int) -> None:
+    def synchronise(self, due: Due, step: int, dense_bytes: int) -> None:
         # The last group first: groups go from the end of the model to its beginning, where the next
         # forward pass begins.
         buckets = [self._read(group) for group, _ in reversed(due)]
         where = f"the parameters after step {step}"
         self._require_finite(buckets, where)
         self.averager.finish(dense_bytes=dense_bytes, where=where)
-        self._results = buckets
-
-    def commit(self) -> None:
-        self._running = [(bucket, self._mean(bucket)) for bucket in self._results]
-        self._results = []
-        self.wait(self._late)
+        self._running = [(bucket, self._mean(bucket)) for bucket in buckets]
+        # No layer waits for parameters that came late, because their modules may be new.
+        self.wait(set(self.averager.parameters) - self._of_layers)
 
     def wait(self, names: set[str] | None = None) -> None:
         running, self._running = self._running, []

@@ -16,9 +16,9 @@ from torchcomp.component import Component
 from torchcomp.ddp.checks import OWNER, check_is_ddp
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.local_sgd.averages import OverlappedAverages
-from torchcomp.local_sgd.options import Levels, ProcessGroup, Specs, check_arguments
+from torchcomp.local_sgd.options import ProcessGroup, Specs, check_arguments, ranks_of
 from torchcomp.local_sgd.overflow import backward_until_finite
-from torchcomp.local_sgd.rounds import Clock, LocalSteps
+from torchcomp.local_sgd.rounds import LocalSteps
 from torchcomp.outer_steps import OuterStep
 from torchcomp.schedules import Schedule
 from torchcomp.stats import Stats
@@ -37,42 +37,42 @@ class LocalSGD:
     """Train with local steps; average the parameters whenever the schedule ends a round.
 
     Algorithm 2 ("Local OPT") of Gu et al., ICLR 2024 (arXiv 2310.14423), with the schedule's rule
-    for H. Each rank steps its own optimizer on its own gradients, which are not exchanged. Momentum
-    and Adam moments stay local unless ``moments`` says otherwise. So do BatchNorm buffers: DDP's
-    broadcast of rank 0's is off until :meth:`close`, and :func:`torchcomp.reestimate_batchnorm`
-    makes them fit averaged weights.
+    for H. Each rank steps its own optimizer on its own gradients, which are not exchanged.
 
     1. At the first step of a round, read the learning rate and fix the round's length H.
     2. Take H local steps.
     3. Average the parameters over the ranks, in float32 or wider. Repeat; the last round is cut so
        that the run ends with an average at exactly ``total_steps``.
 
-    With ``compress``, the average is that of the *pseudo-gradients*, what local steps have added
-    since the last synchronisation; with ``outer``, an outer optimizer's step along their mean
-    replaces it. Both keep the parameters of the last synchronisation, in float32 or wider; whatever
-    else changes the parameters is part of the next pseudo-gradient. After every synchronisation,
-    all ranks hold the same parameters bit for bit.
+    ``compress`` averages the *pseudo-gradients* instead: what local steps have added since the last
+    synchronisation. ``outer`` takes an outer optimizer's step along their mean. Both keep the
+    parameters of the last synchronisation, in float32 or wider; whatever else changes the
+    parameters is part of the next pseudo-gradient. After every synchronisation, all ranks hold the
+    same parameters bit for bit.
+
+    Momentum and Adam moments stay local unless ``moments`` says otherwise. So do BatchNorm buffers
+    (DDP's broadcast is off until :meth:`close`): :func:`torchcomp.reestimate_batchnorm` makes them
+    fit averaged weights. An average of weights (EMA) is the same on all ranks if it is updated
+    between rounds, where :attr:`next_sync` is None. A parameter that is added to an optimizer
+    later, or thawed, is averaged from its first step on, but not reduced by DDP after
+    :meth:`close`.
 
     The training loop stays as it is: hooks on the model and the optimizer do the work. The clock
     counts calls of ``optimizer.step()``, or of ``scaler.step(optimizer)``, skipped or not, because
-    a GradScaler skips on one rank and not on another. The average happens inside that call, so
-    whatever follows sees averaged weights. An average of weights (EMA) is the same on all ranks if
-    it is updated between rounds, where :attr:`next_sync` is None. A rank that leaves a batch out
-    without a call is not noticed: it works on other batches than the others from then on.
-
-    A parameter that is added to an optimizer later, or thawed, is averaged from its first step on;
-    DDP itself does not reduce its gradients after :meth:`close`.
+    a GradScaler skips on one rank and not on another. The average happens inside that call. A rank
+    that leaves a batch out without a call is not noticed: from then on it works on other batches
+    than the others.
 
     Args:
         model: a DDP model that :func:`torchcomp.register` does not serve.
         optimizer: any torch optimizer over the model's parameters, or a list of all that train it;
             a step then counts when each has been stepped once. Learning rates must be the same on
             all ranks, which is checked at the first step and at every synchronisation.
-        spec: the schedule, such as ``"every(8)"`` or ``"qsr(alpha=0.0175, h_base=4)"``; or a list
-            with one for each optimizer, whose parameters then have rounds of their own. It reads
-            the largest of the parameter groups' learning rates.
-        total_steps: T, optimizer steps of the whole run; of what is left of it, if a run goes on
-            without :meth:`load_state_dict`.
+        spec: the schedule, such as ``"every(8)"`` or ``"qsr(alpha=0.0175, h_base=4)"``, which reads
+            the largest learning rate of the parameter groups; or a list with one for each
+            optimizer, whose parameters then have their own rounds.
+        total_steps: T, optimizer steps of the run, or of the rest of it if it goes on without
+            :meth:`load_state_dict`.
         warmup_steps: W, steps of learning-rate warm-up.
         scaler: the loop's ``GradScaler``. One that is switched on and was not handed over is
             refused at the first step.
@@ -86,18 +86,18 @@ class LocalSGD:
         fragments: P, pieces of the parameters that synchronise in turn, P times as often and a P-th
             as much, as in Streaming DiLoCo. Mostly, ranks then hold equal parameters only at the
             end, and no other number of ranks can go on from a checkpoint before it.
-        overlap: let the average overlap with what follows the optimizer step, the next forward
-            pass included. Every layer waits for its own parameters, so results are the same bit for
-            bit. Whatever else reads parameters calls :meth:`wait` before: an EMA, or a module
-            without parameters of its own that reads those of a child which it does not call.
-        process_group: for two levels: DDP goes on to reduce gradients at every step in its own
-            group (of a node, say), and the average runs over this group, or mesh of one dimension,
-            which takes one rank of each node, such as ``mesh["node"]``.
+        overlap: let the average overlap with what follows the optimizer step. Every layer waits for
+            its own parameters, so results are the same bit for bit. Call :meth:`wait` before
+            anything else reads parameters: an EMA, or a module without parameters of its own that
+            reads those of a child which it does not call.
+        process_group: for two levels, a group, or mesh of one dimension such as ``mesh["node"]``,
+            that takes one rank of each node. The average runs over it, and DDP reduces gradients at
+            every step in its own group, the node.
         seed: seed of the random choices of ``compress``, a whole number of at least 0.
 
     Raises:
-        SpecError: on all ranks, if an option cannot be used; from the first step, if a scaler takes
-            it that was not handed over.
+        SpecError: on all ranks, if an option cannot be used, or the first step's scaler was not
+            handed over.
         UnsupportedModelError: as for :func:`torchcomp.register`; also from ``optimizer.step()``
             with ``process_group``, if it trains a parameter that DDP does not know.
         RankMismatchError: if the ranks give different arguments; at the first step, if their
@@ -105,9 +105,9 @@ class LocalSGD:
             parameters; at a synchronisation, if they have lost step with each other.
         ScheduleError: from ``optimizer.step()``, beyond ``total_steps`` or at a learning rate that
             the schedule cannot use.
-        NonFiniteError: on all ranks, at a synchronisation, if a rank's parameters are not finite.
-        WireError: on all ranks, at a synchronisation, if a message was not intact. After either,
-            no parameter has been averaged, and the residual is what it was.
+        NonFiniteError, WireError: on all ranks, at a synchronisation, if a rank's parameters are
+            not finite, or a message was not intact. No parameter has been averaged then, and the
+            residual is what it was.
     """
 
     def __init__(
@@ -135,27 +135,24 @@ class LocalSGD:
         }
         given: Any = optimizer
         optimizers = list(given) if isinstance(given, list | tuple) else [given]
-        levels = Levels.of(model, process_group)
-        two_levels = levels.inside is not None
-        method = levels.build(
+        exchange, two_levels = ranks_of(model, process_group), process_group is not None
+        method = exchange.build(
             _OWNER,
             {**options, "process_group": "one of its own" if two_levels else "none"},
             lambda: check_arguments(model, optimizers, scaler, two_levels, options),
         )
         # The optimizer's hooks own this object. It holds model and optimizer weakly: a cycle would
         # keep the process group, and gloo's threads, alive until after the interpreter has ended.
-        self._steps = LocalSteps(model, optimizers, method, levels, scaler)
-        self._scaler = scaler
+        self._steps = LocalSteps(model, optimizers, method, exchange, scaler)
         # Of each optimizer, how deep it is in its own step; and whether the scaler makes it step,
-        # the step only creates its state, or a closure is evaluated.
+        # the hooks count the step, or a closure is evaluated.
         self._depths = [0] * len(optimizers)
-        self._scaling = self._creating = self._evaluating = False
-        self._closed = False
+        self._scaling = self._counts = self._evaluating = False
         with ExitStack() as undo:
             for each in self._changes(model):
                 undo.callback(each)
             self._undo = undo.pop_all()
-        self._finalizer = weakref.finalize(self, Clock.warn_inside_round, self._steps.clock)
+        self._finalizer = weakref.finalize(self, self._steps.clock.warn_inside_round)
 
     def __repr__(self) -> str:
         return f"<LocalSGD '{self._steps.method.spec}': {self.stats}>"
@@ -167,10 +164,9 @@ class LocalSGD:
 
     @property
     def next_sync(self) -> int | None:
-        """The step, counted from 1, at which the round in progress ends; None between rounds.
+        """The step, counted from 1, at which a round in progress ends first; None between rounds.
 
-        Between rounds all ranks hold the same parameters: the time to evaluate or to save. Of
-        several rounds in progress, it is the first to end.
+        Between rounds all ranks hold the same parameters: evaluate and save there.
         """
         return self._steps.clock.next_sync
 
@@ -178,14 +174,13 @@ class LocalSGD:
     def stats(self) -> Stats:
         """Counters of this rank: bytes of the last synchronisation and in all."""
         self.wait()
-        clock, counters = self._steps.clock, self._steps.averages.averager.stats
-        return replace(counters, steps=clock.step, syncs=clock.syncs)
+        return replace(self._steps.averages.averager.stats, steps=self._steps.clock.step)
 
     def residual_norms(self, slot: str = "error") -> dict[str, float]:
-        """Euclidean norm of this rank's residual, or of another slot, by parameter.
+        """Euclidean norms by parameter, as :meth:`torchcomp.Averager.residual_norms`.
 
-        For `slot`, see :meth:`torchcomp.Averager.residual_norms`; "reference" and "outer_momentum"
-        are the parameters of the last synchronisation and the outer momentum.
+        The slot "reference" holds the parameters of the last synchronisation, "outer_momentum" the
+        outer momentum.
         """
         return self._steps.averages.averager.residual_norms(slot)
 
@@ -207,37 +202,33 @@ class LocalSGD:
         Dropout draws anew when a micro-batch is computed again, and BatchNorm counts it twice.
 
         Args:
-            compute: the forward pass of a micro-batch; returns its loss, a scalar.
+            compute: the forward pass of a micro-batch; returns its loss, a scalar, as this does.
             tries: how often to compute at most; the scale is halved each time (``backoff_factor``).
-
-        Returns:
-            The loss, not scaled.
 
         Raises:
             SpecError: without a scaler.
             UnsupportedModelError: with ``process_group``.
             NonFiniteError: if the gradients are not finite at any of these scales.
         """
-        if self._scaler is None:
+        if self._steps.scaler is None:
             raise SpecError(
                 "sync.backward works with the scaler of the loop: torchcomp.LocalSGD(..., "
                 "scaler=scaler)"
             )
-        if self._steps.levels.inside is not None:
+        if self._steps.method.two_levels:
             raise UnsupportedModelError(
                 "sync.backward computes again on one rank alone, and with process_group the ranks "
                 "of a node reduce their gradients together: there an overflow reaches all of them, "
                 "so scaler.step(optimizer) skips on all or on none"
             )
-        return backward_until_finite(self._scaler, self._steps.optimizers, compute, tries)
+        return backward_until_finite(self._steps.scaler, self._steps.optimizers, compute, tries)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's clock, residual and outer momentum: plain tensors, numbers and strings.
 
-        It does not hold the model's weights. In the middle of a round they differ between ranks, as
-        does the optimizer's state, so every rank saves its own model, optimizer and this. States
-        saved between rounds fit another number of ranks after :func:`torchcomp.redistribute`; with
-        ``fragments``, mostly none is before the run ends.
+        Inside a round, weights and optimizer state differ between ranks, so every rank saves its
+        own model, optimizer and this. States saved between rounds fit another number of ranks after
+        :func:`torchcomp.redistribute`; with ``fragments``, mostly only at the end of the run.
         torch.distributed.checkpoint keeps one value for each name, so give every rank names of its
         own: ``dcp.save({f"rank{rank}": {"sync": sync.state_dict(), ...}}, checkpoint_id=...)``.
 
@@ -261,14 +252,12 @@ class LocalSGD:
     def close(self) -> None:
         """Remove every hook and give the model back to DDP; harmless when repeated.
 
-        DDP keeps equal replicas equal, and no others. So close between rounds, where parameters are
-        equal (a warning says where they are not), and train on with ``moments="average"`` or a new
-        optimizer: momentum and Adam moments of local steps differ between the ranks, and replicas
-        drift apart with them, without a warning.
+        DDP keeps only equal replicas equal. So close between rounds, or a warning says that
+        parameters differ. To train on, use ``moments="average"`` or a new optimizer: moments of
+        local steps differ between the ranks, and let replicas drift apart without a warning.
         """
         self.wait()
         self._finalizer()
-        self._closed = True
         self._undo.close()
 
     def __enter__(self) -> "LocalSGD":
@@ -277,12 +266,10 @@ class LocalSGD:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # What is installed on the user's objects.
-
     def _changes(self, model: DistributedDataParallel) -> Iterator[Undo]:
-        """Make the changes to the user's objects, one by one; gives what undoes each."""
+        """Change the user's objects, one by one, and yield what undoes each change."""
         steps = self._steps
-        local = steps.levels.inside is None
+        local = not steps.method.two_levels
         claim(model)
         yield override(model, OWNER, f"{_OWNER}('{steps.method.spec}')")
         yield model.register_forward_pre_hook(self._before_forward(model, local)).remove
@@ -297,8 +284,8 @@ class LocalSGD:
         if isinstance(steps.averages, OverlappedAverages):
             yield steps.averages.close
             yield from wait_in_forward(model.module, steps.averages)
-        if self._scaler is not None:
-            yield wrap_scaler(self._scaler, self)
+        if steps.scaler is not None:
+            yield wrap_scaler(steps.scaler, self)
 
     def _before_forward(self, model: DistributedDataParallel, local: bool) -> Any:
         # A function and not a method, which knows its model: a copy of the model (an average of
@@ -313,7 +300,7 @@ class LocalSGD:
                 # Some scripts set it themselves, to accumulate gradients without no_sync().
                 module.require_backward_grad_sync = False
             if module.training and torch.is_grad_enabled():
-                sync._steps.clock.forward = True
+                sync._steps.forward = True
             if not sync._evaluating:
                 # No optimizer steps now: one whose step has raised is not at it any more.
                 sync._depths = [0] * len(sync._depths)
@@ -328,8 +315,9 @@ class LocalSGD:
             # torch runs the hooks again for a parent's step that a subclass calls.
             self._depths[index] += 1
             return None
-        self._creating = kwargs.get("closure", ...) is None and creates_state(optimizer)
-        if not self._scaling and not self._creating:
+        creating = kwargs.get("closure", ...) is None and creates_state(optimizer)
+        self._counts = not self._scaling and not creating
+        if self._counts:
             self._steps.begin(index)
         self._depths[index] = 1
         if len(args) == 1 and not kwargs:
@@ -360,7 +348,7 @@ class LocalSGD:
         self._depths[index] -= 1
         if self._depths[index] <= 0:
             self._depths[index] = 0
-            if not self._scaling and not self._creating:
+            if self._counts:
                 self._steps.end(index)
 
 
@@ -395,9 +383,8 @@ def claim(model: DistributedDataParallel) -> None:
 def creates_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step does nothing but create the optimizer's state.
 
-    torch.distributed.checkpoint takes one in ``get_state_dict`` and ``set_state_dict``, with a
-    learning rate and gradients of 0, if the optimizer has no state; it is not a step of the run.
-    Steps of a run are not like that: not even one at the start of a warm-up, with its gradients.
+    torch.distributed.checkpoint takes one, with a learning rate and gradients of 0, if there is no
+    state. A step of a run at a warm-up's learning rate of 0 has gradients.
     """
     groups = optimizer.param_groups
     return (
@@ -413,7 +400,7 @@ def wrap_scaler(scaler: torch.amp.GradScaler, sync: LocalSGD) -> Undo:
 
     def counted(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         sync = owner()
-        if sync is None or sync._closed or optimizer not in sync._steps.optimizers:
+        if sync is None or not sync._finalizer.alive or optimizer not in sync._steps.optimizers:
             return step(optimizer, *args, **kwargs)
         index = sync._steps.optimizers.index(optimizer)
         sync._steps.begin(index)
@@ -433,8 +420,8 @@ def wrap_scaler(scaler: torch.amp.GradScaler, sync: LocalSGD) -> Undo:
 def wait_in_forward(model: nn.Module, averages: OverlappedAverages) -> Iterator[Undo]:
     """Let every layer of `model`, and its ``state_dict``, wait for what they read.
 
-    A layer is a module with parameters of its own, and waits for those of its children, too, which
-    it may read without calling them; so does a compiled module. Gives what undoes each change.
+    A layer is a compiled module, or one with parameters of its own; it waits for those of its
+    children, too, which it may read without calling them.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():

@@ -2,11 +2,10 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,22 +26,27 @@ from torchcomp.outer_steps import OuterStep
 from torchcomp.schedules import Horizon, Schedule
 from torchcomp.spec import parse_aggregator, parse_outer_step, parse_schedule
 
-Built = TypeVar("Built")
 Specs = str | Component | Sequence[str | Component]
 ProcessGroup = dist.ProcessGroup | DeviceMesh
 Parameters = dict[str, nn.Parameter]
-
-MOMENTS = ("local", "average", "reset")
+Parts = tuple[tuple[Group, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
 class LocalMethod:
-    """What the options mean, with one schedule for all optimizers, or one for each."""
+    """What the options mean, with one schedule for all optimizers, or one for each.
+
+    Attributes:
+        parts: by schedule, names of its parameters, and indices of the optimizers that it reads.
+        two_levels: whether DDP goes on to reduce gradients inside nodes.
+    """
 
     schedules: tuple[Schedule, ...]
+    parts: Parts
     horizon: Horizon
     aggregator: Aggregator
     outer: OuterStep | None
+    two_levels: bool
     moments: str
     fragments: int
     overlap: bool
@@ -59,72 +63,39 @@ class LocalMethod:
         return self.aggregator.transparent and self.outer is None
 
 
-@dataclass(frozen=True)
-class Levels:
-    """The ranks that average with each other; and those whose gradients DDP reduces, if it does."""
+def ranks_of(model: DistributedDataParallel, group: ProcessGroup | None) -> ProcessGroupExchange:
+    """The ranks that average with each other; with a `group`, the upper level of a split."""
+    # Not of a parameter that will be refused, on all ranks, for having no values.
+    devices = (p.device for p in model.module.parameters() if not p.is_meta)
+    device = next(devices, torch.device("cpu"))
+    node = ProcessGroupExchange(model.process_group, device)
+    if group is None:
+        return node
 
-    between: ProcessGroupExchange
-    inside: ProcessGroupExchange | None = None
+    def across() -> tuple[ProcessGroupExchange, dict[str, Any]]:
+        chosen: object = group
+        if isinstance(group, DeviceMesh) and group.ndim == 1:
+            chosen = group.get_group()
+        if not isinstance(chosen, dist.ProcessGroup):
+            raise SpecError(
+                "process_group must be a torch.distributed.ProcessGroup or a DeviceMesh of one "
+                f"dimension that holds this rank, not {type(chosen).__name__}"
+            )
+        mine = dist.get_process_group_ranks(model.process_group)
+        others = dist.get_process_group_ranks(chosen)
+        shared = sorted(set(mine) & set(others))
+        if shared != [dist.get_rank()]:
+            raise SpecError(
+                "process_group averages between groups of ranks that DDP keeps together, so it "
+                f"takes one rank of each; DDP's group of this rank is {mine}, and process_group "
+                f"{others} shares {shared} with it. For local steps of every rank, leave "
+                "process_group out"
+            )
+        return ProcessGroupExchange(chosen, device), {}
 
-    @classmethod
-    def of(cls, model: DistributedDataParallel, group: ProcessGroup | None) -> "Levels":
-        """The ranks of a model, or, if there is a `group`, its nodes and the ranks between them.
-
-        A `group` that does not take one rank of each node is a SpecError.
-        """
-        # Not of a parameter that will be refused, on all ranks, for having no values.
-        devices = (p.device for p in model.module.parameters() if not p.is_meta)
-        device = next(devices, torch.device("cpu"))
-        node = ProcessGroupExchange(model.process_group, device)
-        if group is None:
-            return cls(node)
-        between = node.build(
-            "torchcomp.LocalSGD",
-            {"process_group": "one of its own"},
-            lambda: (ProcessGroupExchange(_across(group, model.process_group), device), {}),
-        )
-        Exchange.split(inside=node, between=between)
-        return cls(between, node)
-
-    def build(
-        self,
-        what: str,
-        given: dict[str, Any],
-        make: Callable[[], tuple[Built, dict[str, Any]]],
-        advice: str = "",
-    ) -> Built:
-        """See :meth:`Exchange.build`; among all ranks of both levels."""
-        if self.inside is None:
-            return self.between.build(what, given, make, advice)
-        inside = self.inside
-
-        def both() -> tuple[tuple[Built, dict[str, Any]], dict[str, Any]]:
-            built, facts = make()
-            return (built, facts), facts
-
-        def within_the_node() -> tuple[Built, dict[str, Any]]:
-            return inside.build(what, given, both, advice)
-
-        return self.between.build(what, given, within_the_node, advice)
-
-
-def _across(group: object, node: dist.ProcessGroup) -> dist.ProcessGroup:
-    if isinstance(group, DeviceMesh) and group.ndim == 1:
-        group = group.get_group()
-    if not isinstance(group, dist.ProcessGroup):
-        raise SpecError(
-            "process_group must be a torch.distributed.ProcessGroup or a DeviceMesh of one "
-            f"dimension that holds this rank, not {type(group).__name__}"
-        )
-    mine, across = dist.get_process_group_ranks(node), dist.get_process_group_ranks(group)
-    shared = sorted(set(mine) & set(across))
-    if shared != [dist.get_rank()]:
-        raise SpecError(
-            "process_group averages between groups of ranks that DDP keeps together, so it takes "
-            f"one rank of each; DDP's group of this rank is {mine}, and process_group {across} "
-            f"shares {shared} with it. For local steps of every rank, leave process_group out"
-        )
-    return group
+    between = node.build("torchcomp.LocalSGD", {"process_group": "one of its own"}, across)
+    Exchange.split(inside=node, between=between)
+    return between
 
 
 def check_arguments(
@@ -134,10 +105,7 @@ def check_arguments(
     two_levels: bool,
     options: dict[str, Any],
 ) -> tuple[LocalMethod, dict[str, Any]]:
-    """What this rank's arguments mean, and the facts that all ranks must share.
-
-    What cannot be used is a SpecError, or an UnsupportedModelError if it is the model.
-    """
+    """What this rank's arguments mean, and the facts that all ranks must share."""
     if not two_levels:
         check_no_hook(model)
     check_model(model)
@@ -149,35 +117,8 @@ def check_arguments(
         )
     _check_optimizers(optimizers, model, two_levels)
     check_scaler(scaler)
-    method = _method(len(optimizers), **options)
-    _check_lrs(method, optimizers)
     parameters = dict(trained_parameters(model))
-    _check_division(method, optimizers, parameters)
-    facts = {
-        "spec": method.spec,
-        "compress": method.aggregator,
-        "outer": method.outer,
-        "parameters": [(name, tuple(p.shape), p.dtype) for name, p in parameters.items()],
-    }
-    return method, facts
-
-
-def parts_of(
-    method: LocalMethod, optimizers: Sequence[torch.optim.Optimizer], parameters: Parameters
-) -> list[tuple[Group, tuple[int, ...]]]:
-    """The parameters of every schedule, and the indices of the optimizers that it reads."""
-    if len(method.schedules) == 1:
-        return [(tuple(parameters), tuple(range(len(optimizers))))]
-    parts: list[tuple[Group, tuple[int, ...]]] = []
-    for index, optimizer in enumerate(optimizers):
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        names = tuple(name for name, parameter in parameters.items() if id(parameter) in held)
-        parts.append((names, (index,)))
-    return parts
-
-
-def _check_lrs(method: LocalMethod, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Require learning rates where a schedule or the outer step reads them."""
+    method = _method(optimizers, parameters, two_levels=two_levels, **options)
     readers = [each for each in (*method.schedules, method.outer) if each and each.reads_lr]
     for index, optimizer in enumerate(optimizers if readers else ()):
         if not all(isinstance(group.get("lr"), Real | Tensor) for group in optimizer.param_groups):
@@ -187,10 +128,18 @@ def _check_lrs(method: LocalMethod, optimizers: list[torch.optim.Optimizer]) -> 
                 "reads none, such as every(8)",
                 "optimizer",
             )
+    facts = {
+        "spec": method.spec,
+        "compress": method.aggregator,
+        "outer": method.outer,
+        "parameters": [(name, tuple(p.shape), p.dtype) for name, p in parameters.items()],
+    }
+    return method, facts
 
 
 def _method(
-    optimizers: int,
+    optimizers: list[torch.optim.Optimizer],
+    parameters: Parameters,
     spec: Specs,
     total_steps: int,
     warmup_steps: int,
@@ -200,16 +149,16 @@ def _method(
 ) -> LocalMethod:
     horizon = Horizon(total_steps, warmup_steps)
     specs = spec if isinstance(spec, list | tuple) else [spec]
-    if specs is spec and len(specs) != optimizers:
+    if specs is spec and len(specs) != len(optimizers):
         raise SpecError(
-            f"{len(specs)} schedules for {optimizers} optimizers: give one schedule for all, or a "
-            "list with one for each optimizer"
+            f"{len(specs)} schedules for {len(optimizers)} optimizers: give one schedule for all, "
+            "or a list with one for each optimizer"
         )
     schedules = tuple(map(parse_schedule, specs))
     for schedule in schedules:
         schedule.check(horizon)
     check_seed(others["seed"])
-    check_choice("moments", others["moments"], MOMENTS)
+    check_choice("moments", others["moments"], ("local", "average", "reset"))
     check_count("fragments", others["fragments"])
     check_flag("overlap", others["overlap"])
     if not isinstance(compress, str | Component):
@@ -220,7 +169,18 @@ def _method(
         )
     step = None if outer is None else parse_outer_step(outer)
     aggregator = parse_aggregator(compress)
-    method = LocalMethod(schedules, horizon, aggregator, step, **others)
+    parts: Parts = ((tuple(parameters), tuple(range(len(optimizers)))),)
+    if len(schedules) > 1:
+        parts = _divided(optimizers, parameters)
+    fewest = min(len(names) for names, _ in parts)
+    if not fewest:
+        raise SpecError("an optimizer with a schedule of its own holds no trained parameter")
+    if others["fragments"] > fewest:
+        raise SpecError(
+            f"fragments={others['fragments']}, but there are only {fewest} trained parameters to "
+            "divide, and every fragment takes at least one"
+        )
+    method = LocalMethod(schedules, parts, horizon, aggregator, step, **others)
     if method.overlap and not method.plain:
         raise SpecError(
             "overlap=True goes with the plain average alone (compress='mean', outer=None), because "
@@ -229,25 +189,19 @@ def _method(
     return method
 
 
-def _check_division(
-    method: LocalMethod, optimizers: list[torch.optim.Optimizer], parameters: Parameters
-) -> None:
-    """Require that every schedule has parameters of its own, enough for its fragments."""
-    parts = [names for names, _ in parts_of(method, optimizers, parameters)]
-    twice = [name for name, held in Counter(chain.from_iterable(parts)).items() if held > 1]
+def _divided(optimizers: list[torch.optim.Optimizer], parameters: Parameters) -> Parts:
+    """The parameters of each optimizer, which must be in no other one."""
+    parts = []
+    for index, optimizer in enumerate(optimizers):
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parts.append((tuple(name for name, p in parameters.items() if id(p) in held), (index,)))
+    twice = Counter(name for names, _ in parts for name in names) - Counter(list(parameters))
     if twice:
         raise SpecError(
             f"parameter '{min(twice)}' is in two optimizers that have a schedule each, and it is "
             "averaged by one: give these optimizers one schedule"
         )
-    fewest = min(map(len, parts))
-    if not fewest:
-        raise SpecError("an optimizer with a schedule of its own holds no trained parameter")
-    if method.fragments > fewest:
-        raise SpecError(
-            f"fragments={method.fragments}, but there are only {fewest} trained parameters to "
-            "divide, and every fragment takes at least one"
-        )
+    return tuple(parts)
 
 
 def check_no_hook(model: DistributedDataParallel) -> None:

@@ -22,8 +22,7 @@ def backward_until_finite(
     2. Unscale. If something is not finite, lower the scale (``scaler.update()``) and go to 1.
     3. Add what was set aside.
 
-    The scaler's growth interval then counts micro-batches. See :meth:`torchcomp.LocalSGD.backward`;
-    after any error, also one that `compute` raises, ``.grad`` is what it was before.
+    The scaler's growth interval then counts micro-batches. Any error leaves ``.grad`` as it was.
     """
     check_count("tries", tries)
     parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]

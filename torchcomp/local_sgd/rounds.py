@@ -2,7 +2,6 @@
 
 import logging
 import weakref
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
@@ -17,16 +16,15 @@ from torchcomp import checkpoint
 from torchcomp.bucket import Caps, Group, merge, partition
 from torchcomp.ddp.checks import bucket_caps, check_not_joined, trained_parameters
 from torchcomp.errors import CheckpointError, ScheduleError, UnsupportedModelError
+from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.local_sgd.averages import Averages, OverlappedAverages, PseudoGradients
-from torchcomp.local_sgd.optimizer_state import OptimizerState
+from torchcomp.local_sgd.optimizer_state import mean_state, state_to_average
 from torchcomp.local_sgd.options import (
-    Levels,
     LocalMethod,
     Parameters,
     check_no_hook,
     check_no_other_scaler,
     check_values,
-    parts_of,
 )
 from torchcomp.schedules import Schedule
 from torchcomp.traffic import sum_bytes
@@ -34,7 +32,6 @@ from torchcomp.traffic import sum_bytes
 _log = logging.getLogger(__package__)
 
 _SAME_LR = "The learning rate is the same function of the step on all ranks."
-_FIRST_STEP = f"{checkpoint.ONE_STEP} {_SAME_LR}"
 _LOST_STEP = (
     "Every rank calls optimizer.step() once for each step; one that skips it, or takes it twice, "
     "works on other batches than the others from then on, and runs out of them at another time. If "
@@ -48,12 +45,7 @@ _OTHER_RANKS = {
 
 @dataclass
 class Fragment:
-    """Parameters that are averaged together, and their round in progress, or the last one.
-
-    Mostly there is one, of all parameters. There are several where each optimizer has its own
-    schedule, and in streaming (``fragments=P``), where they take turns so that less is sent at a
-    time.
-    """
+    """Parameters that are averaged together, and their round in progress, or the last one."""
 
     groups: tuple[Group, ...]  # names of what is averaged in one bucket
     schedule: Schedule
@@ -76,8 +68,7 @@ class Fragment:
     def begin_round(self, step: int, lrs: list[float], method: LocalMethod) -> None:
         """Fix the length of the round that the next step begins, after `step` others.
 
-        The schedule reads the largest of `lrs`, or 0; if it cannot, ScheduleError is raised and
-        nothing changes.
+        The schedule reads the largest of `lrs`, or 0. If it raises, nothing changes.
         """
         lr, total = max(lrs, default=0.0), method.horizon.total_steps
         end = self.schedule.round_end(step, lr, method.horizon)
@@ -99,18 +90,14 @@ class Fragment:
 
 @dataclass
 class Clock:
-    """One rank's clock: its steps, skipped ones included, its synchronisations and rounds.
+    """One rank's steps and rounds.
 
-    Ranks may well do different things for one step (accumulate another number of micro-batches,
-    look at an output), but a step without any forward pass in training is one that was lost.
+    Not part of LocalSteps, because the warning of a script that ends keeps it alive till then.
     """
 
     total_steps: int
     fragments: list[Fragment]
-    step: int = 0
-    syncs: int = 0
-    forward: bool = False  # whether a forward pass in training has begun since the last step
-    missing: int = 0  # steps before which there was none
+    step: int = 0  # skipped ones included
 
     @property
     def next_sync(self) -> int | None:
@@ -129,12 +116,7 @@ class Clock:
             )
 
 
-def fragments_of(
-    method: LocalMethod,
-    optimizers: Sequence[torch.optim.Optimizer],
-    parameters: Parameters,
-    caps: Caps,
-) -> list[Fragment]:
+def fragments_of(method: LocalMethod, parameters: Parameters, caps: Caps) -> list[Fragment]:
     """The parameters of every schedule, cut into pieces with rounds out of phase.
 
     Pieces are of about equal bytes, in registration order. The first round of piece p of P takes
@@ -142,33 +124,36 @@ def fragments_of(
     2025, arXiv 2501.18512), but without its delayed application, which is another algorithm. All
     synchronise at the end.
     """
-    pieces, whole = method.fragments, method.aggregator.whole_model
-    parts, found = parts_of(method, optimizers, parameters), []
-    for (names, owners), schedule in zip(parts, method.schedules, strict=True):
+    pieces, found = method.fragments, []
+    for (names, owners), schedule in zip(method.parts, method.schedules, strict=True):
         sizes = [parameters[name].nbytes for name in names]
         middles = [end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True)]
         fair = [int(pieces * middle / max(sum(sizes), 1)) for middle in middles]
         for index, (start, stop) in enumerate(pairwise(piece_bounds(fair, pieces))):
             groups = partition([(name, parameters[name]) for name in names[start:stop]], caps)
-            groups = merge(groups, parameters) if whole else groups
+            if method.aggregator.whole_model:
+                groups = merge(groups, parameters)
             found.append(Fragment(groups, schedule, owners, (index + 1, pieces)))
     return found
 
 
 def piece_bounds(fair: Sequence[int], pieces: int) -> list[int]:
     """Where pieces begin and end if each parameter goes to its fair piece, and none is empty."""
-    bounds = [sum(piece < index for piece in fair) for index in range(pieces)] + [len(fair)]
+    bounds = [0]
     for index in range(1, pieces):
-        bounds[index] = max(bounds[index], bounds[index - 1] + 1)
-    for index in reversed(range(1, pieces)):
-        bounds[index] = min(bounds[index], bounds[index + 1] - 1)
-    return bounds
+        before = sum(piece < index for piece in fair)
+        bounds.append(min(max(before, bounds[-1] + 1), len(fair) - pieces + index))
+    return [*bounds, len(fair)]
 
 
 class LocalSteps:
     """Local steps of one model, without the hooks that drive them.
 
     Model and optimizers are held weakly, because the optimizers' hooks own what owns this.
+
+    Attributes:
+        forward: whether a forward pass in training has begun since the last step. Ranks may take
+            another number of them for a step, but a step without any has lost its batch.
     """
 
     def __init__(
@@ -176,27 +161,26 @@ class LocalSteps:
         model: DistributedDataParallel,
         optimizers: Sequence[torch.optim.Optimizer],
         method: LocalMethod,
-        levels: Levels,
+        exchange: ProcessGroupExchange,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
         self._model = weakref.ref(model)
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
-        self.method = method
-        self.levels = levels
-        self._scaler = scaler
+        self.method, self.scaler = method, scaler
+        self.forward = False
+        self._missing = 0  # steps without a forward pass before them
+        self._stepped: set[int] = set()
         trained = dict(trained_parameters(model))
-        self._fragments = fragments_of(method, optimizers, trained, bucket_caps(model))
-        groups = [group for fragment in self._fragments for group in fragment.groups]
+        fragments = fragments_of(method, trained, bucket_caps(model))
+        self.clock = Clock(method.horizon.total_steps, fragments)
+        groups = [group for fragment in fragments for group in fragment.groups]
         names = set(chain.from_iterable(groups))
         parameters = {name: p for name, p in trained.items() if name in names}
         kind = Averages if method.plain else PseudoGradients
         kind = OverlappedAverages if method.overlap else kind
-        self.averages = kind(method, levels, parameters, groups)
+        self.averages = kind(method, exchange, parameters, groups)
         self._averager = self.averages.averager
-        self._optimizer_state = OptimizerState(method.moments, levels.between)
-        self.clock = Clock(method.horizon.total_steps, self._fragments)
         self._reads_lr = method.outer is not None and method.outer.reads_lr
-        self._stepped: set[int] = set()
         # What DDP reduces, and what is known: averaged already, or not to be, as DDP ignores it.
         self._reduced = set(map(id, trained.values()))
         named = model.module.named_parameters()
@@ -240,7 +224,8 @@ class LocalSteps:
         if self._verified:
             self._begin_rounds()
         else:
-            self.levels.build("the first local step", {}, self._first_step, _FIRST_STEP)
+            between, advice = self._averager.exchange, f"{checkpoint.ONE_STEP} {_SAME_LR}"
+            between.build("the first local step", {}, self._first_step, advice)
             self.averages.start(self._averager.groups)
             self._expected_weights = None
             self._verified = True
@@ -251,34 +236,34 @@ class LocalSteps:
         if len(self._stepped) < len(self._optimizers):
             return
         self._stepped.clear()
-        clock, due = self.clock, []
-        clock.step += 1
-        clock.missing += not clock.forward
-        clock.forward = False
-        for fragment in self._fragments:
+        self.clock.step += 1
+        self._missing += not self.forward
+        self.forward = False
+        due = []
+        for fragment in self.clock.fragments:
             # Where nothing reads it, no step waits for a learning rate that a device holds.
             lrs = self._lrs(fragment, wait=self._reads_lr)
             fragment.lr_sum += max(lrs, default=0.0)
-            if fragment.end == clock.step:
+            if fragment.end == self.clock.step:
                 due.append(fragment)
         if due:
             self._synchronise(due)
 
     def _begin_rounds(self) -> None:
-        for fragment in self._fragments:
+        for fragment in self.clock.fragments:
             if fragment.end == self.clock.step:
                 fragment.begin_round(self.clock.step, self._lrs(fragment), self.method)
 
     def _first_step(self) -> tuple[None, dict[str, Any]]:
         """Check the step that follows the start or a checkpoint, and what ranks must share."""
-        check_no_other_scaler(self.optimizers, self._scaler)
-        model, two_levels = self._model(), self.levels.inside is not None
+        check_no_other_scaler(self.optimizers, self.scaler)
+        model, two_levels = self._model(), self.method.two_levels
         if model is not None and not two_levels:
             check_no_hook(model)
-        must_be_equal = self.averages.needs_equal_start or two_levels
+        must_be_equal = two_levels or not self.method.plain
         digest = None
         if self._expected_weights is not None or must_be_equal:
-            digest = digest_of(self._averager.parameters)
+            digest = checkpoint.digest_of(self._averager.parameters)
         if self._expected_weights not in (None, digest):
             raise CheckpointError(
                 "parameters that are not those of the checkpoint: every rank loads its own weights "
@@ -288,8 +273,8 @@ class LocalSteps:
         if must_be_equal and self.clock.next_sync is None:
             facts["checksum of the parameters"] = digest
         self._begin_rounds()
-        facts["round"] = ", ".join(map(str, self._fragments))
-        facts["learning rates at its start"] = [each.lrs for each in self._fragments]
+        facts["round"] = ", ".join(map(str, self.clock.fragments))
+        facts["learning rates at its start"] = [each.lrs for each in self.clock.fragments]
         return None, facts
 
     def _lrs(self, fragment: Fragment, wait: bool = True) -> list[float]:
@@ -297,9 +282,10 @@ class LocalSteps:
 
         Without `wait` there are none if a device holds one, because to read it would wait for it.
         """
-        lrs, optimizers = [], self.optimizers
+        lrs = []
         for index in fragment.owners:
-            for group in optimizers[index].param_groups:
+            optimizer = self._optimizers[index]()
+            for group in optimizer.param_groups if optimizer is not None else ():
                 lr = group.get("lr")
                 if isinstance(lr, Tensor) and not (wait or lr.is_cpu):
                     return []
@@ -311,39 +297,41 @@ class LocalSteps:
 
     def _synchronise(self, due: list[Fragment]) -> None:
         """End the round of every fragment that is due, on all ranks or, with an error, on none."""
-        step, averages, optimizers = self.clock.step, self.averages, self.optimizers
-        held = self._averager.parameters
-        parameters = {name: held[name] for fragment in due for name in fragment.names}
+        step, optimizers, policy = self.clock.step, self.optimizers, self.method.moments
+        averager, held = self._averager, self._averager.parameters
+        exchange, parameters = averager.exchange, {n: held[n] for each in due for n in each.names}
 
-        def facts() -> tuple[None, dict[str, Any]]:
-            self._optimizer_state.read(parameters, optimizers)
-            return None, {
+        def facts() -> tuple[dict[str, Tensor], dict[str, Any]]:
+            mine = state_to_average(parameters, optimizers) if policy == "average" else {}
+            return mine, {
                 "steps": step,
                 "round": ", ".join(map(str, due)),
-                "steps without forward passes in training": self.clock.missing,
+                "steps without forward passes in training": self._missing,
                 "learning rates at its start": [each.lrs for each in due],
                 "sum of the learning rates of its steps": [each.lr_sum for each in due],
                 "parameters added": ", ".join(self._added) or "none",
             }
 
-        self.levels.build("synchronisation", {}, facts, _LOST_STEP)
-        self._averager.begin()
-        self._optimizer_state.exchange(step)
+        mine = exchange.build("synchronisation", {}, facts, _LOST_STEP)
+        averager.begin()
+        means = mean_state(exchange, mine, step) if policy == "average" else {}
         groups, dense_bytes = [], 0
         for fragment in due:
             steps = step - fragment.synced
             groups += [(group, fragment.lr_sum / steps) for group in fragment.groups]
             nbytes = sum(held[name].nbytes for name in fragment.names)
-            dense_bytes += steps * sum_bytes(nbytes, self.levels.between.world_size)
-        averages.exchange(groups, step, dense_bytes)
-        averages.commit()
-        self._optimizer_state.commit(parameters, optimizers)
+            dense_bytes += steps * sum_bytes(nbytes, exchange.world_size)
+        self.averages.synchronise(groups, step, dense_bytes)
+        for name, tensor in mine.items():
+            tensor.copy_(means[name])
+        for optimizer in optimizers if policy == "reset" else ():
+            for parameter in parameters.values():
+                optimizer.state.pop(parameter, None)
         for fragment in due:
             fragment.synced, fragment.lr_sum = step, 0.0
-        self.clock.syncs += 1
         self._added.clear()
         if step == self.clock.total_steps:
-            averages.wait()  # nothing follows that the last average could overlap with
+            self.averages.wait()  # nothing follows that the last average could overlap with
 
     # Parameters that begin to be trained after local steps have begun.
 
@@ -351,11 +339,8 @@ class LocalSteps:
         """Average what the optimizers have begun to train of the model, before its first change."""
         model = self._model()
         for index, optimizer in enumerate(self.optimizers):
-            late = []
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.requires_grad and id(parameter) not in self._known:
-                        late.append(id(parameter))
+            trained = [p for group in optimizer.param_groups for p in group["params"]]
+            late = {id(p) for p in trained if p.requires_grad} - self._known
             if late and model is not None:
                 named = model.module.named_parameters()
                 new = {n.replace("_orig_mod.", ""): p for n, p in named if id(p) in late}
@@ -364,7 +349,7 @@ class LocalSteps:
 
     def _add(self, model: DistributedDataParallel, index: int, new: Parameters) -> None:
         unknown = [name for name, parameter in new.items() if id(parameter) not in self._reduced]
-        if unknown and self.levels.inside is not None:
+        if unknown and self.method.two_levels:
             raise UnsupportedModelError(
                 f"parameter '{unknown[0]}' was frozen or not in the model when "
                 "DistributedDataParallel was built, which does not reduce its gradients inside the "
@@ -372,12 +357,12 @@ class LocalSteps:
             )
         check_values(model)
         groups = partition(new.items(), bucket_caps(model))
-        home = [fragment for fragment in self._fragments if index in fragment.owners][-1]
+        home = [fragment for fragment in self.clock.fragments if index in fragment.owners][-1]
         home.groups = (*home.groups, *groups)
         self._known |= set(map(id, new.values()))
         self._averager.add(new, groups)
-        self.averages.start(groups, late=True)
-        digest = digest_of(new) if self.averages.needs_equal_start else 0
+        self.averages.start(groups)
+        digest = 0 if self.method.plain else checkpoint.digest_of(new)
         self._added.append(f"{', '.join(new)} (checksum {digest})")
 
     # Checkpoints.
@@ -385,18 +370,18 @@ class LocalSteps:
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`torchcomp.LocalSGD.state_dict`."""
         self._require_whole_step("state_dict")
-        between = self.levels.between
+        between = self._averager.exchange
         return {
             **self._averager.state_dict(),
             "local_sgd": {
                 **self._fixed(),
                 "step": self.clock.step,
-                "syncs": self.clock.syncs,
+                "syncs": self._averager.step,
                 "saved_by": [between.rank, between.world_size],
-                "weights": digest_of(self._averager.parameters),
+                "weights": checkpoint.digest_of(self._averager.parameters),
                 "fragments": [
                     {"names": each.names, **{key: getattr(each, key) for key in _ROUND}}
-                    for each in self._fragments
+                    for each in self.clock.fragments
                 ],
             },
         }
@@ -410,10 +395,9 @@ class LocalSteps:
         restore = self._averager.prepare(state, _OTHER_RANKS)
         groups = [tuple(group) for group in state["groups"]]
         fragments = []
-        for fragment, saved in zip(self._fragments, section["fragments"], strict=True):
+        for fragment, saved in zip(self.clock.fragments, section["fragments"], strict=True):
             own = tuple(group for group in groups if group[0] in saved["names"])
-            restored = {key: saved[key] for key in _ROUND}
-            fragments.append(replace(fragment, groups=own, **restored))
+            fragments.append(replace(fragment, groups=own, **{key: saved[key] for key in _ROUND}))
         names = [sorted(fragment.names) for fragment in fragments]
         once = sorted(chain.from_iterable(names)) == sorted(self._averager.parameters)
         if not once or names != [sorted(saved["names"]) for saved in section["fragments"]]:
@@ -422,10 +406,8 @@ class LocalSteps:
                 "whole groups"
             )
         restore()
-        self._fragments[:] = fragments  # which the clock shares
-        self.clock.step, self.clock.syncs = section["step"], section["syncs"]
-        self._expected_weights = section["weights"]
-        self._verified = False
+        self.clock.fragments, self.clock.step = fragments, section["step"]
+        self._expected_weights, self._verified = section["weights"], False
 
     def _require_whole_step(self, call: str) -> None:
         if self._stepped:
@@ -439,7 +421,7 @@ class LocalSteps:
         """What must not change from a checkpoint to the run that loads it."""
         return {
             "schedule": self.method.spec,
-            "total_steps": self.method.horizon.total_steps,
+            "total_steps": self.clock.total_steps,
             "warmup_steps": self.method.horizon.warmup_steps,
             "compress": str(self.method.aggregator),
             "outer": str(self.method.outer),
@@ -449,7 +431,7 @@ class LocalSteps:
     def _check(self, section: dict[str, Any]) -> None:
         """Require a section of this run, of this rank or of all, and with a clock that can be."""
         rounds = section["fragments"]
-        here = {**self._fixed(), "fragments": len(self._fragments)}
+        here = {**self._fixed(), "fragments": len(self.clock.fragments)}
         there = {**section, "fragments": len(rounds)}
         for name, value in here.items():
             if there[name] != value:
@@ -466,7 +448,7 @@ class LocalSteps:
                     f"synchronisations, the last one at step {each['synced']}, and the round from "
                     f"{each['start']} to {each['end']} cannot all be"
                 )
-        between = self.levels.between
+        between = self._averager.exchange
         saver, mine = section["saved_by"], [between.rank, between.world_size]
         if any(step > each["synced"] for each in rounds) and saver != mine:
             raise CheckpointError(
@@ -489,12 +471,3 @@ _SECTION = checkpoint.record(
         checkpoint.record(names=checkpoint.list_of(checkpoint.text), **_ROUND)
     ),
 )
-
-
-def digest_of(tensors: Mapping[str, Tensor]) -> int:
-    """A checksum of all values, to recognise them."""
-    checksum = 0
-    for tensor in tensors.values():
-        flat = tensor.detach().cpu().contiguous().view(-1)
-        checksum = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), checksum)
-    return checksum

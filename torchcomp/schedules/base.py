@@ -1,8 +1,7 @@
 """Schedule: when local steps end in a synchronisation.
 
-A schedule is a pure function of progress: the step at which a round begins, the learning rate of
-its first step, and where warm-up and the run end. All ranks evaluate it with the same arguments,
-so they agree without a message.
+A schedule is a pure function of the step at which a round begins, the learning rate of its first
+step, and the ends of warm-up and run. All ranks evaluate it alike, so they agree without a message.
 """
 
 import math
@@ -40,41 +39,24 @@ class Horizon:
 
 @dataclass(frozen=True)
 class Schedule(Component):
-    """Decides how many local steps a round takes.
-
-    Class attributes:
-        reads_lr: whether the learning rate decides.
-    """
+    """Decides how many local steps a round takes; `reads_lr` says if the learning rate does."""
 
     kind: ClassVar[str] = "schedule"
     reads_lr: ClassVar[bool] = False
 
     def check(self, horizon: Horizon) -> None:
-        """Require, before a run, that the schedule fits it.
-
-        Raises:
-            SpecError: naming the option that lies outside.
-        """
+        """Raise SpecError, before a run, if the schedule does not fit it."""
 
     @abstractmethod
     def period(self, step: int, lr: float, horizon: Horizon) -> int:
         """H: local steps of the round that begins after `step` steps, before it is cut at the end.
 
-        Args:
-            step: optimizer steps taken so far.
-            lr: learning rate of the round's first step; finite and at least 0.
-            horizon: ends of warm-up and run.
-
-        Raises:
-            ScheduleError: if the rule cannot use the learning rate.
+        `lr`, finite and at least 0, is that of the round's first step. Raise ScheduleError if the
+        rule cannot use it.
         """
 
     def round_end(self, step: int, lr: float, horizon: Horizon) -> int:
-        """The step, counted from 1, whose end is the round's synchronisation.
-
-        Raises:
-            ScheduleError: if `lr` is negative or not finite, or 0 where the rule reads it.
-        """
+        """The step, counted from 1, at whose end the ranks synchronise; checks `lr`."""
         try:
             usable = math.isfinite(lr) and lr >= 0
         except (TypeError, OverflowError):
@@ -94,9 +76,8 @@ def synchronisations(schedule: Schedule, lr: Rate | None, horizon: Horizon) -> l
         raise SpecError(f"'{schedule}' reads the learning rate: give lr=, a function of the step")
     if lr is not None and not callable(lr):
         raise SpecError(f"lr must be a function of the step, such as lambda step: 0.1, not {lr!r}")
-    steps: list[int] = []
-    step = 0
-    while step < horizon.total_steps:
-        step = schedule.round_end(step, 1.0 if lr is None else lr(step), horizon)
-        steps.append(step)
-    return steps
+    ends = [0]
+    while ends[-1] < horizon.total_steps:
+        rate = 1.0 if lr is None else lr(ends[-1])
+        ends.append(schedule.round_end(ends[-1], rate, horizon))
+    return ends[1:]

@@ -14,18 +14,17 @@ from torchcomp.schedules.base import Horizon, Schedule
 class Power(Schedule):
     """``power(coef=0.03, exponent=1, h_base=4)``: H = max(h_base, floor((coef / eta)^exponent)).
 
-    eta is the rate of the round's first step; H then holds for the whole round. During warm-up H =
-    h_base, because a tiny warm-up rate would make one round of the whole run. Exponent 1 is the
-    linear rule, H = beta / eta, and exponent 3 the cubic one, H = (gamma / eta)^3, with which Gu,
-    Lyu, Arora, Zhang, Huang, ICLR 2024 (arXiv 2310.14423), compare their quadratic rule, exponent
-    2 (``qsr``).
+    eta is the learning rate of the round's first step. During warm-up H = h_base, because a tiny
+    warm-up rate would make one round of the whole run. Gu, Lyu, Arora, Zhang, Huang, ICLR 2024
+    (arXiv 2310.14423), compare exponent 1, the linear rule H = beta / eta, and exponent 3, the
+    cubic rule H = (gamma / eta)^3, with their quadratic one (``qsr``).
 
     Attributes:
         coef: growth coefficient (beta, alpha or gamma), in units of the learning rate.
         exponent: how fast rounds grow; above 0, whole or not.
         h_base: the shortest round, in steps.
-        cap: the longest round, in steps; by default there is none, and the last rounds of a rate
-            that falls near 0 are thousands of steps long.
+        cap: the longest round, in steps; without it, a rate that falls near 0 makes rounds of
+            thousands of steps.
     """
 
     name: ClassVar[str] = "power"

@@ -12,15 +12,14 @@ from torchcomp.schedules.power import Power, check_bounds
 class QSR(Schedule):
     """``qsr(alpha=0.0175, h_base=4)``: the Quadratic Synchronization Rule.
 
-    A round that begins at learning rate eta takes H = max(h_base, floor((alpha / eta)^2)) steps;
-    during warm-up H = h_base, because a tiny warm-up rate would make one round of the whole run.
-    It is :class:`Power` with exponent 2. Source: Gu, Lyu, Arora, Zhang, Huang, ICLR 2024 (arXiv
-    2310.14423), Algorithm 2 with its rule for H.
+    A round that begins at learning rate eta takes H = max(h_base, floor((alpha / eta)^2)) steps,
+    and h_base steps during warm-up: :class:`Power` with exponent 2. Source: Gu, Lyu, Arora, Zhang,
+    Huang, ICLR 2024 (arXiv 2310.14423), Algorithm 2 with its rule for H.
 
     Attributes:
         alpha: growth coefficient, in units of the learning rate.
         h_base: the shortest round, in steps.
-        cap: the longest round, in steps; by default, as in the paper, there is none.
+        cap: the longest round, in steps; the paper has none.
     """
 
     name: ClassVar[str] = "qsr"

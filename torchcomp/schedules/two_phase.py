@@ -13,9 +13,11 @@ class TwoPhase(Schedule):
     """A schedule that averages after every step up to step `switch`.
 
     Attributes:
-        switch: the step, counted from 1, at which the last round of one step ends; at least the
-            end of warm-up, which belongs to the first phase, and before the end of the run.
+        switch: the step, counted from 1, at which the last round of one step ends; from the end of
+            warm-up to before the end of the run.
     """
+
+    positional: ClassVar[int] = 0
 
     switch: int
 
@@ -45,7 +47,6 @@ class PostLocal(TwoPhase):
     """
 
     name: ClassVar[str] = "post_local"
-    positional: ClassVar[int] = 0
     example: ClassVar[str] = "post_local(switch=30000, h=8)"
 
     h: int
@@ -67,7 +68,6 @@ class Swap(TwoPhase):
     """
 
     name: ClassVar[str] = "swap"
-    positional: ClassVar[int] = 0
     example: ClassVar[str] = "swap(switch=30000)"
 
     def period(self, step: int, lr: float, horizon: Horizon) -> int:
