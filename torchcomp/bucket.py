@@ -17,19 +17,12 @@ Group = Names
 
 @dataclass(frozen=True)
 class BucketShape:
-    """All that is static about a bucket.
+    """All that is static about a bucket."""
 
-    Attributes:
-        names: parameter names, in the order of their elements.
-        shapes: shape of each parameter.
-        dtype: of the elements.
-        strides: of each parameter, where one is not contiguous; () if all are.
-    """
-
-    names: Names
-    shapes: tuple[tuple[int, ...], ...]
+    names: Names  # of the parameters, in the order of their elements
+    shapes: tuple[tuple[int, ...], ...]  # of each parameter
     dtype: torch.dtype
-    strides: tuple[tuple[int, ...], ...] = ()
+    strides: tuple[tuple[int, ...], ...] = ()  # of each parameter; () if all are contiguous
 
     @classmethod
     def of(cls, names: Iterable[str], parameters: Mapping[str, Tensor]) -> "BucketShape":
@@ -96,16 +89,10 @@ def _strides(parameter: Tensor) -> tuple[int, ...]:
 
 @dataclass
 class Bucket:
-    """What an aggregator works on.
-
-    Attributes:
-        shape: names, shapes and dtype.
-        flat: 1-D contiguous tensor of gradient (or parameter) elements; each parameter's part is in
-            its memory order, as in DDP's buckets.
-    """
+    """What an aggregator works on."""
 
     shape: BucketShape
-    flat: Tensor
+    flat: Tensor  # 1-D, contiguous; each parameter's part is in its memory order, as in DDP
 
     @classmethod
     def read(cls, shape: BucketShape, tensors: Mapping[str, Tensor]) -> "Bucket":
@@ -147,21 +134,13 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Shard:
-    """The contiguous part of a bucket that one rank owns.
+    """The contiguous part of a bucket that one rank owns."""
 
-    Attributes:
-        start: first element within the bucket.
-        stop: one past the last element.
-        names: parameters that have elements in it, in order.
-        sizes: how many elements of each.
-        offsets: the first of them within each parameter.
-    """
-
-    start: int
-    stop: int
-    names: Names
-    sizes: tuple[int, ...]
-    offsets: tuple[int, ...]
+    start: int  # first element within the bucket
+    stop: int  # one past the last element
+    names: Names  # parameters that have elements in it, in order
+    sizes: tuple[int, ...]  # how many elements of each
+    offsets: tuple[int, ...]  # the first of them within each parameter
 
     @property
     def span(self) -> slice:
@@ -186,14 +165,9 @@ def _shards(names: Names, sizes: tuple[int, ...], world_size: int) -> tuple[Shar
 
 @dataclass(frozen=True)
 class Caps:
-    """Sizes at which a group of parameters is closed, in bytes.
+    """Sizes at which a group of parameters is closed, in bytes."""
 
-    Attributes:
-        first: for the first group, small so that communication starts early in backward.
-        rest: for every further group.
-    """
-
-    first: int = 1 * MIB
+    first: int = 1 * MIB  # small, so that communication starts early in the backward pass
     rest: int = 25 * MIB
 
 

@@ -16,19 +16,12 @@ from torchcomp.errors import SpecError
 
 @dataclass(frozen=True)
 class Key:
-    """The address of one random draw.
+    """The address of one random draw."""
 
-    Attributes:
-        seed: the run's seed, equal on all ranks.
-        step: number of exchanges before this one.
-        tensor: identifies the vector within the step (see :func:`tensor_id`).
-        rank: the drawing rank; ignored by draws that all ranks share.
-    """
-
-    seed: int
-    step: int = 0
-    tensor: int = 0
-    rank: int = 0
+    seed: int  # the run's seed, equal on all ranks
+    step: int = 0  # number of exchanges before this one
+    tensor: int = 0  # identifies the vector within the step (see :func:`tensor_id`)
+    rank: int = 0  # the drawing rank; ignored by draws that all ranks share
 
     def of_tensor(self, name: str) -> "Key":
         """The same key for another vector."""

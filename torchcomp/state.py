@@ -40,24 +40,15 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Slot:
-    """What is kept under one name for the parameters of one bucket.
-
-    Attributes:
-        name: of the slot.
-        kind: see :class:`Kind`.
-        names: of the parameters.
-        sizes: number of elements that are kept for each of them.
-        dtype: of the elements.
-        sharded: whether each rank keeps the elements of its own shard alone.
-        init: writes a parameter's first values, given its name; by default they are zeros.
-    """
+    """What is kept under one name for the parameters of one bucket."""
 
     name: str
     kind: Kind
-    names: Names
-    sizes: tuple[int, ...]
+    names: Names  # of the parameters
+    sizes: tuple[int, ...]  # number of elements that are kept for each of them
     dtype: torch.dtype
-    sharded: bool = False
+    sharded: bool = False  # whether each rank keeps the elements of its own shard alone
+    # Writes a parameter's first values, given its name. By default they are zeros.
     init: Init | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -19,17 +19,11 @@ class _Counters:
 
 @dataclass
 class Load(_Counters):
-    """What a step moves over a rank's link.
+    """What a step moves over a rank's link."""
 
-    Attributes:
-        summed: bytes that went through all-reduces.
-        sent: bytes sent otherwise.
-        received: bytes received otherwise.
-    """
-
-    summed: int = 0
-    sent: int = 0
-    received: int = 0
+    summed: int = 0  # bytes that went through all-reduces
+    sent: int = 0  # bytes sent otherwise
+    received: int = 0  # bytes received otherwise
 
     def traffic(self, world_size: int, dense: int) -> "Traffic":
         """The bytes that cross the link, compared with the `dense` ones of plain DDP."""
@@ -39,14 +33,8 @@ class Load(_Counters):
 
 @dataclass
 class Traffic(_Counters):
-    """Bytes of payload that crossed this rank's link.
+    """Bytes of payload that crossed this rank's link."""
 
-    Attributes:
-        sent: bytes sent.
-        received: bytes received.
-        dense: bytes that plain DDP would have sent instead.
-    """
-
-    sent: int = 0
-    received: int = 0
-    dense: int = 0
+    sent: int = 0  # bytes sent
+    received: int = 0  # bytes received
+    dense: int = 0  # bytes that plain DDP would have sent instead

@@ -16,17 +16,11 @@ from torchcomp.traffic import Load
 
 @dataclass(frozen=True)
 class Cost:
-    """What one bucket costs a rank in a step.
+    """What one bucket costs a rank in a step."""
 
-    Attributes:
-        collective: how messages travel: "allreduce", "allgather" or "sharded".
-        message_bytes: bytes of what one rank has to say of its bucket, without frames.
-        load: what the step moves over the rank's link.
-    """
-
-    collective: str
-    message_bytes: int
-    load: Load = field(default_factory=Load)
+    collective: str  # how messages travel: "allreduce", "allgather" or "sharded"
+    message_bytes: int  # bytes of what one rank has to say of its bucket, without frames
+    load: Load = field(default_factory=Load)  # what the step moves over the rank's link
 
 
 @dataclass(frozen=True)

@@ -36,19 +36,12 @@ from torchcomp.traffic import Load
 
 @dataclass(frozen=True)
 class Piece:
-    """The elements of one vector that lie in one shard.
+    """The elements of one vector that lie in one shard."""
 
-    Attributes:
-        vector: index of the vector in the bucket's codec.
-        name: of the vector and where the piece begins; part of the key.
-        start: first element within the shard.
-        stop: one past the last element.
-    """
-
-    vector: int
-    name: str
-    start: int
-    stop: int
+    vector: int  # index of the vector in the bucket's codec
+    name: str  # of the vector and where the piece begins; part of the key
+    start: int  # first element within the shard
+    stop: int  # one past the last element
 
     @property
     def span(self) -> slice:
@@ -58,21 +51,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Direction:
-    """How one bucket's shards are encoded on the way up or down.
+    """How one bucket's shards are encoded on the way up or down."""
 
-    Attributes:
-        role: "up" or "down"; part of the key, so that the two draw different numbers.
-        compressor: of this direction.
-        exact: whether it selects from whole vectors of the bucket.
-        shape: of the bucket, with the dtype of the values on the wire.
-        world_size: number of ranks.
-    """
-
-    role: str
-    compressor: Compressor
-    exact: bool
-    shape: BucketShape
-    world_size: int
+    role: str  # "up" or "down"; part of the key, so that the two draw different numbers
+    compressor: Compressor  # of this direction
+    exact: bool  # whether it selects from whole vectors of the bucket
+    shape: BucketShape  # of the bucket, with the dtype of the values on the wire
+    world_size: int  # number of ranks
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:

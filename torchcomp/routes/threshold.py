@@ -22,33 +22,20 @@ _WINDOW = {torch.int32: 24, torch.int64: 53}
 
 @dataclass(frozen=True)
 class Question:
-    """One vector, of which the k largest entries are wanted.
+    """One vector, of which the k largest entries are wanted."""
 
-    Attributes:
-        candidates: this rank's, from :func:`order_bits`.
-        sizes: number of candidates of each rank.
-        k: at most ``sum(sizes)``.
-        guess: a threshold near the one wanted, the same on all ranks, or 0; it saves rounds and
-            never changes the answer.
-    """
-
-    candidates: Tensor
-    sizes: Sequence[int]
-    k: int
-    guess: int = 0
+    candidates: Tensor  # this rank's, from order_bits
+    sizes: Sequence[int]  # number of candidates of each rank
+    k: int  # at most the sum of the sizes
+    guess: int = 0  # a threshold near the one wanted, equal on all ranks: saves rounds, no more
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome for one vector.
+    """The outcome for one vector."""
 
-    Attributes:
-        threshold: the k-th largest of all candidates; 0 if all are wanted.
-        counts: entries chosen from each rank's part.
-    """
-
-    threshold: int
-    counts: Sequence[int]
+    threshold: int  # the k-th largest of all candidates; 0 if all are wanted
+    counts: Sequence[int]  # entries chosen from each rank's part
 
 
 def order_bits(x: Tensor) -> Tensor:

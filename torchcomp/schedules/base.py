@@ -17,15 +17,10 @@ from torchcomp.learning_rates import Rate
 
 @dataclass(frozen=True)
 class Horizon:
-    """Where warm-up ends and where the run ends, in optimizer steps.
+    """Where warm-up ends and where the run ends, in optimizer steps."""
 
-    Attributes:
-        total_steps: T, at least 1; the run ends with a synchronisation at exactly this step.
-        warmup_steps: W, from 0 to T; the first W steps have warm-up learning rates.
-    """
-
-    total_steps: int
-    warmup_steps: int = 0
+    total_steps: int  # T, at least 1; the run ends with a synchronisation at exactly this step
+    warmup_steps: int = 0  # W, from 0 to T; the first W steps have warm-up learning rates
 
     def __post_init__(self) -> None:
         check_count("total_steps", self.total_steps)
