@@ -40,7 +40,7 @@ class Cast(Compressor):
         check_choice("dtype", self.dtype, quantize.CASTS, owner=self.name)
 
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
-        return quantize.layout(self.dtype, numel)
+        return quantize.layout(self.dtype, numel, dtype)
 
     def encode(self, x: Tensor, key: Key) -> Encoded:
         return Encoded((narrow(x, quantize.CASTS[self.dtype]),))
