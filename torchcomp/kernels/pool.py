@@ -31,6 +31,9 @@ def each(work: Callable[[int], object], count: int) -> None:
     `work` is safe to call from several threads at once and should release the GIL. Whatever it
     raised first is raised; then some calls may not have been made.
     """
+    if count == 1:
+        work(0)
+        return
     turns = itertools.count()  # its next() is atomic
 
     def take_turns() -> None:

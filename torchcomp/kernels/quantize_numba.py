@@ -54,10 +54,10 @@ def _encode(
     cell = np.empty(1, np.uint32)
     for number in range(scales.size):
         start, stop = number * BLOCK, min((number + 1) * BLOCK, count)
-        part = block[: stop - start]
-        # Copied even without an index: a block is read twice, and contiguous then.
-        for i in range(part.size):
-            part[i] = x[start + i] if index is None else x[np.uint64(index[start + i])]
+        if index is None:
+            part = x[start:stop]
+        else:
+            part = _gather(x, index[start:stop], block)
         scales[number] = step = _scale(part, np.float32(levels), np.float32(cap), cell)
         # A pair's codes are put together afterwards; an odd last one is paired with zero.
         singles[part.size & ~1 :] = 0
@@ -70,6 +70,13 @@ def _encode(
             _at_random(part, step, np.float32(levels), uniform[start:stop], line)
         if levels == 7:
             _store_pairs(singles, codes[start >> 1 : (stop + 1) >> 1])
+
+
+@njit(nogil=True, cache=True)
+def _gather(x: Array, index: Array, block: Array) -> Array:
+    for i in range(index.size):
+        block[i] = x[np.uint64(index[i])]
+    return block[: index.size]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
