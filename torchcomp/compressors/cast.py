@@ -10,7 +10,6 @@ from torch import Tensor
 from torchcomp.checks import check_choice
 from torchcomp.compressors.base import Compressor, Encoded
 from torchcomp.kernels import quantize
-from torchcomp.kernels.cast import narrow
 from torchcomp.keys import Key
 from torchcomp.wire import Layout, Parts
 
@@ -43,7 +42,7 @@ class Cast(Compressor):
         return quantize.layout(self.dtype, numel, dtype)
 
     def encode(self, x: Tensor, key: Key) -> Encoded:
-        return Encoded((narrow(x, quantize.CASTS[self.dtype]),))
+        return Encoded(quantize.encode(x, self.dtype, None))
 
     def accumulate(
         self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0

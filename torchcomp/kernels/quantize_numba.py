@@ -51,14 +51,10 @@ def _encode(
 ) -> None:
     count = x.size if index is None else index.size
     block, singles = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.int8)
-    cell = np.empty(1, np.uint32)
     for number in range(scales.size):
         start, stop = number * BLOCK, min((number + 1) * BLOCK, count)
-        if index is None:
-            part = x[start:stop]
-        else:
-            part = _gather(x, index[start:stop], block)
-        scales[number] = step = _scale(part, np.float32(levels), np.float32(cap), cell)
+        part = x[start:stop] if index is None else _gather(x, index[start:stop], block)
+        scales[number] = step = _scale(part, np.float32(levels), np.float32(cap))
         # A pair's codes are put together afterwards; an odd last one is paired with zero.
         singles[part.size & ~1 :] = 0
         line = singles if levels == 7 else codes[start:stop].view(np.int8)
@@ -80,15 +76,14 @@ def _gather(x: Array, index: Array, block: Array) -> Array:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _scale(values: Array, levels: Any, cap: Any, cell: Array) -> Any:
+def _scale(values: Array, levels: Any, cap: Any) -> Any:
     bits = values.view(np.uint32)
     largest = np.uint32(0)
     for i in range(bits.size):
         largest = max(largest, np.uint32(bits[i] & _MAGNITUDE))
     if largest >= _INFINITY:
         return np.float32(np.nan)
-    cell[0] = largest
-    scale = min(cell.view(np.float32)[0] / levels, cap)
+    scale = min(np.uint32(largest).view(np.float32) / levels, cap)
     return scale if scale >= _SMALLEST else np.float32(0.0)
 
 

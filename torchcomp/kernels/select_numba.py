@@ -185,13 +185,6 @@ def _places(n: int, count: int) -> Array:
 # --- Compiled -------------------------------------------------------------------------------------
 
 
-def _pointer(context: Any, builder: Any, array: Any, value: Any, at: Any, lanes: int) -> Any:
-    """Pointer to `lanes` entries of an array from a place on, as one vector."""
-    data = context.make_array(array)(context, builder, value).data
-    vector = ir.VectorType(data.type.pointee, lanes)
-    return builder.bitcast(builder.gep(data, [at]), vector.as_pointer())
-
-
 def _passing(lanes: int) -> Any:
     """For Numba: which of `lanes` entries have a magnitude of at least a bound, a bit each.
 
@@ -206,8 +199,10 @@ def _passing(lanes: int) -> Any:
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             def vector(number: int) -> Any:
-                array, value = signature.args[number], args[number]
-                return _pointer(context, builder, array, value, args[3], lanes)
+                array = context.make_array(signature.args[number])
+                data = array(context, builder, args[number]).data
+                lane = ir.VectorType(data.type.pointee, lanes)
+                return builder.bitcast(builder.gep(data, [args[3]]), lane.as_pointer())
 
             def load(number: int) -> Any:
                 align = signature.args[number].dtype.bitwidth // 8
@@ -273,30 +268,14 @@ def _collect(
                 word |= passes << np.uint64(at - start)
         if word and count + _WORD > key.size:
             count = 1 << 62  # They do not fit; but all is yet to be added.
-        elif word:
-            count = _append(word, bits, start, begin, mask, infinity, key, place, count)
+            word = np.uint64(0)
+        while word:
+            i = start + np.int64(trailing_zeros(word))
+            word &= word - np.uint64(1)
+            key[count] = min(bits[i] & mask, infinity)
+            place[count] = i - begin
+            count += 1
     counts[chunk] = count if count <= key.size else -1
-
-
-@njit(nogil=True, cache=True)
-def _append(
-    word: Any,
-    bits: Array,
-    start: int,
-    begin: int,
-    mask: Any,
-    infinity: Any,
-    key: Array,
-    place: Array,
-    count: int,
-) -> int:
-    while word:
-        i = start + np.int64(trailing_zeros(word))
-        word &= word - np.uint64(1)
-        key[count] = min(bits[i] & mask, infinity)
-        place[count] = i - begin
-        count += 1
-    return count
 
 
 @njit(nogil=True, cache=True)
