@@ -36,7 +36,7 @@ def messages(ranks: int, n: int, k: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def decode_values(values: Tensor) -> Tensor:
-    return quantize.decode((values,), values.numel(), "bf16", torch.float32)
+    return quantize.decode((values,), values.numel(), torch.float32)
 
 
 def dense(out: Tensor) -> None:
@@ -54,11 +54,11 @@ def cases(sent: list[tuple[Tensor, Tensor, Tensor]], n: int, k: int) -> dict[str
     packed = [(values, code) for _, code, values in sent]
 
     def at_once(out: Tensor) -> None:
-        entries.accumulate(packed, k, "bf16", out, 1 / len(sent))
+        entries.accumulate(packed, k, out, 1 / len(sent))
 
     def in_turn(out: Tensor) -> None:
         for message in packed:
-            entries.accumulate([message], k, "bf16", out, 1 / len(sent))
+            entries.accumulate([message], k, out, 1 / len(sent))
 
     def index_add(out: Tensor) -> None:
         for _, code, values in sent:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, TopK
-from torchcomp.kernels import select, select_torch
+from torchcomp.kernels import select
 from torchcomp.kernels.select import Scratch
 from torchcomp.keys import Key
 
@@ -316,8 +316,8 @@ def selection(request, monkeypatch):
     """All ways to select, the plain one for accelerators run on this CPU."""
     if request.param != "fast":
         monkeypatch.setattr(select, "_fast", lambda x: None)
-        chosen_way = getattr(select_torch, f"largest_on_{request.param}")
-        monkeypatch.setattr(select_torch, "largest_on_host", chosen_way)
+        chosen_way = getattr(select, f"largest_on_{request.param}")
+        monkeypatch.setattr(select, "largest_on_host", chosen_way)
 
 
 @pytest.mark.usefixtures("selection")

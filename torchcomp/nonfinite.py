@@ -41,9 +41,8 @@ class FiniteWatch:
 
         If a message was not intact, all raise a WireError, with `where` and `advice`.
         """
-        if not self._means:  # nothing was watched: nothing to wait for a device for
-            return self._exchange.conclude(torch.tensor(True), where, advice)
-        finite = torch.stack(self._means).isfinite().all()
+        # If nothing was watched, there is no device to wait for.
+        finite = torch.stack(self._means).isfinite().all() if self._means else torch.tensor(True)
         return self._exchange.conclude(finite, where, advice)
 
     def error(

@@ -53,7 +53,6 @@ FINDINGS = {
 
 Layout = tuple[Field, ...]
 Parts = tuple[Tensor, ...]
-Words = NDArray[np.int64]
 
 _ODD = np.arange(1, 2 << 14, 2)
 """The weights 2 i + 1 of the checksum, for i < 2^14."""
@@ -113,7 +112,7 @@ def _signature(length: int) -> int:
     return 256 * length + VERSION
 
 
-def _checksum(words: Words) -> int:
+def _checksum(words: NDArray[np.int64]) -> int:
     """The checksum as a signed number; stretch by stretch, so that the weights are a constant."""
     total = -3 * int(words[1])
     for start in range(0, words.size, _ODD.size):
@@ -133,8 +132,7 @@ def _checksum_on_device(words: Tensor) -> Tensor:
 def pack(parts: Sequence[Tensor], layout: Layout, out: Tensor) -> None:
     """Write the fields of one message into `out`, a uint8 tensor of ``nbytes(layout)`` elements.
 
-    Raises:
-        ValueError: if a part is not what the layout announces.
+    Raises ValueError if a part is not what the layout announces.
     """
     for part, field, (start, stop) in zip(parts, layout, _extents(layout), strict=True):
         if part.dtype != field.dtype or part.numel() != field.count:
@@ -148,8 +146,7 @@ def pack(parts: Sequence[Tensor], layout: Layout, out: Tensor) -> None:
 def unpack(message: Tensor, layout: Layout) -> Parts:
     """Read the fields of one message; views into `message` where its alignment allows.
 
-    Raises:
-        ValueError: if the message has not ``nbytes(layout)`` elements.
+    Raises ValueError if it has another length. No other code checks the lengths of fields.
     """
     if message.numel() != nbytes(layout):
         raise ValueError(

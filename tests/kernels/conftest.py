@@ -10,6 +10,6 @@ from torchcomp.kernels import backend
 @pytest.fixture
 def forms_looked_for_anew() -> Iterator[None]:
     """For a test that hides Numba: what was found before it, or in it, is not remembered."""
-    backend.numba_form.cache_clear()
+    backend.fast_form.cache_clear()
     yield
-    backend.numba_form.cache_clear()
+    backend.fast_form.cache_clear()

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.patience import PATIENCE
-from torchcomp.kernels import backend, pool, select, select_torch
+from torchcomp.kernels import backend, pool, select
 from torchcomp.kernels.select import Scratch, add_and_select, largest
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -34,17 +34,17 @@ def sorted_out(x, k):
 def form(request, monkeypatch):
     """Runs a test on each form for the CPU."""
     if request.param == "torch":
-        monkeypatch.setattr(backend, "numba_form", lambda stem: None)
+        monkeypatch.setattr(backend, "fast_form", lambda stem, device: None)
     else:
         pytest.importorskip("numba", reason='needs pip install "torchcomp-ddp[kernels]"')
-        assert backend.numba_form("select") is not None
+        assert backend.fast_form("select", "cpu") is not None
     return request.param
 
 
 @pytest.fixture(autouse=True)
 def _several_chunks(monkeypatch):
     """Vectors of few entries, too, go in chunks, by threads."""
-    if backend.numba_form("select"):
+    if backend.fast_form("select", "cpu"):
         monkeypatch.setattr("torchcomp.kernels.select_numba._INLINE", 1 << 17)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
@@ -133,14 +133,6 @@ def test_any_strides(form, view):
 def test_a_parameter(form):
     x = gaussian(100).requires_grad_()
     assert torch.equal(largest(x, 10), sorted_out(x.detach(), 10))
-
-
-@pytest.mark.parametrize("k", [-1, 6])
-def test_more_or_less_than_there_is(form, k):
-    with pytest.raises(ValueError, match=f"cannot select {k} of 5"):
-        largest(torch.zeros(5), k)
-    with pytest.raises(ValueError, match=f"cannot select {k} of 5"):
-        add_and_select(torch.zeros(5), torch.zeros(5), torch.zeros(5), k)
 
 
 # --- Sums -----------------------------------------------------------------------------------------
@@ -419,7 +411,7 @@ def test_the_form_for_any_device(n, dtype):
     x = awkward(n, dtype)
     magnitude = x.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
     for k in set(ks(n)) - {0, n}:
-        assert torch.equal(select_torch.largest_on_device(magnitude, k), sorted_out(x, k))
+        assert torch.equal(select.largest_on_device(magnitude, k), sorted_out(x, k))
 
 
 TRITON = """
@@ -451,6 +443,8 @@ def test_triton():
 
 
 def test_triton_is_asked_for_cuda_alone(monkeypatch):
-    monkeypatch.setattr(backend, "triton_form", lambda stem: pytest.fail("asked for a CPU"))
-    largest(gaussian(100), 10)
-    assert select._fast(torch.empty(100, device="meta")) is None
+    modules = []
+    monkeypatch.setattr(backend.importlib, "import_module", modules.append)
+    find = backend.fast_form.__wrapped__
+    assert [find("select", device) for device in ("cpu", "cuda", "meta")] == [None] * 3
+    assert modules == [f"torchcomp.kernels.select_{form}" for form in ("numba", "triton")]

@@ -10,7 +10,6 @@ from torch import Tensor
 from torchcomp.checks import check_choice
 from torchcomp.compressors.base import Compressor, Encoded
 from torchcomp.kernels import quantize
-from torchcomp.kernels.cast import narrow
 from torchcomp.keys import Key
 from torchcomp.wire import Layout, Parts
 
@@ -40,10 +39,10 @@ class Cast(Compressor):
         check_choice("dtype", self.dtype, quantize.CASTS, owner=self.name)
 
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
-        return quantize.layout(self.dtype, numel)
+        return quantize.layout(self.dtype, numel, dtype)
 
     def encode(self, x: Tensor, key: Key) -> Encoded:
-        return Encoded((narrow(x, quantize.CASTS[self.dtype]),))
+        return Encoded(quantize.encode(x, self.dtype, None))
 
     def accumulate(
         self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0

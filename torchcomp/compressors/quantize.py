@@ -38,7 +38,7 @@ class Quantize(Compressor):
         check_choice("rounding", self.rounding, ("nearest", "stochastic"), owner=self.name)
 
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
-        return quantize.layout(self.format, numel)
+        return quantize.layout(self.format, numel, dtype)
 
     def encode(self, x: Tensor, key: Key) -> Encoded:
         noise = key.private() if self.rounding == "stochastic" else None
@@ -48,8 +48,7 @@ class Quantize(Compressor):
         self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0
     ) -> None:
         for parts in messages:
-            decoded = quantize.decode(parts, out.numel(), self.format, out.dtype)
-            out.add_(decoded, alpha=weight)
+            out.add_(quantize.decode(parts, out.numel(), out.dtype), alpha=weight)
 
     def alpha(self, numel: int) -> float:
         return 1.0 - quantize.error_bound(self.format, numel) if numel else 1.0

@@ -16,8 +16,6 @@ from torchcomp.kernels.select import Scratch, add_and_select, largest
 from torchcomp.keys import Key
 from torchcomp.wire import Field, Layout, Parts
 
-_FORMATS = ("bf16", "fp16", "int8", "int4")
-
 
 @dataclass(frozen=True)
 class TopK(Selector):
@@ -41,9 +39,9 @@ class TopK(Selector):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.values is not None:
-            check_choice("values", self.values, _FORMATS, owner=self.name)
+            check_choice("values", self.values, quantize.FORMATS, owner=self.name)
         check_choice("rounding", self.rounding, ("nearest", "stochastic"), owner=self.name)
-        if self.rounding == "stochastic" and self.values not in ("int8", "int4"):
+        if self.rounding == "stochastic" and self.values not in quantize.LEVELS:
             raise SpecError(
                 'topk: rounding="stochastic" goes with values="int8" or "int4", because only these '
                 "have evenly spaced levels to choose between",
@@ -53,9 +51,7 @@ class TopK(Selector):
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         k = self.kept(numel)
         index = Field("index", torch.uint8, elias_fano.nbytes(numel, k))
-        if self.values is None:
-            return (Field("values", dtype, k), index)
-        return (*quantize.layout(self.values, k), index)
+        return (*quantize.layout(self.values, k, dtype), index)
 
     def select(self, x: Tensor) -> Tensor:
         return largest(x, self.kept(x.numel()))
@@ -64,29 +60,26 @@ class TopK(Selector):
         return add_and_select(g, e, out, self.kept(g.numel()), scratch)
 
     def encode_selected(self, x: Tensor, index: Tensor, key: Key) -> Encoded:
-        code = elias_fano.encode(index, x.numel())
-        if self.values is None:
-            return Encoded((entries.take(x, index), code), index)
         noise = key.private() if self.rounding == "stochastic" else None
-        return Encoded((*quantize.encode(x, self.values, noise, index), code), index)
+        values = quantize.encode(x, self.values, noise, index)
+        return Encoded((*values, elias_fano.encode(index, x.numel())), index)
 
     def subtract(self, encoded: Encoded, x: Tensor, key: Key, weight: float = 1.0) -> None:
         if encoded.index is None:
             super().subtract(encoded, x, key, weight)
         else:
-            entries.subtract(x, encoded.index, encoded.parts[:-1], self.values, weight)
+            entries.subtract(x, encoded.index, encoded.parts[:-1], weight)
 
     def accumulate(
         self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0
     ) -> None:
-        entries.accumulate(messages, self.kept(out.numel()), self.values, out, weight)
+        entries.accumulate(messages, self.kept(out.numel()), out, weight)
 
     def alpha(self, numel: int) -> float:
         if not numel:
             return 1.0
         k = self.kept(numel)
-        lost = 0.0 if self.values is None else quantize.error_bound(self.values, k)
-        return k / numel * (1.0 - lost)
+        return k / numel * (1.0 - quantize.error_bound(self.values, k))
 
     def omega(self, numel: int) -> None:
         return None

@@ -6,31 +6,26 @@ import logging
 from types import ModuleType
 
 _log = logging.getLogger(__name__)
+_LIBRARY = {"cpu": "numba", "cuda": "triton"}
 
 
 @functools.cache
-def numba_form(stem: str) -> ModuleType | None:
-    """The Numba form of a kernel, for the CPU, e.g. ``select_numba`` for "select".
+def fast_form(stem: str, device: str) -> ModuleType | None:
+    """What does a kernel's work faster than torch on a type of device, if it has such a form.
 
-    None, with one line in the log, where it cannot be used.
+    That is ``select_numba`` for "select" on a "cpu". One line in the log tells where Numba cannot
+    be used. PyTorch's CUDA builds bring Triton along wherever it exists: there is nothing to tell.
     """
+    if device not in _LIBRARY:
+        return None
     try:
-        return importlib.import_module(f"torchcomp.kernels.{stem}_numba")
+        return importlib.import_module(f"torchcomp.kernels.{stem}_{_LIBRARY[device]}")
     except ImportError as error:
         advice = f'pip install "torchcomp-ddp[kernels]" ({error})'
     except Exception as error:  # Numba's own import may fail in any way, its cache in others
+        if device != "cpu":
+            raise
         advice = f"its import failed with {type(error).__name__}: {error}"
-    _log.warning("CPU kernel %s runs slowly without Numba: %s", stem, advice)
+    if device == "cpu":
+        _log.warning("CPU kernel %s runs slowly without Numba: %s", stem, advice)
     return None
-
-
-@functools.cache
-def triton_form(stem: str) -> ModuleType | None:
-    """The Triton form of a kernel, for CUDA; None where Triton is missing, without a word.
-
-    PyTorch's CUDA builds bring Triton along wherever it exists, so there is nothing to advise.
-    """
-    try:
-        return importlib.import_module(f"torchcomp.kernels.{stem}_triton")
-    except ImportError:
-        return None

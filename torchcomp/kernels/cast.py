@@ -7,17 +7,9 @@ from torch import Tensor
 def narrow(x: Tensor, dtype: torch.dtype, out: Tensor | None = None, share: float = 1.0) -> Tensor:
     """`x` in another dtype; finite values beyond its range become its largest, of the same sign.
 
-    With error feedback the residual keeps what is cut off. NaN and infinities stay. Where the range
-    of `dtype` is at least that of `x`, this is ``x.to(dtype)`` and nothing else.
-
-    Args:
-        x: floating-point, of any shape.
-        dtype: floating-point.
-        out: like `x`, of this dtype; written instead of a new tensor.
-        share: of the dtype's range, within which values stay if `x` has a larger one.
-
-    Returns:
-        `out`, if there is one; `x` itself, if it has this dtype; a new tensor otherwise.
+    With error feedback the residual keeps what is cut off. NaN and infinities stay. If `x` has a
+    larger range, its values stay within `share` of that of `dtype`; else this is ``x.to(dtype)``.
+    Writes and returns `out`, if there is one; returns `x` itself, if it has this dtype.
     """
     if x.dtype == dtype and out is None:
         return x

@@ -29,17 +29,15 @@ In parallel: when encoding, the bits of an entry depend on the entry and its ran
 decoding, a prefix sum of the set bits of each word says which ranks a word of the high part holds.
 
 On a CPU with Numba :mod:`.elias_fano_numba` does the work; elsewhere, accelerators included, plain
-torch does (:mod:`.elias_fano_torch`), with the same results.
+torch does, with the same results, in static shapes: nothing waits for an accelerator.
 """
 
 import functools
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from torchcomp.kernels import elias_fano_torch
-from torchcomp.kernels.backend import numba_form
+from torchcomp.kernels import backend
 
 
 def nbytes(n: int, k: int) -> int:
@@ -54,85 +52,76 @@ def low_bits(n: int, k: int) -> int:
 
 
 def _nbytes(n: int, k: int, low: int) -> int:
-    high = k + ((n - 1) >> low) if low else n
-    return (k * low + 7) // 8 + (high + 7) // 8
+    return (k * low + 7) // 8 + (_high_bits(n, k, low) + 7) // 8
+
+
+def _high_bits(n: int, k: int, low: int) -> int:
+    return k + ((n - 1) >> low) if low else n
 
 
 def encode(index: Tensor, n: int) -> Tensor:
-    """The code of a set of indices.
+    """The code, 1-D uint8 of ``nbytes(n, k)`` elements, of k of n indices.
 
-    Args:
-        index: 1-D int64, strictly ascending, within [0, n).
-        n: number of entries that were chosen from.
-
-    Returns:
-        1-D uint8 of ``nbytes(n, k)`` elements, k being the number of indices.
-
-    Raises:
-        ValueError: on a CPU, if the indices are not as above. An accelerator does not look.
+    `index` is 1-D int64, contiguous, strictly ascending and within [0, n): this is not checked.
     """
-    k = index.numel()
+    k, device = index.numel(), index.device
     if k in (0, n):
         return index.new_empty(0, dtype=torch.uint8)
-    low, fast = low_bits(n, k), _fast(index)
+    low, fast = low_bits(n, k), backend.fast_form("elias_fano", device.type)
     if fast is not None:
         out = torch.empty(nbytes(n, k), dtype=torch.uint8)
-        _require(fast.encode(index.to(torch.int64).contiguous(), n, low, out), n)
+        fast.encode(index.numpy(), n, low, out.numpy())
         return out
-    if index.device.type == "cpu":
-        _require(_ascends(index, n), n)
-    return elias_fano_torch.encode(index, n, low)
-
-
-def _ascends(index: Tensor, n: int) -> bool:
-    inside = index[0] >= 0 and index[-1] < n
-    return bool(inside and (index[1:] > index[:-1]).all())
-
-
-def _require(ascends: bool, n: int) -> None:
-    if not ascends:
-        raise ValueError(f"indices to encode must ascend strictly within [0, {n})")
+    highs = torch.zeros(_high_bits(n, k, low), dtype=torch.uint8, device=device)
+    highs[(index >> low) + torch.arange(k, device=device) if low else index] = 1
+    lows = torch.empty(k, low, dtype=torch.uint8, device=device)
+    for bit in range(low):
+        lows[:, bit] = (index >> bit) & 1
+    return torch.cat([_pack(lows.view(-1)), _pack(highs)])
 
 
 def decode(raw: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
     """The indices that a code stands for, and whether it is intact.
 
     Args:
-        raw: 1-D uint8 of ``nbytes(n, k)`` elements; their values may be anything.
+        raw: 1-D uint8, contiguous, of ``nbytes(n, k)`` elements; their values may be anything.
         n: number of entries that were chosen from.
         k: number of indices.
 
     Returns:
         1-D int64 of k strictly ascending indices within [0, n), and a scalar bool tensor. If that
         is true, :func:`encode` makes `raw` of them; else they are 0, 1, 2, ... and mean nothing.
-
-    Raises:
-        ValueError: if `raw` has another length.
     """
-    check_length(raw, n, k)
     if k in (0, n):
-        index = torch.arange(k, device=raw.device)
-        return index, torch.ones((), dtype=torch.bool, device=raw.device)
-    low, fast = low_bits(n, k), _fast(raw)
-    if fast is None:
-        return elias_fano_torch.decode(raw, n, k, low)
-    index = torch.empty(k, dtype=torch.int64)
-    intact = fast.decode(raw.contiguous().numpy(), n, low, index.numpy())
-    return index, torch.tensor(intact)
+        return torch.arange(k, device=raw.device), torch.full((), True, device=raw.device)
+    low, fast = low_bits(n, k), backend.fast_form("elias_fano", raw.device.type)
+    if fast is not None:
+        index = torch.empty(k, dtype=torch.int64)
+        whole = fast.decode(raw.numpy(), n, low, index.numpy())
+        return index if whole else torch.arange(k), torch.tensor(whole)
+    first, cut = torch.arange(k, device=raw.device), (k * low + 7) // 8
+    lows, highs = _unpack(raw[:cut]), _unpack(raw[cut:])
+    index = torch.nonzero_static(highs, size=k, fill_value=0)[:, 0]
+    if low:
+        index = (index - first) << low
+    for bit in range(low):
+        index |= lows[bit : k * low : low].long() << bit
+    intact = (highs.sum() == k) & (index[1:] > index[:-1]).all() & (lows[k * low :] == 0).all()
+    # A bit in the high part's padding is a bucket beyond n, so this covers it too.
+    intact = intact & (index[-1] < n)
+    return index.where(intact, first), intact
 
 
-def check_length(raw: Tensor, n: int, k: int) -> None:
-    """Require as many bytes as the code of k of n indices takes.
-
-    Raises:
-        ValueError: if there are more or fewer.
-    """
-    if raw.numel() != nbytes(n, k):
-        raise ValueError(
-            f"the code of {k} of {n} indices takes {nbytes(n, k)} bytes, not {raw.numel()}"
-        )
+def _pack(bits: Tensor) -> Tensor:
+    """Bits, 0 or 1 as uint8, to bytes, with zeros up to a whole byte."""
+    bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
+    return (bits << _places(bits)).sum(1, dtype=torch.uint8)
 
 
-def _fast(tensor: Tensor) -> ModuleType | None:
-    """The module that works on this tensor faster than plain torch, if any."""
-    return numba_form("elias_fano") if tensor.device.type == "cpu" else None
+def _unpack(raw: Tensor) -> Tensor:
+    """The bits of bytes, as uint8."""
+    return ((raw[:, None] >> _places(raw)) & 1).view(-1)
+
+
+def _places(like: Tensor) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=like.device)

@@ -1,4 +1,4 @@
-"""Elias-Fano in Numba, for the CPU; gives what :mod:`.elias_fano_torch` gives, bit for bit.
+"""Elias-Fano in Numba, for the CPU; gives what plain torch gives, bit for bit.
 
 Encoding many entries takes several threads. Decoding is serial, and without the GIL: the threads
 that call it are the parallelism. It writes where the high part's bits are set, then makes indices
@@ -12,7 +12,6 @@ import numpy as np
 from numba import njit
 from numba.cpython.unsafe import numbers
 from numpy.typing import NDArray
-from torch import Tensor
 
 from torchcomp.kernels import pool
 
@@ -20,9 +19,6 @@ Array = NDArray[Any]
 
 trailing_zeros: Any = numbers.trailing_zeros
 """Zeros below the lowest set bit of a word."""
-
-INLINE = 1 << 17
-"""Up to this many entries a second thread does not pay: handing over takes 0.1 ms (measured)."""
 
 _USUAL = 32
 """A word of the high part has about this many bits set, hardly ever more than two thirds."""
@@ -32,33 +28,22 @@ _NARROW = 16
 """Four low parts of at most 16 bits each begin in one byte and end within 64 bits."""
 
 
-def encode(index: Tensor, n: int, low: int, out: Tensor) -> bool:
-    """Write the code of 0 < k < n indices into `out`; False if they do not ascend within [0, n).
+def encode(index: Array, n: int, low: int, out: Array) -> None:
+    """Write the code of 0 < k < n indices into `out`; both contiguous.
 
-    Both contiguous. The parts of the code are cut so that no two tasks write to one byte.
+    The parts of the code are cut so that no two tasks write to one byte.
     """
-    k, task = index.numel(), (index.numpy(), n, low, out.numpy())
-    if k <= INLINE:
-        return bool(_encode_entries(*task, 0, k) and _encode_words(*task, 0, n))
-    chunks = pool.chunks()
-    entries = [k * chunk // chunks & ~63 for chunk in range(chunks)] + [k]
-    words = [((k + (n >> low)) // 64 + 2) * chunk // chunks for chunk in range(chunks)] + [n]
-    valid = np.empty(2 * chunks, np.bool_)
+    k, chunks = index.size, pool.chunks(index.size)
+    words = (k + (n >> low)) // 64 + 2 if low else (n + 63) // 64
 
-    def work(turn: int) -> None:
-        encode_some, ends = (_encode_entries, entries) if turn < chunks else (_encode_words, words)
-        valid[turn] = encode_some(*task, ends[turn % chunks], ends[turn % chunks + 1])
+    def work(chunk: int) -> None:
+        # A task's low parts begin in a byte of their own, as 64 of any width do.
+        start, stop = (k * end // chunks & ~63 for end in (chunk, chunk + 1))
+        _encode_entries(index, low, out, start, k if chunk == chunks - 1 else stop)
+        start, stop = (words * end // chunks for end in (chunk, chunk + 1))
+        _encode_words(index, low, out, start, stop)
 
-    pool.each(work, 2 * chunks)
-    return bool(valid.all())
-
-
-def decode(raw: Array, n: int, low: int, index: Array) -> bool:
-    """Write the indices into `index`, int64 of k elements; 0, 1, 2, ... and False if not intact."""
-    intact = bool(decode_any(raw, n, low, index))
-    if not intact:
-        index[:] = np.arange(index.size)
-    return intact
+    pool.each(work, chunks)
 
 
 # --- Words ----------------------------------------------------------------------------------------
@@ -109,14 +94,8 @@ def _ones(word: Any) -> Any:
 
 
 @njit(nogil=True, cache=True)
-def _encode_entries(chosen: Array, n: int, low: int, out: Array, start: int, stop: int) -> bool:
-    """Write the low parts of entries `start` to `stop`; False if they do not ascend to the next.
-
-    `start` is a multiple of 64, so that its low part begins in a byte of its own.
-    """
-    k = chosen.size
-    if chosen[0] < 0 or chosen[k - 1] >= n or not _ascends(chosen[start : min(stop + 1, k)]):
-        return False
+def _encode_entries(chosen: Array, low: int, out: Array, start: int, stop: int) -> None:
+    """Write the low parts of entries `start`, a multiple of 64, to `stop`."""
     mask = (np.uint64(1) << np.uint64(low)) - np.uint64(1)
     byte, word, filled = (start * low) >> 3, np.uint64(0), 0
     for i in range(np.uint64(start), np.uint64(stop if low else start)):
@@ -133,11 +112,10 @@ def _encode_entries(chosen: Array, n: int, low: int, out: Array, start: int, sto
         word >>= np.uint64(8)
         byte += 1
         filled -= 8
-    return True
 
 
 @njit(nogil=True, cache=True)
-def _encode_words(chosen: Array, n: int, low: int, out: Array, start: int, stop: int) -> bool:
+def _encode_words(chosen: Array, low: int, out: Array, start: int, stop: int) -> None:
     """Write words `start` to `stop` of the high part, as far as there are any."""
     k, nbytes = chosen.size, out.size
     cut, step = (k * low + 7) >> 3, 1 if low else 0
@@ -161,18 +139,14 @@ def _encode_words(chosen: Array, n: int, low: int, out: Array, start: int, stop:
         else:
             for i in range(nbytes - first):
                 out[first + i] = (word >> np.uint64(8 * i)) & np.uint64(255)
-    return True
 
 
 @njit(nogil=True, cache=True)
-def decode_any(raw: Array, n: int, low: int, index: Array) -> bool:
+def decode(raw: Array, n: int, low: int, index: Array) -> bool:
     """Write the indices, or anything and return False if the code is not intact.
 
-    Args:
-        raw: uint8, contiguous, of the code's length for the k of `index`, with any contents.
-        n: number of entries that were chosen from.
-        low: width of the low parts.
-        index: contiguous, of 0 < k < n elements; int64, or uint32 if :func:`fits_32_bits`.
+    `raw` is contiguous, of the length for the k of `index`. That is contiguous, of 0 < k < n
+    elements: int64, or uint32 if :func:`fits_32_bits`.
     """
     k = index.size
     cut = (k * low + 7) >> 3
@@ -182,7 +156,13 @@ def decode_any(raw: Array, n: int, low: int, index: Array) -> bool:
         return False
     if low:
         _add_low_parts(raw, low, index)
-    return index[k - 1] < n and _ascends(index)
+    if index[k - 1] >= n:
+        return False
+    lower, upper = index[:-1], index[1:]
+    wrong = 0
+    for i in range(lower.size):  # without a way out, so that it is vectorised
+        wrong += lower[i] >= upper[i]
+    return wrong == 0
 
 
 def fits_32_bits(n: int, k: int, low: int) -> bool:
@@ -231,12 +211,3 @@ def _add_low_parts(raw: Array, low: int, index: Array) -> None:
         i, bit = np.uint64(rank), rank * low
         part = (_word_at(raw, bit >> 3) >> np.uint64(bit & 7)) & mask
         index[i] = (np.uint64(index[i]) - i) << np.uint64(low) | part
-
-
-@njit(nogil=True, cache=True)
-def _ascends(index: Array) -> bool:
-    lower, upper = index[:-1], index[1:]
-    wrong = 0
-    for i in range(lower.size):
-        wrong += lower[i] >= upper[i]
-    return wrong == 0

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchcomp.kernels import pool
-from torchcomp.kernels.elias_fano_numba import INLINE, decode_any, fits_32_bits
+from torchcomp.kernels.elias_fano_numba import decode, fits_32_bits
 from torchcomp.kernels.quantize_numba import value_at
 
 Array = NDArray[Any]
@@ -26,31 +26,19 @@ _BLOCK_BYTES = 1 << 17
 
 
 def subtract(x: Tensor, index: Tensor, fields: Sequence[Tensor], weight: float) -> None:
-    """``x[index] -= weight * values``, where values are finite; IndexError if out of bounds.
+    """``x[index] -= weight * values``, where values are finite.
 
     Args:
         x: float32 or float64, contiguous.
-        index: 1-D int64, without repeats.
+        index: 1-D int64, without repeats, within bounds.
         fields: the values in the dtype of `x`, or scales and codes.
         weight: factor on the values.
     """
-    k = index.numel()
+    k, chunks = index.numel(), pool.chunks(index.numel())
     # Values that have no scales bring themselves, which are not read.
     values, scales = fields[-1].numpy(), fields[0].numpy()
     task = x.detach().numpy(), index.numpy(), values, scales, weight
-    if k <= INLINE:
-        inside = _subtract(*task, 0, k)
-    else:
-        chunks = pool.chunks()
-        found = np.empty(chunks, np.bool_)
-
-        def work(chunk: int) -> None:
-            found[chunk] = _subtract(*task, k * chunk // chunks, k * (chunk + 1) // chunks)
-
-        pool.each(work, chunks)
-        inside = bool(found.all())
-    if not inside:
-        raise IndexError("an index is out of the vector's bounds")
+    pool.each(lambda i: _subtract(*task, k * i // chunks, k * (i + 1) // chunks), chunks)
 
 
 def accumulate(
@@ -72,18 +60,18 @@ def accumulate(
     code, values = messages[0][-1].numpy(), messages[0][-2].numpy()
     index = np.empty((count, k), np.uint32 if fits_32_bits(n, k, low) else np.int64)
     intact, target = np.empty(count, np.bool_), out.detach().numpy()
-    if count * k <= INLINE:
-        _decode(table, code, n, low, index, intact, 0, count)
-        _add_up(index, intact, table, values, target, 0, n, weight)
-    else:
-        chunks = pool.chunks()
+    chunks = pool.chunks(count * k)
+    turns = 1 if chunks == 1 else count
 
-        def add_up(chunk: int) -> None:
-            ends = n * chunk // chunks, n * (chunk + 1) // chunks
-            _add_up(index, intact, table, values, target, *ends, weight)
+    def decode_some(i: int) -> None:
+        _decode(table, code, n, low, index, intact, count * i // turns, count * (i + 1) // turns)
 
-        pool.each(lambda i: _decode(table, code, n, low, index, intact, i, i + 1), count)
-        pool.each(add_up, chunks)
+    def add_up(i: int) -> None:
+        ends = n * i // chunks, n * (i + 1) // chunks
+        _add_up(index, intact, table, values, target, *ends, weight)
+
+    pool.each(decode_some, turns)
+    pool.each(add_up, chunks)
     return bool(intact.all())
 
 
@@ -105,16 +93,12 @@ _pointer: Any = intrinsic(_make_pointer)
 @njit(nogil=True, cache=True)
 def _subtract(
     x: Array, index: Array, values: Array, scales: Array, weight: float, start: int, stop: int
-) -> bool:
+) -> None:
     factor = x.dtype.type(-weight)
     for i in range(np.uint64(start), np.uint64(stop)):
-        at = np.uint64(index[i])
-        if at >= np.uint64(x.size):
-            return False
         value = value_at(values, scales, i)
         if np.isfinite(value):
-            x[at] += factor * value
-    return True
+            x[np.uint64(index[i])] += factor * value
 
 
 @njit(nogil=True, cache=True)
@@ -130,7 +114,7 @@ def _decode(
 ) -> None:
     for i in range(start, stop):
         code = carray(_pointer(table[i, 2]), (like.size,), like.dtype)
-        intact[i] = decode_any(code, n, low, index[i])
+        intact[i] = decode(code, n, low, index[i])
 
 
 @njit(nogil=True, cache=True)

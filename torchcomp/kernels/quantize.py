@@ -17,41 +17,36 @@ flushes subnormal numbers. bf16 and fp16 turn finite values beyond their largest
 65,504) into that, while NaN and infinities stay.
 
 The blocks are independent, and so are the values of a block but for their maximum. On a CPU with
-Numba :mod:`.quantize_numba` does the work; elsewhere, accelerators included, plain torch does
-(:mod:`.quantize_torch`), with the same results.
+Numba :mod:`.quantize_numba` does the work; elsewhere, accelerators included, plain torch does, with
+the same results.
 """
 
-import functools
 import math
-from types import ModuleType
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchcomp.kernels import quantize_torch
-from torchcomp.kernels.backend import numba_form
+from torchcomp.kernels import backend
 from torchcomp.kernels.cast import narrow
 from torchcomp.wire import Field, Layout, Parts
 
-BLOCK = quantize_torch.BLOCK
+BLOCK = 128
 """Values that share a scale."""
 
 LEVELS = {"int8": 127, "int4": 7}
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _PRECISION = {"bf16": 8, "fp16": 11}
 FORMATS = (*CASTS, *LEVELS)
+_SMALLEST = torch.finfo(torch.float32).tiny
+_LARGEST = torch.finfo(torch.float32).max
 
 
-def layout(fmt: str, count: int) -> Layout:
-    """The fields that `count` values take.
-
-    Raises:
-        ValueError: if there is no such format.
-    """
-    _check(fmt)
-    if fmt in CASTS:
-        return (Field("values", CASTS[fmt], count),)
+def layout(fmt: str | None, count: int, dtype: torch.dtype) -> Layout:
+    """The fields of `count` values in one of FORMATS, or with None in their own `dtype`."""
+    if fmt not in LEVELS:
+        return (Field("values", dtype if fmt is None else CASTS[fmt], count),)
     scale = Field("scale", torch.float32, -(-count // BLOCK))
     if fmt == "int4":
         return (scale, Field("codes", torch.uint8, (count + 1) // 2))
@@ -59,78 +54,83 @@ def layout(fmt: str, count: int) -> Layout:
 
 
 def encode(
-    values: Tensor, fmt: str, noise: np.random.Generator | None, index: Tensor | None = None
+    values: Tensor, fmt: str | None, noise: np.random.Generator | None, index: Tensor | None = None
 ) -> Parts:
-    """The fields for some values.
+    """The fields of 1-D floating-point values, as :func:`layout` announces them.
 
     Args:
         values: 1-D, of any floating-point dtype.
-        fmt: one of FORMATS.
-        noise: None rounds to the nearest level, half to even. A generator rounds up or down at
-            random so that the mean is the value, to within 2^-24 of a level.
-        index: 1-D int64: encodes ``values[index]`` instead.
-
-    Returns:
-        Tensors as :func:`layout` announces them.
-
-    Raises:
-        ValueError: if there is no such format, or if noise is given for one without levels.
-        IndexError: on a CPU, if the index is out of bounds.
+        fmt: one of FORMATS, or None for the values' own dtype.
+        noise: None rounds to the nearest level, half to even. For "int8" and "int4", a generator
+            rounds up or down at random so that the mean is the value, to within 2^-24 of a level.
+        index: 1-D int64, within bounds: encodes ``values[index]`` instead.
     """
-    _check(fmt)
-    if index is not None:
-        values = values.index_select(0, index)
-    if fmt in CASTS:
-        if noise is not None:
-            raise ValueError(f"{fmt} has no evenly spaced levels to choose between at random")
-        return (narrow(values, CASTS[fmt]),)
-    uniform = None if noise is None else noise.random(values.numel(), dtype=np.float32)
-    fast = _fast(values)
+    fast = backend.fast_form("quantize", values.device.type) if fmt in LEVELS else None
+    if index is not None and not (fast and values.dtype == torch.float32):
+        values, index = values.index_select(0, index), None
+    if fmt not in LEVELS:
+        return (values if fmt is None else narrow(values, CASTS[fmt]),)
+    count, levels = (values if index is None else index).numel(), LEVELS[fmt]
+    uniform = None if noise is None else noise.random(count, dtype=np.float32)
     if fast is not None:
-        return fast.encode(values, LEVELS[fmt], uniform)  # type: ignore[no-any-return]
-    drawn = None if uniform is None else torch.from_numpy(uniform).to(values.device)
-    return quantize_torch.encode(values, LEVELS[fmt], drawn)
+        encoded: Parts = fast.encode(values, levels, uniform, index)
+        return encoded
+    blocks = _blocks(values.float())
+    scale = _scale(blocks, levels)
+    # A zero or NaN scale makes infinities and NaN here: neither may reach the integers.
+    quotient = (blocks / scale[:, None]).where((scale > 0)[:, None], 0.0).clamp_(-levels, levels)
+    if uniform is None:
+        rounded = quotient.round_()
+    else:
+        lower = quotient.floor()
+        drawn = torch.from_numpy(uniform).to(values.device)
+        rounded = lower + (_blocks(drawn) < quotient - lower)
+    codes = rounded.to(torch.int8).view(-1)[:count]
+    return scale, codes if fmt == "int8" else _pairs(codes)
 
 
-def decode(parts: Parts, count: int, fmt: str, dtype: torch.dtype) -> Tensor:
-    """The values that a message stands for.
+def decode(parts: Sequence[Tensor], count: int, dtype: torch.dtype) -> Tensor:
+    """The `count` values, of a dtype, that fields with any contents stand for.
 
-    Args:
-        parts: fields as :func:`layout` announces them, with any contents.
-        count: number of values.
-        fmt: one of FORMATS.
-        dtype: of the result; for int8 and int4 the product is taken in float32 before.
-
-    Returns:
-        1-D tensor of `count` elements.
-
-    Raises:
-        ValueError: if there is no such format, or if the parts do not fit its layout.
+    The product of code and scale is taken in float32 before.
     """
-    check_fields(parts, count, fmt)
-    if fmt in CASTS:
+    if len(parts) == 1:
         return parts[0].to(dtype)
     scale, codes = parts
-    form = _fast(codes) or quantize_torch
-    return form.decode(scale, codes, count).to(dtype)  # type: ignore[no-any-return]
+    fast = backend.fast_form("quantize", codes.device.type)
+    if fast is not None:
+        decoded: Tensor = fast.decode(scale, codes, count)
+        return decoded.to(dtype)
+    if codes.dtype == torch.uint8:
+        nibbles = torch.stack([codes & 15, codes >> 4], 1).view(-1)[:count]
+        codes = (nibbles ^ 8).to(torch.int8) - 8
+    return (_blocks(codes.float()) * scale[:, None]).view(-1)[:count].to(dtype)
 
 
-def check_fields(parts: Parts, count: int, fmt: str) -> None:
-    """Require the fields of `count` values.
-
-    Raises:
-        ValueError: if there is no such format, or if the parts do not fit its layout.
-    """
-    if _announced(fmt, count) != tuple((part.dtype, part.numel()) for part in parts):
-        raise ValueError(f"these are not the fields of {count} values as {fmt}")
+def _blocks(values: Tensor) -> Tensor:
+    padding = -values.numel() % BLOCK
+    return torch.nn.functional.pad(values, (0, padding)).view(-1, BLOCK)
 
 
-@functools.lru_cache
-def _announced(fmt: str, count: int) -> tuple[tuple[torch.dtype, int], ...]:
-    return tuple((field.dtype, field.count) for field in layout(fmt, count))
+def _scale(blocks: Tensor, levels: int) -> Tensor:
+    largest = blocks.abs().amax(1)
+    # Divided by a tensor: CUDA takes division by a number as multiplication by its inverse.
+    scale = largest / torch.full_like(largest, levels)
+    scale = scale.clamp(max=largest_scale(levels)).where(scale >= _SMALLEST, 0.0)
+    return scale.where(largest.isfinite(), torch.nan)
 
 
-def error_bound(fmt: str, count: int) -> float:
+def largest_scale(levels: int) -> float:
+    """Rounded up, the scale of the very largest values would decode them to infinity."""
+    return _LARGEST * (1 - 2.0**-23) / levels
+
+
+def _pairs(codes: Tensor) -> Tensor:
+    nibbles = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).view(torch.uint8) & 15
+    return nibbles[::2] | (nibbles[1::2] << 4)
+
+
+def error_bound(fmt: str | None, count: int) -> float:
     """A delta with E|decode(encode(v)) - v|^2 <= delta |v|^2, decoded to float32 or wider.
 
     For bf16 and fp16 it holds where every value is 0 or of full precision, at least 2^-126 or 2^-14
@@ -150,23 +150,11 @@ def error_bound(fmt: str, count: int) -> float:
 
     Float32 rounds the scale, the quotient, the product and a float64 input, each by 2^-24 of
     itself: together less than 2^-20 |v|, which adds to sqrt(d) by the triangle inequality.
-
-    Raises:
-        ValueError: if there is no such format.
     """
-    _check(fmt)
+    if fmt is None:
+        return 0.0
     if fmt in CASTS:
         return 4.0 ** -_PRECISION[fmt]
     others = max(min(BLOCK, count) - 1, 0)
     exact = (math.sqrt(1 + others / LEVELS[fmt] ** 2) - 1) / 2
     return (math.sqrt(exact) + 2.0**-20) ** 2
-
-
-def _check(fmt: str) -> None:
-    if fmt not in FORMATS:
-        raise ValueError(f"values travel as {', '.join(FORMATS)}, not as {fmt!r}")
-
-
-def _fast(tensor: Tensor) -> ModuleType | None:
-    """The module that works on this tensor faster than plain torch, if any."""
-    return numba_form("quantize") if tensor.device.type == "cpu" else None

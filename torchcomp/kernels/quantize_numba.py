@@ -1,4 +1,4 @@
-"""Block quantisation in Numba, for the CPU; gives what :mod:`.quantize_torch` gives, bit for bit.
+"""Block quantisation in Numba, for the CPU; gives what plain torch gives, bit for bit.
 
 Serial, and without the GIL. The largest magnitude of a block is found among the bits of its values,
 which order as the magnitudes do, with NaN above infinity: so LLVM may vectorise the search.
@@ -13,7 +13,7 @@ from numba.extending import overload
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchcomp.kernels.quantize_torch import BLOCK, largest_scale
+from torchcomp.kernels.quantize import BLOCK, largest_scale
 
 Array = NDArray[Any]
 
@@ -22,32 +22,39 @@ _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _INFINITY = np.uint32(0x7F800000)
 
 
-def encode(values: Tensor, levels: int, uniform: Array | None) -> tuple[Tensor, Tensor]:
-    """As :func:`torchcomp.kernels.quantize_torch.encode`, on the CPU."""
-    count, pairs = values.numel(), levels == 7
+def encode(
+    values: Tensor, levels: int, uniform: Array | None, index: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Scales and codes of `values`; with an `index`, of those float32 values that it chooses."""
+    x = values.detach().float().numpy()
+    at = None if index is None else index.numpy()
+    count = (x if at is None else at).size
     scale = torch.empty(-(-count // BLOCK))
-    codes = torch.empty(
-        (count + 1) // 2 if pairs else count, dtype=torch.uint8 if pairs else torch.int8
-    )
-    x = values.detach().float().contiguous().numpy()
-    _encode(x, levels, largest_scale(levels), uniform, scale.numpy(), codes.numpy())
+    if levels == 7:
+        codes = torch.empty((count + 1) // 2, dtype=torch.uint8)
+    else:
+        codes = torch.empty(count, dtype=torch.int8)
+    _encode(x, at, levels, largest_scale(levels), uniform, scale.numpy(), codes.numpy())
     return scale, codes
 
 
 def decode(scale: Tensor, codes: Tensor, count: int) -> Tensor:
-    """As :func:`torchcomp.kernels.quantize_torch.decode`, on the CPU."""
+    """Code times scale, in float32; codes as :func:`encode` made them."""
     out = torch.empty(count)
-    _decode(scale.contiguous().numpy(), codes.contiguous().numpy(), out.numpy())
+    _decode(scale.numpy(), codes.numpy(), out.numpy())
     return out
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _encode(x: Array, levels: int, cap: float, uniform: Any, scales: Array, codes: Array) -> None:
-    singles, cell = np.empty(BLOCK, np.int8), np.empty(1, np.uint32)
+def _encode(
+    x: Array, index: Any, levels: int, cap: float, uniform: Any, scales: Array, codes: Array
+) -> None:
+    count = x.size if index is None else index.size
+    block, singles = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.int8)
     for number in range(scales.size):
-        start, stop = number * BLOCK, min((number + 1) * BLOCK, x.size)
-        part = x[start:stop]
-        scales[number] = step = _scale(part, np.float32(levels), np.float32(cap), cell)
+        start, stop = number * BLOCK, min((number + 1) * BLOCK, count)
+        part = x[start:stop] if index is None else _gather(x, index[start:stop], block)
+        scales[number] = step = _scale(part, np.float32(levels), np.float32(cap))
         # A pair's codes are put together afterwards; an odd last one is paired with zero.
         singles[part.size & ~1 :] = 0
         line = singles if levels == 7 else codes[start:stop].view(np.int8)
@@ -61,16 +68,22 @@ def _encode(x: Array, levels: int, cap: float, uniform: Any, scales: Array, code
             _store_pairs(singles, codes[start >> 1 : (stop + 1) >> 1])
 
 
+@njit(nogil=True, cache=True)
+def _gather(x: Array, index: Array, block: Array) -> Array:
+    for i in range(index.size):
+        block[i] = x[np.uint64(index[i])]
+    return block[: index.size]
+
+
 @njit(nogil=True, cache=True, error_model="numpy")
-def _scale(values: Array, levels: Any, cap: Any, cell: Array) -> Any:
+def _scale(values: Array, levels: Any, cap: Any) -> Any:
     bits = values.view(np.uint32)
     largest = np.uint32(0)
     for i in range(bits.size):
         largest = max(largest, np.uint32(bits[i] & _MAGNITUDE))
     if largest >= _INFINITY:
         return np.float32(np.nan)
-    cell[0] = largest
-    scale = min(cell.view(np.float32)[0] / levels, cap)
+    scale = min(np.uint32(largest).view(np.float32) / levels, cap)
     return scale if scale >= _SMALLEST else np.float32(0.0)
 
 

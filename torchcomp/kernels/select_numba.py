@@ -36,7 +36,7 @@ _SMALL = 1 << 14
 """Up to this many entries a sample does not pay: all are candidates."""
 
 _INLINE = 1 << 20
-"""Up to this many entries a second thread does not pay: handing over takes 0.1 ms (measured)."""
+"""As :data:`.pool.INLINE`, for a pass that does less work for each entry."""
 
 _TIGHT, _LOOSE = 0.25, 2.0
 """How many more candidates than wanted a guess aims at, in units of k: at least and at most."""
@@ -66,7 +66,7 @@ SUMS = (
 
 
 def select(x: Tensor, k: int, scratch: Scratch, summands: Summands) -> Tensor:
-    """The indices that :func:`torchcomp.kernels.select.add_and_select` returns."""
+    """The indices of the `k` largest entries of `x`, which the summands are added into before."""
     kept = scratch.kept
     if not isinstance(kept, Candidates) or kept.made_for != (x.numel(), k, x.dtype):
         kept = scratch.kept = Candidates(x.numel(), k, x.dtype)
@@ -82,7 +82,7 @@ class Candidates:
     Attributes:
         made_for: length of the vector, entries to select, dtype.
         ends: where the chunks begin and end.
-        keys: magnitudes of candidates, a row for each chunk.
+        keys: magnitudes of candidates as bits, a row for each chunk.
         places: where in their chunk they are.
         counts: number of candidates in each chunk; -1 if the row was too short.
         limits: what of a word is not the sign, and infinity, as words.
@@ -94,7 +94,7 @@ class Candidates:
         self.made_for = (n, k, dtype)
         self.word, self.mantissa, self.infinity = _FORMATS[dtype]
         # Places in a chunk have 32 bits.
-        chunks = 1 if n <= _INLINE else pool.chunks() + (n >> 32)
+        chunks = pool.chunks(n, _INLINE) + (n >> 32)
         self.ends = np.array([n * chunk // chunks for chunk in range(chunks + 1)])
         capacity = n if n <= _SMALL else min(n // chunks + 1, 8 * k + n // 32)
         shape = (chunks, capacity + _WORD)
@@ -138,21 +138,9 @@ class Candidates:
             # Numba knows no bfloat16: it goes by its bits.
             first = (g.view(torch.uint16) if g.dtype == torch.bfloat16 else g).numpy()
             second = e.numpy()
-        task = (
-            first,
-            second,
-            bits,
-            bits.dtype.type(bound),
-            *self.limits,
-            self.ends,
-            self.keys,
-            self.places,
-            self.counts,
-        )
-        if self.counts.size == 1:
-            _collect(*task, 0)
-        else:
-            pool.each(lambda chunk: _collect(*task, chunk), self.counts.size)
+        task = first, second, bits, bits.dtype.type(bound), *self.limits
+        rows = self.ends, self.keys, self.places, self.counts
+        pool.each(lambda chunk: _collect(*task, *rows, chunk), self.counts.size)
         return int(self.counts.sum()) if self.counts.min() >= 0 else -1
 
     def _sampled(self, x: Tensor, summands: Summands) -> int:
@@ -197,13 +185,6 @@ def _places(n: int, count: int) -> Array:
 # --- Compiled -------------------------------------------------------------------------------------
 
 
-def _pointer(context: Any, builder: Any, array: Any, value: Any, at: Any, lanes: int) -> Any:
-    """Pointer to `lanes` entries of an array from a place on, as one vector."""
-    data = context.make_array(array)(context, builder, value).data
-    vector = ir.VectorType(data.type.pointee, lanes)
-    return builder.bitcast(builder.gep(data, [at]), vector.as_pointer())
-
-
 def _passing(lanes: int) -> Any:
     """For Numba: which of `lanes` entries have a magnitude of at least a bound, a bit each.
 
@@ -218,8 +199,10 @@ def _passing(lanes: int) -> Any:
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             def vector(number: int) -> Any:
-                array, value = signature.args[number], args[number]
-                return _pointer(context, builder, array, value, args[3], lanes)
+                array = context.make_array(signature.args[number])
+                data = array(context, builder, args[number]).data
+                lane = ir.VectorType(data.type.pointee, lanes)
+                return builder.bitcast(builder.gep(data, [args[3]]), lane.as_pointer())
 
             def load(number: int) -> Any:
                 align = signature.args[number].dtype.bitwidth // 8
@@ -268,20 +251,10 @@ def _collect(
     counts: Array,
     chunk: int,
 ) -> None:
-    """Collect the entries of a chunk of magnitude `bound` or more.
+    """Collect the entries of a chunk of magnitude `bound` (at most infinity) or more.
 
-    Args:
-        g: first summand, of bfloat16 the bits; or None.
-        e: second summand, or None.
-        bits: of the vector, which is written if there are summands.
-        bound: at most `infinity`.
-        mask: of `bits`, what is not the sign.
-        infinity: bits of infinity.
-        ends: where the chunks begin and end.
-        keys: as in :class:`Candidates`, written.
-        places: as in :class:`Candidates`, written.
-        counts: as in :class:`Candidates`, written.
-        chunk: which one.
+    `g` and `e`, which may be None, are added into the vector of `bits` before; of a bfloat16 `g`
+    these are the bits. `mask` takes the sign off. The rest is as in :class:`Candidates`.
     """
     key, place, begin, end = keys[chunk], places[chunk], ends[chunk], ends[chunk + 1]
     count = 0
@@ -295,30 +268,14 @@ def _collect(
                 word |= passes << np.uint64(at - start)
         if word and count + _WORD > key.size:
             count = 1 << 62  # They do not fit; but all is yet to be added.
-        elif word:
-            count = _append(word, bits, start, begin, mask, infinity, key, place, count)
+            word = np.uint64(0)
+        while word:
+            i = start + np.int64(trailing_zeros(word))
+            word &= word - np.uint64(1)
+            key[count] = min(bits[i] & mask, infinity)
+            place[count] = i - begin
+            count += 1
     counts[chunk] = count if count <= key.size else -1
-
-
-@njit(nogil=True, cache=True)
-def _append(
-    word: Any,
-    bits: Array,
-    start: int,
-    begin: int,
-    mask: Any,
-    infinity: Any,
-    key: Array,
-    place: Array,
-    count: int,
-) -> int:
-    while word:
-        i = start + np.int64(trailing_zeros(word))
-        word &= word - np.uint64(1)
-        key[count] = min(bits[i] & mask, infinity)
-        place[count] = i - begin
-        count += 1
-    return count
 
 
 @njit(nogil=True, cache=True)
@@ -339,15 +296,8 @@ def _choose(
 ) -> Any:
     """Write the indices of the largest of the keys; returns the smallest magnitude of these.
 
-    Args:
-        keys: as bits, in rows.
-        places: of the keys, less where their row starts; None if they are 0, 1, 2, ...
-        counts: keys of each row; together at least as many as are to be chosen.
-        starts: where each row starts.
-        bound: no key is less.
-        mask: of a key, what is not the sign.
-        infinity: bits of infinity.
-        chosen: written.
+    `keys`, `places` and `counts` are as in :class:`Candidates`, whose chunks begin at `starts`;
+    with None for `places` a key's place is that in its row. No key is below `bound`.
     """
     top, rows = np.uint64(0), counts.size
     for row in range(rows):

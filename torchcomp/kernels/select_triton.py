@@ -124,6 +124,15 @@ def _choose(state: tl.tensor, counts: tl.tensor, width: tl.constexpr, BINS: tl.c
 
 
 @_jit
+def _compare(x: tl.tensor, state: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr) -> tl.tuple:
+    """A block's entries, and which of them are above the k-th largest, and which equal to it."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    key, threshold = _key(tl.load(x + at, mask=inside, other=0.0)), tl.load(state)
+    return at, inside & (key > threshold), inside & (key == threshold)
+
+
+@_jit
 def _tally(
     x: tl.tensor,
     state: tl.tensor,
@@ -133,11 +142,9 @@ def _tally(
     BLOCK: tl.constexpr,
 ) -> None:
     block = tl.program_id(0)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    key, threshold = _key(tl.load(x + at, mask=inside, other=0.0)), tl.load(state)
-    tl.store(above + block, tl.sum((inside & (key > threshold)).to(tl.int32), 0))
-    tl.store(tied + block, tl.sum((inside & (key == threshold)).to(tl.int32), 0))
+    _, larger, equal = _compare(x, state, n, BLOCK)
+    tl.store(above + block, tl.sum(larger.to(tl.int32), 0))
+    tl.store(tied + block, tl.sum(equal.to(tl.int32), 0))
 
 
 @_jit
@@ -151,11 +158,8 @@ def _write(
     BLOCK: tl.constexpr,
 ) -> None:
     block = tl.program_id(0)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    key, threshold = _key(tl.load(x + at, mask=inside, other=0.0)), tl.load(state)
-    tied = inside & (key == threshold)
+    at, larger, tied = _compare(x, state, n, BLOCK)
     first = tl.cumsum(tied.to(tl.int32), 0) <= tl.load(quota + block)
-    keep = (inside & (key > threshold)) | (tied & first)
+    keep = larger | (tied & first)
     place = tl.load(start + block) + tl.cumsum(keep.to(tl.int32), 0) - 1
     tl.store(chosen + place, at.to(tl.int64), mask=keep)
