@@ -28,7 +28,7 @@ from torchcomp.keys import Key
 from torchcomp.routes.threshold import Answer, Question, find_largest, order_bits
 from torchcomp.state import State
 
-STEPS = 5
+STEPS = 4
 SIZES = (0, 7, 1, 30, 12)
 NAMES = ("empty", "a", "one", "b", "c")
 
@@ -121,9 +121,10 @@ FORMS = {
 
 
 @pytest.mark.parametrize("spec", FORMS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("tied", [False, True], ids=["distinct", "tied"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    ("dtype", "tied"), [(torch.float32, True), (torch.float64, False)], ids=["tied", "distinct"]
+)
 def test_equals_one_server_bit_for_bit(
     spec: str, world_size: int, dtype: torch.dtype, tied: bool
 ) -> None:
@@ -131,7 +132,7 @@ def test_equals_one_server_bit_for_bit(
     assert all(map(torch.equal, distributed(world_size, spec, dtype, tied), expected))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 7, 60])
+@pytest.mark.parametrize("world_size", [2, 3, 7, 51])
 def test_shards_by_themselves_are_vectors(world_size: int) -> None:
     """With more ranks than elements, some shards are empty."""
     cuts = [r * sum(SIZES) // world_size for r in range(world_size + 1)]

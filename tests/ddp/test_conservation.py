@@ -64,7 +64,7 @@ def check(build: Build, batches: Batches = one_batch, *specs: str, world_size: i
 
 
 @pytest.mark.parametrize("spec", CONSERVING)
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_conserves_through_the_bucket_rebuild(spec: str, world_size: int) -> None:
     check(lambda: wrap(mlp()), one_batch, spec, world_size=world_size)
 
@@ -124,9 +124,10 @@ def wandering(step: int) -> list[Batch]:
     return [(rows(step), everyone)]
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
-@pytest.mark.parametrize("spec", CONSERVING)
+@pytest.mark.parametrize(
+    ("gradient_as_bucket_view", "set_to_none"), [(False, True), (True, False), (False, False)]
+)
+@pytest.mark.parametrize("spec", [TOPK, BIDIRECTIONAL[0], "powersgd(rank=1)", "ef(randk(0.1))"])
 def test_conserves_where_parameters_are_unused(
     spec: str, gradient_as_bucket_view: bool, set_to_none: bool
 ) -> None:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchcomp
 from tests.support.models import (
     CONSERVING,
-    METHODS,
+    THROUGH_DDP,
     WITH_MEMORY,
     Account,
     assert_conserved,
@@ -29,7 +29,7 @@ from torchcomp import NonFiniteError
 
 CULPRIT = 1
 LAYER = "4.weight"
-CHECKED = tuple(spec for spec in METHODS if spec != "mean")
+CHECKED = tuple(spec for spec in THROUGH_DDP if spec != "mean")
 
 
 def poison(model: DistributedDataParallel, value: float, rank: int = CULPRIT) -> Any:
@@ -69,7 +69,7 @@ def survives(spec: str, value: float) -> Account:
     return account.close(handle)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
 @pytest.mark.parametrize("spec", CHECKED)
 def test_nonfinite_gradient_is_one_error_on_all_ranks_and_training_goes_on(
     spec: str, value: float

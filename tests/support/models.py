@@ -48,7 +48,23 @@ METHODS = (
 )
 """Specs that every test over "all methods" runs; together they name everything registered."""
 
-WITH_MEMORY = tuple(spec for spec in METHODS if not isinstance(torchcomp.parse(spec), Mean))
+THROUGH_DDP = (
+    "mean",
+    "ef(topk(0.1))",
+    'ef(topk(0.1, scope="tensor"), memory_dtype="bf16")',
+    'ef(randk(k=3, scope="tensor"), exchange="allgather")',
+    'ef(cast("bf16"))',
+    'ef(topk(0.1), exchange="sharded")',
+    "powersgd(rank=1)",
+    "ef21(topk(0.1))",
+    "dgc(topk(0.1))",
+    'bidirectional(topk(0.1), topk(0.1), selection="exact")',
+    'bidirectional(topk(0.1, scope="model"), topk(0.1, scope="model"))',
+)
+"""Of those, one for each way that buckets, groups and state can take. What depends on the method
+alone is tested without DDP, for all methods, by tests/aggregators/test_contract.py."""
+
+WITH_MEMORY = tuple(spec for spec in THROUGH_DDP if not isinstance(torchcomp.parse(spec), Mean))
 
 CONSERVING = (
     "ef(topk(0.1))",

@@ -59,7 +59,7 @@ def real_runs(iterations):
 
 
 def test_ranks_equal_the_simulation_bit_for_bit():
-    iterations = {name: 1000 if name == "2Direction" else 25 for name in METHODS}
+    iterations = {name: 200 if name == "2Direction" else 25 for name in METHODS}
     ranks = on_processes(4, real_runs, iterations, timeout=PATIENCE)
     for name, build in METHODS.items():
         server = Simulated(4, seed=5)
