@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart counterexample workers experiment-qsr experiment-jointspar experiment-2direction test lint setup clean
+.PHONY: help quickstart counterexample workers experiment-qsr experiment-jointspar experiment-2direction test test-thorough lint setup clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /  make \1@/p' Makefile | awk -F@ '{ printf "%-28s %s\n", $$1, $$2 }'
@@ -31,6 +31,10 @@ experiment-2direction: setup ## 2Direction, EF21-P + DIANA, AGD and others on th
 test: setup ## run the tests; make test ARGS="-k topk" runs some of them
 	@sh tools/setup.sh --triton
 	@.venv/bin/python -m pytest -n 2 $(ARGS)
+
+test-thorough: setup ## run more cases of what the tests check, for a quarter of an hour
+	@sh tools/setup.sh --triton
+	@.venv/bin/python -m pytest -n 2 -m thorough $(ARGS)
 
 lint: setup ## ruff (rules and format) and mypy --strict
 	@.venv/bin/python -m ruff check .

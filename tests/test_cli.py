@@ -146,6 +146,7 @@ def test_module_runs_as_a_program():
     assert good.stdout.startswith("ef(topk(0.01)), per rank\n")
 
 
+@pytest.mark.thorough
 def test_module_exits_2_on_bad_input():
     bad = module("explain", "ef(topk(2.0))", *ASKED)
     assert (bad.returncode, bad.stdout) == (2, "")

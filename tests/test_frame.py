@@ -157,6 +157,7 @@ def test_make_lists_its_targets():
     [
         ("quickstart", ".venv/bin/python recipes/quickstart.py --seeds 2"),
         ("test", ".venv/bin/python -m pytest -n 2 --seeds 2"),
+        ("test-thorough", ".venv/bin/python -m pytest -n 2 -m thorough --seeds 2"),
         ("lint", ".venv/bin/python -m mypy"),
     ],
 )
@@ -166,11 +167,13 @@ def test_target_sets_up_first(target, command):
     assert steps[-1].strip() == command
 
 
-@pytest.mark.parametrize(("failing", "code"), [("none", 0), ("lint", 1), ("test", 1)])
-def test_ci_runs_both_and_fails_if_either_does(tmp_path, failing, code):
+@pytest.mark.parametrize(
+    ("failing", "code"), [("none", 0), ("lint", 1), ("test", 1), ("test-thorough", 1)]
+)
+def test_ci_runs_all_and_fails_if_any_does(tmp_path, failing, code):
     executable(tmp_path / "make", f'echo "ran $1"; [ "$1" != {failing} ]')
     done = run([ROOT / ".ci/run"], check=False, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert (done.returncode, done.stdout) == (code, "ran lint\nran test\n")
+    assert (done.returncode, done.stdout) == (code, "ran lint\nran test\nran test-thorough\n")
 
 
 # --- The set-up -----------------------------------------------------------------------------------

@@ -110,6 +110,7 @@ def rows_in(folder: Path) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.usefixtures("shaped_hosts")
+@pytest.mark.thorough
 def test_the_kernel_counts_what_the_handle_counts(tmp_path: Path) -> None:
     # Between two ranks a miscount by their number could pass; between three it cannot.
     run = Run(*TINY, "--hosts", "3", "--methods", *SPECS, "--out", str(tmp_path))
@@ -126,6 +127,7 @@ def test_the_kernel_counts_what_the_handle_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("shaped_hosts")
+@pytest.mark.thorough
 def test_a_method_that_fails_is_named_and_the_others_are_measured(tmp_path: Path) -> None:
     run = Run(*TINY, "--hosts", "2", "--methods", "topq(0.1)", "no-op", "--out", str(tmp_path))
     status, output, errors = run.finish(seconds=PATIENCE)

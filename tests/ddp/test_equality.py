@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import torchcomp
+from tests.support.cases import thorough
 from tests.support.models import loss_of, mlp, rebuilt_buckets, rows, weights, wrap
 from tests.support.ranks import on_processes, on_threads
 
@@ -32,7 +33,7 @@ def all_trained() -> dict[str, Tensor]:
     return {spec: trained(spec) for spec in (PLAIN, *SUMMED, *GATHERED)}
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, *thorough([2, 4])])
 def test_over_gloo_a_method_that_sends_everything_equals_plain_ddp(world_size: int) -> None:
     for outcome in on_processes(world_size, all_trained):
         plain = outcome[PLAIN]

@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 
 import torchcomp
-from tests.support.models import METHODS, assert_replicas_equal, loss_of, mlp, rows, weights, wrap
+from tests.support.cases import thorough
+from tests.support.models import (
+    METHODS,
+    THROUGH_DDP,
+    assert_replicas_equal,
+    loss_of,
+    mlp,
+    rows,
+    weights,
+    wrap,
+)
 from tests.support.ranks import on_processes, on_threads
 from torchcomp.aggregators import AGGREGATORS
 from torchcomp.compressors import COMPRESSORS
@@ -37,7 +47,9 @@ def test_methods_name_everything_that_is_registered() -> None:
     assert not missing, f"give METHODS in tests/support/models.py a spec with {missing}"
 
 
-@pytest.mark.parametrize("spec", METHODS)
+@pytest.mark.parametrize(
+    "spec", [*THROUGH_DDP, *thorough(spec for spec in METHODS if spec not in THROUGH_DDP)]
+)
 def test_replicas_are_bit_identical(spec: str) -> None:
     outcomes = on_threads(4, trained, spec)
     assert_replicas_equal(outcomes)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import torchcomp
+from tests.support.cases import thorough
 from tests.support.models import (
     SMALL_BUCKETS,
     THROUGH_DDP,
@@ -105,7 +106,7 @@ def test_resumed_run_is_bit_identical(spec: str, stop: int) -> None:
 
 
 @pytest.mark.parametrize("spec", THROUGH_DDP)
-@pytest.mark.parametrize("cap", [4 * SMALL_BUCKETS, None], ids=["larger", "default"])
+@pytest.mark.parametrize("cap", [4 * SMALL_BUCKETS, *thorough([None])], ids=["larger", "default"])
 def test_resumed_run_with_another_bucket_size_is_bit_identical(spec: str, cap: float) -> None:
     on_threads(3, lambda: assert_same_outcome(*interrupted_and_not(spec, 1, cap)))
 

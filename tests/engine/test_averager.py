@@ -5,6 +5,7 @@ import torch
 
 import torchcomp
 from tests.engine import small
+from tests.support.cases import thorough
 from tests.support.models import CONSERVING, METHODS, WITH_MEMORY
 from torchcomp import NonFiniteError, RankMismatchError, SpecError
 from torchcomp.bucket import Bucket
@@ -30,7 +31,7 @@ def test_nothing_is_lost(method, world_size):
     assert any(part.any() for part in books[0][2].values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *thorough([torch.float16])], ids=str)
 @pytest.mark.parametrize("method", METHODS)
 def test_replicas_are_equal_bit_for_bit_and_a_run_is_repeated_bit_for_bit(method, dtype):
     def body(exchange):
@@ -91,8 +92,8 @@ def poisoned(step, rank, dtype, odd, culprit=1, names=("bias",)):
     return tensors
 
 
-@pytest.mark.parametrize("odd", [float("nan"), -float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("odd", [float("nan"), *thorough([-float("inf")])])
+@pytest.mark.parametrize("dtype", [torch.float16, *thorough([torch.float64])])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_nan_on_one_rank_is_an_error_on_all_and_leaves_no_trace(method, dtype, odd):
     def body(exchange):
@@ -214,7 +215,7 @@ SWAPS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, *thorough([2])])
 @pytest.mark.parametrize("second", SWAPS)
 @pytest.mark.parametrize("first", SWAPS)
 def test_a_swap_loses_nothing(first, second, world_size):

@@ -206,7 +206,14 @@ def run(bandit, norms, steps, seed=0, start=0):
     return bandit
 
 
-@pytest.mark.parametrize(("alpha", "share"), [(0.003, 0.6), (0.01, 0.3), (0.03, 0.6)])
+@pytest.mark.parametrize(
+    ("alpha", "share"),
+    [
+        (0.01, 0.3),
+        pytest.param(0.003, 0.6, marks=pytest.mark.thorough),
+        pytest.param(0.03, 0.6, marks=pytest.mark.thorough),
+    ],
+)
 def test_reaches_two_per_cent_of_the_optimum_within_5000_steps(alpha, share):
     norms = layer_norms()
     bandit = Bandit(np.ones(D), share * D, P_MIN, Baseline(alpha))

@@ -191,6 +191,7 @@ def may_have_a_network_of_its_own():
 @pytest.mark.skipif(
     not may_have_a_network_of_its_own(), reason="needs root, unshare and ip: others use loopback"
 )
+@pytest.mark.thorough
 def test_sockets_carry_what_is_counted():
     code = (
         "import json\nfrom tests.jointspar.test_skipping import socket_bytes\n"

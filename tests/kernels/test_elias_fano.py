@@ -124,6 +124,7 @@ def test_it_never_takes_more_than_a_bitmap(k):
 TINY = [(n, k) for n in range(9) for k in range(n + 1)] + [(40, 2)]
 
 
+@pytest.mark.thorough
 def test_of_all_strings_exactly_the_codes_are_intact(device):
     # The last shape is the one with a low part; it has all 65,536 strings of two bytes to it.
     assert (elias_fano.nbytes(40, 2), elias_fano.low_bits(40, 2)) == (2, 3)

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cases import thorough
 from tests.support.patience import PATIENCE
 from torchcomp.kernels import backend, pool, select
 from torchcomp.kernels.select import Scratch, add_and_select, largest
@@ -140,7 +141,7 @@ def test_a_parameter(form):
 
 @pytest.mark.parametrize("memory", DTYPES)
 @pytest.mark.parametrize("gradient", DTYPES)
-@pytest.mark.parametrize("n", [0, 65, 140_003])
+@pytest.mark.parametrize("n", [0, 65, *thorough([140_003])])
 def test_sums(form, n, gradient, memory):
     g, e = awkward(n, gradient), gaussian(n, memory, seed=1)
     out, expected = torch.full((n,), 7.0, dtype=memory), torch.empty(n, dtype=memory)
@@ -435,6 +436,7 @@ assert torch.float64 not in select_triton.DTYPES
 """
 
 
+@pytest.mark.thorough
 def test_triton():
     reason = "Triton is missing: sh tools/setup.sh --triton installs it; it needs no GPU"
     pytest.importorskip("triton", reason=reason)

@@ -26,6 +26,7 @@ from tests.local_sgd.script import (
     trained,
     unsent,
 )
+from tests.support.cases import some, thorough
 from tests.support.ranks import on_processes, on_threads
 
 CONSERVING = (
@@ -71,7 +72,9 @@ def test_equals_the_float64_reference_at_every_step():
 
 
 @pytest.mark.parametrize("spec", [*CONSERVING, *LOSSY])
-@pytest.mark.parametrize("build", [lambda: mlp().float(), lambda: mlp().bfloat16()])
+@pytest.mark.parametrize(
+    "build", [lambda: mlp().bfloat16(), *thorough([lambda: mlp().float()])], ids=["bf16", "fp32"]
+)
 def test_ranks_are_bit_identical_after_every_synchronisation(spec, build):
     runs = on_threads(3, partial(weights_of, spec, build=build))
     assert synchronised_steps(runs) == ENDS
@@ -114,7 +117,7 @@ def residual(states):
     return torch.cat(list(unsent(states).values()))
 
 
-@pytest.mark.parametrize("spec", CONSERVING)
+@pytest.mark.parametrize("spec", some(CONSERVING, of=2))
 def test_applied_means_and_memory_are_the_mean_changes(spec):
     changes, applied, states = zip(*on_threads(4, account, spec), strict=True)
     assert equal_on_all(applied)
@@ -167,7 +170,7 @@ def test_what_a_rank_changes_between_rounds_is_part_of_its_change():
 # --- What travels ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", CONSERVING)
+@pytest.mark.parametrize("spec", some(CONSERVING, of=2))
 def test_bytes_are_those_of_the_method(spec):
     def body():
         local, script = compressed(spec), Script(spec=None)
@@ -229,7 +232,10 @@ def poisoned(spec):
     return str(raised.value), all(map(torch.equal, before, lasting(script)))
 
 
-@pytest.mark.parametrize("spec", [*CONSERVING, *LOSSY])
+@pytest.mark.parametrize(
+    "spec",
+    some([*CONSERVING, *LOSSY], of=3),
+)
 def test_a_nan_on_one_rank_stops_all_ranks_and_nothing_is_kept(spec):
     for message, unchanged in on_threads(3, poisoned, spec):
         for word in ("'0.bias'", "rank 1", "after step 6", "No rank has averaged"):

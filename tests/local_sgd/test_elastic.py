@@ -79,6 +79,7 @@ class Momentum:
             w -= rate * self.velocity[place]
 
 
+@pytest.mark.thorough
 def test_a_rank_that_dies_in_mid_round_costs_that_round_with_fewer_and_with_more_ranks(tmp_path):
     crew = [reference.Worker(rank, Momentum()) for rank in range(3)]
     # Rank 1 dies at its 8th step: the run goes on from step 6. Then at its 14th: from step 12.

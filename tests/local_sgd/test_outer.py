@@ -146,8 +146,8 @@ def test_an_outer_step_that_cannot_be_built(build, word):
     [
         (torch.optim.SGD, "torch.optim.sgd.SGD"),
         (0.7, "0.7"),
-        ("topk(0.1)", "not the compressor 'topk(0.1)'"),
-        ("every(2)", "not the schedule 'every(2)'"),
+        ("topk(0.1)", "'mean(topk(0.1))'"),
+        ("every(2)", "'every(2)' is a schedule"),
         ("slowmow", "did you mean 'slowmo'?"),
     ],
 )

@@ -83,6 +83,7 @@ def largest(x: Any) -> Any:
     return kept
 
 
+@pytest.mark.thorough
 def test_the_ranks_do_what_the_thesis_writes() -> None:
     steps = 20
     jobs = [(method, 0.01) for method in counterexample.METHODS]
@@ -316,6 +317,7 @@ def test_random_supports_overlap_as_drawn_ones_do() -> None:
     assert downlink.random_union(1000, 30, 20) == pytest.approx(np.mean(drawn), rel=0.01)
 
 
+@pytest.mark.thorough
 def test_the_quick_run_writes_tables_and_pictures(tmp_path: Path) -> None:
     script = [sys.executable, str(FOLDER / "workers.py"), "--quick", "--models", "mlp"]
     run = subprocess.run(

@@ -91,6 +91,7 @@ def test_configurations_are_the_papers_and_dry_run(path: Path) -> None:
     assert "method: jointspar" in text
 
 
+@pytest.mark.thorough
 def test_a_dry_run_from_the_command_line() -> None:
     command = [sys.executable, str(FOLDER / "paper.py"), "--dry-run", "--workers", "4"]
     command += ["--config", str(FOLDER / "configs" / "cifar10.yaml"), "--budget", "0.4"]

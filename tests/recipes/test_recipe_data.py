@@ -297,6 +297,7 @@ def test_cifar_archive_that_is_cut_short(cifar_archive: Path) -> None:
 
 
 @pytest.mark.usefixtures("needs_ffcv")
+@pytest.mark.thorough
 def test_both_loaders_give_the_same_cifar_bit_for_bit(cifar_archive: Path, tmp_path: Path) -> None:
     where = {"dataset": "cifar10", "data_path": str(cifar_archive), "batch_size": 20}
     ffcv = opened(loader="ffcv", data_cache=str(tmp_path), **where)
@@ -407,6 +408,7 @@ class TestCachedBeton:
         beton.check_beton(path)
         assert (path.read_bytes() == good) == (harm != "other")
 
+    @pytest.mark.thorough
     def test_two_processes_at_once(self, tmp_path: Path) -> None:
         code = (
             f"import sys; sys.path.insert(0, {str(Path(beton.__file__).parents[1])!r})\n"

@@ -13,6 +13,8 @@ from forked_ranks import RECIPES
 from settings import Settings, read_settings
 from train import build_optimizer
 
+from tests.support.cases import some
+
 # The paper's runs: T, the schedule, and, by hand from T, W, rates and rule, how often it averages.
 PUBLISHED = {
     "resnet152_4096_parallel": (62_400, "none", 62_400),
@@ -101,7 +103,7 @@ def test_every_published_configuration_says_its_counts_and_is_linked() -> None:
         assert f"| {syncs:,}" in row
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", some(PUBLISHED, of=4))
 def test_published_configurations_dry_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     import train
 
@@ -119,7 +121,9 @@ def test_published_configurations_dry_run(name: str, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    "config", sorted((RECIPES / "configs").rglob("*.yaml")), ids=lambda p: p.stem
+    "config",
+    some(sorted((RECIPES / "configs").rglob("*.yaml")), of=5),
+    ids=lambda p: p.stem,
 )
 def test_a_shrunken_copy_of_every_configuration_takes_a_step(
     config: Path, shrink_here: Callable[..., str]
@@ -145,6 +149,7 @@ def test_a_shrunken_copy_of_what_changes_on_the_way_takes_two_steps(
     assert "2 steps (1 an epoch)" in shrink_here(*flags, "--threads", "1")
 
 
+@pytest.mark.thorough
 def test_shrunken_copies_on_two_ranks_exchange_weights(torchrun: TorchRun) -> None:
     config = str(IMAGENET / "vit_b16_4096_qsr4.yaml")
     said = torchrun.finish(torchrun.start("--config", config, "--dry-run", "--shrink"))

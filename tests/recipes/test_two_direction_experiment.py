@@ -400,8 +400,7 @@ def test_a_sweep_counts_iterations() -> None:
 
 
 # --- Real ranks -----------------------------------------------------------------------------------
-
-
+@pytest.mark.thorough
 def test_ranks_have_the_simulations_table() -> None:
     given = on_ranks.setting(gap=0.5)
     expected = on_ranks.line("2Direction", given, Simulated(4))

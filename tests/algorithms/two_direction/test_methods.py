@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.algorithms.two_direction.quadratics import quadratics
+from tests.support.cases import thorough
 from torchcomp import wire
 from torchcomp.algorithms import (
     AGD,
@@ -131,7 +132,7 @@ def mean_gap(build, iterations, seeds=10):
     return sum(F.gap(run(build(seed), iterations).solution) for seed in range(seeds)) / seeds
 
 
-@pytest.mark.parametrize("iterations", [50, 200, 500])
+@pytest.mark.parametrize("iterations", [50, *thorough([200, 500])])
 def test_2direction_is_as_fast_as_its_theory(iterations):
     chosen = parameters.probabilities(OMEGA)
     both = {"p": chosen.p, "tau": chosen.tau}
