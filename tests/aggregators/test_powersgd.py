@@ -23,6 +23,7 @@ from tests.aggregators.runs import (
     total,
 )
 from tests.aggregators.twins import compresses, powersgd
+from tests.support.cases import thorough
 from torchcomp.aggregators import PowerSGD
 from torchcomp.bucket import BucketShape
 
@@ -31,7 +32,7 @@ STEPS = 30
 
 @pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize("groups", [ONE, SEVERAL], ids=["one", "several"])
-@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("rank", [2, *thorough([1, 4])])
 def test_equals_the_paper(rank: int, groups: tuple[tuple[str, ...], ...], world_size: int) -> None:
     def body(exchange: Any) -> tuple[list[Named], Named]:
         engine = averager(f"powersgd({rank})", exchange, groups)

@@ -47,6 +47,7 @@ def test_a_changed_number_is_noticed(copied: Path) -> None:
     assert "is not what the CSV files say" in checked.stderr
 
 
+@pytest.mark.thorough
 def test_a_missing_picture_is_noticed(copied: Path) -> None:
     script = copied / "benchmarks" / "report.py"
     assert run(script=script).returncode == 0

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.cases import thorough
 from torchcomp import kernels, wire
 from torchcomp.kernels import quantize
 from torchcomp.kernels.backend import fast_form
@@ -132,7 +133,7 @@ def mean_square_error(values, fmt, noise):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("count", [1, 2, 127, 300])
+@pytest.mark.parametrize("count", [300, *thorough([1, 2, 127])])
 def test_the_error_is_within_the_bound(fmt, count):
     for values in hard(fmt, count):
         if fmt == "fp16" and not 2**-14 < values.abs().min() <= values.abs().max() < 65504:

@@ -362,6 +362,7 @@ def test_errors_of_any_thread_come_through(two_threads, guilty):
         pool.each(work, 2)
 
 
+@pytest.mark.thorough
 def test_a_forked_child_starts_its_own_threads():
     script = """
 import os, torch

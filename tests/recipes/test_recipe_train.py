@@ -62,19 +62,16 @@ def gloo_threads() -> int:
     "flags",
     [
         ["--optimizer", "adamw", "--lr", "0.003", "--amp", "bf16", "--label-smoothing", "0.1"],
-        *thorough(
-            [
-                ["--accumulate", "4", "--nesterov", "--channels-last"],
-                ["--schedule", "step", "--milestones", "1", "--eval-every", "5"],
-                ["--model", "timm/test_resnet"],
-                ["--mixup", "0.2", "--clip-norm", "0.5", "--randaugment-ops", "2", "--amp", "bf16"],
-                ["--sync", "every(3)", "--bn-images", "100"],
-                ["--outer", "nesterov(lr=0.9, momentum=0.5)", "--sync", "every(3)"],
-            ]
-        ),
+        ["--accumulate", "4", "--nesterov", "--channels-last"],
+        ["--schedule", "step", "--milestones", "1", "--warmup-steps", "5", "--eval-every", "5"],
+        ["--model", "timm/test_resnet"],
+        ["--mixup", "0.2", "--clip-norm", "0.5", "--randaugment-ops", "2", "--amp", "bf16"],
+        ["--sync", "every(3)", "--bn-images", "100"],
+        ["--outer", "nesterov(lr=0.9, momentum=0.5)", "--sync", "every(3)"],
     ],
     ids=lambda flags: flags[1].replace("/", "-"),
 )
+@pytest.mark.thorough
 def test_options_train_repeat_and_resume(
     flags: list[str], train_here: TrainHere, digits_flags: list[str]
 ) -> None:
@@ -367,6 +364,7 @@ def scaler_that_starts_at(scale: float) -> type[torch.amp.GradScaler]:
     return Scaler
 
 
+@pytest.mark.thorough
 def test_a_dry_run_does_not_train(tmp_path: Path) -> None:
     done = run_script("--dry-run", "--out", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr

@@ -30,6 +30,9 @@ from tests.support.patience import PATIENCE
 
 Body = Callable[..., Any]
 
+PRELOADED = ["tests.support.warm", "hypothesis", "pytest", "tests.support.models", __name__]
+"""What takes each rank seconds otherwise."""
+
 
 def on_threads(world_size: int, body: Body, *args: Any, catch: bool = False) -> list[Any]:
     """``body(*args)`` on `world_size` ranks, each a thread, with an in-memory process group.
@@ -99,9 +102,9 @@ def on_processes(
         Each rank's result, in rank order.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # Forked from a process that has imported torch, as importing it takes each rank 5 seconds.
+        # Forked from one process that has done what takes each rank seconds.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torchcomp"])
+        context.set_forkserver_preload(PRELOADED)
         processes = [
             context.Process(target=_process_main, args=(rank, world_size, folder, body, args))
             for rank in range(world_size)
