@@ -4,9 +4,14 @@ import torch
 
 import torchcomp
 
-torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
-_tensors = {"w": torch.ones(100)}
-for _spec in ("ef(topk(0.1))", 'ef(topk(0.1, values="int8"))'):
+
+def _use(spec: str) -> None:
+    tensors = {"w": torch.ones(100)}
     torchcomp.run_in_process(
-        1, lambda exchange: torchcomp.Averager(_spec, exchange, _tensors).average_all(_tensors)
+        1, lambda exchange: torchcomp.Averager(spec, exchange, tensors).average_all(tensors)
     )
+
+
+torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
+_use("ef(topk(0.1))")
+_use('ef(topk(0.1, values="int8"))')
