@@ -9,6 +9,7 @@ from torch import Tensor
 import torchcomp
 from tests.aggregators.runs import Named, assert_equal, assert_near, kept, reloaded
 from tests.aggregators.twins import History, dgc, ef21, powersgd
+from tests.support.cases import some
 from tests.support.models import (
     gradients,
     local_gradients,
@@ -116,7 +117,7 @@ def over_gloo(spec: str) -> tuple[tuple[list[Named], list[Named], Named], Tensor
     return outcome, weights(script.model.module)
 
 
-@pytest.mark.parametrize("spec", SLOTS)
+@pytest.mark.parametrize("spec", some(SLOTS, of=3))
 def test_over_gloo_with_several_buckets(spec: str) -> None:
     """What PyTorch's PowerSGD hook cannot: several buckets on gloo, a resume, one infinity."""
     outcomes, final = zip(*on_processes(2, over_gloo, spec), strict=True)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from tests.support.cases import thorough
+from tests.support.cases import some, thorough
 from tests.support.models import (
     CONSERVING,
     Account,
@@ -65,7 +65,7 @@ def check(build: Build, batches: Batches = one_batch, *specs: str, world_size: i
 
 
 @pytest.mark.parametrize("spec", CONSERVING)
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("world_size", some([4, 1], of=2))
 def test_conserves_through_the_bucket_rebuild(spec: str, world_size: int) -> None:
     check(lambda: wrap(mlp()), one_batch, spec, world_size=world_size)
 

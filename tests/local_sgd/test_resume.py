@@ -372,7 +372,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("which", DAMAGES)
+@pytest.mark.parametrize("which", some(DAMAGES, of=2))
 def test_a_damaged_state_is_refused_and_the_run_goes_on(which):
     def body():
         options = OPTIONS | {"local": METHODS["sparse"]}

@@ -191,6 +191,7 @@ def test_an_experiment_that_was_cut_off_goes_on(
     assert ledger.read_outcomes(arguments.out / "runs.csv") == known
 
 
+@pytest.mark.thorough
 def test_the_command_starts_its_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.algorithms.two_direction.quadratics import quadratics
-from tests.support.cases import thorough
+from tests.support.cases import some, thorough
 from torchcomp import wire
 from torchcomp.algorithms import (
     AGD,
@@ -201,7 +201,7 @@ CONVERGING = {
 }
 
 
-@pytest.mark.parametrize("name", CONVERGING)
+@pytest.mark.parametrize("name", some(CONVERGING, of=3))
 def test_converges_to_1e_10(name):
     accelerated = name == "2Direction" or name.startswith("AGD")
     assert F.gap(run(CONVERGING[name](1), 600 if accelerated else 2000).solution) < 1e-10

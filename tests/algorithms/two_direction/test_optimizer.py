@@ -89,6 +89,7 @@ def test_it_is_the_method():
         assert calls == method.evaluations
 
 
+@pytest.mark.thorough
 def test_it_converges():
     mu = 0.1
 
