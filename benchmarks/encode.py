@@ -143,10 +143,10 @@ class Training:
         g, e, x = self.g, self.e, self.x
         begin = time.perf_counter()
         index = clock(f"select {start}", lambda: self.topk.select_sum(g, e, x, self.scratch))
-        message = clock("message", lambda: self.topk.compress_entries(x, index, KEY))
-        clock("subtract", lambda: self.topk.subtract(message, x, KEY, index))
+        message = clock("message", lambda: self.topk.encode_selected(x, index, KEY))
+        clock("subtract", lambda: self.topk.subtract(message, x, KEY))
         clock.times[f"encode {start}"].append((time.perf_counter() - begin) * 1e3)
-        self.messages.append(message)
+        self.messages.append(message.parts)
         self.e, self.x = x, e
 
 
@@ -173,10 +173,10 @@ def decode(clock: Clock, run: Training, times: int) -> None:
 
     def in_turn() -> None:
         for message in messages:
-            run.topk.accumulate(message, run.x, KEY)
+            run.topk.accumulate([message], run.x, KEY)
 
     def at_once() -> None:
-        run.topk.accumulate_all(messages, run.x, KEY)
+        run.topk.accumulate(messages, run.x, KEY)
 
     def dense() -> None:
         in_threads(negate, run.x.numpy())
