@@ -10,7 +10,6 @@ from torch import nn
 from torchcomp import CheckpointError, checkpoint, redistribute
 from torchcomp.bucket import BucketShape
 from torchcomp.checkpoint import (
-    check,
     count,
     dict_of,
     flag,
@@ -141,21 +140,21 @@ BAD = {
 def test_a_value_of_the_form_passes_and_any_other_is_named_by_its_path(name):
     form, values = GOOD[name]
     for value in values:
-        check(value, form, "here.there")
+        form(value, "here.there")
     for value in BAD[name]:
         with pytest.raises(CheckpointError, match=r"here\.there"):
-            check(value, form, "here.there")
+            form(value, "here.there")
 
 
 def test_the_path_leads_to_what_is_wrong_in_the_depth():
     form = record(slots=dict_of(record(list=list_of(optional(count)))))
     with pytest.raises(CheckpointError, match=r"state\.slots\['a'\]\.list\[1\] .* -5"):
-        check({"slots": {"a": {"list": [None, -5]}}}, form, "state")
+        form({"slots": {"a": {"list": [None, -5]}}}, "state")
 
 
 def test_a_giant_value_is_shown_in_short():
     with pytest.raises(CheckpointError) as caught:
-        check("x" * 10_000, count, "here")
+        count("x" * 10_000, "here")
     assert len(str(caught.value)) < 250
 
 

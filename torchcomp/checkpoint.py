@@ -1,7 +1,8 @@
 """Checkpoint: the one form of all state dicts, and what it must say to be loaded.
 
-A *form* is a function that takes a value and where it stands, and raises CheckpointError unless the
-value is what it should be. State dicts are checked as a whole before anything changes.
+A *form* is a function that takes a value and its path in a state dict, for the error. It raises
+CheckpointError unless the value is what it should be. State dicts are checked as a whole before
+anything changes.
 """
 
 import zlib
@@ -24,20 +25,6 @@ ONE_STEP = "Every rank loads its own state of one and the same step, or none doe
 VERSION = 3
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Form = Callable[[Any, str], None]
-
-
-def check(value: Any, form: Form, where: str) -> None:
-    """Require a value of a form.
-
-    Args:
-        value: part of a state dict.
-        form: what it must be.
-        where: its path in the state dict, for the error.
-
-    Raises:
-        CheckpointError: naming the path, what was expected, and what is there.
-    """
-    form(value, where)
 
 
 def _require(holds: bool, where: str, expected: str, value: object) -> None:
@@ -192,7 +179,7 @@ def check_header(state: Any, spec: str, exchange: Exchange, advice: Mapping[str,
     missing = [name for name in wanted if name not in state]
     if missing:
         raise CheckpointError(f"not a state dict of torchcomp: it lacks {listed(missing)}")
-    check(state, _HEADER, "the state dict")
+    _HEADER(state, "the state dict")
     advice = {
         "version": "save it again with this version of torchcomp",
         "rank": "every rank loads what it saved itself",
@@ -229,7 +216,7 @@ def check_engine(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> 
     Raises:
         CheckpointError: naming what is missing, unknown, damaged or of another shape.
     """
-    check(state, _ENGINE, "the state dict")
+    _ENGINE(state, "the state dict")
     saved = {name: each["shape"] for name, each in state["parameters"].items()}
     here = {name: list(parameter.shape) for name, parameter in parameters.items()}
     problems = [f"'{name}' is not in the model" for name in saved if name not in here]
@@ -325,11 +312,12 @@ def load_slot(
         fits = value.dtype in (_FLOATS if slot.dtype in _FLOATS else (slot.dtype,))
         _require(fits, path, f"of {slot.dtype}", value.dtype)
         whole = size == parameter.numel() and not slot.sharded
-        check(value, tensor(tuple(parameter.shape)) if whole else tensor(numel=size), path)
+        form = tensor(tuple(parameter.shape)) if whole else tensor(numel=size)
+        form(value, path)
         flat = torch.empty(size, dtype=slot.dtype, device=parameter.device)
         place = memory_order(parameter, flat) if whole else flat
         place.copy_(value.detach() if whole else value.detach().reshape(-1))
-        check(flat, tensor(), f"{path}, as {slot.dtype},")
+        tensor()(flat, f"{path}, as {slot.dtype},")
         flats[name] = flat
     return flats
 
@@ -412,8 +400,8 @@ def _complete(states: list[dict[str, Any]], world_size: int) -> list[dict[str, A
     if not isinstance(states, list | tuple) or not states:
         raise CheckpointError("no states: give the state dicts of all ranks of the old run")
     for place, state in enumerate(states):
-        check(state, _HEADER, f"states[{place}]")
-        check(state, _ENGINE, f"states[{place}]")
+        _HEADER(state, f"states[{place}]")
+        _ENGINE(state, f"states[{place}]")
     states = sorted(states, key=lambda state: state["rank"])
     ranks, size = [state["rank"] for state in states], states[0]["world_size"]
     if len(ranks) != size or ranks != list(range(size)):

@@ -197,7 +197,7 @@ class Sampler:
         """Check a checkpoint and change nothing; what comes back goes on from it."""
         size = len(self.layers)
         section: Any = state.get("jointspar")
-        checkpoint.check(section, _FORM, "jointspar")
+        _FORM(section, "jointspar")
         theirs = {layer: tuple(names) for layer, names in section["layers"].items()}
         every = {**self.layers, **theirs}
         differing = [layer for layer in every if theirs.get(layer) != self.layers.get(layer)]

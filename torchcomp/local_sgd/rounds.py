@@ -390,7 +390,7 @@ class LocalSteps:
         """See :meth:`torchcomp.LocalSGD.load_state_dict`."""
         self._require_whole_step("load_state_dict")
         section: Any = state.get("local_sgd") if isinstance(state, Mapping) else None
-        checkpoint.check(section, _SECTION, "local_sgd")
+        _SECTION(section, "local_sgd")
         self._check(section)
         restore = self._averager.prepare(state, _OTHER_RANKS)
         groups = [tuple(group) for group in state["groups"]]

@@ -200,13 +200,13 @@ class TwoDirection(torch.optim.Optimizer):
         checkpoint.check_header(state, self._spec, self._server.exchange, _FOREIGN)
         checkpoint.check_engine(state, self._named)
         section = checkpoint.optional(checkpoint.record(**_SECTION))
-        checkpoint.check(state, checkpoint.record(two_direction=section), "the state dict")
+        checkpoint.record(two_direction=section)(state, "the state dict")
         saved, step, slots = state["two_direction"], state["step"], state["slots"]
         kept = [name for name in VECTORS if name != "grad_z" or name in slots] if saved else []
         named = self._named.items()
         forms = {name: checkpoint.tensor(tuple(p.shape), p.dtype) for name, p in named}
         slot = checkpoint.record(tensors=checkpoint.record(**forms))
-        checkpoint.check(slots, checkpoint.dict_of(slot, kept), "slots")
+        checkpoint.dict_of(slot, kept)(slots, "slots")
         problems = {
             f"the kind of slot '{name}'": each | _kind(name) != each for name, each in slots.items()
         }
