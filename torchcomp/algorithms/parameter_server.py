@@ -21,7 +21,7 @@ from torchcomp.codec import Codec, Vector
 from torchcomp.compressors import Compressor, Identity
 from torchcomp.compressors.base import Encoded
 from torchcomp.errors import NonFiniteError
-from torchcomp.exchange import ProcessGroupExchange
+from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.keys import Key, check_seed, tensor_id
 from torchcomp.wire import Parts
 
@@ -152,6 +152,9 @@ class ParameterServer(ABC):
 class Simulated(ParameterServer):
     """All `n` workers in this process: nothing is sent, everything is counted.
 
+    Workers are rows of one tensor, which is faster than a thread for each
+    (``Ranks(exchange)`` in :func:`torchcomp.run_in_process`).
+
     Raises:
         SpecError: if n or the seed is not a whole number in its range.
     """
@@ -167,7 +170,7 @@ class Simulated(ParameterServer):
 
 
 class Ranks(ParameterServer):
-    """One worker per rank of torch.distributed, and the server's part on every rank.
+    """One worker per rank, and the server's part on every rank.
 
     Every rank gathers all workers' messages, decodes them in the order of the workers and computes
     what the server computes. Downlink messages never travel, but n - 1 messages reach every rank.
@@ -175,9 +178,10 @@ class Ranks(ParameterServer):
     All ranks make the same calls in the same order. A second, tiny collective finds damaged frames.
 
     Args:
-        group: the process group, whose rank i is worker i; None is the default group.
+        group: the process group, whose rank i is worker i; None is the default group. Or an
+            exchange, such as an :class:`torchcomp.InProcessExchange`.
         seed: the run's seed, the same on all ranks.
-        device: where messages live; "cuda" for NCCL.
+        device: where the process group's messages live; "cuda" for NCCL.
 
     Raises:
         SpecError: if the seed is not a whole number in its range.
@@ -186,11 +190,13 @@ class Ranks(ParameterServer):
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Exchange | None = None,
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.exchange = ProcessGroupExchange(group, torch.device(device))
+        self.exchange: Exchange = (
+            group if isinstance(group, Exchange) else ProcessGroupExchange(group, device)
+        )
         rank = self.exchange.rank
         super().__init__(self.exchange.world_size, range(rank, rank + 1), seed)
         self.exchange.verify("the seed of compressed messages", {"seed": seed})

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.algorithms.two_direction.quadratics import quadratics
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes, on_threads
-from torchcomp import wire
+from torchcomp import run_in_process, wire
 from torchcomp.algorithms import AGD, EF21, EF21PDIANA, Ranks, Simulated, TwoDirectionMethod
 from torchcomp.compressors import Quantize, RandK, TopK
 from torchcomp.errors import NonFiniteError, RankMismatchError, WireError
@@ -75,6 +75,22 @@ def test_ranks_equal_the_simulation_bit_for_bit():
             for part, value in held(method).items():
                 mine = value[rank : rank + 1] if value.dim() == 2 else value
                 assert torch.equal(real[part], mine), (name, part, rank)
+
+
+def test_ranks_of_one_process_equal_the_simulation_bit_for_bit():
+    def body(exchange):
+        method = METHODS["2Direction"](Ranks(exchange, seed=5))
+        for _ in range(20):
+            method.step()
+        return held(method)
+
+    simulated = METHODS["2Direction"](Simulated(4, seed=5))
+    for _ in range(20):
+        simulated.step()
+    for rank, mine in enumerate(run_in_process(4, body)):
+        for part, value in held(simulated).items():
+            expected = value[rank : rank + 1] if value.dim() == 2 else value
+            assert torch.equal(mine[part], expected), (part, rank)
 
 
 def one_rank_diverges():
