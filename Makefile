@@ -28,13 +28,14 @@ experiment-jointspar: setup ## JointSpar: bandit, bytes, backward time, accuracy
 experiment-2direction: setup ## 2Direction, EF21-P + DIANA, AGD and others on the digits: half an hour
 	@.venv/bin/python recipes/two_direction/experiment.py $(ARGS)
 
+# A file's tests stay together: they share compiled kernels and what their fixtures make.
 test: setup ## run the tests; make test ARGS="-k topk" runs some of them
 	@sh tools/setup.sh --triton
-	@.venv/bin/python -m pytest -n 2 $(ARGS)
+	@.venv/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-thorough: setup ## run more cases of what the tests check, for a quarter of an hour
 	@sh tools/setup.sh --triton
-	@.venv/bin/python -m pytest -n 2 -m thorough $(ARGS)
+	@.venv/bin/python -m pytest -n 2 --dist loadfile -m thorough $(ARGS)
 
 lint: setup ## ruff (rules and format) and mypy --strict
 	@.venv/bin/python -m ruff check .

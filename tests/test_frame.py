@@ -156,8 +156,8 @@ def test_make_lists_its_targets():
     ("target", "command"),
     [
         ("quickstart", ".venv/bin/python recipes/quickstart.py --seeds 2"),
-        ("test", ".venv/bin/python -m pytest -n 2 --seeds 2"),
-        ("test-thorough", ".venv/bin/python -m pytest -n 2 -m thorough --seeds 2"),
+        ("test", ".venv/bin/python -m pytest -n 2 --dist loadfile --seeds 2"),
+        ("test-thorough", ".venv/bin/python -m pytest -n 2 --dist loadfile -m thorough --seeds 2"),
         ("lint", ".venv/bin/python -m mypy"),
     ],
 )
