@@ -132,6 +132,7 @@ def module(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
+@pytest.mark.thorough
 def test_a_reader_that_leaves_early_sees_no_traceback():
     command = [sys.executable, "-m", "torchcomp", "explain", "mean", *ASKED]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:

@@ -22,6 +22,7 @@ from tests.aggregators.runs import (
     total,
 )
 from tests.aggregators.twins import dgc
+from tests.support.cases import thorough
 from torchcomp import explain
 
 STEPS = 30
@@ -130,7 +131,7 @@ def test_without_momentum_it_is_ef(compressor: str) -> None:
     on_ranks(3, body)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("nesterov", [True, *thorough([False])])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 1e-4), (torch.bfloat16, 1e-4)]
 )

@@ -23,7 +23,7 @@ from torchcomp.aggregators import AGGREGATORS
 from torchcomp.compressors import COMPRESSORS
 
 
-def trained(spec: str, steps: int = 30) -> Tensor:
+def trained(spec: str, steps: int = 20) -> Tensor:
     model = wrap(mlp(torch.float32))
     handle = torchcomp.register(model, spec)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005)

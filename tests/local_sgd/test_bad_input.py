@@ -22,6 +22,7 @@ from tests.local_sgd.script import (
     synchronised_steps,
     trained,
 )
+from tests.support.cases import thorough
 from tests.support.ranks import on_threads
 from torchcomp.local_sgd import local_sgd
 
@@ -367,7 +368,7 @@ EVERY, QSR = "every(3)", "qsr(alpha=0.01, h_base=3)"
 IMPOSSIBLE_RATES = [(spec, bad) for spec in (EVERY, QSR) for bad in (-0.1, math.nan, math.inf)]
 
 
-@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize("start", [3, *thorough([0])])
 @pytest.mark.parametrize(("spec", "bad"), [*IMPOSSIBLE_RATES, (QSR, 0)])
 def test_an_impossible_rate_at_the_start_of_a_round(spec, bad, start):
     def body():

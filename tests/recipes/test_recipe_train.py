@@ -424,6 +424,7 @@ def test_two_ranks_with_ffcv_give_what_torchvision_gives(
     assert summary_in(outs[0])["weights_sha256"] == summary_in(outs[1])["weights_sha256"]
 
 
+@pytest.mark.thorough
 def test_an_error_on_every_rank_ends_the_run(torchrun: TorchRun, digits_flags: list[str]) -> None:
     process = torchrun.start(*digits_flags, "--batch-size", "63")
     said, _ = process.communicate(timeout=PATIENCE)
