@@ -56,7 +56,8 @@ of ResNet-18's shards, 1 %, caches emptied; milliseconds of CPU a step, 16.8 bef
 - adding and comparing in one vector loop, the first digit counted on the way: 17.1 to 10.7;
 - stores that pass the caches by, above 512 KiB: 10.7 to 9.0; prefetching with them: 9.0 to 8.2.
   Both are gone again: on another, shared machine (AVX2) encoding without them took 0.88 to 1.25
-  and 0.95 to 1.17 times as long, the most for the largest vectors;
+  and 0.95 to 1.17 times as long, the most for the largest vectors. Without both, selecting from
+  1e7 or 2.5e7 entries takes 1.2 to 1.3 times as long (two threads, minima of three runs);
 - one compiled call for a whole selection, now two: 60 to 20 us of fixed cost a call with one.
 
 A radix histogram of the whole vector as the cold start needs no guess, but three more passes; a
