@@ -357,7 +357,7 @@ def test_table_says_everything_of_a_schedule():
     assert table["message"] == "4 kB (4,000 bytes)"
 
 
-@pytest.mark.parametrize("numel", [0, RESNET50, 10**12])
+@pytest.mark.parametrize("numel", [0, RESNET50, 10**12, *thorough([1])])
 @pytest.mark.parametrize("world_size", [1, 2, 1000, *thorough([10_000])])
 @pytest.mark.parametrize(
     "spec",

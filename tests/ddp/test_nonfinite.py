@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from tests.support.cases import thorough
+from tests.support.cases import only, thorough
 from tests.support.models import (
     CONSERVING,
+    METHODS,
     THROUGH_DDP,
     WITH_MEMORY,
     Account,
@@ -30,7 +31,7 @@ from torchcomp import NonFiniteError
 
 CULPRIT = 1
 LAYER = "4.weight"
-CHECKED = tuple(spec for spec in THROUGH_DDP if spec != "mean")
+CHECKED = tuple(spec for spec in METHODS if spec != "mean")
 
 
 def poison(model: DistributedDataParallel, value: float, rank: int = CULPRIT) -> Any:
@@ -70,8 +71,8 @@ def survives(spec: str, value: float) -> Account:
     return account.close(handle)
 
 
-@pytest.mark.parametrize("value", [float("nan"), *thorough([-float("inf")])])
-@pytest.mark.parametrize("spec", CHECKED)
+@pytest.mark.parametrize("value", [float("nan"), *thorough([float("inf"), -float("inf")])])
+@pytest.mark.parametrize("spec", only(CHECKED, now=THROUGH_DDP))
 def test_nonfinite_gradient_is_one_error_on_all_ranks_and_training_goes_on(
     spec: str, value: float
 ) -> None:
@@ -234,7 +235,7 @@ def skips(spec: str) -> Account:
     return run.account.close(run.handle)
 
 
-@pytest.mark.parametrize("spec", WITH_MEMORY)
+@pytest.mark.parametrize("spec", only(WITH_MEMORY, now=THROUGH_DDP))
 def test_with_a_scaler_all_ranks_skip_and_the_memory_follows_the_scale(spec: str) -> None:
     accounts = on_threads(3, skips, spec)
     if spec in CONSERVING:

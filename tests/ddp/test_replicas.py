@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import torchcomp
-from tests.support.cases import thorough
+from tests.support.cases import only, thorough
 from tests.support.models import (
     METHODS,
     THROUGH_DDP,
@@ -23,7 +23,7 @@ from torchcomp.aggregators import AGGREGATORS
 from torchcomp.compressors import COMPRESSORS
 
 
-def trained(spec: str, steps: int = 20) -> Tensor:
+def trained(spec: str, steps: int = 100) -> Tensor:
     model = wrap(mlp(torch.float32))
     handle = torchcomp.register(model, spec)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
@@ -47,11 +47,10 @@ def test_methods_name_everything_that_is_registered() -> None:
     assert not missing, f"give METHODS in tests/support/models.py a spec with {missing}"
 
 
-@pytest.mark.parametrize(
-    "spec", [*THROUGH_DDP, *thorough(spec for spec in METHODS if spec not in THROUGH_DDP)]
-)
-def test_replicas_are_bit_identical(spec: str) -> None:
-    outcomes = on_threads(4, trained, spec)
+@pytest.mark.parametrize("steps", [20, *thorough([100])])
+@pytest.mark.parametrize("spec", only(METHODS, now=THROUGH_DDP))
+def test_replicas_are_bit_identical(spec: str, steps: int) -> None:
+    outcomes = on_threads(4, trained, spec, steps)
     assert_replicas_equal(outcomes)
     assert outcomes[0].isfinite().all()
 

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import torchcomp
-from tests.support.cases import thorough
+from tests.support.cases import only, thorough
 from tests.support.models import (
+    METHODS,
     SMALL_BUCKETS,
     THROUGH_DDP,
     Branches,
@@ -99,13 +100,13 @@ def assert_same_outcome(whole: Run, resumed: Run) -> None:
     assert actual[2] == expected[2]
 
 
-@pytest.mark.parametrize("spec", THROUGH_DDP)
+@pytest.mark.parametrize("spec", only(METHODS, now=THROUGH_DDP))
 @pytest.mark.parametrize("stop", [1, 5], ids=["before_rebuild", "after_rebuild"])
 def test_resumed_run_is_bit_identical(spec: str, stop: int) -> None:
     on_threads(3, lambda: assert_same_outcome(*interrupted_and_not(spec, stop)))
 
 
-@pytest.mark.parametrize("spec", THROUGH_DDP)
+@pytest.mark.parametrize("spec", only(METHODS, now=THROUGH_DDP))
 @pytest.mark.parametrize("cap", [4 * SMALL_BUCKETS, *thorough([None])], ids=["larger", "default"])
 def test_resumed_run_with_another_bucket_size_is_bit_identical(spec: str, cap: float) -> None:
     on_threads(3, lambda: assert_same_outcome(*interrupted_and_not(spec, 1, cap)))

@@ -92,7 +92,7 @@ def poisoned(step, rank, dtype, odd, culprit=1, names=("bias",)):
     return tensors
 
 
-@pytest.mark.parametrize("odd", [float("nan"), *thorough([-float("inf")])])
+@pytest.mark.parametrize("odd", [float("nan"), *thorough([float("inf"), -float("inf")])])
 @pytest.mark.parametrize("dtype", [torch.float16, *thorough([torch.float64])])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_nan_on_one_rank_is_an_error_on_all_and_leaves_no_trace(method, dtype, odd):

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from tests.support.cases import some
 from torchcomp.errors import NonFiniteError, SpecError
 from torchcomp.jointspar import (
     Bandit,
@@ -34,11 +35,11 @@ def layer_costs(seed=0):
 # --- Algorithm 2: unbiased, with the variance that the bandit minimises ---------------------------
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", some([True, False], of=2))
 def test_divided_by_p_the_sampled_layers_are_unbiased_with_variance_g2_times_1_over_p_minus_1(
     shared,
 ):
-    draws = 20_000
+    draws = 100_000
     g, p = layer_norms(), best_probabilities(layer_norms(), 0.4 * D, P_MIN)
     kept = np.stack([sample(p, Key(7, step, rank=3), shared=shared) for step in range(draws)])
     estimates = np.where(kept, g / p, 0.0)
@@ -206,14 +207,8 @@ def run(bandit, norms, steps, seed=0, start=0):
     return bandit
 
 
-@pytest.mark.parametrize(
-    ("alpha", "share"),
-    [
-        (0.01, 0.3),
-        pytest.param(0.003, 0.6, marks=pytest.mark.thorough),
-        pytest.param(0.03, 0.6, marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.parametrize("alpha", some([0.01, 0.003, 0.03], of=3))
+@pytest.mark.parametrize("share", some([0.3, 0.6], of=2))
 def test_reaches_two_per_cent_of_the_optimum_within_5000_steps(alpha, share):
     norms = layer_norms()
     bandit = Bandit(np.ones(D), share * D, P_MIN, Baseline(alpha))

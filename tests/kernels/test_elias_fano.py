@@ -212,6 +212,14 @@ def test_every_flipped_bit_gives_another_set_or_is_found(device, n, k):
         assert not (intact and bit >= low_part), "the number of set bits has changed"
 
 
+@pytest.mark.parametrize("form", BACKENDS)
+@pytest.mark.parametrize("chosen", [[-1, 3], [3, 3], [4, 3], [3, 100], [0, -1], [-(2**63), 0]])
+def test_indices_out_of_order_or_range_are_refused(form, monkeypatch, chosen):
+    use(form, monkeypatch)
+    with pytest.raises(ValueError, match=r"must ascend strictly within \[0, 100\)"):
+        elias_fano.encode(indices(*chosen), 100)
+
+
 # --- Backends -------------------------------------------------------------------------------------
 
 

@@ -400,6 +400,8 @@ def test_a_sweep_counts_iterations() -> None:
 
 
 # --- Real ranks -----------------------------------------------------------------------------------
+
+
 @pytest.mark.thorough
 def test_ranks_have_the_simulations_table() -> None:
     given = on_ranks.setting(gap=0.5)

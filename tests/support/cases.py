@@ -1,6 +1,6 @@
 """Which cases `make test` runs, and which are left to `make test-thorough`."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -12,5 +12,10 @@ def thorough(cases: Iterable[Any]) -> list[Any]:
 
 
 def some(cases: Iterable[Any], of: int) -> list[Any]:
-    """One of every so many cases; the others for `make test-thorough`."""
+    """Every `of`-th case; the others are left to `make test-thorough`."""
     return [case if i % of == 0 else thorough([case])[0] for i, case in enumerate(cases)]
+
+
+def only(cases: Iterable[Any], now: Collection[Any]) -> list[Any]:
+    """The cases that are among `now`; the others are left to `make test-thorough`."""
+    return [case if case in now else thorough([case])[0] for case in cases]

@@ -64,7 +64,7 @@ THROUGH_DDP = (
 """Of those, one for each way that buckets, groups and state can take. What depends on the method
 alone is tested without DDP, for all methods, by tests/aggregators/test_contract.py."""
 
-WITH_MEMORY = tuple(spec for spec in THROUGH_DDP if not isinstance(torchcomp.parse(spec), Mean))
+WITH_MEMORY = tuple(spec for spec in METHODS if not isinstance(torchcomp.parse(spec), Mean))
 
 CONSERVING = (
     "ef(topk(0.1))",

@@ -61,8 +61,8 @@ class TopK(Selector):
 
     def encode_selected(self, x: Tensor, index: Tensor, key: Key) -> Encoded:
         noise = key.private() if self.rounding == "stochastic" else None
-        values = quantize.encode(x, self.values, noise, index)
-        return Encoded((*values, elias_fano.encode(index, x.numel())), index)
+        code = elias_fano.encode(index, x.numel())  # first, because it checks the indices
+        return Encoded((*quantize.encode(x, self.values, noise, index), code), index)
 
     def subtract(self, encoded: Encoded, x: Tensor, key: Key, weight: float = 1.0) -> None:
         if encoded.index is None:

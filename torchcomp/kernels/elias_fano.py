@@ -62,11 +62,17 @@ def _high_bits(n: int, k: int, low: int) -> int:
 def encode(index: Tensor, n: int) -> Tensor:
     """The code, 1-D uint8 of ``nbytes(n, k)`` elements, of k of n indices.
 
-    `index` is 1-D int64, contiguous, strictly ascending and within [0, n): this is not checked.
+    `index` is 1-D int64, contiguous, strictly ascending and within [0, n). Raises ValueError if it
+    is not, on a CPU; an accelerator would have to be waited for.
     """
     k, device = index.numel(), index.device
     if k in (0, n):
         return index.new_empty(0, dtype=torch.uint8)
+    # Compiled kernels write to where indices point: a selector's error must not get that far.
+    if device.type == "cpu" and not (
+        index[0] >= 0 and index[-1] < n and (index[1:] > index[:-1]).all()
+    ):
+        raise ValueError(f"indices to encode must ascend strictly within [0, {n})")
     low, fast = low_bits(n, k), backend.fast_form("elias_fano", device.type)
     if fast is not None:
         out = torch.empty(nbytes(n, k), dtype=torch.uint8)

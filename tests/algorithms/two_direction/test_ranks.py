@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.algorithms.two_direction.quadratics import quadratics
+from tests.support.cases import thorough
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import run_in_process, wire
@@ -58,8 +59,9 @@ def real_runs(iterations):
     return ends
 
 
-def test_ranks_equal_the_simulation_bit_for_bit():
-    iterations = {name: 200 if name == "2Direction" else 25 for name in METHODS}
+@pytest.mark.parametrize("long", [200, *thorough([1000])])
+def test_ranks_equal_the_simulation_bit_for_bit(long):
+    iterations = {name: long if name == "2Direction" else 25 for name in METHODS}
     ranks = on_processes(4, real_runs, iterations, timeout=PATIENCE)
     for name, build in METHODS.items():
         server = Simulated(4, seed=5)
