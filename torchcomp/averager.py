@@ -387,8 +387,8 @@ class Averager:
             advice: what to do about a "spec" or "world_size" that differs.
 
         Returns:
-            A function that restores it. Groups come from it, too, so the run goes on bit for bit
-            even if other groups were built here.
+            A function that restores it, with its groups: the run goes on bit for bit even if other
+            groups were built here.
 
         Raises:
             CheckpointError: if it is another model's, method's, rank's or world size's, or damaged.

@@ -420,8 +420,8 @@ def wrap_scaler(scaler: torch.amp.GradScaler, sync: LocalSGD) -> Undo:
 def wait_in_forward(model: nn.Module, averages: OverlappedAverages) -> Iterator[Undo]:
     """Let every layer of `model`, and its ``state_dict``, wait for what they read.
 
-    A layer is a compiled module, or one with parameters of its own; it waits for those of its
-    children, too, which it may read without calling them.
+    A layer is a compiled module, or one with parameters of its own; it also waits for those
+    of its children, which it may read without calling them.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():

@@ -152,8 +152,8 @@ class LocalSteps:
     Model and optimizers are held weakly, because the optimizers' hooks own what owns this.
 
     Attributes:
-        forward: whether a forward pass in training has begun since the last step. Ranks may take
-            another number of them for a step, but a step without any has lost its batch.
+        forward: whether a forward pass in training has begun since the last step. Ranks may
+            run different numbers of them per step, but a step without any has lost its batch.
     """
 
     def __init__(
