@@ -24,6 +24,7 @@ from torchcomp.keys import Key
 ROOT = Path(__file__).parent.parent
 SCRIPT_ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 README = (ROOT / "README.md").read_text()
+USAGE = (ROOT / "docs" / "usage.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
@@ -35,14 +36,25 @@ def after(diff: str) -> str:
     return "".join(line[1:] for line in diff.splitlines(keepends=True))
 
 
-@pytest.mark.parametrize(
-    "diff", some(blocks(README, "diff"), of=2), ids=["register", "local-steps"]
-)
-def test_readme_diff_adds_an_import_and_one_line_and_runs(diff: str, tmp_path: Path) -> None:
-    assert diff.count("\n+") == 2
+def readme_script(way: str) -> str:
+    """The README's first script, with the line of the way that is asked for."""
+    whole, local = blocks(README, "diff")
+    if way == "register":
+        return after(whole)
+    without = "".join(line for line in whole.splitlines(keepends=True) if "register" not in line)
+    context, added = local.splitlines(keepends=True)
+    assert context in without
+    assert added.startswith("+")
+    return after(without.replace(context, local))
+
+
+@pytest.mark.parametrize("way", some(["register", "LocalSGD"], of=2))
+def test_readme_script_trains_with_the_added_line(way: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     # Not the exit code: gloo aborts some processes at exit, plain DDP's too (docs/assumptions.md).
-    script.write_text(after(diff).replace("dist.barrier()", 'print("trained")\ndist.barrier()'))
+    text = readme_script(way)
+    assert text.count(f"torchcomp.{way}(") == 1
+    script.write_text(f'{text}\nprint("trained")\n')
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     run = subprocess.run(
         [*launcher, "--nproc-per-node", "2", str(script)],
@@ -54,7 +66,7 @@ def test_readme_diff_adds_an_import_and_one_line_and_runs(diff: str, tmp_path: P
     assert run.stdout.count("trained") == 2, run.stderr
 
 
-def run_readme(folder: str) -> str:
+def run_usage(folder: str) -> str:
     os.chdir(folder)
     torch.manual_seed(0)  # Averager takes weights as they are; DDP copies rank 0's.
     model = DistributedDataParallel(nn.Linear(8, 3))
@@ -67,14 +79,18 @@ def run_readme(folder: str) -> str:
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "torch": torch,
     }
-    for block in blocks(README, "python"):
+    for block in blocks(USAGE, "python"):
         exec(block, names)
     return str(names["plan"])
 
 
-def test_readme_python_blocks_run_and_print_what_they_show(tmp_path: Path) -> None:
-    shown = on_processes(2, run_readme, str(tmp_path))[0]
-    assert f"```\n{shown}\n```" in README
+def test_usage_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
+    shown = on_processes(2, run_usage, str(tmp_path))[0]
+    assert f"```\n{shown}\n```" in USAGE
+
+
+def test_readme_fits_a_hundred_columns() -> None:
+    assert max(map(len, README.splitlines())) <= 100
 
 
 def contributed(block: int, name: str) -> dict[str, Any]:
