@@ -20,7 +20,7 @@ from typing import Any
 
 _HERE = Path(__file__).resolve().parent
 _RANKS = 2
-_EPOCHS = 12  # half of the configuration's: all three methods are there by then
+_EPOCHS = 12  # half of the configuration's: enough for all three methods
 _TIMEOUT_SECONDS = 180
 METHODS = {
     "dense": [],

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from tests.support.cases import some
+from tests.support.cases import thorough
 from tests.support.codecs import codec_of, packed
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes
@@ -39,6 +39,7 @@ def after(diff: str) -> str:
 def readme_script(way: str) -> str:
     """The README's first script, with the line of the way that is asked for."""
     whole, local = blocks(README, "diff")
+    assert whole.count("\n+") == 2, "an import and one line"
     if way == "register":
         return after(whole)
     without = "".join(line for line in whole.splitlines(keepends=True) if "register" not in line)
@@ -48,7 +49,7 @@ def readme_script(way: str) -> str:
     return after(without.replace(context, local))
 
 
-@pytest.mark.parametrize("way", some(["register", "LocalSGD"], of=2))
+@pytest.mark.parametrize("way", ["register", *thorough(["LocalSGD"])])
 def test_readme_script_trains_with_the_added_line(way: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     # Not the exit code: gloo aborts some processes at exit, plain DDP's too (docs/assumptions.md).

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.support.cases import some
+from tests.support.cases import thorough
 from torchcomp.errors import NonFiniteError, SpecError
 from torchcomp.jointspar import (
     Bandit,
@@ -35,7 +35,7 @@ def layer_costs(seed=0):
 # --- Algorithm 2: unbiased, with the variance that the bandit minimises ---------------------------
 
 
-@pytest.mark.parametrize("shared", some([True, False], of=2))
+@pytest.mark.parametrize("shared", [True, *thorough([False])])
 def test_divided_by_p_the_sampled_layers_are_unbiased_with_variance_g2_times_1_over_p_minus_1(
     shared,
 ):
@@ -207,8 +207,8 @@ def run(bandit, norms, steps, seed=0, start=0):
     return bandit
 
 
-@pytest.mark.parametrize("alpha", some([0.01, 0.003, 0.03], of=3))
-@pytest.mark.parametrize("share", some([0.3, 0.6], of=2))
+@pytest.mark.parametrize("alpha", [0.01, *thorough([0.003, 0.03])])
+@pytest.mark.parametrize("share", [0.3, *thorough([0.6])])
 def test_reaches_two_per_cent_of_the_optimum_within_5000_steps(alpha, share):
     norms = layer_norms()
     bandit = Bandit(np.ones(D), share * D, P_MIN, Baseline(alpha))

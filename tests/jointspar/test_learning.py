@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.jointspar.script import backward, estimates, layer_of, seen
-from tests.support.cases import some
+from tests.support.cases import some, thorough
 from tests.support.models import (
     Account,
     assert_conserved,
@@ -93,7 +93,7 @@ def test_per_rank_probabilities_are_fed_by_each_ranks_own_norms():
         assert sum(p.values()) == pytest.approx(0.6 * 4)
 
 
-@pytest.mark.parametrize("costs", some(["layers", "bytes"], of=2))
+@pytest.mark.parametrize("costs", ["layers", *thorough(["bytes"])])
 def test_on_a_fixed_batch_it_finds_the_best_probabilities(costs):
     def body():
         model = wrap(mlp(width=8))

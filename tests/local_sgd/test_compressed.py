@@ -232,10 +232,7 @@ def poisoned(spec):
     return str(raised.value), all(map(torch.equal, before, lasting(script)))
 
 
-@pytest.mark.parametrize(
-    "spec",
-    some([*CONSERVING, *LOSSY], of=3),
-)
+@pytest.mark.parametrize("spec", some([*CONSERVING, *LOSSY], of=3))
 def test_a_nan_on_one_rank_stops_all_ranks_and_nothing_is_kept(spec):
     for message, unchanged in on_threads(3, poisoned, spec):
         for word in ("'0.bias'", "rank 1", "after step 6", "No rank has averaged"):

@@ -50,8 +50,8 @@ def test_its_python_runs_and_prints_what_it_shows(tmp_path):
 
 def rate_of_the_page():
     names = {"torchcomp": torchcomp}
-    exec(next(block for block in BLOCKS if "def rate" in block), names)
-    return names["rate"]
+    exec(next(block for block in BLOCKS if "decaying(" in block), names)
+    return names["lr"]
 
 
 RATE = rate_of_the_page()

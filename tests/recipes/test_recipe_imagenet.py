@@ -13,7 +13,7 @@ from forked_ranks import RECIPES
 from settings import Settings, read_settings
 from train import build_optimizer
 
-from tests.support.cases import some
+from tests.support.cases import some, thorough
 
 # The paper's runs: T, the schedule, and, by hand from T, W, rates and rule, how often it averages.
 PUBLISHED = {
@@ -136,14 +136,10 @@ def test_a_shrunken_copy_of_every_configuration_takes_a_step(
 
 @pytest.mark.parametrize(
     "flags",
-    some(
-        [
-            ["--sync", "post_local(switch=1, h=2)"],
-            ["--sync", "swap(switch=9)"],
-            ["--schedule", "step", "--milestones", "5"],
-        ],
-        of=3,
-    ),
+    [
+        ["--sync", "post_local(switch=1, h=2)"],
+        *thorough([["--sync", "swap(switch=9)"], ["--schedule", "step", "--milestones", "5"]]),
+    ],
     ids=lambda flags: flags[1],
 )
 def test_a_shrunken_copy_of_what_changes_on_the_way_takes_two_steps(

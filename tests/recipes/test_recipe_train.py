@@ -16,7 +16,7 @@ from errors import RecipeError
 from forked_ranks import RECIPES, Launcher
 
 import torchcomp
-from tests.support.cases import thorough
+from tests.support.cases import only
 from tests.support.patience import PATIENCE
 
 TrainHere = Callable[..., dict[str, Any]]
@@ -375,7 +375,7 @@ def test_a_dry_run_does_not_train(tmp_path: Path) -> None:
 # Several ranks.
 
 
-@pytest.mark.parametrize("method", ["both", *thorough(["dense", "ef", "qsr"])])
+@pytest.mark.parametrize("method", only(METHODS, now=["both"]))
 def test_a_killed_run_resumes_and_ends_with_the_same_weights(
     method: str, forked: Launcher, tmp_path: Path, digits_flags: list[str]
 ) -> None:

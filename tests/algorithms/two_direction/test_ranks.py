@@ -45,6 +45,13 @@ def held(method):
     return {name: value for name, value in vars(method).items() if isinstance(value, torch.Tensor)}
 
 
+def assert_worker_of(simulated, rank, real):
+    """Require this rank's tensors to be the simulation's, of which they are one worker's rows."""
+    for part, value in held(simulated).items():
+        expected = value[rank : rank + 1] if value.dim() == 2 else value
+        assert torch.equal(real[part], expected), (part, rank)
+
+
 def real_runs(iterations):
     torch.set_num_threads(1)
     ends = {}
@@ -74,9 +81,7 @@ def test_ranks_equal_the_simulation_bit_for_bit(long):
             real, traffic, link = ends[name]
             assert traffic == asdict(server.traffic)
             assert link.received == link.sent == 3 * traffic["up_bytes"]
-            for part, value in held(method).items():
-                mine = value[rank : rank + 1] if value.dim() == 2 else value
-                assert torch.equal(real[part], mine), (name, part, rank)
+            assert_worker_of(method, rank, real)
 
 
 def test_ranks_of_one_process_equal_the_simulation_bit_for_bit():
@@ -90,9 +95,7 @@ def test_ranks_of_one_process_equal_the_simulation_bit_for_bit():
     for _ in range(20):
         simulated.step()
     for rank, mine in enumerate(run_in_process(4, body)):
-        for part, value in held(simulated).items():
-            expected = value[rank : rank + 1] if value.dim() == 2 else value
-            assert torch.equal(mine[part], expected), (part, rank)
+        assert_worker_of(simulated, rank, mine)
 
 
 def one_rank_diverges():
