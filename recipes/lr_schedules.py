@@ -4,7 +4,7 @@ from functools import partial
 
 from settings import Settings
 
-from torchcomp.learning_rates import Rate, decaying, warmed_up
+from torchcomp.learning_rates import LRFunction, decaying, warmed_up
 
 
 def stepwise(step: int, *, peak: float, gamma: float, drops: tuple[int, ...]) -> float:
@@ -12,7 +12,7 @@ def stepwise(step: int, *, peak: float, gamma: float, drops: tuple[int, ...]) ->
     return float(peak * gamma ** sum(step >= drop for drop in drops))
 
 
-def rate_of(settings: Settings, steps_per_epoch: int) -> Rate:
+def rate_of(settings: Settings, steps_per_epoch: int) -> LRFunction:
     """Return the learning rate of every optimizer step, counted from 0."""
     peak, final, warmup = settings.lr, settings.final_lr, settings.warmup_steps
     if settings.schedule != "step":

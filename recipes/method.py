@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 import torchcomp
-from torchcomp.learning_rates import Rate
+from torchcomp.learning_rates import LRFunction
 from torchcomp.spec import parse_aggregator, parse_outer_step, parse_schedule
 
 
@@ -192,7 +192,7 @@ class Cost:
 
 
 def planned(
-    settings: Settings, model: nn.Module, *, rate: Rate, total_steps: int, ranks: int
+    settings: Settings, model: nn.Module, *, rate: LRFunction, total_steps: int, ranks: int
 ) -> Cost:
     """Return what the method will send."""
     how = averager(settings)

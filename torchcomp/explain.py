@@ -14,7 +14,7 @@ from torchcomp.checks import check_count
 from torchcomp.component import Component
 from torchcomp.ddp.checks import bucket_caps, check_is_module, trained_parameters
 from torchcomp.errors import SpecError
-from torchcomp.learning_rates import Rate
+from torchcomp.learning_rates import LRFunction
 from torchcomp.outer_steps import OuterStep
 from torchcomp.plan import Plan
 from torchcomp.schedules import Horizon, Schedule, synchronisations
@@ -31,7 +31,7 @@ def explain(
     numel: int | None = None,
     model: nn.Module | None = None,
     dtype: torch.dtype = torch.float32,
-    lr: Rate | None = None,
+    lr: LRFunction | None = None,
     total_steps: int | None = None,
     warmup_steps: int = 0,
     compress: str | Component = "mean",
@@ -101,7 +101,7 @@ def explain(
 
 
 def sync_steps(
-    spec: str | Component, *, lr: Rate | None = None, total_steps: int, warmup_steps: int = 0
+    spec: str | Component, *, lr: LRFunction | None = None, total_steps: int, warmup_steps: int = 0
 ) -> list[int]:
     """The global steps at which a run synchronises: t is the end of the t-th step.
 
@@ -150,7 +150,7 @@ def _explain_method(
 
 def _explain_schedule(
     schedule: Schedule,
-    lr: Rate | None,
+    lr: LRFunction | None,
     horizon: Horizon,
     aggregator: Aggregator,
     extra: dict[str, Component],

@@ -12,7 +12,7 @@ from functools import partial
 from torchcomp.checks import check_at_least_0, check_choice, check_count, check_positive
 from torchcomp.errors import SpecError
 
-Rate = Callable[[int], float]
+LRFunction = Callable[[int], float]
 
 
 def cosine(step: int, *, peak: float, final: float, total: int) -> float:
@@ -33,14 +33,14 @@ def step_cosine(step: int, *, peak: float, final: float, total: int) -> float:
 DECAYS = {"cosine": cosine, "linear": linear, "step-cosine": step_cosine}
 
 
-def warmed_up(step: int, *, rate: Rate, peak: float, final: float, steps: int) -> float:
+def warmed_up(step: int, *, rate: LRFunction, peak: float, final: float, steps: int) -> float:
     """A line from `final` to `peak` in `steps` steps, and then `rate`."""
     return final + (peak - final) * step / steps if step < steps else rate(step)
 
 
 def decaying(
     decay: str, *, peak: float, total_steps: int, warmup_steps: int = 0, final: float = 1e-6
-) -> Rate:
+) -> LRFunction:
     """The rate of every step of a run, counted from 0: warm-up, then one of :data:`DECAYS`.
 
     Linear warm-up from `final` to `peak` is part of `total_steps`, and shorter; the decay ends at

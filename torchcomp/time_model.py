@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from torchcomp.checks import check_at_least_0, check_count, check_positive, check_share
 from torchcomp.component import Component
 from torchcomp.errors import SpecError
-from torchcomp.learning_rates import Rate
+from torchcomp.learning_rates import LRFunction
 from torchcomp.schedules import Horizon, synchronisations
 from torchcomp.spec import parse_schedule
 from torchcomp.traffic import sum_bytes
@@ -115,7 +115,7 @@ class TimeModel:
         nbytes: int,
         world_size: int,
         warmup_steps: int = 0,
-        lr: Rate | None = None,
+        lr: LRFunction | None = None,
     ) -> WallClock:
         """The run that averages its parameters when a schedule says so.
 

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from torchcomp.learning_rates import Rate, cosine, warmed_up
+from torchcomp.learning_rates import LRFunction, cosine, warmed_up
 
 FINAL_RATE = 1e-6
 PARALLEL = "parallel"
@@ -66,7 +66,7 @@ class Outcome:
 DIVERGED = Outcome(0.0, float("inf"), 0, 0)
 
 
-def rate_of(peak: float, total_steps: int, warmup_steps: int) -> Rate:
+def rate_of(peak: float, total_steps: int, warmup_steps: int) -> LRFunction:
     """Return the learning rate of every step: linear warm-up, then cosine decay."""
     decay = partial(cosine, peak=peak, final=FINAL_RATE, total=total_steps - warmup_steps)
     rate = partial(warmed_up, peak=peak, final=FINAL_RATE, steps=warmup_steps)

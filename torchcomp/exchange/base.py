@@ -189,18 +189,18 @@ class Exchange(ABC):
         highest, lowest = self.any_of(bounds).tolist()
         return bool(highest == -lowest)
 
-    def verify(self, what: str, facts: dict[str, Any], advice: str = "") -> None:
-        """Raise on all ranks, with each rank's value, unless all ranks hold equal `facts`.
+    def verify(self, what: str, values: dict[str, Any], advice: str = "") -> None:
+        """Raise on all ranks, with each rank's value, unless all ranks hold equal `values`.
 
         Args:
             what: what is being compared, for the error.
-            facts: name -> printable value; compared as text.
+            values: name -> printable value; compared as text.
             advice: what to do about it, appended to the error.
 
         Raises:
             RankMismatchError: listing every fact that differs and which ranks hold which value.
         """
-        mine = {"call": what, **{name: str(value) for name, value in facts.items()}}
+        mine = {"call": what, **{name: str(value) for name, value in values.items()}}
         digest = hashlib.sha256(repr(mine).encode()).digest()
         if self.same(int.from_bytes(digest[:7], "big")):
             return
@@ -222,25 +222,25 @@ class Exchange(ABC):
         Args:
             what: what is being built, for the error.
             given: this rank's arguments, compared if nothing can be built from them.
-            make: returns what was built and the facts that must be the same on all ranks.
+            make: returns what was built and the values that must be the same on all ranks.
             advice: what to do if they are not.
 
         Raises:
-            RankMismatchError: if the facts differ, or only some ranks fail to build.
+            RankMismatchError: if the values differ, or only some ranks fail to build.
             Exception: what `make` raised, if it did on all ranks alike.
         """
         problem: Exception | None = None
-        facts: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         try:
-            built, facts = make()
+            built, values = make()
         except Exception as error:
             problem = error
         for level in reversed(self._levels):
             told = "none" if problem is None else str(problem).partition("\n")[0]
             try:
-                level.verify(what, {**given, "problem": told, **facts}, advice)
+                level.verify(what, {**given, "problem": told, **values}, advice)
             except RankMismatchError as mismatch:  # which the other level has to learn, too
-                problem, facts = mismatch, {}
+                problem, values = mismatch, {}
         if problem is not None:
             raise problem
         return built

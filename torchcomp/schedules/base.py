@@ -12,7 +12,7 @@ from typing import ClassVar
 from torchcomp.checks import check_count
 from torchcomp.component import Component
 from torchcomp.errors import ScheduleError, SpecError
-from torchcomp.learning_rates import Rate
+from torchcomp.learning_rates import LRFunction
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Schedule(Component):
         return min(step + self.period(step, float(lr), horizon), horizon.total_steps)
 
 
-def synchronisations(schedule: Schedule, lr: Rate | None, horizon: Horizon) -> list[int]:
+def synchronisations(schedule: Schedule, lr: LRFunction | None, horizon: Horizon) -> list[int]:
     """What :func:`torchcomp.sync_steps` returns and raises, for a schedule that is built."""
     schedule.check(horizon)
     if lr is None and schedule.reads_lr:
