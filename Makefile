@@ -11,22 +11,22 @@ help: ## list the targets
 	@echo '  PYTHON=python3.12          picks the interpreter that first makes .venv'
 
 quickstart: setup ## train three ways on real data with two ranks: a table and a plot, in minutes
-	@.venv/bin/python recipes/quickstart.py $(ARGS)
+	@.venv/bin/python -m recipes.quickstart $(ARGS)
 
 counterexample: setup ## the thesis's counterexample to one-way TopK, on three ranks: two minutes
-	@.venv/bin/python recipes/bidirectional_topk/counterexample.py $(ARGS)
+	@.venv/bin/python -m recipes.bidirectional_topk.counterexample $(ARGS)
 
 workers: setup ## bytes and accuracy of 2 to 100 simulated workers: half an hour
-	@.venv/bin/python recipes/bidirectional_topk/workers.py $(ARGS)
+	@.venv/bin/python -m recipes.bidirectional_topk.workers $(ARGS)
 
 experiment-qsr: setup ## QSR and the schedules of its paper on the digits, four ranks: 25 minutes
-	@.venv/bin/python recipes/qsr/experiment.py $(ARGS)
+	@.venv/bin/python -m recipes.qsr.experiment $(ARGS)
 
 experiment-jointspar: setup ## JointSpar: bandit, bytes, backward time, accuracy, wall clock: half an hour
-	@.venv/bin/python recipes/jointspar/experiment.py $(ARGS)
+	@.venv/bin/python -m recipes.jointspar.experiment $(ARGS)
 
 experiment-2direction: setup ## 2Direction, EF21-P + DIANA, AGD and others on the digits: half an hour
-	@.venv/bin/python recipes/two_direction/experiment.py $(ARGS)
+	@.venv/bin/python -m recipes.two_direction.experiment $(ARGS)
 
 # A file's tests stay together: they share compiled kernels and what their fixtures make.
 test: setup ## run the tests; make test ARGS="-k topk" runs some of them

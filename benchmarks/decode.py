@@ -1,13 +1,12 @@
-"""Time what a receiver does with the messages of 8 ranks: decode them and add them up.
+"""Time how long a receiver takes to decode the messages of 8 ranks and add them up.
 
-    taskset -c 0,1 python benchmarks/decode.py
+    taskset -c 0,1 python -m benchmarks.decode
 
-Each message holds 1 % of 25 million entries, as bf16 values and Elias-Fano indices. The unit is one
-dense pass, which reads and writes that many float32, so that the figures of different machines can
-be compared. It is taken twice: with all of torch's threads, which adding up and encoding have too,
-and with the one thread that decoding indices alone has. All cases take turns, on vectors that
-together do not fit into a cache, and the figure is the fastest of --repeats: other work on the
-machine can only slow things down.
+Each message has 1 % of 25 million entries, as bf16 values and Elias-Fano indices. Times are shown
+in milliseconds and as multiples of a dense pass, so that results of different machines can be
+compared. A dense pass reads and writes 25 million float32 values. It is measured twice: with all of
+torch's threads, as adding up and encoding use them, and with one thread, as decoding indices alone
+does.
 """
 
 import argparse
@@ -21,11 +20,12 @@ from torch import Tensor
 from torchcomp.kernels import elias_fano, entries, quantize
 
 Case = Callable[[Tensor], object]
+# The cases alternate between this many vectors. Together they do not fit into a cache.
 VECTORS = 4
 
 
 def messages(ranks: int, n: int, k: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Per rank: indices, their code, values."""
+    """For each rank: indices, their code and the values."""
     generator = np.random.default_rng(0)
     chosen = [np.sort(generator.choice(n, k, replace=False)) for _ in range(ranks)]
     values = [torch.from_numpy(generator.standard_normal(k).astype(np.float32)) for _ in chosen]
@@ -40,6 +40,7 @@ def decode_values(values: Tensor) -> Tensor:
 
 
 def dense(out: Tensor) -> None:
+    # Not 1.0: a factor that changes the values cannot be optimized away.
     out.mul_(1.0000001)
 
 
@@ -53,10 +54,10 @@ def dense_on_one_thread(out: Tensor) -> None:
 def cases(sent: list[tuple[Tensor, Tensor, Tensor]], n: int, k: int) -> dict[str, Case]:
     packed = [(values, code) for _, code, values in sent]
 
-    def at_once(out: Tensor) -> None:
+    def one_call(out: Tensor) -> None:
         entries.accumulate(packed, k, out, 1 / len(sent))
 
-    def in_turn(out: Tensor) -> None:
+    def call_per_message(out: Tensor) -> None:
         for message in packed:
             entries.accumulate([message], k, out, 1 / len(sent))
 
@@ -77,8 +78,8 @@ def cases(sent: list[tuple[Tensor, Tensor, Tensor]], n: int, k: int) -> dict[str
     return {
         "dense pass, all threads": dense,
         "dense pass, one thread": dense_on_one_thread,
-        "add up, at once": at_once,
-        "add up, one by one": in_turn,
+        "add up, one call": one_call,
+        "add up, call per message": call_per_message,
         "decode, index_add_": index_add,
         "decode the indices only": decode,
         "encode the indices": encode,
@@ -86,31 +87,35 @@ def cases(sent: list[tuple[Tensor, Tensor, Tensor]], n: int, k: int) -> dict[str
 
 
 def fastest(timed: dict[str, Case], vectors: list[Tensor], repeats: int) -> dict[str, float]:
-    """Seconds per case, the cases taking turns; the first round only compiles."""
+    """Seconds per case: the fastest of `repeats` rounds over all cases."""
     times: dict[str, list[float]] = {name: [] for name in timed}
-    turn = 0
+    measured = 0
+    # One round more than `repeats`: the first one compiles the kernels.
     for _ in range(repeats + 1):
         for name, case in timed.items():
-            out = vectors[turn % len(vectors)]
-            turn += 1
+            out = vectors[measured % len(vectors)]
+            measured += 1
             start = time.perf_counter()
             case(out)
             times[name].append(time.perf_counter() - start)
+    # The minimum, because other work on the machine can only make a case slower.
     return {name: min(taken[1:]) for name, taken in times.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--n", type=int, default=25_000_000, help="entries of the vector")
-    parser.add_argument("--ratio", type=float, default=0.01, help="fraction that is kept")
-    parser.add_argument("--ranks", type=int, default=8, help="messages")
-    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument(
+        "--ratio", type=float, default=0.01, help="fraction of entries in a message"
+    )
+    parser.add_argument("--ranks", type=int, default=8, help="number of messages")
+    parser.add_argument("--repeats", type=int, default=21, help="rounds over all cases")
     args = parser.parse_args()
     k = max(1, int(args.ratio * args.n))
     timed = cases(messages(args.ranks, args.n, k), args.n, k)
     times = fastest(timed, [torch.zeros(args.n) for _ in range(VECTORS)], args.repeats)
     bits = 8 * elias_fano.nbytes(args.n, k) / k
-    print(f"{args.ranks} messages of {k} of {args.n}, {bits:.2f} bits an index")
+    print(f"{args.ranks} messages of {k} of {args.n}, {bits:.2f} bits per index")
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     all_threads, one = list(times.values())[:2]
     print(f"{'':28}{'ms':>9}{'dense':>9}{'dense, 1 thread':>17}")

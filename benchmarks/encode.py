@@ -1,68 +1,63 @@
-"""What encoding and decoding cost on the CPU, against the memory floor of the same run.
+"""Time encoding and decoding on the CPU, compared with the memory floor of the same run.
 
-    python benchmarks/encode.py --threads 2 --out benchmarks/results/encode.csv
+    python -m benchmarks.encode --threads 2 --out benchmarks/results/encode.csv
 
-Error feedback with TopK must read the gradient and the memory and write the new memory: 12 bytes an
-entry. The *floor* is the time of that at the bandwidth at which this machine copies. Copying n
-floats moves 8 bytes an entry, so it is 1.5 times the median copy. It is repeated over the same
-arrays, back to back, with the threads that the selection runs on (one, for a vector that it leaves
-to one). That is a strict floor: of arrays that fit into the last cache, a repeated copy finds some
-there, and a step of training that comes after others does not.
+Rows of the output:
 
-The *pass* is one over n floats in place, so it reads and writes 4 bytes an entry each. Decoding is
-compared with it, like with like: either both come after a new gradient was drawn and the vector
-was set to zero, as in a step, or both are repeated back to back, each by itself.
+    select warm, cold       add_and_select with the scratch of the previous step, and without it
+    message                 the values and the Elias-Fano code of the indices
+    subtract                subtracting what is sent
+    encode warm, cold       all of the above, as ``ef(topk(...))`` calls it
+    decode 8                adding up 8 messages, as a receiver does
+    decode 8 in turn        the same with one call per message
+    decode 8, pass repeated     decode 8 and the pass, each repeated back to back
+    add + np.partition      the reference implementation, without Numba
+    add + torch.topk, add + torch.kthvalue     (at 1 % only, because they take seconds)
+    PowerSGD                rank 1 on a square view: add, two products, orthogonalize, subtract
 
-Gradients are fresh in every step, normal with one of two scales an entry, and the memory is what
-error feedback makes of them, so a warm start sees the drift that it sees in training. Rows:
+Encoding is compared with the *floor*. Error feedback with TopK must read the gradient and the
+residual and write the new residual: 12 bytes per entry. The floor is the time for this at the speed
+of a copy in the same run. Decoding is compared with the *pass*: one pass over n floats in place,
+which reads and writes 4 bytes per entry each.
 
-    select warm, cold       add_and_select with what the last step left, and without anything
-    message                 what comes after it: the values and the Elias-Fano code of the indices
-    subtract                taking out what is sent
-    encode warm, cold       all of it, as ``ef(topk(...))`` calls it
-    decode 8                adding up 8 messages, as the receiver does, against the pass
-    decode 8 in turn        the same, one message after the other
-    decode 8, pass repeated     both back to back
-    add + np.partition      the reference form, without Numba
-    add + torch.topk, add + torch.kthvalue     (at 1 % only; they take seconds)
-    PowerSGD                rank 1 on a square view: add, two products, orthogonalise, subtract
-
-Every figure is a median over the steps. *Cold* steps start without anything, memory for candidates
-included. Designs of the pass that were tried, at 1 %, each by itself and not as rows of the CSV:
-
-- a branch for every 16 entries in plain Numba: 1.9 times torch.add at n = 25e6, two threads. LLVM
-  does not vectorise the comparison;
-- 64 entries compared at once, the addition in a loop over absolute indices: 78 us for 100,000
-  entries on one thread, of which the addition, not vectorised either, takes 62;
-- the same with the addition over slices: 28 us;
-- both in plain Numba loops over blocks of 256 to 2,048: a whole encoding takes
-  1.1 to 1.9 times as long (minima, AVX2);
-- candidates' memory from NumPy instead of torch: cold 20 to 40 ms at n = 25e6 instead of 20,
-  because NumPy asks for huge pages.
-
-Designs of adding up 8 messages of 1 % of 25e6 entries, by the threads' CPU time, both repeated back
-to back, in passes (1.9 ms on two threads):
-
-- message after message, all indices decoded to int64 before they are added: 9;
-- checked first, then decoded once more for each block of the vector while adding: 2.4;
-- decoded to 32 bits in one loop that takes and checks bit after bit, then added in blocks: 2.1;
-- the same in three loops, as it is now: 1.9. Blocks of 64 KiB to 1 MiB take the same time, and
-  to load or prefetch each block beforehand makes it slower.
-
-What changed the selection in training (four processes of one thread each on four cores, the vectors
-of ResNet-18's shards, 1 %, caches emptied; milliseconds of CPU a step, 16.8 before, 8.2 after):
-
-- bounds that follow how much thresholds move: of the warm guesses 41 % were too tight, now 5 %;
-- adding and comparing in one vector loop, the first digit counted on the way: 17.1 to 10.7;
-- stores that pass the caches by, above 512 KiB: 10.7 to 9.0; prefetching with them: 9.0 to 8.2.
-  Both are gone again: on another, shared machine (AVX2) encoding without them took 0.88 to 1.25
-  and 0.95 to 1.17 times as long, the most for the largest vectors. Without both, selecting from
-  1e7 or 2.5e7 entries takes 1.2 to 1.3 times as long (two threads, minima of three runs);
-- one compiled call for a whole selection, now two: 60 to 20 us of fixed cost a call with one.
-
-A radix histogram of the whole vector as the cold start needs no guess, but three more passes; a
-sample of 32,768 entries takes a twelfth of one pass at n = 25e6.
+Every value is a median over the steps. *Cold* steps start without scratch, including the memory for
+candidates. Gradients are new in every step, normal with one of two scales per entry. The residual
+is the one that error feedback makes of them, so thresholds drift as they do in training.
 """
+
+# Designs that were tried. Their times are not rows of the CSV.
+#
+# The pass over the vector, at 1 %, each measured separately:
+# - A branch per 16 entries in plain Numba: 1.9 times torch.add at n = 25e6, two threads. LLVM does
+#   not vectorize the comparison.
+# - 64 entries compared together, the addition in a loop over absolute indices: 78 us for 100,000
+#   entries on one thread. The addition takes 62 of these, because it is not vectorized either.
+# - The same with the addition over slices: 28 us.
+# - Both in plain Numba loops over blocks of 256 to 2,048: a whole encoding takes 1.1 to 1.9 times
+#   as long (minima, AVX2).
+# - Candidates' memory from NumPy instead of torch: cold 20 to 40 ms at n = 25e6 instead of 20,
+#   because NumPy requests huge pages.
+#
+# Adding up 8 messages of 1 % of 25e6 entries: CPU time of all threads as a multiple of the pass
+# (1.9 ms on two threads), both repeated back to back:
+# - Message after message, with all indices decoded to int64 before they are added: 9.
+# - Checked first, then decoded again for each block of the vector while adding: 2.4.
+# - Decoded to 32 bits in one loop that reads and checks bit by bit, then added in blocks: 2.1.
+# - The same in three loops, the current design: 1.9. Blocks of 64 KiB to 1 MiB take equally long.
+#   Loading or prefetching each block beforehand is slower.
+#
+# Selection in training: four processes of one thread each on four cores, the vectors of ResNet-18's
+# shards, 1 %, caches emptied. Milliseconds of CPU time per step, 16.8 before and 8.2 after:
+# - Bounds that follow how much thresholds move: of the warm guesses 41 % were too tight, now 5 %.
+# - Adding and comparing in one vector loop, with the first digit counted on the way: 17.1 to 10.7.
+# - Non-temporal stores above 512 KiB: 10.7 to 9.0; prefetching with them: 9.0 to 8.2. Both have been
+#   removed. On another, shared machine (AVX2), encoding without them took 0.88 to 1.25 and 0.95 to
+#   1.17 times as long, the most for the largest vectors. Without both, selecting from 1e7 or 2.5e7
+#   entries takes 1.2 to 1.3 times as long (two threads, minima of three runs).
+# - One compiled call for a whole selection, now two: 60 to 20 us of fixed cost per call with one.
+#
+# As a cold start, a radix histogram of the whole vector needs no guess but three more passes. A
+# sample of 32,768 entries takes a twelfth of one pass at n = 25e6.
 
 import argparse
 import csv
@@ -88,6 +83,7 @@ from torchcomp.keys import Key
 
 SIZES = (100_000, 1_000_000, 10_000_000, 25_000_000)
 RATIOS = (0.001, 0.01, 0.1)
+# The largest vector that selection leaves to one thread.
 SERIAL = 1 << 20
 KEY = Key(0)
 T = TypeVar("T")
@@ -111,7 +107,7 @@ class Clock:
 
 
 def measure(n: int, ratio: float, steps: int) -> dict[str, float]:
-    """Median milliseconds of everything, by name."""
+    """Median milliseconds of every row, by name."""
     clock = Clock()
     for start in ("cold", "warm"):
         run = Training(n, ratio)
@@ -119,16 +115,18 @@ def measure(n: int, ratio: float, steps: int) -> dict[str, float]:
         for step in range(steps + 2):
             if start == "cold":
                 run.scratch = Scratch()
+            # The first two steps compile and find a threshold.
             run.step(clock if step >= 2 else Clock(), start)
     decode(clock, run, steps)
     baselines(clock, run, slow=ratio == 0.01)
     times = clock.medians()
+    # A copy moves 8 bytes per entry and the floor 12.
     times["floor"] = 1.5 * times.pop("copy")
     return times
 
 
 class Training:
-    """The gradients and the error memory of one rank."""
+    """The gradients and the residual of one rank."""
 
     def __init__(self, n: int, ratio: float) -> None:
         self.generator = torch.Generator().manual_seed(0)
@@ -136,7 +134,8 @@ class Training:
         self.topk = TopK(ratio)
         self.scratch = Scratch()
         self.messages: deque[tuple[Tensor, ...]] = deque(maxlen=8)
-        # Written, because pages that never were are all one page of zeros, and fast to read.
+        # Write to all pages. Until then, the kernel maps them to one page of zeros, which is fast
+        # to read.
         self.g, self.e, self.x = (torch.zeros(n).fill_(value) for value in (1.0, 0.0, 0.0))
 
     def step(self, clock: Clock, start: str) -> None:
@@ -148,10 +147,14 @@ class Training:
         clock("subtract", lambda: self.topk.subtract(message, x, KEY))
         clock.times[f"encode {start}"].append((time.perf_counter() - begin) * 1e3)
         self.messages.append(message.parts)
+        # As in ErrorFeedback: the sum minus what was sent is the new residual.
         self.e, self.x = x, e
 
 
 def memory_speed(clock: Clock, run: Training, times: int = 11) -> None:
+    """Time a copy: the same arrays, back to back, with as many threads as the selection."""
+    # This floor is strict. A repeated copy finds arrays that fit into the last cache there, while
+    # a real step comes after other work and does not.
     for _ in range(times):
         clock("copy", partial(in_threads, np.copyto, run.x.numpy(), run.g.numpy()))
 
@@ -168,28 +171,29 @@ def negate(x: NDArray[np.float32]) -> None:
 
 
 def decode(clock: Clock, run: Training, times: int) -> None:
-    """Adds the messages of the last 8 steps up, as if they came from 8 ranks."""
-
+    """Add up the messages of the last 8 steps, as if they came from 8 ranks."""
     messages = list(run.messages)
 
-    def in_turn() -> None:
+    def call_per_message() -> None:
         for message in messages:
             run.topk.accumulate([message], run.x, KEY)
 
-    def at_once() -> None:
+    def one_call() -> None:
         run.topk.accumulate(messages, run.x, KEY)
 
     def dense() -> None:
         in_threads(negate, run.x.numpy())
 
     assert len(messages) == 8
-    cases = {"pass": dense, "decode 8": at_once, "decode 8 in turn": in_turn}
+    cases = {"pass": dense, "decode 8": one_call, "decode 8 in turn": call_per_message}
+    # Like with like: each case comes after a new gradient was drawn and the vector was set to zero,
+    # as in a step. The repeated cases below come back to back, each one separately.
     for _ in range(times):
         for name, work in cases.items():
             run.g.normal_()
             run.x.zero_()
             clock(name, work)
-    for name, work in {"pass": dense, "decode 8": at_once}.items():
+    for name, work in {"pass": dense, "decode 8": one_call}.items():
         for _ in range(times):
             clock(f"{name} repeated", work)
 
@@ -220,7 +224,7 @@ def kth_value(x: Tensor, k: int) -> Tensor:
 
 
 def power_sgd(g: Tensor, e: Tensor, x: Tensor, q: Tensor) -> None:
-    """What PyTorch's hook computes for a square matrix, without its two all-reduces."""
+    """The computation of PyTorch's hook for a square matrix, without its two all-reduces."""
     side = q.numel()
     torch.add(g, e, out=x)
     matrix = x[: side * side].view(side, side)
@@ -243,6 +247,7 @@ def rows(n: int, ratio: float, times: dict[str, float]) -> list[dict[str, object
         "n": n,
         "k": TopK(ratio).kept(n),
     }
+    # What each time is compared with; everything else is compared with the floor.
     units = dict.fromkeys(("pass", "decode 8", "decode 8 in turn"), "pass")
     units |= dict.fromkeys(("pass repeated", "decode 8 repeated"), "pass repeated")
     measured = []
@@ -277,7 +282,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
-    parser.add_argument("--out", type=Path, help="CSV file to write; by default only print")
+    parser.add_argument("--out", type=Path, help="CSV file to write; without it, only print")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     measured = []

@@ -1,13 +1,14 @@
-"""Measure training on hosts that share one machine and are joined by shaped links.
+"""Measure training on hosts that share one machine, connected by shaped links.
 
-    python benchmarks/network.py                  # step time and bytes, over the whole grid
-    python benchmarks/network.py --accuracy       # time to a test accuracy
-    python benchmarks/network.py --loopback       # cost of the hook where the network is free
-    python benchmarks/network.py --quick          # half a minute, to see that it works
+    python -m benchmarks.network                  # step time and bytes on the whole grid
+    python -m benchmarks.network --accuracy       # time to a test accuracy
+    python -m benchmarks.network --loopback       # overhead of the hook without a slow network
+    python -m benchmarks.network --quick          # half a minute: does it work?
 
-Results are rows of CSV in --out, written as they are measured; --resume leaves out those that are
-there. benchmarks/README.md says what the columns are, and benchmarks/report.py makes
-docs/performance.md of them. The first and second need root, iproute2 and gcc.
+Results are rows of CSV files in the folder --out, written as they are measured. --resume skips
+measurements that have a row. benchmarks/README.md explains the columns, and benchmarks/report.py
+writes docs/performance.md from them. Shaped links, which all but --loopback use, need root,
+iproute2 and gcc.
 """
 
 import argparse
@@ -19,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from net.hosts import Hosts
-from net.job import Job
-from net.launch import LaunchError, results
-from net.names import BASELINES, PLAIN
-from net.rows import ACCURACY, STEPS, Table, conditions
-from net.shell import ShellError, missing
+from benchmarks.net.hosts import Hosts
+from benchmarks.net.job import Job
+from benchmarks.net.launch import LaunchError, results
+from benchmarks.net.names import BASELINES, PLAIN
+from benchmarks.net.rows import ACCURACY, STEPS, Table, conditions
+from benchmarks.net.shell import ShellError, missing
 
 _HERE = Path(__file__).parent
 _PORT = 29500
@@ -35,7 +36,7 @@ MODELS = ("smallcnn", "resnet18", "mlp")
 
 @dataclass(frozen=True)
 class Link:
-    """Hosts and the links between them; 0 Mbit/s stands for the loopback, which is not shaped."""
+    """A number of hosts and the links between them. 0 Mbit/s means the unshaped loopback."""
 
     hosts: int
     mbit: int
@@ -44,7 +45,7 @@ class Link:
 
 def main() -> None:
     arguments = parse(sys.argv[1:])
-    # SIGTERM ends like Ctrl-C: through every finally.
+    # End on SIGTERM as on Ctrl-C: an exception runs every `finally`, which removes the hosts.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if not arguments.loopback and missing():
         sys.exit(f"error: {missing()}")
@@ -66,22 +67,28 @@ def parse(words: list[str]) -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--accuracy", action="store_true", help="time to a test accuracy")
     mode.add_argument("--loopback", action="store_true", help="two ranks, links not shaped")
-    add("--quick", action="store_true", help="half a minute that shows whether it works")
-    add("--resume", action="store_true", help="leave out what has a row already")
-    add("--out", type=Path, help="folder of the CSV files [benchmarks/results]")
+    add("--quick", action="store_true", help="a test run of half a minute")
+    add("--resume", action="store_true", help="skip measurements that already have a row")
+    add("--out", type=Path, help="folder for the CSV files [benchmarks/results]")
     add("--hosts", type=int, nargs="+", metavar="N")
     add("--mbit", type=int, nargs="+", metavar="RATE", help="Mbit/s of every link")
-    add("--delay-us", type=int, default=500, help="one way [500]")
+    add("--delay-us", type=int, default=500, help="delay one way [500]")
     add("--models", nargs="+", choices=MODELS)
     named = ", ".join(BASELINES)
-    add("--methods", nargs="+", metavar="METHOD", help=f"of {named}, or specs of torchcomp")
-    add("--batch", type=int, default=16, help="images of a rank [16]")
-    add("--seconds", type=float, default=20.0, help="to measure of a method [20]")
-    add("--least", type=int, default=3, help="steps to measure at least [3]")
+    add("--methods", nargs="+", metavar="METHOD", help=f"{named}, or any spec of torchcomp")
+    add("--batch", type=int, default=16, help="images per rank and step [16]")
+    add("--seconds", type=float, default=20.0, help="time to measure each method [20]")
+    add("--least", type=int, default=3, help="fewest steps to measure [3]")
     add("--rounds", type=int, default=5, help="--loopback: repetitions of all methods [5]")
     add("--target", type=float, default=0.99, help="--accuracy: test accuracy to reach [0.99]")
-    add("--seeds", type=int, default=3, help="--accuracy: runs of a method [3]")
-    add("--rates", type=float, nargs="+", default=[0.1], help="--accuracy: learning rates [0.1]")
+    add("--seeds", type=int, default=3, help="--accuracy: runs per method [3]")
+    add(
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[0.1],
+        help="--accuracy: peak learning rates to try [0.1]",
+    )
     add("--timeout", type=float, default=600.0, help="seconds without a result [600]")
     parsed = parser.parse_args(words)
     for name, value in _defaults(parsed).items():
@@ -93,7 +100,8 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def _defaults(parsed: argparse.Namespace) -> dict[str, Any]:
-    """What is measured unless the command line says otherwise."""
+    """Values for the arguments that were not passed; they depend on the mode."""
+    # A quick run must not add rows to the committed results.
     out = _HERE.parent / "runs" / "benchmarks" if parsed.quick else _HERE / "results"
     both = {"out": out, "methods": [*BASELINES, OURS]}
     if parsed.loopback:
@@ -115,7 +123,7 @@ def _defaults(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def grid(arguments: argparse.Namespace) -> list[str]:
-    """Measure every combination; return what failed."""
+    """Measure every combination; return the ones that failed."""
     failures = []
     for hosts in arguments.hosts:
         for mbit in arguments.mbit:
@@ -126,7 +134,7 @@ def grid(arguments: argparse.Namespace) -> list[str]:
 
 
 def measure(arguments: argparse.Namespace, link: Link, model: str) -> list[str]:
-    """Measure the methods on one link, launching again without a method that fails."""
+    """Measure the methods on one link; return the ones that failed."""
     table = table_of(arguments)
     pending = [m for m in arguments.methods if not _is_done(arguments, table, link, model, m)]
     failures = []
@@ -140,6 +148,8 @@ def measure(arguments: argparse.Namespace, link: Link, model: str) -> list[str]:
                     record(table, arguments, link, model, result)
                     done.append(result["method"])
         except LaunchError as error:
+            # Methods run in order, so the first one without a result has failed. Launch the others
+            # again without it, because its workers are gone.
             culprit = next(method for method in pending if method not in done)
             print(f"error: {culprit}: {error}", file=sys.stderr, flush=True)
             failures.append(f"{culprit} ({link.hosts} hosts, {link.mbit} Mbit/s, {model})")
@@ -189,8 +199,8 @@ def _is_done(
         return False
     if not arguments.accuracy:
         return table.has(**named)
-    runs = [(rate, seed) for rate in arguments.rates for seed in range(arguments.seeds)]
-    return all(table.has(**named, rate=rate, seed=seed) for rate, seed in runs)
+    runs = [(lr, seed) for lr in arguments.rates for seed in range(arguments.seeds)]
+    return all(table.has(**named, rate=lr, seed=seed) for lr, seed in runs)
 
 
 def record(
@@ -201,18 +211,19 @@ def record(
     if arguments.accuracy:
         row |= {"rate": result["rate"], "seed": result["seed"], "target": arguments.target}
         row |= accuracy_columns(result["ranks"])
-        told = f"{row['seconds']:9.2f} s to {row['accuracy']:.3f}"
+        summary = f"{row['seconds']:9.2f} s to {row['accuracy']:.3f}"
     else:
         row |= steps_columns(result["ranks"], counted=not arguments.loopback)
-        told = f"{row['step_ms']:9.1f} ms, {row['payload_bytes'] or 0:12,.0f} bytes per step"
+        summary = f"{row['step_ms']:9.1f} ms, {row['payload_bytes'] or 0:12,.0f} bytes per step"
     table.add(row)
     where = f"{link.hosts:2} hosts {link.mbit:4} Mbit/s {model:8}"
-    print(f"{where} {told}  {result['method']}", flush=True)
+    print(f"{where} {summary}  {result['method']}", flush=True)
 
 
 def steps_columns(ranks: list[dict[str, Any]], *, counted: bool) -> dict[str, Any]:
-    """Columns of a step: means over the ranks; the time is the median over the steps."""
+    """The columns of a step benchmark: means over the ranks, and for the time the median over steps."""
     count = len(ranks[0]["times"])
+    # The mean over the ranks per step, then the quartiles over the steps.
     times = [statistics.mean(step) for step in zip(*(r["times"] for r in ranks), strict=True)]
     low, middle, high = _quartiles(times)
     each = {name: _mean(ranks, name) for name in ("user", "system", "collective")}
@@ -222,11 +233,13 @@ def steps_columns(ranks: list[dict[str, Any]], *, counted: bool) -> dict[str, An
     sent = {"wire_bytes": "wire", "packets": "packets", "payload_bytes": "payload"}
     sent |= {"tcp_bytes": "tcp"}
     row |= {k: round(_mean(ranks, v) / count) if counted else "" for k, v in sent.items()}
-    said = _mean(ranks, "counted")
-    return row | {"counted_bytes": round(said / count) if said else ""}
+    handle_bytes = _mean(ranks, "counted")
+    return row | {"counted_bytes": round(handle_bytes / count) if handle_bytes else ""}
 
 
 def accuracy_columns(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The columns of an accuracy benchmark."""
+    # The accuracy is that of rank 0's weights, and all ranks take the same steps.
     first = ranks[0]
     row = {name: first[name] for name in ("reached", "accuracy", "steps")}
     row["seconds"] = round(statistics.mean(rank["seconds"] for rank in ranks), 4)
@@ -235,11 +248,13 @@ def accuracy_columns(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _mean(ranks: list[dict[str, Any]], name: str) -> Any:
+    """The mean over the ranks; None if a rank has no value."""
     values = [rank[name] for rank in ranks]
     return None if None in values else statistics.mean(values)
 
 
 def _quartiles(times: list[float]) -> list[float]:
+    # statistics.quantiles raises for a single value.
     return statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
 
 
@@ -251,7 +266,7 @@ def _ms(seconds: float) -> float:
 
 
 def loopback(arguments: argparse.Namespace) -> list[str]:
-    """Two ranks without shaping, every method in every round; one row per method and round."""
+    """Measure two ranks on the loopback: every method in every round, one row for each."""
     table, link = table_of(arguments), Link(hosts=2, mbit=0, delay_us=0)
     failures = []
     for model in arguments.models:
@@ -280,6 +295,7 @@ def loopback(arguments: argparse.Namespace) -> list[str]:
 
 
 def _free_port() -> int:
+    # The loopback is shared with other programs. In a namespace, a fixed port is free.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

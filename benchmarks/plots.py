@@ -1,43 +1,81 @@
-"""The pictures of docs/performance.md, drawn from the CSV files."""
+"""The plots of docs/performance.md, drawn from the CSV files.
+
+Titles are computed from the rows: the speed-up that the fastest method of torchcomp reaches.
+Labels are the specs as the rows store them, so they can be pasted into a script.
+"""
 
 from pathlib import Path
 from typing import Any
 
-from net.names import BF16, FLOOR, PLAIN
-from report_accuracy import times_to_accuracy
-from report_data import StepRows
+from benchmarks.net.names import BASELINES, BF16, FLOOR, PLAIN
+from benchmarks.report_accuracy import times_to_accuracy
+from benchmarks.report_data import StepRows, read
 
 NAMES = ("step_time.png", "bytes.png", "time_to_accuracy.png")
-# Beside these two, slow links would leave nothing to see of the others: their bars are cut off.
+# On slow links these two are so long that no other bar would be visible. Their bars are cut off.
 _DENSE = (PLAIN, BF16)
 _PARTS = {"compute": "#4c72b0", "encode": "#dd8452", "sockets": "#c7b299", "wait": "#c44e52"}
+_LABELS = {"family": "monospace", "fontsize": 8}
 
 
 def draw_all(results: Path, folder: Path) -> None:
-    """Draw what there are rows for."""
+    """Draw every plot. Without rows, a plot is empty."""
     import matplotlib
 
+    # No display is needed to write a PNG.
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
     steps = StepRows(results / "network.csv")
     figures = (step_time(steps), traffic(steps), accuracy(results / "time_to_accuracy.csv"))
     for name, figure in zip(NAMES, figures, strict=True):
-        # Without its date and version, the same data give the same file.
+        # Without matplotlib's version in the metadata, the same data give the same file.
         figure.savefig(folder / name, dpi=110, metadata={"Software": None})
 
 
+# --- Titles and labels ----------------------------------------------------------------------------
+
+
+def best_of(costs: dict[str, float]) -> str | None:
+    """The method of torchcomp with the lowest cost, in time or bytes. Baselines take no part."""
+    return min((method for method in costs if method not in BASELINES), key=costs.get, default=None)
+
+
+def speed_up(costs: dict[str, float], better: str = "faster") -> str:
+    """How much the best method saves, compared with plain DDP."""
+    best = best_of(costs)
+    if PLAIN not in costs or best is None:
+        return "not compared with DDP"
+    factor = costs[PLAIN] / costs[best]
+    return f"{times(factor)} {better} than DDP" if factor > 1 else f"not {better} than DDP"
+
+
+def times(factor: float) -> str:
+    """A factor with two or three significant digits, such as 0.42x, 3.1x and 246x."""
+    digits = 0 if factor >= 10 else 1 if factor >= 1 else 2
+    return f"{factor:,.{digits}f}x"
+
+
+def label(method: str) -> str:
+    """The spec, on two lines if it is long. It parses with the line break, too."""
+    half = method.find("), ")
+    return method if half < 0 else f"{method[: half + 2]}\n{method[half + 3 :]}"
+
+
+# --- Step time ------------------------------------------------------------------------------------
+
+
 def step_time(steps: StepRows, model: str = "resnet18", hosts: int = 4) -> Any:
-    """A bar for each method, split, in a panel for each link."""
+    """One panel per link and one bar per method, divided into the parts of a step."""
     from matplotlib.figure import Figure
 
-    rates = [mbit for mbit in steps.values(2) if (model, hosts, mbit) in steps.by_link]
-    height = 0.8 + 0.4 * len(steps.methods())
-    figure = Figure(figsize=(10, 1 + height * max(1, len(rates))), layout="constrained")
-    panels = figure.subplots(max(1, len(rates)), squeeze=False)[:, 0]
-    for axes, mbit in zip(panels, rates, strict=False):
+    speeds = [mbit for mbit in steps.values(2) if (model, hosts, mbit) in steps.by_link]
+    height = 0.9 + 0.4 * len(steps.methods())
+    figure = Figure(figsize=(10, 1 + height * max(1, len(speeds))), layout="constrained")
+    panels = figure.subplots(max(1, len(speeds)), squeeze=False)[:, 0]
+    for axes, mbit in zip(panels, speeds, strict=False):
         _step_panel(axes, steps, (model, hosts, mbit))
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(_PARTS))
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center", ncols=len(_PARTS))
     return figure
 
 
@@ -49,86 +87,112 @@ def _step_panel(axes: Any, steps: StepRows, link: tuple[str, int, int]) -> None:
         axes.barh(range(len(methods)), widths, left=left, color=color, label=part)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     ends = dict(zip(methods, left, strict=True))
+    # The factor leaves space on the right for the text behind the longest bar.
     limit = 1.35 * max(
         end for method, end in ends.items() if len(ends) == 1 or method not in _DENSE
     )
-    for place, (method, end) in enumerate(ends.items()):
-        note = f"{steps.milliseconds(*link, method) or end:,.0f} ms"
-        ratio = steps.relative(*link, method)
-        note += "" if ratio is None or ratio == 1 else f" ({ratio:.3f} ×)"
-        _label_bar(axes, place, end, limit, note)
-    axes.set_yticks(range(len(methods)), [short(method) for method in methods], fontsize=8)
-    axes.set_title(f"{link[0]}, {link[1]} hosts, {link[2]:,} Mbit/s", fontsize=10)
-    axes.set(xlim=(0, limit), xlabel="milliseconds per step")
+    measured = {m: steps.milliseconds(*link, m) or end for m, end in ends.items()}
+    for position, (method, end) in enumerate(ends.items()):
+        note = f"{measured[method]:,.0f} ms"
+        if method != PLAIN and PLAIN in measured:
+            note += f" ({times(measured[PLAIN] / measured[method])})"
+        weight = "bold" if method == best_of(measured) else "normal"
+        _label_bar(axes, position, min(end, limit), note, weight, is_cut=end >= limit)
+    axes.set_yticks(range(len(methods)), [label(method) for method in methods], **_LABELS)
+    model, hosts, mbit = link
+    axes.set_title(f"{model}, {hosts} ranks at {mbit:,} Mbit/s: {speed_up(measured)}", fontsize=11)
+    axes.set(xlim=(0, limit), xlabel="milliseconds per step (in brackets: plain DDP / method)")
 
 
-def _label_bar(axes: Any, place: int, end: float, limit: float, note: str) -> None:
-    if end < limit:
-        axes.text(end, place, f" {note}", va="center", fontsize=9)
+def _label_bar(
+    axes: Any, position: int, end: float, note: str, weight: str, *, is_cut: bool = False
+) -> None:
+    style = {"va": "center", "fontsize": 9, "weight": weight}
+    if is_cut:
+        # A bar that is cut off fills the panel, so its text goes inside.
+        axes.text(end, position, f"{note} → ", ha="right", color="white", **style)
     else:
-        axes.text(limit, place, f"{note} → ", va="center", ha="right", fontsize=9, color="white")
+        axes.text(end, position, f" {note}", **style)
+
+
+# --- Bytes ----------------------------------------------------------------------------------------
 
 
 def traffic(steps: StepRows) -> Any:
-    """Bytes against hosts, a line a method and a panel a model, on logarithmic axes."""
+    """Bytes against the number of hosts: one panel per model, one line per method."""
     from matplotlib.figure import Figure
 
     models = steps.values(0)
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    figure = Figure(figsize=(11, 6.2), layout="constrained")
     panels = figure.subplots(1, max(1, len(models)), squeeze=False)[0]
     for axes, model in zip(panels, models, strict=False):
-        for place, method in enumerate(steps.methods()):
-            _traffic_line(axes, steps, model, method, place)
-        axes.set(xscale="log", yscale="log", title=model, xlabel="hosts")
+        # The index in the list of all methods gives a method the same color in every panel.
+        for index, method in enumerate(steps.methods()):
+            _traffic_line(axes, steps, model, method, f"C{index}")
+        axes.set(xscale="log", yscale="log", xlabel="hosts, one rank each")
+        axes.set_title(_traffic_title(steps, model), fontsize=11)
         axes.set_xticks(steps.values(1), [str(hosts) for hosts in steps.values(1)], minor=False)
-        axes.xaxis.set_minor_locator(_none())
+        axes.xaxis.set_minor_locator(_no_ticks())
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("bytes of payload that a rank sends per step")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9)
+    panels[0].set_ylabel("payload bytes that a rank sends per step")
+    lines = {n: h for p in panels for h, n in zip(*p.get_legend_handles_labels(), strict=True)}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=2, prop=_FONT)
     return figure
 
 
-def _none() -> Any:
+# Legends take the size under another name than tick labels do.
+_FONT = {"family": "monospace", "size": 8}
+
+
+def _traffic_title(steps: StepRows, model: str) -> str:
+    hosts = max(steps.values(1))
+    sent = {method: steps.payload(model, hosts, method) for method in steps.methods()}
+    known = {method: value for method, value in sent.items() if value}
+    return f"{model}, {hosts} ranks: {speed_up(known, 'fewer bytes')}"
+
+
+def _no_ticks() -> Any:
     from matplotlib.ticker import NullLocator
 
     return NullLocator()
 
 
-def _traffic_line(axes: Any, steps: StepRows, model: str, method: str, place: int) -> None:
+def _traffic_line(axes: Any, steps: StepRows, model: str, method: str, color: str) -> None:
+    # `no-op` sends no gradients, so it has no place on a logarithmic axis.
     if method == FLOOR:
         return
     points = [(hosts, steps.payload(model, hosts, method)) for hosts in steps.values(1)]
     known = [(hosts, sent) for hosts, sent in points if sent]
     if known:
-        axes.plot(*zip(*known, strict=True), "o-", color=f"C{place}", label=short(method))
+        axes.plot(*zip(*known, strict=True), "o-", color=color, label=label(method))
+
+
+# --- Time to accuracy -----------------------------------------------------------------------------
 
 
 def accuracy(path: Path) -> Any:
-    """Seconds to the target, a bar for each method and a panel for each link."""
+    """Seconds to the target accuracy: one panel per link, one bar per method."""
     from matplotlib.figure import Figure
 
-    found = times_to_accuracy(path)
-    rates = sorted({reached.mbit for reached in found})
-    figure = Figure(figsize=(10, 1 + 3.4 * max(1, len(rates))), layout="constrained")
-    panels = figure.subplots(max(1, len(rates)), squeeze=False)[:, 0]
-    for axes, mbit in zip(panels, rates, strict=False):
-        bars = [reached for reached in found if reached.mbit == mbit][::-1]
+    rows, found = read(path), times_to_accuracy(path)
+    speeds = sorted({result.mbit for result in found})
+    figure = Figure(figsize=(10, 1 + 3.8 * max(1, len(speeds))), layout="constrained")
+    panels = figure.subplots(max(1, len(speeds)), squeeze=False)[:, 0]
+    for axes, mbit in zip(panels, speeds, strict=False):
+        bars = [result for result in found if result.mbit == mbit][::-1]
+        # A method that missed the target in some run is no candidate for the fastest.
+        reached = {bar.method: bar.seconds for bar in bars if not bar.missed}
         colors = ["#bbbbbb" if bar.missed else "#4c72b0" for bar in bars]
-        axes.barh([short(bar.method) for bar in bars], [bar.seconds for bar in bars], color=colors)
-        for place, bar in enumerate(bars):
+        axes.barh(range(len(bars)), [bar.seconds for bar in bars], color=colors)
+        axes.set_yticks(range(len(bars)), [label(bar.method) for bar in bars], **_LABELS)
+        for position, bar in enumerate(bars):
             missed = f", missed in {bar.missed} of {bar.runs} runs" if bar.missed else ""
-            note = f" {bar.seconds:.2f} s, {bar.steps:.0f} steps{missed}"
-            axes.text(bar.seconds, place, note, va="center", fontsize=9)
-        axes.set_title(f"{mbit} Mbit/s", fontsize=10)
-        axes.tick_params(axis="y", labelsize=9)
+            note = f"{bar.seconds:.2f} s, {bar.steps:.0f} steps{missed}"
+            weight = "bold" if bar.method == best_of(reached) else "normal"
+            _label_bar(axes, position, bar.seconds, note, weight)
+        hosts, target = rows[0]["hosts"], 100 * float(rows[0]["target"])
+        title = f"{hosts} ranks at {mbit:,} Mbit/s: {target:g} % accuracy {speed_up(reached)}"
+        axes.set_title(title, fontsize=11)
         axes.set_xlim(0, 1.65 * max(bar.seconds for bar in bars))
         axes.set_xlabel("seconds of training until the target accuracy (median)")
     return figure
-
-
-def short(method: str) -> str:
-    """A spec without its quotes, broken in two where it is long."""
-    text = method.replace('"', "")
-    half = text.find("), ")
-    return text if half < 0 else f"{text[: half + 2]}\n{text[half + 3 :]}"

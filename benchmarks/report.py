@@ -1,7 +1,7 @@
-"""Write docs/performance.md and its pictures from the CSV files in benchmarks/results.
+"""Write docs/performance.md and its plots from the CSV files in benchmarks/results.
 
-python benchmarks/report.py            # write both
-python benchmarks/report.py --check    # exit 1 if the text is not what the CSV files say
+python -m benchmarks.report            # write both
+python -m benchmarks.report --check    # exit 1 if the page differs from what this would write
 """
 
 import argparse
@@ -9,16 +9,16 @@ import statistics
 import sys
 from pathlib import Path
 
-import plots
-import report_kernels
-from net.names import BASELINES, FLOOR, PLAIN, POWERSGD
-from report_accuracy import Reached, loopback_ratios, times_to_accuracy
-from report_data import FLAT, MISSING, StepRows, read
+from benchmarks import plots, report_kernels
+from benchmarks.net.names import BASELINES, FLOOR, PLAIN, POWERSGD
+from benchmarks.report_accuracy import Reached, loopback_ratios, times_to_accuracy
+from benchmarks.report_data import FLAT, MISSING, StepRows, read
 
 _ROOT = Path(__file__).parents[1]
 RESULTS = _ROOT / "benchmarks" / "results"
 DOCUMENT = _ROOT / "docs" / "performance.md"
 PICTURES = _ROOT / "docs" / "performance"
+# Largest step time on the loopback, relative to plain DDP. `mean` only adds the hook's overhead.
 _LOOPBACK_GOALS = {"mean": 1.03}
 _LOOPBACK_GOAL = 1.15
 
@@ -35,45 +35,54 @@ def main() -> None:
 
 
 def check(text: str) -> None:
-    lacking = [name for name in plots.NAMES if not (PICTURES / name).is_file()]
+    """Exit with a message unless the page equals `text` and every plot exists."""
+    # Plots are not compared: their bytes depend on the version of matplotlib and its fonts.
+    missing = [name for name in plots.NAMES if not (PICTURES / name).is_file()]
     if not DOCUMENT.is_file() or DOCUMENT.read_text() != text:
-        sys.exit("docs/performance.md is not what the CSV files say: python benchmarks/report.py")
-    if lacking:
-        sys.exit(f"docs/performance lacks {', '.join(lacking)}: python benchmarks/report.py")
+        sys.exit(
+            "docs/performance.md does not match the CSV files in benchmarks/results: "
+            "run python -m benchmarks.report"
+        )
+    if missing:
+        sys.exit(f"docs/performance lacks {', '.join(missing)}: run python -m benchmarks.report")
 
 
 def document(results: Path) -> str:
+    """The text of docs/performance.md: results, then details, then conditions and caveats."""
     steps = StepRows(results / "network.csv")
     reached = times_to_accuracy(results / "time_to_accuracy.csv")
     ratios = loopback_ratios(results / "loopback.csv")
     parts = [
         _HEAD,
-        conditions(results),
-        noise(steps),
-        "## Goals",
-        goals(steps, reached, ratios, report_kernels.goals(results / "encode.csv")),
-        "## Time of a step",
+        "## Step time",
         _STEP_TEXT,
         *[step_table(steps, model, hosts) for model, hosts in shapes(steps)],
-        "## Where the time goes",
-        _SPLIT_TEXT,
-        split_table(steps, "resnet18", 4),
-        "## Bytes",
-        _BYTES_TEXT,
-        *[bytes_table(steps, model) for model in steps.values(0)],
-        counted_text(steps),
         "## Time to accuracy",
         accuracy_text(results),
         accuracy_table(reached),
-        "## Where the network is free",
+        "## Bytes",
+        _BYTES_TEXT,
+        *[bytes_table(steps, model) for model in steps.values(0)],
+        "## Overhead on the loopback",
         loopback_text(results),
         loopback_table(ratios),
-        "## What the kernels cost",
+        "## CPU cost of the kernels",
         report_kernels.text(results / "encode.csv"),
         markdown(*report_kernels.table(results / "encode.csv")),
-        "## Where it does not pay",
+        "## Goals",
+        _GOALS_TEXT,
+        goals(steps, reached, ratios, report_kernels.goals(results / "encode.csv")),
+        "## Where the time goes",
+        _SPLIT_TEXT,
+        split_table(steps, "resnet18", 4),
+        counted_text(steps),
+        "## Conditions",
+        conditions(results),
+        "## Caveats",
+        _CAVEATS,
+        noise(steps),
         does_not_pay(steps, ratios),
-        _AGAIN,
+        gain_text(steps),
     ]
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
@@ -81,41 +90,68 @@ def document(results: Path) -> str:
 _HEAD = f"""
 # Performance
 
-Made by `python benchmarks/report.py` from the CSV files in `benchmarks/results`: change nothing
-here by hand. What every column means and how to measure again is in
-[benchmarks/README.md](../benchmarks/README.md). In the tables, {MISSING} stands for what was not
-measured.
+How fast the methods of torchcomp train on links of 10 Mbit/s to 1 Gbit/s, compared with plain DDP
+and PyTorch's own communication hooks. [benchmarks/README.md](../benchmarks/README.md) has the
+command of each measurement and explains its columns.
+
+This page is generated from the CSV files in `benchmarks/results`. Do not edit it. After a new
+measurement, write it again:
+
+```
+python -m benchmarks.report
+```
+
+A method is a [torchcomp spec](usage.md#methods) or one of five baselines:
+
+| baseline | what it is |
+| --- | --- |
+| `no-op` | exchanges nothing: the time of the arithmetic alone, a lower bound for every method |
+| `ddp` | DDP without a hook |
+| `bf16` | PyTorch's `bf16_compress_hook` |
+| `powersgd-1` | PyTorch's `powerSGD_hook`, rank 1 |
+| `naive-topk` | error feedback with `torch.topk`, 1 %, fp32 values and int32 indices |
+
+In the tables, {MISSING} means not measured. The title of a plot compares the best method of
+torchcomp with plain DDP. In bar charts, the value of that method is bold.
 """
 
 _STEP_TEXT = """
-Milliseconds of a training step (median), and in brackets the time relative to plain DDP on the same
-link. `no-op` exchanges nothing: no method can be faster.
+Median milliseconds of a training step. In brackets: relative to plain DDP on the same link.
+A method that sends less can need more steps: see [time to accuracy](#time-to-accuracy).
 
 ![Step time by method and link](performance/step_time.png)
 """
 
 _SPLIT_TEXT = """
-*Compute* is the step of `no-op` (the median of all its rows). *Encode* is the processor's time in
-user mode above that of `no-op`, over all threads: selecting, coding, decoding, adding up. *Sockets*
-is the same in the kernel. *Wait* is the rest of the step: the network, and waiting for one's turn
-on a shared core. What overlaps the backward pass is not in *wait*; *in collectives* is what the
-method's own threads spent inside of blocking collectives, overlapped or not (not visible for
-asynchronous calls).
+Milliseconds per step, divided into four parts:
+
+| part | meaning |
+| --- | --- |
+| compute | the step of `no-op`: the median of all its rows |
+| encode | CPU time in user mode above that of `no-op`, over all threads: selecting, coding, \
+decoding, adding up |
+| sockets | the same for CPU time in the kernel |
+| wait | the rest of the step: the network, and waiting for a shared core |
+| in collectives | time that the method's own threads spent inside blocking collectives, whether \
+overlapped or not. Asynchronous calls are not measured |
+
+Communication that overlaps the backward pass is not part of *wait*.
 """
 
 _BYTES_TEXT = """
-Bytes of payload that a rank sends per step, as the kernel counts them: bytes of the interface's
-queue minus 66 bytes of headers for each packet, which takes the acknowledgements out as well. They
-contain gloo's own headers and all control messages.
+Payload bytes that a rank sends per step, as the kernel counts them: the bytes of the interface's
+queue, minus 66 bytes of headers per packet. This also removes acknowledgements, which consist of
+headers only. gloo's own headers and all control messages are included.
 
 ![Bytes by method and hosts](performance/bytes.png)
 """
 
-_AGAIN = """
-## Measure again
+_GOALS_TEXT = """
+The goals of the project, and what was measured.
+"""
 
-`benchmarks/README.md` has the command of each table. A number is as good as its machine: all hosts
-share its cores, so ratios within a table mean more than milliseconds.
+_CAVEATS = """
+All hosts share the cores of one machine. Ratios within a table mean more than milliseconds.
 """
 
 
@@ -133,35 +169,46 @@ def conditions(results: Path) -> str:
     days = sorted({row["date"][:10] for row in rows})
     shaped = [row for row in rows if row["mbit"] != "0"]
     delays = ", ".join(sorted({f"{int(row['delay_us']) / 1e3:g}" for row in shaped}))
-    return f"""
-Conditions: {distinct("device")}, {distinct("cpus")} cores shared by all hosts; torch
-{distinct("torch")}, gloo; revision {distinct("revision")} (+: with changes); measured
-{days[0]} to {days[-1]}. One process a host with one thread; hosts are network namespaces whose
-links are shaped both ways, {delays} ms one way; TCP cubic. Of scikit-learn's digits, ResNet-18
-({parameters(rows, "resnet18")} parameters) sees images of 32 pixels, the small CNN
-({parameters(rows, "smallcnn")} parameters) of 8; {distinct("batch")} images per rank and step.
-PowerSGD is PyTorch's hook with its defaults and one bucket (`bucket_cap_mb`), because with two it
-hangs on gloo; bf16 is PyTorch's hook, which DDP refuses beside gloo by its name alone; naive TopK
-is error feedback with `torch.topk`, fp32 values and int32 indices, 1 %.
-"""
+    table = {
+        "machine": f"{distinct('device')}, {distinct('cpus')} cores shared by all hosts",
+        "software": f"torch {distinct('torch')}, gloo",
+        "revision": f"{distinct('revision')} (+: with uncommitted changes)",
+        "dates": f"{days[0]} to {days[-1]}",
+        "hosts": "network namespaces, with one process of one thread each",
+        "links": f"shaped in both directions, {delays} ms one way, TCP cubic",
+        "data": "scikit-learn's digits",
+        "`resnet18`": f"ResNet-18, {parameters(rows, 'resnet18')} parameters, images of 32 pixels",
+        "`smallcnn`": f"a small CNN, {parameters(rows, 'smallcnn')} parameters, images of 8 pixels",
+        "images per rank and step": distinct("batch"),
+        "`powersgd-1`": "the hook's defaults, but one bucket (`bucket_cap_mb`): with two, it hangs "
+        "on gloo",
+        "`bf16`": "called through a hook of another name, because DDP refuses its name with gloo",
+    }
+    return markdown(["condition", "value"], [[name, text] for name, text in table.items()])
 
 
 def noise(steps: StepRows) -> str:
-    """How much the floor varied, which is the same work every time: what other load there was."""
-    floors: dict[tuple[str, str], list[float]] = {}
+    """The range of `no-op`'s step times, which shows the machine's other load."""
+    floors: dict[tuple[str, int], list[float]] = {}
     for row in steps.rows:
         if row["method"] == FLOOR:
-            floors.setdefault((row["model"], row["hosts"]), []).append(float(row["step_ms"]))
-    told = [
-        f"{min(times):,.3g} to {max(times):,.3g} ms ({model}, {hosts} hosts, {len(times)} times)"
+            key = row["model"], int(row["hosts"])
+            floors.setdefault(key, []).append(float(row["step_ms"]))
+    rows = [
+        [model, str(hosts), f"{min(times):,.3g}", f"{max(times):,.3g}", str(len(times))]
         for (model, hosts), times in sorted(floors.items())
         if len(times) > 1
     ]
-    if not told:
+    if not rows:
         return ""
+    table = markdown(["model", "hosts", "lowest, ms", "highest, ms", "runs"], rows)
     return f"""
-How much the machine's other load is in these numbers shows in `no-op`, which is the same work on
-every link: {"; ".join(told)}. Differences of that order mean nothing.
+### Noise
+
+`no-op` does the same work on every link. Its step times therefore show how much other load on the
+machine changes the results. Differences of this size mean nothing.
+
+{table}
 """
 
 
@@ -187,7 +234,7 @@ def goals(
         rows += [flat_goal(steps, model, method) for model in steps.values(0)]
     rows += [accuracy_goal(reached, method) for method in ours({one.method for one in reached})]
     rows += loopback_goals(ratios)
-    rows += [(what, goal, told, yes(reached)) for what, goal, told, reached in kernels]
+    rows += [(what, goal, measured, yes(met)) for what, goal, measured, met in kernels]
     return markdown(["method", "goal", "measured", "reached"], [list(row) for row in rows])
 
 
@@ -195,12 +242,12 @@ Goal = tuple[str, str, str, str]
 
 
 def two_way(methods: list[str]) -> list[str]:
-    """The methods whose bytes do not grow with the hosts."""
+    """The methods whose bytes per rank should not grow with the number of hosts."""
     return [method for method in methods if method.startswith("bidirectional(")]
 
 
 def ours(methods: set[str]) -> list[str]:
-    """The methods that are torchcomp's, in alphabetical order."""
+    """The methods of torchcomp, in alphabetical order."""
     return sorted(methods - set(BASELINES))
 
 
@@ -218,23 +265,25 @@ def accuracy_goal(reached: list[Reached], method: str, mbit: int = 10) -> Goal:
     found = {one.method: one for one in reached if one.mbit == mbit}
     if method not in found:
         return f"`{method}`", goal, "not measured", MISSING
+    # A method that misses the target in more runs ranks below one that misses it in fewer.
     best = min(found.values(), key=lambda one: (one.missed, one.seconds))
-    told = f"{found[method].seconds:.2f} s; `{best.method}` takes {best.seconds:.2f} s"
-    return f"`{method}`", goal, told, yes(best.method == method)
+    measured = f"{found[method].seconds:.2f} s; `{best.method}` takes {best.seconds:.2f} s"
+    return f"`{method}`", goal, measured, yes(best.method == method)
 
 
 def flat_goal(steps: StepRows, model: str, method: str) -> Goal:
-    goal = f"{model}: bytes of a rank flat within 5 % from 4 to 16 ranks"
+    goal = f"{model}: bytes per rank constant within 5 % from 4 to 16 ranks"
     sent = [steps.payload(model, hosts, method) for hosts in (4, 8, 16)]
     known = [value for value in sent if value]
     if len(known) < 3:
         return f"`{method}`", goal, "not measured", MISSING
     spread = max(known) / min(known)
-    # A rank keeps its own share, 1 / ranks: plain DDP's bytes grow by 1.25 from 4 to 16 ranks, too.
+    # A rank does not send its own share, 1 / hosts of the whole. This alone makes the bytes grow
+    # from 4 to 16 hosts, by 1.25 even for plain DDP. So the table also shows the growth without it.
     shares = [value / (1 - 1 / hosts) for value, hosts in zip(known, (4, 8, 16), strict=True)]
-    told = " → ".join(f"{value:,.0f}" for value in known) + f" bytes: {spread:.3f} ×"
-    told += f"; {max(shares) / min(shares):.3f} × with the share that a rank keeps for itself"
-    return f"`{method}`", goal, told, yes(spread <= FLAT)
+    measured = " → ".join(f"{value:,.0f}" for value in known) + f" bytes: {spread:.3f} ×"
+    measured += f"; {max(shares) / min(shares):.3f} × if a rank also sent its own share"
+    return f"`{method}`", goal, measured, yes(spread <= FLAT)
 
 
 def loopback_goals(ratios: dict[tuple[str, int], dict[str, list[float]]]) -> list[Goal]:
@@ -258,20 +307,20 @@ def yes(true: bool) -> str:
 
 
 def shapes(steps: StepRows) -> list[tuple[str, int]]:
-    """Models and hosts for which plain DDP was timed."""
+    """The models and numbers of hosts for which plain DDP was measured."""
     return sorted({key[:2] for key, rows in steps.by_link.items() if PLAIN in rows})
 
 
 def step_table(steps: StepRows, model: str, hosts: int) -> str:
-    rates = [
+    speeds = [
         mbit for mbit in steps.values(2) if PLAIN in steps.by_link.get((model, hosts, mbit), {})
     ]
     rows = []
     for method in steps.methods():
-        cells = [step_cell(steps, model, hosts, mbit, method) for mbit in rates]
+        cells = [step_cell(steps, model, hosts, mbit, method) for mbit in speeds]
         if any(cell != MISSING for cell in cells):
             rows.append([f"`{method}`", *cells])
-    heads = [f"{model}, {hosts} hosts", *[f"{mbit:,} Mbit/s" for mbit in rates]]
+    heads = [f"{model}, {hosts} hosts", *[f"{mbit:,} Mbit/s" for mbit in speeds]]
     return markdown(heads, rows)
 
 
@@ -310,21 +359,31 @@ def bytes_table(steps: StepRows, model: str) -> str:
 
 
 def counted_text(steps: StepRows) -> str:
-    """How far the kernel's count and `handle.stats` are apart."""
+    """The section that compares the kernel's count of bytes with `handle.stats`."""
     rows = []
     for (model, hosts, _), methods in sorted(steps.by_link.items()):
         for row in methods.values():
             if row["counted_bytes"]:
-                kernel, said = float(row["payload_bytes"]), float(row["counted_bytes"])
-                apart = f"{kernel / said - 1:+.2%}"
+                kernel, counted = float(row["payload_bytes"]), float(row["counted_bytes"])
+                difference = f"{kernel / counted - 1:+.2%}"
                 link = f"{int(row['mbit']):,}"
                 rows.append([f"`{row['method']}`", model, str(hosts), link, f"{kernel:,.0f}"])
-                rows[-1] += [f"{said:,.0f}", apart]
-    heads = ["method", "model", "hosts", "Mbit/s", "kernel, payload", "`handle.stats`", "apart"]
+                rows[-1] += [f"{counted:,.0f}", difference]
+    heads = [
+        "method",
+        "model",
+        "hosts",
+        "Mbit/s",
+        "kernel, payload",
+        "`handle.stats`",
+        "difference",
+    ]
     text = """
-`handle.stats` counts the messages themselves. gloo's headers (of every send, so they grow with the
-number of collectives and ranks) and the few numbers that conclude a step come on top, which shows
-where messages are small.
+## Bytes counted by the kernel and by `handle.stats`
+
+`handle.stats` counts the messages themselves. The kernel also counts gloo's headers and the few
+numbers that end a step. gloo adds a header to every send, so its headers grow with the number of
+collectives and ranks. The difference is large where messages are small.
 """
     return f"{text.strip()}\n\n{markdown(heads, rows)}" if rows else ""
 
@@ -334,15 +393,20 @@ def accuracy_text(results: Path) -> str:
     if not rows:
         return "Not measured yet."
     target = 100 * float(rows[0]["target"])
-    rates = ", ".join(sorted({row["rate"] for row in rows}))
+    lrs = ", ".join(sorted({row["rate"] for row in rows}))
     return f"""
-Seconds of training (tests not counted) until the small CNN has {target:g} % of the digits' test
-images right for the first time, {rows[0]["hosts"]} hosts: the median over the seeds, tested every
-four steps with rank 0's weights. Highest learning rates tried: {rates}; every method gets the best
-of these for itself. The schedule is that of `recipes/configs/digits.yaml`, 24 epochs; every rank
-trains with images that the others do not have. `no-op` is rank 0 alone, with its part of them.
+Seconds of training until the small CNN first classifies {target:g} % of the digits' test images
+correctly, on {rows[0]["hosts"]} hosts. The time of the tests does not count.
 
 ![Time to accuracy](performance/time_to_accuracy.png)
+
+- Each value is the median over the seeds.
+- Rank 0's weights are tested every four steps.
+- Peak learning rates tried: {lrs}. The table shows each method at its best one.
+- The schedule is that of `recipes/configs/digits.yaml`, 24 epochs.
+- Every rank trains on images that the other ranks do not have. `no-op` is rank 0 alone, with its
+  part of them.
+- A run misses if it does not reach the target by the end of the schedule.
 """
 
 
@@ -351,17 +415,19 @@ def accuracy_table(reached: list[Reached]) -> str:
     for one in reached:
         missed = f", {one.missed} missed" if one.missed else ""
         cells = [f"{one.mbit}", f"{one.seconds:.2f}", f"{one.steps:.0f}", f"{one.megabytes:.3f}"]
-        rows.append([f"`{one.method}`", *cells, f"{one.rate:g}", f"{one.runs}{missed}"])
-    return markdown(["method", "Mbit/s", "seconds", "steps", "MB per rank", "rate", "runs"], rows)
+        rows.append([f"`{one.method}`", *cells, f"{one.lr:g}", f"{one.runs}{missed}"])
+    return markdown(
+        ["method", "Mbit/s", "seconds", "steps", "MB per rank", "learning rate", "runs"], rows
+    )
 
 
 def loopback_text(results: Path) -> str:
     if not read(results / "loopback.csv"):
         return "Not measured yet."
     return """
-Two ranks on the loopback, two cores each, nothing shaped: what the hook costs where there is
-nothing to win. Every round measures all methods one after another; the ratio is to plain DDP in the
-same round.
+The cost of the hook where there is nothing to gain: two ranks on the loopback, two cores each, no
+shaped link. Every round measures all methods one after another. The ratio is the step time divided
+by plain DDP's in the same round.
 """
 
 
@@ -376,36 +442,47 @@ def loopback_table(ratios: dict[tuple[str, int], dict[str, list[float]]]) -> str
 
 
 def does_not_pay(steps: StepRows, ratios: dict[tuple[str, int], dict[str, list[float]]]) -> str:
-    """Everything measured that was no faster than plain DDP."""
-    lines = []
-    for (model, hosts, mbit), rows in sorted(steps.by_link.items()):
-        for method in rows:
+    """Every measurement that was not faster than plain DDP."""
+    rows = []
+    for (model, hosts, mbit), methods in sorted(steps.by_link.items()):
+        for method in methods:
             ratio = steps.relative(model, hosts, mbit, method)
             if method not in (FLOOR, PLAIN) and ratio is not None and ratio >= 1:
-                where = f"{model}, {hosts} hosts, {mbit:,} Mbit/s"
-                lines.append(f"- `{method}`: {ratio:.2f} × plain DDP ({where})")
-    for (model, _batch), methods in ratios.items():
-        for method, values in methods.items():
+                rows.append([f"`{method}`", model, str(hosts), f"{mbit:,}", f"{ratio:.2f}"])
+    for (model, _batch), values_of in ratios.items():
+        for method, values in values_of.items():
             ratio = statistics.median(values)
             if method != PLAIN and ratio >= 1:
-                lines.append(f"- `{method}`: {ratio:.2f} × plain DDP ({model}, loopback)")
-    intro = "Measured, and no faster than plain DDP:" if lines else "No such row was measured."
-    return "\n\n".join(filter(None, [intro, "\n".join(lines), gain_text(steps)]))
+                # Two hosts, as in network.py's --loopback.
+                rows.append([f"`{method}`", model, "2", "loopback", f"{ratio:.2f}"])
+    heads = ["method", "model", "hosts", "Mbit/s", "step time relative to plain DDP"]
+    intro = "Not faster than plain DDP:" if rows else "Every measured method was faster."
+    return "\n\n".join(filter(None, ["### Where it does not pay", intro, markdown(heads, rows)]))
 
 
 def gain_text(steps: StepRows) -> str:
-    """The most that any method can win: what `no-op` leaves of plain DDP's time."""
-    parts = []
-    for (model, hosts, mbit), rows in sorted(steps.by_link.items()):
-        ratio = steps.relative(model, hosts, mbit, FLOOR)
-        if ratio is not None and FLOOR in rows:
-            parts.append(f"{ratio:.3f} ({model}, {hosts} hosts, {mbit:,} Mbit/s)")
-    bound = "What `no-op` leaves of plain DDP's time bounds every gain"
-    return f"{bound}: {'; '.join(parts)}." if parts else ""
+    """The bound on every gain: the step time of `no-op`, relative to plain DDP."""
+    links = sorted(key for key in steps.by_link if steps.relative(*key, FLOOR) is not None)
+    speeds = sorted({mbit for _, _, mbit in links})
+    rows = []
+    for model, hosts in dict.fromkeys(key[:2] for key in links):
+        bounds = [steps.relative(model, hosts, mbit, FLOOR) for mbit in speeds]
+        cells = [MISSING if bound is None else f"{bound:.3f}" for bound in bounds]
+        rows.append([model, str(hosts), *cells])
+    if not rows:
+        return ""
+    table = markdown(["model", "hosts", *[f"{mbit:,} Mbit/s" for mbit in speeds]], rows)
+    return f"""
+### The most that any method can gain
+
+The step time of `no-op` relative to plain DDP. No method can be lower.
+
+{table}
+"""
 
 
 def markdown(heads: list[str], rows: list[list[str]]) -> str:
-    """A table; nothing without rows."""
+    """A Markdown table, or an empty string if there are no rows."""
     if not rows:
         return ""
     lines = [heads, ["---"] * len(heads), *rows]

@@ -1,4 +1,4 @@
-"""What network.csv holds, ready to be told: the latest row of each kind, and what follows."""
+"""Read network.csv: the latest row per link and method, and the figures derived from it."""
 
 import csv
 import statistics
@@ -6,19 +6,20 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from net.names import BASELINES, FLOOR, PLAIN
+from benchmarks.net.names import BASELINES, FLOOR, PLAIN
 
 Row = dict[str, str]
 Key = tuple[str, int, int]
 
+# The largest ratio of bytes that still counts as constant across numbers of ranks.
 FLAT = 1.05
+# Stands in a table cell for a value that was not measured.
 MISSING = "–"
-"""In a table, what was not measured."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Where the milliseconds of a step go."""
+    """The milliseconds of a step, divided into four parts."""
 
     compute: float
     encode: float
@@ -27,25 +28,26 @@ class Split:
 
 
 class StepRows:
-    """Rows of network.csv by (model, hosts, Mbit/s) and method; a later row replaces an earlier."""
+    """Rows of network.csv by (model, hosts, Mbit/s) and method."""
 
     def __init__(self, path: Path) -> None:
         self.rows = read(path)
         self.by_link: dict[Key, dict[str, Row]] = defaultdict(dict)
         for row in self.rows:
             key = (row["model"], int(row["hosts"]), int(row["mbit"]))
+            # network.py appends, so the last row of a method is its latest measurement.
             self.by_link[key][row["method"]] = row
 
     def cell(self, model: str, hosts: int, mbit: int, method: str) -> Row | None:
         return self.by_link.get((model, hosts, mbit), {}).get(method)
 
     def methods(self) -> list[str]:
-        """Baselines first, then specs in the order in which they came."""
+        """All methods: baselines first, then specs in the order of the file."""
         found = dict.fromkeys(row["method"] for row in self.rows)
         return [m for m in BASELINES if m in found] + [m for m in found if m not in BASELINES]
 
     def values(self, part: int) -> list:
-        """The distinct models (0), hosts (1) or rates (2), in order."""
+        """The distinct models (0), numbers of hosts (1) or Mbit/s (2), sorted."""
         return sorted({key[part] for key in self.by_link})
 
     def milliseconds(self, model: str, hosts: int, mbit: int, method: str) -> float | None:
@@ -53,13 +55,15 @@ class StepRows:
         return float(row["step_ms"]) if row else None
 
     def relative(self, model: str, hosts: int, mbit: int, method: str) -> float | None:
-        """Step time over plain DDP's."""
+        """Step time divided by that of plain DDP on the same link."""
         own = self.milliseconds(model, hosts, mbit, method)
         plain = self.milliseconds(model, hosts, mbit, PLAIN)
         return own / plain if own is not None and plain else None
 
     def floor(self, model: str, hosts: int, column: str) -> float | None:
-        """The median of `no-op`, which is the same work on every link and each time."""
+        """The median of a column over all `no-op` rows of a model and number of hosts."""
+        # Every row, not only the latest: `no-op` sends nothing, so the link does not affect it.
+        # The median over all runs then removes most of the machine's other load.
         found = [
             float(row[column])
             for row in self.rows
@@ -68,12 +72,13 @@ class StepRows:
         return statistics.median(found) if found else None
 
     def above_floor(self, model: str, hosts: int, mbit: int, method: str) -> float | None:
-        """Milliseconds that a step takes longer than one without any exchange."""
+        """Milliseconds per step above `no-op`, that is, above a step without communication."""
         own = self.milliseconds(model, hosts, mbit, method)
         floor = self.floor(model, hosts, "step_ms")
         return own - floor if own is not None and floor is not None else None
 
     def split(self, model: str, hosts: int, mbit: int, method: str) -> Split | None:
+        """Divide a step into compute, encode, sockets and wait."""
         row = self.cell(model, hosts, mbit, method)
         names = ("step_ms", "user_ms", "system_ms")
         floors = [self.floor(model, hosts, name) for name in names]
@@ -84,10 +89,11 @@ class StepRows:
             for name, floor in zip(names, floors, strict=True)
         )
         compute = float(row["step_ms"]) - step
+        # CPU time is summed over threads. Where threads overlap it can exceed the step, so clamp.
         return Split(compute, encode, sockets, max(0.0, step - encode - sockets))
 
     def payload(self, model: str, hosts: int, method: str) -> float | None:
-        """Bytes of payload that a rank sends in a step; the link's rate does not matter."""
+        """Payload bytes that a rank sends per step: the median over link speeds."""
         found = [
             float(rows[method]["payload_bytes"])
             for (name, count, _), rows in self.by_link.items()

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from errors import RecipeError
+
+from recipes.errors import RecipeError
 
 _MARKER = "complete.json"
 _KEPT = 2

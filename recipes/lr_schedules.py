@@ -2,8 +2,7 @@
 
 from functools import partial
 
-from settings import Settings
-
+from recipes.settings import Settings
 from torchcomp.learning_rates import LRFunction, decaying, warmed_up
 
 

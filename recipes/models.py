@@ -3,10 +3,11 @@
 from typing import Any
 
 import torch
-from errors import RecipeError, nearest
-from simple_vit import SIZES, SimpleViT
 from torch import Tensor, nn
-from torchvision_compat import import_torchvision
+
+from recipes.errors import RecipeError, nearest
+from recipes.simple_vit import SIZES, SimpleViT
+from recipes.torchvision_compat import import_torchvision
 
 
 class SmallCNN(nn.Module):

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import yaml
-from errors import RecipeError, nearest
+
+from recipes.errors import RecipeError, nearest
 
 _Options = TypeVar("_Options")
 

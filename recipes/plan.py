@@ -1,18 +1,22 @@
 """What a run would do, without doing it: ``--dry-run``."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import yaml
-from errors import RecipeError
-from image_data import Facts, facts, preset_of
-from image_data.order import TrainOrder
-from lr_schedules import rate_of
-from method import check_specs, planned
-from models import build_model, check_model
-from options import resolved
-from settings import Settings
 from torch import nn
+
+import torchcomp
+from recipes.errors import RecipeError
+from recipes.image_data import Facts, facts, preset_of
+from recipes.image_data.order import TrainOrder
+from recipes.lr_schedules import rate_of
+from recipes.models import build_model, check_model
+from recipes.options import resolved
+from recipes.settings import Settings
+from torchcomp.learning_rates import LRFunction
+from torchcomp.spec import parse_aggregator, parse_outer_step, parse_schedule
 
 
 def total_steps(settings: Settings, steps_per_epoch: int) -> int:
@@ -68,6 +72,71 @@ def describe(settings: Settings, ranks: int) -> str:
         "bytes in all": f"{cost.bytes_in_all:,} sent by each rank",
     }
     return f"{as_text(resolved(settings), rows)}\n{cost.plan}"
+
+
+def dense_bytes(model: nn.Module, ranks: int) -> int:
+    """Return the bytes that a rank sends in one dense step."""
+    return int(torchcomp.explain("mean", model=model, world_size=ranks).dense_bytes_sent)
+
+
+def averaging_method(settings: Settings) -> str:
+    """Return the spec that averages gradients or, with ``--sync``, pseudo-gradients."""
+    return "mean" if settings.compress == "none" else settings.compress
+
+
+def outer_step(settings: Settings) -> str | None:
+    """Return the spec of the outer step, or None for plain averaging."""
+    return None if settings.outer == "none" else settings.outer
+
+
+def check_specs(settings: Settings) -> None:
+    """Refuse a ``--compress``, ``--sync`` or ``--outer`` that torchcomp cannot read."""
+    if settings.compress != "none":
+        parse_aggregator(settings.compress)
+    if settings.sync != "none":
+        parse_schedule(settings.sync)
+    if settings.outer != "none":
+        parse_outer_step(settings.outer)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run exchanges.
+
+    Attributes:
+        plan: bytes per rank and step, averaged over the run.
+        exchanges: of gradients or of weights, in the whole run.
+        bytes_in_all: that a rank sends in the whole run.
+    """
+
+    plan: torchcomp.Plan
+    exchanges: int
+    bytes_in_all: int
+
+
+def planned(
+    settings: Settings, model: nn.Module, *, rate: LRFunction, total_steps: int, ranks: int
+) -> Cost:
+    """Return what the method will send."""
+    how = averaging_method(settings)
+    if settings.sync == "none":
+        plan = torchcomp.explain(how, model=model, world_size=ranks)
+        return Cost(plan, total_steps, total_steps * plan.bytes_sent)
+    once = torchcomp.explain(
+        "every(1)", model=model, world_size=ranks, total_steps=1, compress=how
+    ).bytes_sent
+    plan = torchcomp.explain(
+        settings.sync,
+        model=model,
+        world_size=ranks,
+        lr=rate,
+        total_steps=total_steps,
+        warmup_steps=settings.warmup_steps,
+        compress=how,
+        outer=outer_step(settings),
+    )
+    assert plan.syncs is not None, "a schedule's plan counts them"
+    return Cost(plan, plan.syncs, plan.syncs * once)
 
 
 def as_text(configuration: dict[str, Any], rows: dict[str, str]) -> str:

@@ -1,6 +1,6 @@
 """Two ranks on this machine train a small CNN on real digits three ways, and a table compares them.
 
-    python recipes/quickstart.py
+    python -m recipes.quickstart
 
 Dense, compressed gradients with error feedback, and local steps with the Quadratic Synchronization
 Rule: same data, seed and epochs. Writes ``runs/quickstart/accuracy.png``. ``--seeds 5`` repeats
@@ -61,7 +61,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--seeds", type=int, default=1, help="repeat with this many seeds [1]")
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("extra", nargs="*", help="after --: further flags of recipes/train.py")
+    parser.add_argument("extra", nargs="*", help="after --: further flags of recipes.train")
     parsed = parser.parse_args(arguments)
     if parsed.seeds < 1:
         parser.error(f"--seeds must be at least 1, found {parsed.seeds}")
@@ -71,7 +71,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def run(name: str, seed: int, folder: Path, extra: list[str]) -> Result:
     """Train once on two ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(_RANKS), str(_HERE / "train.py")]
+    command += ["--nproc-per-node", str(_RANKS), "-m", "recipes.train"]
     command += ["--config", str(_HERE / "configs" / "digits.yaml"), *METHODS[name]]
     command += ["--epochs", str(_EPOCHS), "--seed", str(seed), "--out", str(folder), *extra]
     if call(command, _environment()) != 0:
@@ -136,7 +136,7 @@ def accuracy(runs: list[Result]) -> str:
 def draw(results: dict[str, list[Result]], path: Path) -> None:
     """Draw test accuracy against the bytes that a rank has sent, on a log axis."""
     # Late, because torch comes with it, and the runs that come first need none here.
-    from result_files import pyplot, save_figure
+    from recipes.result_files import pyplot, save_figure
 
     figure, axes = pyplot().subplots(figsize=(8, 5), layout="constrained")
     for place, (name, runs) in enumerate(results.items()):

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from errors import RecipeError
-from settings import Settings
+
+from recipes.errors import RecipeError
+from recipes.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from errors import RecipeError
 
 import torchcomp
+from recipes.errors import RecipeError
 
 
 def make_folder(path: Path) -> None:
@@ -59,11 +59,12 @@ def read_notes(path: Path) -> dict[str, str]:
 
 def provenance() -> dict[str, str]:
     """Say what made a file: command, versions, date (UTC)."""
-    # From the repository's root, as the README writes it; other people's folders are not ours.
-    script = "/".join(Path(sys.argv[0]).parts[-3:])
+    # Python puts the module's full path into argv; its last three parts name the module, and leave
+    # out where the user keeps the repository.
+    module = ".".join(Path(sys.argv[0]).with_suffix("").parts[-3:])
     versions = f"torchcomp {torchcomp.__version__}, torch {torch.__version__}"
     return {
-        "command": shlex.join(["python", script, *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "versions": f"{versions}, Python {platform.python_version()}, {platform.machine()}",
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
     }

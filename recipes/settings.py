@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from errors import RecipeError
-from options import check_epochs, check_limits, option, read_options
+from recipes.errors import RecipeError
+from recipes.options import check_epochs, check_limits, option, read_options
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from ranks import count_in_environment
-from settings import Settings
 
+from recipes.ranks import count_in_environment
+from recipes.settings import Settings
 from torchcomp.schedules.two_phase import TwoPhase
 from torchcomp.spec import parse_schedule
 

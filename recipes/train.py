@@ -1,10 +1,12 @@
 """Train an image classifier on several ranks: dense, with compressed gradients, or local steps.
 
-    torchrun --nproc-per-node 2 recipes/train.py --config recipes/configs/digits.yaml \\
+    torchrun --nproc-per-node 2 -m recipes.train --config recipes/configs/digits.yaml \\
         --compress "ef(topk(0.01))"
 
-Read it top to bottom. Every key of a configuration file is a flag, and the other way round
-(``settings.py``); ``--dry-run`` prints what a run would do.
+torchcomp is two calls, in ``Trainer._attach``: ``torchcomp.register`` for compressed gradients and
+``torchcomp.LocalSGD`` for local steps. The rest is an ordinary DistributedDataParallel script.
+Every key of a configuration file is a flag and vice versa (``settings.py``). ``--dry-run`` prints
+what a run would do.
 """
 
 import copy
@@ -22,27 +24,43 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checkpoints import Checkpoints
-from errors import RecipeError
-from evaluation import Meter, average_into, digest, replicas_agree
-from image_data import open_batches
-from image_data.order import NOISE, keyed_seed
-from lr_schedules import rate_of
-from method import attach, check_specs
-from models import build_model, check_model
-from options import resolved
-from plan import check_micro_batches, describe, total_steps
-from random_state import random_state, restore, seed_all
-from ranks import Ranks, count_in_environment, join, leave, place, rank_in_environment, threads_of
-from report import Report
-from settings import Settings, read_settings
-from shrink import shrunken
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 import torchcomp
+from recipes.checkpoints import Checkpoints
+from recipes.errors import RecipeError
+from recipes.evaluation import Meter, average_into, digest, replicas_agree
+from recipes.image_data import open_batches
+from recipes.image_data.order import NOISE, keyed_seed
+from recipes.lr_schedules import rate_of
+from recipes.models import build_model, check_model
+from recipes.options import resolved
+from recipes.plan import (
+    averaging_method,
+    check_micro_batches,
+    check_specs,
+    dense_bytes,
+    describe,
+    outer_step,
+    total_steps,
+)
+from recipes.random_state import random_state, restore, seed_all
+from recipes.ranks import (
+    Ranks,
+    count_in_environment,
+    join,
+    leave,
+    place,
+    rank_in_environment,
+    threads_of,
+)
+from recipes.report import Report
+from recipes.settings import Settings, read_settings
+from recipes.shrink import shrunken
 
 # What may differ between a run and its resumption without changing the weights that it ends with.
 _FREE = {"out", "resume", "checkpoint_every", "log_every", "eval_every", "dry_run", "plan_ranks"}
@@ -174,14 +192,36 @@ class Trainer:
         self.scheduler = LambdaLR(self.optimizer, self.rate)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.amp == "fp16")
         self.loss_of = nn.CrossEntropyLoss(label_smoothing=settings.label_smoothing)
-        self.method = attach(
-            settings,
-            self.model,
-            self.optimizer,
-            total_steps=self.total,
-            ranks=self.ranks.count,
-            scaler=self.scaler,
-        )
+        self._attach()
+        self.dense_bytes = dense_bytes(self.model, self.ranks.count)
+
+    def _attach(self) -> None:
+        """Attach torchcomp: this is all that it adds to a DDP script."""
+        settings = self.settings
+        scaler = self.scaler if self.scaler.is_enabled() else None
+        self.compression: torchcomp.Handle | None = None
+        self.local: torchcomp.LocalSGD | None = None
+        if settings.sync != "none":
+            self.local = torchcomp.LocalSGD(
+                self.model,
+                self.optimizer,
+                settings.sync,
+                total_steps=self.total,
+                warmup_steps=settings.warmup_steps,
+                scaler=scaler,
+                compress=averaging_method(settings),
+                outer=outer_step(settings),
+                seed=settings.seed,
+            )
+        elif settings.compress != "none":
+            self.compression = torchcomp.register(
+                self.model, settings.compress, seed=settings.seed, scaler=scaler
+            )
+
+    @property
+    def method(self) -> "torchcomp.Handle | torchcomp.LocalSGD | None":
+        """What torchcomp attached to the model, if anything."""
+        return self.local or self.compression
 
     def _module(self) -> nn.Module:
         settings, preset = self.settings, self.batches.preset
@@ -236,29 +276,53 @@ class Trainer:
         pieces = self.settings.accumulate
         loss = torch.zeros((), device=self.device)
         micro_batches = zip(images.chunk(pieces), targets.chunk(pieces), strict=True)
-        for place_in_step, (some, answers) in enumerate(micro_batches):
-            last = place_in_step == pieces - 1
+        for index, (inputs, labels) in enumerate(micro_batches):
+            last = index == pieces - 1
             with nullcontext() if last else self.model.no_sync():
-                loss += self._backward(some, answers)
-        self.method.step(self.settings.clip_norm)
+                loss += self._backward(inputs, labels)
+        self._clip_and_step()
         self.optimizer.zero_grad()
         self.scheduler.step()
         return loss
 
     def _backward(self, images: Tensor, targets: Tensor) -> Tensor:
         """Add the gradients of a micro-batch; return its part of the step's loss."""
-        found: list[tuple[Tensor, Tensor]] = []
+        computed: list[tuple[Tensor, Tensor]] = []
 
         def compute() -> Tensor:
             with self._autocast():
                 scores = self.model(images)
                 loss: Tensor = self.loss_of(scores, targets)
-            found.append((loss, scores))
+            computed.append((loss, scores))
             return loss / self.settings.accumulate
 
-        part = self.method.backward(compute)
-        self.meter.add(*found[-1], targets)
-        return part
+        if self._repeats_overflows():
+            part = self.local.backward(compute)
+        else:
+            part = compute()
+            self.scaler.scale(part).backward()
+        # A repeated micro-batch counts once: the last computation is the one that was used.
+        self.meter.add(*computed[-1], targets)
+        return part.detach()
+
+    def _repeats_overflows(self) -> bool:
+        """Whether a micro-batch that overflows float16 is computed again at a lower scale.
+
+        The scaler would skip a step on one rank only, and local steps must stay in step.
+        """
+        return self.local is not None and self.scaler.is_enabled()
+
+    def _clip_and_step(self) -> None:
+        unscaled = self._repeats_overflows()
+        if self.settings.clip_norm:
+            if not unscaled:
+                self.scaler.unscale_(self.optimizer)
+            clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
+        if unscaled:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
 
     def _autocast(self) -> torch.autocast:
         dtype = torch.float16 if self.settings.amp == "fp16" else torch.bfloat16
@@ -276,11 +340,21 @@ class Trainer:
             epoch=epoch,
             loss=loss.item(),
             lr=self.rate(self.step - 1),
-            bytes_sent=self.method.bytes_sent(self.step),
-            synchronisations=self.method.synchronisations(self.step),
+            bytes_sent=self._bytes_sent(),
+            synchronisations=self._synchronisations(),
             ms=1000 * (now - self.logged_at) / steps,
         )
         self.logged_at, self.logged_step = now, self.step
+
+    def _bytes_sent(self) -> int:
+        """The bytes that this rank has sent so far."""
+        if self.method is None:
+            return self.step * self.dense_bytes
+        return self.method.stats.total_bytes_sent
+
+    def _synchronisations(self) -> int:
+        """How often the ranks have exchanged gradients or, with local steps, weights."""
+        return self.step if self.local is None else self.local.stats.syncs
 
     def _end_epoch(self, epoch: int) -> None:
         loss, accuracy = self.meter.over_ranks()
@@ -291,7 +365,7 @@ class Trainer:
             )
         self.meter = self._new_meter()
         values: dict[str, Any] = {"train_loss": loss, "train_accuracy": accuracy}
-        sent = self.method.bytes_sent(self.step)
+        sent = self._bytes_sent()
         if (epoch + 1) % self.settings.eval_every == 0 or self.step == self.total:
             test_loss, self.last_test = self.evaluate()
             values |= {"test_loss": test_loss, "test_accuracy": self.last_test}
@@ -316,7 +390,7 @@ class Trainer:
     def _prepare_twin(self) -> None:
         """Make the twin the model that is evaluated and saved."""
         average_into(self.twin, self.model.module, self.ranks.count)
-        if not (self.method.averages_weights and self.settings.bn_images):
+        if self.local is None or not self.settings.bn_images:
             return
         if not any(isinstance(layer, _BatchNorm) for layer in self.twin.modules()):
             return
@@ -343,7 +417,7 @@ class Trainer:
         self.report.summarise(summary)
 
     def _summary(self, accuracy: float, **more: Any) -> dict[str, Any]:
-        sent, dense = self.method.bytes_sent(self.step), self.method.dense_bytes_sent(self.step)
+        sent, dense = self._bytes_sent(), self.step * self.dense_bytes
         return {
             "test_accuracy": accuracy,
             "steps": self.step,
@@ -352,7 +426,7 @@ class Trainer:
             "bytes_per_step": sent / self.step,
             "dense_bytes_per_step": dense / self.step,
             "traffic_saved": dense / sent if sent else None,
-            "synchronisations": self.method.synchronisations(self.step),
+            "synchronisations": self._synchronisations(),
             "seconds": self._seconds(),
             **more,
             "settings": resolved(self.settings),
@@ -369,7 +443,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "method": self.method.state_dict(),
+            "method": self.method.state_dict() if self.method else None,
             "random": random_state(),
             "meter": self.meter.sums,
             "seconds": self._seconds(),
@@ -384,7 +458,8 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
-        self.method.load_state_dict(state["method"])
+        if self.method is not None:
+            self.method.load_state_dict(state["method"])
         self.meter.sums.copy_(state["meter"])
         self.step, self.seconds_before = state["step"], state["seconds"]
         restore(state["random"])
@@ -396,7 +471,7 @@ class Trainer:
         order of additions (with three ranks or more) and what is selected together. A run that
         goes on must find the arrangement that it left. All that this changes is loaded next.
         """
-        if self.method.averages_weights:
+        if self.local is not None:
             return
         preset = self.batches.preset
         count = self.settings.batch_size // self.ranks.count // self.settings.accumulate
@@ -410,8 +485,9 @@ class Trainer:
         return {k: v for k, v in resolved(self.settings).items() if k not in _FREE}
 
     def close(self) -> None:
-        """Take the method off the model."""
-        self.method.close()
+        """Remove torchcomp's hooks from the model."""
+        if self.method is not None:
+            self.method.close()
 
 
 if __name__ == "__main__":

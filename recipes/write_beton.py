@@ -1,6 +1,6 @@
 """Convert CIFAR-10's archive or an image folder to FFCV's ``.beton`` files.
 
-    python recipes/write_beton.py --dataset folder --source IMAGENET --out BETONS
+    python -m recipes.write_beton --dataset folder --source IMAGENET --out BETONS
 
 writes ``train_500_0.50_90.beton`` and ``val_500_0.50_90.beton`` for ``--data-path BETONS``.
 """
@@ -10,9 +10,9 @@ import os
 import sys
 from pathlib import Path
 
-from errors import RecipeError
-from image_data import sources
-from image_data.beton import PhotographFormat, write_beton
+from recipes.errors import RecipeError
+from recipes.image_data import sources
+from recipes.image_data.beton import PhotographFormat, write_beton
 
 
 def main() -> None:

@@ -155,7 +155,7 @@ def test_make_lists_its_targets():
 @pytest.mark.parametrize(
     ("target", "command"),
     [
-        ("quickstart", ".venv/bin/python recipes/quickstart.py --seeds 2"),
+        ("quickstart", ".venv/bin/python -m recipes.quickstart --seeds 2"),
         ("test", ".venv/bin/python -m pytest -n 2 --dist loadfile --seeds 2"),
         ("test-thorough", ".venv/bin/python -m pytest -n 2 --dist loadfile -m thorough --seeds 2"),
         ("lint", ".venv/bin/python -m mypy"),

@@ -1,8 +1,8 @@
-"""Time until the test accuracy reaches a target, by one method, seen from one rank.
+"""Measure the time until one method reaches a target test accuracy, on one rank.
 
-The small CNN on the digits, with the schedule of recipes/configs/digits.yaml: 24 epochs, cosine
-after two epochs of warm-up. Every rank has images of its own, so that one without the others does
-not get there. Every few steps rank 0 tests its own weights; the clock stands still meanwhile.
+The small CNN trains on the digits with the schedule of recipes/configs/digits.yaml: 24 epochs,
+cosine after two epochs of warm-up. Every rank has its own images, so one rank alone cannot reach
+the target. Every few steps, rank 0 tests its own weights while the clock is stopped.
 """
 
 import gc
@@ -13,17 +13,18 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from net import counters, data, models
-from net.job import Job
-from net.methods import Course, Trainee, attach
+from benchmarks.net import counters, data, models
+from benchmarks.net.job import Job
+from benchmarks.net.methods import Course, Trainee, attach
 
 _EPOCHS, _WARM_UP_EPOCHS = 24, 2
+# Steps between two tests.
 _EVERY = 4
 
 
 @dataclass(frozen=True)
 class RankAccuracy:
-    """What one rank saw until the target, or until the schedule's end."""
+    """What one rank measured until the target or the end of the schedule."""
 
     seconds: float
     steps: int
@@ -36,7 +37,7 @@ class RankAccuracy:
 
 
 class AccuracyBench:
-    """Trains to the target."""
+    """Trains one method after another to the target."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank = job, rank
@@ -44,24 +45,26 @@ class AccuracyBench:
         per_epoch = len(self.train) // job.world // job.batch
         self.total, self.warm_up = _EPOCHS * per_epoch, _WARM_UP_EPOCHS * per_epoch
 
-    def measure(self, method: str, seed: int, rate: float) -> RankAccuracy:
+    def measure(self, method: str, seed: int, lr: float) -> RankAccuracy:
         module = models.build(self.job.model, seed)
-        trainee = attach(method, module, Course(rate, self.total, self.warm_up))
+        trainee = attach(method, module, Course(lr, self.total, self.warm_up))
         try:
-            return self._measure(trainee, seed, rate)
+            return self._measure(trainee, seed, lr)
         finally:
             trainee.close()
+            # Objects in reference cycles would otherwise keep this model in memory.
             del trainee, module
             gc.collect()
 
-    def _measure(self, trainee: Trainee, seed: int, rate: float) -> RankAccuracy:
+    def _measure(self, trainee: Trainee, seed: int, lr: float) -> RankAccuracy:
+        # No rank may start the clock while another is still building its model.
         dist.barrier()
         before = counters.read(self.job.interface, self.job.port)
         seconds, steps, accuracy = 0.0, 0, 0.0
         while steps < self.total and accuracy < self.job.target:
             started = time.perf_counter()
             for step in range(steps, min(steps + _EVERY, self.total)):
-                self._step(trainee, step, seed, rate)
+                self._step(trainee, step, seed, lr)
             seconds += time.perf_counter() - started
             steps = min(steps + _EVERY, self.total)
             accuracy = self._accuracy(trainee)
@@ -69,17 +72,17 @@ class AccuracyBench:
         reached = accuracy >= self.job.target
         return RankAccuracy(seconds, steps, accuracy, reached, payload=sent.payload, **asdict(sent))
 
-    def _step(self, trainee: Trainee, step: int, seed: int, rate: float) -> None:
+    def _step(self, trainee: Trainee, step: int, seed: int, lr: float) -> None:
         rows = data.shard(self.train, self.job.batch, self.rank, self.job.world, step, seed)
         images, labels = self.train.take(rows)
         for group in trainee.optimizer.param_groups:
-            group["lr"] = rate * self._share(step)
+            group["lr"] = lr * self._lr_factor(step)
         trainee.optimizer.zero_grad()
         torch.nn.functional.cross_entropy(trainee.model(images), labels).backward()
         trainee.optimizer.step()
 
-    def _share(self, step: int) -> float:
-        """The part of the highest rate that a step trains with; never 0."""
+    def _lr_factor(self, step: int) -> float:
+        """The learning rate of a step as a fraction of its peak; never 0."""
         if step < self.warm_up:
             return (step + 1) / self.warm_up
         done = (step - self.warm_up) / (self.total - self.warm_up)
@@ -93,6 +96,7 @@ class AccuracyBench:
                 right = trainee.model.module(self.test.images).argmax(1) == self.test.labels
             trainee.model.module.train()
             found[0] = right.float().mean()
-        # It also brings the ranks together again before the clock goes on.
+        # All ranks need the result to stop together. The broadcast also synchronizes them before
+        # the clock starts again, so the test does not count as waiting time.
         dist.broadcast(found, src=0)
         return float(found)

@@ -1,4 +1,4 @@
-"""Other people's methods as DDP communication hooks, and the floor that none of them can beat."""
+"""The methods that torchcomp is compared with, as DDP communication hooks."""
 
 import torch
 import torch.distributed as dist
@@ -9,15 +9,17 @@ Future = torch.futures.Future[Tensor]
 
 
 def no_op(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Exchange nothing: every rank steps with its own gradient. The time of the arithmetic."""
+    """Exchange nothing: every rank steps with its own gradient.
+
+    The step then takes the time of the arithmetic alone, which no method can beat.
+    """
     return _done(bucket.buffer())
 
 
 class NaiveTopK:
     """TopK with error feedback as it is usually written: torch.topk, two all-gathers, no overlap.
 
-    fp32 values and int32 indices, 8 bytes per entry. The residual goes by the bucket's index, which
-    DDP's regrouping after the first step would mix up; the residual starts with the second.
+    An entry takes 8 bytes: an fp32 value and an int32 index.
     """
 
     def __init__(self, ratio: float) -> None:
@@ -26,6 +28,8 @@ class NaiveTopK:
 
     def exchange(self, bucket: dist.GradBucket) -> None:
         gradient = bucket.buffer()
+        # DDP regroups its buckets after the first step, so an index can then name another bucket.
+        # With the length in the key, a bucket whose length has changed starts without a residual.
         residual = self.residual.setdefault(
             (bucket.index(), gradient.numel()), torch.zeros_like(gradient)
         )
@@ -35,25 +39,30 @@ class NaiveTopK:
         values = residual[indices]
         residual[indices] = 0
         gradient.zero_()
-        for theirs, places in zip(gathered(values), gathered(indices.int()), strict=True):
-            gradient.index_add_(0, places, theirs)
+        # Every rank adds in rank order, so all replicas stay equal bit for bit.
+        all_values, all_indices = gathered(values), gathered(indices.int())
+        for rank_values, rank_indices in zip(all_values, all_indices, strict=True):
+            gradient.index_add_(0, rank_indices, rank_values)
         gradient.div_(dist.get_world_size())
 
 
 def gathered(values: Tensor) -> list[Tensor]:
-    everyone = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, values)
-    return everyone
+    """The values of all ranks, by an all-gather."""
+    of_all = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_all, values)
+    return of_all
 
 
 def naive_topk(state: NaiveTopK, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Block in the hook; DDP calls it in the order of the buckets on every rank."""
+    """Exchange the bucket with blocking collectives inside the hook."""
+    # DDP calls the hook in the same bucket order on every rank, so the collectives match.
     state.exchange(bucket)
     return _done(bucket.buffer())
 
 
 def bf16(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """PyTorch's own hook, under another name: DDP refuses its name beside gloo, which can do it."""
+    """PyTorch's own hook, under another name."""
+    # DDP refuses this hook by name with gloo, although gloo can all-reduce bf16.
     return default_hooks.bf16_compress_hook(dist.group.WORLD, bucket)
 
 

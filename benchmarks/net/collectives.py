@@ -1,7 +1,7 @@
-"""How long threads wait inside torch.distributed: its functions, replaced by timed ones.
+"""Measure the time that threads spend inside blocking collectives of torch.distributed.
 
-Only blocking calls can be timed this way. What is issued asynchronously (PyTorch's own hooks) or in
-C++ (plain DDP) passes unseen, and `seconds` is None then.
+The functions of torch.distributed are replaced by timed ones. Collectives that are issued
+asynchronously (PyTorch's own hooks) or in C++ (plain DDP) cannot be timed this way.
 """
 
 import time
@@ -23,13 +23,14 @@ _NAMES = (
 
 
 class CollectiveClock:
-    """Sums the time spent in blocking collectives, over threads."""
+    """The time spent in blocking collectives, summed over threads."""
 
     def __init__(self) -> None:
         self._seconds, self._blocking, self._asynchronous = 0.0, 0, 0
 
     def install(self) -> None:
-        """Time every collective from now on; before torchcomp, which may keep what it imports."""
+        """Time every collective from now on. Call this before torchcomp is imported."""
+        # A module that was imported earlier can hold the original functions.
         for name in _NAMES:
             if hasattr(dist, name):
                 setattr(dist, name, self._timed(getattr(dist, name)))
@@ -39,6 +40,7 @@ class CollectiveClock:
 
     @property
     def seconds(self) -> float | None:
+        """Seconds since the last reset; None unless all collectives were blocking."""
         return self._seconds if self._blocking and not self._asynchronous else None
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,6 +48,7 @@ class CollectiveClock:
             started = time.perf_counter()
             outcome = function(*arguments, **named)
             self._seconds += time.perf_counter() - started
+            # An asynchronous call returns a Work object; a blocking one returns None.
             self._blocking += outcome is None
             self._asynchronous += outcome is not None
             return outcome

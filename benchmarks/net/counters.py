@@ -1,17 +1,17 @@
-"""What the kernel says that this host has sent.
+"""Read from the kernel how many bytes this host has sent.
 
-The queueing discipline (`tc -s qdisc`) counts the bytes and the packets of the wire. Each packet
-carries 66 bytes of headers (Ethernet 14, IPv4 20, TCP with time stamps 32), and an acknowledgement
-is nothing else: so bytes - 66 * packets is payload. Retransmissions are in it. TCP's own count of
-the same (`ss -i`: bytes_sent - bytes_retrans), without the rendezvous of the ranks, is the second
-opinion.
+The queueing discipline (`tc -s qdisc`) counts the bytes and packets on the wire. The payload is
+bytes - 66 * packets, including retransmissions. TCP's own count (`ss -i`: bytes_sent -
+bytes_retrans) serves as a check. It leaves out the rendezvous of the ranks.
 """
 
 import re
 from dataclasses import dataclass, fields
 
-from net.shell import run
+from benchmarks.net.shell import run
 
+# Ethernet 14, IPv4 20, TCP with time stamps 32. An acknowledgement consists of headers only, so
+# subtracting them from every packet removes acknowledgements as well.
 HEADER = 66
 
 
@@ -33,7 +33,7 @@ class Counters:
 
 
 def read(interface: str, rendezvous_port: int) -> Counters:
-    """Read them, in the namespace of the calling process."""
+    """Read the counters in the network namespace of the calling process."""
     qdisc = run("tc", "-s", "qdisc", "show", "dev", interface)
     sent = re.search(r"Sent (\d+) bytes (\d+) pkt", qdisc)
     assert sent is not None, qdisc
@@ -43,6 +43,7 @@ def read(interface: str, rendezvous_port: int) -> Counters:
 def _tcp_bytes(rendezvous_port: int) -> int:
     total = 0
     for line in run("ss", "--tcp", "--info", "--numeric", "--no-header", "--oneline").splitlines():
+        # Connections of the rendezvous have its port at one end.
         _state, _received, _queued, local, peer, *_ = line.split()
         if str(rendezvous_port) not in (local.rpartition(":")[2], peer.rpartition(":")[2]):
             total += _number("bytes_sent", line) - _number("bytes_retrans", line)

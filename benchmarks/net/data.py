@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits, embedded in the package: 1,437 to train with, 360 to test."""
+"""scikit-learn's handwritten digits: 1,437 training images and 360 test images."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ _TEST = 360
 
 @dataclass(frozen=True)
 class Images:
-    """Images (N, 1, size, size) with mean 0 and deviation 1, and their labels."""
+    """Images (N, 1, size, size) with mean 0 and standard deviation 1, and their labels."""
 
     images: Tensor
     labels: Tensor
@@ -24,7 +24,8 @@ class Images:
 
 
 def digits(size: int) -> tuple[Images, Images]:
-    """Training and test images, enlarged from 8 pixels to `size`; the same split every time."""
+    """Training and test images, enlarged from 8 pixels to `size`. The split is always the same."""
+    # The images are part of the package, so no download is needed.
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
@@ -39,9 +40,10 @@ def digits(size: int) -> tuple[Images, Images]:
 
 
 def shard(data: Images, batch: int, rank: int, world: int, step: int, seed: int) -> Tensor:
-    """The rows of this rank in a step. A rank holds every `world`-th image and sees no others."""
+    """The rows of this rank in a step. A rank trains on every `world`-th image only."""
     own = torch.arange(rank, len(data), world)
-    epoch, place = divmod(step, len(data) // world // batch)
+    epoch, batch_index = divmod(step, len(data) // world // batch)
+    # Distinct factors give every seed, epoch and rank its own order.
     generator = torch.Generator().manual_seed(1_000_003 * seed + 1_009 * epoch + rank)
     order = torch.randperm(len(own), generator=generator)
-    return own[order[place * batch : (place + 1) * batch]]
+    return own[order[batch_index * batch : (batch_index + 1) * batch]]

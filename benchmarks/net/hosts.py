@@ -1,8 +1,7 @@
 """Hosts: network namespaces, each behind a shaped link to one switch that adds delay.
 
-Every host has its own interface, TCP stack and counters. Its uplink is shaped by the kernel (tbf),
-so that TCP feels the back-pressure of a real card; the switch (netdelay.c) then serialises and
-delays exactly, in both directions, without the free burst that tbf grants short messages.
+Every host has its own interface, TCP stack and counters. The kernel's tbf shapes its uplink. The
+switch (netdelay.c) then serializes and delays every frame exactly, in both directions.
 """
 
 import os
@@ -13,16 +12,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-from net.shell import ShellError, missing, run
+from benchmarks.net.shell import ShellError, missing, run
 
 _SOURCE = Path(__file__).with_name("netdelay.c")
-# What tbf lets pass at once. A large TCP segment must fit whole; the switch serialises it again.
+# tbf gives TCP the back-pressure of a real network card, but lets short messages pass in a free
+# burst. The switch has no such burst. This burst size must hold one large TCP segment as a whole.
 _LEAST_BURST, _LARGEST_BURST = 66_000, 1_250_000
+# The switch in netdelay.c has this many ports.
 _MOST = 32
 
 
 class Hosts:
-    """`count` hosts with links of `mbit` Mbit/s and `delay_us` one way, while the context lasts."""
+    """A context with `count` hosts on links of `mbit` Mbit/s, with `delay_us` one way."""
 
     interface = "eth0"
 
@@ -31,12 +32,13 @@ class Hosts:
         if lacking:
             raise ShellError(lacking)
         if not 2 <= count <= _MOST:
-            raise ShellError(f"2 to {_MOST} hosts, not {count}")
+            raise ShellError(f"{count} hosts are not possible: choose from 2 to {_MOST}")
         self.count, self.mbit, self.delay_us = count, mbit, delay_us
         self._prefix = f"tcb{os.getpid()}x"
         self._switch: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> "Hosts":
+        # A run that was killed with SIGKILL could not remove its hosts.
         _remove_orphans()
         try:
             self._build()
@@ -54,14 +56,14 @@ class Hosts:
         self.close()
 
     def inside(self, host: int) -> list[str]:
-        """The command prefix that runs a program on a host."""
+        """The command prefix that runs a program on `host`."""
         return ["ip", "netns", "exec", self._name(host)]
 
     def address(self, host: int) -> str:
         return f"10.77.0.{host + 1}"
 
     def close(self) -> None:
-        """Remove every host; harmless when repeated."""
+        """Remove every host. Calling it again has no effect."""
         if self._switch is not None:
             self._switch.terminate()
             self._switch.wait(timeout=10)
@@ -90,8 +92,10 @@ class Hosts:
             f"link set {eth} address {_mac(host)}",
             f"addr add {own}/24 dev {eth}",
             f"link set {eth} up",
-            # The default may be another one, and cannot be set within a namespace everywhere.
+            # Set congestion control per route: the system's default can be another one, and some
+            # kernels cannot change it within a namespace.
             f"route replace 10.77.0.0/24 dev {eth} src {own} congctl cubic",
+            # Fixed neighbours: no ARP traffic in the counters.
             *(
                 f"neigh replace {self.address(other)} lladdr {_mac(other)} dev {eth} nud permanent"
                 for other in range(self.count)
@@ -117,7 +121,7 @@ class Hosts:
             )
             assert self._switch.stdout is not None
             if self._switch.stdout.readline() != "ready\n":
-                raise ShellError("the switch did not start: its own message is above")
+                raise ShellError("the switch (netdelay) did not start: see its message above")
 
 
 def _mac(host: int) -> str:
@@ -127,7 +131,7 @@ def _mac(host: int) -> str:
 def _add_namespace(name: str) -> None:
     run("ip", "netns", "add", name)
     _batch(name, "link set lo up")
-    # Without addresses and router requests of its own, a host sends what the run sends.
+    # Without IPv6 the host sends no address or router requests, so only the run's bytes count.
     quiet = "for f in /proc/sys/net/ipv6/conf/*/disable_ipv6; do echo 1 >$f; done"
     run("ip", "netns", "exec", name, "sh", "-c", f"[ ! -d /proc/sys/net/ipv6 ] || {{ {quiet}; }}")
 
@@ -146,7 +150,7 @@ def _remove(names: Iterable[str]) -> None:
 
 
 def _remove_orphans() -> None:
-    """Remove the hosts of benchmarks that were killed without notice: their process is gone."""
+    """Remove the hosts of benchmarks whose process no longer exists."""
     for name in _namespaces():
         owner = re.fullmatch(r"tcb(\d+)x(?:hub|h\d+)", name)
         if owner and not Path(f"/proc/{owner[1]}").exists():

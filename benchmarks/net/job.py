@@ -1,4 +1,4 @@
-"""A job: what the workers of one launch are told to do, as JSON on their command line."""
+"""A job: the configuration of one launch, passed to its workers as JSON."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -8,10 +8,15 @@ from dataclasses import asdict, dataclass
 class Job:
     """One launch: methods measured one after another by the same processes.
 
-    `task` is "steps" (time and bytes of a step) or "accuracy" (time to a test accuracy). `seconds`
-    bounds what is measured of a method and `least` is the least number of its steps. `rounds`
-    repeats the list of methods, so that a machine that slows down slows them all. `counted` is
-    whether the kernel's counters of the interface are this job's alone.
+    Attributes:
+        task: "steps" (time and bytes of a step) or "accuracy" (time to a test accuracy).
+        counted: Whether the kernel's counters of the interface belong to this job alone.
+        seconds: Bound on the measured time per method.
+        least: Smallest number of measured steps per method.
+        rounds: How often the list of methods is repeated. If the machine slows down, this slows
+            all methods.
+        rates: Peak learning rates to try, for the task "accuracy".
+        timeout: Seconds after which a worker without a result is ended.
     """
 
     task: str
@@ -37,4 +42,5 @@ class Job:
     @staticmethod
     def from_json(text: str) -> "Job":
         values = json.loads(text)
+        # JSON has no tuples.
         return Job(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})

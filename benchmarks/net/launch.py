@@ -1,4 +1,4 @@
-"""Start one worker a host, hand on what rank 0 reports line by line, and end them all."""
+"""Start one worker per host, yield the lines that rank 0 reports, and end all workers."""
 
 import json
 import os
@@ -12,39 +12,40 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from net.job import Job
+from benchmarks.net.job import Job
 
-_BENCHMARKS = Path(__file__).parents[1]
-# One thread per rank; idle threads that spin would take the core from another rank.
+_ROOT = Path(__file__).parents[2]
+# One thread per rank. Threads that spin while idle would take a core away from another rank.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
+# Lines of a failed worker's output that an error shows.
 _TAIL = 15
 
 
 class LaunchError(RuntimeError):
-    """A worker failed, or was silent for too long."""
+    """A worker failed, or reported nothing until the timeout."""
 
 
 def results(job: Job, prefixes: list[list[str]]) -> Iterator[dict[str, Any]]:
-    """Run `job` with one worker behind each command prefix; yield rank 0's results as they come.
+    """Run `job` with one worker per command prefix; yield rank 0's results as they come.
 
     Raises:
-        LaunchError: with the last lines of the worker that failed first.
+        LaunchError: If a worker fails, with the last lines of the first one that did.
     """
-    worker = [sys.executable, "-m", "net.worker"]
+    worker = [sys.executable, "-m", "benchmarks.net.worker"]
     commands = [[*prefix, *worker, str(r), job.to_json()] for r, prefix in enumerate(prefixes)]
     yield from lines_of(commands, job.interface, job.timeout)
 
 
 def lines_of(commands: list[list[str]], interface: str, timeout: float) -> Iterator[dict[str, Any]]:
-    """Run one command per rank; yield the lines of JSON that the first prints, as they come.
+    """Run one command per rank; yield the lines of JSON that rank 0 prints, as they come.
 
     Args:
-        commands: by rank.
-        interface: the network device that gloo takes.
-        timeout: seconds without a line after which all are ended.
+        commands: One command per rank.
+        interface: The network device for gloo.
+        timeout: Seconds without a line after which all workers are ended.
 
     Raises:
-        LaunchError: with the last lines of the worker that failed first.
+        LaunchError: If a worker fails, with the last lines of the first one that did.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -65,18 +66,20 @@ def _workers(
     finally:
         for process in started:
             if process.poll() is None:
+                # The whole process group: a worker starts `tc` and `ss`.
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Let signals wait: one between a worker's start and its entry in the list would leave it."""
+    """Delay SIGINT and SIGTERM until the block ends."""
+    # A signal between a worker's start and its entry in the list would leave the worker running.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
-        # Workers inherit the block, which does no harm: they are ended by SIGKILL.
+        # Workers inherit the blocked signals. That is harmless, because SIGKILL ends them.
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
@@ -87,7 +90,7 @@ def _start(
     with (folder / f"out{rank}").open("wb") as out, (folder / f"err{rank}").open("wb") as err:
         return subprocess.Popen(
             command,
-            cwd=_BENCHMARKS,
+            cwd=_ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -102,7 +105,7 @@ def _follow(
     deadline = time.monotonic() + timeout
     running = True
     while running:
-        # Looked at before the last read: what a worker wrote before it ended is not missed.
+        # Check before the last read, so that nothing a worker wrote before its end is missed.
         running = any(worker.poll() is None for worker in workers)
         for line in _whole_lines(lines):
             deadline = time.monotonic() + timeout
@@ -111,16 +114,17 @@ def _follow(
             if worker.poll():
                 raise LaunchError(f"rank {rank} failed:\n{_tail(folder / f'err{rank}')}")
         if time.monotonic() > deadline:
-            raise LaunchError(f"no result in {timeout:.0f} s:\n{_tail(folder / 'err0')}")
+            raise LaunchError(f"no result within {timeout:.0f} s:\n{_tail(folder / 'err0')}")
         time.sleep(0.1)
 
 
 def _whole_lines(lines: TextIO) -> Iterator[str]:
     while True:
-        place = lines.tell()
+        start = lines.tell()
         line = lines.readline()
         if not line.endswith("\n"):
-            lines.seek(place)
+            # The worker is still writing this line: read it again later.
+            lines.seek(start)
             return
         yield line
 

@@ -1,7 +1,7 @@
-"""Methods by name: what is attached to a model before it trains.
+"""Attach a method to a model before it trains.
 
-Baselines have names. Everything else is a spec of torchcomp: a method, a schedule of local steps,
-or ``jointspar(...)`` with the options of :class:`torchcomp.JointSpar`.
+A method is the name of a baseline or a spec of torchcomp. The spec can be a method, a schedule of
+local steps, or ``jointspar(...)`` with the options of :class:`torchcomp.JointSpar`.
 """
 
 import ast
@@ -14,26 +14,26 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import torchcomp
-from net import baselines
-from net.names import BASELINES, BF16, FLOOR, NAIVE_TOPK, POWERSGD
+from benchmarks.net import baselines
+from benchmarks.net.names import BASELINES, BF16, FLOOR, NAIVE_TOPK, POWERSGD
 from torchcomp.schedules import Schedule
 
 _LAYERS = "jointspar("
-# All of a model in one bucket. PyTorch's PowerSGD waits for collectives inside of callbacks, which
-# hangs gloo as soon as two buckets do it; with one bucket its own hook runs unchanged.
+# Large enough for a whole model. PyTorch's PowerSGD hook waits for collectives inside callbacks,
+# which hangs gloo if two buckets do it. With one bucket, the hook runs unchanged.
 _ONE_BUCKET_MB = 4096
 
 
 @dataclass
 class Trainee:
-    """A model in training; `counter` is the handle that counts bytes, if the method has one."""
+    """A model in training. `counter` is torchcomp's handle, which counts bytes, if there is one."""
 
     model: DistributedDataParallel
     optimizer: SGD
     counter: Any = None
 
     def counted_bytes(self) -> int:
-        """Bytes that torchcomp says it has sent."""
+        """Bytes sent, as torchcomp counts them; 0 for a baseline."""
         return self.counter.stats.total_bytes_sent if self.counter is not None else 0
 
     def close(self) -> None:
@@ -43,18 +43,21 @@ class Trainee:
 
 @dataclass(frozen=True)
 class Course:
-    """The training that lies ahead; `settled` skips PowerSGD's dense steps at the start."""
+    """The length and learning rate of a training run.
 
-    rate: float
+    `settled` skips the dense steps with which PowerSGD starts.
+    """
+
+    lr: float
     total_steps: int
     warmup_steps: int = 0
     settled: bool = False
 
 
 def attach(method: str, module: nn.Module, course: Course) -> Trainee:
-    """Make `module` train by `method`."""
+    """Wrap `module` in DDP and attach `method` to it."""
     model = DistributedDataParallel(module, **_ddp_options(method))
-    optimizer = SGD(model.parameters(), lr=course.rate, momentum=0.9, weight_decay=5e-4)
+    optimizer = SGD(model.parameters(), lr=course.lr, momentum=0.9, weight_decay=5e-4)
     if method in BASELINES:
         _register_baseline(method, model, course.settled)
         return Trainee(model, optimizer)
@@ -62,10 +65,10 @@ def attach(method: str, module: nn.Module, course: Course) -> Trainee:
 
 
 def _ddp_options(method: str) -> dict[str, Any]:
-    # Statistics of batch normalisation stay local in all methods, or their broadcast would be in
-    # the bytes and in the time.
+    # BatchNorm statistics stay local with every method. Their broadcast would otherwise add to the
+    # measured bytes and time.
     options: dict[str, Any] = {"forward_sync_buffers": False, "gradient_as_bucket_view": True}
-    # All ranks have built the same weights from the same seed; sending them takes minutes on a
+    # All ranks build the same weights from the same seed. Sending them would take minutes on a
     # slow link.
     options["init_sync"] = False
     if method == POWERSGD:
@@ -74,7 +77,7 @@ def _ddp_options(method: str) -> dict[str, Any]:
 
 
 def _counter(method: str, model: DistributedDataParallel, optimizer: SGD, course: Course) -> Any:
-    """Attach a method of torchcomp; return what counts its bytes."""
+    """Attach a method of torchcomp and return its handle, which counts bytes."""
     if method.startswith(_LAYERS):
         return torchcomp.JointSpar(model, **_options(method))
     if not isinstance(torchcomp.parse(method), Schedule):
@@ -84,7 +87,8 @@ def _counter(method: str, model: DistributedDataParallel, optimizer: SGD, course
 
 
 def _options(method: str) -> dict[str, Any]:
-    """The keyword arguments of a call that is written out."""
+    """The keyword arguments in the source text of a call."""
+    # Literals only, never eval: the method comes from the command line.
     call: Any = ast.parse(method, mode="eval").body
     return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
 

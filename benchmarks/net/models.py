@@ -1,24 +1,21 @@
-"""The benchmarks' models, from the recipes, with the size of image that each takes."""
-
-import sys
-from pathlib import Path
+"""The models of the benchmarks, built by the recipes, and the image size of each."""
 
 import torch
 from torch import nn
 
-from net.data import CLASSES
+from benchmarks.net.data import CLASSES
 
-_RECIPES = Path(__file__).parents[2] / "recipes"
+# Pixels per side of the input images.
 SIZES = {"resnet18": 32, "smallcnn": 8, "mlp": 8}
 
 
 def build(name: str, seed: int) -> nn.Module:
-    """Build a model with the same weights for the same seed."""
+    """Build a model. The same seed gives the same weights."""
+    # Ranks do not broadcast their weights, so all of them must build the same ones.
     torch.manual_seed(seed)
     if name == "mlp":
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, CLASSES))
-    sys.path.append(str(_RECIPES))
-    from models import build_model
+    from recipes.models import build_model
 
     known = {"resnet18": "torchvision/resnet18"}.get(name, name)
     model: nn.Module = build_model(known, channels=1, classes=CLASSES, small_stem=False)

@@ -1,4 +1,4 @@
-"""CSV files of results: a row is on disk as soon as it is measured, and a run can go on."""
+"""CSV files of results. Each row is written as soon as it is measured."""
 
 import csv
 import os
@@ -18,7 +18,7 @@ ACCURACY += ["wire_bytes", "payload_bytes"]
 
 
 class Table:
-    """One CSV file, appended to."""
+    """One CSV file. Rows are appended, never changed."""
 
     def __init__(self, path: Path, columns: list[str]) -> None:
         self.path, self.columns = path, columns
@@ -31,6 +31,8 @@ class Table:
             return list(csv.DictReader(file))
 
     def add(self, row: dict[str, Any]) -> None:
+        # Open and close for every row: an interrupted run then loses no result, and --resume can
+        # continue from the file.
         fresh = not self.path.exists()
         with self.path.open("a", newline="") as file:
             writer = csv.DictWriter(file, self.columns, lineterminator="\n")
@@ -39,12 +41,14 @@ class Table:
             writer.writerow(row)
 
     def has(self, **wanted: Any) -> bool:
+        """Whether a row has all of these values."""
+        # CSV stores text, so compare as text.
         texts = {name: str(value) for name, value in wanted.items()}
         return any(all(row[name] == text for name, text in texts.items()) for row in self.read())
 
 
 def conditions() -> dict[str, Any]:
-    """What every row says about where and when it was measured."""
+    """The columns that record when, where and with which versions a row was measured."""
     from importlib.metadata import version
 
     return {
@@ -57,8 +61,9 @@ def conditions() -> dict[str, Any]:
 
 
 def _revision() -> str:
-    """The commit, with a + where the working tree differs from it."""
+    """The commit, with a + if the working tree differs from it."""
     here = Path(__file__).parent
+    # --exclude=* ignores tags, so that the result is always a commit.
     command = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--exclude=*"]
     described = subprocess.run(command, capture_output=True, text=True)
     return described.stdout.strip() or "unknown"

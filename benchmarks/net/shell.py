@@ -1,9 +1,10 @@
-"""Commands of the system, whose failure is an error with their own words."""
+"""Run system commands. A command that fails raises an error with its own message."""
 
 import os
 import shutil
 import subprocess
 
+# Each program with the Debian package that contains it.
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "ss": "iproute2", "gcc": "gcc"}
 
 
@@ -19,9 +20,9 @@ def run(*command: str, text: str = "") -> str:
 
 
 def missing() -> str:
-    """What must be there for shaped hosts and is not, in a sentence; empty if nothing."""
+    """A sentence about what this machine lacks for shaped hosts; empty if nothing."""
     if os.geteuid() != 0:
-        return "network namespaces need root: run it with sudo, or in a privileged container"
+        return "network namespaces need root: use sudo or a privileged container"
     packages = sorted({PROGRAMS[name] for name in PROGRAMS if shutil.which(name) is None})
     if packages:
         return f"shaped hosts need {' and '.join(packages)}: apt-get install {' '.join(packages)}"

@@ -1,4 +1,4 @@
-"""Time and bytes of a training step, by one method, seen from one rank."""
+"""Measure the time and bytes of a training step with one method, on one rank."""
 
 import gc
 import resource
@@ -8,19 +8,20 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from net import counters, data, models
-from net.collectives import CollectiveClock
-from net.job import Job
-from net.methods import Course, Trainee, attach
+from benchmarks.net import counters, data, models
+from benchmarks.net.collectives import CollectiveClock
+from benchmarks.net.job import Job
+from benchmarks.net.methods import Course, Trainee, attach
 
 _MOST_STEPS = 40
+# Fewest and most steps of warm-up. After _WARM_UP_SECONDS, the fewest are enough.
 _WARM_UP = (2, 5)
 _WARM_UP_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that is counted, at one moment."""
+    """The values of all counters at one moment."""
 
     user: float
     system: float
@@ -31,7 +32,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class RankSteps:
-    """What one rank saw; times in seconds, bytes of all steps together."""
+    """What one rank measured: times in seconds, bytes summed over all steps."""
 
     times: list[float]
     user: float
@@ -45,7 +46,7 @@ class RankSteps:
 
 
 class StepBench:
-    """Trains the way a user's loop does, and counts."""
+    """Trains as a user's loop does, and measures each method."""
 
     def __init__(self, job: Job, rank: int, clock: CollectiveClock) -> None:
         self.job, self.rank, self.clock = job, rank, clock
@@ -53,11 +54,12 @@ class StepBench:
 
     def measure(self, method: str) -> RankSteps:
         module = models.build(self.job.model, seed=0)
-        trainee = attach(method, module, Course(rate=0.01, total_steps=1000, settled=True))
+        trainee = attach(method, module, Course(lr=0.01, total_steps=1000, settled=True))
         try:
             return self._measure(trainee)
         finally:
             trainee.close()
+            # Objects in reference cycles would otherwise keep this model in memory.
             del trainee, module
             gc.collect()
 
@@ -68,7 +70,8 @@ class StepBench:
         before = self._snapshot(trainee)
         times = [self._step(trainee, number) for number in range(steps)]
         collective = self.clock.seconds
-        # What this rank sent last may still wait in its queue when its own step is over.
+        # The last messages of this rank can still be in its queue when its step has ended. After
+        # the barrier they have been sent.
         dist.barrier()
         after = self._snapshot(trainee)
         sent = after.sent - before.sent
@@ -83,21 +86,23 @@ class StepBench:
         )
 
     def _warm_up(self, trainee: Trainee) -> int:
-        """Train until times have settled; return how many steps are then worth measuring."""
+        """Train until step times are stable; return the number of steps to measure."""
         started = time.perf_counter()
         fewest, most = _WARM_UP
         for number in range(most):
             seconds = self._step(trainee, number)
             done = time.perf_counter() - started > _WARM_UP_SECONDS
+            # Step times differ between ranks, but all ranks must take the same number of steps.
             if self._of_rank_0(float(done and number + 1 >= fewest)):
                 break
-        worth = min(self.job.seconds / seconds, _MOST_STEPS)
-        return int(self._of_rank_0(max(self.job.least, worth)))
+        affordable = min(self.job.seconds / seconds, _MOST_STEPS)
+        return int(self._of_rank_0(max(self.job.least, affordable)))
 
     def _of_rank_0(self, value: float) -> float:
-        agreed = torch.tensor([value], dtype=torch.float64)
-        dist.broadcast(agreed, src=0)
-        return float(agreed)
+        """Rank 0's value, on every rank."""
+        shared = torch.tensor([value], dtype=torch.float64)
+        dist.broadcast(shared, src=0)
+        return float(shared)
 
     def _step(self, trainee: Trainee, number: int) -> float:
         rows = data.shard(self.train, self.job.batch, self.rank, self.job.world, number, seed=0)

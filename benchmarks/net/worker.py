@@ -1,4 +1,4 @@
-"""One rank of a job: `python -m net.worker RANK JOB`, started by launch.py on every host."""
+"""One rank of a job: `python -m benchmarks.net.worker RANK JOB`, run by launch.py."""
 
 import faulthandler
 import gc
@@ -10,18 +10,19 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-from net.job import Job
+from benchmarks.net.job import Job
 
 
 def main() -> None:
     rank, job = int(sys.argv[1]), Job.from_json(sys.argv[2])
     pin(rank, job.world)
-    # Imported late, so that every thread of theirs is pinned. The clock goes before torchcomp, and
-    # torchcomp before the process group (docs/assumptions.md).
+    # Import torch after pinning, so that its threads inherit the cores. Install the clock before
+    # torchcomp is imported, and import torchcomp before the process group is made
+    # (docs/assumptions.md).
     import torch
     import torch.distributed as dist
 
-    from net.collectives import CollectiveClock
+    from benchmarks.net.collectives import CollectiveClock
 
     clock = CollectiveClock()
     clock.install()
@@ -35,23 +36,23 @@ def main() -> None:
         world_size=job.world,
         timeout=timedelta(seconds=job.timeout),
     )
-    # A worker that is left alone ends by itself, and says where it hung.
+    # A worker without a result for this long prints its stack and exits.
     faulthandler.dump_traceback_later(job.timeout, exit=True)
     for labels, outcome in measured(job, rank, clock):
         faulthandler.dump_traceback_later(job.timeout, exit=True)
-        everyone: list[Any] = [None] * job.world
-        dist.all_gather_object(everyone, asdict(outcome))
+        outcomes: list[Any] = [None] * job.world
+        dist.all_gather_object(outcomes, asdict(outcome))
         if rank == 0:
-            result = {**labels, "parameters": parameters(job.model), "ranks": everyone}
+            result = {**labels, "parameters": parameters(job.model), "ranks": outcomes}
             print(json.dumps(result), flush=True)
-    # What the last measurement held goes before the process group (docs/assumptions.md).
+    # Free the last DDP model before the process group is destroyed (docs/assumptions.md).
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
 
 
 def pin(rank: int, world: int) -> None:
-    """Give every rank cores of its own, or share them out one by one if they do not suffice."""
+    """Pin this rank to its own cores. With more ranks than cores, ranks share single cores."""
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // world)
     first = rank * share % len(cores)
@@ -59,15 +60,15 @@ def pin(rank: int, world: int) -> None:
 
 
 def parameters(model: str) -> int:
-    from net.models import build
+    from benchmarks.net.models import build
 
     return sum(parameter.numel() for parameter in build(model, seed=0).parameters())
 
 
 def measured(job: Job, rank: int, clock: Any) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Every measurement of the job, with what tells it from the others."""
+    """Yield every measurement of the job, with the labels that identify it."""
     if job.task == "accuracy":
-        from net.accuracy import AccuracyBench
+        from benchmarks.net.accuracy import AccuracyBench
 
         trainer = AccuracyBench(job, rank)
         for method in job.methods:
@@ -76,12 +77,12 @@ def measured(job: Job, rank: int, clock: Any) -> Iterator[tuple[dict[str, Any], 
                     labels = {"method": method, "rate": rate, "seed": seed}
                     yield labels, trainer.measure(method, seed, rate)
         return
-    from net.steps import StepBench
+    from benchmarks.net.steps import StepBench
 
     bench = StepBench(job, rank, clock)
-    for turn in range(job.rounds):
+    for round_index in range(job.rounds):
         for method in job.methods:
-            yield {"method": method, "round": turn}, bench.measure(method)
+            yield {"method": method, "round": round_index}, bench.measure(method)
 
 
 if __name__ == "__main__":

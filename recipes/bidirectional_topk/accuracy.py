@@ -3,11 +3,11 @@
 import statistics
 from dataclasses import dataclass
 
-from downlink import BOTH_WAYS, DENSE, ONE_WAY, UnionLog
-from image_data.in_memory import Split
-from problems import Problem
-from simulation import Workers
-from training import evaluate, train
+from recipes.bidirectional_topk.downlink import BOTH_WAYS, DENSE, ONE_WAY, UnionLog
+from recipes.bidirectional_topk.problems import Problem
+from recipes.bidirectional_topk.simulation import Workers
+from recipes.bidirectional_topk.training import evaluate, train
+from recipes.image_data.in_memory import Split
 
 METHODS = {"dense": DENSE, "unidirectional": ONE_WAY, "bidirectional": BOTH_WAYS}
 # No seed that is reported chooses a learning rate.

@@ -1,6 +1,6 @@
 """Three quadratics on which compressing both ways ends lower than compressing one way.
 
-    python recipes/bidirectional_topk/counterexample.py
+    python -m recipes.bidirectional_topk.counterexample
 
 The counterexample of Zou's thesis (2022): rank q holds F_q(w) = 1/2 |w - a_q 1|^2 with a = 1, 5, 10
 in 100 dimensions, and one entry is kept in each step. Three processes train it over gloo, through
@@ -16,18 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
 import torch
 import torch.distributed as dist
-from errors import told_in_one_line
-from local_ranks import run_on_ranks
-from result_files import make_folder, pyplot, save_figure, write_csv
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
+from recipes.errors import told_in_one_line
+from recipes.local_ranks import run_on_ranks
+from recipes.result_files import make_folder, pyplot, save_figure, write_csv
 
 _HERE = Path(__file__).resolve().parent
 CENTRES = (1.0, 5.0, 10.0)

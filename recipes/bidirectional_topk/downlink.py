@@ -4,10 +4,10 @@ import statistics
 from dataclasses import asdict, dataclass
 
 import torch
-from problems import Problem
-from simulation import LoggedExchange, Workers
-from training import train
 
+from recipes.bidirectional_topk.problems import Problem
+from recipes.bidirectional_topk.simulation import LoggedExchange, Workers
+from recipes.bidirectional_topk.training import train
 from torchcomp import Plan, explain
 from torchcomp.compressors import TopK
 

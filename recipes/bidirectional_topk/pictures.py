@@ -4,9 +4,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from accuracy import Score
-from downlink import PUBLISHED, Downlink, random_union
-from result_files import pyplot, save_figure
+from recipes.bidirectional_topk.accuracy import Score
+from recipes.bidirectional_topk.downlink import PUBLISHED, Downlink, random_union
+from recipes.result_files import pyplot, save_figure
 
 _MARKS = {"mlp": "o", "cnn": "s"}
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from image_data.in_memory import Split, standardised
-from image_data.public_sets import read_public
 from torch import nn
+
+from recipes.image_data.in_memory import Split, standardised
+from recipes.image_data.public_sets import read_public
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10")
 MODELS = ("mlp", "cnn")

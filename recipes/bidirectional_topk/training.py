@@ -3,12 +3,13 @@
 from collections.abc import Callable
 
 import torch
-from image_data.in_memory import Split
-from image_data.order import TrainOrder
-from problems import Problem
-from simulation import Workers
 from torch import nn
 from torch.nn.functional import cross_entropy
+
+from recipes.bidirectional_topk.problems import Problem
+from recipes.bidirectional_topk.simulation import Workers
+from recipes.image_data.in_memory import Split
+from recipes.image_data.order import TrainOrder
 
 BATCH = 10
 

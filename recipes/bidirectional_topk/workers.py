@@ -1,8 +1,8 @@
 """What a compressed downlink saves as workers are added, and what it costs in accuracy.
 
-    python recipes/bidirectional_topk/workers.py              # half an hour on two cores
-    python recipes/bidirectional_topk/workers.py --quick      # half a minute, to see that it works
-    python recipes/bidirectional_topk/workers.py --dataset mnist --data FOLDER
+    python -m recipes.bidirectional_topk.workers              # half an hour on two cores
+    python -m recipes.bidirectional_topk.workers --quick      # half a minute, to see that it works
+    python -m recipes.bidirectional_topk.workers --dataset mnist --data FOLDER
 
 N workers with batches of 10, synchronised at every batch, are simulated in one process by
 torchcomp's own aggregators (``simulation.py``); K is 0.001 d. Writes ``downlink.csv``,
@@ -18,17 +18,14 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
 import torch
-from accuracy import METHODS, Score, compare
-from downlink import PHASES, PUBLISHED, WATCHED, Downlink, measure
-from errors import told_in_one_line
-from pictures import by_model, draw_accuracy, draw_downlink, line
-from problems import DATASETS, MODELS, open_problem
-from result_files import make_folder, write_csv
 
+from recipes.bidirectional_topk.accuracy import METHODS, Score, compare
+from recipes.bidirectional_topk.downlink import PHASES, PUBLISHED, WATCHED, Downlink, measure
+from recipes.bidirectional_topk.pictures import by_model, draw_accuracy, draw_downlink, line
+from recipes.bidirectional_topk.problems import DATASETS, MODELS, open_problem
+from recipes.errors import told_in_one_line
+from recipes.result_files import make_folder, write_csv
 from torchcomp.checks import check_count
 
 _HERE = Path(__file__).resolve().parent

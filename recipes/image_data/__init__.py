@@ -1,5 +1,5 @@
 """Images in batches: three kinds of data set, two loaders, one order."""
 
-from image_data.batches import Batches, Facts, facts, open_batches, preset_of
+from recipes.image_data.batches import Batches, Facts, facts, open_batches, preset_of
 
 __all__ = ["Batches", "Facts", "facts", "open_batches", "preset_of"]

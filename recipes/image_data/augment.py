@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from image_data.order import AUGMENT, TrainOrder, keyed_seed
-from image_data.presets import Preset
+from recipes.image_data.order import AUGMENT, TrainOrder, keyed_seed
+from recipes.image_data.presets import Preset
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from errors import RecipeError
-from settings import Settings
 from torch import Tensor
 
-from image_data import sources
-from image_data.augment import Augmentation, normalised
-from image_data.beton import cached_beton, import_ffcv
-from image_data.ffcv_reader import FfcvReader
-from image_data.mixup import MixUp
-from image_data.order import Indices, TrainOrder, test_shard
-from image_data.presets import PRESETS, Preset
-from image_data.randaugment import RandAugment
-from image_data.torchvision_reader import TorchvisionReader
+from recipes.errors import RecipeError
+from recipes.image_data import sources
+from recipes.image_data.augment import Augmentation, normalised
+from recipes.image_data.beton import cached_beton, import_ffcv
+from recipes.image_data.ffcv_reader import FfcvReader
+from recipes.image_data.mixup import MixUp
+from recipes.image_data.order import Indices, TrainOrder, test_shard
+from recipes.image_data.presets import PRESETS, Preset
+from recipes.image_data.randaugment import RandAugment
+from recipes.image_data.torchvision_reader import TorchvisionReader
+from recipes.settings import Settings
 
 _TEST_BATCH = 256
 
@@ -177,7 +177,7 @@ def _ffcv_readers(settings: Settings, preset: Preset, workers: int) -> list[Ffcv
 
 
 def _written_betons(settings: Settings) -> dict[str, Path]:
-    """Return the files that recipes/write_beton.py left in --data-path, if it did."""
+    """Return the files that recipes.write_beton left in --data-path, if it did."""
     folder = Path(settings.data_path).expanduser()
     if settings.dataset == "digits" or not folder.is_dir():
         return {}
@@ -192,7 +192,7 @@ def _only_beton(folder: Path, word: str) -> Path:
         names = ", ".join(file.name for file in files) or "none"
         raise RecipeError(
             f"{folder} must hold one {word}*.beton file, found {names}; "
-            "recipes/write_beton.py writes it"
+            "python -m recipes.write_beton writes it"
         )
     return files[0]
 
@@ -202,7 +202,7 @@ def _cached_betons(settings: Settings) -> dict[str, Path]:
     if settings.dataset in ("imagenet", "folder"):
         raise RecipeError(
             f"no .beton files in --data-path {settings.data_path}: write them with "
-            "recipes/write_beton.py, or read the images themselves with --loader torchvision"
+            "python -m recipes.write_beton, or read the images themselves with --loader torchvision"
         )
     folder, source = _cache_folder(settings), _source(settings)
     return {

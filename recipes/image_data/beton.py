@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from errors import RecipeError
 
-from image_data.sources import Arrays, Bytes, Photographs
+from recipes.errors import RecipeError
+from recipes.image_data.sources import Arrays, Bytes, Photographs
 
 # Raised when the same images come out as other bytes, so that cached files are written again.
 WRITER_VERSION = 1
@@ -153,7 +153,7 @@ def check_beton(path: Path) -> None:
     """Refuse a file that is missing, cut short or of another format version."""
     types = _ffcv("types")
     if not path.is_file():
-        raise RecipeError(f"no {path}: write it with recipes/write_beton.py")
+        raise RecipeError(f"no {path}: write it with python -m recipes.write_beton")
     header = np.fromfile(path, dtype=types.HeaderType, count=1)
     if len(header) == 0:
         raise RecipeError(_damaged(path, "it has no header"))
@@ -169,7 +169,10 @@ def check_beton(path: Path) -> None:
 
 
 def _damaged(path: Path, reason: str) -> str:
-    return f"{path} is damaged or cut short ({reason}); write it again with recipes/write_beton.py"
+    return (
+        f"{path} is damaged or cut short ({reason}); write it again with "
+        "python -m recipes.write_beton"
+    )
 
 
 def cached_beton(folder: Path, name: str, source: Arrays) -> Path:

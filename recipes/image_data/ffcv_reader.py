@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from image_data.beton import check_beton, import_ffcv
-from image_data.order import Indices
-from image_data.presets import Preset
+from recipes.image_data.beton import check_beton, import_ffcv
+from recipes.image_data.order import Indices
+from recipes.image_data.presets import Preset
 
 
 class FfcvReader:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from errors import RecipeError
 from torch import Tensor
 
-from image_data.sources import Arrays
+from recipes.errors import RecipeError
+from recipes.image_data.sources import Arrays
 
 
 @dataclass(frozen=True)

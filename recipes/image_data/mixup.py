@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from image_data.order import MIXUP, TrainOrder
+from recipes.image_data.order import MIXUP, TrainOrder
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from errors import RecipeError
+
+from recipes.errors import RecipeError
 
 Indices = npt.NDArray[np.int64]
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from errors import RecipeError
-from torchvision_compat import import_torchvision
 
-from image_data.in_memory import existing
-from image_data.sources import Arrays, cifar10, digits
+from recipes.errors import RecipeError
+from recipes.image_data.in_memory import existing
+from recipes.image_data.sources import Arrays, cifar10, digits
+from recipes.torchvision_compat import import_torchvision
 
 
 def read_public(name: str, path: Path | None) -> dict[str, Arrays]:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchvision_compat import import_torchvision
 
-from image_data.order import RANDAUGMENT, TrainOrder, keyed_seed
+from recipes.image_data.order import RANDAUGMENT, TrainOrder, keyed_seed
+from recipes.torchvision_compat import import_torchvision
 
 _STRONGEST = 30
 _SHEAR, _SHIFT, _DEGREES, _BLEND, _BITS = 0.3, 150 / 331, 30.0, 0.9, 4

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from errors import RecipeError
 from PIL import Image
+
+from recipes.errors import RecipeError
 
 Bytes = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from errors import RecipeError
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torchvision_compat import import_torchvision
 
-from image_data.order import CROP, Indices, keyed_seed
-from image_data.presets import Preset
-from image_data.sources import Arrays, Photographs, decoded
+from recipes.errors import RecipeError
+from recipes.image_data.order import CROP, Indices, keyed_seed
+from recipes.image_data.presets import Preset
+from recipes.image_data.sources import Arrays, Photographs, decoded
+from recipes.torchvision_compat import import_torchvision
 
 
 class TorchvisionReader:

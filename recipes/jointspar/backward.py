@@ -1,6 +1,6 @@
 """What dropped layers save of the backward pass: kernels and processor time.
 
-    python recipes/jointspar/backward.py      # a few minutes on one core
+    python -m recipes.jointspar.backward      # a few minutes on one core
 
 One rank, one thread. In every round plain DDP and JointSpar at each budget take one step in turn,
 so that a busy machine is busy for all; times are of the thread that runs the backward pass, without
@@ -11,25 +11,21 @@ Writes ``backward.csv`` and ``backward.png``.
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
 import torch
 import torch.distributed as dist
-from errors import told_in_one_line
-from models import build_model
-from networks import deep_mlp
-from result_files import make_folder, pyplot, save_figure, write_csv
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from recipes.errors import told_in_one_line
+from recipes.jointspar.networks import deep_mlp
+from recipes.models import build_model
+from recipes.result_files import make_folder, pyplot, save_figure, write_csv
 from torchcomp.checks import check_count
 from torchcomp.jointspar import JointSpar, default_layers
 

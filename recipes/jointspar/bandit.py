@@ -1,6 +1,6 @@
 """The two forms of Algorithm 1 on layers with fixed norms that change once.
 
-    python recipes/jointspar/bandit.py        # half a minute
+    python -m recipes.jointspar.bandit        # half a minute
 
 54 layers with log-normal norms (sigma 1.5), S = 32.4 layers a step, p_min = 0.0125; after 5,000
 steps the norms are drawn again. The cost of p is sum |g_d|^2 / p_d. The literal form is shown with
@@ -8,18 +8,14 @@ the best of a grid of step sizes, chosen in hindsight. Writes ``bandit.csv`` and
 """
 
 import argparse
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
 import numpy as np
-from errors import told_in_one_line
 from numpy.typing import NDArray
-from result_files import make_folder, pyplot, save_figure, write_csv
 
+from recipes.errors import told_in_one_line
+from recipes.result_files import make_folder, pyplot, save_figure, write_csv
 from torchcomp.jointspar import (
     Bandit,
     Baseline,

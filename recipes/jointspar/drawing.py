@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from layer_training import Method
-from result_files import pyplot, read_csv, save_figure
-from run_table import Summary
+from recipes.jointspar.layer_training import Method
+from recipes.jointspar.run_table import Summary
+from recipes.result_files import pyplot, read_csv, save_figure
 
 _MARKS = "osDv^P*X"
 

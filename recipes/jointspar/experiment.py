@@ -1,8 +1,8 @@
 """All experiments on JointSpar, one after another.
 
-    python recipes/jointspar/experiment.py                  # half an hour on two cores
-    python recipes/jointspar/experiment.py --only bandit backward
-    python recipes/jointspar/experiment.py --resume         # go on with what large_batch.csv lacks
+    python -m recipes.jointspar.experiment                  # half an hour on two cores
+    python -m recipes.jointspar.experiment --only bandit backward
+    python -m recipes.jointspar.experiment --resume         # go on with what large_batch.csv lacks
 
 Each is a script of its own, which says what it measures; files go to ``results``. The last needs
 root for network namespaces, and is left out elsewhere.
@@ -12,9 +12,7 @@ import argparse
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-_HERE = Path(__file__).resolve().parent
 PARTS = ("bandit", "selection", "backward", "large_batch", "wall_clock")
 
 
@@ -29,11 +27,10 @@ def main() -> None:
             print("wall_clock is left out: network namespaces need root")
             continue
         print(f"\n--- {part}", flush=True)
-        # Named from the repository's root, as the files that it writes will say.
-        command = [sys.executable, f"recipes/jointspar/{part}.py"]
+        command = [sys.executable, "-m", f"recipes.jointspar.{part}"]
         if part == "large_batch" and arguments.resume:
             command.append("--resume")
-        status = subprocess.run(command, cwd=_HERE.parents[1]).returncode
+        status = subprocess.run(command).returncode
         if status:
             sys.exit(status)
 

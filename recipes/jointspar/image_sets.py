@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from image_data.augment import Augmentation
-from image_data.in_memory import Split, standardised
-from image_data.order import TrainOrder
-from image_data.public_sets import read_public
 from torch import Tensor, nn
+
+from recipes.image_data.augment import Augmentation
+from recipes.image_data.in_memory import Split, standardised
+from recipes.image_data.order import TrainOrder
+from recipes.image_data.public_sets import read_public
 
 _TEST_BATCH = 1000
 

@@ -1,9 +1,9 @@
 """Accuracy and bytes of JointSpar-LARS beside LARS, uniform dropping, and TopK at equal bytes.
 
-    python recipes/jointspar/large_batch.py               # twenty minutes on two cores
-    python recipes/jointspar/large_batch.py --quick       # a minute, to see that it works
-    python recipes/jointspar/large_batch.py --resume      # go on after an interruption
-    python recipes/jointspar/large_batch.py --dataset cifar10 --data FOLDER --network conv
+    python -m recipes.jointspar.large_batch               # twenty minutes on two cores
+    python -m recipes.jointspar.large_batch --quick       # a minute, to see that it works
+    python -m recipes.jointspar.large_batch --resume      # go on after an interruption
+    python -m recipes.jointspar.large_batch --dataset cifar10 --data FOLDER --network conv
 
 Two ranks over gloo. Every method trains with every rate and every seed; the rate is chosen by the
 accuracy on held-out images, and the table is of the test images. A run is in ``large_batch.csv`` as
@@ -17,20 +17,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
 import torch
 import torch.distributed as dist
-from drawing import draw_accuracy, draw_probabilities
-from errors import told_in_one_line
-from image_data.order import TrainOrder
-from image_sets import FACTS, Batches, Images, open_images
-from layer_training import Course, Method, Outcome, train
-from local_ranks import run_on_ranks
-from networks import small_network
-from result_files import make_folder
-from run_table import Run, append_csv, read_runs, start_csv, summaries, summary_table
+
+from recipes.errors import told_in_one_line
+from recipes.image_data.order import TrainOrder
+from recipes.jointspar.drawing import draw_accuracy, draw_probabilities
+from recipes.jointspar.image_sets import FACTS, Batches, Images, open_images
+from recipes.jointspar.layer_training import Course, Method, Outcome, train
+from recipes.jointspar.networks import small_network
+from recipes.jointspar.run_table import (
+    Run,
+    append_csv,
+    read_runs,
+    start_csv,
+    summaries,
+    summary_table,
+)
+from recipes.local_ranks import run_on_ranks
+from recipes.result_files import make_folder
 
 RANKS = 2
 BUDGETS = (0.3, 0.45, 0.6, 0.75, 0.9)

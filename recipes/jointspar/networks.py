@@ -2,8 +2,9 @@
 
 from itertools import pairwise
 
-from image_sets import Facts
 from torch import Tensor, nn
+
+from recipes.jointspar.image_sets import Facts
 
 _BLOCKS = 3
 _WIDTHS = (16, 32, 64)

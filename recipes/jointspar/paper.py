@@ -1,8 +1,8 @@
 """Train in the paper's setting: large batches with linear scaling, warm-up and LARS.
 
-    python recipes/jointspar/paper.py --config recipes/jointspar/configs/cifar10.yaml \\
+    python -m recipes.jointspar.paper --config recipes/jointspar/configs/cifar10.yaml \\
         --dry-run --workers 16
-    torchrun --nproc-per-node 4 recipes/jointspar/paper.py \\
+    torchrun --nproc-per-node 4 -m recipes.jointspar.paper \\
         --config recipes/jointspar/configs/cifar10.yaml --data FOLDER
 
 Every key of a configuration is a flag, and a flag overrides the file. ``--dry-run`` prints the
@@ -15,21 +15,18 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
 import torch
-from errors import RecipeError
-from layer_training import train
-from options import read_options, resolved
-from paper_data import open_data
-from paper_plan import describe
-from paper_setting import Setting
-from ranks import count_in_environment, join, leave, place, rank_in_environment, threads_of
-from result_files import make_folder
-from settings import Settings
 
 import torchcomp
+from recipes.errors import RecipeError
+from recipes.jointspar.layer_training import train
+from recipes.jointspar.paper_data import open_data
+from recipes.jointspar.paper_plan import describe
+from recipes.jointspar.paper_setting import Setting
+from recipes.options import read_options, resolved
+from recipes.ranks import count_in_environment, join, leave, place, rank_in_environment, threads_of
+from recipes.result_files import make_folder
+from recipes.settings import Settings
 
 
 def main() -> None:

@@ -5,17 +5,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from errors import RecipeError
-from image_data import Batches as PhotographBatches
-from image_data import open_batches
-from image_data.augment import Augmentation
-from image_data.order import TrainOrder
-from image_data.presets import Preset
-from image_sets import FACTS, Batches, open_images
-from paper_setting import Setting
-from ranks import Ranks, threads_of
-from settings import Settings
 from torch import Tensor, nn
+
+from recipes.errors import RecipeError
+from recipes.image_data import Batches as PhotographBatches
+from recipes.image_data import open_batches
+from recipes.image_data.augment import Augmentation
+from recipes.image_data.order import TrainOrder
+from recipes.image_data.presets import Preset
+from recipes.jointspar.image_sets import FACTS, Batches, open_images
+from recipes.jointspar.paper_setting import Setting
+from recipes.ranks import Ranks, threads_of
+from recipes.settings import Settings
 
 
 class Photographs:

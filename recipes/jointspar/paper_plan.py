@@ -1,13 +1,13 @@
 """What a run in the paper's setting would do, without doing it."""
 
 import torch
-from errors import RecipeError
-from image_sets import FACTS
-from options import resolved
-from paper_setting import Setting
-from plan import as_text
 
 import torchcomp
+from recipes.errors import RecipeError
+from recipes.jointspar.image_sets import FACTS
+from recipes.jointspar.paper_setting import Setting
+from recipes.options import resolved
+from recipes.plan import as_text
 from torchcomp.jointspar import check_several, default_layers
 
 

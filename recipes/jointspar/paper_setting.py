@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
-from errors import RecipeError
-from image_sets import FACTS
-from layer_training import Course, Method
-from models import build_model
-from networks import small_network
-from options import check_epochs, check_limits, option
 from torch import nn
+
+from recipes.errors import RecipeError
+from recipes.jointspar.image_sets import FACTS
+from recipes.jointspar.layer_training import Course, Method
+from recipes.jointspar.networks import small_network
+from recipes.models import build_model
+from recipes.options import check_epochs, check_limits, option
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Setting:
 
     dataset: str = option("digits", "one of the paper's six, or digits", choices=tuple(FACTS))
     data: str = option("", "folder of the data set; digits needs none")
-    model: str = option("conv", "mlp, conv, or as recipes/train.py has it")
+    model: str = option("conv", "mlp, conv, or as in recipes.train")
     small_stem: bool = option(False, "torchvision ResNets: a 3x3 stem, for small images")
     batch: int = option(1024, "images of one worker in a step", least=1)
     epochs: int = option(90, "passes over the training images", least=1)

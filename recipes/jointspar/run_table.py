@@ -6,9 +6,9 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from errors import RecipeError
-from layer_training import Method, Outcome
-from result_files import read_csv, read_notes, write_csv
+from recipes.errors import RecipeError
+from recipes.jointspar.layer_training import Method, Outcome
+from recipes.result_files import read_csv, read_notes, write_csv
 
 _OUTCOME = ("validation", "test", "bytes_share", "step_ms", "backward_ms", "seconds")
 _HEADER = ("kind", "budget", "norm", "rate", "seed", *_OUTCOME)
@@ -65,7 +65,9 @@ def read_runs(path: Path, task: str) -> list[Run]:
         RecipeError: if there is no table, or it is of another task.
     """
     if not path.is_file():
-        raise RecipeError(f"there is no {path}: recipes/jointspar/large_batch.py writes it first")
+        raise RecipeError(
+            f"there is no {path}: python -m recipes.jointspar.large_batch writes it first"
+        )
     found = read_notes(path).get("task", "a task that it does not name")
     if found != task:
         raise RecipeError(

@@ -1,6 +1,6 @@
 """Bytes of a selection that all ranks share, and of one that every rank draws for itself.
 
-    python recipes/jointspar/selection.py     # seconds
+    python -m recipes.jointspar.selection     # seconds
 
 An all-reduce carries every layer that any rank keeps. The sets are drawn by JointSpar's own
 sampling, for ResNet-18 (21 layers) with the same p on all ranks; bytes are those of a ring
@@ -8,17 +8,13 @@ all-reduce over all ranks. Writes ``selection.csv`` and ``selection.png``.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
 import numpy as np
-from errors import told_in_one_line
-from result_files import make_folder, pyplot, save_figure, write_csv
-from torchvision_compat import import_torchvision
 
+from recipes.errors import told_in_one_line
+from recipes.result_files import make_folder, pyplot, save_figure, write_csv
+from recipes.torchvision_compat import import_torchvision
 from torchcomp.jointspar import default_layers, sample
 from torchcomp.keys import Key
 from torchcomp.traffic import sum_bytes

@@ -1,7 +1,7 @@
 """Wall-clock time of whole runs on hosts that are joined by links of 100 Mbit/s.
 
-    python recipes/jointspar/wall_clock.py           # minutes; needs root, iproute2 and gcc
-    python recipes/jointspar/wall_clock.py --mbit 1000
+    python -m recipes.jointspar.wall_clock           # minutes; needs root, iproute2 and gcc
+    python -m recipes.jointspar.wall_clock --mbit 1000
 
 The runs of ``large_batch.py`` again, one seed each, every method at the rate that
 ``large_batch.csv`` chose for it, on network namespaces with shaped links (benchmarks/net). Writes
@@ -15,24 +15,20 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 import torch
 import torch.distributed as dist
-from drawing import draw_wall_clock
-from errors import told_in_one_line
-from image_sets import FACTS, open_images
-from large_batch import RANKS, TABLE, WHOLE, batches_of, course_of, task_of
-from layer_training import Method, Outcome, train
-from net.hosts import Hosts
-from net.launch import LaunchError, lines_of
-from net.shell import ShellError
-from networks import small_network
-from result_files import make_folder, write_csv
-from run_table import Summary, read_runs, summaries
 
+from benchmarks.net.hosts import Hosts
+from benchmarks.net.launch import LaunchError, lines_of
+from benchmarks.net.shell import ShellError
+from recipes.errors import told_in_one_line
+from recipes.jointspar.drawing import draw_wall_clock
+from recipes.jointspar.image_sets import FACTS, open_images
+from recipes.jointspar.large_batch import RANKS, TABLE, WHOLE, batches_of, course_of, task_of
+from recipes.jointspar.layer_training import Method, Outcome, train
+from recipes.jointspar.networks import small_network
+from recipes.jointspar.run_table import Summary, read_runs, summaries
+from recipes.result_files import make_folder, write_csv
 from torchcomp.checks import check_count
 
 _HERE = Path(__file__).resolve().parent
@@ -96,7 +92,7 @@ def shown(row: Summary) -> bool:
 def measure(arguments: argparse.Namespace, rows: list[Summary]) -> list[Outcome]:
     """Train every method of the rows on hosts of its own network."""
     plans = json.dumps([[asdict(row.method), row.rate] for row in rows])
-    program = [sys.executable, str(Path(__file__).resolve()), "--plans", plans]
+    program = [sys.executable, "-m", "recipes.jointspar.wall_clock", "--plans", plans]
     if arguments.steps is not None:
         program += ["--steps", str(arguments.steps)]
     with Hosts(RANKS, arguments.mbit, arguments.delay_us) as hosts:

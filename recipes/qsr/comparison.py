@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from ledger import Ledger, Run
-from local_training import PARALLEL, Length, Outcome, run
-from task import Task
+
+from recipes.qsr.ledger import Ledger, Run
+from recipes.qsr.local_training import PARALLEL, Length, Outcome, run
+from recipes.qsr.task import Task
 
 METHODS = ("parallel", "constant H", "linear", "QSR", "cubic", "post-local", "SWAP")
 EXPONENTS = {"linear": 1, "QSR": 2, "cubic": 3}

@@ -1,9 +1,9 @@
 """QSR beside the synchronisation schedules that its paper compares it with, on a small task.
 
-    python recipes/qsr/experiment.py               # digits, 4 ranks, 5 seeds
-    python recipes/qsr/experiment.py --resume      # go on after an interruption
-    python recipes/qsr/experiment.py --quick       # a minute, to see that it works
-    python recipes/qsr/experiment.py --dataset cifar10 --data ARCHIVE
+    python -m recipes.qsr.experiment               # digits, 4 ranks, 5 seeds
+    python -m recipes.qsr.experiment --resume      # go on after an interruption
+    python -m recipes.qsr.experiment --quick       # a minute, to see that it works
+    python -m recipes.qsr.experiment --dataset cifar10 --data ARCHIVE
 
 Ranks are processes that talk over gloo and train through ``torchcomp.LocalSGD``. Every method is
 tuned on validation images with seeds of their own and then runs with every seed. Writes
@@ -18,18 +18,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-from comparison import METHODS, Comparison, Entry, Grid
-from errors import told_in_one_line
-from figures import draw_accuracy, draw_schedules
-from ledger import read_outcomes
-from local_training import Length
-from processes import on_processes
-from result_files import make_folder, write_csv
-from task import LABEL_NOISE, open_task
-
+from recipes.errors import told_in_one_line
+from recipes.qsr.comparison import METHODS, Comparison, Entry, Grid
+from recipes.qsr.figures import draw_accuracy, draw_schedules
+from recipes.qsr.ledger import read_outcomes
+from recipes.qsr.local_training import Length
+from recipes.qsr.processes import on_processes
+from recipes.qsr.task import LABEL_NOISE, open_task
+from recipes.result_files import make_folder, write_csv
 from torchcomp.checks import check_count, check_share
 
 _HERE = Path(__file__).resolve().parent

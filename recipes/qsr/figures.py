@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from comparison import METHODS, Comparison, Entry
-from local_training import PARALLEL, rate_of
-from result_files import pyplot, save_figure
-
 import torchcomp
+from recipes.qsr.comparison import METHODS, Comparison, Entry
+from recipes.qsr.local_training import PARALLEL, rate_of
+from recipes.result_files import pyplot, save_figure
 
 _MARKERS = "os^D*vP"
 # Points of accuracy below the best: what is further down would press the rest together.

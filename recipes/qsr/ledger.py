@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from errors import RecipeError
-from local_training import Outcome
-from result_files import read_csv, write_csv
+from recipes.errors import RecipeError
+from recipes.qsr.local_training import Outcome
+from recipes.result_files import read_csv, write_csv
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from image_data.augment import Augmentation
-from image_data.order import TrainOrder
-from task import Part, Task
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
+from recipes.image_data.augment import Augmentation
+from recipes.image_data.order import TrainOrder
+from recipes.qsr.task import Part, Task
 from torchcomp.learning_rates import LRFunction, cosine, warmed_up
 
 FINAL_RATE = 1e-6

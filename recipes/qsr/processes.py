@@ -3,11 +3,12 @@
 import argparse
 
 import torch.distributed as dist
-from comparison import Comparison, Laboratory, compare
-from ledger import Ledger, Run
-from local_ranks import run_on_ranks
-from local_training import Outcome
-from task import open_task
+
+from recipes.local_ranks import run_on_ranks
+from recipes.qsr.comparison import Comparison, Laboratory, compare
+from recipes.qsr.ledger import Ledger, Run
+from recipes.qsr.local_training import Outcome
+from recipes.qsr.task import open_task
 
 
 def on_processes(arguments: argparse.Namespace, known: dict[Run, Outcome]) -> Comparison:

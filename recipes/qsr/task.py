@@ -5,13 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from image_data.augment import normalised
-from image_data.order import NOISE, keyed_seed
-from image_data.presets import PRESETS, Preset
-from image_data.public_sets import read_public
-from image_data.sources import Arrays
-from models import SmallCNN
 from torch import Tensor, nn
+
+from recipes.image_data.augment import normalised
+from recipes.image_data.order import NOISE, keyed_seed
+from recipes.image_data.presets import PRESETS, Preset
+from recipes.image_data.public_sets import read_public
+from recipes.image_data.sources import Arrays
+from recipes.models import SmallCNN
 
 _HIDDEN = 128
 LABEL_NOISE = {"digits": 0.2, "cifar10": 0.0}

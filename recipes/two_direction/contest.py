@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from data_sets import RecipeError, Samples
-from softmax_regression import Problem, minimise, problem
-from tuning import POWERS, Point, Run, Tuned, tune
 
+from recipes.two_direction.data_sets import RecipeError, Samples
+from recipes.two_direction.softmax_regression import Problem, minimise, problem
+from recipes.two_direction.tuning import POWERS, Point, Run, Tuned, tune
 from torchcomp.algorithms.agd import AGD, ConstantMomentumAGD
 from torchcomp.algorithms.diana import DIANA
 from torchcomp.algorithms.ef14 import EF14

@@ -1,15 +1,11 @@
 """Curves: f and its gap against what a worker sends and receives; as CSV and as a picture."""
 
 import csv
-import sys
 from pathlib import Path
 from typing import Any
 
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-from result_files import pyplot, write_csv
-from tuning import Point
+from recipes.result_files import pyplot, write_csv
+from recipes.two_direction.tuning import Point
 
 _MOST_POINTS = 200
 _HEADER = ["method", "iteration", "up", "down", "total", "bytes", "value", "gap"]

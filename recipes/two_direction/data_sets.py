@@ -4,7 +4,6 @@ import bz2
 import itertools
 import math
 import reprlib
-import sys
 import tarfile
 from array import array
 from collections.abc import Iterator
@@ -16,12 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy import sparse
 
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-from errors import RecipeError
-from image_data.in_memory import existing
-from image_data.sources import cifar10
+from recipes.errors import RecipeError
+from recipes.image_data.in_memory import existing
+from recipes.image_data.sources import cifar10
 
 REAL_SIM_FEATURES = 20_958
 REAL_SIM_SAMPLES = 72_309

@@ -1,7 +1,7 @@
 """2Direction beside the methods that it is compared with, on multinomial logistic regression.
 
-    python recipes/two_direction/experiment.py
-    python recipes/two_direction/experiment.py --dataset cifar10 --data FOLDER --workers 100
+    python -m recipes.two_direction.experiment
+    python -m recipes.two_direction.experiment --dataset cifar10 --data FOLDER --workers 100
 
 Each method gets its best step size 2^i, found with seed 0, and then runs with every seed, which
 shuffles the samples and draws the messages. Where a seed does not arrive with that step, the method
@@ -15,17 +15,14 @@ import sys
 import time
 from pathlib import Path
 
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
 import torch
-from contest import METHODS, Result, Setting, check, run_all
-from curves import draw_curves, write_curves
-from data_sets import DATASETS, open_samples
-from errors import told_in_one_line
-from result_files import make_folder, write_csv
-from tuning import POWERS, Point
 
+from recipes.errors import told_in_one_line
+from recipes.result_files import make_folder, write_csv
+from recipes.two_direction.contest import METHODS, Result, Setting, check, run_all
+from recipes.two_direction.curves import draw_curves, write_curves
+from recipes.two_direction.data_sets import DATASETS, open_samples
+from recipes.two_direction.tuning import POWERS, Point
 from torchcomp.checks import check_count, check_positive
 
 _HERE = Path(__file__).resolve().parent

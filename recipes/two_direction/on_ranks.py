@@ -1,6 +1,6 @@
 """The digits experiment on four real ranks over gloo: it prints the simulation's table.
 
-    python recipes/two_direction/on_ranks.py
+    python -m recipes.two_direction.on_ranks
 
 One process a worker; each computes the gradients of its own shard and gathers the others' messages
 as bytes. Step sizes are those that experiment.py finds with ten workers. Printed are the table of
@@ -12,18 +12,14 @@ import argparse
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
-
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch
-from contest import Setting, run
-from data_sets import digits
-from errors import told_in_one_line
-from local_ranks import run_on_ranks
-from tuning import Run
 
+from recipes.errors import told_in_one_line
+from recipes.local_ranks import run_on_ranks
+from recipes.two_direction.contest import Setting, run
+from recipes.two_direction.data_sets import digits
+from recipes.two_direction.tuning import Run
 from torchcomp.algorithms.parameter_server import ParameterServer, Ranks, Simulated
 from torchcomp.checks import check_positive
 

@@ -1,6 +1,6 @@
 """How many iterations the methods take, by condition number, by omega and by the number of workers.
 
-    python recipes/two_direction/scaling.py
+    python -m recipes.two_direction.scaling
 
 Quadratics f_i(x) = 1/2 x'Sx - b_i'x with logarithmically spaced eigenvalues from 1/kappa to 1, so
 that L = Lmax = 1 and mu = 1/kappa; a run ends when f - f* has fallen to 1e-4 of its start. Step
@@ -13,22 +13,18 @@ neighbours of the best i of the point before are tried.
 import argparse
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
 import torch
-from errors import told_in_one_line
-from result_files import make_folder, pyplot, write_csv
 from torch import Tensor
-from tuning import tune
 
+from recipes.errors import told_in_one_line
+from recipes.result_files import make_folder, pyplot, write_csv
+from recipes.two_direction.tuning import tune
 from torchcomp.algorithms.agd import AGD
 from torchcomp.algorithms.ef21p_diana import EF21PDIANA
 from torchcomp.algorithms.method import Method

@@ -5,10 +5,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from data_sets import RecipeError, Samples
 from scipy import sparse
 from torch import Tensor
 
+from recipes.two_direction.data_sets import RecipeError, Samples
 from torchcomp.algorithms.method import Gradients
 
 # How far above its minimum minimise() may stop.

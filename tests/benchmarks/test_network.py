@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import torchcomp
+from benchmarks.net.methods import Course, attach
 from tests.support.patience import PATIENCE
 from tests.support.ranks import with_fake_ranks
 from torchcomp.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
-BENCHMARKS = ROOT / "benchmarks"
 TINY = ["--mbit", "1000", "--models", "mlp", "--seconds", "0.5"]
 SPECS = ["mean", "ef(topk(0.1))"]
 
@@ -27,8 +27,8 @@ SPECS = ["mean", "ef(topk(0.1))"]
 def probe() -> str:
     """What this machine lacks for shaped hosts; empty if nothing."""
     code = """
-from net.shell import ShellError, missing
-from net.hosts import Hosts
+from benchmarks.net.shell import ShellError, missing
+from benchmarks.net.hosts import Hosts
 try:
     reason = missing()
     if not reason:
@@ -38,7 +38,7 @@ except ShellError as error:
 print(reason)
 """
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -58,7 +58,7 @@ class Run:
         self._mark = f"TORCHCOMP_TEST={uuid.uuid4()}"
         name, _, value = self._mark.partition("=")
         self.process = subprocess.Popen(
-            [sys.executable, str(BENCHMARKS / "network.py"), *arguments],
+            [sys.executable, "-m", "benchmarks.network", *arguments],
             env={**os.environ, name: value, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -92,10 +92,7 @@ class Run:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
-def test_every_schedule_takes_local_steps(schedule: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from net.methods import Course, attach
-
+def test_every_schedule_takes_local_steps(schedule: type) -> None:
     def counter() -> object:
         course = Course(rate=0.1, total_steps=100_000)
         with closing(attach(schedule.example, torch.nn.Linear(2, 2), course)) as trainee:
@@ -144,7 +141,7 @@ def test_an_interrupted_run_leaves_nothing_behind(number: int, tmp_path: Path) -
     endless = ["--least", "1000000"]
     run = Run(*TINY, "--hosts", "2", "--methods", "no-op", *endless, "--out", str(tmp_path))
     deadline = time.monotonic() + PATIENCE
-    while not any("net.worker" in one for one in run.left_behind()):
+    while not any("benchmarks.net.worker" in one for one in run.left_behind()):
         assert time.monotonic() < deadline, "no worker was started"
         time.sleep(0.1)
     run.process.send_signal(number)

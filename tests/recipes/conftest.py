@@ -17,12 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forked_ranks import RECIPES, Launcher, Run
 
+from tests.recipes.forked_ranks import Launcher, Run
 from tests.support.patience import PATIENCE
-
-# The recipes are scripts: they import their neighbours as modules beside them.
-sys.path.insert(0, str(RECIPES))
 
 
 @pytest.fixture(scope="session")
@@ -90,8 +87,8 @@ def photo_folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def train_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[str, Any]]]:
     """Train as the only rank, in this process, and return the summary."""
-    import train
-    from settings import read_settings
+    from recipes import train
+    from recipes.settings import read_settings
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -118,8 +115,8 @@ def shrink_here(
     train_here: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., str]]:
     """Train a configuration's shrunken copy, in this process, and return what is printed."""
-    import train
-    from settings import read_settings
+    from recipes import train
+    from recipes.settings import read_settings
 
     logger = logging.getLogger("torchcomp")
     level = logger.level
@@ -143,7 +140,7 @@ class TorchRun:
     def start(self, *flags: str, ranks: int = 2) -> "subprocess.Popen[str]":
         """Start a run and return at once."""
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(ranks), str(RECIPES / "train.py"), *flags]
+        command += ["--nproc-per-node", str(ranks), "-m", "recipes.train", *flags]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         process = subprocess.Popen(
             command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

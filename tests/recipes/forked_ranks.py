@@ -58,7 +58,7 @@ class Launcher:
         self._folder, self._started = folder, list[Run]()
         with _environment_of_the_server():
             self._context = multiprocessing.get_context("forkserver")
-            self._context.set_forkserver_preload(["forked_ranks", "train", "sklearn.datasets"])
+            self._context.set_forkserver_preload([__name__, "recipes.train", "sklearn.datasets"])
             forkserver.ensure_running()
 
     def start(self, *flags: str, ranks: int = 2) -> Run:
@@ -84,7 +84,7 @@ class Launcher:
 @contextmanager
 def _environment_of_the_server() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(RECIPES), str(Path(__file__).parent)]))
+        patch.setenv("PYTHONPATH", str(RECIPES.parent))
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("OMP_WAIT_POLICY", "passive")
         yield
@@ -92,7 +92,7 @@ def _environment_of_the_server() -> Iterator[None]:
 
 def _rank_main(flags: tuple[str, ...], rank: int, ranks: int, port: int, printed: Path) -> None:
     """What a rank does: torchrun's environment, and then the script."""
-    import train
+    from recipes import train
 
     file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, sys.stdout.fileno())

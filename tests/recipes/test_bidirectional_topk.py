@@ -16,21 +16,14 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from tests.recipes.conftest import RECIPES
+from recipes.bidirectional_topk import counterexample, downlink, problems, simulation, workers
+from recipes.errors import RecipeError
+from tests.recipes.forked_ranks import RECIPES
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_threads
+from torchcomp.routes import threshold
 
 FOLDER = RECIPES / "bidirectional_topk"
-sys.path.insert(0, str(FOLDER))
-
-import counterexample  # noqa: E402
-import downlink  # noqa: E402
-import problems  # noqa: E402
-import simulation  # noqa: E402
-import workers  # noqa: E402
-from errors import RecipeError  # noqa: E402
-
-from torchcomp.routes import threshold  # noqa: E402
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SIMULATED = [
@@ -141,7 +134,7 @@ def test_a_number_that_is_not_the_thesis_s_is_told() -> None:
 
 @pytest.mark.slow
 def test_the_whole_counterexample_is_the_thesis_s() -> None:
-    script = [sys.executable, str(FOLDER / "counterexample.py"), "--no-scan"]
+    script = [sys.executable, "-m", "recipes.bidirectional_topk.counterexample", "--no-scan"]
     run = subprocess.run(script, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "every number is the thesis's" in run.stdout
@@ -319,11 +312,17 @@ def test_random_supports_overlap_as_drawn_ones_do() -> None:
 
 @pytest.mark.thorough
 def test_the_quick_run_writes_tables_and_pictures(tmp_path: Path) -> None:
-    script = [sys.executable, str(FOLDER / "workers.py"), "--quick", "--models", "mlp"]
+    script = [
+        sys.executable,
+        "-m",
+        "recipes.bidirectional_topk.workers",
+        "--quick",
+        "--models",
+        "mlp",
+    ]
     run = subprocess.run(
         [*script, "--out", str(tmp_path)],
         env=ENVIRONMENT,
-        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=PATIENCE,

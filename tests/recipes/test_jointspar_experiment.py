@@ -19,33 +19,33 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from recipes.errors import RecipeError
+from recipes.image_data import public_sets
+from recipes.jointspar import (
+    backward,
+    bandit,
+    drawing,
+    image_sets,
+    large_batch,
+    layer_training,
+    networks,
+    paper,
+    paper_data,
+    run_table,
+    selection,
+    wall_clock,
+)
+from recipes.jointspar.layer_training import Course, Method, Outcome
+from recipes.jointspar.paper_setting import Setting
+from recipes.options import read_options
+from recipes.result_files import read_csv
+from recipes.settings import Settings
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_threads
 from torchcomp.jointspar import Baseline
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes" / "jointspar"
-sys.path.insert(0, str(FOLDER))
-
-import backward  # noqa: E402
-import bandit  # noqa: E402
-import drawing  # noqa: E402
-import image_sets  # noqa: E402
-import large_batch  # noqa: E402
-import layer_training  # noqa: E402
-import networks  # noqa: E402
-import paper  # noqa: E402
-import paper_data  # noqa: E402
-import run_table  # noqa: E402
-import selection  # noqa: E402
-import wall_clock  # noqa: E402
-from errors import RecipeError  # noqa: E402
-from image_data import public_sets  # noqa: E402
-from layer_training import Course, Method, Outcome  # noqa: E402
-from options import read_options  # noqa: E402
-from paper_setting import Setting  # noqa: E402
-from result_files import read_csv  # noqa: E402
-from settings import Settings  # noqa: E402
 
 CONFIGS = sorted((FOLDER / "configs").glob("*.yaml"))
 SIX = {"mnist", "fashion-mnist", "svhn", "cifar10", "cifar100", "imagenet"}
@@ -93,7 +93,7 @@ def test_configurations_are_the_papers_and_dry_run(path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_dry_run_from_the_command_line() -> None:
-    command = [sys.executable, str(FOLDER / "paper.py"), "--dry-run", "--workers", "4"]
+    command = [sys.executable, "-m", "recipes.jointspar.paper", "--dry-run", "--workers", "4"]
     command += ["--config", str(FOLDER / "configs" / "cifar10.yaml"), "--budget", "0.4"]
     printed = subprocess.run(
         command, capture_output=True, text=True, timeout=PATIENCE, check=True
@@ -434,7 +434,7 @@ def test_an_out_that_is_a_file_is_told_before_anything_starts(
         (backward, ["--rounds", "-3"], "--rounds must be a whole number of at least 15, not -3"),
         (large_batch, ["--data", "/nowhere"], "--data /nowhere: --dataset digits is embedded"),
         (wall_clock, ["--mbit", "0"], "--mbit must be a whole number of at least 1, not 0"),
-        (wall_clock, [], "large_batch.csv: recipes/jointspar/large_batch.py writes it first"),
+        (wall_clock, [], "large_batch.csv: recipes.jointspar.large_batch writes it first"),
     ],
 )
 def test_flags_that_cannot_be_used_are_told(
@@ -460,7 +460,7 @@ def test_ranks_on_hosts_end_with_the_one_that_fails() -> None:
 
 @pytest.mark.slow
 def test_the_quick_run_ends_and_goes_on(tmp_path: Path) -> None:
-    command = [sys.executable, "recipes/jointspar/large_batch.py", "--quick"]
+    command = [sys.executable, "-m", "recipes.jointspar.large_batch", "--quick"]
     command += ["--out", str(tmp_path)]
     for more in ([], ["--resume"]):
         subprocess.run([*command, *more], cwd=ROOT, check=True, timeout=PATIENCE)
@@ -475,7 +475,7 @@ def test_a_short_run_on_shaped_hosts(tmp_path: Path) -> None:
     run_table.start_csv(path, large_batch.task_of("digits", "mlp", large_batch.WHOLE))
     for method in (Method("dense"), Method("jointspar", 0.6)):
         run_table.append_csv(path, run_of(method, 0.3, 0, 95.0, 95.0))
-    command = [sys.executable, "recipes/jointspar/wall_clock.py", "--steps", "6"]
+    command = [sys.executable, "-m", "recipes.jointspar.wall_clock", "--steps", "6"]
     subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, check=True, timeout=PATIENCE)
     assert len(read_csv(tmp_path / "wall_clock.csv")) == 2
 

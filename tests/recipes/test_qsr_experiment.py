@@ -2,7 +2,6 @@
 
 import argparse
 import csv
-import importlib.util
 import math
 import re
 import sys
@@ -15,27 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.recipes.conftest import RECIPES
+from recipes.errors import RecipeError
+from recipes.image_data.sources import digits
+from recipes.qsr import comparison, experiment, figures, ledger, local_training, processes, task
+from tests.recipes.forked_ranks import RECIPES
 from tests.support.ranks import on_threads
+from torchcomp.errors import SpecError
 
 FOLDER = RECIPES / "qsr"
-sys.path.insert(0, str(FOLDER))
-# The neighbouring experiments' scripts have the same name.
-_SPEC = importlib.util.spec_from_file_location("qsr_experiment", FOLDER / "experiment.py")
-experiment = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = experiment
-_SPEC.loader.exec_module(experiment)
-
-import comparison  # noqa: E402
-import figures  # noqa: E402
-import ledger  # noqa: E402
-import local_training  # noqa: E402
-import processes  # noqa: E402
-import task  # noqa: E402
-from errors import RecipeError  # noqa: E402
-from image_data.sources import digits  # noqa: E402
-
-from torchcomp.errors import SpecError  # noqa: E402
 
 RANKS = 2
 NUMEL = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10

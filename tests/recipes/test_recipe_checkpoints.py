@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import Checkpoints
-from errors import RecipeError
-from random_state import random_state, restore, seed_all
+
+from recipes.checkpoints import Checkpoints
+from recipes.errors import RecipeError
+from recipes.random_state import random_state, restore, seed_all
 
 SETTINGS = {"model": "smallcnn", "epochs": 3}
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TorchRun
-from errors import RecipeError
-from forked_ranks import RECIPES
-from settings import Settings, read_settings
-from train import build_optimizer
 
+from recipes.errors import RecipeError
+from recipes.settings import Settings, read_settings
+from recipes.train import build_optimizer
+from tests.recipes.conftest import TorchRun
+from tests.recipes.forked_ranks import RECIPES
 from tests.support.cases import some, thorough
 
 # The paper's runs: T, the schedule, and, by hand from T, W, rates and rule, how often it averages.
@@ -105,7 +105,7 @@ def test_every_published_configuration_says_its_counts_and_is_linked() -> None:
 
 @pytest.mark.parametrize("name", some(PUBLISHED, of=4))
 def test_published_configurations_dry_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    import train
+    from recipes import train
 
     settings = configured(name)
     train.plan(settings)
@@ -160,7 +160,7 @@ def test_shrunken_copies_on_two_ranks_exchange_weights(torchrun: TorchRun) -> No
 
 @pytest.mark.parametrize("config", ["", str(IMAGENET / "vit_b16_4096_qsr4.yaml")], ids=["", "vit"])
 def test_a_dry_run_sends_an_image_through_the_model(config: str) -> None:
-    import train
+    from recipes import train
 
     flags = ["--config", config, "--image-size", "40"] if config else ["--model", "simple_vit/b16"]
     with pytest.raises(RecipeError, match=r"cannot take images of .*: patches of 16 x 16 do not"):

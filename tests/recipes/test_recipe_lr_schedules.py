@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lr_schedules import rate_of
-from settings import Settings
-from train import build_optimizer
 
+from recipes.lr_schedules import rate_of
+from recipes.settings import Settings
+from recipes.train import build_optimizer
 from tests.test_learning_rates import FINAL, by_hand
 from torchcomp.learning_rates import DECAYS
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from errors import RecipeError
-from models import build_model, check_model
-from simple_vit import SIZES, sin_cos_positions
-from torchvision_compat import import_torchvision
 
+from recipes.errors import RecipeError
+from recipes.models import build_model, check_model
+from recipes.simple_vit import SIZES, sin_cos_positions
+from recipes.torchvision_compat import import_torchvision
 from tests.support.patience import PATIENCE
 
 
@@ -140,10 +140,9 @@ def test_images_that_do_not_fit_are_refused_before_training() -> None:
 
 def test_torchvision_comes_without_its_operators_when_it_must() -> None:
     code = (
-        "from torchvision_compat import import_torchvision\n"
+        "from recipes.torchvision_compat import import_torchvision\n"
         "first = import_torchvision()\n"
         "assert import_torchvision() is first\n"
         "first.models.get_model('resnet18', weights=None)\n"
     )
-    folder = build_model.__code__.co_filename.rpartition("/")[0]
-    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, timeout=PATIENCE)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)

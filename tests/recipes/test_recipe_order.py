@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from errors import RecipeError
-from image_data.order import TrainOrder, keyed_seed
-from image_data.order import test_shard as shard_of
+
+from recipes.errors import RecipeError
+from recipes.image_data.order import TrainOrder, keyed_seed
+from recipes.image_data.order import test_shard as shard_of
 
 
 def orders(ranks: int, *, samples: int = 103, batch: int = 12, seed: int = 5) -> list[TrainOrder]:

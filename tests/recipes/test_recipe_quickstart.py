@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import quickstart
-from quickstart import METHODS, Result, draw, table
+
+from recipes import quickstart
+from recipes.quickstart import METHODS, Result, draw, table
 
 
 def results(seeds: int) -> dict[str, list[Result]]:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from errors import RecipeError
-from options import read_yaml, resolved
-from settings import Settings, read_settings
+
+from recipes.errors import RecipeError
+from recipes.options import read_yaml, resolved
+from recipes.settings import Settings, read_settings
 
 CONFIGS = sorted((Path(__file__).parents[2] / "recipes" / "configs").rglob("*.yaml"))
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TorchRun, summary_in, wait_for_checkpoint
-from errors import RecipeError
-from forked_ranks import RECIPES, Launcher
 
 import torchcomp
+from recipes.errors import RecipeError
+from tests.recipes.conftest import TorchRun, summary_in, wait_for_checkpoint
+from tests.recipes.forked_ranks import RECIPES, Launcher
 from tests.support.cases import only
 from tests.support.patience import PATIENCE
 
@@ -191,7 +191,7 @@ def test_bad_formats(flags: list[str], message: str, photo_folder: Path, tmp_pat
 
 
 def convert(*flags: str) -> None:
-    import write_beton
+    from recipes import write_beton
 
     write_beton.convert(write_beton.parse([*flags, "--workers", "2"]))
 
@@ -261,7 +261,7 @@ def test_the_command_line_shows_one_line_and_no_traceback() -> None:
 
 
 def run_script(*flags: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, str(RECIPES / "train.py"), *flags]
+    command = [sys.executable, "-m", "recipes.train", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
@@ -272,8 +272,8 @@ def run_script(*flags: str) -> "subprocess.CompletedProcess[str]":
 def test_configurations_dry_run(
     config: Path, method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import train
-    from settings import read_settings
+    from recipes import train
+    from recipes.settings import read_settings
 
     flags = ["--config", str(config), "--dry-run", "--plan-ranks", "4", *METHODS[method]]
     train.plan(read_settings(flags))
@@ -299,8 +299,8 @@ def test_local_steps_are_evaluated_with_statistics_estimated_anew(
 def test_statistics_are_those_of_the_next_epochs_images(
     train_here: TrainHere, digits_flags: list[str]
 ) -> None:
-    from image_data import open_batches
-    from settings import read_settings
+    from recipes.image_data import open_batches
+    from recipes.settings import read_settings
 
     flags = [*digits_flags, "--epochs", "1", "--sync", "every(2)", "--bn-images", "128"]
     settings = read_settings(flags)
@@ -330,8 +330,8 @@ def test_gradients_are_clipped(train_here: TrainHere, digits_flags: list[str]) -
 
 
 def fresh_weights() -> dict[str, torch.Tensor]:
-    from models import SmallCNN
-    from random_state import seed_all
+    from recipes.models import SmallCNN
+    from recipes.random_state import seed_all
 
     seed_all(0)
     return {name: value.detach() for name, value in SmallCNN(1, 10).named_parameters()}
@@ -341,8 +341,8 @@ def test_local_steps_compute_again_what_overflows_in_float16(
     train_here: TrainHere, digits_flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     linear = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
-    monkeypatch.setattr("train.build_model", lambda *args, **kwargs: copy.deepcopy(linear))
-    monkeypatch.setattr("ranks._device", lambda settings, local_rank: torch.device("cpu"))
+    monkeypatch.setattr("recipes.train.build_model", lambda *args, **kwargs: copy.deepcopy(linear))
+    monkeypatch.setattr("recipes.ranks._device", lambda settings, local_rank: torch.device("cpu"))
     flags = [*digits_flags, "--epochs", "1", "--batch-size", "720", "--accumulate", "2"]
     flags += ["--sync", "every(2)", "--amp", "fp16", "--clip-norm", "0.5"]
     moved = []

@@ -2,7 +2,6 @@
 
 import bz2
 import csv
-import importlib.util
 import pickle
 import re
 import statistics
@@ -20,25 +19,21 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from tests.recipes.conftest import RECIPES
+from recipes.two_direction import (
+    contest,
+    data_sets,
+    experiment,
+    on_ranks,
+    scaling,
+    softmax_regression,
+)
+from recipes.two_direction.data_sets import RecipeError, Samples
+from tests.recipes.forked_ranks import RECIPES
 from tests.support.ranks import on_threads
 from torchcomp.algorithms import Ranks, Simulated
 
 FOLDER = RECIPES / "two_direction"
 RESULTS = FOLDER / "results"
-sys.path.insert(0, str(FOLDER))
-# The neighbouring experiments' scripts have the same name.
-_SPEC = importlib.util.spec_from_file_location("two_direction_experiment", FOLDER / "experiment.py")
-experiment = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = experiment
-_SPEC.loader.exec_module(experiment)
-
-import contest  # noqa: E402
-import data_sets  # noqa: E402
-import on_ranks  # noqa: E402
-import scaling  # noqa: E402
-import softmax_regression  # noqa: E402
-from data_sets import RecipeError, Samples  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +47,7 @@ def _one_thread() -> Iterator[None]:
 
 def rows_of(path: Path) -> list[dict[str, str]]:
     lines = path.read_text().splitlines()
-    assert lines[0].startswith("# command: python recipes/two_direction/")
+    assert lines[0].startswith("# command: python -m recipes.two_direction.")
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
@@ -417,7 +412,7 @@ def test_ranks_have_the_simulations_table() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_four_gloo_ranks_print_the_simulations_table() -> None:
-    command = [sys.executable, str(FOLDER / "on_ranks.py")]
+    command = [sys.executable, "-m", "recipes.two_direction.on_ranks"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     simulated, real = re.split(r"\n4 ranks over gloo\n", done.stdout)

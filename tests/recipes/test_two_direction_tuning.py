@@ -1,13 +1,13 @@
 """2Direction's step sizes: the estimates that theory needs, and the tuning that replaces them."""
 
 import math
-import sys
 
 import pytest
 import torch
 
+from recipes.two_direction.smoothness import largest_eigenvalue, least_squares, logistic_regression
+from recipes.two_direction.tuning import Run, tune
 from tests.algorithms.two_direction.quadratics import quadratics
-from tests.recipes.conftest import RECIPES
 from torchcomp.algorithms import (
     AGD,
     DIANA,
@@ -21,11 +21,6 @@ from torchcomp.algorithms import (
 )
 from torchcomp.compressors import RandK, TopK
 from torchcomp.errors import SpecError
-
-sys.path.insert(0, str(RECIPES / "two_direction"))
-
-from smoothness import largest_eigenvalue, least_squares, logistic_regression
-from tuning import Run, tune
 
 F = quadratics(condition=5.0)
 

@@ -1,0 +1,1 @@
+"""Bidirectional TopK: its counterexample, and bytes and accuracy by number of workers."""

@@ -1,0 +1,1 @@
+"""JointSpar and JointSpar-LARS: bandit, traffic, backward time, accuracy, wall clock."""

@@ -1,0 +1,1 @@
+"""QSR against other synchronization schedules."""
