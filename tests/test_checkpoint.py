@@ -1,4 +1,4 @@
-"""Checkpoints: slots in their parameters' shapes, for another number of ranks, or refused."""
+"""Checkpoints: slots in their parameters' shapes, refused states, other numbers of ranks."""
 
 import math
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ SPEC = "ef(topk(0.01))"
 
 
 def exchange(rank=0, world_size=2):
-    """As much of an Exchange as a checkpoint asks for."""
+    """The attributes of an Exchange that checkpoints use."""
     return SimpleNamespace(rank=rank, world_size=world_size)
 
 
@@ -45,7 +45,7 @@ def model_parameters():
 
 
 def residuals(parameters, seed=0):
-    """A flat residual for each parameter."""
+    """Return a flat residual for each parameter."""
     noise = torch.Generator().manual_seed(seed)
     return {name: torch.randn(p.numel(), generator=noise) for name, p in parameters.items()}
 
@@ -55,12 +55,12 @@ def error_slot(parameters, dtype=torch.float32, **options):
     return Slot("error", Kind.DEBT, tuple(parameters), sizes, dtype, **options)
 
 
-def saved(held, parameters):
-    return save_slot(error_slot(parameters), held, parameters)
+def saved(values, parameters):
+    return save_slot(error_slot(parameters), values, parameters)
 
 
 def state_of(rank=0, world_size=2, slots=None, **changes):
-    """What an Averager's state_dict holds, with this rank's residual."""
+    """Return a state dict as an Averager's, with this rank's residual."""
     parameters = model_parameters()
     tensors = saved(residuals(parameters, seed=rank), parameters)
     state = {
@@ -83,9 +83,9 @@ def slot_of(tensors, kind="debt", sharded=False):
 
 
 def mean_residual(states):
-    """The mean residual of all ranks, in float64."""
-    held = [state["slots"]["error"]["tensors"] for state in states]
-    return {n: torch.stack([each[n].double() for each in held]).mean(0) for n in held[0]}
+    """Return the mean residual of all ranks, in float64."""
+    own = [state["slots"]["error"]["tensors"] for state in states]
+    return {n: torch.stack([each[n].double() for each in own]).mean(0) for n in own[0]}
 
 
 # --- Forms ----------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_a_value_of_the_form_passes_and_any_other_is_named_by_its_path(name):
+def test_a_value_of_the_form_passes_and_others_raise_with_their_path(name):
     form, values = GOOD[name]
     for value in values:
         form(value, "here.there")
@@ -146,13 +146,13 @@ def test_a_value_of_the_form_passes_and_any_other_is_named_by_its_path(name):
             form(value, "here.there")
 
 
-def test_the_path_leads_to_what_is_wrong_in_the_depth():
+def test_the_path_leads_to_a_nested_value():
     form = record(slots=dict_of(record(list=list_of(optional(count)))))
     with pytest.raises(CheckpointError, match=r"state\.slots\['a'\]\.list\[1\] .* -5"):
         form({"slots": {"a": {"list": [None, -5]}}}, "state")
 
 
-def test_a_giant_value_is_shown_in_short():
+def test_a_giant_value_is_shortened_in_the_error():
     with pytest.raises(CheckpointError) as caught:
         count("x" * 10_000, "here")
     assert len(str(caught.value)) < 250
@@ -168,7 +168,7 @@ def test_saved_residuals_have_their_parameters_shapes_and_are_contiguous():
         assert part.is_contiguous()
 
 
-def test_saved_residual_puts_each_element_at_its_own_place():
+def test_saved_residual_has_each_element_at_its_coordinates():
     parameters = model_parameters()
     shaped = saved({"tied": torch.arange(15.0), "conv": torch.arange(48.0)}, parameters)
     assert torch.equal(shaped["tied"], torch.arange(15.0).view(5, 3).t())
@@ -184,7 +184,7 @@ def test_saved_residuals_are_copies():
     assert not any((part == 7.0).any() for part in shaped.values())
 
 
-def test_what_was_never_opened_is_saved_as_its_first_values():
+def test_a_slot_that_was_never_opened_is_saved_with_its_initial_values():
     parameters = model_parameters()
 
     def init(name, out):
@@ -210,8 +210,8 @@ def test_residuals_move_between_memory_formats_by_their_coordinates():
     state = state_of()
     moved = load_slot(error_slot(theirs), state, theirs)
     again = save_slot(error_slot(theirs), moved, theirs)
-    held = state["slots"]["error"]["tensors"]
-    assert all(torch.equal(again[name], held[name]) for name in held)
+    before = state["slots"]["error"]["tensors"]
+    assert all(torch.equal(again[name], before[name]) for name in before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -227,8 +227,8 @@ def test_loaded_residuals_have_the_dtype_of_their_slot(dtype):
         ({"linear": torch.ones(5, 3)}, r"\['linear'\].* \(3, 5\), .*\(5, 3\)"),
         ({"conv": torch.ones(48)}, r"\['conv'\].* \(4, 3, 2, 2\), .*\(48,\)"),
         ({"scale": torch.ones((), dtype=torch.int64)}, r"\['scale'\].*float32.*int64"),
-        ({"scale": torch.tensor(1e300, dtype=torch.float64)}, r"\['scale'\].*float32.* infinity"),
-        ({"linear": None}, "lacks 'linear'"),
+        ({"scale": torch.tensor(1e300, dtype=torch.float64)}, r"\['scale'\].*float32.* NaN"),
+        ({"linear": None}, r"slots\['error'\] .*'linear'"),
     ],
 )
 def test_slot_of_another_shape_dtype_or_name_is_refused(changes, problem):
@@ -259,16 +259,17 @@ def test_check_engine_names_every_difference():
     parameters = {"linear": torch.zeros(3, 5), "new": torch.zeros(1)}
     with pytest.raises(CheckpointError) as caught:
         checkpoint.check_engine(state_of(parameters=layout(linear=[5, 3], gone=[1])), parameters)
-    assert str(caught.value) == (
-        "the checkpoint is another model's: 'gone' is not in the model; "
-        "'new' is not in the checkpoint; "
-        "'linear' has shape [5, 3] in the checkpoint and [3, 5] in the model"
-    )
+    gone, new, linear = str(caught.value).split("; ")
+    assert "'gone'" in gone
+    assert "'new'" in new
+    assert "'linear'" in linear
+    assert "[5, 3] in the checkpoint" in linear
+    assert "[3, 5] in the model" in linear
 
 
 def test_check_engine_names_five_differences_and_counts_the_rest():
-    foreign = layout(**{f"p{place}": [1] for place in range(8)})
-    with pytest.raises(CheckpointError, match=r"'p4' is not in the model; and 3 more$") as caught:
+    foreign = layout(**{f"p{i}": [1] for i in range(8)})
+    with pytest.raises(CheckpointError, match=r"'p4' [^;]*; and 3 more$") as caught:
         checkpoint.check_engine(state_of(parameters=foreign), {})
     assert "'p5'" not in str(caught.value)
 
@@ -297,14 +298,15 @@ def test_groups_must_hold_every_parameter_once(division, groups, problem):
 def test_a_group_of_two_dtypes_is_refused():
     parameters = model_parameters()
     parameters["linear"] = parameters["linear"].detach().half()
-    with pytest.raises(CheckpointError, match="one dtype"):
+    # The group has every parameter once, so only the dtypes are wrong.
+    with pytest.raises(CheckpointError, match=r"groups .*dtype.*'linear'"):
         checkpoint.check_engine(state_of(), parameters)
 
 
 # --- Headers --------------------------------------------------------------------------------------
 
 
-ADVICE = {"spec": "swap it", "world_size": "re-divide it"}
+ADVICE = {"spec": "advice on spec", "world_size": "advice on world_size"}
 
 
 def check_header(state, spec=SPEC, rank=0, world_size=2):
@@ -318,21 +320,21 @@ def test_header_of_the_same_run_and_rank_is_accepted():
 @pytest.mark.parametrize(
     ("state", "problem"),
     [
-        (state_of(spec="mean"), "has spec 'mean', and this run has 'ef.topk.0.01..': swap it"),
-        (state_of(rank=1), "has rank 1, and this run has 0: every rank loads what it saved"),
-        (state_of(world_size=4), "has world_size 4, and this run has 2: re-divide it"),
-        (state_of(version=99), "has version 99, and this run has 3: save it again"),
-        (state_of(version=2), "has version 2, and this run has 3: save it again"),
-        ({}, "lacks 'version', 'spec', 'rank' and 1 more"),
-        ({"model": 1, "version": 3, "spec": SPEC}, "lacks 'rank', 'world_size'"),
+        (state_of(spec="mean"), r"spec 'mean', .* 'ef\(topk\(0\.01\)\)': advice on spec$"),
+        (state_of(rank=1), r"\brank 1, .* 0: "),
+        (state_of(world_size=4), r"world_size 4, .* 2: advice on world_size$"),
+        (state_of(version=99), r"version 99, .* 3: "),
+        (state_of(version=2), r"version 2, .* 3: "),
+        ({}, "'version', 'spec', 'rank' and 1 more"),
+        ({"model": 1, "version": 3, "spec": SPEC}, "'rank', 'world_size'$"),
         (state_of() | {"rank": False}, r"\.rank .* False"),
         (state_of(world_size=torch.tensor(2)), r"\.world_size .* tensor"),
-        (None, "not NoneType"),
-        ([1], "not list"),
+        (None, "NoneType"),
+        ([1], r"\blist$"),
     ],
     ids=range(11),
 )
-def test_header_of_another_run_is_refused_with_both_values(state, problem):
+def test_header_of_another_run_is_refused_with_both_values_and_advice(state, problem):
     with pytest.raises(CheckpointError, match=problem):
         check_header(state)
 
@@ -406,22 +408,22 @@ TWO = [state_of(0), state_of(1)]
 @pytest.mark.parametrize(
     ("states", "world_size", "problem"),
     [
-        ([], 2, "no states: give the state dicts of all ranks"),
-        (TWO[:1], 2, r"need one state of each of 2 ranks, and got those of \[0\]"),
-        ([TWO[0], TWO[0]], 2, r"\[0, 0\]"),
-        ([*TWO, TWO[1]], 2, r"\[0, 1, 1\]"),
-        ([TWO[0], state_of(1, step=11)], 2, "their step differ"),
-        ([TWO[0], state_of(1, spec="mean")], 2, "their spec differ"),
-        ([TWO[0], state_of(1, scale=2.0)], 2, "their scale differ"),
-        ([TWO[0], state_of(1, parameters={})], 2, "their parameters differ"),
-        ([state_of(0, world_size=2**62), TWO[1]], 2, "need one state of each"),
-        (TWO, 0, "world_size must be at least 1, not 0"),
-        (TWO, -1, "world_size must be at least 1, not -1"),
-        (TWO, True, "world_size must be at least 1, not True"),
+        ([], 2, "states must be"),
+        (TWO[:1], 2, r"\b2 ranks.* \[0\]"),
+        ([TWO[0], TWO[0]], 2, r"\b2 ranks.* \[0, 0\]"),
+        ([*TWO, TWO[1]], 2, r"\b2 ranks.* \[0, 1, 1\]"),
+        ([TWO[0], state_of(1, step=11)], 2, r": step\b"),
+        ([TWO[0], state_of(1, spec="mean")], 2, r": spec\b"),
+        ([TWO[0], state_of(1, scale=2.0)], 2, r": scale\b"),
+        ([TWO[0], state_of(1, parameters={})], 2, r": parameters\b"),
+        ([state_of(0, world_size=2**62), TWO[1]], 2, rf"\b{2**62} ranks.* \[0, 1\]"),
+        (TWO, 0, r"world_size .* 1, not 0$"),
+        (TWO, -1, r"world_size .* 1, not -1$"),
+        (TWO, True, r"world_size .* 1, not True$"),
     ],
     ids=range(12),
 )
-def test_redistribute_refuses_what_is_not_all_ranks_of_one_run(states, world_size, problem):
+def test_redistribute_refuses_states_that_are_not_all_ranks_of_one_run(states, world_size, problem):
     with pytest.raises(CheckpointError, match=problem):
         redistribute(states, world_size)
 
@@ -454,7 +456,7 @@ def test_redistribute_refuses_states_without_all_slots(states):
         redistribute(states, 2)
 
 
-# --- The server's residual ------------------------------------------------------------------------
+# --- The server residual --------------------------------------------------------------------------
 
 
 def shards_of(parameters, world_size):
@@ -462,11 +464,11 @@ def shards_of(parameters, world_size):
 
 
 def owners(world_size, whole):
-    """One state for each rank, whose shard of the server's residual is that of `whole`."""
+    """Return one state for each rank, with its shard of the server residual `whole`."""
     states = []
     for rank, shard in enumerate(shards_of(model_parameters(), world_size)):
-        places = zip(shard.names, shard.offsets, shard.sizes, strict=True)
-        parts = {name: whole[name][at : at + size].clone() for name, at, size in places}
+        extents = zip(shard.names, shard.offsets, shard.sizes, strict=True)
+        parts = {name: whole[name][at : at + size].clone() for name, at, size in extents}
         server = {"server_error": slot_of(parts, sharded=True)}
         states.append(state_of(rank, world_size, server))
     return states
@@ -477,7 +479,7 @@ def server(state):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (4, 3), (3, 5), (2, 40), (7, 1)])
-def test_server_residuals_are_divided_anew(before, after):
+def test_server_residuals_are_split_into_new_shards(before, after):
     whole = residuals(model_parameters())
     states = redistribute(owners(before, whole)[::-1], after)
     for state, wanted in zip(states, owners(after, whole), strict=True):
@@ -486,11 +488,11 @@ def test_server_residuals_are_divided_anew(before, after):
             assert torch.equal(server(state)[name], part)
 
 
-def test_shards_of_another_size_are_not_divided_anew():
+def test_shards_of_a_wrong_size_are_refused():
     states = owners(2, residuals(model_parameters()))
     name = next(iter(server(states[0])))
     server(states[0])[name] = server(states[0])[name][:-1]
-    with pytest.raises(CheckpointError, match="server residual of rank 0"):
+    with pytest.raises(CheckpointError, match="rank 0"):
         redistribute(states, 3)
 
 
@@ -499,11 +501,11 @@ def server_slot(parameters, rank, world_size):
     return Slot("server_error", Kind.DEBT, shard.names, shard.sizes, torch.float32, True)
 
 
-def test_server_residual_of_another_division_is_refused():
+def test_server_residual_of_another_world_size_is_refused():
     parameters = model_parameters()
     state = owners(2, residuals(parameters))[0]
     load_slot(server_slot(parameters, 0, 2), state, parameters)
-    with pytest.raises(CheckpointError, match=r"holds \d+ elements of .*redistribute"):
+    with pytest.raises(CheckpointError, match=r"\d+ elements .*torchcomp\.redistribute"):
         load_slot(server_slot(parameters, 0, 3), state, parameters)
 
 
@@ -511,5 +513,5 @@ def test_server_residual_in_another_memory_order_is_refused():
     state = owners(1, residuals(model_parameters()))[0]
     parameters = model_parameters()
     parameters["conv"] = nn.Parameter(parameters["conv"].detach().contiguous())
-    with pytest.raises(CheckpointError, match=r"'conv' has strides .* memory format"):
+    with pytest.raises(CheckpointError, match=r"'conv' .*\[12, 1, 6, 3\].* \[12, 4, 2, 1\]"):
         load_slot(server_slot(parameters, 0, 1), state, parameters)

@@ -1,4 +1,4 @@
-"""Tests of the checks of options: what passes, what does not, and what is said."""
+"""Checks of options: which values pass, which raise, and what the errors name."""
 
 from fractions import Fraction
 
@@ -20,7 +20,7 @@ PASS = {
     checks.check_momentum: [0, 0.9, np.nextafter(1.0, 0.0)],
     checks.check_flag: [True, False],
 }
-# None of these is a number, or none is finite.
+# No check accepts these: not a number, not finite, or negative.
 NEVER = ["1", None, 1j, torch.tensor(1.0), np.array([0.5, 0.5]), float("nan"), float("inf")]
 NEVER += [-float("inf"), np.float32("inf"), -1]
 FAIL = {
@@ -35,20 +35,21 @@ FAIL = {
 
 
 @pytest.mark.parametrize("check", PASS, ids=lambda check: check.__name__)
-def test_what_passes_and_what_does_not(check):
+def test_valid_values_pass_and_others_raise(check):
     for value in PASS[check]:
         check("option", value)
     for value in FAIL[check]:
-        with pytest.raises(SpecError, match=r"^option must be .*, not ") as caught:
+        with pytest.raises(SpecError, match="option") as caught:
             check("option", value)
         assert caught.value.field == "option"
+        assert repr(value) in str(caught.value)
 
 
-def test_what_is_said():
-    with pytest.raises(SpecError, match=r"^topk: k must be a whole number of at least 1, not 0$"):
+def test_errors_name_the_owner_the_option_the_bounds_and_the_value():
+    with pytest.raises(SpecError, match=r"^topk: k .* 1, .* 0$"):
         checks.check_count("k", 0, owner="topk")
-    with pytest.raises(SpecError, match=r"^n must be a whole number from 2 to 1,000, not 1001$"):
+    with pytest.raises(SpecError, match=r"^n .* 2 .* 1,000, .* 1001$"):
         checks.check_count("n", 1001, 2, 1000)
-    with pytest.raises(SpecError, match=r'^x must be one of "b", "a", not \[\]$'):
+    with pytest.raises(SpecError, match=r'^x .*"b", "a".* \[\]$'):
         checks.check_choice("x", [], ("b", "a"))
     checks.check_choice("x", "a", ("b", "a"))

@@ -1,4 +1,4 @@
-"""Messages: what is packed is what is decoded, byte for byte as documented."""
+"""Messages: their bytes are as documented, and they decode to what was encoded."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread():
-    """Vectors this short are faster on one thread than shared out."""
+    """For vectors this short, one thread is faster than several."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -33,7 +33,7 @@ def gaussian(n, dtype):
 
 
 def decoded(codec, message, dtype=torch.float32):
-    """What the fields of a bucket's vectors stand for."""
+    """Decode a message of encoded vectors, or of their parts."""
     total = codec.vectors[-1].span.stop if codec.vectors else 0
     out = torch.full((total,), torch.nan, dtype=dtype)
     codec.decode([getattr(parts, "parts", parts) for parts in message], out, KEY)
@@ -41,22 +41,22 @@ def decoded(codec, message, dtype=torch.float32):
 
 
 def bits(tensor):
-    """What to compare where -0.0 is not 0.0."""
+    """The bytes of a tensor, for comparisons that distinguish -0.0 from 0.0."""
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def unaligned(raw):
-    """A copy of `raw` that begins at an odd address."""
+    """Copy `raw` to an odd address."""
     copy = torch.empty(raw.numel() + 1, dtype=torch.uint8)[1:]
     return copy.copy_(raw)
 
 
-# --- What is decoded ------------------------------------------------------------------------------
+# --- Decoding -------------------------------------------------------------------------------------
 
 
 @every_dtype
 @every_compressor
-def test_vector_survives_the_wire(compressor, dtype):
+def test_vector_is_equal_after_packing_and_unpacking(compressor, dtype):
     for n in SIZES:
         codec = codec_of(compressor, [n], dtype)
         message = codec.encode(gaussian(n, dtype), KEY)
@@ -69,7 +69,7 @@ def test_vector_survives_the_wire(compressor, dtype):
 
 @every_dtype
 @every_compressor
-def test_parts_survive_an_unaligned_buffer(compressor, dtype):
+def test_parts_are_equal_after_an_unaligned_buffer(compressor, dtype):
     for n in (0, 1, 2, 7, 257):
         layout = compressor.layout(n, dtype)
         parts = compressor.encode(gaussian(n, dtype), KEY).parts
@@ -81,7 +81,7 @@ def test_parts_survive_an_unaligned_buffer(compressor, dtype):
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (5, 0, 2), (0, 3, 0), (0,), (7, 1, 257, 1)], ids=str)
 @every_dtype
 @every_compressor
-def test_bucket_of_odd_parameters_survives_the_wire(compressor, dtype, sizes):
+def test_bucket_of_odd_parameters_is_equal_after_packing_and_unpacking(compressor, dtype, sizes):
     codec = codec_of(compressor, sizes, dtype)
     message = codec.encode(gaussian(sum(sizes), dtype), KEY)
     received = codec.unpack(unaligned(packed(codec, message)))
@@ -133,12 +133,12 @@ def test_scope_tensor_draws_differently_for_each_parameter():
     assert not torch.equal(first, second)
 
 
-# --- How long a message is ------------------------------------------------------------------------
+# --- Length ---------------------------------------------------------------------------------------
 
 
 @every_dtype
 @every_compressor
-def test_length_depends_on_the_shape_alone(compressor, dtype):
+def test_length_depends_only_on_the_shape(compressor, dtype):
     codec = codec_of(compressor, (5, 0, 64, 1), dtype)
     values = [torch.zeros(70), torch.full((70,), 1e4), gaussian(70, dtype), torch.arange(70.0) % 2]
     keys = [KEY, Key(8), Key(7, step=4, rank=3), Key(7, rank=1)]
@@ -156,17 +156,17 @@ def test_length_depends_on_the_shape_alone(compressor, dtype):
         (Identity(), (10,), torch.bfloat16, 20),
         (Cast("bf16"), (10,), torch.float64, 20),
         (RandK(0.25), (10,), torch.float32, 3 * 4),
-        # 10 bits of bitmap.
+        # A bitmap of 10 bits.
         (TopK(0.25), (10,), torch.float32, 3 * 4 + 2),
         (TopK(0.25), (10,), torch.float16, 3 * 2 + 2),
-        # 3 low parts of 14 bits, and 3 + 3 bits.
+        # 3 low parts of 14 bits, and a high part of 3 + 3 bits.
         (TopK(k=3), (2**16,), torch.float32, 3 * 4 + 6 + 1),
         (TopK(k=3, scope="tensor"), (2**16, 1, 0), torch.float32, 3 * 4 + 7 + 4),
         (TopK(k=3, values="int8"), (2**16,), torch.float32, 4 + 3 + 7),
         (TopK(k=3, values="int4"), (2**16,), torch.float32, 4 + 2 + 7),
         (TopK(k=3, values="bf16"), (2**16,), torch.float64, 3 * 2 + 7),
         (Quantize("int4"), (257,), torch.float32, 3 * 4 + 129),
-        # Low parts of 6 bits, and a bit for each entry and each 64 elements.
+        # Low parts of 6 bits, and a high part of one bit per entry and one per 64 elements.
         (TopK(0.01), (25_557_032,), torch.float32, 255_571 * 4 + 191_679 + 81_863),
     ],
     ids=str,
@@ -179,23 +179,23 @@ def test_length_equals_a_hand_calculation(compressor, sizes, dtype, nbytes):
 
 
 def decode_topk(raw, n, k, low, values):
-    """A decoder of topk's message by the documentation alone, for low parts of `low` bits."""
+    """Decode a message of topk as documented in docs/wire.md, for low parts of `low` bits."""
     width = np.dtype(values).itemsize * k
     lows = np.unpackbits(np.frombuffer(raw[width:], np.uint8), bitorder="little")
     highs = lows[8 * -(-k * low // 8) :]
     dense = np.zeros(n, dtype=values)
-    for rank, place in enumerate(np.flatnonzero(highs)):
-        bits = lows[rank * low : (rank + 1) * low]
-        index = (place - rank) * 2**low + sum(int(bit) << power for power, bit in enumerate(bits))
-        dense[index] = np.frombuffer(raw[:width], dtype=values)[rank]
+    for i, position in enumerate(np.flatnonzero(highs)):
+        bits = lows[i * low : (i + 1) * low]
+        index = (position - i) * 2**low + sum(int(bit) << power for power, bit in enumerate(bits))
+        dense[index] = np.frombuffer(raw[:width], dtype=values)[i]
     return dense
 
 
 @pytest.mark.parametrize(("n", "low"), [(64, 3), (65535, 14), (65536, 14), (65537, 12)])
 @pytest.mark.parametrize(("dtype", "values"), [(torch.float32, "<f4"), (torch.float16, "<f2")])
-def test_topk_message_is_read_by_a_decoder_of_its_own(n, low, dtype, values):
+def test_topk_message_is_read_by_an_independent_decoder(n, low, dtype, values):
     x = gaussian(n, dtype)
-    # The last element is sent for sure: its index needs every bit of the index's type.
+    # The last element is the largest, so it is sent: its index needs every bit of the code.
     x[-1] = 60_000
     codec = codec_of(TopK(k=5), [n], dtype)
     raw = packed(codec, codec.encode(x, KEY)).numpy().tobytes()
@@ -240,7 +240,7 @@ def test_randk_bytes_are_the_kept_values_in_ascending_order_of_their_indices():
     assert packed(codec, message).numpy().view("<f4").tolist() == kept
 
 
-# --- What does not fit ----------------------------------------------------------------------------
+# --- Wrong lengths, parts and alignments ----------------------------------------------------------
 
 LAYOUT = (Field("index", torch.uint16, 3), Field("values", torch.float32, 3))
 GOOD = (torch.zeros(3, dtype=torch.uint16), torch.zeros(3))
@@ -249,30 +249,30 @@ GOOD = (torch.zeros(3, dtype=torch.uint16), torch.zeros(3))
 @pytest.mark.parametrize("length", [0, 17, 19, 36])
 def test_message_of_another_length_is_refused(length):
     raw = torch.zeros(length, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=f"a message of {length} bytes .* 18 bytes"):
+    with pytest.raises(ValueError, match=rf"\b{length} bytes.* 18 bytes"):
         wire.unpack(raw, LAYOUT)
     codec = codec_of(TopK(k=4), [10])
     assert codec.nbytes == 18
-    with pytest.raises(ValueError, match=f"a message of {length} bytes.* 18 "):
+    with pytest.raises(ValueError, match=rf"\b{length} bytes.* 18 bytes"):
         codec.unpack(raw)
 
 
 @pytest.mark.parametrize(
     ("parts", "problem"),
     [
-        ((GOOD[0], torch.zeros(2)), "'values' is announced as 3 x torch.float32.* made 2 x"),
-        ((GOOD[0], torch.zeros(3).double()), "'values' is announced .* 3 x torch.float64"),
-        ((GOOD[0].int(), GOOD[1]), "'index' is announced as 3 x torch.uint16.* torch.int32"),
+        ((GOOD[0], torch.zeros(2)), r"'values'.* 3 x torch\.float32.* 2 x torch\.float32"),
+        ((GOOD[0], torch.zeros(3).double()), r"'values'.* torch\.float32.* 3 x torch\.float64"),
+        ((GOOD[0].int(), GOOD[1]), r"'index'.* 3 x torch\.uint16.* 3 x torch\.int32"),
         (GOOD[:1], "argument"),
         ((*GOOD, torch.zeros(1)), "argument"),
     ],
 )
-def test_part_that_the_layout_does_not_announce_is_refused(parts, problem):
+def test_part_that_differs_from_the_layout_is_refused(parts, problem):
     with pytest.raises(ValueError, match=problem):
         wire.pack(parts, LAYOUT, torch.zeros(18, dtype=torch.uint8))
 
 
-def test_parts_may_be_strided():
+def test_parts_can_be_strided():
     raw = torch.empty(18, dtype=torch.uint8)
     wire.pack((GOOD[0], torch.arange(6.0)[::2]), LAYOUT, raw)
     assert wire.unpack(raw, LAYOUT)[1].tolist() == [0.0, 2.0, 4.0]
@@ -297,7 +297,7 @@ def frame_of(payload):
 
 
 def test_version():
-    # Another one is another format: docs/wire.md says what changed.
+    # A new version is a new format, which docs/wire.md must describe.
     assert wire.VERSION == 4
 
 
@@ -310,7 +310,7 @@ def test_frame_is_length_and_version_then_checksum_then_the_message_up_to_8_byte
 
 
 @pytest.mark.parametrize("length", [1, 8, 13])
-def test_every_changed_bit_of_a_frame_is_found(length):
+def test_every_changed_bit_of_a_frame_is_detected(length):
     good = frame_of(list(range(length)))
     for bit in range(8 * good.numel()):
         bad = good.clone()
@@ -318,21 +318,21 @@ def test_every_changed_bit_of_a_frame_is_found(length):
         assert int(wire.inspect(bad, length)) != wire.INTACT, bit
 
 
-def test_frame_of_another_version_or_length_is_told_apart():
+def test_frames_of_another_version_and_length_are_distinguished():
     frame = frame_of([1] * 5)
     assert int(wire.inspect(frame, 6)) == wire.OTHER_LENGTH
     frame[0] += 1
     assert int(wire.inspect(frame, 5)) == wire.OTHER_VERSION
 
 
-def test_random_frames_are_not_taken_for_messages():
+def test_random_frames_are_not_accepted():
     noise = torch.Generator().manual_seed(0)
     for length in range(1, 300):
         frame = torch.randint(256, (wire.framed(length),), dtype=torch.uint8, generator=noise)
         assert int(wire.inspect(frame, length)) != wire.INTACT
 
 
-def test_a_message_of_random_bytes_stays_within_its_vector():
+def test_decoding_random_bytes_does_not_write_outside_the_vector():
     noise = torch.Generator().manual_seed(0)
     for compressor in (TopK(k=5), TopK(0.5), TopK(k=5, values="int4"), Quantize("int4")):
         codec = codec_of(compressor, [100])

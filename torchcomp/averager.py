@@ -1,4 +1,4 @@
-"""Averager: the engine. The mean of named tensors over the ranks by one method, step after step."""
+"""Averager: averages named tensors over the ranks with one compression method, step after step."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,21 +21,24 @@ from torchcomp.state import Kind, Slot, State
 from torchcomp.stats import Meter, Stats
 from torchcomp.traffic import Traffic, sum_bytes
 
-UNCHANGED = "Nothing of this step entered the residual, and no parameter has changed."
+UNCHANGED = "This step was discarded: the residual and the parameters did not change."
 
+# Sends a residual that the current method has no slot for. Every value is sent uncompressed, so one
+# step is usually enough; see `_flushed`.
 _FLUSH = EF(Identity())
 _ADVICE = {
-    "spec": "use that method, load, and then swap to the new one",
-    "world_size": "torchcomp.redistribute(states, world_size) makes it fit",
+    "spec": "build the method of the checkpoint, load, then swap to the new method",
+    "world_size": "convert all ranks' state dicts with torchcomp.redistribute(states, world_size)",
 }
 
 
 class Averager:
-    """The mean of named tensors over the ranks by one method, step after step.
+    """Averages named tensors over the ranks with one compression method, step after step.
 
-    It knows no model, no optimizer and no DDP. A step is ``begin``, an ``average`` for each bucket,
-    and ``finish``, by which all ranks conclude together that the step counts, or that it does not:
-    then the method's state is what it was before. A training loop without DDP averages by::
+    It does not depend on a model, an optimizer or DDP. One step is a call of ``begin``, one call of
+    ``average`` per bucket, and a call of ``finish``. In ``finish``, all ranks decide together
+    whether the step counts. If it does not, the state is rolled back to what it was before the
+    step. A training loop without DDP averages its gradients with::
 
         averager = torchcomp.Averager(
             "ef(topk(0.01))", torchcomp.ProcessGroupExchange(), dict(model.named_parameters())
@@ -47,24 +50,26 @@ class Averager:
 
     Args:
         aggregator: the method, as a spec string or an object.
-        exchange: the ranks.
-        parameters: by name, tensors with the shapes, dtypes and devices of what is averaged; the
-            same on all ranks.
-        groups: names of parameters that are compressed together; by default of up to 25 MiB.
+        exchange: the collectives of the ranks.
+        parameters: tensors by name, with the shapes, dtypes and devices of the tensors that will
+            be averaged. They must match on all ranks.
+        groups: names of the parameters that are compressed together. By default, groups of up to
+            25 MiB.
         seed: seed of the method's random choices, a whole number of at least 0.
         merged: whether a method that works on the whole model gets all groups as one bucket.
-        what: what is averaged, for errors.
-        unchanged: what a step that fails leaves behind, for errors.
-        client_slots: declares, by bucket, slots that the caller itself opens in :attr:`state`, so
-            that checkpoints hold them.
+        what: what is averaged ("a gradient"), for error messages.
+        unchanged: a sentence on what a discarded step leaves unchanged, for error messages.
+        client_slots: returns, for the shape of a bucket, the slots that the caller opens in
+            :attr:`state`. Declaring them adds them to checkpoints.
 
     Attributes:
-        buckets: the groups as the method in use wants them: as they are, or merged.
+        buckets: the groups that the current method compresses: :attr:`groups`, or all of them
+            merged into one bucket per dtype and device.
         state: the slots of this rank.
-        step: steps that were exchanged to the end, without an error.
+        step: number of steps that finished without an error.
 
     Raises:
-        SpecError: if the method cannot be built, or an argument cannot be used.
+        SpecError: if the method cannot be built, or if an argument is invalid.
     """
 
     def __init__(
@@ -97,55 +102,63 @@ class Averager:
         self._meter = Meter()
         self._callbacks: list[Callable[[bool], None]] = []
         self._watch = FiniteWatch(exchange)
-        # Whether a rank alone has loaded a checkpoint shows only when all ranks look.
+        # The ranks are compared in the first `begin`, not here: loading a checkpoint is a local
+        # call, so only the next collective can show that one rank loaded it and another did not.
         self._verified = False
+        # True while _FLUSH is active instead of the method that the user chose.
         self._flushing = False
         self.use(aggregator)
 
     @property
     def aggregator(self) -> Aggregator:
-        """The method that was asked for; its ``str`` is the spec."""
+        """The method that the user chose; its ``str`` is the spec."""
         return self._aggregator
 
     @property
     def grouped(self) -> bool:
-        """Whether the result depends on :attr:`buckets`; else any division of tensors will do."""
+        """Whether the result depends on :attr:`buckets`. If not, any bucketing may be used."""
         return self._active.depends_on_grouping
 
-    # A step.
+    # One step.
 
     def begin(self, scale: float = 1.0) -> None:
-        """Begin a step, and forget whatever a step that raised has left behind.
+        """Begin a step. Roll back whatever a step that raised left behind.
 
         Args:
-            scale: loss scale of the gradients to come, which the state follows.
+            scale: loss scale of this step's gradients. When it changes, the state is rescaled.
 
         Raises:
-            RankMismatchError: at the first step, and at the first after a checkpoint was loaded, if
-                the ranks differ in what they must share.
+            RankMismatchError: if the ranks differ in a value that must match, such as the spec or
+                the step. They are compared at the first step, and at the first one after loading.
         """
         self.state.rollback()
         self.exchange.reset()
         self._watch = FiniteWatch(self.exchange)
         if not self._verified:
-            facts = {"spec": self._aggregator, "step": self.step, "seed": self.seed}
-            facts |= {"groups": self.groups, "buckets": self.buckets, "flushing": self._flushing}
+            values = {"spec": self._aggregator, "step": self.step, "seed": self.seed}
+            values |= {"groups": self.groups, "buckets": self.buckets, "flushing": self._flushing}
+            # Each rank's threshold search starts from the previous thresholds. If they differed,
+            # the ranks would run different collectives.
             thresholds = [(name, t.tolist()) for name, t in self.state.items("thresholds")]
-            facts["thresholds"] = sorted(thresholds)
-            self.exchange.verify("the first step", facts, checkpoint.ONE_STEP)
+            values["thresholds"] = sorted(thresholds)
+            self.exchange.verify("the first step", values, checkpoint.ONE_STEP)
             self._verified = True
+        # Residuals and estimates are sums of scaled gradients.
         if scale != self._scale:
             self.state.scale(scale / self._scale)
             self._scale = scale
 
     def average(self, bucket: Bucket) -> None:
-        """Replace the values of a bucket by the method's estimate of their mean, in place.
+        """Replace the values of a bucket with the method's estimate of their mean, in place.
 
-        All ranks average the same buckets in the same order: where :attr:`grouped`, one of
-        :attr:`buckets` each.
+        All ranks must average the same buckets in the same order. If :attr:`grouped`, these must be
+        the :attr:`buckets`.
         """
         method = self._active
+        # `mean` passes NaN and infinities on as plain DDP does, so there is nothing to check.
         guarded = not method.transparent
+        # If the method's residual shows which parameters were non-finite, this pass over the
+        # gradients is not needed.
         if guarded and not method.traces(bucket.flat.dtype):
             self._watch.before(bucket)
         key = Key(self.seed, self.step, rank=self.exchange.rank)
@@ -161,24 +174,26 @@ class Averager:
         where: str | None = None,
         advice: str = "",
     ) -> bool:
-        """Conclude the step, on all ranks together: the state is committed, or rolled back.
+        """End the step. All ranks commit their state, or all ranks roll it back.
 
         Args:
-            may_skip: return False, instead of raising, for a step with a NaN or an infinity.
-            dense_bytes: bytes that plain DDP would have sent instead; by default what it sends for
-                one step of all parameters.
-            where: which step this is, for errors.
-            advice: what to do about a NaN, for the error.
+            may_skip: return False instead of raising if there is a NaN or an infinity.
+            dense_bytes: bytes that plain DDP would have sent instead. By default, the bytes of one
+                all-reduce of all parameters.
+            where: the name of this step, for error messages.
+            advice: what to do about a NaN, for the error message.
 
         Returns:
             Whether the step counts.
 
         Raises:
-            NonFiniteError: on all ranks, naming ranks and parameters.
-            WireError: on all ranks, if a message was not intact, naming its sender.
+            NonFiniteError: on all ranks if there is a NaN or an infinity; names the ranks and the
+                parameters.
+            WireError: on all ranks if a message was damaged; names its sender.
         """
         if dense_bytes is None:
             dense_bytes = sum_bytes(self._nbytes, self.exchange.world_size)
+        # Recorded first: a step that is discarded has sent its bytes all the same.
         self._meter.record(self.exchange.take_traffic(dense_bytes))
         where = where or f"step {self.step + 1}"
         try:
@@ -190,9 +205,11 @@ class Averager:
             self.state.rollback()
             raise
         if counts:
+            # `_flushed` changes the values that are about to be committed.
             flushed = self._flushing and self._flushed()
             self.state.commit()
             if flushed:
+                # From the next step on, the method that the user chose runs, without a residual.
                 self.state.drop(self.state.debts())
                 self._flushing = False
                 self._install(self._aggregator)
@@ -204,25 +221,26 @@ class Averager:
         return counts
 
     def average_all(self, tensors: Mapping[str, Tensor], **options: Any) -> bool:
-        """One whole step: replace all `tensors` by their means over the ranks, in place.
+        """Run one complete step: replace all `tensors` with their means over the ranks, in place.
 
         Args:
-            tensors: one for each of :attr:`parameters`, of its shape.
-            options: as for :meth:`finish`.
+            tensors: for each of :attr:`parameters`, a tensor of the same shape.
+            options: passed to :meth:`finish`.
 
         Returns:
-            Whether the step counts; if not, and on error, the tensors keep their values.
+            Whether the step counts. If not, and on error, the tensors keep their values.
 
         Raises:
             SpecError: if a tensor is missing.
         """
-        lacking = [name for name in self.parameters if tensors.get(name) is None]
-        if lacking:
+        missing = [name for name in self.parameters if tensors.get(name) is None]
+        if missing:
             raise SpecError(
-                f"average_all needs a tensor for each parameter, and there is none for "
-                f"{checkpoint.listed(lacking)}: where a gradient is None, give zeros"
+                "average_all needs a tensor for each parameter, but there is none for "
+                f"{checkpoint.listed(missing)}: if a gradient is None, pass zeros"
             )
         self.begin()
+        # The buckets are copies. The tensors are written only once the step is known to count.
         buckets = [Bucket.read(self.shape_of(group), tensors) for group in self.buckets]
         for bucket in buckets:
             self.average(bucket)
@@ -232,26 +250,26 @@ class Averager:
         return counts
 
     def on_finish(self, callback: Callable[[bool], None]) -> None:
-        """Call this at the end of every :meth:`finish` with what it returns."""
+        """Register a function that is called at the end of :meth:`finish` with its return value."""
         self._callbacks.append(callback)
 
     def shape_of(self, group: Group) -> BucketShape:
-        """The shape of a bucket of these parameters."""
+        """Return the shape of a bucket of these parameters."""
         shape = self._shapes.get(group)
         if shape is None:
             shape = self._shapes[group] = BucketShape.of(group, self.parameters)
         return shape
 
-    # What is averaged, and how.
+    # Changing the method, the groups or the parameters.
 
     def use(self, aggregator: str | Component) -> str:
-        """Change the method between two steps; all ranks alike.
+        """Change the method between two steps. All ranks must make the same call.
 
-        The residual goes on where the new method keeps one, too. Otherwise the next steps send what
-        is left of it, by ``ef(identity)``, until nothing is.
+        If the new method has the same residual slots, it continues with the residual. Otherwise,
+        ``ef(identity)`` runs first, until the residual has been sent.
 
         Returns:
-            A sentence that says what becomes of the residual.
+            A sentence on what happens to the residual, for the user.
 
         Raises:
             SpecError: if the method cannot be built.
@@ -259,65 +277,78 @@ class Averager:
         method = parse_aggregator(aggregator)
         self._aggregator, self._flushing = method, False
         self._install(method)
+        # A slot can exist without any values, so look for a value and not for a slot.
         if not any(True for debt in self.state.debts() for _ in self.state.items(debt)):
             return "There is no residual yet."
         if self.state.debts() <= {slot.name for slot in self._declared(method, self.buckets)}:
-            return f"The residual is kept: {method} goes on with it."
+            return f"The residual is kept: {method} continues with it."
         self._flushing = True
         self._install(_FLUSH)
         return (
-            f"{method} keeps no such residual: the next steps send what is left of it by {_FLUSH}, "
-            "as far as the gradients' dtype can hold it."
+            f"{method} has no such residual: the next steps send it with {_FLUSH}, as far as the "
+            "dtype of the gradients can represent it."
         )
 
     def regroup(self, groups: Sequence[Group]) -> None:
-        """Compress other parameters together; all ranks alike, between two steps.
+        """Change which parameters are compressed together, between two steps.
+
+        All ranks must make the same call.
 
         Args:
-            groups: names that belong together; each parameter once.
+            groups: names of the parameters of each group. Each parameter must be in one group.
         """
         self.groups = tuple(groups)
         self._install(self._active)
         self._verified = False
 
     def add(self, parameters: Mapping[str, Tensor], groups: Sequence[Group]) -> None:
-        """Average further parameters from now on; all ranks alike, between two steps."""
+        """Add parameters, between two steps. All ranks must make the same call."""
         self.parameters |= parameters
         self._nbytes += sum(parameter.nbytes for parameter in parameters.values())
         self.groups = (*self.groups, *groups)
         self.buckets = (*self.buckets, *groups)
 
     def _install(self, method: Aggregator) -> None:
-        one = method.whole_model and self._merged
-        buckets = merge(self.groups, self.parameters) if one else self.groups
+        merged = method.whole_model and self._merged
+        buckets = merge(self.groups, self.parameters) if merged else self.groups
+        # Before `self.buckets` changes: the server residual is stored by the old buckets' shards.
         owned, self._active = self._owned(), method
         self.buckets, before = buckets, self.buckets
         declared = {slot.name: slot for slot in self._declared(method, buckets)}
+        # A server residual fits only the shards of the same buckets. Otherwise, add it to this
+        # rank's own residual.
         if buckets != before or not any(slot.sharded for slot in declared.values()):
             self.state.unshard(owned, self.exchange.world_size)
+        # Unsent gradient is never dropped here, even if the new method has no slot for it: `use`
+        # starts a flush.
         kept = {*declared, *self.state.debts()}
         self.state.drop([name for name in self.state.slots() if name not in kept])
 
     def _flushed(self) -> bool:
-        """Whether the step in flight leaves no residual on any rank. What it has rounded goes."""
+        """Whether the step in flight sends all that is left of the residual, on every rank.
+
+        Drops the rounding errors that the step leaves in the residual.
+        """
         after, left = dict(self.state.pending("error")), False
         for name, before in self.state.items("error"):
             part, numbers = after.get(name, before), torch.finfo(self.parameters[name].dtype)
-            # Unchanged is what no rank could send, for want of a gradient; large, what was cut off.
+            # A part that did not change was not sent: no rank had a gradient for it. A part
+            # above any rounding error was clipped to the range of the gradients' dtype.
             if torch.equal(part, before) or (part.abs() > numbers.eps * numbers.max).any():
                 left |= bool(part.any())
             else:
                 part.zero_()
+        # All ranks must end the flush at the same step, or they would run different methods.
         flag = torch.tensor([left], dtype=torch.uint8, device=self.exchange.device)
         return not self.exchange.any_of(flag).any()
 
     def _owned(self) -> list[Shard]:
-        """This rank's shard of each bucket."""
+        """Return this rank's shard of each bucket."""
         rank, ranks = self.exchange.rank, self.exchange.world_size
         return [self.shape_of(group).shards(ranks)[rank] for group in self.buckets]
 
     def _declared(self, method: Aggregator, buckets: Sequence[Group]) -> Iterator[Slot]:
-        """All slots of all buckets."""
+        """Iterate over the slots of all buckets: the method's, then the client's."""
         for group in buckets:
             shape = self.shape_of(group)
             yield from method.slots(shape, self.exchange.world_size, self.exchange.rank)
@@ -325,36 +356,38 @@ class Averager:
                 yield from self._client_slots(shape)
 
     def _traces(self) -> Iterator[tuple[str, Tensor]]:
-        """Residuals that a NaN in a gradient shows in."""
+        """Iterate over the residuals that show a NaN of a gradient, by parameter name."""
         for name, part in self.state.pending("error"):
             if self._active.traces(self.parameters[name].dtype):
                 yield name, part
 
-    # What a user can ask.
+    # Counters and checkpoints.
 
     @property
     def stats(self) -> Stats:
-        """Counters of this rank: bytes of the last step, and in all."""
+        """Counters of this rank: bytes of the last step, and totals."""
         return self._meter.snapshot(self.step, self.step)
 
     def count(self, late: Traffic) -> None:
-        """Add bytes that the last step has moved after its end."""
+        """Add bytes that the last step exchanged after :meth:`finish`."""
         self._meter.last.add(late)
         self._meter.total.add(late)
 
     def residual_norms(self, slot: str = "error") -> dict[str, float]:
-        """Euclidean norm of this rank's residual, by parameter name; waits for the device.
+        """Return the Euclidean norm of this rank's residual by parameter name.
+
+        Synchronises the host with the device.
 
         Args:
-            slot: "error", what this rank has not sent; or "server_error", what it has not sent
-                back as the owner of shards.
+            slot: "error" for the residual of this rank's gradients, or "server_error" for the
+                server residual of the shards that this rank owns.
         """
         return {name: float(part.norm()) for name, part in self.state.items(slot)}
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: plain tensors, numbers and strings, keyed by parameter name.
+        """Return this rank's state: plain tensors, numbers and strings, keyed by parameter name.
 
-        Every rank saves its own. It loads with ``torch.load(..., weights_only=True)``.
+        Every rank must save its own. ``torch.load(..., weights_only=True)`` can load it.
         """
         slots: dict[str, Any] = {}
         for slot in self._declared(self._active, self.buckets):
@@ -380,33 +413,36 @@ class Averager:
         }
 
     def prepare(self, state: Any, advice: Mapping[str, str] = _ADVICE) -> Callable[[], None]:
-        """Check a state dict as a whole; nothing changes.
+        """Check a complete state dict without changing anything.
 
         Args:
-            state: what :meth:`state_dict` of this rank returned.
-            advice: what to do about a "spec" or "world_size" that differs.
+            state: the result of :meth:`state_dict` on this rank.
+            advice: what to do if "spec" or "world_size" differs, for the error message.
 
         Returns:
-            A function that restores it, with its groups: the run goes on bit for bit even if other
-            groups were built here.
+            A function that restores the state. It restores the groups as well, so the run
+            continues bit for bit even if this object was built with other groups.
 
         Raises:
-            CheckpointError: if it is another model's, method's, rank's or world size's, or damaged.
+            CheckpointError: if the state is damaged, or if it belongs to another model, method,
+                rank or world size.
         """
         checkpoint.check_header(state, str(self._aggregator), self.exchange, advice)
         checkpoint.check_engine(state, self.parameters)
+        # During a flush, the checkpoint has the slots of _FLUSH and the spec of the next method.
         method = _FLUSH if state["flushing"] else self._aggregator
         slots: dict[str, tuple[Kind, bool, dict[str, Tensor]]] = {}
         for slot in self._declared(method, _groups(state["buckets"])):
+            # `redistribute` drops caches, so they may be missing. They never change a result.
             if slot.kind is not Kind.CACHE or slot.name in state["slots"]:
                 parts = checkpoint.load_slot(slot, state, self.parameters)
                 slots.setdefault(slot.name, (slot.kind, slot.sharded, {}))[2].update(parts)
         for name, saved in state["slots"].items():
-            foreign = sorted(set(saved["tensors"]) - set(slots[name][2] if name in slots else ()))
-            if foreign or name not in slots:
+            unknown = sorted(set(saved["tensors"]) - set(slots[name][2] if name in slots else ()))
+            if unknown or name not in slots:
                 raise CheckpointError(
-                    f"a damaged checkpoint: slots['{name}'] holds what {self._aggregator} does not "
-                    f"keep: {checkpoint.listed(foreign)}"
+                    f"a damaged checkpoint: slots['{name}'] has tensors that {self._aggregator} "
+                    f"does not use: {checkpoint.listed(unknown)}"
                 )
         return partial(self._restore, state, slots)
 
@@ -420,37 +456,36 @@ class Averager:
         self.step, self.seed, self._scale = state["step"], state["seed"], float(state["scale"])
         self._flushing = state["flushing"]
         self._active = _FLUSH if self._flushing else self._aggregator
+        # A fresh one: workspaces and a step in flight must not outlive the old state.
         self.state = State()
         for name, (kind, sharded, parts) in slots.items():
             self.state.load(name, kind, sharded, parts)
         self._verified = False
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` of this rank returned; nothing changes on error.
+        """Restore the result of :meth:`state_dict` on this rank. On error, nothing changes.
 
         Raises:
-            CheckpointError: as :meth:`prepare`.
+            CheckpointError: see :meth:`prepare`.
         """
         self.prepare(state)()
 
 
 def average_in_place(exchange: Exchange, values: Tensor) -> None:
-    """Replace `values` (1-D, contiguous) by their exact mean over the ranks.
-
-    Divided by the number of ranks at the end. Gradients are multiplied by its reciprocal before,
-    whose rounding errs to one side: weights that are averaged thousands of times would grow by it.
-    """
+    """Replace `values` (1-D, contiguous) with their exact mean over the ranks."""
     exchange.all_reduce(values)
+    # Not a multiplication by the reciprocal before the sum, as for gradients. The reciprocal is
+    # rounded, always to the same side: weights that are averaged thousands of times would drift.
     values.div_(exchange.world_size)
 
 
 @torch.no_grad()
 def exact_mean(exchange: Exchange, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of the means of tensors over the ranks, in float32 or wider.
+    """Return the means of tensors over the ranks, as new tensors in float32 or wider.
 
     Args:
-        exchange: the ranks.
-        tensors: the same names, shapes and dtypes on all of them.
+        exchange: the collectives of the ranks.
+        tensors: tensors with the same names, shapes and dtypes on all ranks.
     """
     means: dict[str, Tensor] = {}
     for group in merge(((name,) for name in tensors), tensors):

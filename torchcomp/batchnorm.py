@@ -1,4 +1,4 @@
-"""reestimate_batchnorm: BatchNorm statistics of averaged weights."""
+"""reestimate_batchnorm: BatchNorm statistics for averaged weights."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -25,75 +25,88 @@ Layers = dict[str, _BatchNorm]
 
 
 def reestimate_batchnorm(model: nn.Module, loader: Iterable[Any], images: int = 4096) -> None:
-    """Estimate the running mean and variance of every BatchNorm anew, before an evaluation.
+    """Re-estimate the running mean and variance of every BatchNorm layer, before an evaluation.
 
-    Local steps average parameters but not BatchNorm's buffers, which then belong to weights that no
-    longer exist. As in Gu et al., ICLR 2024 (arXiv 2310.14423), every rank
+    Local steps average parameters but not BatchNorm's buffers. The buffers then belong to the
+    weights before the average. As in Gu et al., ICLR 2024 (arXiv 2310.14423), every rank
 
     1. runs `model` in training mode, without gradients, on batches of its own shard of the
        training set, augmented as in training;
     2. takes the mean of the batches' statistics (momentum 1/(1+i) at batch i = 0, 1, ..., so the
-       first batch replaces what was there);
+       first batch replaces the previous statistics);
     3. averages running mean and variance over the ranks, in float32 or wider.
 
-    Without torch.distributed, step 3 is left out. With it, all ranks call this together, between
-    rounds (``sync.next_sync is None``), and end with the same statistics. Modes and momenta are
-    restored; ``num_batches_tracked`` is the number of batches of this estimate. Layers that
-    ``model.train()`` leaves in evaluation mode (frozen ones), layers that no batch reaches, and all
-    layers after an error keep their statistics. Dropout and the loader draw from the global
-    generators. A model without running statistics is left alone, which is logged once.
+    Without torch.distributed, step 3 is skipped. With it, all ranks must call this function
+    together, between rounds (``sync.next_sync is None``). They end with the same statistics.
+
+    The training mode and momentum of each layer are restored. ``num_batches_tracked`` becomes the
+    number of batches of this estimate. Statistics do not change in
+
+    * layers that ``model.train()`` leaves in evaluation mode (frozen layers),
+    * layers that no batch reaches,
+    * any layer, if there is an error.
+
+    Dropout and the loader draw from the global random generators. For a model without running
+    statistics, this function does nothing and logs one warning per process.
 
     Args:
-        model: the module, or the DDP model around it, whose process group then replaces the
-            default one. Call this under the same autocast as training.
+        model: the module, or the DDP model around it. The process group is that of the DDP model,
+            or else the default one. Call this function under the same autocast as training.
         loader: yields tensors of images (n, ...), or tuples or lists that begin with one, on any
-            device. Each rank gives its own shard.
-        images: how many images to take, of all ranks together. Each rank takes whole batches until
-            it has seen ``ceil(images / ranks)`` images; a smaller last batch counts as much as the
+            device. Each rank passes its own shard.
+        images: number of images of all ranks together. Each rank takes whole batches until it has
+            seen ``ceil(images / ranks)`` images. A smaller last batch has the same weight as the
             others.
 
     Raises:
-        SpecError: if an argument or a batch is of the wrong type, or the loader ends before this
-            rank's share.
+        SpecError: if an argument or a batch has the wrong type, or if the loader ends before this
+            rank has seen its share of the images.
         NonFiniteError: if statistics are not finite.
         UnsupportedModelError: if `model` is not a module.
-        RankMismatchError: on all ranks, if their parameters or layers differ, or some of them fail.
+        RankMismatchError: on all ranks, if their parameters or layers differ, or if only some of
+            them fail.
     """
     check_is_module(model)
     module, group = model, None
-    inner = getattr(model, "_orig_mod", model)  # of a compiled DDP model
+    inner = getattr(model, "_orig_mod", model)  # torch.compile(ddp_model) wraps the DDP model
     if isinstance(inner, DistributedDataParallel):
-        # Its own forward would wait for ranks without a batch.
+        # DDP's forward broadcasts buffers. It would wait for a rank that has no batch left.
         module, group = inner.module, inner.process_group
-    with _anew(module) as layers:
+    with _fresh_statistics(module) as layers:
         if not layers:
-            _say_that_there_is_nothing_to_do()
+            # No collective: a rank can call this without the others.
+            _warn_that_nothing_is_done()
         elif not dist.is_initialized():
-            _passes(module, layers, _share(loader, images, 1))
+            _forward_passes(module, layers, _batches(loader, images, 1))
         else:
             statistics = _statistics(layers)
             exchange = ProcessGroupExchange(group, next(iter(statistics.values())).device)
-            passes = partial(_passes, module, layers, _share(loader, images, exchange.world_size))
+            batches = _batches(loader, images, exchange.world_size)
+            passes = partial(_forward_passes, module, layers, batches)
+            # `build` raises on every rank if a rank fails. Otherwise the ranks would hang in the
+            # average below.
             exchange.build("torchcomp.reestimate_batchnorm", {"images": images}, passes, _ADVICE)
             for name, mean in exact_mean(exchange, statistics).items():
                 statistics[name].copy_(mean)
 
 
+# Cached, so that it warns once and not at every evaluation.
 @cache
-def _say_that_there_is_nothing_to_do() -> None:
+def _warn_that_nothing_is_done() -> None:
     _log.warning(
         "reestimate_batchnorm: the model has no BatchNorm layer with running statistics, so there "
-        "is nothing to do (this is said once)"
+        "is nothing to do (this warning appears once)"
     )
 
 
 @contextmanager
-def _anew(module: nn.Module) -> Iterator[Layers]:
-    """Training mode without gradients, with empty statistics that average cumulatively.
+def _fresh_statistics(module: nn.Module) -> Iterator[Layers]:
+    """Switch to training mode without gradients, and reset all statistics.
 
-    At the end, restore modes, momenta, and the statistics of layers that no batch reached; after an
-    error, all statistics.
+    At the end, restore modes and momenta, and the statistics of layers that no batch reached. On
+    error, restore all statistics.
     """
+    # `module.training` of each module: the model can be partly in evaluation mode.
     modes = [(each, each.training) for each in module.modules()]
     module.train()
     layers = {
@@ -101,6 +114,7 @@ def _anew(module: nn.Module) -> Iterator[Layers]:
         for name, layer in module.named_modules()
         if isinstance(layer, _BatchNorm) and layer.training and layer.track_running_stats
     }
+    # Clones, because the buffers are reset in place.
     before = [
         (layer, layer.momentum, [(each, each.clone()) for each in layer.buffers(recurse=False)])
         for layer in layers.values()
@@ -109,6 +123,7 @@ def _anew(module: nn.Module) -> Iterator[Layers]:
     try:
         for layer in layers.values():
             layer.reset_running_stats()
+            # To torch, None means a cumulative average: 1 / num_batches_tracked.
             layer.momentum = None
         with torch.no_grad():
             yield layers
@@ -116,6 +131,7 @@ def _anew(module: nn.Module) -> Iterator[Layers]:
     finally:
         for layer, momentum, buffers in before:
             layer.momentum = momentum
+            # 0 batches tracked: no batch reached this layer.
             if not done or not layer.num_batches_tracked:
                 for buffer, copy in buffers:
                     buffer.copy_(copy)
@@ -129,10 +145,10 @@ _ADVICE = (
 )
 
 
-def _passes(
+def _forward_passes(
     module: nn.Module, layers: Layers, batches: Iterator[Tensor]
 ) -> tuple[None, dict[str, Any]]:
-    """This rank's forward passes, and the facts that all ranks must share."""
+    """Run this rank's forward passes. Return None, and the values that must match on all ranks."""
     device = next(iter(_statistics(layers).values())).device
     for inputs in batches:
         module(inputs.to(device))
@@ -145,26 +161,27 @@ def _passes(
     if bad:
         raise NonFiniteError(
             f"NaN or infinity in the statistics of {len(bad)} BatchNorm layers ({listed(bad)}): "
-            "look at the images and the weights; the layers keep the statistics that they had"
+            "check the images and the weights; all layers keep their previous statistics"
         )
+    # Equal parameters show that the ranks are between rounds.
     return None, {
         "BatchNorm layers": list(reached),
         "parameters": digest_of(dict(module.named_parameters())),
     }
 
 
-def _share(loader: Iterable[Any], images: int, world_size: int) -> Iterator[Tensor]:
-    """The first batches of a rank's shard, with ``ceil(images / world_size)`` images at least."""
+def _batches(loader: Iterable[Any], images: int, world_size: int) -> Iterator[Tensor]:
+    """Iterate over the inputs of a rank's first ``ceil(images / world_size)`` images or more."""
     check_count("images", images)
-    # A data set without __iter__ can be iterated over, too.
-    if not any(hasattr(loader, way) for way in ("__iter__", "__getitem__")):
+    # Python also iterates over objects with only __getitem__, such as many data sets.
+    if not any(hasattr(loader, method) for method in ("__iter__", "__getitem__")):
         raise SpecError(f"loader must be an iterable of batches, not {type(loader).__name__}")
     share, seen = -(-images // world_size), 0
     for batch in loader:
         inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch
         if not isinstance(inputs, Tensor):
             raise SpecError(
-                "a batch is a tensor of images, or a tuple or list that begins with one, not "
+                "a batch must be a tensor of images, or a tuple or list that begins with one, not "
                 f"{type(inputs).__name__}"
             )
         yield inputs
@@ -172,8 +189,8 @@ def _share(loader: Iterable[Any], images: int, world_size: int) -> Iterator[Tens
         if seen >= share:
             return
     raise SpecError(
-        f"the loader ended after {seen:,} images, and this rank's share is {share:,} "
-        f"(images={images} over {world_size} ranks): give a longer loader, or a smaller images="
+        f"the loader ended after {seen:,} images, but this rank's share is {share:,} "
+        f"(images={images} over {world_size} ranks): pass a longer loader or a smaller images="
     )
 
 

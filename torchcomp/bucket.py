@@ -1,4 +1,4 @@
-"""Bucket: the gradients of a few parameters as one flat vector, and how parameters are grouped."""
+"""Bucket: the gradients of several parameters as one flat vector, and how they are grouped."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ Group = Names
 
 @dataclass(frozen=True)
 class BucketShape:
-    """All that is static about a bucket."""
+    """The static properties of a bucket."""
 
-    names: Names  # of the parameters, in the order of their elements
-    shapes: tuple[tuple[int, ...], ...]  # of each parameter
+    names: Names  # parameter names, in the order of their elements
+    shapes: tuple[tuple[int, ...], ...]  # shape of each parameter
     dtype: torch.dtype
     strides: tuple[tuple[int, ...], ...] = ()  # of each parameter; () if all are contiguous
 
     @classmethod
     def of(cls, names: Iterable[str], parameters: Mapping[str, Tensor]) -> "BucketShape":
-        """The shape of a bucket of these parameters, which have one dtype."""
+        """Return the shape of a bucket of these parameters, which must have one dtype."""
         names = tuple(names)
         chosen = [parameters[name] for name in names]
         return cls(
@@ -41,7 +41,8 @@ class BucketShape:
 
     @cached_property
     def _hash(self) -> int:
-        # Kept, because every step looks its plans up by shapes that hold hundreds of names.
+        # Cached: each step looks up cached plans by shape, and a shape can have hundreds of names.
+        # Strides can be left out, because `__eq__` compares them.
         return hash((self.names, self.shapes, self.dtype))
 
     @cached_property
@@ -51,18 +52,18 @@ class BucketShape:
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements in all."""
+        """Total number of elements."""
         return sum(self.sizes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Total size in bytes."""
         return self.numel * self.dtype.itemsize
 
     def select(self, names: Iterable[str]) -> "BucketShape":
-        """The shape of a bucket of these parameters alone, in their order here."""
+        """Return the shape of a bucket of only these parameters, in the order of this bucket."""
         wanted = set(names)
-        chosen = [place for place, name in enumerate(self.names) if name in wanted]
+        chosen = [i for i, name in enumerate(self.names) if name in wanted]
         return BucketShape(
             tuple(self.names[i] for i in chosen),
             tuple(self.shapes[i] for i in chosen),
@@ -71,32 +72,34 @@ class BucketShape:
         )
 
     def wide(self) -> "BucketShape":
-        """The same in float32, or wider where the elements are."""
+        """Return the same shape in float32, or in its own dtype if that is wider."""
         dtype = torch.promote_types(self.dtype, torch.float32)
         return BucketShape(self.names, self.shapes, dtype, self.strides)
 
     def shards(self, world_size: int) -> tuple["Shard", ...]:
-        """The parts that the ranks own: rank r has [r n / W, (r + 1) n / W) of n elements."""
+        """Return each rank's part: rank r of W owns [r n / W, (r + 1) n / W) of n elements."""
         return _shards(self.names, self.sizes, world_size)
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """Strides of a parameter's part of a bucket; see :func:`memory_order`."""
+    """Return the strides of a parameter's part of a bucket; see :func:`memory_order`."""
     if _is_dense(parameter):
         return parameter.stride()
+    # The contiguous strides of the shape. A tensor on "meta" has strides but no memory.
     return torch.empty(parameter.shape, device="meta").stride()
 
 
 @dataclass
 class Bucket:
-    """What an aggregator works on."""
+    """The flat vector that an aggregator works on, with its shape."""
 
     shape: BucketShape
-    flat: Tensor  # 1-D, contiguous; each parameter's part is in its memory order, as in DDP
+    # 1-D and contiguous. Each parameter's part is in the memory order of the parameter, as in DDP.
+    flat: Tensor
 
     @classmethod
     def read(cls, shape: BucketShape, tensors: Mapping[str, Tensor]) -> "Bucket":
-        """A copy of the values of some tensors, in the bucket's dtype."""
+        """Copy tensors into a new bucket, in the bucket's dtype."""
         device = tensors[shape.names[0]].device if shape.names else None
         bucket = cls(shape, torch.empty(shape.numel, dtype=shape.dtype, device=device))
         for name, view in bucket.tensors().items():
@@ -105,7 +108,7 @@ class Bucket:
 
     @torch.no_grad()
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give tensors the values of the bucket, rounded to their own dtypes."""
+        """Copy the values of the bucket to tensors, rounded to their dtypes."""
         for name, view in self.tensors().items():
             tensors[name].copy_(view)
 
@@ -138,34 +141,35 @@ class Shard:
 
     start: int  # first element within the bucket
     stop: int  # one past the last element
-    names: Names  # parameters that have elements in it, in order
-    sizes: tuple[int, ...]  # how many elements of each
-    offsets: tuple[int, ...]  # the first of them within each parameter
+    names: Names  # parameters with at least one element in the shard, in order
+    sizes: tuple[int, ...]  # number of elements of each of them
+    offsets: tuple[int, ...]  # index of the first of these elements within the parameter
 
     @property
     def span(self) -> slice:
-        """Its elements within the bucket."""
+        """The elements of the shard within the bucket."""
         return slice(self.start, self.stop)
 
 
 @lru_cache(maxsize=1024)
 def _shards(names: Names, sizes: tuple[int, ...], world_size: int) -> tuple[Shard, ...]:
     total = sum(sizes)
+    # In integers, so that all ranks cut at the same elements and shard sizes differ by at most 1.
     cuts = [rank * total // world_size for rank in range(world_size + 1)]
     shards = []
     for start, stop in pairwise(cuts):
-        held = []
+        contents = []
         for name, size, end in zip(names, sizes, accumulate(sizes), strict=True):
             first, last = max(end - size, start), min(end, stop)
             if first < last:
-                held.append((name, last - first, first - (end - size)))
-        shards.append(Shard(start, stop, *(list(zip(*held, strict=True)) or [(), (), ()])))
+                contents.append((name, last - first, first - (end - size)))
+        shards.append(Shard(start, stop, *(list(zip(*contents, strict=True)) or [(), (), ()])))
     return tuple(shards)
 
 
 @dataclass(frozen=True)
 class Caps:
-    """Sizes at which a group of parameters is closed, in bytes."""
+    """Size in bytes at which a group of parameters is full."""
 
     first: int = 1 * MIB  # small, so that communication starts early in the backward pass
     rest: int = 25 * MIB
@@ -174,23 +178,25 @@ class Caps:
 def partition(parameters: Iterable[tuple[str, Tensor]], caps: Caps) -> tuple[Group, ...]:
     """Group parameters as DDP's documentation describes: in reverse order, up to a size.
 
-    DDP itself re-groups after the first iteration, in the order in which gradients became ready.
-    This partition never changes, so what is selected within a group depends on the model alone:
-    not on the iteration, and not on whether the run was resumed.
+    DDP rebuilds its buckets after the first iteration, in the order in which gradients became
+    ready. This partition never changes. A selection within a group therefore depends on the model
+    only, not on the iteration or on whether the run was resumed.
 
     Args:
         parameters: (name, parameter) pairs in registration order.
-        caps: sizes at which a group is closed.
+        caps: sizes at which a group is full.
 
     Returns:
-        Groups of names; each holds parameters of one dtype and device.
+        Groups of names. The parameters of a group have one dtype and device.
     """
     groups: list[Group] = []
+    # A bucket is one tensor, so each dtype and device fills a group of its own.
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
     for name, parameter in reversed(list(parameters)):
         kind = (parameter.dtype, parameter.device)
         names, size = open_groups.pop(kind, ([], 0))
         names, size = [*names, name], size + parameter.nbytes
+        # As in DDP, the parameter that fills a group still belongs to it, whatever its size.
         if size >= (caps.rest if groups else caps.first):
             groups.append(tuple(names))
         else:
@@ -200,7 +206,7 @@ def partition(parameters: Iterable[tuple[str, Tensor]], caps: Caps) -> tuple[Gro
 
 
 def merge(groups: Iterable[Group], parameters: Mapping[str, Tensor]) -> tuple[Group, ...]:
-    """One group of all parameters, or one for each dtype and device where there are several."""
+    """Merge all groups into one, or into one for each dtype and device if there are several."""
     merged: dict[tuple[torch.dtype, torch.device], Group] = {}
     for group in groups:
         first = parameters[group[0]]
@@ -212,11 +218,11 @@ def merge(groups: Iterable[Group], parameters: Mapping[str, Tensor]) -> tuple[Gr
 def memory_order(parameter: Tensor, flat: Tensor) -> Tensor:
     """View a parameter's part of a flat bucket in the parameter's shape.
 
-    DDP lays a dense, non-overlapping parameter (channels_last, for one) out in its own memory
-    order, and any other contiguously.
+    DDP stores a dense, non-overlapping parameter (such as one in channels_last) in its own memory
+    order. It stores any other parameter contiguously.
 
     Args:
-        parameter: gives shape and strides.
+        parameter: the parameter, for its shape and strides.
         flat: 1-D tensor of ``parameter.numel()`` elements.
     """
     if _is_dense(parameter):
@@ -225,8 +231,10 @@ def memory_order(parameter: Tensor, flat: Tensor) -> Tensor:
 
 
 def _is_dense(tensor: Tensor) -> bool:
+    # What DDP calls "non-overlapping and dense". torch's own check for it is private.
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        # The stride of a dimension of size 1 has no meaning, and torch allows any.
         if size == 1:
             continue
         if stride != expected:

@@ -1,11 +1,14 @@
-"""The errors that users can catch. Each says what was wrong, what was expected, and why."""
+"""The errors that users can catch. Each message has what was wrong, what was expected, and why."""
 
 
 class SpecError(ValueError):
-    """A method or schedule that cannot be built: unknown name or option, bad value, nonsense mix.
+    """A method, schedule or argument is invalid.
+
+    For example, a name or option is unknown, a value is out of range, or two options cannot be
+    combined.
 
     Attributes:
-        field: name of the option at fault, where there is one; the parser points its caret there.
+        field: name of the invalid option, or None. The parser puts its caret below that option.
     """
 
     def __init__(self, message: str, field: str | None = None) -> None:
@@ -14,24 +17,24 @@ class SpecError(ValueError):
 
 
 class UnsupportedModelError(TypeError):
-    """A model, or a DDP option, that a communication hook cannot serve."""
+    """A communication hook does not work with this model or DDP option."""
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks that should hold the same value do not; the message lists each rank's value."""
+    """A value that must match on all ranks does not. The message lists the value of each rank."""
 
 
 class NonFiniteError(FloatingPointError):
-    """A NaN or an infinity reached an exchange; nothing of that step was kept or applied."""
+    """An exchange contained a NaN or an infinity. The step was discarded on every rank."""
 
 
 class WireError(RuntimeError):
-    """A message that is not what its sender should have sent; nothing of that step was applied."""
+    """A received message was damaged or not in the expected format. The step was discarded."""
 
 
 class CheckpointError(ValueError):
-    """A state dict that does not belong to this model, method or world size."""
+    """A state dict is damaged, or belongs to another model, method, rank or world size."""
 
 
 class ScheduleError(ValueError):
-    """A local-step run that left its schedule: steps beyond the end, or an impossible rate."""
+    """A run with local steps left its schedule: too many steps, or an invalid learning rate."""

@@ -1,7 +1,8 @@
-"""Key: where all randomness comes from.
+"""Key: the source of all randomness.
 
-A compressor never touches a global random generator. What it draws is a function of a key, so two
-ranks that hold the same key draw the same numbers, and a resumed run draws what it would have.
+A compressor never uses a global random generator. Its draws are a function of a key. Two ranks with
+the same key therefore draw the same numbers, and a resumed run draws the same numbers as a run
+without interruption.
 """
 
 import zlib
@@ -19,34 +20,38 @@ class Key:
     """The address of one random draw."""
 
     seed: int  # the run's seed, equal on all ranks
-    step: int = 0  # number of exchanges before this one
+    step: int = 0  # index of the exchange
     tensor: int = 0  # identifies the vector within the step (see :func:`tensor_id`)
-    rank: int = 0  # the drawing rank; ignored by draws that all ranks share
+    rank: int = 0  # rank that draws; ignored by :meth:`shared`
 
     def of_tensor(self, name: str) -> "Key":
-        """The same key for another vector."""
+        """Return this key for the vector of this name."""
         return Key(self.seed, self.step, tensor_id(name), self.rank)
 
     def shared(self) -> np.random.Generator:
-        """A generator in the same state on every rank."""
+        """Return a generator that draws the same numbers on every rank."""
         return _generator(self.seed, self.step, self.tensor)
 
     def private(self) -> np.random.Generator:
-        """A generator whose draws are independent between ranks."""
+        """Return a generator whose draws are independent between ranks."""
+        # One number more than `shared`, so that no rank draws the shared numbers. SeedSequence
+        # pads with zeros: [seed, step, tensor, 0] would be [seed, step, tensor]. Hence rank + 1.
         return _generator(self.seed, self.step, self.tensor, self.rank + 1)
 
 
 @lru_cache(maxsize=4096)
 def tensor_id(name: str) -> int:
-    """A number for a parameter name, the same in every process (unlike Python's ``hash``)."""
+    """Return a number for a parameter name."""
+    # Python's `hash` of a string differs between processes.
     return zlib.crc32(name.encode())
 
 
 def _generator(*entropy: int) -> np.random.Generator:
+    # docs/wire.md specifies these draws, because RandK sends no indices: do not change them.
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
 
 
 def check_seed(seed: object) -> None:
-    """Require a seed that can be hashed into keys."""
+    """Require a seed that keys can use."""
     if not is_whole(seed) or not 0 <= seed < 2**63:
         raise SpecError(f"seed must be a whole number from 0 to 2^63 - 1, not {seed!r}")

@@ -1,4 +1,4 @@
-"""NaN and infinities: found on all ranks at once, because what reaches one mean reaches all."""
+"""NaN and infinities: detected in a step, and raised on every rank together."""
 
 from collections.abc import Iterable
 
@@ -13,44 +13,56 @@ from torchcomp.kernels.cast import nan_unless_finite
 
 
 class FiniteWatch:
-    """Watches the buckets of one step, before and after the exchange, without a host sync.
-
-    Where the ranks conclude a step together anyway, each searches its share of a mean.
-    """
+    """Checks the buckets of one step before and after the exchange, without a host sync."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
+        # The norms of this rank's values, by bucket. Only `error` reads them.
         self._local: list[tuple[tuple[str, ...], Tensor]] = []
+        # A scalar for each mean: 0 if it is finite, else NaN. All stay on the device until the end
+        # of the step, so that the host waits once.
         self._means: list[Tensor] = []
 
     def before(self, bucket: Bucket) -> None:
-        """Note the norms of this rank's values, to name the culprit should there be one."""
+        """Record the norms of this rank's values, so that an error can name the parameters."""
+        # One fused call for all parameters. A norm is non-finite if any element is.
         norms = torch._foreach_norm(list(bucket.parts().values()))
         self._local.append((bucket.names, torch.stack(norms)))
 
     def after(self, bucket: Bucket) -> None:
-        """Note whether the mean, or this rank's share of it, is finite."""
+        """Record whether the mean is finite."""
         flat = bucket.flat
+        # If frames were received, `conclude` communicates in any case. All ranks have the same
+        # mean, so each rank then checks only its share.
         if self._exchange.concludes:
             rank, world_size = self._exchange.rank, self._exchange.world_size
             flat = flat[rank * flat.numel() // world_size : (rank + 1) * flat.numel() // world_size]
         self._means.append(nan_unless_finite(flat))
 
     def conclude(self, where: str, advice: str) -> bool:
-        """Whether every mean of the step is finite; all ranks call it and get the same answer.
+        """Return whether every mean of the step is finite. All ranks get the same result.
 
-        If a message was not intact, all raise a WireError, with `where` and `advice`.
+        Args:
+            where: the name of the step, for error messages.
+            advice: a sentence on what the step left unchanged, for error messages.
+
+        Raises:
+            WireError: on all ranks, if a message was damaged.
         """
-        # If nothing was watched, there is no device to wait for.
+        # If nothing was watched, a tensor on the CPU avoids waiting for a device.
         finite = torch.stack(self._means).isfinite().all() if self._means else torch.tensor(True)
         return self._exchange.conclude(finite, where, advice)
 
     def error(
         self, where: str, advice: str, traces: Iterable[tuple[str, Tensor]] = ()
     ) -> NonFiniteError:
-        """The error that all ranks raise alike, with the ranks and parameters at fault.
+        """Return the error that all ranks raise. It names ranks and parameters. A collective call.
 
-        `traces` are by parameter what else is not finite if this rank is at fault.
+        Args:
+            where: what contains the NaN or infinity.
+            advice: what to do about it.
+            traces: further tensors by parameter name. If this rank caused the error, they are not
+                finite.
         """
         own = [
             name
@@ -58,8 +70,10 @@ class FiniteWatch:
             for name, finite in zip(names, norms.isfinite().tolist(), strict=True)
             if not finite
         ]
+        # A residual shows the same as the norms, for methods that need no norms.
         own += [name for name, part in traces if not part.isfinite().all()]
-        everyone = self._exchange.gather_objects(own)
-        found = [f"{listed(names)} on rank {rank}" for rank, names in enumerate(everyone) if names]
-        cause = "; ".join(found) or "no rank alone (their sum, or its rounding, overflowed)"
+        by_rank = self._exchange.gather_objects(own)
+        found = [f"{listed(names)} on rank {rank}" for rank, names in enumerate(by_rank) if names]
+        # Finite values on every rank can still overflow when they are added.
+        cause = "; ".join(found) or "on no single rank (their sum, or its rounding, overflowed)"
         return NonFiniteError(f"NaN or infinity in {where}: {cause}. {advice}")

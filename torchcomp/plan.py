@@ -1,4 +1,4 @@
-"""Plan: the answer of explain, and the table that it prints as."""
+"""Plan: the result of explain, and its table."""
 
 from dataclasses import dataclass
 
@@ -7,26 +7,26 @@ from torchcomp.time_model import WallClock
 
 @dataclass(frozen=True)
 class Plan:
-    """Cost of a method, per rank and step. ``str(plan)`` is the table.
+    """The cost of a method per rank and step. ``str(plan)`` is a table.
 
     Attributes:
         spec: the method or schedule, in canonical form.
-        numel: gradient elements of the model.
+        numel: number of gradient elements of the model.
         world_size: number of ranks.
-        collective: "allreduce", "allgather" or "sharded" (to the owners of shards and back); joined
-            by "and" if groups of parameters differ.
+        collective: "allreduce", "allgather" or "sharded" (all-to-all to the owners of shards, then
+            all-gather). Joined by "and" if groups of parameters differ.
         message_bytes: size of one rank's encoded gradient.
         bytes_sent: payload bytes that a rank sends per step; for a schedule, on average.
         bytes_received: payload bytes that a rank receives per step; for a schedule, on average.
         dense_bytes_sent: payload bytes that a rank sends per step under plain DDP.
-        memory_bytes: bytes of state that a rank keeps beside the model.
-        break_even_world_size: number of ranks from which on the method sends at least as much as
-            plain DDP; None on one rank, and unless all groups are all-gathered, whose traffic
-            alone grows with the ranks.
-        syncs: synchronisations of the whole run, for a schedule; else None.
-        total_steps: optimizer steps of the whole run, for a schedule; else None.
-        wall_clock: of the whole run, for a schedule with a time model; else None.
-        parallel_wall_clock: what plain DDP would take instead; else None.
+        memory_bytes: bytes of state that a rank stores in addition to the model.
+        break_even_world_size: smallest number of ranks at which the method sends at least as much
+            as plain DDP. None on one rank, and unless all groups are all-gathered: only the traffic
+            of an all-gather grows with the number of ranks.
+        syncs: number of synchronisations of the whole run, for a schedule; else None.
+        total_steps: number of optimizer steps of the whole run, for a schedule; else None.
+        wall_clock: wall-clock time of the whole run, for a schedule with a time model; else None.
+        parallel_wall_clock: the same for plain DDP; else None.
     """
 
     spec: str
@@ -46,6 +46,7 @@ class Plan:
 
     def __str__(self) -> str:
         saving, even = "nothing is sent", "none: it does not grow with the number of ranks"
+        # On one rank, nothing is sent and there is no ratio.
         if self.bytes_sent:
             saving = f"{_three_digits(self.dense_bytes_sent / self.bytes_sent)}x"
         if self.break_even_world_size is not None:
@@ -69,10 +70,12 @@ class Plan:
         ]
         clocks = {"wall clock": self.wall_clock, "plain DDP takes": self.parallel_wall_clock}
         rows += [(name, str(clock)) for name, clock in clocks.items() if clock is not None]
+        # One column wider than "synchronisations", the longest name.
         lines = [f"  {name:<17} {value}" for name, value in rows]
         return "\n".join([f"{self.spec}, per rank", *lines])
 
 
+# For the table. Joined names, of groups that differ, are printed unchanged.
 _COLLECTIVES = {
     "allreduce": "all-reduce",
     "allgather": "all-gather",
@@ -81,6 +84,7 @@ _COLLECTIVES = {
 
 
 def _bytes(count: int) -> str:
+    # Decimal units, like the bandwidths of links, and the exact number for comparisons.
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return f"{_three_digits(count / size)} {unit} ({count:,} bytes)"
@@ -88,4 +92,5 @@ def _bytes(count: int) -> str:
 
 
 def _three_digits(number: float) -> str:
+    # From 100 on, `.3g` would round away digits or switch to an exponent.
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

@@ -1,10 +1,10 @@
-"""State: what must survive from step to step, in named slots and by parameter name.
+"""State: the values that a method keeps between steps, in named slots and by parameter name.
 
-DDP numbers its buckets anew after the first iteration, parameter ids differ between processes, and
-a checkpoint may come from a run with other buckets. Names are what stays.
+Parameter names are the only stable keys. DDP renumbers its buckets after the first iteration,
+parameter ids differ between processes, and a checkpoint can come from a run with other buckets.
 
-Every slot has two copies: the values before the step in flight, and those after it. A commit makes
-the second current; a roll-back forgets it, so a step that cannot be used leaves no trace.
+Every slot has two copies: its values before the step in flight, and its values after that step. A
+commit makes the second copy current. A roll-back discards it, so a discarded step changes nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,15 +22,18 @@ Init = Callable[[str, Tensor], None]
 
 
 class Kind(Enum):
-    """What a slot means, and so what becomes of it.
+    """The kind of a slot, which determines what a swap or a new number of ranks does to its values.
 
-    * A *debt* is gradient that was not sent yet. A swap of methods sends what the next method does
-      not take up, and another number of ranks shares it out, so that its mean stays.
-    * An *estimate* is what a method has learned of the gradients. A swap drops it; another number
-      of ranks takes its mean.
-    * A *cache* saves work and never changes a result. Both drop it.
+    * A *debt* is unsent gradient, such as the residual of error feedback. When methods are swapped,
+      it is sent if the next method has no slot for it. When the number of ranks changes, every rank
+      gets the mean, which keeps the mean over the ranks unchanged.
+    * An *estimate* is an estimate of the gradients, such as a momentum. A swap drops it unless the
+      next method has the slot as well. A new number of ranks gets the mean.
+    * A *cache* saves work and never changes a result. A swap treats it like an estimate. A new
+      number of ranks drops it.
 
-    Debts and estimates are in the unit of the gradients, so they follow a loss scale.
+    The values of a sharded slot are split into new shards when the number of ranks changes. Debts
+    and estimates are in the unit of the gradients, so they are rescaled with the loss scale.
     """
 
     DEBT = "debt"
@@ -40,29 +43,31 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Slot:
-    """What is kept under one name for the parameters of one bucket."""
+    """The description of the values that a slot stores for the parameters of one bucket."""
 
     name: str
     kind: Kind
-    names: Names  # of the parameters
-    sizes: tuple[int, ...]  # number of elements that are kept for each of them
+    names: Names  # parameter names
+    sizes: tuple[int, ...]  # number of elements that are stored for each parameter
     dtype: torch.dtype
-    sharded: bool = False  # whether each rank keeps the elements of its own shard alone
-    # Writes a parameter's first values, given its name. By default they are zeros.
+    sharded: bool = False  # whether each rank stores only the elements of its own shard
+    # init(name, out) writes the initial values of a parameter to `out`. The default is zeros.
+    # Not compared, because each declaration can make a new closure.
     init: Init | None = field(default=None, compare=False, repr=False)
 
     @property
     def numel(self) -> int:
-        """Number of elements in all."""
+        """Total number of elements."""
         return sum(self.sizes)
 
 
 class _Flat:
-    """Both copies of a slot, for the parameters of one bucket."""
+    """Both copies of the values of a slot, for the parameters of one bucket."""
 
     def __init__(self, slot: Slot, device: torch.device) -> None:
         self.slot = slot
         self.before = torch.zeros(slot.numel, dtype=slot.dtype, device=device)
+        # Not initialised: an aggregator writes all of it, or the step raises and is rolled back.
         self.after = torch.empty_like(self.before)
 
     def parts(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -71,7 +76,10 @@ class _Flat:
 
 @dataclass
 class _Store:
-    """All that is kept under one slot's name: laid out for buckets, or loose, by parameter."""
+    """All values of one slot.
+
+    They are stored in the layout of a bucket or, until a bucket needs them, by parameter.
+    """
 
     kind: Kind
     sharded: bool
@@ -93,87 +101,92 @@ class State:
         self._scratch: dict[object, object] = {}
 
     def open(self, slot: Slot, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The slot before this step, and the place for the slot after it.
+        """Return the values of a slot before this step, and a tensor for those after it.
 
         Args:
-            slot: what is kept. Values in another dtype are converted; a parameter whose size has
-                changed begins anew.
-            device: where it is kept.
+            slot: the description of the slot. Values in another dtype are converted. A parameter
+                whose size has changed gets its initial values.
+            device: the device of the values.
 
         Returns:
-            Two 1-D tensors in the slot's order. Only the second may be written, and all of it is.
+            Two 1-D tensors in the slot's order. The caller must write all of the second one, and
+            must not write the first.
         """
         store = self._stores.get(slot.name)
         if store is None:
             store = self._stores[slot.name] = _Store(slot.kind, slot.sharded)
         flat = store.flats.get(slot.names)
+        # `is not` first: comparing two slots compares hundreds of names, at every step.
         if flat is None or (flat.slot is not slot and flat.slot != slot):
             flat = self._lay_out(store, slot, device)
         self._in_flight.add(flat)
         return flat.before, flat.after
 
     def commit(self) -> None:
-        """The step counts: what it wrote is current now."""
+        """Make the values that the step wrote the current ones."""
+        # Swapped, not copied: a copy would read and write every residual once more.
         for flat in self._in_flight:
             flat.before, flat.after = flat.after, flat.before
         self._in_flight.clear()
 
     def rollback(self) -> None:
-        """The step does not count: everything is what it was before it."""
+        """Discard the values that the step wrote."""
         self._in_flight.clear()
 
     def keep(self, names: Iterable[str]) -> None:
-        """Undo the step in flight for some parameters: what is kept of them stays what it was."""
+        """Undo the step in flight for some parameters, except in caches."""
         wanted = set(names)
         for flat in self._in_flight:
             if flat.slot.kind is not Kind.CACHE and not wanted.isdisjoint(flat.slot.names):
+                # Copied back, because `commit` swaps whole buckets.
                 before = dict(flat.parts(flat.before))
                 for name, after in flat.parts(flat.after):
                     if name in wanted:
                         after.copy_(before[name])
 
     def scratch(self, key: object, make: Callable[[], Made]) -> Made:
-        """Work space that lasts from step to step but never changes a result, made when missing."""
-        held = self._scratch.get(key)
-        if held is None:
-            held = self._scratch[key] = make()
-        return held  # type: ignore[return-value]
+        """Return the workspace with this key, made by `make` at the first call.
+
+        It is reused from step to step, but it is not saved and never changes a result.
+        """
+        workspace = self._scratch.get(key)
+        if workspace is None:
+            workspace = self._scratch[key] = make()
+        return workspace  # type: ignore[return-value]
 
     def items(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Parameter and 1-D values (a view) of all that a slot holds."""
+        """Iterate over a slot: parameter name and 1-D values (a view)."""
         if name in self._stores:
             yield from self._stores[name].items()
 
     def pending(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """The same, as the step in flight has left it."""
+        """Iterate over the values that the step in flight has written; see :meth:`items`."""
         for flat in self._in_flight:
             if flat.slot.name == name:
                 yield from flat.parts(flat.after)
 
     def slots(self) -> dict[str, tuple[Kind, bool]]:
-        """Kind of every slot that holds something, and whether it is sharded."""
+        """Return the kind of every slot, and whether it is sharded."""
         return {name: (store.kind, store.sharded) for name, store in self._stores.items()}
 
     def debts(self) -> set[str]:
-        """Names of the slots that hold gradient which was not sent yet."""
+        """Return the names of the slots that store unsent gradient."""
         return {name for name, store in self._stores.items() if store.kind is Kind.DEBT}
 
     def load(self, name: str, kind: Kind, sharded: bool, parts: dict[str, Tensor]) -> None:
-        """Replace a slot by `parts`: parameter -> 1-D tensor, owned by the state from now on."""
+        """Replace a slot with `parts`: parameter name -> 1-D tensor, which the state then owns."""
         self.drop([name])
         self._stores[name] = _Store(kind, sharded, loose=parts)
 
     def drop(self, names: Iterable[str]) -> None:
-        """Forget some slots."""
+        """Remove slots, with their part of a step in flight."""
         for name in names:
             store = self._stores.pop(name, None)
             if store is not None:
                 self._in_flight -= set(store.flats.values())
 
     def unshard(self, owned: Iterable[Shard], world_size: int) -> None:
-        """Hand the server's residual to this rank's own: what it holds of its shards.
-
-        The server's is part of the mean; a rank's own enters it divided by the number of ranks.
+        """Add this rank's server residual to its own residual, and remove the server residual.
 
         Args:
             owned: this rank's shard of each bucket.
@@ -182,31 +195,36 @@ class State:
         sharded = [name for name in self.debts() if self._stores[name].sharded]
         own = dict(self.items("error"))
         for debt in sharded:
-            held = dict(self.items(debt))
+            server = dict(self.items(debt))
             for shard in owned:
                 for name, at, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
-                    if name in held:
+                    if name in server:
                         part = own[name][at : at + size]
-                        part.add_(held[name].to(part.dtype), alpha=world_size)
+                        # The server residual is a part of the mean. A rank's own residual enters
+                        # the mean divided by the number of ranks, so multiply by that number.
+                        part.add_(server[name].to(part.dtype), alpha=world_size)
         self.drop(sharded)
 
     def scale(self, factor: float) -> None:
-        """Multiply all debts and estimates by `factor`."""
+        """Multiply all debts and estimates by `factor`, the ratio of two loss scales."""
         for store in self._stores.values():
             if store.kind is not Kind.CACHE:
                 for _, part in store.items():
                     part.mul_(factor)
 
     def _lay_out(self, store: _Store, slot: Slot, device: torch.device) -> _Flat:
+        """Move the values of a slot into the layout of a new bucket."""
+        # A parameter is in one bucket at a time: dissolve every old bucket that shares one with
+        # the new bucket. Its step in flight is discarded, as `before` is the committed copy.
         for names in [names for names in store.flats if not set(slot.names).isdisjoint(names)]:
-            loosened = store.flats.pop(names)
-            self._in_flight.discard(loosened)
-            store.loose.update(loosened.parts(loosened.before))
+            old = store.flats.pop(names)
+            self._in_flight.discard(old)
+            store.loose.update(old.parts(old.before))
         flat = store.flats[slot.names] = _Flat(slot, device)
-        for name, place in flat.parts(flat.before):
-            held = store.loose.pop(name, None)
-            if held is not None and held.numel() == place.numel():
-                place.copy_(held)
+        for name, view in flat.parts(flat.before):
+            values = store.loose.pop(name, None)
+            if values is not None and values.numel() == view.numel():
+                view.copy_(values)
             elif slot.init is not None:
-                slot.init(name, place)
+                slot.init(name, view)
         return flat

@@ -1,4 +1,4 @@
-"""Stats: what was exchanged so far, and the traffic of it."""
+"""Stats: counters of steps, synchronisations and bytes."""
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
@@ -11,11 +11,11 @@ class Stats:
     """A snapshot of one rank's counters.
 
     Attributes:
-        steps: exchanges (gradient methods) or optimizer steps (local steps) so far.
-        syncs: exchanges so far; for local steps, the synchronisations.
+        steps: number of exchanges (gradient methods) or of optimizer steps (local steps).
+        syncs: number of exchanges (gradient methods) or of synchronisations (local steps).
         bytes_sent: payload bytes that this rank sent in the last step.
-        bytes_received: payload bytes that it received in the last step.
-        dense_bytes_sent: bytes that plain DDP would have sent in that step.
+        bytes_received: payload bytes that this rank received in the last step.
+        dense_bytes_sent: bytes that plain DDP would have sent in the last step.
         total_bytes_sent: payload bytes sent since the start.
         total_bytes_received: payload bytes received since the start.
         total_dense_bytes_sent: bytes that plain DDP would have sent since the start.
@@ -31,6 +31,7 @@ class Stats:
     total_dense_bytes_sent: int
 
     def __str__(self) -> str:
+        # One rank sends nothing, and then there is no ratio.
         saved = ""
         if self.total_bytes_sent:
             saved = f" ({self.total_dense_bytes_sent / self.total_bytes_sent:.3g}x less)"
@@ -41,7 +42,7 @@ class Stats:
 
 
 class Meter:
-    """Keeps the traffic of the last step and of the whole run."""
+    """Counts the traffic of the last step and of the whole run."""
 
     def __init__(self) -> None:
         self.last = Traffic()
@@ -53,13 +54,14 @@ class Meter:
         self.total.add(step)
 
     def snapshot(self, steps: int, syncs: int) -> Stats:
-        """The counters as :class:`Stats`."""
+        """Return a snapshot of the counters."""
+        # After `steps` and `syncs`, Stats has the fields of two Traffic objects, in their order.
         return Stats(steps, syncs, *astuple(self.last), *astuple(self.total))
 
     def state_dict(self) -> dict[str, int]:
-        """The totals, for a checkpoint."""
+        """Return the totals, for a checkpoint."""
         return dict(vars(self.total))
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore the totals."""
+        """Restore the totals. The counters of the last step are not saved."""
         self.total = Traffic(**state)

@@ -1,39 +1,44 @@
-"""Traffic: bytes that cross a rank's link, and how collectives make them up."""
+"""Traffic: bytes that a rank sends and receives, computed from its collectives."""
 
 from dataclasses import dataclass
 
 
 def sum_bytes(nbytes: int, world_size: int) -> int:
-    """Bytes that a rank sends (and receives) in a ring all-reduce of `nbytes`."""
+    """Return the bytes that a rank sends, and receives, in a ring all-reduce of `nbytes`."""
+    # A reduce-scatter and an all-gather, each of (W - 1) / W of the bytes.
     return 2 * (world_size - 1) * nbytes // world_size
 
 
 class _Counters:
-    """Numbers that add up, field by field."""
+    """A dataclass of counters that can be added field by field."""
 
     def add(self, other: "_Counters") -> None:
-        """Add the counts of another to these."""
+        """Add the counts of `other` to these."""
         for name, more in vars(other).items():
             setattr(self, name, getattr(self, name) + more)
 
 
 @dataclass
 class Load(_Counters):
-    """What a step moves over a rank's link."""
+    """Bytes of the collectives of a step, before the number of ranks is taken into account.
 
-    summed: int = 0  # bytes that went through all-reduces
-    sent: int = 0  # bytes sent otherwise
-    received: int = 0  # bytes received otherwise
+    The size of an all-reduce is stored as it is, because its traffic depends on the number of
+    ranks. Of all other collectives, the bytes that this rank sent and received are stored.
+    """
+
+    summed: int = 0  # bytes of the tensors that were all-reduced
+    sent: int = 0  # bytes sent by other collectives
+    received: int = 0  # bytes received by other collectives
 
     def traffic(self, world_size: int, dense: int) -> "Traffic":
-        """The bytes that cross the link, compared with the `dense` ones of plain DDP."""
+        """Return the traffic of this rank; `dense` is what plain DDP would have sent."""
         around = sum_bytes(self.summed, world_size)
         return Traffic(around + self.sent, around + self.received, dense)
 
 
 @dataclass
 class Traffic(_Counters):
-    """Bytes of payload that crossed this rank's link."""
+    """Payload bytes that this rank sent and received."""
 
     sent: int = 0  # bytes sent
     received: int = 0  # bytes received

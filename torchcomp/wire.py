@@ -1,14 +1,20 @@
-"""Wire: the static byte layout of a message, and the frame that it travels in.
+"""Wire: the static byte layout of a message, and the frame in which it is sent.
 
-A message is the concatenation of its fields, each a C-contiguous little-endian array, without
-padding. The layout follows from the number of elements and the dtype alone, never from the values.
-:func:`nbytes` is the only source of every ratio, plan, table and test.
+A message is the concatenation of its fields without padding. Each field is a C-contiguous
+little-endian array. The layout depends only on the number of elements and the dtype, never on the
+values. Every compression ratio, plan, table and test takes the size of a message from
+:func:`nbytes`.
 
-Messages that are summed on the way travel as they are. All others travel in a frame, which lets
-the receiver check them: two little-endian 64-bit words, ``256 * length + version`` and a checksum,
-then the message, then zeros up to a multiple of 8 bytes. With the frame's words w[0], w[1], ... and
-w[1] taken as zero, the checksum is the sum of (2 i + 1) w[i] modulo 2^64: the weights are odd, so
-that every change of a single word is found.
+Messages that are all-reduced are sent without a frame. All others are sent in a frame, so that the
+receiver can check them. A frame consists of
+
+1. two little-endian 64-bit words: ``256 * length + version``, and a checksum,
+2. the message,
+3. zeros, up to a multiple of 8 bytes.
+
+Let w[0], w[1], ... be the words of the frame, with w[1] (the checksum) set to zero. The checksum is
+the sum of (2 i + 1) w[i] modulo 2^64. The weights are odd, so every change of a single word is
+detected.
 """
 
 from collections.abc import Sequence
@@ -22,33 +28,37 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 VERSION = 4
-"""Changes whenever the bytes of any message change; ranks compare it when they register."""
+"""Version of the wire format. It changes whenever the bytes of any message change.
+
+The ranks compare it when a model is registered.
+"""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One array of a message: its name for errors, its type on the wire, and its length."""
+    """One array of a message."""
 
-    name: str
-    dtype: torch.dtype
-    count: int
+    name: str  # for error messages
+    dtype: torch.dtype  # of the values in the message
+    count: int  # number of elements
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the field takes in a message."""
+        """Size of the field in bytes."""
         return self.count * self.dtype.itemsize
 
 
 HEADER = 16
-"""Bytes of a frame before the message."""
+"""Number of bytes of a frame before the message."""
 
+# INTACT must be the least: findings are combined with a maximum, on a rank and over the ranks.
 INTACT, OTHER_VERSION, OTHER_LENGTH, DAMAGED = range(4)
-"""What :func:`inspect` finds."""
+"""The results of :func:`inspect`."""
 
 FINDINGS = {
-    OTHER_VERSION: f"was written in another version of the wire format than {VERSION}",
-    OTHER_LENGTH: "has another length than this rank expects",
-    DAMAGED: "was damaged on the way: its checksum does not fit its bytes",
+    OTHER_VERSION: f"has a different version of the wire format than this rank's version {VERSION}",
+    OTHER_LENGTH: "has a different length than this rank expects",
+    DAMAGED: "was damaged on the way: its checksum does not match its bytes",
 }
 
 Layout = tuple[Field, ...]
@@ -60,27 +70,30 @@ _ODD = np.arange(1, 2 << 14, 2)
 
 @lru_cache(maxsize=4096)
 def nbytes(layout: Layout) -> int:
-    """Bytes of a message with this layout."""
+    """Return the size in bytes of a message with this layout."""
     return sum(field.nbytes for field in layout)
 
 
 def framed(length: int) -> int:
-    """Bytes of the frame of a message of `length` bytes."""
+    """Return the size in bytes of the frame of a message of `length` bytes."""
     return HEADER + -(-length // 8) * 8
 
 
 def payload(frame: Tensor, length: int) -> Tensor:
-    """The part of a frame that holds its message, as a view."""
+    """Return the message of a frame, as a view."""
     return frame[HEADER : HEADER + length]
 
 
 def seal(frame: Tensor, length: int) -> None:
-    """Write the header of a frame whose message of `length` bytes and padding are in place.
+    """Write the header of a frame. The message and the padding must have been written before.
 
-    `frame` is a 1-D uint8 tensor of ``framed(length)`` elements, aligned to 8 bytes.
+    Args:
+        frame: 1-D uint8 tensor of ``framed(length)`` elements, aligned to 8 bytes.
+        length: size of the message in bytes.
     """
     words = frame.view(torch.int64)
     if frame.device.type == "cpu":
+        # NumPy: for short frames, the overhead of a torch call exceeds the work.
         header = words.numpy()
         header[0] = _signature(length)
         header[1] = _checksum(header)
@@ -90,10 +103,15 @@ def seal(frame: Tensor, length: int) -> None:
 
 
 def inspect(frame: Tensor, length: int) -> int | Tensor:
-    """Whether a received frame is what a rank of this version sends; no host sync.
+    """Check the header and the checksum of a received frame, without a host sync.
 
-    The answer is INTACT, or the first that holds of OTHER_VERSION, OTHER_LENGTH and DAMAGED; on a
-    device as a scalar uint8 tensor. `frame` is as for :func:`seal`, `length` what is expected.
+    Args:
+        frame: 1-D uint8 tensor of ``framed(length)`` elements, aligned to 8 bytes.
+        length: expected size of the message in bytes.
+
+    Returns:
+        INTACT, or the first that applies of OTHER_VERSION, OTHER_LENGTH and DAMAGED. For a frame
+        that is not on the CPU, this is a scalar uint8 tensor on its device.
     """
     words = frame.view(torch.int64)
     if frame.device.type == "cpu":
@@ -103,6 +121,8 @@ def inspect(frame: Tensor, length: int) -> int | Tensor:
         if header[0] != _signature(length):
             return OTHER_LENGTH
         return INTACT if header[1] == _checksum(header) else DAMAGED
+    # The same three comparisons without a branch on a value, which would wait for the device. The
+    # last `where` takes precedence.
     found = torch.where(words[1] == _checksum_on_device(words), INTACT, DAMAGED)
     found = torch.where(words[0] == _signature(length), found, OTHER_LENGTH)
     return torch.where(words[0] & 255 == VERSION, found, OTHER_VERSION).to(torch.uint8)
@@ -113,41 +133,50 @@ def _signature(length: int) -> int:
 
 
 def _checksum(words: NDArray[np.int64]) -> int:
-    """The checksum as a signed number; stretch by stretch, so that the weights are a constant."""
+    """Return the checksum as a signed 64-bit number."""
+    # The sum below includes w[1], the checksum itself, whose weight is 3.
     total = -3 * int(words[1])
+    # In blocks, so that the weights are a constant. The weight of word start + j is 2 start more
+    # than the constant weight 2 j + 1.
     for start in range(0, words.size, _ODD.size):
-        stretch = words[start : start + _ODD.size]
-        total += int(np.dot(stretch, _ODD[: stretch.size]))
+        block = words[start : start + _ODD.size]
+        # int64 wraps around silently, which is correct modulo 2^64.
+        total += int(np.dot(block, _ODD[: block.size]))
         if start:
-            total += 2 * start * int(stretch.sum())
+            total += 2 * start * int(block.sum())
+    # Signed, like the words that it is compared with.
     return (total + 2**63) % 2**64 - 2**63
 
 
 def _checksum_on_device(words: Tensor) -> Tensor:
+    # Sums of int64 wrap around here as well.
     weights = torch.arange(1, 2 * words.numel(), 2, device=words.device)
     weights[1] = 0
     return (words * weights).sum()
 
 
 def pack(parts: Sequence[Tensor], layout: Layout, out: Tensor) -> None:
-    """Write the fields of one message into `out`, a uint8 tensor of ``nbytes(layout)`` elements.
+    """Write the fields of one message to `out`, a uint8 tensor of ``nbytes(layout)`` elements.
 
-    Raises ValueError if a part is not what the layout announces.
+    Raises:
+        ValueError: if a part has another dtype or size than its field in the layout.
     """
     for part, field, (start, stop) in zip(parts, layout, _extents(layout), strict=True):
         if part.dtype != field.dtype or part.numel() != field.count:
             raise ValueError(
-                f"field '{field.name}' is announced as {field.count} x {field.dtype}, "
-                f"but the compressor made {part.numel()} x {part.dtype}"
+                f"field '{field.name}' is {field.count} x {field.dtype} in the layout, but the "
+                f"compressor returned {part.numel()} x {part.dtype}"
             )
         out[start:stop].copy_(part.contiguous().view(torch.uint8))
 
 
 def unpack(message: Tensor, layout: Layout) -> Parts:
-    """Read the fields of one message; views into `message` where its alignment allows.
+    """Return the fields of one message, as views into `message` if their alignment allows it.
 
-    Raises ValueError if it has another length. No other code checks the lengths of fields.
+    Raises:
+        ValueError: if the message has another length than the layout.
     """
+    # No other code checks the lengths of fields: decoders rely on this.
     if message.numel() != nbytes(layout):
         raise ValueError(
             f"a message of {message.numel()} bytes does not fit a layout of {nbytes(layout)} bytes"
@@ -155,12 +184,13 @@ def unpack(message: Tensor, layout: Layout) -> Parts:
     parts = []
     for field, (start, stop) in zip(layout, _extents(layout), strict=True):
         raw = message[start:stop]
+        # A view in a wider dtype must begin at a multiple of its item size.
         aligned = raw.storage_offset() % field.dtype.itemsize == 0
         parts.append((raw if aligned else raw.clone()).view(field.dtype))
     return tuple(parts)
 
 
-# Kept, as are the lengths above, because every message of every step asks for them.
+# Cached, like `nbytes`, because every message of every step needs them.
 @lru_cache(maxsize=4096)
 def _extents(layout: Layout) -> tuple[tuple[int, int], ...]:
     stops = list(accumulate(field.nbytes for field in layout))

@@ -1,4 +1,4 @@
-"""Small tensors, averaged by threads of this process without any model."""
+"""Small tensors, averaged without a model by ranks that are threads of this process."""
 
 import torch
 
@@ -7,7 +7,7 @@ from torchcomp import Averager
 from torchcomp.bucket import Bucket, memory_order
 
 GROUPS = (("bias", "conv", "empty"), ("matrix", "gain"))
-"""A division into buckets that no cap would make."""
+"""Buckets that `partition` would not make for any size."""
 
 
 def parameters(dtype=torch.float64):
@@ -17,7 +17,7 @@ def parameters(dtype=torch.float64):
 
 
 def gradients(step, rank, dtype=torch.float64):
-    """Every rank's own at every step, with zeros and ties among them."""
+    """Gradients that differ between ranks and steps, with some zeros and ties."""
     noise = torch.Generator().manual_seed(1000 * step + rank)
     drawn = {}
     for name, parameter in parameters(dtype).items():
@@ -31,12 +31,12 @@ def averager(exchange, method, *, dtype=torch.float64, groups=GROUPS, **options)
 
 
 def read(averager, tensors):
-    """The tensors as the buckets that the method in use wants."""
+    """Return the tensors as the buckets of the current method."""
     return [Bucket.read(averager.shape_of(group), tensors) for group in averager.buckets]
 
 
 def step(averager, tensors, scale=1.0, **options):
-    """One step under a loss scale: whether it counts, and the means by name."""
+    """Run one step with a loss scale. Return whether it counts, and the means by name."""
     averager.begin(scale)
     buckets = read(averager, tensors)
     for bucket in buckets:
@@ -46,36 +46,40 @@ def step(averager, tensors, scale=1.0, **options):
 
 
 def train(averager, first, last, dtype=torch.float64):
-    """Steps first to last - 1; the means of each."""
+    """Run steps `first` to `last` - 1. Return the means of each."""
     rank = averager.exchange.rank
     return [step(averager, gradients(i, rank, dtype))[1] for i in range(first, last)]
 
 
 def residual(averager):
-    """What this rank has still to send, by parameter, as it enters a mean over the ranks."""
+    """Return this rank's unsent gradient by parameter; its mean over the ranks is conserved.
+
+    The server residual is part of that mean, so it is multiplied by the number of ranks.
+    """
     state, rank = averager.state_dict(), averager.exchange.rank
-    ranks, left = averager.exchange.world_size, {}
+    ranks, unsent = averager.exchange.world_size, {}
     for name, parameter in averager.parameters.items():
-        left[name] = torch.zeros(parameter.shape, dtype=torch.float64)
+        unsent[name] = torch.zeros(parameter.shape, dtype=torch.float64)
     slots = {name: slot["tensors"] for name, slot in state["slots"].items()}
     for name, part in slots.get("error", {}).items():
-        left[name] += part.double()
+        unsent[name] += part.double()
     for group in averager.buckets if "server_error" in slots else ():
         shard = averager.shape_of(group).shards(ranks)[rank]
         for name, at, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
             parameter = averager.parameters[name]
             flat = torch.zeros(parameter.numel(), dtype=torch.float64)
             flat[at : at + size] = slots["server_error"][name].double() * ranks
-            left[name] += memory_order(parameter, flat)
-    return {name: part / state["scale"] for name, part in left.items()}
+            unsent[name] += memory_order(parameter, flat)
+    return {name: part / state["scale"] for name, part in unsent.items()}
 
 
 def same(one, other):
-    """Whether two results or state dicts are equal to the last bit, types included."""
+    """Whether two results or state dicts are equal bit for bit, including their types."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        alike = one.dtype == other.dtype and one.shape == other.shape
+        like = one.dtype == other.dtype and one.shape == other.shape
+        # By bytes, because `equal` takes -0.0 for 0.0 and no NaN for another.
         bits = (t.contiguous().view(-1).view(torch.uint8) for t in (one, other))
-        return alike and torch.equal(*bits)
+        return like and torch.equal(*bits)
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
@@ -86,25 +90,39 @@ def same(one, other):
 
 
 def assert_conserved(books, tolerance=1e-12):
-    """(dense, applied, left) of every rank: what was applied is alike, and nothing is lost."""
+    """Require that the ranks applied equal means, and that no gradient is lost.
+
+    Args:
+        books: the result of :func:`book` on each rank.
+        tolerance: largest absolute difference.
+    """
     applied = books[0][1]
     assert all(same(book[1], applied) for book in books)
     for name in applied:
         dense = torch.stack([book[0][name] for book in books]).mean(0)
-        left = torch.stack([book[2][name] for book in books]).mean(0)
-        torch.testing.assert_close(applied[name] + left, dense, rtol=0, atol=tolerance)
+        unsent = torch.stack([book[2][name] for book in books]).mean(0)
+        torch.testing.assert_close(applied[name] + unsent, dense, rtol=0, atol=tolerance)
 
 
 def total(steps):
-    """The sum of tensors by name, in float64."""
+    """Return the sum of tensors by name, in float64."""
     return {name: sum(each[name].double() for each in steps) for name in steps[0]}
 
 
 def book(averager, first, last, dtype=torch.float64):
-    """One rank's account of some steps; see :func:`assert_conserved`."""
+    """Train for some steps. Return the sums of dense gradients and of means, and the residual."""
     rank = averager.exchange.rank
     dense = total([gradients(i, rank, dtype) for i in range(first, last)])
     return dense, total(train(averager, first, last, dtype)), residual(averager)
+
+
+def caught(call):
+    """Return the error that `call` raises, or None."""
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
 
 
 on_ranks = torchcomp.run_in_process

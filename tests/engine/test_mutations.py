@@ -1,4 +1,4 @@
-"""State dicts with one thing wrong: refused as a whole, or what they say is legal."""
+"""State dicts with one change: they are refused as a whole, or they load as they are."""
 
 import contextlib
 import copy
@@ -15,7 +15,7 @@ GIANT = 2**70
 
 
 class Foreign:
-    """What no state dict holds."""
+    """A type that no state dict contains."""
 
 
 def of_any(value):
@@ -52,7 +52,7 @@ def of_number(value):
 
 
 def changes(value, thorough):
-    """The ways in which one place of a state dict is changed; all of them if `thorough`."""
+    """Yield the changes of one entry of a state dict; all of them if `thorough`."""
     kinds = {dict: of_dict, list: of_list, torch.Tensor: of_tensor, int: of_number}
     own = (kinds | {float: of_number}).get(type(value))
     if isinstance(value, bool):
@@ -62,13 +62,13 @@ def changes(value, thorough):
     yield from own(value) if own else ()
 
 
-def places(value, path=()):
-    """Paths to everything in a state dict."""
+def paths(value, path=()):
+    """Yield the paths of all entries of a state dict."""
     yield path
     if isinstance(value, dict | list):
         keys = value if isinstance(value, dict) else range(len(value))
         for key in keys:
-            yield from places(value[key], (*path, key))
+            yield from paths(value[key], (*path, key))
 
 
 def at(state, path):
@@ -78,7 +78,7 @@ def at(state, path):
 
 
 def replaced(state, path, value):
-    """A copy of `state` with another value in one place."""
+    """Return a copy of `state` with another value at `path`."""
     if not path:
         return value
     key, *rest = path
@@ -88,8 +88,8 @@ def replaced(state, path, value):
 
 
 def mutated(state, parts=None):
-    """Path, number and state of every change; `parts` are the keys of the first level to change."""
-    for path in places(state):
+    """Yield path, number and state dict of every change; `parts` limits the first key."""
+    for path in paths(state):
         if parts is None or (path and path[0] in parts):
             for number, value in enumerate(changes(at(state, path), parts is None)):
                 yield path, number, replaced(state, path, value)
@@ -106,11 +106,11 @@ METHODS = {
     "dgc": ["dgc(topk(0.3), momentum=0.9)"],
 }
 PARTS = ("flushing", "groups", "buckets", "slots")
-"""What differs between methods; the rest of a state dict is changed for one of them."""
+"""The entries that depend on the method. The others are changed for one method only."""
 
 
 def trained(exchange, methods):
-    """An averager after two steps, and a swap where there are two methods."""
+    """Return an averager after two steps, and after a swap if there are two methods."""
     first, *others = methods
     averager = small.averager(exchange, first, dtype=torch.float32)
     small.train(averager, 0, 2, torch.float32)
@@ -120,33 +120,33 @@ def trained(exchange, methods):
 
 
 def outcome(averager, before, changed):
-    """None if a state dict is refused and nothing changes, "legal" if it is taken as it says."""
+    """Load `changed`. Return None if it is refused, "legal" if it is loaded, or a problem."""
     try:
         averager.load_state_dict(changed)
     except CheckpointError:
-        return None if small.same(averager.state_dict(), before) else "changed"
+        return None if small.same(averager.state_dict(), before) else "refused, but changed"
     except Exception as error:
         return repr(error)
     after = averager.state_dict()
     averager.load_state_dict(before)
-    return "legal" if says(after, changed) else "another"
+    return "legal" if equivalent(after, changed) else "loaded with other values"
 
 
-def says(state, wanted):
-    """Whether a state holds what another one says, in dtypes of its own."""
+def equivalent(state, wanted):
+    """Whether `state` has the values of `wanted`, converted to its own dtypes."""
     if isinstance(state, torch.Tensor):
         return torch.equal(state.reshape(-1), wanted.to(state.dtype).reshape(-1))
     if isinstance(state, dict):
-        # Strides inform, and thresholds are a cache.
+        # Strides are not restored, and thresholds, a cache, can be missing.
         kept = state.keys() - {"parameters"} - ({"thresholds"} - wanted.keys())
-        return all(says(state[key], wanted[key]) for key in kept)
+        return all(equivalent(state[key], wanted[key]) for key in kept)
     if isinstance(state, list):
-        return len(state) == len(wanted) and all(map(says, state, wanted))
+        return len(state) == len(wanted) and all(map(equivalent, state, wanted))
     return state == wanted
 
 
 def attacked(exchange, methods, parts):
-    """All that goes wrong on rank 0, with state dicts that are changed there alone."""
+    """Load changed state dicts on rank 0. Return the number of legal ones, and all problems."""
     averager = trained(exchange, methods)
     before = averager.state_dict()
     legal, wrong = [], []
@@ -156,7 +156,7 @@ def attacked(exchange, methods, parts):
             legal.append((path, number, changed))
         elif found is not None:
             wrong.append(f"{path}, change {number}: {found}")
-    # What is legal can be trained with, unless ranks must share it.
+    # A legal state must also train, unless it differs in a value that must match on all ranks.
     for path, number, changed in exchange.gather_objects(legal)[0]:
         averager.load_state_dict(before if exchange.rank else changed)
         try:
@@ -169,14 +169,14 @@ def attacked(exchange, methods, parts):
 
 
 @pytest.mark.parametrize("name", only(METHODS, now=["ef", "exact", "flush"]))
-def test_a_changed_state_dict_is_refused_as_a_whole_or_means_what_it_says(name):
+def test_a_changed_state_dict_is_refused_as_a_whole_or_loaded_as_it_is(name):
     parts = None if name == "ef" else PARTS
     (legal, wrong), (_, also_wrong) = small.on_ranks(2, lambda e: attacked(e, METHODS[name], parts))
     assert wrong + also_wrong == []
     assert legal
 
 
-def test_changed_states_are_not_redistributed_or_load_where_they_are_whole():
+def test_changed_states_are_refused_by_redistribute_or_load_afterwards():
     states = small.on_ranks(2, lambda e: trained(e, METHODS["shard"]).state_dict())
     fresh = [small.averager(e, METHODS["shard"][0]) for e in InProcessExchange.ranks(3)]
     parts = states[0].keys() - {"traffic", "spec", "version"}

@@ -1,4 +1,4 @@
-"""State: slots are kept by name through other buckets, and untouched by steps that do not count."""
+"""State: slots follow parameter names into other buckets, and discarded steps change nothing."""
 
 import pytest
 import torch
@@ -15,14 +15,14 @@ def slot(*names, dtype=torch.float32, name="error", kind=Kind.DEBT, **options):
 
 
 def write(state, names, value, **options):
-    """One step's write, not committed yet: every element of parameter i becomes value + i."""
+    """Write a step without committing it: all elements of parameter i become value + i."""
     _, after = state.open(slot(*names, **options), CPU)
-    for place, part in enumerate(after.split([SIZES[name] for name in names])):
-        part.fill_(value + place)
+    for i, part in enumerate(after.split([SIZES[name] for name in names])):
+        part.fill_(value + i)
 
 
 def opened(state, *names, **options):
-    """A slot before the step that is left open."""
+    """Open a slot, and return its values before the step."""
     return state.open(slot(*names, **options), CPU)[0].tolist()
 
 
@@ -32,7 +32,7 @@ def held(state, name="error"):
 
 @pytest.fixture
 def state():
-    """A state with one step committed: a is 1, b is 2, c is 3."""
+    """A state after one committed step: a is 1, b is 2, c is 3."""
     state = State()
     write(state, ("a", "b"), 1.0)
     write(state, ("c",), 3.0)
@@ -52,20 +52,20 @@ def test_slot_is_zero_at_the_start():
     assert (after.shape, after.dtype) == (before.shape, before.dtype)
 
 
-def test_slot_begins_as_its_init_says():
+def test_slot_starts_with_the_values_of_its_init():
     def init(name, out):
         out.fill_(SIZES[name])
 
     assert opened(State(), "a", "c", init=init) == [2.0, 2.0, 1.0]
 
 
-def test_init_is_asked_for_new_parameters_alone(state):
-    asked = []
-    init = lambda name, out: asked.append(name)  # noqa: E731
+def test_init_is_called_only_for_new_parameters(state):
+    calls = []
+    init = lambda name, out: calls.append(name)  # noqa: E731
     assert opened(state, "c", "empty", "b", init=init) == [3.0, 2.0, 2.0, 2.0]
-    assert asked == ["empty"]
+    assert calls == ["empty"]
     opened(state, "c", "empty", "b", init=init)
-    assert asked == ["empty"]
+    assert calls == ["empty"]
 
 
 def test_commit_makes_what_was_written_current(state):
@@ -88,7 +88,7 @@ def test_pending_is_what_the_step_in_flight_has_written(state):
     assert dict(state.pending("error")) == {}
 
 
-def test_rollback_leaves_no_trace(state):
+def test_rollback_changes_nothing(state):
     write(state, ("a", "b"), 9.0)
     state.rollback()
     assert held(state) == COMMITTED
@@ -96,7 +96,7 @@ def test_rollback_leaves_no_trace(state):
     assert held(state) == COMMITTED
 
 
-def test_commit_after_a_rollback_counts_the_later_step_alone(state):
+def test_commit_after_a_rollback_applies_only_the_later_step(state):
     write(state, ("a", "b"), 9.0)
     state.rollback()
     write(state, ("a", "b"), 5.0)
@@ -146,13 +146,13 @@ def test_slot_follows_its_names_into_other_buckets(state, buckets):
     assert held(state) == COMMITTED | ({"empty": []} if "empty" in str(buckets) else {})
 
 
-def test_parameters_outside_the_new_bucket_keep_what_they_had(state):
+def test_parameters_outside_the_new_bucket_keep_their_values(state):
     write(state, ("b",), 7.0)
     state.commit()
     assert held(state) == COMMITTED | {"b": [7.0] * 3}
 
 
-def test_buckets_that_come_back_find_what_they_had(state):
+def test_buckets_that_come_back_have_their_values(state):
     for names in [("b", "a"), ("a", "b"), ("c", "b", "a"), ("a", "b")]:
         before, after = state.open(slot(*names), CPU)
         after.copy_(before)
@@ -166,20 +166,20 @@ def test_rollback_across_a_change_of_buckets_keeps_everything(state):
     assert held(state) == COMMITTED
 
 
-def test_a_step_that_was_abandoned_leaves_no_trace_in_the_next_buckets(state):
+def test_an_abandoned_step_changes_nothing_in_the_next_buckets(state):
     write(state, ("a", "b"), 9.0)
     write(state, ("c", "b", "a"), 4.0)
     state.commit()
     assert held(state) == {"c": [4.0], "b": [5.0] * 3, "a": [6.0] * 2}
 
 
-def test_slot_is_converted_to_the_dtype_that_is_asked_for(state):
+def test_slot_is_converted_to_a_new_dtype(state):
     before, after = state.open(slot("a", "b", dtype=torch.float64), CPU)
     assert before.dtype == after.dtype == torch.float64
     assert before.tolist() == [1.0, 1.0, 2.0, 2.0, 2.0]
 
 
-def test_a_parameter_whose_size_has_changed_begins_anew(state):
+def test_a_parameter_whose_size_has_changed_gets_initial_values(state):
     other = Slot("error", Kind.DEBT, ("a", "b"), (2, 5), torch.float32)
     assert state.open(other, CPU)[0].tolist() == [1.0, 1.0] + [0.0] * 5
 
@@ -190,11 +190,11 @@ def test_equal_slots_are_one_layout(state):
     assert again.data_ptr() == before.data_ptr()
 
 
-# --- What a step may leave alone ------------------------------------------------------------------
+# --- Parameters that a step skips -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [Kind.DEBT, Kind.ESTIMATE])
-def test_a_parameter_can_be_kept_out_of_the_step_in_flight(kind):
+def test_the_step_in_flight_can_be_undone_for_a_parameter(kind):
     state = State()
     write(state, ("a", "b"), 1.0, kind=kind)
     state.commit()
@@ -204,7 +204,7 @@ def test_a_parameter_can_be_kept_out_of_the_step_in_flight(kind):
     assert held(state) == {"a": [1.0] * 2, "b": [10.0] * 3}
 
 
-def test_a_cache_is_not_kept():
+def test_a_step_is_not_undone_in_a_cache():
     state = State()
     write(state, ("a", "b"), 1.0, kind=Kind.CACHE)
     state.keep(["a"])
@@ -221,14 +221,14 @@ def test_load_replaces_the_whole_slot_and_fits_any_bucket(state):
     assert opened(state, "c", "b", "a") == [5.0, 0.0, 0.0, 0.0, 4.0, 4.0]
 
 
-def test_load_forgets_a_step_in_flight(state):
+def test_load_discards_a_step_in_flight(state):
     write(state, ("a", "b"), 9.0)
     state.load("error", Kind.DEBT, False, {"a": torch.full((2,), 4.0)})
     state.commit()
     assert held(state) == {"a": [4.0] * 2}
 
 
-def test_drop_forgets_a_slot_and_its_step_in_flight(state):
+def test_drop_removes_a_slot_and_its_step_in_flight(state):
     write(state, ("a", "b"), 5.0, name="momentum", kind=Kind.ESTIMATE)
     write(state, ("a", "b"), 9.0)
     state.drop(["error", "foreign"])
@@ -238,7 +238,7 @@ def test_drop_forgets_a_slot_and_its_step_in_flight(state):
     assert held(state, "momentum") == {"a": [5.0] * 2, "b": [6.0] * 3}
 
 
-def test_debts_and_estimates_are_scaled_wherever_they_lie(state):
+def test_debts_and_estimates_are_scaled_in_buckets_and_outside(state):
     for kind in (Kind.ESTIMATE, Kind.CACHE):
         state.load(kind.value, kind, False, {"a": torch.full((2,), 4.0)})
     state.load("error", Kind.DEBT, False, {"a": torch.full((2,), 4.0), "c": torch.full((1,), 5.0)})
@@ -249,7 +249,7 @@ def test_debts_and_estimates_are_scaled_wherever_they_lie(state):
     assert held(state, "cache") == {"a": [4.0] * 2}
 
 
-def test_debts_are_told_from_all_other_slots(state):
+def test_debts_are_the_names_of_that_kind(state):
     for kind, sharded in ((Kind.ESTIMATE, False), (Kind.CACHE, False)):
         state.load(kind.value, kind, sharded, {})
     state.load("server_error", Kind.DEBT, True, {})
@@ -265,11 +265,11 @@ def test_scratch_is_made_once_and_never_saved(state):
     assert set(state.slots()) == {"error"}
 
 
-# --- The server's residual ------------------------------------------------------------------------
+# --- The server residual --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_what_an_owner_holds_becomes_its_own_residual_times_the_ranks(world_size):
+def test_server_residual_is_added_to_the_own_residual_times_the_ranks(world_size):
     shape = BucketShape(("a", "b", "c"), ((2,), (3,), (1,)), torch.float32)
     whole = torch.zeros(6)
     for rank in range(world_size):

@@ -1,4 +1,4 @@
-"""What the tests of JointSpar share."""
+"""Fixtures of the tests of JointSpar."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    # Ranks are threads here already: theirs would wait for each other's.
+    # Ranks are threads of one process. With OpenMP threads as well, they would wait for each other.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

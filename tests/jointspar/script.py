@@ -1,4 +1,4 @@
-"""What the tests of JointSpar train, and what they expect of a step."""
+"""Steps of the tests of JointSpar, and their expected gradients."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def keep(jointspar: JointSpar, *layers: str, p: float | dict[str, float] = 0.5) 
     each = p if isinstance(p, dict) else dict.fromkeys(names, p)
     mask = torch.tensor([name in layers for name in names]).numpy()
     probabilities = torch.tensor([each[name] for name in names], dtype=torch.float64).numpy()
-    jointspar._sampler.take(mask, probabilities)
+    jointspar._sampler.select(mask, probabilities)
     jointspar._skip()
 
 
@@ -27,7 +27,7 @@ def layer_of(jointspar: JointSpar, name: str) -> str:
 
 
 def backward(model: nn.Module, *batches: Any) -> None:
-    """One step's gradients; of several batches, all but the last are accumulated."""
+    """Compute the gradients of one step. All batches but the last are accumulated by no_sync."""
     for batch in batches[:-1]:
         with model.no_sync():
             loss_of(model(*batch)).backward()
@@ -35,7 +35,7 @@ def backward(model: nn.Module, *batches: Any) -> None:
 
 
 def estimates(jointspar: JointSpar, model: DistributedDataParallel, *batches: Any) -> Gradients:
-    """This rank's g_hat = Z g / p, from a copy of the module that knows nothing of JointSpar."""
+    """Return this rank's g_hat = Z g / p, computed on a copy of the module without JointSpar."""
     kept, p = jointspar.kept, dict(zip(jointspar.layers, jointspar._sampler.p, strict=True))
     total: dict[str, Tensor] = {}
     for batch in batches:
@@ -49,17 +49,17 @@ def estimates(jointspar: JointSpar, model: DistributedDataParallel, *batches: An
     return found
 
 
-def mean_of(everyone: list[Gradients], name: str) -> Tensor | None:
-    """The mean over the ranks of what they kept; None if no rank did."""
-    held = [gradients[name] for gradients in everyone]
-    some = next((g for g in held if g is not None), None)
+def mean_of(all_ranks: list[Gradients], name: str) -> Tensor | None:
+    """Return the mean of a gradient over the ranks, or None if no rank kept its layer."""
+    gradients = [found[name] for found in all_ranks]
+    some = next((g for g in gradients if g is not None), None)
     if some is None:
         return None
-    return torch.stack([torch.zeros_like(some) if g is None else g for g in held]).mean(0)
+    return torch.stack([torch.zeros_like(some) if g is None else g for g in gradients]).mean(0)
 
 
 def seen(model: DistributedDataParallel) -> Gradients:
-    """What the optimizer finds."""
+    """Return a copy of the gradients that the optimizer finds, in float64."""
     return {
         name: None if parameter.grad is None else parameter.grad.double().clone()
         for name, parameter in model.module.named_parameters()
@@ -68,17 +68,17 @@ def seen(model: DistributedDataParallel) -> Gradients:
 
 
 def assert_mean(found: list[Gradients], own: list[Gradients], tolerance: float = 1e-12) -> None:
-    """Every rank's gradients are the mean of all ranks' estimates, or None."""
+    """Check that every rank's gradients are the mean of all ranks' estimates, or None."""
     for name in own[0]:
         expected = mean_of(own, name)
         for rank, gradients in enumerate(found):
             got = gradients[name]
             if expected is None:
-                assert got is None, f"'{name}' has a gradient on rank {rank}, and was dropped"
+                assert got is None, f"'{name}' has a gradient on rank {rank} but was dropped"
                 continue
             if got is None:
-                # As DDP leaves what no rank has used.
-                assert not expected.any(), f"'{name}' has no gradient on rank {rank}, and was kept"
+                # DDP leaves parameters that no rank used without a gradient.
+                assert not expected.any(), f"'{name}' has no gradient on rank {rank} but was kept"
                 continue
             scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
             torch.testing.assert_close(got, expected, rtol=0, atol=tolerance * scale)

@@ -1,8 +1,9 @@
-"""What JointSpar refuses, on all ranks and before anything is applied; NaN, scalers, compilers."""
+"""Bad options, models and passes are refused on all ranks; NaN, infinities, scalers, close()."""
 
 import copy
 import gc
 import pickle
+import re
 import warnings
 import weakref
 
@@ -33,37 +34,31 @@ from torchcomp.errors import (
 from torchcomp.jointspar import JointSpar, Literal
 
 REFUSED = {
-    "budget 0": ({"budget": 0.0}, "budget must be a number above 0 and at most 1, not 0.0"),
-    "budget above 1": ({"budget": 27}, "budget must be a number above 0 and at most 1, not 27"),
-    "budget of text": ({"budget": "half"}, "budget must be a number above 0 and at most 1"),
-    "infeasible": (
-        {"budget": 0.01},
-        "p_min = 0.0125 is infeasible with budget = 0.01: every layer is kept with at least",
-    ),
-    "p_min 0": ({"p_min": 0}, "p_min must be a number above 0 and at most 1, not 0"),
-    "costs": ({"costs": "flops"}, 'costs must be one of "layers", "bytes", "time", not \'flops\''),
-    "selection": ({"selection": "own"}, 'selection must be one of "shared", "per-rank"'),
-    "skipped": ({"skipped": "stale"}, 'skipped must be one of "none", "zero", not \'stale\''),
-    "rule": ({"rule": 0.01}, r"rule must be Baseline\(\), Literal\(...\) or None"),
-    "rule by name": ({"rule": "literal"}, r"rule must be Baseline\(\), Literal\(...\) or None"),
-    "literal with costs": (
-        {"rule": Literal(1e-3), "costs": "bytes"},
-        "the literal form counts layers",
-    ),
-    "warm-up": ({"warmup_steps": -1}, "warmup_steps must be a whole number of at least 0, not -1"),
-    "no warm-up to measure in": (
+    "budget 0": ({"budget": 0.0}, r"budget.* 0\.0$"),
+    "budget above 1": ({"budget": 27}, r"budget.* 27$"),
+    "budget of text": ({"budget": "half"}, r"budget.*'half'"),
+    "infeasible": ({"budget": 0.01}, r"p_min = 0\.0125.*budget = 0\.01"),
+    "p_min 0": ({"p_min": 0}, r"p_min.* 0$"),
+    "costs": ({"costs": "flops"}, 'costs.*"layers", "bytes", "time".*flops'),
+    "selection": ({"selection": "own"}, 'selection.*"shared", "per-rank".*own'),
+    "skipped": ({"skipped": "stale"}, 'skipped.*"none", "zero".*stale'),
+    "rule": ({"rule": 0.01}, r"rule.*Baseline.*Literal.*None.*float"),
+    "rule by name": ({"rule": "literal"}, r"rule.*Baseline.*Literal.*None.*str"),
+    "literal with costs": ({"rule": Literal(1e-3), "costs": "bytes"}, "Literal.*costs"),
+    "warm-up": ({"warmup_steps": -1}, r"warmup_steps.* 0.* -1$"),
+    "warm-up too short to measure": (
         {"warmup_steps": 1, "costs": "time"},
-        r'at least 2 with costs="time", which are measured then, not 1',
+        r'warmup_steps.* 2.*costs="time".* 1$',
     ),
-    "seed": ({"seed": -1}, "seed must be a whole number"),
-    "method": ({"compress": "ef(topkk(0.1))"}, "did you mean 'topk'"),
-    "schedule": ({"compress": "every(4)"}, "'every.4.' is a schedule"),
-    "pattern": ({"layers": {"a": "7.*", "b": "*"}}, r"layer 'a': the pattern '7.\*' matches no"),
-    "twice": ({"layers": {"a": "*", "b": "0.*"}}, "'0.weight' is in 2 layers, 'a' and 'b'"),
-    "outside": ({"layers": {"a": "0.*", "b": "2.*"}}, "'4.weight' is in no layer"),
-    "one layer": ({"layers": {"all": "*"}}, r"the model has 1 layer \('all'\)"),
-    "layer of nothing": ({"layers": {"a": [], "b": "*"}}, "layer 'a' must have a pattern"),
-    "scaler": ({"scaler": "yes"}, "scaler must be a torch.amp.GradScaler, not str"),
+    "seed": ({"seed": -1}, r"seed.*-1"),
+    "method": ({"compress": "ef(topkk(0.1))"}, "'topk'"),
+    "schedule": ({"compress": "every(4)"}, r"'every\(4\)'.*schedule"),
+    "pattern": ({"layers": {"a": "7.*", "b": "*"}}, r"'a'.*'7\.\*'"),
+    "in two layers": ({"layers": {"a": "*", "b": "0.*"}}, r"'0\.weight'.* 2 .*'a'.*'b'"),
+    "in no layer": ({"layers": {"a": "0.*", "b": "2.*"}}, r"'4\.weight'"),
+    "one layer": ({"layers": {"all": "*"}}, r"\b1\b.*'all'"),
+    "no pattern": ({"layers": {"a": [], "b": "*"}}, r"'a'.*\[\]"),
+    "scaler": ({"scaler": "yes"}, r"scaler.*GradScaler.*str"),
 }
 
 
@@ -73,7 +68,7 @@ def test_bad_options_are_refused_on_all_ranks(options, message):
         model = wrap(mlp())
         with pytest.raises(SpecError, match=message):
             JointSpar(model, **{"budget": 0.5, **options})
-        # Nothing was installed.
+        # Nothing was installed, so another method can be.
         torchcomp.register(model, "mean")
 
     on_threads(2, body)
@@ -82,14 +77,14 @@ def test_bad_options_are_refused_on_all_ranks(options, message):
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        ({"budget": 0.5}, {"budget": 0.6}, "law: budget=0.5"),
-        ({"seed": 0}, {"seed": 1}, "seed: 0 on rank 0, 1 on rank 1"),
-        ({}, {"budget": 2.0}, "problem: none on rank 0, budget must be"),
-        ({}, {"layers": {"a": "[0-2].*", "b": "[4-6].*"}}, "layers: "),
-        ({}, {"skipped": "zero"}, "skipped: none on rank 0, zero on rank 1"),
+        ({"budget": 0.5}, {"budget": 0.6}, r"budget=0\.5.*rank 0.*budget=0\.6.*rank 1"),
+        ({"seed": 0}, {"seed": 1}, r"seed.*0.*rank 0.*1.*rank 1"),
+        ({}, {"budget": 2.0}, r"none.*rank 0.*budget.*2\.0.*rank 1"),
+        ({}, {"layers": {"a": "[0-2].*", "b": "[4-6].*"}}, r"layers.*'0'.*rank 0.*'a'.*rank 1"),
+        ({}, {"skipped": "zero"}, r"skipped.*none.*rank 0.*zero.*rank 1"),
     ],
 )
-def test_ranks_that_disagree_are_told_so(first, second, message):
+def test_arguments_that_differ_across_ranks_raise_on_all_ranks(first, second, message):
     def body():
         options = second if dist.get_rank() else first
         with pytest.raises(RankMismatchError, match=message):
@@ -101,8 +96,8 @@ def test_ranks_that_disagree_are_told_so(first, second, message):
 @pytest.mark.parametrize(
     ("build", "options", "message"),
     [
-        (mlp, {"static_graph": True}, "static_graph=True makes DDP take the first step's set"),
-        (lambda: nn.Linear(16, 4), {}, "the model has 1 layer"),
+        (mlp, {"static_graph": True}, "static_graph"),
+        (lambda: nn.Linear(16, 4), {}, r"\b1\b.*layer"),
     ],
 )
 def test_models_that_cannot_skip_are_refused(build, options, message):
@@ -115,11 +110,11 @@ def test_models_that_cannot_skip_are_refused(build, options, message):
 
 
 def test_a_model_outside_ddp_is_refused():
-    with pytest.raises(UnsupportedModelError, match="wrap the model first"):
+    with pytest.raises(UnsupportedModelError, match=r"DistributedDataParallel.*Sequential"):
         JointSpar(mlp(), budget=0.5)
 
 
-def test_one_method_a_model():
+def test_one_method_per_model():
     def body():
         model = wrap(mlp())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -129,14 +124,12 @@ def test_one_method_a_model():
             lambda: torchcomp.register(model, "mean"),
             lambda: torchcomp.LocalSGD(model, optimizer, "every(2)", total_steps=4),
         ):
-            with pytest.raises(
-                UnsupportedModelError, match=r"torchcomp.JointSpar\(budget=0.5\) is"
-            ):
+            with pytest.raises(UnsupportedModelError, match=r"torchcomp\.JointSpar\(budget=0\.5\)"):
                 again()
         local = wrap(mlp())
         optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
         torchcomp.LocalSGD(local, optimizer, "every(2)", total_steps=4)
-        with pytest.raises(UnsupportedModelError, match=r"torchcomp\.LocalSGD.* exchange weights"):
+        with pytest.raises(UnsupportedModelError, match=r"torchcomp\.LocalSGD.*JointSpar"):
             JointSpar(local, budget=0.5)
 
     on_threads(2, body)
@@ -146,13 +139,13 @@ def test_after_a_backward_pass_it_is_too_late():
     def body():
         model = wrap(mlp())
         backward(model, (rows(0),))
-        with pytest.raises(UnsupportedModelError, match="a backward pass has already run"):
+        with pytest.raises(UnsupportedModelError, match="backward"):
             JointSpar(model, budget=0.5)
 
     on_threads(2, body)
 
 
-# --- Forward passes that do not fit ---------------------------------------------------------------
+# --- Forward passes that JointSpar refuses --------------------------------------------------------
 
 
 def test_a_kept_layer_that_the_forward_pass_does_not_use():
@@ -160,7 +153,7 @@ def test_a_kept_layer_that_the_forward_pass_does_not_use():
         model = wrap(seeded(Branches().double()))
         jointspar = JointSpar(model, budget=0.5, warmup_steps=0)
         keep(jointspar, "stem", "right")
-        with pytest.raises(UnsupportedModelError, match=r"no gradient of 'right.weight' \(2 para"):
+        with pytest.raises(UnsupportedModelError, match=r"'right\.weight'.*\b2\b.*unused"):
             loss_of(model(rows(0), ("left",))).backward()
 
     on_threads(2, body)
@@ -185,7 +178,7 @@ def test_a_dropped_layer_need_not_be_used():
 def test_reentrant_checkpointing_behind_a_dropped_prefix_is_named():
     def body():
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, of inputs without gradients
+            warnings.simplefilter("ignore")  # torch warns of inputs that require no gradient
             model = wrap(seeded(Checkpointed(use_reentrant=True).double()))
             jointspar = JointSpar(model, budget=0.5, warmup_steps=0)
             keep(jointspar, "blocks.1.0")
@@ -202,7 +195,7 @@ def test_a_backward_pass_of_an_earlier_step_is_refused():
         with model.no_sync():
             old = loss_of(model(rows(0)))
         backward(model, (rows(1),))
-        with pytest.raises(UnsupportedModelError, match="forward pass of an earlier step"):
+        with pytest.raises(UnsupportedModelError, match=r"backward.*step"):
             old.backward()
 
     on_threads(1, body)
@@ -220,7 +213,7 @@ def test_an_output_without_tensors_is_refused():
     def body():
         model = wrap(Silent())
         JointSpar(model, budget=0.5)
-        with pytest.raises(UnsupportedModelError, match=r"no floating-point tensor \(but dict"):
+        with pytest.raises(UnsupportedModelError, match=r"\bdict\b"):
             model(rows(0))
 
     on_threads(1, body)
@@ -231,7 +224,7 @@ def test_an_output_without_tensors_is_refused():
 
 @pytest.mark.parametrize("selection", ["shared", "per-rank"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_nan_on_one_rank_stops_all_and_teaches_nothing(value, selection):
+def test_a_nan_on_one_rank_raises_on_all_ranks_and_does_not_change_p(value, selection):
     def body():
         model = wrap(mlp())
         jointspar = JointSpar(model, budget=0.5, selection=selection)
@@ -242,7 +235,7 @@ def test_a_nan_on_one_rank_stops_all_and_teaches_nothing(value, selection):
             optimizer.step()
         keep(jointspar, "2")
         before = copy.deepcopy(jointspar.state_dict()["jointspar"])
-        with pytest.raises(NonFiniteError, match=r"'2.weight'.* on rank 1"):
+        with pytest.raises(NonFiniteError, match=r"'2\.weight'.*rank 1"):
             (loss_of(model(rows(2))) * (value if dist.get_rank() else 1.0)).backward()
         assert jointspar.state_dict()["jointspar"] == before
         assert jointspar.kept == ("2",)
@@ -255,7 +248,7 @@ def test_a_nan_on_one_rank_stops_all_and_teaches_nothing(value, selection):
     assert (first == second) == (selection == "shared")
 
 
-def test_with_a_scaler_all_ranks_skip_the_step_and_go_on_with_the_same_set():
+def test_with_a_scaler_all_ranks_skip_the_step_and_reuse_the_set():
     def body():
         model = wrap(mlp(torch.float32))
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
@@ -284,7 +277,7 @@ def test_with_a_scaler_all_ranks_skip_the_step_and_go_on_with_the_same_set():
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("unscaled", [False, True])
-def test_with_a_scaler_an_optimizer_may_lose_all_of_its_layers(optimizer, unscaled):
+def test_with_a_scaler_all_layers_of_an_optimizer_can_be_dropped(optimizer, unscaled):
     def body():
         model = wrap(mlp(torch.float32))
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
@@ -306,13 +299,13 @@ def test_with_a_scaler_an_optimizer_may_lose_all_of_its_layers(optimizer, unscal
             after = [weights(part) for part in (model.module[:4], model.module[4:])]
             moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
             assert moved == ["0" in kept, "4" in kept]
-        # The empty steps count as sound ones.
+        # The scaler counts the empty steps as steps without infinities.
         assert scaler.get_scale() == 2048.0
 
     on_threads(2, body)
 
 
-def test_a_scaler_may_still_be_copied_and_pickled():
+def test_a_scaler_can_still_be_copied_and_pickled():
     def body():
         scaler = torch.amp.GradScaler("cpu")
         JointSpar(wrap(mlp()), budget=0.5, scaler=scaler)
@@ -337,10 +330,10 @@ def test_the_scale_does_not_reach_the_probabilities():
     assert on_threads(2, body, 1.0) == on_threads(2, body, 4096.0)
 
 
-# --- The end --------------------------------------------------------------------------------------
+# --- Closing, and lifetime ------------------------------------------------------------------------
 
 
-def test_close_gives_the_module_back():
+def test_close_restores_the_module():
     def body():
         model = wrap(mlp())
         with JointSpar(model, budget=0.5, warmup_steps=0) as jointspar:
@@ -349,13 +342,13 @@ def test_close_gives_the_module_back():
         loss_of(output).backward()
         assert all(p.grad is not None for p in model.parameters())
         model.zero_grad()
-        with pytest.raises(RuntimeError, match="this handle is closed"):
+        with pytest.raises(RuntimeError, match="closed"):
             backward(model, (rows(0),))
 
     on_threads(1, body)
 
 
-def test_the_model_keeps_it_alive_and_lets_it_go():
+def test_the_model_keeps_jointspar_alive_and_releases_it():
     def body():
         gc.disable()
         try:
@@ -367,9 +360,9 @@ def test_the_model_keeps_it_alive_and_lets_it_go():
             held, handle = jointspar(), weakref.ref(jointspar()._handle)
             weights_of = weakref.ref(model.module)
             model = None
-            # Whoever keeps it can still read it.
+            # A user's reference stays readable without the model.
             assert held.stats.step == 1
-            assert "1 steps, 0 of 4 layers" in repr(held)
+            assert re.search(r"\b1\b.*\b0\b.*\b4\b", repr(held))
             held = None
             assert (jointspar(), handle(), weights_of()) == (None, None, None)
         finally:

@@ -1,4 +1,4 @@
-"""The bandit and the sampling of JointSpar against plain loops and closed forms."""
+"""The bandit and the sampling of JointSpar, compared with plain loops and closed forms."""
 
 import json
 import math
@@ -23,7 +23,7 @@ P_MIN = 0.0125
 
 
 def layer_norms(seed=0, spread=1.5):
-    """Norms that differ by orders of magnitude, as those of layers do."""
+    """Norms that differ by orders of magnitude, as in real networks."""
     return np.exp(spread * np.random.default_rng(seed).standard_normal(D))
 
 
@@ -46,7 +46,7 @@ def test_divided_by_p_the_sampled_layers_are_unbiased_with_variance_g2_times_1_o
     variance = g**2 * (1 / p - 1)
     error = np.abs(estimates.mean(0) - g)
     assert (error <= 4 * np.sqrt(variance / draws) + 1e-9 * g).all()
-    # The standard error of a sample variance, from the fourth central moment of this coin.
+    # The standard error of a sample variance, from the fourth central moment of g / p times a coin.
     fourth = (g / p) ** 4 * p * (1 - p) * (1 - 3 * p * (1 - p))
     spread = np.sqrt(np.maximum(fourth - variance**2, 0) / draws)
     assert (np.abs(estimates.var(0) - variance) <= 4 * spread + 1e-9 * g**2).all()
@@ -73,7 +73,7 @@ def test_a_shared_set_is_the_same_on_all_ranks_and_a_private_one_is_not():
     assert (sample(p, Key(1, 5)) != shared[0]).any()
 
 
-def test_a_probability_of_one_keeps_always():
+def test_a_layer_with_probability_one_is_always_kept():
     assert all(sample(np.ones(5), Key(0, step)).all() for step in range(1000))
 
 
@@ -113,7 +113,7 @@ def test_no_feasible_change_lowers_the_variance_of_the_best_probabilities(with_c
 
 
 def projection(w, costs, budget, p_min):
-    """argmin of the divergence, by bisection on the factor of w."""
+    """Minimise the divergence by bisection on the factor of w."""
     low, high = 1e-300, 1e300
 
     def q(factor):
@@ -129,7 +129,7 @@ def projection(w, costs, budget, p_min):
 
 
 def steps_of(count, seed=3):
-    """(kept, norms) of each step; the norms change from step to step."""
+    """Yield (kept, norms) of each step. The norms change from step to step."""
     rng = np.random.default_rng(seed)
     for step in range(count):
         yield rng.random(8) < 0.5, np.exp(rng.standard_normal(8)) * (1 + step % 3)
@@ -162,7 +162,7 @@ def test_literal_form_equals_its_three_lines():
     p = [s / 8] * 8
     for kept, norms in steps_of(40):
         w = []
-        # A bound that turns out to be none grows: one of these norms is above 12.
+        # One of these norms is above 12, so the bound must grow.
         bound = max(bound, *norms[kept])
         for d in range(8):
             loss = -(norms[d] ** 2) / p[d] ** 2 + bound**2 / p_min**2 if kept[d] else 0.0
@@ -174,17 +174,17 @@ def test_literal_form_equals_its_three_lines():
     assert bound > 12.0
 
 
-def test_literal_form_bounds_by_the_largest_norm_seen_unless_told():
-    told = Bandit(np.ones(4), 2.0, 0.1, Literal(1e-4, 3.0))
-    found = Bandit(np.ones(4), 2.0, 0.1, Literal(1e-4))
+def test_literal_form_without_a_bound_uses_the_largest_norm_seen():
+    bounded = Bandit(np.ones(4), 2.0, 0.1, Literal(1e-4, 3.0))
+    unbounded = Bandit(np.ones(4), 2.0, 0.1, Literal(1e-4))
     kept = np.array([True, True, False, False])
-    for bandit in (told, found):
+    for bandit in (bounded, unbounded):
         bandit.update(kept, np.array([3.0, 1.0, 99.0, 0.0]))
-    assert found.largest == 3.0
-    np.testing.assert_array_equal(told.p, found.p)
+    assert unbounded.largest == 3.0
+    np.testing.assert_array_equal(bounded.p, unbounded.p)
 
 
-def test_literal_form_stays_right_where_the_exponents_are_huge():
+def test_literal_form_is_correct_at_huge_exponents():
     bandit = Bandit(np.ones(6), 2.0, 0.0125, Literal(1.0, 100.0))
     for step in range(20):
         bandit.update(sample(bandit.p, Key(0, step)), np.full(6, 50.0))
@@ -192,11 +192,11 @@ def test_literal_form_stays_right_where_the_exponents_are_huge():
         assert ((bandit.p >= 0.0125) & (bandit.p <= 1)).all()
 
 
-# --- It learns ------------------------------------------------------------------------------------
+# --- Learning -------------------------------------------------------------------------------------
 
 
 def excess(bandit, norms):
-    """How far sum |g|^2 / p is above the least possible."""
+    """Return by what share sum |g|^2 / p exceeds its minimum."""
     best = best_probabilities(norms, bandit.budget, bandit.p_min, bandit.costs)
     return (norms**2 / bandit.p).sum() / (norms**2 / best).sum() - 1
 
@@ -243,12 +243,12 @@ def test_does_not_depend_on_the_unit_of_the_norms_or_the_costs():
 # --- Edges, checkpoints and bad input -------------------------------------------------------------
 
 
-def test_the_whole_budget_keeps_everything_for_ever():
+def test_with_the_whole_budget_all_probabilities_stay_one():
     bandit = run(Bandit(np.ones(D), float(D), P_MIN), layer_norms(), 50)
     assert (bandit.p == 1).all()
 
 
-def test_zero_norms_teach_nothing_and_break_nothing():
+def test_zero_norms_do_not_change_p():
     bandit = run(Bandit(np.ones(4), 2.0, 0.1), np.zeros(4), 10)
     np.testing.assert_allclose(bandit.p, 0.5)
     run(bandit, np.array([1.0, 0.0, 0.0, 0.0]), 3000, start=10)
@@ -256,7 +256,7 @@ def test_zero_norms_teach_nothing_and_break_nothing():
     assert np.isfinite(bandit.p).all()
 
 
-def test_an_empty_set_leaves_p_alone():
+def test_an_empty_set_does_not_change_p():
     bandit = run(Bandit(np.ones(D), 20.0, P_MIN), layer_norms(), 100)
     before, level = bandit.p, bandit.level
     bandit.update(np.zeros(D, dtype=bool), np.full(D, np.nan))
@@ -265,18 +265,18 @@ def test_an_empty_set_leaves_p_alone():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1.0, 1e160])
-def test_a_norm_that_is_no_norm_is_refused_and_nothing_changes(bad):
+def test_a_bad_norm_is_refused_and_nothing_changes(bad):
     bandit = run(Bandit(np.ones(4), 2.0, 0.1), np.ones(4), 10)
     before = bandit.state_dict()
     norms = np.array([1.0, 1.0, bad, 1.0])
-    with pytest.raises(NonFiniteError, match=re.escape(f"norm of layer 2 is {bad}")):
+    with pytest.raises(NonFiniteError, match=rf"\b2\b.*{re.escape(str(bad))}"):
         bandit.update(np.array([True, False, True, False]), norms)
     assert bandit.state_dict() == before
     bandit.update(np.array([True, False, False, True]), norms)
 
 
 @pytest.mark.parametrize("rule", [Baseline(), Literal(1e-5)])
-def test_a_checkpoint_as_text_goes_on_bit_for_bit(rule):
+def test_a_checkpoint_in_json_resumes_bit_for_bit(rule):
     norms = layer_norms()
     whole = run(Bandit(np.ones(D), 20.0, P_MIN, rule), norms, 200)
     half = run(Bandit(np.ones(D), 20.0, P_MIN, rule), norms, 100)
@@ -289,21 +289,21 @@ def test_a_checkpoint_as_text_goes_on_bit_for_bit(rule):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Bandit(np.ones(4), 5.0, 0.1), "infeasible: keeping all 4 layers costs 4"),
-        (lambda: Bandit(np.ones(4), 0.2, 0.1), "infeasible: .*p_min = 0.1 alone costs 0.4"),
-        (lambda: Bandit([1.0, -1.0], 1.0, 0.1), "costs must be above 0, not -1.0"),
-        (lambda: Bandit([1.0, math.nan], 1.0, 0.1), r"costs\[1\] is nan"),
-        (lambda: Baseline(0.0), "alpha must be a finite number above 0, not 0.0"),
-        (lambda: Literal(math.inf), "alpha must be a finite number above 0, not inf"),
+        (lambda: Bandit(np.ones(4), 5.0, 0.1), r"budget 5\b.*\b4\b"),
+        (lambda: Bandit(np.ones(4), 0.2, 0.1), r"budget 0\.2\b.*\b0\.4\b.*p_min = 0\.1"),
+        (lambda: Bandit([1.0, -1.0], 1.0, 0.1), r"costs.*-1\.0"),
+        (lambda: Bandit([1.0, math.nan], 1.0, 0.1), r"costs\[1\].*nan"),
+        (lambda: Baseline(0.0), r"alpha.* 0\.0"),
+        (lambda: Literal(math.inf), r"alpha.* inf"),
         *(
-            (lambda bound=bound: Literal(1.0, bound), r"bound must be a number above 0 .* or None")
+            (lambda bound=bound: Literal(1.0, bound), rf"bound.*{re.escape(repr(bound))}")
             for bound in (math.nan, math.inf, "big", -3.0, 0.0, True, 1e101)
         ),
-        (lambda: Bandit([1.0, 2.0], 1.0, 0.1, Literal(1.0)), "literal form counts layers"),
-        (lambda: best_probabilities([1.0, 0.0], 1.0, 0.1), "norms must be above 0, not 0.0"),
+        (lambda: Bandit([1.0, 2.0], 1.0, 0.1, Literal(1.0)), "Literal.*costs"),
+        (lambda: best_probabilities([1.0, 0.0], 1.0, 0.1), r"norms.* 0\.0"),
     ],
 )
-def test_bad_input_says_what_is_wrong(build, message):
+def test_bad_input_is_refused(build, message):
     with pytest.raises(SpecError, match=message):
         build()
 
@@ -311,14 +311,14 @@ def test_bad_input_says_what_is_wrong(build, message):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ({"p": [0.5] * 3}, "p must have 4 entries, not 3"),
-        ({"p": [math.nan] * 4}, r"p\[0\] is nan, and must be finite"),
-        ({"p": [7.0] * 4}, r"p\[0\] is 7.0, and must be from 0.1 to 1"),
-        ({"p": [0.9] * 4}, "p costs 3.6, and the budget is 2"),
-        ({"p": None}, "p must be 1-D and not empty"),
-        ({"largest": "big"}, "largest must be a finite number of at least 0, not 'big'"),
-        ({"average": math.inf}, "average must be a finite number of at least 0, not inf"),
-        ({"updates": 1.5}, "updates must be a whole number of at least 0, not 1.5"),
+        ({"p": [0.5] * 3}, r"p\b.*\b4\b.*\b3\b"),
+        ({"p": [math.nan] * 4}, r"p\[0\].*nan"),
+        ({"p": [7.0] * 4}, r"p\[0\].*7\.0.*0\.1.*1"),
+        ({"p": [0.9] * 4}, r"p\b.*3\.6.*budget.*2"),
+        ({"p": None}, r"p\b.*1-D.*\(\)"),
+        ({"largest": "big"}, r"largest.*'big'"),
+        ({"average": math.inf}, r"average.*inf"),
+        ({"updates": 1.5}, r"updates.*1\.5"),
     ],
 )
 def test_a_damaged_state_is_refused_and_changes_nothing(damage, message):
@@ -327,5 +327,5 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage, message):
     with pytest.raises(SpecError, match=message):
         bandit.load_state_dict({**before, "largest": 9.0, **damage})
     assert bandit.state_dict() == before
-    with pytest.raises(SpecError, match="the bandit's state lacks p, updates"):
+    with pytest.raises(SpecError, match="p, updates"):
         bandit.load_state_dict({"largest": 1.0, "average": 0.0})

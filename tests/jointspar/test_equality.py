@@ -1,4 +1,4 @@
-"""With the whole budget JointSpar is plain DDP, bit for bit."""
+"""With budget=1.0 JointSpar trains as plain DDP, bit for bit."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def normalised() -> nn.Module:
 
 
 def trained(build, batch, way, optimizer=torch.optim.SGD, **options):
-    """Weights after 6 steps, of which every second one accumulates."""
+    """Return the weights after 6 steps, of which every second one accumulates gradients."""
     model = wrap(build(), **options)
     jointspar = None if way == PLAIN else JointSpar(model, budget=1.0, selection=way)
     steps = optimizer(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
@@ -64,12 +64,12 @@ def test_budget_one_trains_as_plain_ddp(build, batch, options, world_size):
             assert torch.equal(mine, expected)
 
 
-def everything():
+def all_ways():
     return {way: trained(mlp, rows, way) for way in (PLAIN, *WAYS)}
 
 
 def test_budget_one_trains_as_plain_ddp_over_gloo():
-    for outcome in on_processes(3, everything):
+    for outcome in on_processes(3, all_ways):
         for way in WAYS:
             assert torch.equal(outcome[way], outcome[PLAIN])
 
@@ -98,7 +98,7 @@ def test_lars_with_budget_one_is_lars():
     on_threads(2, body)
 
 
-def test_the_comparison_would_see_a_smaller_budget():
+def test_a_smaller_budget_would_fail_the_comparison():
     def body():
         model = wrap(mlp())
         jointspar = JointSpar(model, budget=0.9, warmup_steps=0, seed=1)

@@ -1,4 +1,4 @@
-"""kl_project against a bisection in 60 decimal digits, its optimality conditions, and bad input."""
+"""kl_project compared with a bisection in 60 decimal digits; optimality conditions; bad input."""
 
 from decimal import Decimal, localcontext
 
@@ -12,7 +12,7 @@ from torchcomp.jointspar import kl_project
 
 
 def brute_force(u, budget, p_min, costs=None, digits=60):
-    """Bisection for tau over all real numbers, in decimal arithmetic."""
+    """Find tau by bisection over the real numbers, in decimal arithmetic."""
     with localcontext() as context:
         context.prec = digits
         logs = [Decimal(float(x)) for x in u]
@@ -37,12 +37,12 @@ def brute_force(u, budget, p_min, costs=None, digits=60):
 
 
 def check_optimal(q, u, budget, p_min, costs=None, tolerance=1e-10):
-    """The conditions of Karush, Kuhn and Tucker, which hold at the minimiser and nowhere else."""
+    """Check the conditions of Karush, Kuhn and Tucker, which only the minimiser satisfies."""
     u = np.asarray(u, dtype=np.longdouble)
     costs = np.ones(len(u)) if costs is None else np.asarray(costs)
     assert ((q >= p_min) & (q <= 1)).all()
     assert float(costs @ q) == pytest.approx(budget, rel=tolerance)
-    # log q = u + tau where q is inside; at a bound the unclipped value lies beyond it.
+    # Inside the bounds, log q = u + tau. At a bound, the unclipped value lies beyond it.
     tau = np.log(q.astype(np.longdouble)) - u
     inside = (q > p_min * (1 + 1e-9)) & (q < 1 - 1e-9)
     middle = (
@@ -61,8 +61,8 @@ def drawn(size, scale, seed=0):
 
 CASES = {
     "one entry": ([3.0], 0.4, 0.1),
-    "two alike": ([5.0, 5.0], 1.0, 0.01),
-    "all alike": ([1e5] * 54, 27.0, 0.0125),
+    "two equal": ([5.0, 5.0], 1.0, 0.01),
+    "all equal": ([1e5] * 54, 27.0, 0.0125),
     "ties in the middle": ([0.0, 1.0, 1.0, 1.0, 2.0, 2.0], 2.5, 0.05),
     "small": (drawn(7, 1.0), 3.0, 0.1),
     "layers of a ResNet": (drawn(54, 2.0), 32.4, 0.0125),
@@ -70,10 +70,10 @@ CASES = {
     "huge exponents": (drawn(54, 1e5), 27.0, 0.0125),
     "huge and close": (1e5 + drawn(54, 1.0), 27.0, 0.0125),
     "huge and negative": (-1e5 + drawn(54, 1.0), 27.0, 0.0125),
-    "both ends at once": ([1e5, -1e5, 0.0, 0.5, 1e5], 3.0, 1e-6),
-    "all of them": (drawn(9, 3.0), 9.0, 0.2),
-    "none but the least": (drawn(9, 3.0), 1.8, 0.2),
-    "hardly above the least": (drawn(9, 3.0), 1.8 + 1e-9, 0.2),
+    "both bounds": ([1e5, -1e5, 0.0, 0.5, 1e5], 3.0, 1e-6),
+    "all at one": (drawn(9, 3.0), 9.0, 0.2),
+    "all at p_min": (drawn(9, 3.0), 1.8, 0.2),
+    "just above p_min": (drawn(9, 3.0), 1.8 + 1e-9, 0.2),
     "tiny p_min": (drawn(30, 10.0), 5.0, 1e-300),
 }
 
@@ -149,21 +149,21 @@ def test_no_other_point_of_the_set_is_nearer():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([0.0] * 4, 4.5, 0.1), r"infeasible: keeping all 4 layers costs 4"),
-        (([0.0] * 4, 0.3, 0.1), r"infeasible: .*p_min = 0.1 alone costs 0.4"),
-        (([0.0] * 4, 0.0, 0.1), r"budget must be a finite number above 0, not 0.0"),
-        (([0.0] * 4, float("nan"), 0.1), r"budget must be a finite number above 0, not nan"),
-        (([0.0] * 4, 2.0, 0.0), r"p_min must be a number above 0 and at most 1, not 0.0"),
-        (([0.0] * 4, 2.0, 1.5), r"p_min must be a number above 0 and at most 1, not 1.5"),
-        (([0.0, float("inf")], 1.0, 0.1), r"u\[1\] is inf, and must be finite"),
-        (([], 1.0, 0.1), r"u must be 1-D and not empty"),
-        (("a", 1.0, 0.1), r"u must be a vector of numbers: could not convert string to float: 'a'"),
-        (([1 + 1j, 2.0], 1.0, 0.1), r"u must be a vector of numbers: .*not 'complex'"),
-        (([[0.0]], 1.0, 0.1), r"u must be 1-D and not empty, not of shape \(1, 1\)"),
-        (([0.0] * 2, 1.0, 0.1, [1.0]), r"costs must have 2 entries, not 1"),
-        (([0.0] * 2, 1.0, 0.1, [1.0, 0.0]), r"costs must be above 0, not 0.0"),
+        (([0.0] * 4, 4.5, 0.1), r"budget 4\.5\b.*\b4\b"),
+        (([0.0] * 4, 0.3, 0.1), r"budget 0\.3\b.*\b0\.4\b.*p_min = 0\.1"),
+        (([0.0] * 4, 0.0, 0.1), r"budget.* 0\.0"),
+        (([0.0] * 4, float("nan"), 0.1), r"budget.*nan"),
+        (([0.0] * 4, 2.0, 0.0), r"p_min.* 0\.0"),
+        (([0.0] * 4, 2.0, 1.5), r"p_min.*1\.5"),
+        (([0.0, float("inf")], 1.0, 0.1), r"u\[1\].*inf"),
+        (([], 1.0, 0.1), r"u\b.*1-D.*\(0,\)"),
+        (("a", 1.0, 0.1), r"u\b.*'a'"),
+        (([1 + 1j, 2.0], 1.0, 0.1), r"u\b.*'complex'"),
+        (([[0.0]], 1.0, 0.1), r"u\b.*1-D.*\(1, 1\)"),
+        (([0.0] * 2, 1.0, 0.1, [1.0]), r"costs.*\b2\b.*\b1\b"),
+        (([0.0] * 2, 1.0, 0.1, [1.0, 0.0]), r"costs.* 0\.0"),
     ],
 )
-def test_bad_input_says_what_is_wrong(arguments, message):
+def test_bad_input_is_refused(arguments, message):
     with pytest.raises(SpecError, match=message):
         kl_project(*arguments)

@@ -1,4 +1,4 @@
-"""LARS against plain loops in float64, and its mean update on sampled gradients."""
+"""LARS compared with plain loops in float64, and its mean update on sampled gradients."""
 
 import copy
 import math
@@ -28,7 +28,7 @@ def set_gradients(params, gradients):
 
 
 class Reference:
-    """The algorithm entry by entry, in Python's floats."""
+    """The algorithm, entry by entry, in Python floats."""
 
     def __init__(self, start, exclude=False, **options):
         self.x = [x.flatten().tolist() for x in start]
@@ -85,7 +85,7 @@ def test_a_tensor_that_starts_at_zero_moves():
 def test_parameter_groups_have_their_own_options():
     first, second = parameters()[:2]
     LARS([{"params": [first], "weight_decay": 0.1}, {"params": [second]}], 0.1)
-    with pytest.raises(SpecError, match=r"weight_decay must be .* at least 0, not -1"):
+    with pytest.raises(SpecError, match=r"weight_decay.*-1"):
         LARS([{"params": [first], "weight_decay": -1}], 0.1)
 
 
@@ -104,7 +104,7 @@ def test_without_a_gradient_nothing_moves():
         assert torch.equal(state["momentum"], velocity[number]["momentum"])
 
 
-def test_a_checkpoint_goes_on_bit_for_bit():
+def test_a_checkpoint_resumes_bit_for_bit():
     whole, halves = parameters(), parameters()
     one, other = LARS(whole, **OPTIONS), LARS(halves, **OPTIONS)
     for step in range(10):
@@ -137,7 +137,7 @@ def test_the_closure_is_called_with_gradients():
 
 
 class Coin:
-    """Keeps everything with one probability; its norms are those of fixed gradients."""
+    """Sampling with one probability for all parameters, and fixed norms."""
 
     def __init__(self, p, norms=(), zeros=False):
         self.p, self.norms, self.zeros = p, dict(norms), zeros
@@ -153,7 +153,7 @@ class Coin:
 
 
 def moved(gradients, p, kept, zeros=False, **options):
-    """What one step adds to each parameter."""
+    """Return the change of each parameter by one step."""
     params = parameters()
     coin = Coin(p, {x: float(g.norm()) for x, g in zip(params, gradients, strict=True)}, zeros)
     optimizer = LARS(params, **{**OPTIONS, **options}, sampled=coin)
@@ -176,7 +176,7 @@ def test_the_mean_update_on_a_fixed_gradient_is_the_dense_one(p, exclude, zeros)
 
 
 def test_with_its_own_norm_the_mean_update_would_be_p_times_the_dense_one():
-    """The test above can fail: this is what plain LARS does with g / p, but for the decay."""
+    """Plain LARS, without decay, would fail the test above: it cancels the 1 / p."""
     g, p = tensors(1), 0.25
     dense = moved(g, 1.0, True, weight_decay=0.0)
     params = parameters()
@@ -206,16 +206,13 @@ def test_with_momentum_the_long_run_is_the_dense_one_whether_or_not_momentum_pau
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, "lr must be a finite number of at least 0, not -1.0"),
-        ({"lr": math.nan}, "lr must be a finite number of at least 0, not nan"),
-        ({"lr": 1.0, "momentum": 1.0}, "momentum must be a number from 0 to below 1, not 1.0"),
-        (
-            {"lr": 1.0, "weight_decay": -0.1},
-            "weight_decay must be .* at least 0, not -0.1",
-        ),
-        ({"lr": 1.0, "trust_coefficient": 0.0}, "trust_coefficient must be a finite number"),
-        ({"lr": 1.0, "exclude_vectors": "no"}, "exclude_vectors must be True or False, not 'no'"),
-        ({"lr": 1.0, "sampled": "all"}, "sampled must be a torchcomp.JointSpar or None, not 'all'"),
+        ({"lr": -1.0}, r"lr.*-1\.0"),
+        ({"lr": math.nan}, "lr.*nan"),
+        ({"lr": 1.0, "momentum": 1.0}, r"momentum.* 1\.0"),
+        ({"lr": 1.0, "weight_decay": -0.1}, r"weight_decay.*-0\.1"),
+        ({"lr": 1.0, "trust_coefficient": 0.0}, r"trust_coefficient.* 0\.0"),
+        ({"lr": 1.0, "exclude_vectors": "no"}, "exclude_vectors.*True.*False.*'no'"),
+        ({"lr": 1.0, "sampled": "all"}, "sampled.*JointSpar.*'all'"),
     ],
 )
 def test_bad_options_are_refused(options, message):
@@ -226,16 +223,16 @@ def test_bad_options_are_refused(options, message):
 def test_a_group_that_is_added_later_is_checked_and_not_added():
     first, second = parameters()[:2]
     optimizer = LARS([first], 0.1)
-    with pytest.raises(SpecError, match=r"lr must be a finite number of at least 0, not -5\.0"):
+    with pytest.raises(SpecError, match=r"lr.*-5\.0"):
         optimizer.add_param_group({"params": [second], "lr": -5.0})
     assert len(optimizer.param_groups) == 1
 
 
-def test_a_sparse_gradient_is_refused_before_anything_moves():
+def test_a_sparse_gradient_is_refused_before_any_parameter_changes():
     dense, table = torch.nn.Parameter(torch.ones(2)), torch.nn.Embedding(5, 3, sparse=True)
     optimizer = LARS([dense, table.weight], 0.1)
     (table(torch.tensor([1])).sum() + dense.sum()).backward()
-    with pytest.raises(UnsupportedModelError, match=r"shape \(5, 3\) is sparse .* sparse=False"):
+    with pytest.raises(UnsupportedModelError, match=r"\(5, 3\).*sparse=False"):
         optimizer.step()
     assert torch.equal(dense.detach(), torch.ones(2))
 

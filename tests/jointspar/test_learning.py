@@ -1,4 +1,4 @@
-"""What JointSpar learns from a run, beside the same bandit fed by hand."""
+"""The probabilities that JointSpar learns in a run; LARS and compression with it."""
 
 import math
 from collections import defaultdict
@@ -16,6 +16,7 @@ from tests.support.models import (
     assert_conserved,
     assert_owing,
     assert_replicas_equal,
+    kept,
     loss_of,
     mlp,
     rows,
@@ -38,7 +39,7 @@ from torchcomp.keys import Key
 
 
 def layer_norms(jointspar, gradients):
-    """|g_hat| of each layer; 0 where there is none."""
+    """Return |g_hat| of each layer, or 0 for layers without a gradient."""
     return np.array(
         [
             math.hypot(
@@ -51,7 +52,7 @@ def layer_norms(jointspar, gradients):
 
 @pytest.mark.parametrize("rule", [Baseline(0.03), Literal(1e-6), None])
 @pytest.mark.parametrize("warmup", [0, 2])
-def test_p_is_the_bandits_and_sets_are_drawn_from_it(rule, warmup):
+def test_p_equals_that_of_a_bandit_updated_by_hand_and_sets_are_drawn_from_it(rule, warmup):
     steps = 12
 
     def body():
@@ -76,7 +77,7 @@ def test_p_is_the_bandits_and_sets_are_drawn_from_it(rule, warmup):
     assert all(p == outcomes[0] for p in outcomes)
 
 
-def test_per_rank_probabilities_are_fed_by_each_ranks_own_norms():
+def test_per_rank_probabilities_are_learned_from_each_ranks_own_norms():
     def body():
         model = wrap(mlp())
         jointspar = JointSpar(
@@ -115,8 +116,8 @@ def test_on_a_fixed_batch_it_finds_the_best_probabilities(costs):
     on_threads(2, body)
 
 
-def test_time_is_measured_in_the_warm_up_and_agreed_on(monkeypatch):
-    """With a clock that ticks once a reading, and twice as fast on rank 1."""
+def test_time_is_measured_in_the_warm_up_and_averaged_over_ranks(monkeypatch):
+    """Every reading advances the clock, by 1 on rank 0 and by 2 on rank 1."""
     ticks = defaultdict(int)
 
     def now(clock):
@@ -134,15 +135,15 @@ def test_time_is_measured_in_the_warm_up_and_agreed_on(monkeypatch):
             assert jointspar.stats.share == pytest.approx(1.0 if step < 4 else 0.5)
             model.zero_grad()
             loss_of(model(rows(step, torch.float32))).backward()
-        # Three timed steps; a tick for each parameter, of 1 on rank 0 and 2 on rank 1.
+        # Three timed steps, with one reading per parameter.
         assert jointspar.state_dict()["jointspar"]["costs"] == [9.0, 4.5, 9.0]
         assert "share of time" in jointspar.table()
 
     on_threads(2, body)
 
 
-def test_reaches_lars_through_the_running_norms():
-    """On a fixed gradient the mean of LARS's updates over many sets is the dense update."""
+def test_lars_uses_the_running_norms():
+    """On a fixed gradient, the mean update of LARS over many sets is the dense update."""
 
     def body():
         model = wrap(mlp())
@@ -167,19 +168,19 @@ def test_reaches_lars_through_the_running_norms():
             else:
                 total += moved
         error = (total / draws - dense).abs()
-        # Each entry is dense / p with probability p = 1/2: its standard error is |dense|/sqrt(n).
+        # Each entry is dense / p with probability p = 1/2. Its standard error is |dense|/sqrt(n).
         assert (error <= 4 * dense.abs() / math.sqrt(draws) + 1e-15).all()
 
     on_threads(2, body)
 
 
-def test_lars_is_refused_with_sets_of_each_rank():
+def test_lars_is_refused_with_per_rank_selection():
     def body():
         model = wrap(mlp())
         jointspar = JointSpar(model, budget=0.5, selection="per-rank")
         optimizer = LARS(model.parameters(), 0.1, sampled=jointspar)
         backward(model, (rows(0),))
-        with pytest.raises(SpecError, match='LARS needs selection="shared"'):
+        with pytest.raises(SpecError, match=r'LARS.*selection="shared"'):
             optimizer.step()
 
     on_threads(2, body)
@@ -193,7 +194,7 @@ def test_lars_is_refused_with_sets_of_each_rank():
     ],
     ids=["SGD", "AdamW"],
 )
-def test_a_dropped_layer_stands_still_under_any_optimizer(build):
+def test_no_optimizer_changes_a_dropped_layer(build):
     def body():
         model = wrap(mlp())
         jointspar = JointSpar(model, budget=0.5)
@@ -227,8 +228,8 @@ COMPOSED = (
 
 @pytest.mark.parametrize("method", some(COMPOSED, of=2))
 @pytest.mark.parametrize("selection", ["shared", "per-rank"])
-def test_sums_of_estimates_are_applied_or_remembered(method, selection):
-    """The law of error feedback, on g_hat: a dropped layer adds 0, and its residual waits."""
+def test_sums_of_estimates_are_applied_or_in_the_residual(method, selection):
+    """Error feedback loses nothing of g_hat. A dropped layer adds 0 and keeps its residual."""
 
     def body():
         model = wrap(mlp())
@@ -239,10 +240,10 @@ def test_sums_of_estimates_are_applied_or_remembered(method, selection):
         account = Account()
         for step in range(7):
             optimizer.zero_grad()
-            before = residuals(jointspar)
+            before = kept(jointspar.state_dict())
             own = estimates(jointspar, model, (rows(step),))
             backward(model, (rows(step),))
-            after = residuals(jointspar)
+            after = kept(jointspar.state_dict())
             applied = seen(model)
             for name, gradient in own.items():
                 if applied[name] is None:
@@ -262,10 +263,6 @@ def test_sums_of_estimates_are_applied_or_remembered(method, selection):
     assert_replicas_equal([trained for _, trained in outcomes])
 
 
-def residuals(jointspar):
-    return jointspar.state_dict()["slots"]["error"]["tensors"]
-
-
 def add(total, name, gradient):
     if gradient is not None:
         total[name] = total[name] + gradient.double() if name in total else gradient.double()
@@ -273,7 +270,7 @@ def add(total, name, gradient):
 
 def test_a_compressor_over_the_whole_model_is_refused():
     def body():
-        with pytest.raises(SpecError, match=r"selects from all gradients of the model at once"):
+        with pytest.raises(SpecError, match=r"scope=\"model\".*scope=\"bucket\""):
             JointSpar(wrap(mlp()), budget=0.5, compress='ef(topk(0.1, scope="model"))')
 
     on_threads(2, body)

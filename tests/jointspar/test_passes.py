@@ -1,4 +1,4 @@
-"""Passes that are no steps: for gradients of inputs, with other weights, past the outputs."""
+"""Backward passes that are not steps: gradients of inputs, other weights, hidden losses."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def while_frozen(model, x):
 
 @pytest.mark.parametrize("find", [by_grad, by_inputs, while_frozen])
 @pytest.mark.parametrize("kept", [(), ("2",), ("0", "2", "4", "6")])
-def test_gradients_of_inputs_are_right_and_no_step(find, kept):
+def test_gradients_of_inputs_are_correct_and_not_a_step(find, kept):
     def body():
         model = wrap(mlp())
         jointspar = JointSpar(model, budget=0.5, warmup_steps=0)
@@ -60,7 +60,7 @@ def test_gradients_of_inputs_are_right_and_no_step(find, kept):
 
 
 def penalised(model, x):
-    """A loss with a penalty on the gradient of the input."""
+    """Return a loss with a penalty on the gradient of the input."""
     output = model(x)
     (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
     return loss_of(output) + gradient.square().mean()
@@ -87,7 +87,7 @@ def test_a_gradient_penalty():
 
 
 def test_parameters_that_only_an_inner_backward_pass_reaches():
-    """Reentrant checkpointing hides them from the outer one, which is a step nevertheless."""
+    """Reentrant checkpointing hides them from the outer backward pass, which is still a step."""
 
     class Hidden(nn.Module):
         def __init__(self):
@@ -113,14 +113,14 @@ def test_parameters_that_only_an_inner_backward_pass_reaches():
 
 
 @pytest.mark.parametrize("kept", [(), ("2",)])
-def test_a_functional_call_uses_the_weights_that_it_is_given(kept):
+def test_a_functional_call_uses_the_weights_passed_to_it(kept):
     def body():
         model = wrap(mlp())
         jointspar = JointSpar(model, budget=0.5, warmup_steps=0)
         keep(jointspar, *kept)
         other = {name: torch.zeros_like(p) for name, p in model.module.named_parameters()}
         assert not torch.func.functional_call(model.module, other, (rows(0),)).any()
-        # Some of them only: the others are the live ones, and skipped as ever.
+        # With some weights only. The others are those of the module, and are skipped.
         some = {"6.bias": torch.ones(4, dtype=torch.float64), "6.weight": other["6.weight"]}
         assert bool((torch.func.functional_call(model.module, some, (rows(0),)) == 1).all())
         backward(model, (rows(0),))
@@ -129,7 +129,7 @@ def test_a_functional_call_uses_the_weights_that_it_is_given(kept):
     on_threads(2, body)
 
 
-def test_gradients_of_other_weights_are_no_step():
+def test_gradients_of_other_weights_are_not_a_step():
     def body():
         model = wrap(mlp())
         jointspar = JointSpar(model, budget=0.5, warmup_steps=0)
@@ -156,7 +156,7 @@ class Output:
 
 
 class Wrapped(nn.Module):
-    """Hands its loss out in some other way than as a tensor."""
+    """Returns its loss in the container that `way` builds."""
 
     def __init__(self, way):
         super().__init__()
@@ -174,9 +174,9 @@ class Wrapped(nn.Module):
         lambda loss, count: [{"inner": Output(loss, count)}, loss.detach()],
         lambda loss, count: Output((loss, None), count),
     ],
-    ids=["dataclass", "dataclass beside a constant", "tensor inside of a dataclass"],
+    ids=["dataclass", "dataclass and constant", "tuple in a dataclass"],
 )
-def test_dataclasses_are_outputs_like_any_other(way):
+def test_dataclasses_are_supported_as_outputs(way):
     def body():
         model = wrap(Wrapped(way))
         jointspar = JointSpar(model, budget=0.5, warmup_steps=0)
@@ -197,13 +197,13 @@ def test_dataclasses_are_outputs_like_any_other(way):
     on_threads(2, body)
 
 
-def test_a_loss_past_the_output_is_refused_at_the_next_forward_pass():
+def test_a_loss_that_is_not_returned_is_refused_at_the_next_forward_pass():
     def body():
         model = wrap(Wrapped(lambda loss, count: loss.detach()))
         jointspar = JointSpar(model, budget=0.5)
         model(rows(0))
         model.module.loss.backward()
-        with pytest.raises(UnsupportedModelError, match="did not come from what the forward pass"):
+        with pytest.raises(UnsupportedModelError, match="backward"):
             model(rows(1))
         with torch.no_grad():
             model(rows(1))

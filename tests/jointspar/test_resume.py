@@ -1,7 +1,8 @@
-"""Checkpoints of JointSpar, and what it reports."""
+"""Checkpoints and statistics of JointSpar."""
 
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -14,14 +15,14 @@ from tests.support.ranks import on_threads
 from torchcomp.checkpoint import redistribute
 from torchcomp.errors import CheckpointError, RankMismatchError
 from torchcomp.jointspar import Baseline, JointSpar
-from torchcomp.jointspar.sampler import Law
+from torchcomp.jointspar.sampler import SamplingOptions
 
 COMPRESS = ("mean", "ef(topk(0.1))", "bidirectional(topk(0.2), topk(0.2))")
 OPTIONS = {"budget": 0.5, "p_min": 0.1}
 
 
 class Run:
-    """A training script, whose state can be saved."""
+    """A training run whose state can be saved."""
 
     def __init__(self, state=None, **options):
         self.model = wrap(mlp())
@@ -42,7 +43,7 @@ class Run:
         return kept
 
     def state(self):
-        """Through a file, as plain values."""
+        """Return the state after saving it to a file and loading it with weights_only=True."""
         file = io.BytesIO()
         state = {
             "model": self.model.state_dict(),
@@ -54,12 +55,10 @@ class Run:
         return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize(
-    "compress", ["mean", "ef(topk(0.1))", "bidirectional(topk(0.2), topk(0.2))"]
-)
+@pytest.mark.parametrize("compress", COMPRESS)
 @pytest.mark.parametrize("selection", ["shared", "per-rank"])
 @pytest.mark.parametrize("cut", [1, 5])
-def test_a_resumed_run_goes_on_bit_for_bit(compress, selection, cut):
+def test_a_resumed_run_continues_bit_for_bit(compress, selection, cut):
     options = {"compress": compress, "selection": selection}
 
     def body():
@@ -96,7 +95,7 @@ def test_a_resumed_run_with_measured_times_keeps_them():
 
 
 @pytest.mark.parametrize("compress", ["mean", "ef(topk(0.1))"])
-def test_another_number_of_ranks_goes_on_with_the_same_p_and_sets(compress):
+def test_another_number_of_ranks_continues_with_the_same_p_and_sets(compress):
     def first():
         run = Run(compress=compress)
         run.train(0, 5)
@@ -137,13 +136,10 @@ def trained_state(compress="mean", **options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget": 0.7}, r"the checkpoint has spec .*budget=0.5.* and this run has .*budget=0.7"),
-        ({"compress": "ef(topk(0.1))"}, r"the checkpoint has spec"),
-        ({"selection": "per-rank"}, r"the checkpoint has spec"),
-        (
-            {"layers": {"a": "[0-2].*", "b": "[3-6].*"}},
-            r"other layers than this run \(a, b, 0",
-        ),
+        ({"budget": 0.7}, r"budget=0\.5.*budget=0\.7"),
+        ({"compress": "ef(topk(0.1))"}, r"jointspar\(mean.*jointspar\(ef\(topk\(0\.1\)"),
+        ({"selection": "per-rank"}, r'selection="shared".*selection="per-rank"'),
+        ({"layers": {"a": "[0-2].*", "b": "[3-6].*"}}, r"layers.*\(a, b, 0\)"),
     ],
 )
 def test_another_runs_state_is_refused_and_changes_nothing(options, message):
@@ -156,7 +152,7 @@ def test_another_runs_state_is_refused_and_changes_nothing(options, message):
         with pytest.raises(CheckpointError, match=message):
             run.jointspar.load_state_dict(states[dist.get_rank()]["jointspar"])
         assert str(run.state()["jointspar"]) == str(before)
-        with pytest.raises(CheckpointError, match="lacks 'version'"):
+        with pytest.raises(CheckpointError, match="'version'"):
             run.jointspar.load_state_dict({})
 
     on_threads(2, body)
@@ -168,14 +164,14 @@ def test_another_runs_state_is_refused_and_changes_nothing(options, message):
         ({"step": "x"}, r"jointspar.*step.*'x'"),
         ({"step": -1}, r"jointspar.*step.*-1"),
         ({"layers": None}, r"jointspar.*layers.*None"),
-        ({"costs": [1.0]}, "jointspar.*costs must have 4 entries, not 1"),
-        ({"costs": None}, "jointspar.*costs must be 1-D"),
-        ({"costs": [1.0, 1.0, 0.0, 1.0]}, "jointspar.*costs must be above 0, not 0.0"),
-        ({"bandit": None}, "jointspar.*bandit.* lacks p"),
+        ({"costs": [1.0]}, r"jointspar.*costs.*\b4\b.*\b1\b"),
+        ({"costs": None}, r"jointspar.*costs.*1-D.*\(\)"),
+        ({"costs": [1.0, 1.0, 0.0, 1.0]}, r"jointspar.*costs.* 0\.0"),
+        ({"bandit": None}, r"jointspar.*bandit.*\bp\b"),
         ({"bandit": {"p": [7.0] * 4}}, r"jointspar.*bandit.*largest"),
-        ({"p": [7.0] * 4}, r"jointspar.*p\[0\] is 7.0, and must be from 0.1 to 1"),
+        ({"p": [7.0] * 4}, r"jointspar.*p\[0\].*7\.0.*0\.1.*1"),
         ({"p": [float("nan")] * 4}, r"jointspar.*p.*nan"),
-        ({"applied": [0.0] * 4}, r"jointspar.*applied\[0\] is 0.0, and must be from 0.1 to 1"),
+        ({"applied": [0.0] * 4}, r"jointspar.*applied\[0\].*0\.0.*0\.1.*1"),
         ({"averages": {"0.weight": [1.0]}}, r"jointspar.*averages.*0.weight.*"),
         ({"averages": {"0.weight": [-1.0, 1.0]}}, r"jointspar.*0.weight.*-1.0"),
         ({"averages": 3}, r"jointspar.*averages.*3"),
@@ -222,23 +218,24 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage, message):
     on_threads(1, body)
 
 
-def test_numpys_numbers_are_compared_as_pythons():
-    laws = [
-        Law(number(0.5), "layers", number(0.125), Baseline(), "shared", 1)
+def test_options_of_numpy_numbers_equal_those_of_python_numbers():
+    """Checkpoints and ranks compare the text of the options."""
+    options = [
+        SamplingOptions(number(0.5), "layers", number(0.125), Baseline(), "shared", 1)
         for number in (float, np.float32)
     ]
-    assert str(laws[0]) == str(laws[1])
+    assert str(options[0]) == str(options[1])
 
 
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (None, "a state dict, not NoneType"),
-        ([], "a state dict, not list"),
-        ({"jointspar": 1}, "lacks 'version'"),
+        (None, "NoneType"),
+        ([], "list"),
+        ({"jointspar": 1}, "'version'"),
     ],
 )
-def test_what_is_no_state_is_refused(state, message):
+def test_a_value_that_is_not_a_state_is_refused(state, message):
     def body():
         with pytest.raises(CheckpointError, match=message):
             Run().jointspar.load_state_dict(state)
@@ -257,20 +254,20 @@ def test_the_state_of_a_handle_alone_is_refused():
     on_threads(1, body)
 
 
-def test_a_rank_alone_that_loads_is_found_before_anything_is_exchanged():
+def test_a_checkpoint_loaded_on_one_rank_only_raises_before_the_exchange():
     states = on_threads(2, trained_state)
 
     def body():
         run = Run(states[1] if dist.get_rank() else None)
         before = weights(run.model)
-        with pytest.raises(RankMismatchError, match=r"step: 0 on rank 0, 3 on rank 1"):
+        with pytest.raises(RankMismatchError, match=r"step.*0.*rank 0.*3.*rank 1"):
             run.train(0, 1)
         assert torch.equal(weights(run.model), before)
 
     on_threads(2, body)
 
 
-def test_drift_between_ranks_is_found_at_the_next_comparison():
+def test_p_that_differs_across_ranks_raises_at_the_next_verification():
     def body():
         run = Run(warmup_steps=0)
         run.train(0, 2)
@@ -278,7 +275,7 @@ def test_drift_between_ranks_is_found_at_the_next_comparison():
             run.jointspar._sampler.bandit.p[0] += 1e-6
         run.train(2, 3)
         run.jointspar._sampler._verified = False
-        with pytest.raises(RankMismatchError, match=r"the layers of a step: ranks disagree\. p: "):
+        with pytest.raises(RankMismatchError, match=r"layers.*\bp\b.*rank 0.*rank 1"):
             run.train(3, 4)
 
     on_threads(2, body)
@@ -287,7 +284,7 @@ def test_drift_between_ranks_is_found_at_the_next_comparison():
 # --- Reports --------------------------------------------------------------------------------------
 
 
-def test_stats_say_what_was_kept_sent_and_spent():
+def test_stats_report_layers_bytes_and_time():
     def body():
         run = Run(warmup_steps=0)
         first = run.jointspar.stats
@@ -304,7 +301,7 @@ def test_stats_say_what_was_kept_sent_and_spent():
         row = json.loads(json.dumps(stats.row()))
         assert row["kept"] == list(kept[-1])
         assert row["p"] == run.jointspar.p
-        assert f"5 steps, {len(kept[-1])} of 4 layers" in str(stats)
+        assert re.search(rf"\b5\b.*\b{len(kept[-1])} of 4\b", str(stats))
         assert "budget=0.5" in repr(run.jointspar)
 
     on_threads(2, body)

@@ -1,4 +1,4 @@
-"""Dropped layers cost no kernels in the backward pass and no bytes on the wire."""
+"""Dropped layers run no kernels in the backward pass and send no bytes."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ LAYERS = ("0", "2", "4", "6")
 
 
 def multiplications(model, batch):
-    """Matrix products of one backward pass."""
+    """Count the matrix products of one backward pass."""
     loss = loss_of(model(batch))
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         loss.backward()
@@ -34,7 +34,7 @@ def multiplications(model, batch):
 @pytest.mark.parametrize(
     ("kept", "expected"),
     [
-        # One product for each weight, and one for each layer's input but the first's.
+        # One product for each weight, and one for the input of each layer except the first.
         (LAYERS, 4 + 3),
         (("6",), 1),
         (("4", "6"), 2 + 1),
@@ -55,13 +55,13 @@ def test_a_dropped_layer_runs_no_weight_gradient_and_a_dropped_prefix_nothing(ke
     assert on_threads(1, body) == [expected]
 
 
-def test_plain_ddp_runs_them_all():
+def test_plain_ddp_runs_all_products():
     assert on_threads(
         1, lambda: multiplications(wrap(mlp(torch.float32)), rows(0, torch.float32))
     ) == [7]
 
 
-def test_recomputed_blocks_skip_as_well():
+def test_checkpointed_blocks_skip_dropped_layers():
     def body():
         counts = []
         for kept in (("stem", "blocks.0.0", "blocks.1.0", "blocks.2.0"), ("blocks.2.0",), ()):
@@ -71,7 +71,7 @@ def test_recomputed_blocks_skip_as_well():
             counts.append(multiplications(model, rows(0, torch.float32)))
         return counts
 
-    # Four weights, three inputs and three blocks computed again; one weight and its block; nothing.
+    # All: four weights, three inputs, three recomputed blocks. Then one weight and its block. None.
     assert on_threads(1, body) == [[4 + 3 + 3, 1 + 1, 0]]
 
 
@@ -90,7 +90,7 @@ def test_dropped_convolutions_at_the_front_do_not_run():
         assert on_threads(1, convolutions_of_one_backward, kept) == [expected]
 
 
-def test_a_recurrent_layer_is_skipped_too():
+def test_a_recurrent_layer_is_skipped():
     def body():
         model = wrap(
             seeded(nn.Sequential(nn.Linear(16, 8), nn.LSTM(8, 4), First(), nn.Linear(4, 4)))
@@ -159,7 +159,7 @@ def test_64_ranks():
 
 
 def socket_bytes():
-    """For two sets: what the sockets carried in a step, by the kernel's count, and our own."""
+    """Return, for three steps, the bytes on the sockets by the kernel's count and by ours."""
     model = wrap(nn.Sequential(*[nn.Linear(300, 300) for _ in range(6)]), bucket_cap_mb=None)
     jointspar = JointSpar(model, budget=0.5, warmup_steps=0)
     seen = []
@@ -175,12 +175,12 @@ def socket_bytes():
 
 
 def received():
-    """Bytes that came in over loopback since this machine, or network namespace, was started."""
+    """Return the bytes received over loopback since this machine or network namespace started."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.strip().startswith("lo:")))
 
 
-def may_have_a_network_of_its_own():
+def can_create_a_network_namespace():
     command = ["unshare", "--net", "ip", "link", "set", "lo", "up"]
     try:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -189,7 +189,8 @@ def may_have_a_network_of_its_own():
 
 
 @pytest.mark.skipif(
-    not may_have_a_network_of_its_own(), reason="needs root, unshare and ip: others use loopback"
+    not can_create_a_network_namespace(),
+    reason="needs root, unshare and ip, because other processes also use loopback",
 )
 @pytest.mark.thorough
 def test_sockets_carry_what_is_counted():
@@ -201,7 +202,7 @@ def test_sockets_carry_what_is_counted():
     inside = ["sh", "-c", 'ip link set lo up && exec "$0" -c "$1"', sys.executable, code]
     output = subprocess.check_output(["unshare", "--net", *inside], text=True, timeout=PATIENCE)
     for seen in json.loads(output.splitlines()[-1]):
-        # Both ranks send over the same loopback; the first step also sets its collectives up.
+        # Both ranks send over the same loopback. The first step also sets up its collectives.
         for carried, sent in seen[1:]:
             assert carried == pytest.approx(2 * sent, rel=0.03, abs=8000)
         assert seen[1][1] < 0.2 * seen[2][1]

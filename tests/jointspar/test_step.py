@@ -1,4 +1,4 @@
-"""One step under DDP: gradients of kept layers divided by p and averaged, None for the others."""
+"""Steps under DDP: the mean of g / p for kept layers, None for the others."""
 
 import itertools
 import warnings
@@ -47,7 +47,7 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
-    """Its inner projection is used without being called."""
+    """MultiheadAttention uses the weight of its projection without calling that module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def one_branch(step: int) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how DDP wraps it."""
+    """A model, its batches and its DDP options."""
 
     build: Any
     batch: Any = rows
@@ -96,7 +96,7 @@ CASES = {
     "unused parameters": Case(
         lambda: seeded(Branches().double()), one_branch, {"find_unused_parameters": True}
     ),
-    "unused parameters looked for in vain": Case(
+    "find_unused_parameters, none unused": Case(
         lambda: seeded(Branches().double()), both_branches, {"find_unused_parameters": True}
     ),
     "shared weight": Case(lambda: seeded(Tied()).double()),
@@ -111,7 +111,7 @@ CASES = {
 
 
 def stepped(case: Case, selection: str = "shared", accumulate: int = 1):
-    """Gradients found and expected, step by step, while SGD changes the weights."""
+    """Return each step's gradients and this rank's estimates, while SGD changes the weights."""
     model = wrap(case.build(), **case.options)
     jointspar = JointSpar(model, budget=0.5, selection=selection, seed=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -140,7 +140,7 @@ def some_were_dropped(outcomes) -> bool:
 
 @pytest.mark.parametrize("selection", WAYS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_kept_layers_get_the_mean_of_g_over_p_and_dropped_ones_none(case, selection):
+def test_kept_layers_have_the_mean_of_g_over_p_and_dropped_ones_none(case, selection):
     outcomes = on_threads(2, stepped, case, selection)
     check(outcomes)
     assert some_were_dropped(outcomes)
@@ -148,7 +148,7 @@ def test_kept_layers_get_the_mean_of_g_over_p_and_dropped_ones_none(case, select
 
 @pytest.mark.parametrize("selection", WAYS)
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
-def test_layers_are_the_same_for_all_that_no_sync_accumulates(options, selection):
+def test_all_passes_that_no_sync_accumulates_keep_the_same_layers(options, selection):
     outcomes = on_threads(3, stepped, Case(mlp, options=options), selection, 3)
     check(outcomes)
     assert some_were_dropped(outcomes)
@@ -224,11 +224,11 @@ def test_skipped_zero_gives_the_optimizer_zeros_instead():
     on_threads(3, body)
 
 
-# --- What the user's loop may do ------------------------------------------------------------------
+# --- Training loops -------------------------------------------------------------------------------
 
 
 class Structured(nn.Module):
-    """Returns tensors in a structure, among them constants and one that is not always used."""
+    """Returns nested tensors, of which one is a constant and some are not always used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def test_structured_outputs_keep_their_structure_and_their_constants(kept):
             output = model(rows(step))
             assert set(output) == {"both", "rows", "constant"}
             assert not output["constant"].requires_grad
-            # In place on an output, as some losses do.
+            # Some losses change an output in place.
             output["both"][0].mul_(2.0)
             loss = loss_of(output["both"][0]) + loss_of(output["both"][1][0])
             loss.backward()
@@ -283,7 +283,7 @@ def test_several_forward_passes_before_one_backward_pass():
 
 
 def test_an_output_that_the_loss_leaves_out():
-    """Every output is tied: whichever the loss uses, DDP hears of the dropped layers."""
+    """Every output is tied, so DDP gets the dropped layers whichever output the loss uses."""
 
     def body():
         model = wrap(seeded(Structured()).double(), find_unused_parameters=True)
@@ -339,7 +339,7 @@ def test_a_term_of_the_loss_on_the_weights_is_dropped_with_their_layer():
     assert_mean([found for found, _ in outcomes], [own for _, own in outcomes])
 
 
-def test_parameters_are_the_users_own_between_forward_and_backward():
+def test_the_module_has_its_own_parameters_between_forward_and_backward():
     def body():
         model = wrap(mlp())
         jointspar = JointSpar(model, budget=0.5, warmup_steps=0)
@@ -353,7 +353,7 @@ def test_parameters_are_the_users_own_between_forward_and_backward():
     on_threads(2, body)
 
 
-def test_a_forward_pass_that_fails_leaves_the_parameters_in_place():
+def test_a_forward_pass_that_raises_restores_the_parameters():
     def body():
         model = wrap(mlp())
         jointspar = JointSpar(model, budget=0.5, warmup_steps=0)
@@ -365,7 +365,7 @@ def test_a_forward_pass_that_fails_leaves_the_parameters_in_place():
     on_threads(1, body)
 
 
-def test_autocast_computes_what_it_computes_without_jointspar():
+def test_autocast_gives_the_same_gradients_as_without_jointspar():
     def body():
         model = wrap(mlp(torch.float32))
         jointspar = JointSpar(model, budget=0.5, warmup_steps=0)
@@ -396,18 +396,18 @@ def test_a_copy_of_the_model_skips_nothing():
         average.update_parameters(model)
         backward(model, (rows(0),))
         assert all(gradient is None for gradient in seen(model).values())
-        # The gradients above were those of the copy alone.
+        # The backward pass of the copy was not counted.
         assert jointspar.stats.step == 1
 
     on_threads(2, body)
 
 
 def compiled_model(where, backend):
-    """DDP around a compiled module, around a module with a compiled part, or compiled itself."""
+    """Wrap a compiled module, a module with a compiled part, or a module for a compiled DDP."""
     module = mlp()
     if where == "part":
         module[2] = torch.compile(module[2], backend=backend)
-    # The compiler splits DDP's graph at buckets, and asserts that they are not below 1 MiB.
+    # The compiler splits the graph at DDP's buckets, and asserts that these have at least 1 MiB.
     wrapped = torch.compile(module, backend=backend) if where == "inside" else module
     model = wrap(wrapped, bucket_cap_mb=None)
     jointspar = JointSpar(model, budget=0.5, warmup_steps=0)
@@ -415,10 +415,10 @@ def compiled_model(where, backend):
 
 
 def compiled(backend):
-    """Gradients found and expected for more sets of layers than the compiler will compile."""
+    """Return gradients and estimates for more sets of layers than the compiler's limit."""
     outcomes = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the compiler's own making
+        warnings.simplefilter("ignore")  # the compiler's own
         for where in ("part", "inside", "around"):
             module, model, jointspar = compiled_model(where, backend)
             run = torch.compile(model, backend=backend) if where == "around" else model

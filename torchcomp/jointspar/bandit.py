@@ -1,7 +1,7 @@
-"""The bandit of JointSpar: which layers to keep, learned from the norms of those that were kept.
+"""The bandit of JointSpar: learn how often to keep each layer from the gradient norms of kept ones.
 
 Source: Liu, Mozafari, "Communication-efficient distributed learning for large batch optimization",
-ICML 2022, Algorithms 1 and 2. The costs and the form `Baseline` are ours.
+ICML 2022, Algorithms 1 and 2. The costs and the rule `Baseline` are ours, not the paper's.
 """
 
 import math
@@ -25,40 +25,47 @@ from torchcomp.keys import Key
 Vector = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
-_MEMORY = 0.95
-"""Share of the old baseline in the new one."""
+_LEVEL_DECAY = 0.95
+"""Weight of the old value in the moving average that is the baseline lam."""
 
 _LARGEST_NORM = 1e100
-"""Squares of larger norms, divided by squares of probabilities, may not be finite."""
+"""Largest norm that is accepted: |g|^2 / p^2 of a larger one might not be finite in float64."""
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The update that works at practical lengths; the default.
+    """The default update, which learns within runs of practical length.
 
-    With Z the layers kept, g their gradients, c the costs, C the budget:
+    Z is 1 for the layers that were kept and 0 for the others. g are the gradients, c the costs and
+    C the budget. One update is:
 
     1. r_d = Z_d (|g_d|^2 / (c_d p_d^2 lam) - 1)
     2. u = log p + clip(alpha r / p, -1, 1)
     3. p = kl_project(u, C, p_min, c)
-    4. lam <- 0.95 lam + 0.05 (1/C) sum over the kept of |g_d|^2 / p_d^2
+    4. lam <- 0.95 lam + 0.05 (1/C) sum over the kept layers of |g_d|^2 / p_d^2
 
-    lam replaces the constant L^2 / p_min^2 of the paper's form: at the optimum |g_d|^2 / (c_d
-    p_d^2) equals lam for all layers, so r has mean 0 there. r and alpha are free of units. lam is
-    corrected for its start at 0, as in Adam.
+    The moving average lam replaces the constant L^2 / p_min^2 of the paper's rule. At the optimum
+    |g_d|^2 / (c_d p_d^2) equals lam for all layers, which gives r a mean of 0. Both r and alpha are
+    dimensionless. lam is bias-corrected for its start at 0, as in Adam.
+
+    Args:
+        alpha: step size, above 0. Values from 0.003 to 0.03 work.
     """
 
-    alpha: float = 0.01  # step size; 0.003 to 0.03 work
+    alpha: float = 0.01
 
     def __post_init__(self) -> None:
         check_positive("alpha", self.alpha)
 
     def exponent(self, bandit: "Bandit", kept: Mask, norms: Vector) -> Vector:
-        """What is added to log p."""
+        """Return the change of log p, before the projection."""
         p, level = bandit.p, bandit.level
+        # There is no baseline until a step has had a norm above 0.
         if level == 0:
             return np.zeros(len(p))
+        # Line 1.
         reward = np.where(kept, norms**2 / (bandit.costs * p**2 * level) - 1, 0.0)
+        # Line 2. The clip limits what one large norm at a small p can do to a factor of e.
         return np.asarray(np.clip(self.alpha * reward / p, -1.0, 1.0))
 
 
@@ -70,12 +77,17 @@ class Literal:
     2. w_d = p_d exp(-alpha_p l_d / p_d)
     3. p = argmin KL(q || w) over {sum q = S, p_min <= q_d <= 1}
 
-    The constant punishes whatever was kept, so p hardly learns within thousands of steps. L is the
-    largest |g_d| seen, or `bound` (at most 1e100) where that is larger.
+    The constant L^2 / p_min^2 penalises every kept layer. As a result, p hardly learns within
+    thousands of steps.
+
+    Args:
+        alpha: step size alpha_p, above 0, in units of 1 / |g|^2.
+        bound: lower limit of L, above 0 and at most 1e100, in units of |g|. L is the largest |g_d|
+            seen so far, or `bound` where that is larger. None sets no limit.
     """
 
-    alpha: float  # alpha_p, in units of 1 / |g|^2
-    bound: float | None = None  # in units of |g|; None is 0
+    alpha: float
+    bound: float | None = None
 
     def __post_init__(self) -> None:
         check_positive("alpha", self.alpha)
@@ -87,8 +99,10 @@ class Literal:
             )
 
     def exponent(self, bandit: "Bandit", kept: Mask, norms: Vector) -> Vector:
-        """What is added to log p."""
+        """Return the change of log p, before the projection."""
+        # The paper's L is a bound of all norms, which is unknown in advance.
         p, bound = bandit.p, max(bandit.largest, self.bound or 0.0)
+        # Lines 1 and 2. Stay in the log domain, because the exponent can be huge.
         loss = np.where(kept, bound**2 / bandit.p_min**2 - norms**2 / p**2, 0.0)
         return np.asarray(-self.alpha * loss / p)
 
@@ -96,17 +110,19 @@ class Literal:
 class Bandit:
     """Keep probabilities p, float64 (D,), updated by online mirror descent (Algorithm 1).
 
-    p approaches clip(const |g_d| / sqrt(c_d), p_min, 1) with sum c p = C, which minimises the
-    variance sum |g_d|^2 / p_d of the estimate g_d / p_d within the budget. It starts at C / sum c.
+    p approaches clip(const |g_d| / sqrt(c_d), p_min, 1) with sum c p = C. Within the budget, these
+    probabilities minimise the variance sum |g_d|^2 / p_d of the estimate g_d / p_d. All layers
+    start at C / sum c.
 
     Args:
-        costs: c, what keeping each layer costs, finite and above 0, 1-D of D.
-        budget: C, the expected cost of a step, from p_min sum(c) to sum(c).
-        p_min: least probability, above 0 and at most 1.
-        rule: the form of the update; None is ``Baseline()``.
+        costs: the cost c of keeping each layer, shape (D,), finite and above 0.
+        budget: the expected cost C of a step, from p_min sum(c) to sum(c).
+        p_min: lowest probability of a layer, above 0 and at most 1.
+        rule: the update rule. None means ``Baseline()``.
 
     Raises:
-        SpecError: if an argument is out of its range or the budget is infeasible.
+        SpecError: if an argument is out of its range, if the budget is infeasible, or if the costs
+            differ with the rule ``Literal``.
     """
 
     def __init__(
@@ -117,56 +133,67 @@ class Bandit:
         self.budget, self.p_min, self.rule = budget, p_min, rule or Baseline()
         if isinstance(self.rule, Literal) and np.ptp(self.costs):
             raise SpecError(
-                "the literal form counts layers, and these costs differ: use the baseline form"
+                "rule=Literal(...) counts layers, but these layers have different costs: use "
+                'rule=Baseline(), or costs="layers"'
             )
         self.p = np.full(len(self.costs), min(1.0, budget / float(self.costs.sum())))
         self.largest, self._average, self._updates = 0.0, 0.0, 0
 
     @property
     def level(self) -> float:
-        """The baseline lam, corrected for its start; 0 before any norm was seen."""
-        return self._average / (1 - _MEMORY**self._updates) if self._updates else 0.0
+        """The bias-corrected baseline lam, or 0 before the first update."""
+        return self._average / (1 - _LEVEL_DECAY**self._updates) if self._updates else 0.0
 
     def update(self, kept: Mask, norms: ArrayLike) -> None:
-        """Learn from one step that kept these layers, with |g_d| before the division by p.
+        """Update p from one step.
+
+        Args:
+            kept: the layers that the step kept, shape (D,).
+            norms: |g_d| of each layer before the division by p_d, shape (D,). Entries of layers
+                that were not kept are ignored.
 
         Raises:
-            NonFiniteError: if the norm of a kept layer is NaN, negative or above 1e100; p stays.
+            NonFiniteError: if the norm of a kept layer is NaN, negative or above 1e100. The
+                probabilities do not change.
         """
+        # Gradients of dropped layers were not computed, so their entries can be NaN.
         norms = np.where(kept, np.asarray(norms, dtype=np.float64), 0.0)
         sound = (norms >= 0) & (norms <= _LARGEST_NORM)
         if not sound.all():
             d = sound.argmin()
             raise NonFiniteError(
-                f"the norm of layer {d} is {norms[d]}, and must be from 0 to {_LARGEST_NORM:g}: "
-                "the probabilities stay as they were"
+                f"the gradient norm of layer {d} is {norms[d]} but must be from 0 to "
+                f"{_LARGEST_NORM:g}: the probabilities were not updated"
             )
         self.largest = max(self.largest, float(norms.max()))
         exponent = self.rule.exponent(self, kept, norms)
+        # From the p that this step was drawn with, so before p changes.
         seen = float((norms**2 / self.p**2).sum()) / self.budget
         self.p = kl_project(np.log(self.p) + exponent, self.budget, self.p_min, self.costs)
-        self._average = _MEMORY * self._average + (1 - _MEMORY) * seen
+        # After its use: within a step, lam must not depend on the layers that the step drew.
+        self._average = _LEVEL_DECAY * self._average + (1 - _LEVEL_DECAY) * seen
         self._updates += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next update depends on, as plain numbers."""
+        """Return everything that the next update depends on, as plain numbers."""
         seen = {"largest": self.largest, "average": self._average, "updates": self._updates}
         return {"p": self.p.tolist(), **seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned; nothing changes on error.
+        """Restore what :meth:`state_dict` returned. Nothing changes on error.
 
         Raises:
-            SpecError: if it lacks something, is of another number of layers, budget or p_min, or
-                holds an impossible value.
+            SpecError: if an entry is missing or out of its range, or if the state belongs to
+                another number of layers, budget or p_min.
         """
         missing = [key for key in self.state_dict() if key not in state]
         if missing:
-            raise SpecError(f"the bandit's state lacks {', '.join(missing)}")
+            raise SpecError(f"the state of the bandit lacks {', '.join(missing)}")
         p = check_vector(state["p"], "p", len(self.p), self.p_min, 1.0)
         spent = float(self.costs @ p)
+        # kl_project meets the budget to float64 rounding, so 1e-6 rejects no sound state.
         if not math.isclose(spent, self.budget, rel_tol=1e-6):
-            raise SpecError(f"p costs {spent:g}, and the budget is {self.budget:g}", "p")
+            raise SpecError(f"p has cost {spent:g} but the budget is {self.budget:g}", "p")
         check_at_least_0("largest", state["largest"])
         check_at_least_0("average", state["average"])
         check_count("updates", state["updates"], least=0)
@@ -175,9 +202,10 @@ class Bandit:
 
 
 def sample(p: Vector, key: Key, *, shared: bool = True) -> Mask:
-    """S_t of Algorithm 2: each layer with its probability, independently; may be empty.
+    """Draw the set S_t of Algorithm 2: each layer independently with its probability.
 
-    It depends on the key's seed and step, and on its rank unless all ranks share it.
+    The set can be empty. It depends on the seed and step of `key`, and with ``shared=False`` also
+    on its rank.
     """
     generator = key.shared() if shared else key.private()
     return np.asarray(generator.random(len(p)) < p)
@@ -186,10 +214,12 @@ def sample(p: Vector, key: Key, *, shared: bool = True) -> Mask:
 def best_probabilities(
     norms: ArrayLike, budget: float, p_min: float, costs: ArrayLike | None = None
 ) -> Vector:
-    """The p that minimises sum |g_d|^2 / p_d over {sum c p = C, p_min <= p <= 1}.
+    """Return the p that minimises sum |g_d|^2 / p_d over {sum c p = C, p_min <= p <= 1}.
 
-    It is clip(const |g_d| / sqrt(c_d), p_min, 1). Raises as :func:`kl_project`, and SpecError for
-    a norm of 0.
+    The minimiser is clip(const |g_d| / sqrt(c_d), p_min, 1).
+
+    Raises:
+        SpecError: if a norm is 0, or as :func:`kl_project`.
     """
     norms = _above_0(norms, "norms")
     costs = np.ones(len(norms)) if costs is None else _above_0(costs, "costs")
@@ -197,35 +227,40 @@ def best_probabilities(
 
 
 def kl_project(u: ArrayLike, budget: float, p_min: float, costs: ArrayLike | None = None) -> Vector:
-    """The point of {sum c q = budget, p_min <= q <= 1} that is nearest to the weights exp(u).
+    """Project the weights exp(u) onto the set {sum c q = budget, p_min <= q <= 1}.
 
-    Nearest means least sum of c_d KL(q_d || exp(u_d)), with equal costs c the divergence of
-    JointSpar's Algorithm 1. The minimiser is q = clip(exp(u + tau), p_min, 1) with one tau for all,
-    and sum c q grows with tau. q_d leaves p_min at tau = log p_min - u_d and reaches 1 at tau =
-    -u_d: bisection over these 2 D break points finds the two around tau, and between them the
-    entries that are not clipped are in closed form. Only differences of u are raised to a power, so
-    the result is right at |u| = 1e5.
+    The projection minimises the sum of c_d KL(q_d || exp(u_d)). With equal costs c this is the
+    divergence of JointSpar's Algorithm 1. The minimiser is q = clip(exp(u + tau), p_min, 1), with
+    one tau for all entries. It is computed exactly, and stays accurate at abs(u) = 1e5.
 
     Args:
-        u: logarithms of the weights, finite, 1-D of D at least 1, like q.
-        budget: sum c q; with costs of 1, the expected number of layers S.
+        u: logarithms of the weights, shape (D,) with D at least 1, finite.
+        budget: the sum of c q. With costs of 1 this is the expected number of layers S.
         p_min: lower bound of every entry, above 0 and at most 1.
-        costs: c, finite and above 0, 1-D of D; ones if left out.
+        costs: c, shape (D,), finite and above 0. The default is all ones.
+
+    Returns:
+        q, float64 of shape (D,).
 
     Raises:
-        SpecError: if an argument is out of its range, or no q has this sum.
+        SpecError: if an argument is out of its range, or if no q has this sum.
     """
     u = check_vector(u, "u")
     costs = np.ones(len(u)) if costs is None else _above_0(costs, "costs", len(u))
     _check_budget(budget, p_min, costs)
     size, log_p_min = len(u), math.log(p_min)
+    # 1. sum c q grows with tau, and changes its formula at 2 D break points: q_d leaves p_min at
+    #    tau = log p_min - u_d and reaches 1 at tau = -u_d.
     order = np.argsort(np.concatenate([log_p_min - u, -u]), kind="stable")
 
     def log_q(position: int) -> Vector:
         reached, d = divmod(order[position], size)
         bound = 0.0 if reached else log_p_min
+        # The difference first: u can be 1e5, and adding a bound to it would round that away.
         return np.asarray(np.clip((u - u[d]) + bound, log_p_min, 0.0))
 
+    # 2. Bisection finds the two neighbouring break points around tau. At the first one all entries
+    #    are p_min, at the last one all are 1, so the budget lies between them.
     low, high = 0, 2 * size - 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -233,12 +268,15 @@ def kl_project(u: ArrayLike, budget: float, p_min: float, costs: ArrayLike | Non
             low = middle
         else:
             high = middle
-    # What is at the same bound at both ends is at it in between; all else moves with tau.
+    # 3. An entry that is at the same bound at both points is at it in between. The others are
+    #    exp(u + tau), and share the remaining budget in proportion to exp(u): no tau is needed.
     q, free = np.exp(log_q(low)), log_q(low) < log_q(high)
     if free.any():
-        left = budget - costs[~free] @ q[~free]
+        remaining = budget - costs[~free] @ q[~free]
+        # exp(u) itself would overflow at u = 1e5.
         weights = np.exp(u[free] - u[free].max())
-        q[free] = left * weights / (costs[free] @ weights)
+        q[free] = remaining * weights / (costs[free] @ weights)
+    # Rounding can put an entry just beyond its bound.
     return np.clip(q, p_min, 1.0)
 
 
@@ -249,22 +287,34 @@ def check_vector(
     least: float = -math.inf,
     most: float = math.inf,
 ) -> Vector:
-    """`values` as 1-D float64 of `size` elements, finite and, but for rounding, in the range."""
+    """Return `values` as a 1-D float64 array, after checking its size, finiteness and range.
+
+    Args:
+        values: a sequence of numbers, or an array or tensor.
+        name: what errors call the vector.
+        size: required number of entries. None accepts any number above 0.
+        least: lower bound of the entries, apart from rounding.
+        most: upper bound of the entries, apart from rounding.
+
+    Raises:
+        SpecError: naming the vector and its first bad entry.
+    """
     try:
         vector = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError, RuntimeError) as error:  # the last from tensors with a graph
+    except (TypeError, ValueError, RuntimeError) as error:
+        # RuntimeError comes from tensors that require gradients.
         raise SpecError(f"{name} must be a vector of numbers: {error}", name) from error
     if vector.ndim != 1 or not vector.size:
         raise SpecError(f"{name} must be 1-D and not empty, not of shape {vector.shape}", name)
     if size not in (None, len(vector)):
         raise SpecError(f"{name} must have {size} entries, not {len(vector)}", name)
     infinite = ~np.isfinite(vector)
-    # The relative error of a probability that was computed is far smaller.
+    # Computed probabilities have relative errors far below 1e-9.
     outside = ~np.isclose(vector, vector.clip(least, most), rtol=1e-9, atol=0.0)
     for bad, wanted in ((infinite, "finite"), (outside, f"from {least:g} to {most:g}")):
         if bad.any():
-            at = bad.argmax()
-            raise SpecError(f"{name}[{at}] is {vector[at]}, and must be {wanted}", name)
+            i = bad.argmax()
+            raise SpecError(f"{name}[{i}] is {vector[i]} but must be {wanted}", name)
     return vector
 
 
@@ -276,14 +326,15 @@ def _above_0(values: ArrayLike, name: str, size: int | None = None) -> Vector:
 
 
 def _check_budget(budget: float, p_min: float, costs: Vector) -> None:
-    """Require a budget that some probabilities between p_min and 1 spend exactly."""
+    """Require a budget that probabilities between p_min and 1 can spend exactly."""
     check_positive("budget", budget)
     check_fraction("p_min", p_min)
     most = float(costs.sum())
+    # The slack admits budgets at either end that were computed by another order of summation.
     least, slack = p_min * most, 1e-12 * most
     if not least - slack <= budget <= most + slack:
         raise SpecError(
-            f"the budget {budget:g} is infeasible: keeping all {len(costs)} layers costs {most:g}, "
-            f"and p_min = {p_min:g} alone costs {least:g}",
+            f"budget {budget:g} is infeasible: it must be from {least:g} (all layers at p_min = "
+            f"{p_min:g}) to {most:g} (all {len(costs)} layers kept)",
             "budget",
         )

@@ -1,4 +1,4 @@
-"""LARS: a learning rate of its own for every layer."""
+"""LARS: SGD with momentum and a separate learning rate for every layer."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
@@ -13,20 +13,20 @@ from torchcomp.errors import SpecError, UnsupportedModelError
 
 @runtime_checkable
 class Sampling(Protocol):
-    """What an optimizer has to know of gradients that are sampled and divided by p."""
+    """What LARS reads from a method that samples gradients and divides them by p."""
 
     def probability(self, parameter: Tensor) -> float:
-        """P of the last step that this parameter's gradient was computed; divides it."""
+        """Return the p that divided this parameter's gradient in the last step."""
 
     def presence(self, parameter: Tensor) -> float:
-        """Share of the steps in which the optimizer finds a gradient, zeros included."""
+        """Return the share of steps in which the optimizer finds a gradient, zeros included."""
 
     def norm(self, parameter: Tensor) -> float:
-        """Running average of |g|, before the division by p; 0.0 before the first."""
+        """Return the running average of |g| before the division by p, or 0.0 before the first."""
 
 
 class LARS(Optimizer):
-    """SGD with momentum, at an lr that is proportional to |x| / |g| in every parameter tensor.
+    """SGD with momentum, with a learning rate proportional to |x| / |g| for every parameter tensor.
 
     With x a tensor of parameters and g its gradient:
 
@@ -34,26 +34,34 @@ class LARS(Optimizer):
     2. v <- momentum v + lr trust (g + wd x)
     3. x <- x - v
 
-    A gradient that JointSpar sampled is g / p in a share p of the steps, and None or zeros in the
-    others. Its own norm would cancel the 1 / p. So with `sampled`, where p < 1, |g| is the running
-    norm before the division, and wd is divided by the share of the steps that have a gradient,
-    which is p with None and 1 with zeros. The mean update on a fixed gradient is then the dense
-    one. Without a gradient x and v stay. All arithmetic is in float32, or in float64 where x is.
+    JointSpar gives the optimizer g / p in a share p of the steps, and None or zeros in the others.
+    Plain LARS would divide by the norm of g / p and cancel the factor 1 / p. With `sampled`, LARS
+    changes two things for tensors with p < 1, which make the mean update on a fixed gradient equal
+    to the dense one:
+
+    - |g| is the running average of the norm before the division by p.
+    - wd is divided by the share of steps that have a gradient: p with None, 1 with zeros.
+
+    A tensor without a gradient keeps its x and v. Norms and directions are computed in float32, or
+    in float64 where x is float64. v has the dtype of x.
 
     Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks", 2017
-    (arXiv 1708.03888), Algorithm 1, with the learning-rate schedule left to the user.
+    (arXiv 1708.03888), Algorithm 1. The learning-rate schedule is left to the user.
 
     Args:
         params: tensors or parameter groups.
-        lr, momentum, weight_decay: at least 0, and the momentum below 1.
+        lr: learning rate, at least 0.
+        momentum: momentum factor, at least 0 and below 1.
+        weight_decay: weight decay wd, at least 0.
         trust_coefficient: eta, above 0.
         exclude_vectors: whether tensors of at most one dimension (biases, norms) get trust 1 and no
             weight decay.
-        sampled: a :class:`torchcomp.JointSpar`, if it samples the gradients.
+        sampled: the :class:`torchcomp.JointSpar` that samples the gradients, if there is one.
 
     Raises:
-        SpecError: if an option is out of its range, also one of a group that is added later.
-        UnsupportedModelError: from :meth:`step`, if a gradient is sparse; nothing moves then.
+        SpecError: if an option is out of its range, here or in a group that is added later.
+        UnsupportedModelError: from :meth:`step`, if a gradient is sparse. No parameter has changed
+            then.
     """
 
     def __init__(
@@ -77,7 +85,8 @@ class LARS(Optimizer):
         self._sampled = sampled
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add tensors, with options of their own where they differ from the optimizer's."""
+        """Add a parameter group. Options that it does not set take the optimizer's defaults."""
+        # Optimizer.__init__ adds its groups by this method, so this checks the defaults as well.
         options = {**self.defaults, **param_group}
         for name, check in _CHECKS.items():
             check(name, options[name], owner="LARS")
@@ -85,17 +94,25 @@ class LARS(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step; what `closure`, which computes the loss again, returned."""
+        """Perform one optimizer step.
+
+        Args:
+            closure: recomputes the loss and the gradients, and returns the loss.
+
+        Returns:
+            What `closure` returned, or None without a closure.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         held = [(x, group) for group in self.param_groups for x in group["params"]]
         found = [(x, x.grad, group) for x, group in held if x.grad is not None]
+        # All gradients are checked before the first update, so that an error leaves x and v alone.
         for _, g, _ in found:
             if g.layout is not torch.strided:
                 raise UnsupportedModelError(
-                    f"LARS: a gradient of shape {tuple(g.shape)} is sparse ({g.layout}), and "
+                    f"LARS: a gradient of shape {tuple(g.shape)} is sparse ({g.layout}), but "
                     "weight decay and momentum are dense: build its embedding with sparse=False"
                 )
         for x, g, group in found:
@@ -106,16 +123,21 @@ class LARS(Optimizer):
         excluded = group["exclude_vectors"] and x.dim() <= 1
         decay = 0.0 if excluded else float(group["weight_decay"])
         presence = 1.0 if self._sampled is None else self._sampled.presence(x)
-        # Half precision ends at 65504, which norms of many small elements pass, and their ratios.
+        # Half precision ends at 65504. Norms of many small elements exceed it, and so do ratios.
         wide = torch.promote_types(x.dtype, torch.float32)
+        # The decay is divided because the direction is applied in a share `presence` of the steps.
         direction = g.to(wide).add(x, alpha=decay / presence)
+        # 1. The trust ratio.
         if not excluded:
             size, norm = (torch.linalg.vector_norm(t, dtype=wide) for t in (x, g))
             if self._sampled is not None and self._sampled.probability(x) < 1:
                 norm = torch.full_like(norm, self._sampled.norm(x))
+            # wd is not divided here: the ratio is that of the dense update.
             ratio = size / (norm + decay * size)
+            # torch.where instead of an `if`, which would wait for a GPU.
             trust = torch.where((size > 0) & (norm > 0), ratio, 1.0)
             direction.mul_(group["trust_coefficient"] * trust)
+        # 2. and 3. v contains lr, as in the paper. torch.optim.SGD multiplies by lr afterwards.
         v = self.state[x].setdefault("momentum", torch.zeros_like(x))
         v.mul_(group["momentum"]).add_(direction, alpha=group["lr"])
         x.sub_(v)

@@ -1,4 +1,4 @@
-"""Layers: the named groups of parameters that JointSpar keeps or drops together."""
+"""Layers: named groups of parameters that JointSpar keeps or drops together."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -9,20 +9,21 @@ from torchcomp.component import nearest
 from torchcomp.errors import SpecError
 
 Layers = dict[str, tuple[str, ...]]
-"""Name of each layer -> names of its parameters, in the model's order."""
+"""Maps the name of each layer to the names of its parameters, in the model's order."""
 
 Patterns = Mapping[str, str | Sequence[str]]
-"""Name of each layer -> shell-style patterns of parameter names, such as ``"blocks.0.*"``."""
+"""Maps the name of each layer to shell-style patterns of parameter names: ``"blocks.0.*"``."""
 
 
 def default_layers(parameters: Iterable[tuple[str, nn.Parameter]]) -> Layers:
-    """One layer for each module that has weights, with its bias and its norm.
+    """Group parameters into one layer for each module with weights, with its bias and its norm.
 
     A module has weights if one of its own parameters has two dimensions or more. Any other module,
-    such as a norm, joins the one before it or after it that shares more of its path; if both share
-    as much, the one before. So ``bn1`` joins ``conv1``, and a transformer's ``blocks.3.norm1``
-    joins ``blocks.3.attn.qkv``.
+    such as a norm, joins the module with weights just before or just after it. Of the two it joins
+    the one that shares more of its path, and the one before if both share as much. For example,
+    ``bn1`` joins ``conv1``, and a transformer's ``blocks.3.norm1`` joins ``blocks.3.attn.qkv``.
     """
+    # named_parameters() lists a shared parameter once, so it belongs to its first module's layer.
     modules: dict[str, list[str]] = {}
     weighted: set[str] = set()
     for name, parameter in parameters:
@@ -32,87 +33,102 @@ def default_layers(parameters: Iterable[tuple[str, nn.Parameter]]) -> Layers:
             weighted.add(module)
     layers: Layers = {}
     for module, names in modules.items():
-        home = _home(module, list(modules), weighted) or "(model)"
-        layers[home] = (*layers.get(home, ()), *names)
+        # Parameters of the model itself, such as a class token, have the empty path.
+        layer = _layer_of(module, list(modules), weighted) or "(model)"
+        layers[layer] = (*layers.get(layer, ()), *names)
     return layers
 
 
 def layers_by_pattern(
     patterns: Patterns, names: Sequence[str], frozen: Sequence[str] = ()
 ) -> Layers:
-    """The layers that a user describes; every parameter in exactly one.
+    """Group parameters into the layers that the user describes.
 
-    `names` are all trained parameters, in registration order; a pattern may match `frozen` ones
-    beside those.
+    Args:
+        patterns: the patterns of each layer. Every trained parameter must match the patterns of
+            exactly one layer.
+        names: all trained parameters, in registration order.
+        frozen: parameters with ``requires_grad=False``. A pattern can match some of them, but not
+            only them.
 
     Raises:
-        SpecError: if a layer has no pattern, a pattern matches no parameter that is trained, or a
+        SpecError: if a layer has no pattern, if a pattern matches no trained parameter, or if a
             parameter is in no layer or in several.
     """
     if not isinstance(patterns, Mapping):
         raise SpecError(
-            "layers must map the name of each layer to patterns of its parameters, such as "
+            "layers must be a mapping from layer names to parameter patterns, such as "
             f"{{'stem': 'conv1.*', 'rest': ['layer*', 'fc.*']}}, not {type(patterns).__name__}",
             "layers",
         )
     layers: Layers = {}
-    for layer, given in patterns.items():
+    for layer, entry in patterns.items():
         if not isinstance(layer, str):
-            raise SpecError(f"layers: the name of a layer must be a text, not {layer!r}", "layers")
-        listed = [given] if isinstance(given, str) else given
-        known = isinstance(listed, Sequence) and all(isinstance(p, str) for p in listed)
-        if not (known and listed):
+            raise SpecError(f"layers: the name of a layer must be a str, not {layer!r}", "layers")
+        # A str is a sequence of one-letter patterns to the code below.
+        listed = [entry] if isinstance(entry, str) else entry
+        valid = isinstance(listed, Sequence) and all(isinstance(p, str) for p in listed)
+        if not (valid and listed):
             raise SpecError(
-                f"layer '{layer}' must have a pattern of parameter names, or a list of at least "
-                f"one, such as 'conv1.*', not {listed!r}",
+                f"layers: the value of '{layer}' must be a pattern of parameter names, such as "
+                f"'conv1.*', or a non-empty list of patterns, not {listed!r}",
                 "layers",
             )
         for pattern in listed:
             _check_matches(layer, pattern, names, frozen)
+        # fnmatchcase, because fnmatch ignores case on some systems.
         layers[layer] = tuple(n for n in names if any(fnmatchcase(n, p) for p in listed))
     for name in names:
+        # Of two layers, one could be kept and the other dropped in the same step.
         owners = [f"'{layer}'" for layer, members in layers.items() if name in members]
         if len(owners) != 1:
             found = f"{len(owners)} layers, {' and '.join(owners[:2])}" if owners else "no layer"
             raise SpecError(
-                f"parameter '{name}' is in {found}: every parameter that is trained belongs to "
-                "exactly one; freeze it with requires_grad=False to leave it out"
+                f"parameter '{name}' is in {found}, but every trained parameter must be in exactly "
+                "one: change layers={...}, or freeze the parameter with requires_grad=False"
             )
     return layers
 
 
 def check_several(layers: Layers) -> None:
-    """Require at least two layers, or raise SpecError."""
+    """Raise SpecError unless there are at least two layers."""
     if len(layers) < 2:
         named = f" ('{next(iter(layers))}')" if layers else ""
         raise SpecError(
-            f"the model has {len(layers)} layer{named}, and choosing layers needs at least two: "
-            "describe finer ones with layers={...}, or compress its gradient instead"
+            f"the model has {len(layers)} layer{named}, but JointSpar needs at least two: define "
+            "smaller layers with layers={...}, or compress the gradient instead"
         )
 
 
-def _home(module: str, order: list[str], weighted: set[str]) -> str:
-    """The module with weights that one without them joins; itself if there is none."""
+def _layer_of(module: str, order: list[str], weighted: set[str]) -> str:
+    """Return the module whose layer `module` belongs to: itself if it, or no module, has weights.
+
+    Args:
+        module: path of a module.
+        order: paths of all modules that have parameters, in the model's order.
+        weighted: paths of those with weights.
+    """
     if module in weighted:
         return module
-    at = order.index(module)
-    before = [other for other in order[:at] if other in weighted]
-    after = [other for other in order[at:] if other in weighted]
+    i = order.index(module)
+    before = [other for other in order[:i] if other in weighted]
+    after = [other for other in order[i:] if other in weighted]
 
     def shared(other: str) -> int:
-        """How many leading parts of its path it has in common with `module`."""
+        """Count the leading parts of its path that `other` shares with `module`."""
+        # Part by part: as a text "layer1" is also the beginning of "layer10".
         same = [a == b for a, b in zip(module.split("."), other.split("."), strict=False)]
         return [*same, False].index(False)
 
-    # Of equals, the first.
+    # max returns the first of equals: the module before, as norms follow their convolution.
     return max([*before[-1:], *after[:1]], key=shared, default=module)
 
 
 def _check_matches(layer: str, pattern: str, names: Sequence[str], frozen: Sequence[str]) -> None:
     if any(fnmatchcase(name, pattern) for name in names):
         return
-    if still := [name for name in frozen if fnmatchcase(name, pattern)]:
-        why = f"matches only parameters that are not trained, such as '{still[0]}': leave it out"
+    if matched := [name for name in frozen if fnmatchcase(name, pattern)]:
+        why = f"matches only frozen parameters, such as '{matched[0]}': leave the pattern out"
     else:
         why = f"matches no parameter; {nearest(pattern, names)}"
     raise SpecError(f"layer '{layer}': the pattern '{pattern}' {why}", "layers")

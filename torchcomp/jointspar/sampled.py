@@ -1,4 +1,4 @@
-"""Sampled: an aggregator that exchanges the layers of a sampler's set by another aggregator."""
+"""Sampled: an aggregator that averages only the sampled layers, by another aggregator."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,15 +18,20 @@ from torchcomp.state import Slot, State
 
 @dataclass(frozen=True)
 class Sampled(Aggregator):
-    """Algorithm 2 of JointSpar, from the gradient to the mean, on one bucket.
+    """Algorithm 2 of JointSpar on one bucket, from the gradient to the mean.
 
-    1. g_hat_d = g_d / p_d for the layers that this rank keeps, 0 for the others
-    2. of the layers that any rank keeps: g_hat <- `inner` of g_hat, as one vector; nothing else is
-       sent
-    3. 0 for the layers that no rank keeps; their residuals stay as they are
+    1. Set g_hat_d = g_d / p_d for the layers that this rank keeps, and 0 for the others.
+    2. Average g_hat by `inner`, as one vector of the layers that any rank keeps. Nothing else is
+       sent.
+    3. Return 0 for the layers that no rank keeps. Their residuals do not change.
 
-    Where the result of `inner` depends on the grouping, buckets must be layers or parts of layers
-    (see :func:`by_layer`): what is compressed together would change from step to step otherwise.
+    Some aggregators give other results if parameters are grouped otherwise. With these, each bucket
+    must be a layer or a part of one (see :func:`by_layer`). Otherwise the parameters that are
+    compressed together would change from step to step.
+
+    Args:
+        inner: averages the kept layers.
+        sampler: which layers are kept, and with what probabilities.
     """
 
     name: ClassVar[str] = "jointspar"
@@ -38,14 +43,14 @@ class Sampled(Aggregator):
         check_kind(self, "inner", Aggregator)
         if self.inner.whole_model:
             raise SpecError(
-                f"jointspar: {self.inner} selects from all gradients of the model at once, and "
-                'these are not all there: use scope="bucket" (here: of each layer) or "tensor"',
+                f"jointspar: {self.inner} selects from the gradients of the whole model, but "
+                'dropped layers have none: use scope="bucket" (here: one layer) or scope="tensor"',
                 "inner",
             )
 
     def __str__(self) -> str:
-        # Ranks compare it with each other, and with checkpoints.
-        return f"{self.name}({self.inner}, {self.sampler.law})"
+        # This text is compared across ranks and with checkpoints, so it lists every option.
+        return f"{self.name}({self.inner}, {self.sampler.options})"
 
     @property
     def depends_on_grouping(self) -> bool:
@@ -55,37 +60,42 @@ class Sampled(Aggregator):
         return self.inner.slots(shape, world_size, rank)
 
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0) -> Cost:
-        """What a step costs that keeps all of the bucket."""
+        """Return the cost of a step that keeps all layers of the bucket."""
         return self.inner.cost(shape, world_size, rank)
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
         sampler, parts = self.sampler, bucket.parts()
         layers = {name: sampler.layer_of[name] for name in parts}
+        # The first bucket of a step runs the collective. The others reuse its result.
         exchanged = sampler.union(exchange)
         kept = {name: x for name, x in parts.items() if sampler.kept[layers[name]]}
         if not sampler.shared:
-            sampler.note(kept)
+            # Before the division by p: each rank learns from its own undivided gradients.
+            sampler.record_norms(kept)
+        # 1. g_hat. With _foreach_ operations many small tensors take few kernel launches.
         factors = [1 / float(sampler.p[layers[name]]) for name in kept]
         if any(factor != 1 for factor in factors):
             torch._foreach_mul_(list(kept.values()), factors)
         if len(kept) < len(parts):
             torch._foreach_zero_([x for name, x in parts.items() if name not in kept])
-        wanted = {name: x for name, x in parts.items() if exchanged[layers[name]]}
-        if not wanted:
+        # 2. The mean. All ranks have the same `exchanged`, so they all call `inner` or all return.
+        sent = {name: x for name, x in parts.items() if exchanged[layers[name]]}
+        if not sent:
             return
-        taken = bucket
-        if len(wanted) < len(parts):
-            taken = Bucket(bucket.shape.select(wanted), torch.cat(list(wanted.values())))
-        self.inner.aggregate(taken, exchange, state, key)
-        means = taken.parts()
+        packed = bucket
+        if len(sent) < len(parts):
+            packed = Bucket(bucket.shape.select(sent), torch.cat(list(sent.values())))
+        self.inner.aggregate(packed, exchange, state, key)
+        means = packed.parts()
         if sampler.shared:
-            sampler.note(means)
-        if taken is not bucket:
-            torch._foreach_copy_(list(wanted.values()), list(means.values()))
+            # Means are equal on all ranks, so the probabilities learned from them stay equal.
+            sampler.record_norms(means)
+        if packed is not bucket:
+            torch._foreach_copy_(list(sent.values()), list(means.values()))
 
 
 def by_layer(groups: Iterable[Group], layer_of: Mapping[str, int]) -> tuple[Group, ...]:
-    """Divide groups of parameters so that each holds parameters of one layer."""
+    """Split groups of parameters, so that each new group has parameters of one layer only."""
     divided: dict[tuple[int, int], list[str]] = {}
     for i, group in enumerate(groups):
         for name in group:

@@ -1,4 +1,4 @@
-"""Sampler: draws the layers of each step and learns from what came of them."""
+"""Sampler: draws the layers of each step, and learns their probabilities from gradient norms."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,11 +18,11 @@ from torchcomp.jointspar.bandit import Bandit, Baseline, Literal, Mask, Vector, 
 from torchcomp.jointspar.layers import Layers
 from torchcomp.keys import Key
 
-_NORM_MEMORY = 0.9
-"""Share of the old average in the new one, of the norms that LARS uses."""
+_NORM_DECAY = 0.9
+"""Weight of the old value in the moving average of the norms that LARS uses."""
 
 _VERIFY_EVERY = 100
-"""Steps between two comparisons of p over the ranks: drift would end in a hang."""
+"""Steps between two verifications of p across ranks. Ranks whose p differ would soon hang."""
 
 _FORM = record(
     step=count,
@@ -35,8 +35,14 @@ _FORM = record(
 
 
 @dataclass(frozen=True)
-class Law:
-    """Options of JointSpar that say how layers are chosen; checkpoints compare their ``str``."""
+class SamplingOptions:
+    """The options of JointSpar that decide how layers are chosen.
+
+    Checkpoints and ranks compare their ``str``. :class:`torchcomp.JointSpar` documents each option.
+
+    Raises:
+        SpecError: if an option is out of its range.
+    """
 
     budget: float
     costs: str
@@ -50,32 +56,33 @@ class Law:
         check_fraction("p_min", self.p_min)
         if self.p_min > self.budget:
             raise SpecError(
-                f"p_min = {self.p_min:g} is infeasible with budget = {self.budget:g}: every layer "
-                "is kept with at least p_min, so that alone costs more; lower p_min",
+                f"p_min = {self.p_min:g} is infeasible with budget = {self.budget:g}: keeping "
+                "every layer with probability p_min already exceeds the budget; lower p_min",
                 "p_min",
             )
         check_choice("costs", self.costs, ("layers", "bytes", "time"))
         check_choice("selection", self.selection, ("shared", "per-rank"))
         if not isinstance(self.rule, Baseline | Literal | None):
-            given = type(self.rule).__name__
+            kind = type(self.rule).__name__
             raise SpecError(
-                f"rule must be Baseline(), Literal(...) or None (uniform), not {given}", "rule"
+                f"rule must be Baseline(), Literal(...) or None (uniform), not {kind}", "rule"
             )
+        # The times of the first step are not used, so measuring takes a second one.
         least, steps = (2 if self.costs == "time" else 0), self.warmup_steps
         if not is_whole(steps) or steps < least:
-            why = ' with costs="time", which are measured then' if least else ""
+            why = ' with costs="time", which is measured during the warm-up' if least else ""
             raise SpecError(
                 f"warmup_steps must be a whole number of at least {least}{why}, not {steps!r}",
                 "warmup_steps",
             )
 
     def bandit(self, costs: Vector) -> Bandit:
-        """The bandit of layers with these costs."""
+        """Return a new bandit for layers with these costs."""
         return Bandit(costs, self.budget * float(costs.sum()), self.p_min, self.rule)
 
     def __str__(self) -> str:
         return (
-            # NumPy's numbers are numbers, too, but do not print as Python's.
+            # float(): NumPy's scalars are valid options, but their repr differs from Python's.
             f'budget={float(self.budget)!r}, costs="{self.costs}", p_min={float(self.p_min)!r}, '
             f'rule={self.rule}, selection="{self.selection}", warmup_steps={self.warmup_steps}'
         )
@@ -84,93 +91,119 @@ class Law:
 class Sampler:
     """Algorithms 1 and 2 of JointSpar on the layers of one model.
 
-    `kept` are the layers of the next step on this rank, drawn with `p`, and `last` and `applied`
-    those of the last step that counted. `bandit` is None until costs that are measured are known.
+    Args:
+        options: how layers are chosen.
+        layers: the layers of the model.
+        costs: the cost of each layer, or None if it has yet to be measured.
+        key: seed and rank of the draws.
+
+    Attributes:
+        kept: the layers of the next step on this rank, as a mask.
+        p: the probabilities that `kept` was drawn with.
+        last: the layers of the last committed step.
+        applied: the probabilities of the last committed step.
+        step: number of committed steps.
+        committed: whether the step that was just exchanged was committed (True) or rolled back
+            (False). None once JointSpar has handled it.
+        bandit: None until the costs are known.
     """
 
-    def __init__(self, law: Law, layers: Layers, costs: Vector | None, key: Key) -> None:
-        self.law = law
+    def __init__(
+        self, options: SamplingOptions, layers: Layers, costs: Vector | None, key: Key
+    ) -> None:
+        self.options = options
         self.layers = layers
-        self.shared = law.selection == "shared"
-        self.step = 0  # steps that counted so far
-        # Whether the step that was exchanged last counts; None once that is dealt with.
-        self.finished: bool | None = None
+        self.shared = options.selection == "shared"
+        self.step = 0
+        self.committed: bool | None = None
         self.last = np.zeros(len(layers), dtype=bool)
         self.applied = np.ones(len(layers))
         self.layer_of = {name: d for d, names in enumerate(layers.values()) for name in names}
-        self.bandit = None if costs is None else law.bandit(costs)
+        self.bandit = None if costs is None else options.bandit(costs)
         self._key = key
         self._averages: dict[str, list[float]] = {}
         self.draw()
 
     @property
     def costs(self) -> Vector:
-        """Cost of each layer; ones as long as they are not known."""
+        """The cost of each layer, or all ones until it is known."""
         return np.ones(len(self.layers)) if self.bandit is None else self.bandit.costs
 
     @property
     def _learner(self) -> Bandit | None:
-        """What p comes from, once the warm-up steps, which keep all layers, are over."""
-        return None if self.step < self.law.warmup_steps else self.bandit
+        """The bandit, or None during the warm-up steps, which keep all layers."""
+        return None if self.step < self.options.warmup_steps else self.bandit
 
     def draw(self) -> None:
         """Draw the layers of the next step."""
         p = np.ones(len(self.layers)) if self._learner is None else self._learner.p
+        # A function of seed and step, so that a resumed run draws the same layers. The name makes
+        # it independent of what compressors draw in the same step.
         key = Key(self._key.seed, self.step, rank=self._key.rank).of_tensor("jointspar")
-        self.take(sample(p, key, shared=self.shared), p)
+        self.select(sample(p, key, shared=self.shared), p)
 
-    def take(self, kept: Mask, p: Vector) -> None:
+    def select(self, kept: Mask, p: Vector) -> None:
         """Keep these layers in the next step, drawn with these probabilities."""
         self.kept, self.p = kept, p
         self._verified = self.step % _VERIFY_EVERY != 0
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """Forget what an exchange that does not count has learned."""
-        # The layers that any rank keeps, once known.
+    def reset(self) -> None:
+        """Discard what was recorded during an exchange that was rolled back."""
+        # The layers that any rank keeps. With per-rank selection a collective has to find them.
         self._exchanged: Mask | None = self.kept if self.shared else None
-        self._noted: dict[str, Tensor] = {}
+        self._norms: dict[str, Tensor] = {}
 
     def names(self, mask: Mask) -> list[str]:
-        """Parameters of the layers in `mask`, in the order of the layers."""
+        """Return the parameters of the layers in `mask`, in the order of the layers."""
         return [name for name, d in self.layer_of.items() if mask[d]]
 
-    # The exchange calls these, in another thread or on another stream.
+    # The following three are called during the exchange, in its thread or on its stream.
 
     def union(self, exchange: Exchange) -> Mask:
-        """Which layers the ranks exchange: all that any of them keeps. A collective."""
+        """Return the layers to exchange: those that any rank keeps. A collective."""
+        # Verify before the first exchange: ranks with different sets would pair unequal messages.
         if self.shared and not self._verified:
-            facts = {"step": self.step, "kept": self.kept.nonzero()[0], "p": self.p.tolist()}
-            exchange.verify("the layers of a step", facts, checkpoint.ONE_STEP)
+            values = {"step": self.step, "kept": self.kept.nonzero()[0], "p": self.p.tolist()}
+            exchange.verify("the layers of a step", values, checkpoint.ONE_STEP)
             self._verified = True
         if self._exchanged is None:
             flags = torch.from_numpy(self.kept.astype(np.uint8)).to(exchange.device)
             self._exchanged = exchange.any_of(flags).cpu().numpy().astype(bool)
         return self._exchanged
 
-    def note(self, parts: Mapping[str, Tensor]) -> None:
-        """Keep the norms that p is learned from: of means, or of this rank's gradients."""
+    def record_norms(self, parts: Mapping[str, Tensor]) -> None:
+        """Record the norms that p is learned from, of the means or of this rank's gradients."""
         for name, part in parts.items():
-            # In float64, so that a finite gradient has a finite norm.
-            self._noted[name] = torch.linalg.vector_norm(part, dtype=torch.float64)
+            # In float64 a finite float32 gradient has a finite norm. The norms stay on the device:
+            # learn() fetches all of them together, and waits for the GPU only once.
+            self._norms[name] = torch.linalg.vector_norm(part, dtype=torch.float64)
 
-    def finish(self, counts: bool) -> None:
-        """All of a step has been exchanged; whether it `counts`, on all ranks."""
-        self.finished = counts
+    def finish(self, committed: bool) -> None:
+        """End an exchange, which all ranks committed or all ranks rolled back."""
+        self.committed = committed
 
-    # After the exchange.
+    # The following are called after the exchange.
 
     def learn(self, scale: float) -> None:
-        """A step counts; its gradients were multiplied by `scale`."""
-        values = torch.stack(list(self._noted.values())).tolist() if self._noted else []
+        """Update the averages and p after a committed step.
+
+        Args:
+            scale: the loss scale, which the gradients were multiplied by.
+        """
+        values = torch.stack(list(self._norms.values())).tolist() if self._norms else []
+        # Parameters of layers that were not exchanged have norm 0. The bandit ignores them.
         norms = dict.fromkeys(self.layer_of, 0.0)
-        keep, take = _NORM_MEMORY, 1 - _NORM_MEMORY
-        for name, value in zip(self._noted, values, strict=True):
-            # Means were divided by p.
+        keep, take = _NORM_DECAY, 1 - _NORM_DECAY
+        for name, value in zip(self._norms, values, strict=True):
+            # Algorithm 1 takes norms before the division by p. The means were divided, so their
+            # norms are multiplied by p again. A rank's own norms were recorded before the division.
             norms[name] = value * float(self.p[self.layer_of[name]] if self.shared else 1.0) / scale
+            # The weights sum to less than 1 at first. norm() divides by their sum.
             total, weight = self._averages.get(name, [0.0, 0.0])
             self._averages[name] = [keep * total + take * norms[name], keep * weight + take]
-        if self._learner is not None and self.law.rule is not None:
+        # Warm-up steps teach p nothing: they keep every layer with probability 1.
+        if self._learner is not None and self.options.rule is not None:
             members = self.layers.values()
             by_layer = [math.hypot(*(norms[name] for name in names)) for names in members]
             self._learner.update(self.kept, by_layer)
@@ -178,44 +211,55 @@ class Sampler:
         self.step += 1
 
     def norm(self, name: str) -> float:
-        """Running average of a parameter's |g|; 0.0 before any was seen."""
+        """Return the running average of a parameter's |g|, or 0.0 before its first gradient."""
         total, weight = self._averages.get(name, [0.0, 0.0])
         return total / weight if weight else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next draw depends on but the seed, as plain numbers, lists and strings."""
+        """Return everything that the next draw depends on, except the seed.
+
+        All values are plain numbers, lists and strings, for ``torch.load(..., weights_only=True)``.
+        """
         return {
             "step": self.step,
             "layers": {layer: list(names) for layer, names in self.layers.items()},
             "costs": self.bandit and self.bandit.costs.tolist(),
             "bandit": self.bandit and self.bandit.state_dict(),
             "applied": self.applied.tolist(),
-            "averages": {name: list(held) for name, held in self._averages.items()},
+            "averages": {name: list(pair) for name, pair in self._averages.items()},
         }
 
     def prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Check a checkpoint and change nothing; what comes back goes on from it."""
+        """Check a checkpoint without changing anything.
+
+        Returns:
+            A function that restores the checkpoint and draws the layers of the next step.
+
+        Raises:
+            CheckpointError: if the checkpoint is damaged or has other layers.
+        """
         size = len(self.layers)
         section: Any = state.get("jointspar")
         _FORM(section, "jointspar")
         theirs = {layer: tuple(names) for layer, names in section["layers"].items()}
-        every = {**self.layers, **theirs}
-        differing = [layer for layer in every if theirs.get(layer) != self.layers.get(layer)]
+        known = {**self.layers, **theirs}
+        differing = [layer for layer in known if theirs.get(layer) != self.layers.get(layer)]
         if differing:
             raise CheckpointError(
-                "the checkpoint groups parameters into other layers than this run "
+                "the checkpoint and this run group parameters into different layers "
                 f"({', '.join(differing[:3])}): build JointSpar with the same layers={{...}}"
             )
         bandit = None
         try:
-            applied = check_vector(section["applied"], "applied", size, self.law.p_min, 1.0)
-            # Only costs that are measured may be missing yet.
-            if section["costs"] is not None or self.law.costs != "time":
-                bandit = self.law.bandit(check_vector(section["costs"], "costs", size))
+            applied = check_vector(section["applied"], "applied", size, self.options.p_min, 1.0)
+            # Only measured costs can be missing, in a checkpoint of the warm-up. All others must be
+            # there: check_vector reports their absence.
+            if section["costs"] is not None or self.options.costs != "time":
+                bandit = self.options.bandit(check_vector(section["costs"], "costs", size))
                 bandit.load_state_dict(section["bandit"] or {})
             averages = {
-                name: check_vector(held, f"averages['{name}']", 2, 0.0).tolist()
-                for name, held in section["averages"].items()
+                name: check_vector(pair, f"averages['{name}']", 2, 0.0).tolist()
+                for name, pair in section["averages"].items()
             }
         except SpecError as error:
             raise CheckpointError(f"a damaged checkpoint: jointspar: {error}") from error
@@ -223,10 +267,12 @@ class Sampler:
         def restore() -> None:
             self.step, self.applied, self.bandit = section["step"], applied, bandit
             self._averages = averages
+            # The seed is the checkpoint's, so that the run continues with the layers it would have
+            # drawn. The rank is this run's, whose number of ranks can be another.
             self._key = Key(state["seed"], rank=self._key.rank)
-            self.finished = None
+            self.committed = None
             self.draw()
-            # A rank alone may have loaded a state.
+            # It is possible that only some ranks have loaded a checkpoint.
             self._verified = False
 
         return restore

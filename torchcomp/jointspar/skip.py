@@ -1,10 +1,13 @@
-"""Skipper: a forward pass whose backward pass leaves parameters out, safely under DDP, timed.
+"""Skipper: leave parameters out of the backward pass under DDP, and time the backward pass.
 
-Toggling ``requires_grad`` behind DDP's back gives wrong gradients, and rebuilding DDP costs more
-than it saves. Instead constants that share their memory replace the dropped parameters while the
-module runs: no kernel then computes their gradients, nor those of activations where a whole prefix
-of the network is dropped. DDP still waits for the real parameters, so one function ties them to the
-output: its backward pass hands them no gradient, which DDP takes for zeros.
+Changing ``requires_grad`` after DDP was built gives wrong gradients, and building DDP again costs
+more than it saves. Skipper does the following instead:
+
+1. While the module runs, constants on the same memory replace the dropped parameters. No kernel
+   then computes their gradients. If all layers at the front of the network are dropped, no kernel
+   computes the gradients of their activations either.
+2. DDP still waits for the gradients of the real parameters. One autograd function ties these
+   parameters to the output. Its backward pass returns None for them, which DDP takes for zeros.
 """
 
 import copy
@@ -24,14 +27,20 @@ from torch.utils import _pytree as pytree
 from torchcomp.ddp.executors import after_backward
 from torchcomp.errors import UnsupportedModelError
 
-Place = tuple[nn.Module, str, nn.Parameter]
-"""A module, the key of one of its parameters, and that parameter."""
+Registration = tuple[nn.Module, str, nn.Parameter]
+"""A module, the name that it registers a parameter under, and that parameter."""
 
 
 class Clock:
-    """Times backward passes, and, where `detailed`, parameters: a GPU has to wait at each of them.
+    """Times backward passes and, if `detailed`, the gradient of every parameter.
 
-    `by_parameter` sums the seconds from the arrival of the gradient before to that of its own.
+    Args:
+        device: device of the parameters.
+
+    Attributes:
+        detailed: whether to time every gradient. On a GPU this synchronizes after each of them.
+        by_parameter: the seconds between the previous gradient and that of each parameter, summed
+            over the backward passes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,75 +52,91 @@ class Clock:
 
     @property
     def backward_ms(self) -> float:
-        """Milliseconds of the last backward pass; 0.0 before one."""
+        """Milliseconds of the last backward pass, or 0.0 before the first."""
         if not self._events:
             return 1000 * self._span
+        # Kernels run after backward() has returned. This waits only when the time is read.
         begin, end = self._events
         end.synchronize()
         return float(begin.elapsed_time(end))
 
     def begin(self) -> None:
-        """Call as a backward pass begins."""
+        """Record the beginning of a backward pass."""
         self._begin = self._last = self._now()
         if self._device.type == "cuda":
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
             self._events[0].record()
 
     def arrived(self, name: str) -> None:
-        """Call when the gradient of a parameter is there."""
+        """Record that the gradient of a parameter has been computed."""
         if self.detailed:
             now = self._now()
             self.by_parameter[name] += now - self._last
             self._last = now
 
     def end(self) -> None:
-        """Call when all of its kernels are enqueued."""
+        """Record that all kernels of the backward pass have been launched."""
         self._span = self._now() - self._begin
         if self._events:
             self._events[1].record()
 
     def _now(self) -> float:
+        # perf_counter alone would measure kernel launches.
         if self.detailed and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
 
 class Skipper:
-    """Installs itself on the module inside DDP; :meth:`close` removes it.
+    """Skips parameters of the module inside DDP, by hooks that :meth:`close` removes.
 
-    The method `begins` is called before a forward pass that records a graph, and may raise; `done`
-    when DDP has written the gradients, with whether the pass reached any parameter.
+    Args:
+        module: the module inside DDP.
+        parameters: its trained parameters, by name.
+        on_forward: a bound method that is called before a forward pass that records a graph. It can
+            raise.
+        on_backward: a bound method that is called after DDP has written the gradients. Its argument
+            is whether the backward pass reached any parameter.
+
+    Attributes:
+        clock: times the backward passes.
+        arrived: names of the parameters whose gradients the last backward pass computed.
     """
 
     def __init__(
         self,
         module: nn.Module,
         parameters: dict[str, nn.Parameter],
-        begins: Callable[[], None],
-        done: Callable[[bool], None],
+        on_forward: Callable[[], None],
+        on_backward: Callable[[bool], None],
     ) -> None:
         self._parameters = parameters
         names = {id(parameter): name for name, parameter in parameters.items()}
-        self._places: dict[str, list[Place]] = defaultdict(list)  # a shared one is in several
+        # A shared parameter is registered in several modules.
+        self._registrations: dict[str, list[Registration]] = defaultdict(list)
         for child in module.modules():
             for key, held in child._parameters.items():
                 if held is not None and id(held) in names:
-                    self._places[names[id(held)]].append((child, key, held))
+                    self._registrations[names[id(held)]].append((child, key, held))
         self._module = module
-        self._begins, self._done = _weakly(begins), _weakly(done)  # their owner holds this
+        # Weak, because the owner of these methods refers to this object.
+        self._on_forward, self._on_backward = _weakly(on_forward), _weakly(on_backward)
         self.clock = Clock(next(module.parameters()).device)
-        self.arrived: set[str] = set()  # whose gradients the last backward pass brought
+        self.arrived: set[str] = set()
         self._skipped: list[str] = []
-        self._replaced: list[Place] = []
+        self._replaced: list[Registration] = []
         self._outputs: set[int] = set()
         self._in_backward = False
         self._reached = False
-        self._set = 0
-        # What accumulates the gradient of each, and what DDP waits for; parameters hold it weakly.
-        self._ends = [get_gradient_edge(parameter).node for parameter in parameters.values()]
+        self._selection = 0  # counts the calls of skip()
+        # The graph nodes that accumulate gradients, which DDP waits for. A parameter refers to its
+        # node only weakly, so they are stored here.
+        self._accumulators = [get_gradient_edge(p).node for p in parameters.values()]
         arrived = _weakly(self._arrived)
         self._handles: list[Any] = [
+            # First, because other forward pre-hooks can compute with parameters.
             module.register_forward_pre_hook(_weakly(self._before_forward), prepend=True),
+            # Also after a forward pass that raised: the parameters must be restored.
             module.register_forward_hook(_weakly(self._after_forward), always_call=True),
             *(
                 parameter.register_post_accumulate_grad_hook(partial(arrived, name))  # type: ignore[no-untyped-call]
@@ -120,29 +145,29 @@ class Skipper:
         ]
 
     def skip(self, names: Iterable[str]) -> None:
-        """Leave these parameters out of all backward passes of forward passes to come."""
+        """Leave these parameters out of the backward passes of all later forward passes."""
         self._skipped = list(names)
-        self._set += 1
+        self._selection += 1
 
     def close(self) -> None:
-        """Give the module back as it was; harmless when repeated."""
+        """Restore the module and remove the hooks. Further calls have no effect."""
         self._restore()
         for handle in self._handles:
             handle.remove()
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        # Another module is a copy, which has taken its hooks along.
+        # deepcopy copies the hooks of a module along with it. Copies skip nothing.
         if module is not self._module:
             return
-        # A backward pass that ended in an error may have left both behind.
+        # A backward pass that raised can leave the flag set and parameters replaced.
         self._in_backward = False
         self._restore()
         if torch.is_grad_enabled():
-            self._begins()
+            self._on_forward()
             self._replace()
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """Restore the parameters and tie them to `output`, which comes back as a copy."""
+        """Restore the parameters and return a copy of `output` that is tied to them."""
         if module is not self._module:
             return output
         replaced = [parameter for _, _, parameter in self._replaced]
@@ -151,19 +176,27 @@ class Skipper:
             return output
         return self._tied(output, replaced)
 
-    def begin_backward(self, drawn: int) -> None:
-        """Called by :class:`_Tie`, before anything else of the backward pass."""
-        if drawn != self._set:
+    def begin_backward(self, selection: int) -> None:
+        """Begin a backward pass. :class:`_Tie` calls this before any other node runs.
+
+        Args:
+            selection: the value of ``_selection`` during the forward pass.
+
+        Raises:
+            UnsupportedModelError: if :meth:`skip` was called since the forward pass.
+        """
+        if selection != self._selection:
             raise UnsupportedModelError(
-                "this backward pass belongs to a forward pass of an earlier step, when other "
-                "layers were kept: run backward before the next step, as DDP requires"
+                "this backward pass belongs to a forward pass of an earlier step, which kept other "
+                "layers: run backward before the next step, as DDP requires"
             )
+        # Several forward passes before one backward pass have a _Tie each.
         if self._in_backward:
             return
         self._in_backward = True
-        # Checkpointed activations are computed again now, and by the same rules.
+        # Checkpointed blocks run their forward pass again now, and must skip the same parameters.
         self._replace()
-        self._reached = any(map(_is_executed, self._ends))
+        self._reached = any(map(_is_executed, self._accumulators))
         self.arrived.clear()
         self.clock.begin()
         after_backward(self._computed)
@@ -173,32 +206,33 @@ class Skipper:
         self.clock.arrived(name)
 
     def _computed(self) -> None:
-        # All kernels are enqueued; DDP may still be waiting for exchanges.
+        # All kernels are launched, but DDP can still be waiting for the exchange.
         self._restore()
         self.clock.end()
-        # Behind DDP's own final callback, which writes the gradients.
+        # Queued now, it runs after DDP's final callback, which writes the gradients.
         after_backward(self._written)
 
     def _written(self) -> None:
         self._in_backward = False
-        self._done(self._reached)
+        self._on_backward(self._reached)
 
     def _replace(self) -> None:
         for name in self._skipped:
             constant = nn.Parameter(self._parameters[name].detach(), requires_grad=False)
-            for module, key, parameter in self._places[name]:
-                # torch.func.functional_call has its own weights here, which are not ours to skip.
+            for module, key, parameter in self._registrations[name]:
+                # torch.func.functional_call registers the caller's weights, which must stay.
                 if module._parameters[key] is parameter:
-                    _place(module, key, constant)
+                    _set_parameter(module, key, constant)
                     self._replaced.append((module, key, parameter))
 
     def _restore(self) -> None:
         while self._replaced:
-            _place(*self._replaced.pop())
+            _set_parameter(*self._replaced.pop())
 
     def _tied(self, output: Any, replaced: list[nn.Parameter]) -> Any:
+        """Return a copy of `output` whose backward pass also reaches the replaced parameters."""
         leaves: list[Any] = []
-        _map(leaves.append, output)
+        _map_leaves(leaves.append, output)
         floating = [
             i
             for i, leaf in enumerate(leaves)
@@ -206,74 +240,86 @@ class Skipper:
         ]
         if not floating:
             raise UnsupportedModelError(
-                f"the forward pass returned no floating-point tensor (but {type(output).__name__}) "
-                "that JointSpar can find: return a tensor, or tuples, lists, dicts and dataclasses "
-                "of tensors"
+                "JointSpar found no floating-point tensor in the output of the forward pass, of "
+                f"type {type(output).__name__}: return a tensor, or tuples, lists, dicts and "
+                "dataclasses of tensors"
             )
-        # With everything dropped no output needs gradients; those that did before are tied then.
+        # Constants in the output must not require gradients. But with all layers dropped no output
+        # requires any, so the ones that ever did are tied.
         self._outputs |= {i for i in floating if leaves[i].requires_grad}
         chosen = [i for i in floating if i in self._outputs] or floating
-        ends = (*(leaves[i] for i in chosen), *replaced)
-        tied = _Tie.apply(self, self._set, len(chosen), *ends)  # type: ignore[no-untyped-call]
+        # One function for all of them: its backward pass runs, whichever outputs the loss uses.
+        tensors = (*(leaves[i] for i in chosen), *replaced)
+        tied = _Tie.apply(self, self._selection, len(chosen), *tensors)  # type: ignore[no-untyped-call]
         for i, tensor in zip(chosen, tied, strict=True):
             leaves[i] = tensor
-        rest = iter(leaves)
-        return _map(lambda _: next(rest), output)
+        remaining = iter(leaves)
+        return _map_leaves(lambda _: next(remaining), output)
 
 
 class _Tie(torch.autograd.Function):
-    """Identity on the outputs, and no gradient for the parameters behind them."""
+    """The identity on the first `count` tensors. The others, parameters, get no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, skipper: Skipper, drawn: int, count: int, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, skipper: Skipper, selection: int, count: int, *tensors: Tensor) -> Any:
+        # An output that the loss does not use keeps None instead of a tensor of zeros.
         ctx.set_materialize_grads(False)
-        ctx.skipper, ctx.drawn, ctx.parameters = skipper, drawn, len(tensors) - count
-        # Copies, because an output that is a view could not be changed in place by the caller.
+        ctx.skipper, ctx.selection, ctx.parameters = skipper, selection, len(tensors) - count
+        # Copies: autograd refuses in-place changes of outputs that are views of inputs.
         return tuple(tensor.clone() for tensor in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        ctx.skipper.begin_backward(ctx.drawn)
+        ctx.skipper.begin_backward(ctx.selection)
         return (None, None, None, *gradients, *[None] * ctx.parameters)
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls a method as long as its object lives: a copy of the model takes its hooks along."""
-    held = weakref.WeakMethod(method)
+    """Return a function that calls a method as long as its object is alive, and then does nothing.
+
+    Hooks with a strong reference would keep the object alive, also in copies of the model.
+    """
+    reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> Any:
-        alive = held()
+        alive = reference()
         return None if alive is None else alive(*arguments)
 
     return call
 
 
 def _is_executed(node: Any) -> bool:
-    """Whether the backward pass that runs now reaches this end of the graph."""
+    """Return whether the current backward pass executes this node."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
-        # torch.autograd.grad of the parameter itself takes the gradient away before this node.
+        # torch.autograd.grad with respect to the parameter itself captures its gradient before this
+        # node, and this function raises for a captured input.
         return False
 
 
-def _place(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
+def _set_parameter(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
     module._parameters[key] = parameter
     if isinstance(module, nn.RNNBase):
-        # Recurrent modules hold their parameters in a list as well.
+        # Recurrent modules run on this list, not on _parameters.
         module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
-def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    """A copy of nested containers, those that DDP knows, with `function` applied to all else."""
+def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a copy of nested containers with `function` applied to everything else in them.
 
-    def at(leaf: Any) -> Any:
+    The containers are those that DDP supports in outputs: pytrees and dataclasses.
+    """
+
+    def apply(leaf: Any) -> Any:
         if not is_dataclass(leaf) or isinstance(leaf, type):
             return function(leaf)
         changed = copy.copy(leaf)
         for field in fields(leaf):
             # A frozen dataclass refuses plain assignment.
-            object.__setattr__(changed, field.name, _map(function, getattr(leaf, field.name)))
+            object.__setattr__(
+                changed, field.name, _map_leaves(function, getattr(leaf, field.name))
+            )
         return changed
 
-    return pytree.tree_map(at, value)
+    return pytree.tree_map(apply, value)
