@@ -40,7 +40,6 @@ def decode_values(values: Tensor) -> Tensor:
 
 
 def dense(out: Tensor) -> None:
-    # Not 1.0: a factor that changes the values cannot be optimized away.
     out.mul_(1.0000001)
 
 
@@ -63,6 +62,7 @@ def cases(sent: list[tuple[Tensor, Tensor, Tensor]], n: int, k: int) -> dict[str
 
     def index_add(out: Tensor) -> None:
         for _, code, values in sent:
+            # An invalid code must stop the step, so NaN replaces its values, as in `accumulate`.
             index, intact = elias_fano.decode(code, n, k)
             decoded = torch.where(intact, decode_values(values), torch.nan)
             out.index_add_(0, index, decoded, alpha=1 / len(sent))
@@ -117,6 +117,7 @@ def main() -> None:
     bits = 8 * elias_fano.nbytes(args.n, k) / k
     print(f"{args.ranks} messages of {k} of {args.n}, {bits:.2f} bits per index")
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    # cases() lists the two dense passes first.
     all_threads, one = list(times.values())[:2]
     print(f"{'':28}{'ms':>9}{'dense':>9}{'dense, 1 thread':>17}")
     for name, taken in times.items():

@@ -13,7 +13,7 @@ Rows of the output:
     decode 8, pass repeated     decode 8 and the pass, each repeated back to back
     add + np.partition      the reference implementation, without Numba
     add + torch.topk, add + torch.kthvalue     (at 1 % only, because they take seconds)
-    PowerSGD                rank 1 on a square view: add, two products, orthogonalize, subtract
+    PowerSGD                rank 1 on a square view: add, two products, orthogonalise, subtract
 
 Encoding is compared with the *floor*. Error feedback with TopK must read the gradient and the
 residual and write the new residual: 12 bytes per entry. The floor is the time for this at the speed
@@ -29,9 +29,9 @@ is the one that error feedback makes of them, so thresholds drift as they do in 
 #
 # The pass over the vector, at 1 %, each measured separately:
 # - A branch per 16 entries in plain Numba: 1.9 times torch.add at n = 25e6, two threads. LLVM does
-#   not vectorize the comparison.
+#   not vectorise the comparison.
 # - 64 entries compared together, the addition in a loop over absolute indices: 78 us for 100,000
-#   entries on one thread. The addition takes 62 of these, because it is not vectorized either.
+#   entries on one thread. The addition takes 62 of these, because it is not vectorised either.
 # - The same with the addition over slices: 28 us.
 # - Both in plain Numba loops over blocks of 256 to 2,048: a whole encoding takes 1.1 to 1.9 times
 #   as long (minima, AVX2).
@@ -50,10 +50,10 @@ is the one that error feedback makes of them, so thresholds drift as they do in 
 # shards, 1 %, caches emptied. Milliseconds of CPU time per step, 16.8 before and 8.2 after:
 # - Bounds that follow how much thresholds move: of the warm guesses 41 % were too tight, now 5 %.
 # - Adding and comparing in one vector loop, with the first digit counted on the way: 17.1 to 10.7.
-# - Non-temporal stores above 512 KiB: 10.7 to 9.0; prefetching with them: 9.0 to 8.2. Both have been
-#   removed. On another, shared machine (AVX2), encoding without them took 0.88 to 1.25 and 0.95 to
-#   1.17 times as long, the most for the largest vectors. Without both, selecting from 1e7 or 2.5e7
-#   entries takes 1.2 to 1.3 times as long (two threads, minima of three runs).
+# - Stores that bypass the caches, above 512 KiB: 10.7 to 9.0; prefetching with them: 9.0 to 8.2.
+#   Both have been removed. On another, shared machine (AVX2), encoding without them took 0.88 to
+#   1.25 and 0.95 to 1.17 times as long, the most for the largest vectors. Without both, selecting
+#   from 1e7 or 2.5e7 entries takes 1.2 to 1.3 times as long (two threads, minima of three runs).
 # - One compiled call for a whole selection, now two: 60 to 20 us of fixed cost per call with one.
 #
 # As a cold start, a radix histogram of the whole vector needs no guess but three more passes. A
@@ -115,7 +115,7 @@ def measure(n: int, ratio: float, steps: int) -> dict[str, float]:
         for step in range(steps + 2):
             if start == "cold":
                 run.scratch = Scratch()
-            # The first two steps compile and find a threshold.
+            # The first two steps compile and find a threshold. They are not recorded.
             run.step(clock if step >= 2 else Clock(), start)
     decode(clock, run, steps)
     baselines(clock, run, slow=ratio == 0.01)
@@ -247,7 +247,7 @@ def rows(n: int, ratio: float, times: dict[str, float]) -> list[dict[str, object
         "n": n,
         "k": TopK(ratio).kept(n),
     }
-    # What each time is compared with; everything else is compared with the floor.
+    # The units of decoding. Everything else is compared with the floor.
     units = dict.fromkeys(("pass", "decode 8", "decode 8 in turn"), "pass")
     units |= dict.fromkeys(("pass repeated", "decode 8 repeated"), "pass repeated")
     measured = []

@@ -28,6 +28,7 @@ from benchmarks.net.rows import ACCURACY, STEPS, Table, conditions
 from benchmarks.net.shell import ShellError, missing
 
 _HERE = Path(__file__).parent
+# The port of the rendezvous. Every host is its own namespace, so no other program uses it.
 _PORT = 29500
 OURS = 'bidirectional(topk(0.01, values="int8"), topk(0.01, values="int8"))'
 QSR = "qsr(alpha=0.2, h_base=4)"
@@ -154,6 +155,7 @@ def measure(arguments: argparse.Namespace, link: Link, model: str) -> list[str]:
             print(f"error: {culprit}: {error}", file=sys.stderr, flush=True)
             failures.append(f"{culprit} ({link.hosts} hosts, {link.mbit} Mbit/s, {model})")
             done.append(culprit)
+        # Results of one launch arrive in order, and some can be missing after an error.
         pending = [method for method in pending if method not in done]
     return failures
 
@@ -194,6 +196,7 @@ def table_of(arguments: argparse.Namespace) -> Table:
 def _is_done(
     arguments: argparse.Namespace, table: Table, link: Link, model: str, method: str
 ) -> bool:
+    # The columns that identify a measurement; accuracy runs add the learning rate and the seed.
     named = {**vars(link), "model": model, "batch": arguments.batch, "method": method}
     if not arguments.resume:
         return False
@@ -221,7 +224,7 @@ def record(
 
 
 def steps_columns(ranks: list[dict[str, Any]], *, counted: bool) -> dict[str, Any]:
-    """The columns of a step benchmark: means over the ranks, and for the time the median over steps."""
+    """The columns of a step benchmark: means over the ranks, and the median time over the steps."""
     count = len(ranks[0]["times"])
     # The mean over the ranks per step, then the quartiles over the steps.
     times = [statistics.mean(step) for step in zip(*(r["times"] for r in ranks), strict=True)]
@@ -280,6 +283,7 @@ def loopback(arguments: argparse.Namespace) -> list[str]:
             port=_free_port(),
             interface="lo",
             counted=False,
+            # The time per method is divided over the rounds.
             seconds=arguments.seconds / arguments.rounds,
             least=arguments.least,
             rounds=arguments.rounds,

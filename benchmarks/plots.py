@@ -56,7 +56,7 @@ def times(factor: float) -> str:
 
 
 def label(method: str) -> str:
-    """The spec, on two lines if it is long. It parses with the line break, too."""
+    """The spec, on two lines if it is long. It also parses with the line break."""
     half = method.find("), ")
     return method if half < 0 else f"{method[: half + 2]}\n{method[half + 3 :]}"
 

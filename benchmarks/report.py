@@ -20,6 +20,7 @@ DOCUMENT = _ROOT / "docs" / "performance.md"
 PICTURES = _ROOT / "docs" / "performance"
 # Largest step time on the loopback, relative to plain DDP. `mean` only adds the hook's overhead.
 _LOOPBACK_GOALS = {"mean": 1.03}
+# For all other methods, which also select and encode.
 _LOOPBACK_GOAL = 1.15
 
 
@@ -212,6 +213,7 @@ machine changes the results. Differences of this size mean nothing.
 """
 
 
+# encode.csv is left out: it has other columns, and its section names its own conditions.
 _FILES = ("network", "time_to_accuracy", "loopback")
 
 
@@ -253,6 +255,7 @@ def ours(methods: set[str]) -> list[str]:
 
 def above_floor_goal(steps: StepRows, method: str, model: str = "resnet18", hosts: int = 4) -> Goal:
     goal = f"100 Mbit/s, {hosts} hosts, {model}: time above `no-op` at most half of PowerSGD's"
+    # Time above `no-op`: every method does the same arithmetic, so the rest is what it costs.
     own, theirs = (steps.above_floor(model, hosts, 100, name) for name in (method, POWERSGD))
     if own is None or theirs is None:
         return f"`{method}`", goal, "not measured", MISSING
@@ -279,7 +282,7 @@ def flat_goal(steps: StepRows, model: str, method: str) -> Goal:
         return f"`{method}`", goal, "not measured", MISSING
     spread = max(known) / min(known)
     # A rank does not send its own share, 1 / hosts of the whole. This alone makes the bytes grow
-    # from 4 to 16 hosts, by 1.25 even for plain DDP. So the table also shows the growth without it.
+    # from 4 to 16 hosts, by 1.25 even for plain DDP. The table also shows the growth without it.
     shares = [value / (1 - 1 / hosts) for value, hosts in zip(known, (4, 8, 16), strict=True)]
     measured = " → ".join(f"{value:,.0f}" for value in known) + f" bytes: {spread:.3f} ×"
     measured += f"; {max(shares) / min(shares):.3f} × if a rank also sent its own share"
@@ -349,6 +352,7 @@ def split_table(steps: StepRows, model: str, hosts: int) -> str:
 
 
 def bytes_table(steps: StepRows, model: str) -> str:
+    # `no-op` is measured in every run, so it shows which numbers of hosts a model has.
     counts = [hosts for hosts in steps.values(1) if steps.payload(model, hosts, FLOOR) is not None]
     rows = []
     for method in steps.methods():
@@ -366,6 +370,7 @@ def counted_text(steps: StepRows) -> str:
             if row["counted_bytes"]:
                 kernel, counted = float(row["payload_bytes"]), float(row["counted_bytes"])
                 difference = f"{kernel / counted - 1:+.2%}"
+                # Both are averages over the same steps of the same run.
                 link = f"{int(row['mbit']):,}"
                 rows.append([f"`{row['method']}`", model, str(hosts), link, f"{kernel:,.0f}"])
                 rows[-1] += [f"{counted:,.0f}", difference]

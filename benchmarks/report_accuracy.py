@@ -61,7 +61,7 @@ def loopback_ratios(path: Path) -> dict[tuple[str, int], dict[str, list[float]]]
     for row in read(path):
         key = row["model"], int(row["batch"])
         rounds[key][row["method"]].append(float(row["step_ms"]))
-    # Divide round by round: a change in the machine's load then affects both times alike.
+    # Divide round by round: a change in the machine's load then affects both times.
     # strict=False: an interrupted run can leave its last round incomplete.
     return {
         key: {

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torchcomp
 from tests.support.cases import thorough
 from tests.support.codecs import codec_of, packed
 from tests.support.patience import PATIENCE
-from tests.support.ranks import on_processes
+from tests.support.ranks import on_processes, on_threads
 from torchcomp import Averager
 from torchcomp.keys import Key
 
@@ -152,6 +153,42 @@ def test_contributing_averages_in_a_loop() -> None:
     for model in others:
         assert torch.equal(first.weight, model.weight)
         assert torch.equal(first.bias, model.bias)
+
+
+def walk() -> list[str]:
+    """The files of a step, in the order of the table in docs/architecture.md."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    table = text.partition("## From the DDP hook")[2].partition("Step by step")[0]
+    return re.findall(r"^\| [^|]+ \| `([\w/]+\.py)` \|", table, re.MULTILINE)
+
+
+def traced_step() -> list[str]:
+    """One DDP step with ``ef(topk(0.5))``: the package's files, from the hook's call on."""
+    package, calls = str(Path(torchcomp.__file__).parent), list[tuple[str, str]]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            file = str(Path(frame.f_code.co_filename).relative_to(package))
+            calls.append((file, frame.f_code.co_name))
+
+    model = DistributedDataParallel(torch.nn.Linear(8, 3))
+    torchcomp.register(model, "ef(topk(0.5))")
+    sys.setprofile(note)
+    try:
+        model(torch.ones(2, 8)).sum().backward()
+    finally:
+        sys.setprofile(None)
+    # `begin` calls the exchange before the method runs; the page follows a bucket.
+    bucket = calls.index(("averager.py", "average"))
+    return list(dict.fromkeys([calls[0][0], *(file for file, _ in calls[bucket:])]))
+
+
+def test_the_walk_in_architecture_is_a_bucket_s_way() -> None:
+    register, *rest = walk()
+    assert register == "ddp/register.py"
+    assert len(rest) >= 5
+    for files in on_threads(2, traced_step):
+        assert [file for file in files if file in rest] == rest
 
 
 def test_architecture_names_every_module_and_every_key_of_a_state() -> None:

@@ -57,7 +57,7 @@ class AccuracyBench:
             gc.collect()
 
     def _measure(self, trainee: Trainee, seed: int, lr: float) -> RankAccuracy:
-        # No rank may start the clock while another is still building its model.
+        # No rank must start the clock while another is still building its model.
         dist.barrier()
         before = counters.read(self.job.interface, self.job.port)
         seconds, steps, accuracy = 0.0, 0, 0.0
@@ -96,7 +96,7 @@ class AccuracyBench:
                 right = trainee.model.module(self.test.images).argmax(1) == self.test.labels
             trainee.model.module.train()
             found[0] = right.float().mean()
-        # All ranks need the result to stop together. The broadcast also synchronizes them before
+        # All ranks need the result to stop together. The broadcast also synchronises them before
         # the clock starts again, so the test does not count as waiting time.
         dist.broadcast(found, src=0)
         return float(found)

@@ -48,7 +48,7 @@ class CollectiveClock:
             started = time.perf_counter()
             outcome = function(*arguments, **named)
             self._seconds += time.perf_counter() - started
-            # An asynchronous call returns a Work object; a blocking one returns None.
+            # An asynchronous call returns a Work object, a blocking one returns None.
             self._blocking += outcome is None
             self._asynchronous += outcome is not None
             return outcome

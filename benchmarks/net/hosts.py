@@ -1,7 +1,7 @@
 """Hosts: network namespaces, each behind a shaped link to one switch that adds delay.
 
 Every host has its own interface, TCP stack and counters. The kernel's tbf shapes its uplink. The
-switch (netdelay.c) then serializes and delays every frame exactly, in both directions.
+switch (netdelay.c) then serialises and delays every frame exactly, in both directions.
 """
 
 import os
