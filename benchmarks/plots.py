@@ -1,9 +1,11 @@
 """The plots of docs/performance.md, drawn from the CSV files.
 
-Titles are computed from the rows: the speed-up that the fastest method of torchcomp reaches.
+Titles are computed from the rows: the speed-up of torchcomp's best method among those that reached
+the target accuracy. A method that is fast but was never trained to an accuracy proves nothing.
 Labels are the specs as the rows store them, so they can be pasted into a script.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,9 @@ def draw_all(results: Path, folder: Path) -> None:
     # No display is needed to write a PNG.
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
-    steps = StepRows(results / "network.csv")
-    figures = (step_time(steps), traffic(steps), accuracy(results / "time_to_accuracy.csv"))
+    steps, path = StepRows(results / "network.csv"), results / "time_to_accuracy.csv"
+    trained = {result.method for result in times_to_accuracy(path) if not result.missed}
+    figures = (step_time(steps, trained), traffic(steps, trained), accuracy(path))
     for name, figure in zip(NAMES, figures, strict=True):
         # Without matplotlib's version in the metadata, the same data give the same file.
         figure.savefig(folder / name, dpi=110, metadata={"Software": None})
@@ -35,14 +38,15 @@ def draw_all(results: Path, folder: Path) -> None:
 # --- Titles and labels ----------------------------------------------------------------------------
 
 
-def best_of(costs: dict[str, float]) -> str | None:
-    """The method of torchcomp with the lowest cost, in time or bytes. Baselines take no part."""
-    return min((method for method in costs if method not in BASELINES), key=costs.get, default=None)
+def best_of(costs: dict[str, float], trained: Collection[str]) -> str | None:
+    """The method in `trained` with the lowest cost, in time or bytes. Baselines take no part."""
+    candidates = [method for method in costs if method in trained and method not in BASELINES]
+    return min(candidates, key=costs.get, default=None)
 
 
-def speed_up(costs: dict[str, float], better: str = "faster") -> str:
+def speed_up(costs: dict[str, float], trained: Collection[str], better: str = "faster") -> str:
     """How much the best method saves, compared with plain DDP."""
-    best = best_of(costs)
+    best = best_of(costs, trained)
     if PLAIN not in costs or best is None:
         return "not compared with DDP"
     factor = costs[PLAIN] / costs[best]
@@ -64,7 +68,9 @@ def label(method: str) -> str:
 # --- Step time ------------------------------------------------------------------------------------
 
 
-def step_time(steps: StepRows, model: str = "resnet18", hosts: int = 4) -> Any:
+def step_time(
+    steps: StepRows, trained: Collection[str], model: str = "resnet18", hosts: int = 4
+) -> Any:
     """One panel per link and one bar per method, divided into the parts of a step."""
     from matplotlib.figure import Figure
 
@@ -73,13 +79,15 @@ def step_time(steps: StepRows, model: str = "resnet18", hosts: int = 4) -> Any:
     figure = Figure(figsize=(10, 1 + height * max(1, len(speeds))), layout="constrained")
     panels = figure.subplots(max(1, len(speeds)), squeeze=False)[:, 0]
     for axes, mbit in zip(panels, speeds, strict=False):
-        _step_panel(axes, steps, (model, hosts, mbit))
+        _step_panel(axes, steps, (model, hosts, mbit), trained)
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper center", ncols=len(_PARTS))
     return figure
 
 
-def _step_panel(axes: Any, steps: StepRows, link: tuple[str, int, int]) -> None:
+def _step_panel(
+    axes: Any, steps: StepRows, link: tuple[str, int, int], trained: Collection[str]
+) -> None:
     methods = [m for m in steps.methods() if steps.split(*link, m) is not None][::-1]
     left = [0.0] * len(methods)
     for part, color in _PARTS.items():
@@ -96,11 +104,12 @@ def _step_panel(axes: Any, steps: StepRows, link: tuple[str, int, int]) -> None:
         note = f"{measured[method]:,.0f} ms"
         if method != PLAIN and PLAIN in measured:
             note += f" ({times(measured[PLAIN] / measured[method])})"
-        weight = "bold" if method == best_of(measured) else "normal"
+        weight = "bold" if method == best_of(measured, trained) else "normal"
         _label_bar(axes, position, min(end, limit), note, weight, is_cut=end >= limit)
     axes.set_yticks(range(len(methods)), [label(method) for method in methods], **_LABELS)
     model, hosts, mbit = link
-    axes.set_title(f"{model}, {hosts} ranks at {mbit:,} Mbit/s: {speed_up(measured)}", fontsize=11)
+    title = f"{model}, {hosts} ranks at {mbit:,} Mbit/s: {speed_up(measured, trained)}"
+    axes.set_title(title, fontsize=11)
     axes.set(xlim=(0, limit), xlabel="milliseconds per step (in brackets: plain DDP / method)")
 
 
@@ -118,7 +127,7 @@ def _label_bar(
 # --- Bytes ----------------------------------------------------------------------------------------
 
 
-def traffic(steps: StepRows) -> Any:
+def traffic(steps: StepRows, trained: Collection[str]) -> Any:
     """Bytes against the number of hosts: one panel per model, one line per method."""
     from matplotlib.figure import Figure
 
@@ -130,7 +139,7 @@ def traffic(steps: StepRows) -> Any:
         for index, method in enumerate(steps.methods()):
             _traffic_line(axes, steps, model, method, f"C{index}")
         axes.set(xscale="log", yscale="log", xlabel="hosts, one rank each")
-        axes.set_title(_traffic_title(steps, model), fontsize=11)
+        axes.set_title(_traffic_title(steps, model, trained), fontsize=11)
         axes.set_xticks(steps.values(1), [str(hosts) for hosts in steps.values(1)], minor=False)
         axes.xaxis.set_minor_locator(_no_ticks())
         axes.grid(alpha=0.3)
@@ -144,11 +153,11 @@ def traffic(steps: StepRows) -> Any:
 _FONT = {"family": "monospace", "size": 8}
 
 
-def _traffic_title(steps: StepRows, model: str) -> str:
+def _traffic_title(steps: StepRows, model: str, trained: Collection[str]) -> str:
     hosts = max(steps.values(1))
     sent = {method: steps.payload(model, hosts, method) for method in steps.methods()}
     known = {method: value for method, value in sent.items() if value}
-    return f"{model}, {hosts} ranks: {speed_up(known, 'fewer bytes')}"
+    return f"{model}, {hosts} ranks: {speed_up(known, trained, 'fewer bytes')}"
 
 
 def _no_ticks() -> Any:
@@ -188,10 +197,12 @@ def accuracy(path: Path) -> Any:
         for position, bar in enumerate(bars):
             missed = f", missed in {bar.missed} of {bar.runs} runs" if bar.missed else ""
             note = f"{bar.seconds:.2f} s, {bar.steps:.0f} steps{missed}"
-            weight = "bold" if bar.method == best_of(reached) else "normal"
+            weight = "bold" if bar.method == best_of(reached, reached) else "normal"
             _label_bar(axes, position, bar.seconds, note, weight)
         hosts, target = rows[0]["hosts"], 100 * float(rows[0]["target"])
-        title = f"{hosts} ranks at {mbit:,} Mbit/s: {target:g} % accuracy {speed_up(reached)}"
+        title = (
+            f"{hosts} ranks at {mbit:,} Mbit/s: {target:g} % accuracy {speed_up(reached, reached)}"
+        )
         axes.set_title(title, fontsize=11)
         axes.set_xlim(0, 1.65 * max(bar.seconds for bar in bars))
         axes.set_xlabel("seconds of training until the target accuracy (median)")
