@@ -113,7 +113,8 @@ A method is a [torchcomp spec](usage.md#methods) or one of five baselines:
 | `naive-topk` | error feedback with `torch.topk`, 1 %, fp32 values and int32 indices |
 
 In the tables, {MISSING} means not measured. The title of a plot compares plain DDP with
-the best method of torchcomp that reached the [target accuracy](#time-to-accuracy). In bar charts, the value of that method is bold.
+the best method of torchcomp that reached the [target accuracy](#time-to-accuracy). In bar charts,
+the value of that method is bold.
 """
 
 _STEP_TEXT = """

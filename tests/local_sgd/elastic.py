@@ -1,6 +1,6 @@
-"""A script that torchrun starts: it saves after every synchronisation and goes on from there.
+"""A script for torchrun: it saves after every synchronisation and resumes from the latest save.
 
-Arguments: the folder of checkpoints, and the step in which rank 1 is killed (0: in none).
+Arguments: the folder of checkpoints, and the step in which rank 1 is killed (0: never).
 """
 
 import os
@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from tests.local_sgd.script import batch, constant, flat, initialised, loss_of, mlp, momentum
+from tests.local_sgd.script import batch, constant, flat, loss_of, mlp, momentum
+from tests.support.models import seeded
 
 TOTAL, SPEC = 18, "every(3)"
 
@@ -21,7 +22,7 @@ TOTAL, SPEC = 18, "every(3)"
 def main(folder: Path, fatal: int) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    model = DistributedDataParallel(initialised(mlp()))
+    model = DistributedDataParallel(seeded(mlp()))
     optimizer = momentum(model.parameters(), lr=constant(0))
     with torchcomp.LocalSGD(model, optimizer, SPEC, total_steps=TOTAL) as sync:
         load_latest(folder, model, optimizer, sync)

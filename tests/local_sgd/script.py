@@ -1,4 +1,4 @@
-"""A user's training script in small: what the tests of local steps run on every rank."""
+"""A small training script that the tests of local steps run on every rank."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import torchcomp
+from tests.support.models import kept, seeded
 from tests.support.ranks import on_threads
 
 sgd = partial(torch.optim.SGD, lr=1.0)
@@ -36,24 +37,25 @@ def mlp(width: int = 8) -> nn.Module:
     return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3)).double()
 
 
+def float32_mlp() -> nn.Module:
+    return mlp().float()
+
+
+def half_frozen() -> nn.Module:
+    """An MLP that trains its last layer only."""
+    module = mlp()
+    module[0].requires_grad_(False)
+    return module
+
+
 def convnet(channels: int = 4) -> nn.Module:
-    """For inputs of 3 x 4 x 4."""
+    """A network for inputs of 3 x 4 x 4."""
     first = [nn.Conv2d(3, channels, 3), nn.BatchNorm2d(channels), nn.ReLU(), nn.Flatten()]
     return nn.Sequential(*first, nn.Linear(4 * channels, 3)).double()
 
 
-@torch.no_grad()
-def initialised(module: nn.Module, seed: int = 0) -> nn.Module:
-    """The module with weights that depend on nothing but the seed."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in module.parameters():
-        values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.copy_(0.3 * values)
-    return module
-
-
 def batch(rank: int, step: int, shape: tuple[int, ...] = (6,)) -> tuple[Tensor, Tensor]:
-    """What `rank` sees in the step that follows `step` others."""
+    """The inputs and targets of `rank` in the step after `step` others."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     inputs = torch.randn(5, *shape, generator=generator, dtype=torch.float64)
     return inputs, torch.randn(5, 3, generator=generator, dtype=torch.float64)
@@ -64,19 +66,14 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return (model(inputs.to(dtype)) - targets.to(dtype)).square().mean()
 
 
-def slot(state: dict[str, Any], name: str) -> dict[str, Tensor]:
-    """By parameter, what a state dict holds of a slot; nothing if it has none."""
-    return state["slots"].get(name, {"tensors": {}})["tensors"]
-
-
 def unsent(states: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """By parameter, the mean residual of all ranks plus the server residual."""
+    """The mean residual of all ranks plus the server residual, by parameter."""
     found = {}
     for name in states[0]["parameters"]:
         mean = (
-            torch.stack([slot(state, "error")[name].flatten() for state in states]).double().mean(0)
+            torch.stack([kept(state, "error")[name].flatten() for state in states]).double().mean(0)
         )
-        server = [slot(state, "server_error") for state in states]
+        server = [kept(state, "server_error") for state in states]
         shards = [shard[name] for shard in server if name in shard]
         found[name] = mean + torch.cat(shards) if shards else mean
     return found
@@ -89,18 +86,18 @@ def flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 class Script:
-    """The usual lines of a training script, on the calling rank.
+    """A typical training script, on the calling rank.
 
     Args:
         spec: the schedule; None trains with plain DDP.
         total_steps: steps of the run.
-        build: makes the module, which is then given the same weights on every rank.
-        optimizer: takes the parameters.
-        rate: learning rate of a step, by the number of steps before it.
-        warmup_steps: told to LocalSGD.
-        scaler: used in the loop, and handed to LocalSGD if `hand_over`.
-        hand_over: see `scaler`.
-        shape: of one input.
+        build: makes the module. Its weights are then set to the same values on every rank.
+        optimizer: makes the optimizer from the parameters.
+        lr: learning rate of a step, from the number of steps before it.
+        warmup_steps: warm-up steps for LocalSGD.
+        scaler: used in the loop, and passed to LocalSGD if `pass_scaler`.
+        pass_scaler: see `scaler`.
+        shape: shape of one input.
         local: further options of LocalSGD.
         ddp: options of DistributedDataParallel.
     """
@@ -112,18 +109,18 @@ class Script:
         *,
         build: Callable[[], nn.Module] = mlp,
         optimizer: Callable[..., torch.optim.Optimizer] = momentum,
-        rate: Callable[[int], float] = constant,
+        lr: Callable[[int], float] = constant,
         warmup_steps: int = 0,
         scaler: torch.amp.GradScaler | None = None,
-        hand_over: bool = True,
+        pass_scaler: bool = True,
         shape: tuple[int, ...] = (6,),
         local: dict[str, Any] | None = None,
         **ddp: Any,
     ) -> None:
         self.rank = dist.get_rank()
-        self.model = DistributedDataParallel(initialised(build()), **ddp)
+        self.model = DistributedDataParallel(seeded(build()), **ddp)
         self.optimizer = optimizer([p for p in self.model.parameters() if p.requires_grad])
-        self.scheduler = LambdaLR(self.optimizer, rate)
+        self.scheduler = LambdaLR(self.optimizer, lr)
         self.scaler = scaler
         self.shape = shape
         self.sync = spec and torchcomp.LocalSGD(
@@ -132,7 +129,7 @@ class Script:
             spec,
             total_steps=total_steps,
             warmup_steps=warmup_steps,
-            scaler=scaler if hand_over else None,
+            scaler=scaler if pass_scaler else None,
             **(local or {}),
         )
 
@@ -140,8 +137,8 @@ class Script:
         loss = loss_of(self.model, *batch(self.rank, step, self.shape)) * scale
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
-    def turn(self) -> None:
-        """The optimizer's turn, through the scaler if there is one."""
+    def optimizer_step(self) -> None:
+        """Step the optimizer, through the scaler if there is one."""
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -149,16 +146,16 @@ class Script:
             self.scaler.update()
 
     def step(self, step: int, scale: float = 1.0) -> Tensor:
-        """One step; the weights right after the optimizer's turn."""
+        """Take one step; return the weights right after the optimizer step."""
         self.optimizer.zero_grad()
         self.backward(step, scale)
-        self.turn()
+        self.optimizer_step()
         weights = self.weights()
         self.scheduler.step()
         return weights
 
     def train(self, start: int, stop: int) -> list[Tensor]:
-        """Steps `start` to `stop`, and the weights after each."""
+        """Take steps `start` to `stop`; return the weights after each."""
         return [self.step(step) for step in range(start, stop)]
 
     def weights(self) -> Tensor:
@@ -173,7 +170,7 @@ class Script:
         return flat(value for state in states for value in state.values() if value is not None)
 
     def save(self) -> dict[str, Any]:
-        """What this rank's checkpoint holds."""
+        """This rank's checkpoint."""
         return {
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -200,18 +197,18 @@ def spied(make: Callable[..., torch.optim.Optimizer], look: Callable[[], None]) 
 
 
 def trained(steps: int, **options: Any) -> list[Tensor]:
-    """Body of a rank: run a script; the weights after each step."""
+    """Run a script on one rank; return the weights after each step."""
     return Script(**options).train(0, steps)
 
 
 def equal_on_all(values: Iterable[Tensor]) -> bool:
-    """Whether all tensors are the same bit for bit."""
+    """Whether all tensors are equal, bit for bit."""
     first, *others = values
     return all(torch.equal(first, other) for other in others)
 
 
 def synchronised_steps(runs: list[list[Tensor]]) -> list[int]:
-    """The steps, counted from 1, after which all ranks hold the same weights."""
+    """The steps, counted from 1, after which all ranks have the same weights."""
     return [
         step for step, weights in enumerate(zip(*runs, strict=True), 1) if equal_on_all(weights)
     ]
@@ -222,10 +219,19 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-12) -> 
 
 
 def assert_refused(
-    world_size: int, body: Callable[..., Any], error: type[Exception], *words: str
+    world_size: int,
+    body: Callable[..., Any],
+    error: type[Exception],
+    *words: str,
+    field: str | None = None,
 ) -> None:
-    """Every rank raises exactly `error`, with all of `words` in its message."""
+    """Require that every rank raises exactly `error`, with all `words` in its message.
+
+    With `field`, the error must also be a SpecError about that option.
+    """
     for rank, outcome in enumerate(on_threads(world_size, body, catch=True)):
         assert type(outcome) is error, f"rank {rank}: {outcome!r}"
+        if field is not None:
+            assert outcome.field == field, f"rank {rank}: {outcome.field}"
         for word in words:
             assert word in str(outcome), f"rank {rank}: {outcome}"

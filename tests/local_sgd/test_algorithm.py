@@ -1,4 +1,4 @@
-"""Local steps are Algorithm 2 of the paper, step for step, and what follows from it."""
+"""Local steps equal Algorithm 2 of the paper at every step, and have its properties."""
 
 import logging
 from functools import partial
@@ -16,7 +16,7 @@ from tests.local_sgd.script import (
     constant,
     cosine,
     equal_on_all,
-    mlp,
+    float32_mlp,
     momentum,
     sgd,
     synchronised_steps,
@@ -26,7 +26,7 @@ from tests.support.ranks import on_processes, on_threads
 
 TOTAL, WARMUP = 40, 6
 OPTIMIZERS = {
-    "momentum": (momentum, reference.momentum_update, 0.1),
+    "momentum": (momentum, reference.Momentum, 0.1),
     "adamw": (adamw, reference.adamw_update, 0.01),
 }
 
@@ -35,7 +35,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("schedule", ["every", "qsr"])
 def test_equals_the_float64_reference_at_every_step(name, schedule):
     optimizer, update, peak = OPTIMIZERS[name]
-    rate = partial(cosine, peak=peak, warmup=WARMUP, total=TOTAL)
+    lr = partial(cosine, peak=peak, warmup=WARMUP, total=TOTAL)
     spec, rule = {
         "every": ("every(3)", reference.every(3)),
         "qsr": (
@@ -45,16 +45,16 @@ def test_equals_the_float64_reference_at_every_step(name, schedule):
     }[schedule]
 
     horizon = {"total_steps": TOTAL, "warmup_steps": WARMUP}
-    options = {"spec": spec, "rate": rate, "optimizer": optimizer, **horizon}
+    options = {"spec": spec, "lr": lr, "optimizer": optimizer, **horizon}
     runs = on_threads(4, partial(trained, TOTAL, **options))
-    expected = list(reference.local_opt(4, TOTAL, update=update, rule=rule, rate=rate))
+    expected = list(reference.local_opt(4, TOTAL, update=update, rule=rule, lr=lr))
 
     for actual, (weights, _) in zip(zip(*runs, strict=True), expected, strict=True):
         for mine, wanted in zip(actual, weights, strict=True):
             assert_close(mine, wanted)
     ends = [step for step, (_, averaged) in enumerate(expected, 1) if averaged]
     assert synchronised_steps(runs) == ends
-    assert ends == torchcomp.sync_steps(spec, lr=rate, **horizon)
+    assert ends == torchcomp.sync_steps(spec, lr=lr, **horizon)
     lengths = {end - start for start, end in zip([0, *ends], ends, strict=False)}
     assert len(lengths) > (4 if schedule == "qsr" else 1), "the setting does not exercise the rule"
 
@@ -66,10 +66,6 @@ def test_a_round_of_one_step_equals_data_parallel_sgd():
     for mine, wanted in zip(local, parallel, strict=True):
         for after_local, after_parallel in zip(mine, wanted, strict=True):
             assert_close(after_local, after_parallel)
-
-
-def float32_mlp():
-    return mlp().float()
 
 
 @pytest.mark.parametrize("launch", [on_threads, on_processes])
@@ -87,7 +83,7 @@ def test_the_run_ends_with_a_synchronisation_at_exactly_total_steps():
 
 
 def seen_by_a_later_hook():
-    """Weights that the user's own hook sees at the end of a round's last optimizer step."""
+    """The weights that a user's hook sees at the end of a round's last optimizer step."""
     script, seen = Script("every(3)"), []
     script.train(0, 2)
     script.optimizer.register_step_post_hook(lambda *_: seen.append(script.weights()))
@@ -123,20 +119,21 @@ def test_next_sync_is_the_end_of_the_round_in_progress():
     assert seen == [None, 3, 3, None, None]
 
 
-def test_round_length_is_frozen_while_the_rate_falls_a_hundredfold():
-    # H = 4 at the first step; the rate of the second would give 40,000, that of the fifth does.
-    rate = [0.1, *[0.001] * 11].__getitem__
+def test_round_length_is_frozen_while_the_learning_rate_falls_a_hundredfold():
+    # H = 4 at the first step. The second step's learning rate would give 40,000, and no round
+    # begins there. One begins at the fifth step.
+    lr = [0.1, *[0.001] * 11].__getitem__
     options = {"spec": "qsr(alpha=0.2, h_base=2)", "total_steps": 12}
-    runs = on_threads(2, partial(trained, 11, rate=lambda step: rate(min(step, 11)), **options))
+    runs = on_threads(2, partial(trained, 11, lr=lambda step: lr(min(step, 11)), **options))
     assert synchronised_steps(runs) == [4]
 
 
-def test_round_length_is_frozen_while_the_rate_rises_a_hundredfold():
-    def rate(step):
+def test_round_length_is_frozen_while_the_learning_rate_rises_a_hundredfold():
+    def lr(step):
         return 0.1 if 1 <= step < 4 else 0.05
 
-    # H = 16 at 0.05, and 4 at 0.1, where no round begins.
-    options = {"spec": "qsr(alpha=0.2, h_base=2)", "total_steps": 20, "rate": rate}
+    # H = 16 at 0.05 and 4 at 0.1, but no round begins at 0.1.
+    options = {"spec": "qsr(alpha=0.2, h_base=2)", "total_steps": 20, "lr": lr}
     assert synchronised_steps(on_threads(2, partial(trained, 20, **options))) == [16, 20]
 
 
@@ -145,7 +142,7 @@ def test_round_length_is_frozen_while_the_rate_rises_a_hundredfold():
 )
 def test_rounds_that_begin_in_warm_up_take_h_base(warmup, expected):
     options = {"spec": "qsr(alpha=1.0, h_base=2)", "total_steps": 12, "warmup_steps": warmup}
-    runs = on_threads(2, partial(trained, 12, rate=constant, **options))
+    runs = on_threads(2, partial(trained, 12, lr=constant, **options))
     assert synchronised_steps(runs) == expected
 
 
@@ -153,7 +150,9 @@ def test_rounds_that_begin_in_warm_up_take_h_base(warmup, expected):
     ("spec", "warmup", "warnings"),
     [("qsr(alpha=1.0, h_base=2)", 0, 1), ("qsr(alpha=1.0, h_base=2)", 12, 0), ("every(12)", 0, 0)],
 )
-def test_a_rate_that_makes_one_round_of_the_run_is_warned_of(spec, warmup, warnings, caplog):
+def test_a_learning_rate_that_makes_one_round_of_the_run_logs_a_warning(
+    spec, warmup, warnings, caplog
+):
     options = {"spec": spec, "total_steps": 12, "warmup_steps": warmup}
     with caplog.at_level(logging.WARNING, "torchcomp.local_sgd"):
         on_threads(1, partial(trained, 12, **options))

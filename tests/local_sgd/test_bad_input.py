@@ -1,4 +1,4 @@
-"""What local steps refuse: on all ranks, with the reason, and without a hang."""
+"""Bad input to local steps raises on every rank, with the reason and without a hang."""
 
 import math
 from functools import partial
@@ -14,7 +14,6 @@ import torchcomp
 from tests.local_sgd.script import (
     Script,
     assert_refused,
-    initialised,
     mlp,
     momentum,
     sgd,
@@ -23,12 +22,13 @@ from tests.local_sgd.script import (
     trained,
 )
 from tests.support.cases import thorough
+from tests.support.models import seeded
 from tests.support.ranks import on_threads
 from torchcomp.local_sgd import local_sgd
 
 
 def construct(change):
-    """Build LocalSGD with one argument changed; `change` takes the model and the rank."""
+    """Build LocalSGD with arguments replaced by those that `change(model, rank)` returns."""
     model = DistributedDataParallel(mlp())
     arguments = {
         "model": model,
@@ -40,17 +40,17 @@ def construct(change):
     torchcomp.LocalSGD(**arguments)
 
 
-def assert_constructor_refuses(change, error, *words, world_size=2):
-    assert_refused(world_size, partial(construct, change), error, *words)
+def assert_constructor_refuses(change, error, *words, world_size=2, field=None):
+    assert_refused(world_size, partial(construct, change), error, *words, field=field)
 
 
-@pytest.mark.parametrize("given", [mlp(), None, "model"])
-def test_a_model_that_is_not_ddp(given):
+@pytest.mark.parametrize("value", [mlp(), None, "model"])
+def test_a_model_that_is_not_ddp(value):
     assert_constructor_refuses(
-        lambda model, rank: {"model": given},
+        lambda model, rank: {"model": value},
         torchcomp.UnsupportedModelError,
         "DistributedDataParallel",
-        type(given).__name__,
+        type(value).__name__,
     )
 
 
@@ -58,17 +58,18 @@ def test_an_optimizer_of_another_model():
     assert_constructor_refuses(
         lambda model, rank: {"optimizer": sgd(mlp().parameters())},
         torchcomp.SpecError,
-        "the optimizer holds no parameter of this model",
+        "SGD",
+        "model.parameters()",
     )
 
 
-@pytest.mark.parametrize("given", [None, mlp(), "adam"])
-def test_something_that_is_not_an_optimizer(given):
+@pytest.mark.parametrize("value", [None, mlp(), "adam"])
+def test_something_that_is_not_an_optimizer(value):
     assert_constructor_refuses(
-        lambda model, rank: {"optimizer": given},
+        lambda model, rank: {"optimizer": value},
         torchcomp.SpecError,
         "torch.optim.Optimizer",
-        type(given).__name__,
+        type(value).__name__,
     )
 
 
@@ -77,7 +78,7 @@ def test_a_gradient_method_instead_of_a_schedule(spec):
     assert_constructor_refuses(
         lambda model, rank: {"spec": spec},
         torchcomp.SpecError,
-        "gradient method",
+        spec,
         "torchcomp.register",
         "every(4)",
     )
@@ -87,16 +88,16 @@ def test_a_gradient_method_instead_of_a_schedule(spec):
     ("spec", "word"),
     [
         ("evry(4)", "'every'"),
-        ("every(0)", "h must be a whole number"),
-        ("every(2.5)", "h must be a whole number"),
-        ("every(h=True)", "h must be a whole number"),
-        ("every(period=2)", "no option 'period'"),
-        ("qsr(alpha=0, h_base=4)", "alpha must be a finite number above 0"),
-        ("qsr(alpha=nan, h_base=4)", "alpha must be a finite number above 0"),
-        ("qsr(alpha=inf, h_base=4)", "alpha must be a finite number above 0"),
-        ("qsr(alpha=0.1, h_base=0)", "h_base must be a whole number"),
-        ("qsr(0.1)", "needs 'h_base'"),
-        ("", "empty spec"),
+        ("every(0)", "every: h"),
+        ("every(2.5)", "every: h"),
+        ("every(h=True)", "every: h"),
+        ("every(period=2)", "'period'"),
+        ("qsr(alpha=0, h_base=4)", "qsr: alpha"),
+        ("qsr(alpha=nan, h_base=4)", "qsr: alpha"),
+        ("qsr(alpha=inf, h_base=4)", "qsr: alpha"),
+        ("qsr(alpha=0.1, h_base=0)", "qsr: h_base"),
+        ("qsr(0.1)", "'h_base'"),
+        ("", "spec"),
     ],
 )
 def test_a_schedule_that_cannot_be_built(spec, word):
@@ -105,28 +106,24 @@ def test_a_schedule_that_cannot_be_built(spec, word):
 
 
 @pytest.mark.parametrize("total", [0, -1, 8.0, math.inf, "8", None, True])
-def test_a_number_of_steps_that_is_none(total):
+def test_an_invalid_number_of_steps(total):
+    change = {"total_steps": total}
     assert_constructor_refuses(
-        lambda model, rank: {"total_steps": total},
-        torchcomp.SpecError,
-        "total_steps must be a whole number of at least 1",
-        repr(total),
+        lambda model, rank: change, torchcomp.SpecError, repr(total), field="total_steps"
     )
 
 
 @pytest.mark.parametrize("warmup", [-1, 2.0, None, True])
-def test_a_warm_up_that_is_none(warmup):
+def test_an_invalid_warm_up(warmup):
+    change = {"warmup_steps": warmup}
     assert_constructor_refuses(
-        lambda model, rank: {"warmup_steps": warmup},
-        torchcomp.SpecError,
-        "warmup_steps must be a whole number of at least 0",
-        repr(warmup),
+        lambda model, rank: change, torchcomp.SpecError, repr(warmup), field="warmup_steps"
     )
 
 
 def test_a_warm_up_longer_than_the_run():
     assert_constructor_refuses(
-        lambda model, rank: {"warmup_steps": 9}, torchcomp.SpecError, "9 steps", "8 steps"
+        lambda model, rank: {"warmup_steps": 9}, torchcomp.SpecError, "9", "8"
     )
 
 
@@ -165,7 +162,7 @@ def test_zero_redundancy_optimizer():
         lambda model, rank: {"optimizer": kind(model.parameters(), lr=0.1)},
         torchcomp.SpecError,
         "ZeroRedundancyOptimizer",
-        "plain torch.optim optimizer",
+        "torch.optim",
     )
 
 
@@ -177,43 +174,44 @@ def test_an_optimizer_that_wraps_another():
     assert_constructor_refuses(
         lambda model, rank: {"optimizer": Wrapper(sgd(model.parameters()))},
         torchcomp.SpecError,
-        "Wrapper wraps another optimizer",
-        "the optimizer inside it",
+        "Wrapper",
+        "LocalSGD",
     )
 
 
-@pytest.mark.parametrize("given", [None, 0.01, ["mean"]])
-def test_a_compression_that_is_no_spec(given):
-    words = ("compress must be", "'mean'", repr(given))
-    assert_constructor_refuses(lambda model, rank: {"compress": given}, torchcomp.SpecError, *words)
+@pytest.mark.parametrize("value", [None, 0.01, ["mean"]])
+def test_a_compress_that_is_not_a_spec(value):
+    assert_constructor_refuses(
+        lambda model, rank: {"compress": value}, torchcomp.SpecError, repr(value), field="compress"
+    )
 
 
-def without_rate(parameters, **group):
-    class Rateless(torch.optim.Optimizer):
+def without_lr(parameters, **group):
+    class WithoutLR(torch.optim.Optimizer):
         @torch.no_grad()
         def step(self, closure=None):
             for each in self.param_groups:
                 for parameter in each["params"]:
                     parameter.sub_(parameter.grad, alpha=0.1)
 
-    return Rateless(parameters, group)
+    return WithoutLR(parameters, group)
 
 
-@pytest.mark.parametrize("group", [{"lr": None}, {"rate": 0.1}])
+@pytest.mark.parametrize("group", [{"lr": None}, {"learning_rate": 0.1}])
 @pytest.mark.parametrize("change", [{"spec": "qsr(alpha=0.1, h_base=2)"}, {"outer": "slowmo()"}])
-def test_an_optimizer_without_a_rate_where_one_is_read(group, change):
+def test_an_optimizer_without_a_learning_rate_where_one_is_read(group, change):
     def changes(model, rank):
-        return {"optimizer": without_rate(model.parameters(), **group), **change}
+        return {"optimizer": without_lr(model.parameters(), **group), **change}
 
-    words = ("reads the learning rate", "Rateless (optimizer 0)", "every(8)")
-    assert_constructor_refuses(changes, torchcomp.SpecError, *words)
+    words = ("'lr'", "WithoutLR (optimizer 0)", "every(8)")
+    assert_constructor_refuses(changes, torchcomp.SpecError, *words, field="optimizer")
 
 
-@pytest.mark.parametrize("group", [{"lr": None}, {"rate": 0.1}])
-def test_an_optimizer_without_a_rate_where_none_is_read(group):
+@pytest.mark.parametrize("group", [{"lr": None}, {"learning_rate": 0.1}])
+def test_an_optimizer_without_a_learning_rate_where_none_is_read(group):
     def body():
         script, seen = Script(spec=None), []
-        optimizer = without_rate(script.model.parameters(), **group)
+        optimizer = without_lr(script.model.parameters(), **group)
         torchcomp.LocalSGD(script.model, optimizer, "every(2)", total_steps=4)
         for step in range(4):
             optimizer.zero_grad()
@@ -231,7 +229,7 @@ def test_two_ddp_models_of_one_module():
         second = DistributedDataParallel(script.model.module)
         torchcomp.LocalSGD(second, script.optimizer, "every(2)", total_steps=4)
 
-    words = ("averages this module already", "close()")
+    words = ("torchcomp.LocalSGD", "DistributedDataParallel", "close()")
     assert_refused(2, body, torchcomp.UnsupportedModelError, *words)
 
 
@@ -240,7 +238,7 @@ def test_local_steps_twice_on_one_model():
         script = Script("every(2)")
         torchcomp.LocalSGD(script.model, script.optimizer, "every(3)", total_steps=4)
 
-    assert_refused(2, body, torchcomp.UnsupportedModelError, "every(2)", "already", "close()")
+    assert_refused(2, body, torchcomp.UnsupportedModelError, "LocalSGD('every(2)')", "close()")
 
 
 def test_local_steps_on_a_registered_model():
@@ -249,14 +247,14 @@ def test_local_steps_on_a_registered_model():
         torchcomp.register(script.model, "ef(topk(0.1))")
         torchcomp.LocalSGD(script.model, script.optimizer, "every(3)", total_steps=4)
 
-    assert_refused(2, body, torchcomp.UnsupportedModelError, "ef(topk(0.1))", "already")
+    assert_refused(2, body, torchcomp.UnsupportedModelError, "register", "ef(topk(0.1))")
 
 
 def test_a_method_registered_on_a_model_with_local_steps():
     def body():
         torchcomp.register(Script("every(2)").model, "ef(topk(0.1))")
 
-    assert_refused(2, body, torchcomp.UnsupportedModelError, "every(2)", "already", "close()")
+    assert_refused(2, body, torchcomp.UnsupportedModelError, "LocalSGD('every(2)')", "close()")
 
 
 def test_a_model_with_a_communication_hook():
@@ -273,7 +271,7 @@ def test_a_communication_hook_that_comes_after_local_steps():
         script.model.register_comm_hook(None, allreduce_hook)
         script.step(0)
 
-    words = ("allreduce_hook", "exchange no gradients")
+    words = ("allreduce_hook", "LocalSGD(..., compress=")
     assert_refused(2, body, torchcomp.UnsupportedModelError, *words)
 
 
@@ -287,21 +285,20 @@ def of_module(module):
 
 def test_complex_parameters():
     module = partial(nn.Linear, 2, 2, dtype=torch.complex64)
-    assert_constructor_refuses(
-        of_module(module), torchcomp.UnsupportedModelError, "'weight' is complex"
-    )
+    words = ("'weight'", "torch.complex64")
+    assert_constructor_refuses(of_module(module), torchcomp.UnsupportedModelError, *words)
 
 
 def test_sparse_gradients():
     module = partial(nn.Embedding, 4, 2, sparse=True)
-    assert_constructor_refuses(of_module(module), torchcomp.UnsupportedModelError, "sparse")
+    assert_constructor_refuses(of_module(module), torchcomp.UnsupportedModelError, "sparse=True")
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        (lambda: torch.empty(3, 6, device="meta"), ("'0.weight' is on the meta device",)),
-        (lambda: torch.eye(6).to_sparse(), ("'0.weight' is sparse", "sparse_coo")),
+        (lambda: torch.empty(3, 6, device="meta"), ("'0.weight'", "meta")),
+        (lambda: torch.eye(6).to_sparse(), ("'0.weight'", "sparse_coo")),
     ],
     ids=["meta", "sparse"],
 )
@@ -322,37 +319,37 @@ def test_parameters_whose_shapes_differ_between_ranks():
     assert_constructor_refuses(change, torchcomp.RankMismatchError, *words)
 
 
-@pytest.mark.parametrize("rates", [0.1, 0.05])
-def test_rates_that_differ_between_ranks_are_found_before_the_first_step(rates):
+@pytest.mark.parametrize("lrs", [0.1, 0.05])
+def test_learning_rates_that_differ_between_ranks_are_found_before_the_first_step(lrs):
     def body():
-        # The schedule does not read them, but momentum and clipping would drift apart.
-        script = Script("every(3)", rate=lambda step: rates + 0.01 * dist.get_rank())
+        # This schedule does not read learning rates, but with unequal ones momentum would differ.
+        script = Script("every(3)", lr=lambda step: lrs + 0.01 * dist.get_rank())
         untouched = script.weights()
-        with pytest.raises(torchcomp.RankMismatchError, match="learning rates") as raised:
+        with pytest.raises(torchcomp.RankMismatchError) as raised:
             script.step(0)
         assert torch.equal(script.weights(), untouched)
         return str(raised.value)
 
     for message in on_threads(2, body):
-        for word in (f"[[{rates}]] on rank 0", f"[[{rates + 0.01}]] on rank 1"):
+        for word in (f"[[{lrs}]] on rank 0", f"[[{lrs + 0.01}]] on rank 1"):
             assert word in message
 
 
 @pytest.mark.parametrize("overlap", [{}, {"overlap": True}])
-def test_what_goes_together_with_local_steps_is_said_where_a_gradient_method_does_not(overlap):
+def test_the_error_about_a_registered_model_names_the_option_to_use_instead(overlap):
     def body():
         script = Script(spec=None)
         torchcomp.register(script.model, "ef(topk(0.1))")
         arguments = {"total_steps": 4} | overlap
         torchcomp.LocalSGD(script.model, script.optimizer, "every(3)", **arguments)
 
-    words = ("exchange no gradients", "LocalSGD(..., compress='ef(topk(0.01))')")
+    words = ("torchcomp.register", "LocalSGD(..., compress='ef(topk(0.01))')")
     assert_refused(2, body, torchcomp.UnsupportedModelError, *words)
 
 
 def test_a_static_graph():
     body = partial(Script, "every(2)", static_graph=True)
-    assert_refused(2, body, torchcomp.UnsupportedModelError, "static_graph", "without it")
+    assert_refused(2, body, torchcomp.UnsupportedModelError, "static_graph=True")
 
 
 def test_uneven_inputs_of_join():
@@ -365,14 +362,14 @@ def test_uneven_inputs_of_join():
 
 
 EVERY, QSR = "every(3)", "qsr(alpha=0.01, h_base=3)"
-IMPOSSIBLE_RATES = [(spec, bad) for spec in (EVERY, QSR) for bad in (-0.1, math.nan, math.inf)]
+IMPOSSIBLE_LRS = [(spec, bad) for spec in (EVERY, QSR) for bad in (-0.1, math.nan, math.inf)]
 
 
 @pytest.mark.parametrize("start", [3, *thorough([0])])
-@pytest.mark.parametrize(("spec", "bad"), [*IMPOSSIBLE_RATES, (QSR, 0)])
-def test_an_impossible_rate_at_the_start_of_a_round(spec, bad, start):
+@pytest.mark.parametrize(("spec", "bad"), [*IMPOSSIBLE_LRS, (QSR, 0)])
+def test_an_impossible_learning_rate_at_the_start_of_a_round(spec, bad, start):
     def body():
-        script = Script(spec, rate=lambda step: bad if step == start else 0.1)
+        script = Script(spec, lr=lambda step: bad if step == start else 0.1)
         script.train(0, start)
         untouched = script.weights()
         with pytest.raises(torchcomp.ScheduleError) as raised:
@@ -381,19 +378,20 @@ def test_an_impossible_rate_at_the_start_of_a_round(spec, bad, start):
         return str(raised.value)
 
     for message in on_threads(2, body):
-        assert f"the learning rate at step {start} is {bad}" in message
+        for word in ("learning rate", f"step {start}", repr(bad)):
+            assert word in message
 
 
 @pytest.mark.parametrize(("spec", "warmup"), [(EVERY, 0), (QSR, 1)])
-def test_a_warm_up_may_begin_at_a_rate_of_zero(spec, warmup):
-    options = {"total_steps": 6, "warmup_steps": warmup, "rate": lambda step: 0.1 * min(step, 1)}
+def test_a_warm_up_may_begin_at_a_learning_rate_of_zero(spec, warmup):
+    options = {"total_steps": 6, "warmup_steps": warmup, "lr": lambda step: 0.1 * min(step, 1)}
     runs = on_threads(2, partial(trained, 6, spec=spec, **options))
     assert 3 in synchronised_steps(runs)
 
 
-def test_a_rate_of_zero_within_a_round_is_no_error():
-    rate = [0.1, 0.0, 0.1, 0.1, 0.1].__getitem__
-    on_threads(2, partial(trained, 4, spec="every(2)", rate=rate, total_steps=4))
+def test_a_learning_rate_of_zero_within_a_round_is_no_error():
+    lr = [0.1, 0.0, 0.1, 0.1, 0.1].__getitem__
+    on_threads(2, partial(trained, 4, spec="every(2)", lr=lr, total_steps=4))
 
 
 def test_a_step_beyond_the_end():
@@ -409,22 +407,23 @@ def test_a_step_beyond_the_end():
     assert on_threads(2, body) == [3, 3]
 
 
-def test_rates_that_differ_between_ranks():
+def test_learning_rates_that_differ_between_ranks():
     def body():
         # H = 4 at 0.1, and 16 at 0.05.
-        rate = 0.05 if dist.get_rank() == 1 else 0.1
-        trained(20, spec="qsr(alpha=0.2, h_base=2)", total_steps=20, rate=lambda step: rate)
+        lr = 0.05 if dist.get_rank() == 1 else 0.1
+        trained(20, spec="qsr(alpha=0.2, h_base=2)", total_steps=20, lr=lambda step: lr)
 
     assert_refused(
         3, body, torchcomp.RankMismatchError, "0 to 4 on ranks 0, 2", "0 to 16 on rank 1"
     )
 
 
-def test_rates_that_begin_to_differ_within_a_round():
+def test_learning_rates_that_begin_to_differ_within_a_round():
     def body():
-        trained(4, spec="every(4)", rate=lambda step: 0.05 * (1 + step * dist.get_rank()))
+        trained(4, spec="every(4)", lr=lambda step: 0.05 * (1 + step * dist.get_rank()))
 
-    assert_refused(2, body, torchcomp.RankMismatchError, "sum of the learning rates", "[0.2]")
+    # Rank 0 adds up 4 x 0.05; the first steps are equal.
+    assert_refused(2, body, torchcomp.RankMismatchError, "[0.2] on rank 0", "on rank 1")
 
 
 def test_what_was_installed_is_undone_if_the_rest_fails(monkeypatch):
@@ -452,7 +451,8 @@ def test_numbers_of_steps_that_differ_between_ranks():
             if (script.rank, step) == (1, 2):
                 script.optimizer.step()
 
-    assert_refused(2, body, torchcomp.RankMismatchError, "forward passes")
+    words = ("forward passes", "0 on rank 0", "1 on rank 1")
+    assert_refused(2, body, torchcomp.RankMismatchError, *words)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -472,7 +472,7 @@ def test_parameters_that_are_not_finite_on_one_rank(bad):
     for message, averaged in on_threads(3, poisoned):
         assert "rank 1" in message
         assert "'0.bias'" in message
-        assert "after step 3" in message
+        assert "step 3" in message
         assert "rank 0" not in message
         assert not averaged
 
@@ -481,7 +481,7 @@ def test_parameters_of_one_model_that_differ_in_name_between_ranks():
     def body():
         names = ["a", "b"] if dist.get_rank() else ["b", "a"]
         module = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
-        model = DistributedDataParallel(initialised(module))
+        model = DistributedDataParallel(seeded(module))
         torchcomp.LocalSGD(model, sgd(model.parameters()), "every(2)", total_steps=4)
 
-    assert_refused(2, body, torchcomp.RankMismatchError, "parameters", "a.weight")
+    assert_refused(2, body, torchcomp.RankMismatchError, "a.weight")

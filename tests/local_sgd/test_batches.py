@@ -1,4 +1,4 @@
-"""A rank that has lost step is found; what ranks may do differently for one step passes."""
+"""A rank that takes too many steps is found; different work within one step is allowed."""
 
 from functools import partial
 
@@ -48,12 +48,12 @@ def a_step_that_fails_and_is_repeated(script, step):
 
 
 def differing(backward, steps=4):
-    """Rank 1 goes backward in its own way; the weights of each step."""
+    """Rank 1 computes its gradients with `backward`; return the weights after each step."""
     script, seen = Script("every(2)", total_steps=steps, optimizer=sgd), []
     for step in range(steps):
         script.optimizer.zero_grad()
         (backward if script.rank == 1 else Script.backward)(script, step)
-        script.turn()
+        script.optimizer_step()
         seen.append(script.weights())
     return seen
 
@@ -72,7 +72,7 @@ def test_ranks_may_differ_in_what_they_do_for_one_step(backward):
     assert synchronised_steps(on_threads(2, differing, backward)) == [2, 4]
 
 
-def losing_step(slip):
+def with_slip_of_rank_1(slip):
     script = Script("every(3)", total_steps=6)
     for step in range(6):
         script.optimizer.zero_grad()
@@ -80,19 +80,19 @@ def losing_step(slip):
         if script.rank == 1 and step == 1:
             slip(script)
         else:
-            script.turn()
+            script.optimizer_step()
 
 
 def test_a_rank_that_takes_a_step_twice_is_found_at_the_next_synchronisation():
     def twice(script):
-        script.turn()
-        script.turn()
+        script.optimizer_step()
+        script.optimizer_step()
 
-    words = ("steps without forward passes", "0 on rank 0", "1 on rank 1")
-    assert_refused(2, partial(losing_step, twice), torchcomp.RankMismatchError, *words)
+    words = ("forward passes", "0 on rank 0", "1 on rank 1")
+    assert_refused(2, partial(with_slip_of_rank_1, twice), torchcomp.RankMismatchError, *words)
 
 
-def test_one_model_trained_by_two_optimizers_in_turn():
+def test_one_model_trained_by_two_alternating_optimizers():
     def body():
         script = Script(spec=None)
         layers = script.model.module[0], script.model.module[2]

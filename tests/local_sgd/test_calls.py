@@ -1,4 +1,4 @@
-"""What a local step without a synchronisation costs: few calls, in few files."""
+"""A local step without a synchronisation makes few calls, in few files."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ PACKAGE = str(Path(torchcomp.__file__).parent)
 
 
 def calls_of(function):
-    """Calls of functions of torchcomp, by file."""
+    """The file of every call of a torchcomp function."""
     files = []
 
     def note(frame, event, argument):

@@ -1,4 +1,4 @@
-"""close() gives the model, the optimizer and the scaler back as they were."""
+"""close() restores the model, the optimizer and the scaler."""
 
 import gc
 import logging
@@ -24,7 +24,7 @@ LOGGER = "torchcomp.local_sgd"
 
 
 def installed(script):
-    """Everything on the user's objects that local steps may change."""
+    """Everything on the user's objects that local steps can change."""
     model, optimizer = script.model, script.optimizer
     return {
         "model": sorted(vars(model)),
@@ -40,7 +40,7 @@ def installed(script):
 
 
 def around_local_steps():
-    """What is installed before, during and after local steps."""
+    """The installed hooks and attributes before, during and after local steps."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     script = Script(spec=None, scaler=scaler, optimizer=sgd)
     before = installed(script)
@@ -153,7 +153,8 @@ def closed_after(steps):
 
 @pytest.fixture
 def logged(caplog):
-    """The messages of local steps, without those of objects that earlier tests left behind."""
+    """The log messages of this test's local steps."""
+    # Objects that earlier tests dropped must log their warnings before this test starts.
     gc.collect()
     caplog.set_level(logging.DEBUG, LOGGER)
     caplog.clear()
@@ -164,7 +165,7 @@ def test_closing_inside_a_round_logs_one_warning_a_rank(logged):
     kept = on_threads(2, closed_after, 4)
     messages = logged()
     assert len(messages) == len(kept) == 2
-    for number in ("step 4", "from 3 to 6"):
+    for number in ("step 4", "3 to 6"):
         assert number in messages[0]
 
 
@@ -175,7 +176,7 @@ def test_closing_between_rounds_logs_nothing(steps, logged):
 
 
 def trained_on(moments, after):
-    """Local steps to the end of the first round, then what `after` does, and plain DDP."""
+    """Take local steps to the end of the first round, call `after`, and train with plain DDP."""
     script = Script("every(3)", total_steps=6, local={"moments": moments})
     script.train(0, 3)
     script.sync.close()
@@ -206,7 +207,7 @@ def local_steps_again(script):
         ("local", local_steps_again, [2]),
     ],
 )
-def test_replicas_stay_equal_if_optimizers_go_on_alike(moments, after, equal, logged):
+def test_replicas_stay_equal_if_the_optimizers_state_is_equal(moments, after, equal, logged):
     runs = on_threads(2, trained_on, moments, after)
     assert synchronised_steps([weights for _, weights in runs]) == equal
     assert logged() == []
@@ -236,15 +237,15 @@ def test_a_script_that_is_dropped_is_collected_even_if_its_parameters_hold_the_o
 
 
 def two_models(order):
-    """Two models of one loop share a scaler; the local steps of one end before the other's."""
+    """Train two models with one scaler; the local steps of one end before the other's."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scripts = [Script("every(2)", total_steps=8, scaler=scaler, optimizer=sgd) for _ in range(2)]
     _both(scripts, 0, 2)
-    closed, going_on = scripts[order[0]], scripts[order[1]]
+    closed, remaining = scripts[order[0]], scripts[order[1]]
     closed.sync.close()
     clock = closed.sync.stats.steps
-    weights = _both([closed, going_on], 2, 6, overflow=(1, 3))
-    going_on.sync.close()
+    weights = _both([closed, remaining], 2, 6, overflow=(1, 3))
+    remaining.sync.close()
     assert closed.sync.stats.steps == clock
     return weights
 

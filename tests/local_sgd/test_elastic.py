@@ -1,4 +1,4 @@
-"""A rank that dies costs its round; the run goes on with fewer ranks, or with more."""
+"""If a rank dies, its round is lost; the run continues with fewer or more ranks."""
 
 import copy
 import os
@@ -19,13 +19,13 @@ from tests.local_sgd.script import (
     constant,
     equal_on_all,
     flat,
-    slot,
     spied,
     synchronised_steps,
     unsent,
 )
 from tests.local_sgd.script import momentum as sgd_with_momentum
 from tests.support.cases import thorough
+from tests.support.models import kept
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_threads
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def torchrun(ranks, folder, fatal):
-    """Start the script as a user would, and wait for its end."""
+    """Start the script as a user would, and wait until it ends."""
     options = ["--standalone", "--nproc-per-node", str(ranks), "--monitor-interval", "0.1"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, elastic.__file__]
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -47,7 +47,7 @@ def torchrun(ranks, folder, fatal):
 
 
 def uninterrupted(crew, start, stop):
-    """Rounds of three steps of the given workers, in float64; the weights at the end."""
+    """Train `crew` in float64, in rounds of three steps; return the weights at the end."""
     for step in range(start, stop):
         for worker in crew:
             worker.step(step, constant(step))
@@ -57,33 +57,18 @@ def uninterrupted(crew, start, stop):
 
 
 def resized(crew, ranks):
-    """As many workers as there are ranks now; a new one takes an old one's momentum over."""
+    """One worker for each rank; a new worker copies the momentum of an old one."""
     fresh = [copy.deepcopy(crew[rank % len(crew)]) for rank in range(ranks)]
     for rank, worker in enumerate(fresh):
         worker.rank = rank
     return fresh
 
 
-class Momentum:
-    """An update of the reference that can be copied."""
-
-    def __init__(self):
-        self.velocity = []
-
-    def __call__(self, weights, gradients, rate):
-        for place, (w, g) in enumerate(zip(weights, gradients, strict=True)):
-            g = g + 0.01 * w
-            if place == len(self.velocity):
-                self.velocity.append(g.clone())
-            else:
-                self.velocity[place] = 0.9 * self.velocity[place] + g
-            w -= rate * self.velocity[place]
-
-
 @pytest.mark.thorough
-def test_a_rank_that_dies_in_mid_round_costs_that_round_with_fewer_and_with_more_ranks(tmp_path):
-    crew = [reference.Worker(rank, Momentum()) for rank in range(3)]
-    # Rank 1 dies at its 8th step: the run goes on from step 6. Then at its 14th: from step 12.
+def test_a_rank_that_dies_inside_a_round_costs_only_that_round(tmp_path):
+    crew = [reference.Worker(rank, reference.Momentum()) for rank in range(3)]
+    # Rank 1 dies at its 8th step, and the run resumes from step 6. It dies again at the 14th step,
+    # and the run resumes from step 12.
     for ranks, fatal, start, stop in [(3, 8, 0, 6), (2, 14, 6, 12), (3, 0, 12, 18)]:
         ended = torchrun(ranks, tmp_path, fatal)
         assert bool(ended.returncode) == bool(fatal), ended.stderr
@@ -104,7 +89,7 @@ def saved_at(step, spec):
     return script.save()
 
 
-def goes_on(saved, states, spec):
+def continued(saved, states, spec):
     script = Script("every(3)", 12, local={"compress": spec})
     own = saved[script.rank % len(saved)]
     script.load({**own, "sync": states[script.rank]})
@@ -121,11 +106,11 @@ def test_residuals_are_redistributed_to_another_number_of_ranks(spec, world_size
     assert max(float(part.abs().max()) for part in old.values()) > 0
     for name, part in old.items():
         assert_close(new[name], part)
-    runs = on_threads(world_size, partial(goes_on, saved, states, spec))
+    runs = on_threads(world_size, partial(continued, saved, states, spec))
     assert {3, 6} <= set(synchronised_steps(runs))
 
 
-def test_states_of_the_middle_of_a_round_fit_no_other_number_of_ranks():
+def test_states_from_inside_a_round_fit_only_the_same_number_of_ranks():
     states = [each["sync"] for each in on_threads(3, saved_at, 4, "mean")]
 
     def body():
@@ -134,12 +119,12 @@ def test_states_of_the_middle_of_a_round_fit_no_other_number_of_ranks():
 
     for rank, outcome in enumerate(on_threads(2, body, catch=True)):
         assert type(outcome) is torchcomp.CheckpointError
-        for words in ("by rank 0 of 3 inside a round", "saved between rounds"):
+        for words in ("rank 0 of 3", "sync.next_sync"):
             assert words in str(outcome), rank
 
 
-def test_survivors_hold_the_weights_of_the_last_synchronisation_in_their_state():
-    """With compressed changes, the state of any one rank can bring the shared weights back."""
+def test_every_rank_stores_the_weights_of_the_last_synchronisation_in_its_state():
+    """With `compress`, the state of any surviving rank contains the shared weights."""
 
     def body():
         local = []
@@ -150,7 +135,7 @@ def test_survivors_hold_the_weights_of_the_last_synchronisation_in_their_state()
         script.train(3, 5)
         state = script.sync.state_dict()
         return torch.equal(
-            flat(slot(state, "reference")[name] for name in state["parameters"]), shared
+            flat(kept(state, "reference")[name] for name in state["parameters"]), shared
         )
 
     assert on_threads(2, body) == [True] * 2

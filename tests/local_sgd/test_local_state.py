@@ -1,4 +1,4 @@
-"""What stays local in local steps, and how each kind of parameter is averaged."""
+"""What stays local during local steps, and what is averaged."""
 
 import copy
 from contextlib import nullcontext
@@ -18,6 +18,7 @@ from tests.local_sgd.script import (
     convnet,
     equal_on_all,
     flat,
+    half_frozen,
     mlp,
     momentum,
     sgd,
@@ -31,7 +32,7 @@ IMAGE = (3, 4, 4)
 
 
 def tagged():
-    """A network with a buffer that no forward pass changes."""
+    """A network with a buffer that the forward pass does not change."""
     module = convnet()
     module.register_buffer("tag", torch.zeros(2))
     return module
@@ -79,12 +80,7 @@ def test_optimizer_state_is_left_alone(optimizer):
 
 def test_frozen_parameters_are_left_alone():
     def first_layer():
-        def build():
-            module = mlp()
-            module[0].requires_grad_(False)
-            return module
-
-        script = Script("every(2)", total_steps=2, build=build)
+        script = Script("every(2)", total_steps=2, build=half_frozen)
         layer = script.model.module[0]
         nn.init.constant_(layer.weight, script.rank)
         script.train(0, 2)
@@ -114,7 +110,7 @@ def test_channels_last_weights_are_averaged_element_by_element():
 
 
 def averaged_bfloat16():
-    """One average of bfloat16 weights that differ from rank to rank; before and after."""
+    """bfloat16 weights that differ between ranks, before and after one average."""
     model = DistributedDataParallel(nn.Linear(40, 10).bfloat16())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torchcomp.LocalSGD(model, optimizer, "every(1)", total_steps=1)
@@ -129,30 +125,30 @@ def averaged_bfloat16():
 def test_bfloat16_weights_are_averaged_in_float32():
     before, after = zip(*on_threads(3, averaged_bfloat16), strict=True)
     exact = torch.stack(before).double().mean(0)
-    # One rounding to bfloat16, where an average in bfloat16 rounds several times.
+    # The bound of a single rounding to bfloat16. An average in bfloat16 rounds several times.
     bound = 0.501 * 2.0 ** (exact.frexp().exponent - 8)
     assert equal_on_all(after)
     assert ((after[0].double() - exact).abs() <= bound).all()
     coarse = before[0] / 3 + before[1] / 3 + before[2] / 3
-    assert ((coarse.double() - exact).abs() > bound).any(), "the values do not tell the two apart"
+    assert ((coarse.double() - exact).abs() > bound).any(), "the values cannot tell the two apart"
 
 
-def two_groups(parameters, rates):
+def two_groups(parameters, lrs):
     halves = parameters[:2], parameters[2:]
-    groups = [{"params": half, "lr": rate} for half, rate in zip(halves, rates, strict=True)]
+    groups = [{"params": half, "lr": lr} for half, lr in zip(halves, lrs, strict=True)]
     return torch.optim.SGD(groups)
 
 
-@pytest.mark.parametrize("rates", [(0.1, 0.01), (0.01, 0.1)])
-def test_the_schedule_reads_the_largest_rate_of_all_groups(rates):
+@pytest.mark.parametrize("lrs", [(0.1, 0.01), (0.01, 0.1)])
+def test_the_schedule_reads_the_largest_learning_rate_of_all_groups(lrs):
     # H = 4 at 0.1, and 400 at 0.01.
-    optimizer = partial(two_groups, rates=rates)
-    options = {"spec": "qsr(alpha=0.2, h_base=2)", "total_steps": 10, "rate": lambda step: 1.0}
+    optimizer = partial(two_groups, lrs=lrs)
+    options = {"spec": "qsr(alpha=0.2, h_base=2)", "total_steps": 10, "lr": lambda step: 1.0}
     runs = on_threads(2, partial(trained, 10, optimizer=optimizer, **options))
     assert synchronised_steps(runs) == [4, 8, 10]
 
 
-def test_the_rate_may_be_a_tensor():
+def test_the_learning_rate_may_be_a_tensor():
     def body():
         model = DistributedDataParallel(mlp())
         optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1, dtype=torch.float64))
@@ -171,7 +167,7 @@ def accumulated(no_sync):
             last = micro == 2
             with script.model.no_sync() if no_sync and not last else nullcontext():
                 script.backward(10 * step + micro)
-        script.turn()
+        script.optimizer_step()
         weights.append(script.weights())
         script.scheduler.step()
     return weights
@@ -184,8 +180,8 @@ def test_gradients_may_be_accumulated_with_and_without_no_sync():
         assert equal_on_all([torch.stack(mine), torch.stack(wanted)])
 
 
-def test_a_script_may_set_ddps_flag_of_synchronisation_itself():
-    """As nanoGPT does, to accumulate gradients without no_sync()."""
+def test_a_script_can_set_require_backward_grad_sync_itself():
+    """nanoGPT does this to accumulate gradients without no_sync()."""
 
     def body():
         script, weights = Script("every(2)", total_steps=4), []
@@ -194,7 +190,7 @@ def test_a_script_may_set_ddps_flag_of_synchronisation_itself():
             for micro in range(3):
                 script.model.require_backward_grad_sync = micro == 2
                 script.backward(10 * step + micro)
-            script.turn()
+            script.optimizer_step()
             weights.append(script.weights())
             script.scheduler.step()
         return weights
@@ -239,8 +235,8 @@ def evaluate(model):
     model.train()
 
 
-def test_a_copy_of_the_model_can_be_made_and_trains_apart():
-    # As torch.optim.swa_utils.AveragedModel(model) does.
+def test_a_copy_of_the_model_can_be_made_and_does_not_count_steps():
+    # torch.optim.swa_utils.AveragedModel(model) makes such a copy.
     def body():
         script = Script("every(2)", total_steps=2)
         script.train(0, 1)

@@ -1,4 +1,4 @@
-"""Models with every kind of parameter are averaged element by element."""
+"""Parameters of every kind are averaged element by element."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8}
 
 
 class Odd(nn.Module):
-    """Empty, scalar, one-element, tied, unused, transposed; three dtypes, one of them empty."""
+    """Empty, scalar, one-element, tied, unused and transposed parameters of four dtypes."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ class Odd(nn.Module):
 
 
 def scattered(**options):
-    """Weights that differ from rank to rank, before and after one synchronisation."""
+    """Weights that differ between ranks, before and after a synchronisation, and the bytes sent."""
     model = DistributedDataParallel(Odd(), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     sync = torchcomp.LocalSGD(model, optimizer, "every(1)", total_steps=1)
@@ -104,7 +104,7 @@ def test_a_checkpoint_of_every_kind_of_parameter_is_recognised():
         with torch.no_grad():
             model.module.scalar.add_(1)
         sync.load_state_dict(state)
-        with pytest.raises(torchcomp.CheckpointError, match="parameters"):
+        with pytest.raises(torchcomp.CheckpointError, match="DistributedDataParallel"):
             optimizer.step()
 
     on_threads(2, body)

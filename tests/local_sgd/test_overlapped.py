@@ -1,4 +1,4 @@
-"""Averages that arrive beside the next step change no bit of the run."""
+"""With overlap=True, a run is the same bit for bit."""
 
 import copy
 from functools import partial
@@ -30,7 +30,7 @@ SMALL = 0.0002
 
 
 def run(local, build=mlp, wait=True, **ddp):
-    """Weights after each step, and what the run has counted."""
+    """The weights after each step, and the run's counters."""
     script, weights = Script(total_steps=TOTAL, build=build, local=local, **ddp), []
     for step in range(TOTAL):
         script.step(step)
@@ -57,8 +57,8 @@ def test_it_is_the_plain_average_bit_for_bit(local):
 # --- When parameters have their averages ----------------------------------------------------------
 
 
-def after_the_turn(read):
-    """What `read` sees of the weights after the last turn of a round, and the averages."""
+def after_a_round(read):
+    """The weights that `read` returns after the last step of a round, and the averages."""
     script = Script(total_steps=TOTAL, local=OVERLAP, bucket_cap_mb=SMALL)
     script.train(0, 3)
     seen = read(script)
@@ -100,7 +100,7 @@ def by_close(script):
 
 
 def test_parameters_that_are_read_directly_are_not_averaged_yet():
-    seen, averages = zip(*on_threads(2, after_the_turn, directly), strict=True)
+    seen, averages = zip(*on_threads(2, after_a_round, directly), strict=True)
     assert equal_on_all(averages)
     assert not equal_on_all(seen)
 
@@ -116,12 +116,12 @@ def test_parameters_that_are_read_directly_are_not_averaged_yet():
         by_close,
     ],
 )
-def test_what_reads_through_the_model_sees_averages(read):
-    for seen, averages in on_threads(2, after_the_turn, read):
+def test_reading_through_the_model_waits_for_the_averages(read):
+    for seen, averages in on_threads(2, after_a_round, read):
         assert torch.equal(seen, averages)
 
 
-def test_after_the_last_step_nothing_is_on_its_way():
+def test_after_the_last_step_no_all_reduce_is_running():
     body = partial(run, OVERLAP, wait=False)
     final = [weights[-1] for weights, _ in on_threads(2, body)]
     assert equal_on_all(final)
@@ -162,22 +162,26 @@ def test_a_copy_of_the_model_does_not_wait():
     assert not equal_on_all(on_threads(2, body))
 
 
-# --- What goes on beside it -----------------------------------------------------------------------
+# --- Overlap with the forward pass ----------------------------------------------------------------
 
 
 def first_layer_before_the_last_mean():
-    """The mean of the last layer comes only after the first layer has computed."""
+    """Delay the last layer's all-reduce until the first layer has computed its output.
+
+    Returns:
+        Whether the first layer computed in time, and whether the last layer used the average.
+    """
     script = Script("every(2)", total_steps=4, local=OVERLAP, bucket_cap_mb=SMALL)
     computed, waited = Event(), []
-    background = script.sync._steps.averages.async_exchange
-    send = background.all_reduce
+    async_exchange = script.sync._steps.averages.async_exchange
+    all_reduce = async_exchange.all_reduce
 
     def late(values):
-        if values.numel() <= 3 + 24:
+        if values.numel() <= 3 + 24:  # the bias and the weight of the last layer
             waited.append(computed.wait(timeout=30))
-        send(values)
+        all_reduce(values)
 
-    background.all_reduce = late
+    async_exchange.all_reduce = late
     first, last = script.model.module[0], script.model.module[2]
     script.train(0, 2)
     before = flat(last.parameters())
@@ -191,13 +195,13 @@ def first_layer_before_the_last_mean():
 
 
 def over_gloo():
-    # The same buckets, because gloo adds up in an order that depends on them.
+    # The same buckets, because gloo's order of summation depends on them.
     plain = run({}, bucket_cap_mb=SMALL)[0]
     overlapped = run(OVERLAP, wait=False, bucket_cap_mb=SMALL)[0]
     return plain, overlapped, first_layer_before_the_last_mean()
 
 
-def test_over_gloo_a_layer_computes_while_the_next_mean_is_on_its_way_and_no_bit_changes():
+def test_over_gloo_a_layer_computes_during_the_next_all_reduce_and_no_bit_changes():
     plain, overlapped, order = zip(*on_processes(2, over_gloo), strict=True)
     assert order == ((True, True),) * 2
     assert synchronised_steps([list(weights) for weights in plain]) == ENDS
@@ -210,7 +214,7 @@ def test_over_gloo_a_layer_computes_while_the_next_mean_is_on_its_way_and_no_bit
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), 1e308])
-def test_what_is_not_finite_stops_all_ranks_before_anything_is_on_its_way(bad):
+def test_values_that_are_not_finite_raise_on_every_rank_before_any_all_reduce(bad):
     def body():
         local = []
         watched = spied(momentum, lambda: spoil(script, local, bad))
@@ -222,7 +226,7 @@ def test_what_is_not_finite_stops_all_ranks_before_anything_is_on_its_way(bad):
         return str(raised.value), torch.equal(local[-1].nan_to_num(), script.weights().nan_to_num())
 
     for message, unchanged in on_threads(2, body):
-        assert "the parameters after step 2" in message
+        assert "step 2" in message
         assert unchanged
 
 
@@ -249,18 +253,18 @@ def test_close_leaves_nothing_behind():
 
 
 @pytest.mark.parametrize("local", [{"compress": "ef(topk(0.1))"}, {"outer": Nesterov()}])
-def test_it_goes_with_the_plain_average_alone(local):
+def test_it_works_only_with_the_plain_average(local):
     body = partial(Script, local=local | OVERLAP)
-    assert_refused(2, body, torchcomp.SpecError, "overlap=True goes with the plain average alone")
+    assert_refused(2, body, torchcomp.SpecError, "overlap=True", "compress='mean'")
 
 
 @pytest.mark.parametrize("overlap", ["yes", 1, None])
-def test_what_is_neither_true_nor_false(overlap):
+def test_an_invalid_overlap(overlap):
     body = partial(Script, local={"overlap": overlap})
-    assert_refused(2, body, torchcomp.SpecError, "overlap must be True or False", repr(overlap))
+    assert_refused(2, body, torchcomp.SpecError, repr(overlap), field="overlap")
 
 
-def test_a_layer_that_thaws():
+def test_a_layer_that_is_added_later():
     def body():
         script = Script("every(2)", total_steps=6, local=OVERLAP)
         head = nn.Linear(3, 3).double()
@@ -271,7 +275,7 @@ def test_a_layer_that_thaws():
         for step in range(1, 6):
             script.optimizer.zero_grad()
             script.backward(step)
-            script.turn()
+            script.optimizer_step()
             seen.append(flat(head.parameters()))
         return seen
 

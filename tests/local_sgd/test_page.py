@@ -1,4 +1,4 @@
-"""What docs/qsr.md shows is run as it stands there, and its figures are those of the rule."""
+"""The code of docs/qsr.md runs as printed, and its numbers follow from the rule."""
 
 import os
 import re
@@ -20,7 +20,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTIL
 
 
 def run_page(folder):
-    """The blocks in their order, as one script; the plan that it prints."""
+    """Run the code blocks in order, as one script; return the plan and the synchronisations."""
     os.chdir(folder)
     norm = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     names = {
@@ -41,20 +41,20 @@ def run_page(folder):
     return str(names["plan"]), names["sync"].stats.syncs
 
 
-def test_its_python_runs_and_prints_what_it_shows(tmp_path):
+def test_its_code_runs_and_prints_the_shown_output(tmp_path):
     for shown, syncs in on_processes(2, run_page, str(tmp_path)):
         assert f"```\n{shown}\n```" in PAGE
         assert syncs == 2
     assert len(BLOCKS) == 5
 
 
-def rate_of_the_page():
+def lr_of_the_page():
     names = {"torchcomp": torchcomp}
     exec(next(block for block in BLOCKS if "decaying(" in block), names)
     return names["lr"]
 
 
-RATE = rate_of_the_page()
+LR = lr_of_the_page()
 ROWS = re.findall(r"^\| ([\d.]+) \|(.*)\|$", PAGE, flags=re.MULTILINE)
 
 
@@ -63,18 +63,18 @@ def test_the_shares_of_its_table_are_those_of_the_rule(ratio, row):
     peak, horizon = 0.008, {"total_steps": 93_600, "warmup_steps": 10_000}
     for h_base, share in zip((2, 4, 8), row.split("|"), strict=True):
         spec = f"qsr(alpha={float(ratio) * peak}, h_base={h_base})"
-        steps = torchcomp.sync_steps(spec, lr=RATE, **horizon)
+        steps = torchcomp.sync_steps(spec, lr=LR, **horizon)
         assert f"{len(steps) / 93_600:.1%}".replace("%", " %") == share.strip()
 
 
 def test_the_longest_round_that_it_names():
     horizon = {"total_steps": 93_600, "warmup_steps": 10_000}
-    steps = torchcomp.sync_steps("qsr(alpha=0.0175, h_base=4)", lr=RATE, **horizon)
+    steps = torchcomp.sync_steps("qsr(alpha=0.0175, h_base=4)", lr=LR, **horizon)
     longest = max(end - start for start, end in pairwise([0, *steps]))
     assert f"the last one above: {longest:,}" in PAGE
     assert len(ROWS) == 4
 
 
-def test_the_results_have_their_place():
+def test_the_page_has_a_section_for_results():
     assert PAGE.count("<!-- experiment -->") <= 1
     assert "## Results" in PAGE

@@ -1,4 +1,4 @@
-"""A GradScaler may skip optimizer steps on one rank; the ranks' clocks stay equal."""
+"""A GradScaler can skip optimizer steps on one rank; the ranks' step counts stay equal."""
 
 from functools import partial
 
@@ -13,18 +13,18 @@ from tests.local_sgd.script import (
     assert_refused,
     constant,
     flat,
-    initialised,
     mlp,
     sgd,
     synchronised_steps,
 )
+from tests.support.models import seeded
 from tests.support.ranks import on_processes, on_threads
 
 TOTAL = 8
 
 
 def scaled(overflows, **options):
-    """A run in which the given (rank, step) pairs overflow; weights after each step."""
+    """Run a script in which the (rank, step) pairs overflow; return the weights after each step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     script = Script(**{"spec": "every(3)", "total_steps": TOTAL, "scaler": scaler} | options)
     return [
@@ -45,9 +45,9 @@ def test_a_skipped_step_is_skipped_and_nothing_else_changes(overflows):
     expected = reference.local_opt(
         4,
         TOTAL,
-        update=reference.momentum_update,
+        update=reference.Momentum,
         rule=reference.every(3),
-        rate=constant,
+        lr=constant,
         skipped=frozenset(overflows),
     )
     for actual, (weights, _) in zip(zip(*runs, strict=True), expected, strict=True):
@@ -55,7 +55,7 @@ def test_a_skipped_step_is_skipped_and_nothing_else_changes(overflows):
             assert_close(mine, wanted)
 
 
-def test_the_average_happens_inside_a_skipped_turn():
+def test_the_average_happens_inside_a_skipped_step():
     def body():
         script = Script("every(2)", total_steps=2, scaler=torch.amp.GradScaler("cpu"))
         script.step(0)
@@ -69,11 +69,11 @@ def test_the_average_happens_inside_a_skipped_turn():
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("step", [0, TOTAL - 1], ids=["first", "last"])
-def test_a_scaler_that_was_not_handed_over_is_refused_on_all_ranks_before_training(step):
+def test_a_scaler_that_was_not_passed_raises_on_every_rank_before_training(step):
     def body():
         before = trained_weights()
         with pytest.raises(torchcomp.SpecError, match=r"GradScaler .*scaler=scaler") as raised:
-            scaled({(1, step)}, hand_over=False, build=lambda: before[0])
+            scaled({(1, step)}, pass_scaler=False, build=lambda: before[0])
         return str(raised.value), torch.equal(before[1], flat(before[0].parameters()))
 
     messages, untouched = zip(*on_threads(2, body), strict=True)
@@ -82,33 +82,33 @@ def test_a_scaler_that_was_not_handed_over_is_refused_on_all_ranks_before_traini
 
 
 def trained_weights():
-    module = initialised(mlp())
+    module = seeded(mlp())
     return module, flat(module.parameters())
 
 
-def test_another_scaler_than_the_one_that_was_handed_over_is_refused():
+def test_a_different_scaler_from_the_one_that_was_passed_is_refused():
     def body():
         script = Script("every(3)", scaler=torch.amp.GradScaler("cpu"))
         script.scaler = torch.amp.GradScaler("cpu")
         script.step(0)
 
-    assert_refused(2, body, torchcomp.SpecError, "hand it over", "scaler=scaler")
+    assert_refused(2, body, torchcomp.SpecError, "GradScaler", "scaler=scaler")
 
 
-def test_a_scaler_that_was_not_handed_over_leaves_no_rank_waiting():
-    for outcome in on_processes(2, partial(scaled, {(1, 0)}, hand_over=False), catch=True):
+def test_a_scaler_that_was_not_passed_leaves_no_rank_waiting():
+    for outcome in on_processes(2, partial(scaled, {(1, 0)}, pass_scaler=False), catch=True):
         assert type(outcome) is torchcomp.SpecError, outcome
         assert "scaler=scaler" in str(outcome)
 
 
-def test_a_scaler_that_is_switched_off_may_be_handed_over_or_not():
+def test_a_disabled_scaler_may_be_passed_or_not():
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    for hand_over in (True, False):
-        runs = on_threads(2, partial(scaled, set(), scaler=scaler, hand_over=hand_over))
+    for pass_scaler in (True, False):
+        runs = on_threads(2, partial(scaled, set(), scaler=scaler, pass_scaler=pass_scaler))
         assert synchronised_steps(runs) == [3, 6, 8]
 
 
-def test_gradients_may_be_unscaled_and_clipped_before_the_turn():
+def test_gradients_may_be_unscaled_and_clipped_before_the_step():
     def body(scaler):
         script, weights = Script("every(2)", total_steps=4, scaler=scaler), []
         for step in range(4):
@@ -117,7 +117,7 @@ def test_gradients_may_be_unscaled_and_clipped_before_the_turn():
             if scaler:
                 scaler.unscale_(script.optimizer)
             torch.nn.utils.clip_grad_norm_(script.model.parameters(), 0.1)
-            script.turn()
+            script.optimizer_step()
             weights.append(script.weights())
         return weights
 
@@ -127,7 +127,7 @@ def test_gradients_may_be_unscaled_and_clipped_before_the_turn():
         assert_close(torch.stack(mine), torch.stack(wanted))
 
 
-def test_turns_of_another_optimizer_of_the_scaler_do_not_count():
+def test_steps_of_another_optimizer_of_the_scaler_do_not_count():
     def body():
         script = Script("every(2)", total_steps=4, scaler=torch.amp.GradScaler("cpu"))
         other = mlp()
@@ -142,14 +142,14 @@ def test_turns_of_another_optimizer_of_the_scaler_do_not_count():
     assert synchronised_steps(on_threads(2, body)) == [2, 4]
 
 
-def test_a_turn_that_the_scaler_refuses_does_not_count():
+def test_a_step_that_the_scaler_refuses_does_not_count():
     def body():
         script, weights = Script("every(2)", total_steps=6, scaler=torch.amp.GradScaler("cpu")), []
         for step in range(5):
             script.optimizer.zero_grad()
             script.backward(step)
             script.scaler.step(script.optimizer)
-            with pytest.raises(RuntimeError, match="already been called"):
+            with pytest.raises(RuntimeError, match=r"step\(\)"):
                 script.scaler.step(script.optimizer)
             script.scaler.update()
             weights.append(script.weights())

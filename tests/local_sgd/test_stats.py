@@ -1,4 +1,4 @@
-"""The counted bytes: what a synchronisation sends, and what plain DDP would have sent."""
+"""The byte counters: bytes of a synchronisation, and bytes that plain DDP would have sent."""
 
 from functools import partial
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import torchcomp
-from tests.local_sgd.script import Script, constant, convnet, cosine, mlp
+from tests.local_sgd.script import Script, constant, convnet, cosine, half_frozen, mlp
 from tests.support.ranks import on_threads, with_fake_ranks
 
 STEPS = 8
-# 83 elements of float64: no multiple of 3.
+# 83 elements of float64; 83 is not divisible by 2, 3 or 4 ranks.
 NBYTES = 83 * 8
 
 
@@ -61,11 +61,11 @@ def test_dense_bytes_of_a_round_are_those_of_its_steps():
 
 @pytest.mark.parametrize("spec", ["every(3)", "qsr(alpha=0.2, h_base=2)"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_run_sends_what_explain_says(spec, world_size):
-    rate = partial(cosine, peak=0.1, warmup=2, total=20)
+def test_a_run_sends_what_explain_predicts(spec, world_size):
+    lr = partial(cosine, peak=0.1, warmup=2, total=20)
     options = {"total_steps": 20, "warmup_steps": 2}
-    runs = on_threads(world_size, partial(counted, 20, spec=spec, rate=rate, **options))
-    plan = torchcomp.explain(spec, model=mlp(), world_size=world_size, lr=rate, **options)
+    runs = on_threads(world_size, partial(counted, 20, spec=spec, lr=lr, **options))
+    plan = torchcomp.explain(spec, model=mlp(), world_size=world_size, lr=lr, **options)
     for stats in (seen[-1] for seen in runs):
         assert stats.syncs == plan.syncs
         assert round(stats.total_bytes_sent / 20) == plan.bytes_sent
@@ -77,7 +77,7 @@ def half():
     return mlp().bfloat16()
 
 
-def test_bfloat16_parameters_travel_as_float32():
+def test_bfloat16_parameters_are_sent_as_float32():
     for seen in on_threads(2, partial(counted, build=half)):
         assert seen[-1].bytes_sent == 83 * 4
         assert seen[-1].total_dense_bytes_sent == 83 * 2 * STEPS
@@ -86,26 +86,21 @@ def test_bfloat16_parameters_travel_as_float32():
 
 
 def test_frozen_parameters_are_not_sent():
-    def build():
-        module = mlp()
-        module[0].requires_grad_(False)
-        return module
-
-    for seen in on_threads(2, partial(counted, build=build)):
+    for seen in on_threads(2, partial(counted, build=half_frozen)):
         assert seen[-1].bytes_sent == 27 * 8
 
 
 @pytest.mark.parametrize("build", [convnet, mlp])
 def test_64_ranks(build):
     shape = (6,) if build is mlp else (3, 4, 4)
-    rate = partial(cosine, peak=0.1, warmup=2, total=20)
+    lr = partial(cosine, peak=0.1, warmup=2, total=20)
     options = {"total_steps": 20, "warmup_steps": 2}
     spec = "qsr(alpha=0.2, h_base=2)"
     seen = with_fake_ranks(
-        64, partial(counted, 20, build=build, shape=shape, spec=spec, rate=rate, **options)
+        64, partial(counted, 20, build=build, shape=shape, spec=spec, lr=lr, **options)
     )
     once = 2 * 63 * sum(p.nbytes for p in build().parameters()) // 64
-    ends = torchcomp.sync_steps(spec, lr=rate, **options)
+    ends = torchcomp.sync_steps(spec, lr=lr, **options)
     assert [step for step in range(1, 21) if seen[step].syncs > seen[step - 1].syncs] == ends
     assert seen[-1].total_bytes_sent == once * len(ends)
 

@@ -1,4 +1,4 @@
-"""Streaming: fragments of the parameters synchronise in turn."""
+"""Streaming: fragments of the parameters synchronise one after another."""
 
 from functools import partial
 
@@ -14,21 +14,22 @@ from tests.local_sgd.script import (
     constant,
     mlp,
     momentum,
-    slot,
     spied,
     synchronised_steps,
 )
+from tests.support.models import kept
 from tests.support.ranks import on_threads
 from torchcomp.local_sgd import Nesterov
 from torchcomp.local_sgd.rounds import piece_bounds
 
 TOTAL = 14
-# Of every(6) in two pieces: one synchronises at 3, 9, ..., the other at 6, 12, ..., all at the end.
+# With every(6) and two fragments, one synchronises at 3, 9, ... and the other at 6, 12, ...; both
+# synchronise at the end.
 ENDS = {"0.weight": [3, 9, 14], "2.bias": [6, 12, 14]}
 
 
 def streamed(pieces=2, spec="every(6)", **local):
-    """By parameter, its value after each step; and the bytes of each step."""
+    """The parameters and the total bytes after each step, and the names of each fragment."""
     script = Script(spec, total_steps=TOTAL, local={"fragments": pieces} | local)
     seen, nbytes = [], []
     for step in range(TOTAL):
@@ -40,17 +41,17 @@ def streamed(pieces=2, spec="every(6)", **local):
     return seen, nbytes, [fragment["names"] for fragment in fragments]
 
 
-def in_turn(total):
-    """Local steps of 3 ranks in float64 whose parameters are averaged by the fragment."""
-    crew = [reference.Worker(rank, reference.momentum_update()) for rank in range(3)]
+def reference_run(total):
+    """Local steps of 3 ranks in float64, with each parameter averaged at the ends in ENDS."""
+    crew = [reference.Worker(rank, reference.Momentum()) for rank in range(3)]
     for step in range(1, total + 1):
         for worker in crew:
             worker.step(step - 1, constant(step))
-        for place, mean in enumerate(reference.means(crew)):
+        for index, mean in enumerate(reference.means(crew)):
             # The first of the four parameters has most of the bytes.
-            if step in (ENDS["0.weight"] if place == 0 else ENDS["2.bias"]):
+            if step in (ENDS["0.weight"] if index == 0 else ENDS["2.bias"]):
                 for worker in crew:
-                    worker.weights[place].copy_(mean)
+                    worker.weights[index].copy_(mean)
         yield [[w.clone() for w in worker.weights] for worker in crew]
 
 
@@ -58,36 +59,36 @@ def in_turn(total):
 def test_equals_the_float64_reference_at_every_step(compress):
     runs, _, names = zip(*on_threads(3, partial(streamed, compress=compress)), strict=True)
     assert list(map(sorted, names[0])) == [["0.weight"], ["0.bias", "2.bias", "2.weight"]]
-    for actual, expected in zip(zip(*runs, strict=True), in_turn(TOTAL), strict=True):
+    for actual, expected in zip(zip(*runs, strict=True), reference_run(TOTAL), strict=True):
         for mine, wanted in zip(actual, expected, strict=True):
             for value, weight in zip(mine.values(), wanted, strict=True):
                 assert_close(value, weight)
 
 
 @pytest.mark.parametrize("local", [{"compress": "ef(topk(0.2))"}, {"outer": Nesterov()}])
-def test_fragments_compose_with_compression_and_outer_steps(local):
+def test_fragments_work_with_compression_and_outer_steps(local):
     runs, _, _ = zip(*on_threads(3, partial(streamed, **local)), strict=True)
     for name, ends in ENDS.items():
         values = [[weights[name] for weights in run] for run in runs]
         assert synchronised_steps(values) == ends
 
 
-def test_a_meeting_sends_its_fragment_alone():
+def test_a_synchronisation_sends_only_its_fragment():
     whole, pieces = (on_threads(2, streamed, count)[0][1] for count in (1, 4))
     sent = [after - before for before, after in zip([0, *pieces], pieces, strict=False)]
-    # ceil(6 p / 4) for p = 1 to 4, every 6 steps; at the end all four.
+    # ceil(6 p / 4) for p = 1 to 4, and again every 6 steps. All four synchronise at the end.
     assert [step for step, nbytes in enumerate(sent, 1) if nbytes] == [2, 3, 5, 6, 8, 9, 11, 12, 14]
     assert max(sent[:-1]) < whole[-1] / 3
     assert sum(sent[:6]) == sent[-1] == whole[-1] / 3
 
 
-def test_fragments_of_a_schedule_that_follows_the_rate():
+def test_fragments_of_a_schedule_that_follows_the_learning_rate():
     def seen(steps):
         script = Script("qsr(alpha=0.2, h_base=2)", total_steps=40, local={"fragments": 2})
         script.train(0, steps)
         return script.sync.next_sync
 
-    # H = 16 at a rate of 0.05: ends at 8 and 16, then at 24 and 32, then at 40.
+    # H = 16 at a learning rate of 0.05. Rounds end at 8 and 16, then at 24 and 32, then at 40.
     assert [on_threads(1, seen, steps)[0] for steps in (7, 8, 17, 33)] == [8, 16, 24, 40]
 
 
@@ -99,17 +100,17 @@ def test_ranks_hold_equal_parameters_at_the_end():
     assert synchronised_steps(on_threads(3, body)) == [TOTAL]
 
 
-def test_a_failure_keeps_every_fragment_that_was_due():
+def test_an_error_changes_none_of_the_fragments_that_were_due():
     def body():
         local = []
         watched = spied(momentum, lambda: spoil(script, local))
         options = {"fragments": 2, "compress": "ef(topk(0.2))"}
         script = Script("every(2)", total_steps=3, optimizer=watched, local=options)
         script.train(0, 2)
-        before = slot(script.sync.state_dict(), "error")
+        before = kept(script.sync.state_dict(), "error")
         with pytest.raises(torchcomp.NonFiniteError, match=r"'2\.bias' on rank 1"):
             script.step(2)
-        after = slot(script.sync.state_dict(), "error")
+        after = kept(script.sync.state_dict(), "error")
         same = torch.equal(local[-1].nan_to_num(), script.weights().nan_to_num())
         return same and all(torch.equal(after[name], before[name]) for name in before)
 
@@ -117,22 +118,21 @@ def test_a_failure_keeps_every_fragment_that_was_due():
 
 
 def spoil(script, local):
-    """Note the weights before the average; those of the last layer are NaN on rank 1 at the end."""
+    """Record the weights before the average; at the last step, put NaN into rank 1's last bias."""
     if script.rank == 1 and len(local) == 2:
         torch.nn.init.constant_(script.model.module[2].bias.detach(), float("nan"))
     local.append(script.weights())
 
 
 @pytest.mark.parametrize("pieces", [0, -1, 2.0, True, None, "2"])
-def test_a_number_of_fragments_that_is_none(pieces):
+def test_an_invalid_number_of_fragments(pieces):
     body = partial(Script, local={"fragments": pieces})
-    words = ("fragments must be a whole number of at least 1", repr(pieces))
-    assert_refused(2, body, torchcomp.SpecError, *words)
+    assert_refused(2, body, torchcomp.SpecError, repr(pieces), field="fragments")
 
 
 def test_more_fragments_than_parameters():
     body = partial(Script, local={"fragments": 5})
-    words = ("fragments=5", "only 4 trained parameters")
+    words = ("fragments=5", "4")
     assert_refused(2, body, torchcomp.SpecError, *words)
 
 

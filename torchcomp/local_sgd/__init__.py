@@ -1,4 +1,4 @@
-"""Local steps: rounds of optimizer steps, each rank on its own, that end in an average."""
+"""Local steps: every rank steps its own optimizer, and each round ends in an average."""
 
 from torchcomp.local_sgd.local_sgd import LocalSGD
 from torchcomp.outer_steps import Nesterov, OuterStep, SlowMo

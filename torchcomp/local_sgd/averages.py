@@ -1,4 +1,4 @@
-"""Averages: how a synchronisation makes the ranks' parameters equal."""
+"""Averages: how a synchronisation makes the parameters of all ranks equal."""
 
 import weakref
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from torchcomp.local_sgd.options import LocalMethod, Parameters
 from torchcomp.nonfinite import FiniteWatch
 from torchcomp.state import Kind, Slot, State
 
-UNCHANGED = "No rank has averaged its parameters, and the residual is what it was."
+UNCHANGED = "No rank has averaged its parameters, and the residual is unchanged."
 
 Future = torch.futures.Future[Tensor]
 Due = Sequence[tuple[Group, float]]
@@ -26,10 +26,12 @@ Due = Sequence[tuple[Group, float]]
 
 @dataclass(frozen=True)
 class ExactMean(Mean):
-    """What ``compress="mean"`` stands for: the exact mean, and an error if it is not finite."""
+    """The aggregator for ``compress="mean"``: the exact mean, which must be finite."""
 
     @property
     def transparent(self) -> bool:
+        # Plain DDP passes a NaN gradient on, and the user can skip the step. A NaN in an averaged
+        # parameter would stay for the rest of the run, so the averager has to check for it.
         return False
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
@@ -40,7 +42,7 @@ class Averages:
     """The exact mean of the parameters over the ranks, in float32 or wider.
 
     Attributes:
-        averager: exchanges, counts, and holds the parameters, late ones included.
+        averager: does the exchange, counts bytes and stores the parameters, including late ones.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class Averages:
             parameters,
             groups,
             seed=method.seed,
+            # fragments_of() merges within a fragment. A bucket must not span two fragments, which
+            # synchronise at different steps.
             merged=False,
             what="a parameter" if method.plain else "a pseudo-gradient",
             unchanged=UNCHANGED,
@@ -64,27 +68,29 @@ class Averages:
         )
 
     def start(self, groups: Iterable[Group]) -> None:
-        """The next local step is the first one that changes these parameters."""
+        """Prepare for local steps on these parameters, right before the first one."""
 
     def synchronise(self, due: Due, step: int, dense_bytes: int) -> None:
-        """Exchange what the ranks have after `step` steps, and give the parameters new values.
+        """Average the `due` groups over the ranks after `step` steps, and update the parameters.
 
-        If this raises, on all ranks, no parameter has changed.
+        If this raises, it raises on every rank and no parameter has changed.
         """
         results = [self._average(group, lr) for group, lr in due]
         where = f"the synchronisation after step {step}"
         self.averager.finish(dense_bytes=dense_bytes, where=where)
+        # Only now: finish() raises if any group failed on any rank, and then no rank may write.
         for bucket in results:
             bucket.write(self.averager.parameters)
 
     def wait(self, names: set[str] | None = None) -> None:
-        """Wait until parameters (by default all) have their averages."""
+        """Wait until the named parameters (by default all) have their averages."""
 
     def _slots(self, shape: BucketShape) -> tuple[Slot, ...]:
         return ()
 
     def _read(self, group: Group) -> Bucket:
         """The parameters of a group, in float32 or wider."""
+        # A sum of bfloat16 or float16 values would be rounded once for each rank.
         return Bucket.read(self.averager.shape_of(group).wide(), self.averager.parameters)
 
     def _average(self, group: Group, lr: float) -> Bucket:
@@ -95,42 +101,50 @@ class Averages:
 
 
 class PseudoGradients(Averages):
-    """The mean pseudo-gradient since the last synchronisation, by any aggregator, and what follows.
+    """The mean pseudo-gradient since the last synchronisation, by any aggregator.
 
-    With x the parameters of the last synchronisation, the same on all ranks, and y this rank's:
+    Let x be the parameters of the last synchronisation, which are the same on all ranks, and y this
+    rank's parameters now. The pseudo-gradient is y - x.
 
     1. m <- the aggregator's estimate of the mean of y - x over the ranks
     2. x <- x + m, or the outer step from x along m, rounded to the dtype of the parameters
     3. y <- x
 
-    m and x are the same on all ranks bit for bit. Nothing is lost: the sum of all m plus the mean
-    residual (plus the server residual) is the sum of all mean pseudo-gradients, up to rounding in
-    float32 or wider. An all-reduce in a narrower dtype, as in ``ef(cast("bf16"))``, is an
-    exception: no residual sees what it rounds away, up to 1e-3 of the pseudo-gradients.
+    m and x are the same on all ranks, bit for bit. Nothing is lost: the sum of all m plus the mean
+    residual (plus the server residual) is the sum of all mean pseudo-gradients. This is exact up to
+    rounding in float32 or wider. An all-reduce in a narrower dtype, as in ``ef(cast("bf16"))``, is
+    the exception. It rounds away up to 1e-3 of the pseudo-gradients, which no residual keeps.
     """
 
     def start(self, groups: Iterable[Group]) -> None:
         for group in groups:
             self._open(group)
-        self.averager.state.rollback()  # nothing is in flight: this was for the first values
+        # Opening a slot stores its first value: x = the parameters before any local step. It also
+        # begins a change, which no exchange will complete, so discard that.
+        self.averager.state.rollback()
 
     def _average(self, group: Group, lr: float) -> Bucket:
         m, outer = self._read(group), self._outer
         (before, x), *momenta = self._open(group)
+        # 1. m <- the estimated mean of y - x
         m.flat.sub_(before)
         self.averager.average(m)
+        # 2. x <- x + m, or the outer step
         x.copy_(before)
         if outer is None:
             x.add_(m.flat)
         else:
             for momentum, u in momenta:
                 outer.apply(x, m.flat, u.copy_(momentum), lr)
+        # Round x to what the parameters can store. Otherwise the next y - x would contain this
+        # rounding error as if local steps had made it. synchronise() then does 3., y <- x.
         result = Bucket(m.shape, x)
         for name, values in result.tensors().items():
             values.copy_(values.to(self.averager.parameters[name].dtype))
         return result
 
     def _slots(self, shape: BucketShape) -> tuple[Slot, ...]:
+        # ESTIMATE: both are equal on all ranks, and neither is an unsent gradient.
         kept = (Kind.ESTIMATE, shape.names, shape.sizes, shape.wide().dtype)
         reference = Slot("reference", *kept, init=self._first_reference)
         momentum = Slot("outer_momentum", *kept)
@@ -146,11 +160,15 @@ class PseudoGradients(Averages):
 
 
 class OverlappedAverages(Averages):
-    """The same means, made by async all-reduces that overlap with what follows the optimizer step.
+    """The same exact mean, by async all-reduces that overlap with the code after the step.
 
-    Every layer waits for its own parameters before it computes; the layers in front of it, and
-    whatever reads no parameter, go on. `async_exchange` is for collectives beside those of the user
-    and DDP, and `close` ends the executor.
+    Every layer waits for its own parameters before it computes. Earlier layers, and code that reads
+    no parameter, run without waiting.
+
+    Attributes:
+        async_exchange: issues the all-reduces. With gloo it has its own process group, because
+            DDP and the user issue collectives from another thread.
+        close: ends the executor.
     """
 
     def __init__(
@@ -167,14 +185,16 @@ class OverlappedAverages(Averages):
         self.close = weakref.finalize(self, self._executor.close)
 
     def synchronise(self, due: Due, step: int, dense_bytes: int) -> None:
-        # The last group first: groups go from the end of the model to its beginning, where the next
-        # forward pass begins.
+        # The groups run from the last layers to the first. The next forward pass needs the first
+        # layers first, so their all-reduce is issued first.
         buckets = [self._read(group) for group, _ in reversed(due)]
         where = f"the parameters after step {step}"
+        # Check before sending: once optimizer.step() has returned, there is no call in which all
+        # ranks could still raise together.
         self._require_finite(buckets, where)
         self.averager.finish(dense_bytes=dense_bytes, where=where)
         self._running = [(bucket, self._mean(bucket)) for bucket in buckets]
-        # No layer waits for parameters that came late, because their modules may be new.
+        # Parameters added after the start can belong to modules without a waiting hook.
         self.wait(set(self.averager.parameters) - self._of_layers)
 
     def wait(self, names: set[str] | None = None) -> None:
@@ -185,12 +205,14 @@ class OverlappedAverages(Averages):
                 bucket.write(self.averager.parameters)
             else:
                 self._running.append((bucket, mean))
+        # The executor still adds to these counters while any all-reduce is running.
         if names is None:
             self.averager.count(self.async_exchange.take_traffic(0))
 
     def _mean(self, bucket: Bucket) -> Future:
-        """Let the executor make the mean of a bucket; to wait for it makes the stream wait."""
+        """Start the async all-reduce of a bucket."""
         device = bucket.flat.device
+        # A future with a device records CUDA events: wait() then blocks the stream, not the host.
         future: Future = torch.futures.Future(devices=[device] if bucket.flat.is_cuda else [])
 
         def make() -> None:
@@ -198,21 +220,26 @@ class OverlappedAverages(Averages):
                 average_in_place(self.async_exchange, bucket.flat)
                 future.set_result(bucket.flat)
             except Exception as error:
+                # An uncaught error would end the executor's thread, and wait() would hang.
                 future.set_exception(error)  # type: ignore[arg-type]
 
         self._executor.submit(make)
         return future
 
     def _require_finite(self, buckets: list[Bucket], where: str) -> None:
-        """Learn before anything is sent whether some rank's values, or their sum, overflow."""
+        """Raise on every rank if the values of any rank, or their sum, overflow."""
         exchange, finite = self.averager.exchange, True
         watch = FiniteWatch(exchange)
         for bucket in buckets:
             watch.before(bucket)
             if bucket.flat.numel():
                 lowest, highest = torch.aminmax(bucket.flat)
+                # world_size values of at most this size cannot overflow when they are added up.
                 limit = torch.finfo(bucket.flat.dtype).max / exchange.world_size
-                finite &= bool((lowest >= -limit) & (highest <= limit))  # not if one is NaN
-        exchange.concludes = True  # ranks must be asked, as no frame has come in
+                # Written so that NaN, which compares as false, counts as not finite.
+                finite &= bool((lowest >= -limit) & (highest <= limit))
+        # conclude() skips its collective if no message was received in this step. Here the ranks
+        # have exchanged nothing yet, and each has looked only at its own values.
+        exchange.concludes = True
         if not exchange.conclude(torch.tensor(finite, device=exchange.device), where, UNCHANGED):
             raise watch.error(where, UNCHANGED)

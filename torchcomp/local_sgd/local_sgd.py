@@ -1,4 +1,4 @@
-"""LocalSGD: local optimizer steps, and an average of the parameters when the schedule says so."""
+"""LocalSGD: local optimizer steps, and an average of the parameters at the end of each round."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,88 +26,91 @@ from torchcomp.stats import Stats
 Undo = Callable[[], None]
 
 _OWNER = "torchcomp.LocalSGD"
-# By module, the model through which it is averaged. Not an attribute of the module, which a copy of
-# it would have, too.
+# Maps a module to the DDP model through which it is averaged. An attribute of the module would not
+# do: copy.deepcopy would copy it, and the copy is not averaged.
 _CLAIMED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[DistributedDataParallel]]" = (
     weakref.WeakKeyDictionary()
 )
 
 
 class LocalSGD:
-    """Train with local steps; average the parameters whenever the schedule ends a round.
+    """Train with local steps and average the parameters at the end of each round.
 
-    Algorithm 2 ("Local OPT") of Gu et al., ICLR 2024 (arXiv 2310.14423), with the schedule's rule
-    for H. Each rank steps its own optimizer on its own gradients, which are not exchanged.
+    This is Algorithm 2 ("Local OPT") of Gu et al., ICLR 2024 (arXiv 2310.14423), with the
+    synchronization period H of the schedule. Each rank steps its own optimizer on its own
+    gradients, which are not exchanged.
 
     1. At the first step of a round, read the learning rate and fix the round's length H.
     2. Take H local steps.
-    3. Average the parameters over the ranks, in float32 or wider. Repeat; the last round is cut so
-       that the run ends with an average at exactly ``total_steps``.
+    3. Average the parameters over the ranks, in float32 or wider. Then begin the next round. The
+       last round is cut to end with an average at exactly ``total_steps``.
 
-    ``compress`` averages the *pseudo-gradients* instead: what local steps have added since the last
-    synchronisation. ``outer`` takes an outer optimizer's step along their mean. Both keep the
-    parameters of the last synchronisation, in float32 or wider; whatever else changes the
-    parameters is part of the next pseudo-gradient. After every synchronisation, all ranks hold the
-    same parameters bit for bit.
+    ``compress`` averages *pseudo-gradients* instead. A pseudo-gradient is the difference between a
+    rank's parameters and those of the last synchronisation. ``outer`` applies an outer optimizer to
+    their mean. Both options store the parameters of the last synchronisation, in float32 or wider.
+    Any other change to the parameters becomes part of the next pseudo-gradient. After every
+    synchronisation, all ranks have the same parameters, bit for bit.
 
-    Momentum and Adam moments stay local unless ``moments`` says otherwise. So do BatchNorm buffers
-    (DDP's broadcast is off until :meth:`close`): :func:`torchcomp.reestimate_batchnorm` makes them
-    fit averaged weights. An average of weights (EMA) is the same on all ranks if it is updated
-    between rounds, where :attr:`next_sync` is None. A parameter that is added to an optimizer
-    later, or thawed, is averaged from its first step on, but not reduced by DDP after
-    :meth:`close`.
+    Momentum and Adam moments stay local by default; see ``moments``. BatchNorm buffers stay local
+    as well, because DDP's broadcast is off until :meth:`close`. Call
+    :func:`torchcomp.reestimate_batchnorm` to fit them to the averaged weights. A moving average of
+    the weights (EMA) is the same on all ranks if it is updated between rounds, where
+    :attr:`next_sync` is None. A parameter that is added to an optimizer later, or unfrozen, is
+    averaged from its first step on. DDP does not reduce its gradient after :meth:`close`.
 
-    The training loop stays as it is: hooks on the model and the optimizer do the work. The clock
-    counts calls of ``optimizer.step()``, or of ``scaler.step(optimizer)``, skipped or not, because
-    a GradScaler skips on one rank and not on another. The average happens inside that call. A rank
-    that leaves a batch out without a call is not noticed: from then on it works on other batches
-    than the others.
+    The training loop stays as it is: hooks on the model and the optimizer do the work. They count
+    calls of ``optimizer.step()``, or of ``scaler.step(optimizer)`` whether it skips or not, because
+    a GradScaler can skip on one rank and not on another. The average happens inside that call. If a
+    rank drops a batch without such a call, this is not detected. From then on its batches differ
+    from those of the other ranks.
 
     Args:
-        model: a DDP model that :func:`torchcomp.register` does not serve.
-        optimizer: any torch optimizer over the model's parameters, or a list of all that train it;
-            a step then counts when each has been stepped once. Learning rates must be the same on
-            all ranks, which is checked at the first step and at every synchronisation.
-        spec: the schedule, such as ``"every(8)"`` or ``"qsr(alpha=0.0175, h_base=4)"``, which reads
-            the largest learning rate of the parameter groups; or a list with one for each
-            optimizer, whose parameters then have their own rounds.
-        total_steps: T, optimizer steps of the run, or of the rest of it if it goes on without
-            :meth:`load_state_dict`.
+        model: a DDP model on which :func:`torchcomp.register` has not been called.
+        optimizer: any torch optimizer over the model's parameters, or a list of all optimizers that
+            train it. With a list, a step counts when each has been stepped once. Learning rates
+            must be the same on all ranks. This is checked at the first step and at every
+            synchronisation.
+        spec: the schedule, such as ``"every(8)"`` or ``"qsr(alpha=0.0175, h_base=4)"``. The latter
+            reads the largest learning rate of the parameter groups. A list gives one schedule to
+            each optimizer, and the parameters of each then have their own rounds.
+        total_steps: T, the optimizer steps of the run. If the run continues without
+            :meth:`load_state_dict`, the steps that remain.
         warmup_steps: W, steps of learning-rate warm-up.
-        scaler: the loop's ``GradScaler``. One that is switched on and was not handed over is
-            refused at the first step.
-        compress: how pseudo-gradients are averaged, by any method that :func:`torchcomp.register`
-            takes; ``"mean"`` is the exact mean of the parameters.
+        scaler: the loop's ``GradScaler``. The first step raises if an enabled scaler was not
+            passed.
+        compress: how pseudo-gradients are averaged: any method for :func:`torchcomp.register`.
+            ``"mean"`` is the exact mean of the parameters.
         outer: an outer step, ``"slowmo(beta=0.7, alpha=1.0)"`` or ``"nesterov(lr=0.7,
-            momentum=0.9)"`` (:class:`torchcomp.local_sgd.SlowMo`, ``Nesterov``); None takes the
-            mean itself.
+            momentum=0.9)"`` (:class:`torchcomp.local_sgd.SlowMo`, ``Nesterov``). None adds the mean
+            pseudo-gradient to the parameters.
         moments: what a synchronisation does with the optimizers' state: ``"local"`` leaves it
-            alone, ``"average"`` averages it uncompressed, ``"reset"`` starts it anew.
-        fragments: P, pieces of the parameters that synchronise in turn, P times as often and a P-th
-            as much, as in Streaming DiLoCo. Mostly, ranks then hold equal parameters only at the
-            end, and no other number of ranks can go on from a checkpoint before it.
-        overlap: let the average overlap with what follows the optimizer step. Every layer waits for
-            its own parameters, so results are the same bit for bit. Call :meth:`wait` before
-            anything else reads parameters: an EMA, or a module without parameters of its own that
-            reads those of a child which it does not call.
-        process_group: for two levels, a group, or mesh of one dimension such as ``mesh["node"]``,
-            that takes one rank of each node. The average runs over it, and DDP reduces gradients at
-            every step in its own group, the node.
+            alone, ``"average"`` averages it uncompressed, ``"reset"`` clears it.
+        fragments: P, the number of pieces that the parameters are cut into, as in Streaming DiLoCo.
+            The pieces synchronise one after another: P times as often, 1/P of the bytes each time.
+            In most runs, ranks then have equal parameters only at the end. A checkpoint from before
+            the end then needs the same number of ranks.
+        overlap: let the average overlap with the code after the optimizer step. Every layer waits
+            for its own parameters, so results are the same bit for bit. Call :meth:`wait` before
+            other code reads parameters. Examples are an EMA, and a module without parameters that
+            reads those of a child without calling it.
+        process_group: for two levels, a group that contains one rank of each node. A mesh of one
+            dimension, such as ``mesh["node"]``, works as well. Parameters are averaged over this
+            group. DDP reduces gradients at every step in its own group, the node.
         seed: seed of the random choices of ``compress``, a whole number of at least 0.
 
     Raises:
-        SpecError: on all ranks, if an option cannot be used, or the first step's scaler was not
-            handed over.
-        UnsupportedModelError: as for :func:`torchcomp.register`; also from ``optimizer.step()``
-            with ``process_group``, if it trains a parameter that DDP does not know.
-        RankMismatchError: if the ranks give different arguments; at the first step, if their
-            learning rates differ, or, with ``compress``, ``outer`` or ``process_group``, their
-            parameters; at a synchronisation, if they have lost step with each other.
-        ScheduleError: from ``optimizer.step()``, beyond ``total_steps`` or at a learning rate that
+        SpecError: on every rank, if an option cannot be used, or if the first step is taken by a
+            GradScaler that was not passed as ``scaler``.
+        UnsupportedModelError: as for :func:`torchcomp.register`. With ``process_group``, also from
+            ``optimizer.step()`` if it trains a parameter whose gradient DDP does not reduce.
+        RankMismatchError: if the arguments differ between ranks. At the first step, if learning
+            rates differ, or, with ``compress``, ``outer`` or ``process_group``, parameters. At a
+            synchronisation, if the ranks have taken different steps.
+        ScheduleError: from ``optimizer.step()``, after ``total_steps`` or at a learning rate that
             the schedule cannot use.
-        NonFiniteError, WireError: on all ranks, at a synchronisation, if a rank's parameters are
-            not finite, or a message was not intact. No parameter has been averaged then, and the
-            residual is what it was.
+        NonFiniteError, WireError: on every rank, at a synchronisation, if a rank's parameters are
+            not finite or a message is damaged. No parameter has been averaged then, and the
+            residual is unchanged.
     """
 
     def __init__(
@@ -133,25 +136,30 @@ class LocalSGD:
             **{"compress": compress, "outer": outer, "moments": moments, "fragments": fragments},
             **{"overlap": overlap, "seed": seed},
         }
-        given: Any = optimizer
-        optimizers = list(given) if isinstance(given, list | tuple) else [given]
+        # Any, because users also pass objects of other types, which check_arguments() reports.
+        argument: Any = optimizer
+        optimizers = list(argument) if isinstance(argument, list | tuple) else [argument]
         exchange, two_levels = ranks_of(model, process_group), process_group is not None
+        # Inside build(), because an error on one rank alone would leave the others waiting.
         method = exchange.build(
             _OWNER,
-            {**options, "process_group": "one of its own" if two_levels else "none"},
+            {**options, "process_group": "set" if two_levels else "none"},
             lambda: check_arguments(model, optimizers, scaler, two_levels, options),
         )
-        # The optimizer's hooks own this object. It holds model and optimizer weakly: a cycle would
-        # keep the process group, and gloo's threads, alive until after the interpreter has ended.
+        # The optimizer's hooks own this object. It refers to model and optimizer weakly, because a
+        # cycle would keep the process group and gloo's threads alive after the interpreter's end.
         self._steps = LocalSteps(model, optimizers, method, exchange, scaler)
-        # Of each optimizer, how deep it is in its own step; and whether the scaler makes it step,
-        # the hooks count the step, or a closure is evaluated.
+        # How many calls of step() are nested in each optimizer (see _before_step).
         self._depths = [0] * len(optimizers)
+        # Whether scaler.step() is running, whether the hooks count the current step, and whether a
+        # closure is running.
         self._scaling = self._counts = self._evaluating = False
+        # If a change fails, the stack undoes those before it, and the model is as it was.
         with ExitStack() as undo:
             for each in self._changes(model):
                 undo.callback(each)
             self._undo = undo.pop_all()
+        # For a script that ends, or drops this object, inside a round without close().
         self._finalizer = weakref.finalize(self, self._steps.clock.warn_inside_round)
 
     def __repr__(self) -> str:
@@ -159,28 +167,30 @@ class LocalSGD:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule in use, of the first optimizer if each has one; its ``str`` is the spec."""
+        """The schedule, or that of the first optimizer if each has one; its ``str`` is the spec."""
         return self._steps.method.schedules[0]
 
     @property
     def next_sync(self) -> int | None:
-        """The step, counted from 1, at which a round in progress ends first; None between rounds.
+        """The step, counted from 1, at which the round in progress ends; None between rounds.
 
-        Between rounds all ranks hold the same parameters: evaluate and save there.
+        With ``fragments`` or several schedules, this is the earliest end of the rounds in progress.
+        Between rounds, all ranks have the same parameters: evaluate and save there.
         """
         return self._steps.clock.next_sync
 
     @property
     def stats(self) -> Stats:
-        """Counters of this rank: bytes of the last synchronisation and in all."""
+        """Counters of this rank: bytes of the last synchronisation and of the run."""
+        # An all-reduce that is still running has not counted its bytes yet.
         self.wait()
         return replace(self._steps.averages.averager.stats, steps=self._steps.clock.step)
 
     def residual_norms(self, slot: str = "error") -> dict[str, float]:
-        """Euclidean norms by parameter, as :meth:`torchcomp.Averager.residual_norms`.
+        """Euclidean norms by parameter, as in :meth:`torchcomp.Averager.residual_norms`.
 
-        The slot "reference" holds the parameters of the last synchronisation, "outer_momentum" the
-        outer momentum.
+        The slot "reference" stores the parameters of the last synchronisation, "outer_momentum" the
+        momentum of the outer step.
         """
         return self._steps.averages.averager.residual_norms(slot)
 
@@ -189,21 +199,26 @@ class LocalSGD:
         self._steps.averages.wait()
 
     def backward(self, compute: Callable[[], Tensor], tries: int = 24) -> Tensor:
-        """Add the gradients of a micro-batch to ``.grad``, and compute it again while it overflows.
+        """Add a micro-batch's gradients to ``.grad``; compute them again as long as they overflow.
 
-        The paper's remedy for float16: no rank ever skips an optimizer step. It replaces
-        ``scaler.scale(loss).backward()``, once for each micro-batch; gradients are unscaled then,
-        so clip them as they are, and call ``optimizer.step()``, not ``scaler.step(optimizer)``::
+        This is the paper's remedy for float16: no rank ever skips an optimizer step. Call it in
+        place of ``scaler.scale(loss).backward()``, once for each micro-batch. The gradients in
+        ``.grad`` are then unscaled, so clip them directly. Call ``optimizer.step()``, not
+        ``scaler.step(optimizer)``::
 
             optimizer.zero_grad()
             loss = sync.backward(lambda: criterion(model(inputs), targets))
             optimizer.step()
 
-        Dropout draws anew when a micro-batch is computed again, and BatchNorm counts it twice.
+        A repeated forward pass draws new dropout masks and updates BatchNorm's statistics again.
 
         Args:
-            compute: the forward pass of a micro-batch; returns its loss, a scalar, as this does.
-            tries: how often to compute at most; the scale is halved each time (``backoff_factor``).
+            compute: the forward pass of a micro-batch; returns its loss, a scalar.
+            tries: the maximum number of computations. Each failure multiplies the scale by
+                ``backoff_factor``, 0.5 by default.
+
+        Returns:
+            The loss, without the scale.
 
         Raises:
             SpecError: without a scaler.
@@ -212,51 +227,57 @@ class LocalSGD:
         """
         if self._steps.scaler is None:
             raise SpecError(
-                "sync.backward works with the scaler of the loop: torchcomp.LocalSGD(..., "
-                "scaler=scaler)"
+                "sync.backward needs the scaler of the training loop: pass it to "
+                "torchcomp.LocalSGD(..., scaler=scaler)"
             )
         if self._steps.method.two_levels:
+            # One rank's second backward pass would wait in DDP's all-reduce for the other ranks.
             raise UnsupportedModelError(
-                "sync.backward computes again on one rank alone, and with process_group the ranks "
-                "of a node reduce their gradients together: there an overflow reaches all of them, "
-                "so scaler.step(optimizer) skips on all or on none"
+                "sync.backward repeats a backward pass on one rank, which process_group does not "
+                "allow: the ranks of a node reduce gradients together. Use scaler.step(optimizer), "
+                "which skips on all ranks of a node or on none"
             )
         return backward_until_finite(self._steps.scaler, self._steps.optimizers, compute, tries)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's clock, residual and outer momentum: plain tensors, numbers and strings.
+        """Return this rank's step count, rounds, residual and outer momentum.
 
-        Inside a round, weights and optimizer state differ between ranks, so every rank saves its
-        own model, optimizer and this. States saved between rounds fit another number of ranks after
-        :func:`torchcomp.redistribute`; with ``fragments``, mostly only at the end of the run.
-        torch.distributed.checkpoint keeps one value for each name, so give every rank names of its
-        own: ``dcp.save({f"rank{rank}": {"sync": sync.state_dict(), ...}}, checkpoint_id=...)``.
+        The values are plain tensors, numbers and strings. Inside a round, weights and optimizer
+        state differ between ranks: save the model, the optimizer and this on every rank. A state
+        saved between rounds fits another number of ranks after :func:`torchcomp.redistribute`. With
+        ``fragments``, this is usually possible only at the end of the run.
+        torch.distributed.checkpoint stores one value for each name, so use different names on every
+        rank: ``dcp.save({f"rank{rank}": {"sync": sync.state_dict(), ...}}, checkpoint_id=...)``.
 
         Raises:
-            RuntimeError: where some of several optimizers were stepped, and not all.
+            RuntimeError: if some of several optimizers have been stepped and others have not.
         """
         return self._steps.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` of this rank returned; nothing changes on error.
+        """Restore what :meth:`state_dict` of this rank returned; on error, nothing changes.
 
-        Load the rank's own weights after ``DistributedDataParallel(...)``, whose constructor copies
-        rank 0's to all ranks; the next optimizer step checks that they are those of the checkpoint.
+        Load the rank's own weights after ``DistributedDataParallel(...)``, because its constructor
+        copies rank 0's weights to all ranks. The next optimizer step verifies that the weights are
+        those of the checkpoint.
 
         Raises:
-            CheckpointError: if it is another model's, schedule's, run's or rank's, or damaged.
-            RuntimeError: where some of several optimizers were stepped, and not all.
+            CheckpointError: if the state is damaged, or belongs to another model, schedule, run or
+                rank.
+            RuntimeError: if some of several optimizers have been stepped and others have not.
         """
         self._steps.load_state_dict(state)
 
     def close(self) -> None:
-        """Remove every hook and give the model back to DDP; harmless when repeated.
+        """Remove every hook and restore plain DDP; a second call does nothing.
 
-        DDP keeps only equal replicas equal. So close between rounds, or a warning says that
-        parameters differ. To train on, use ``moments="average"`` or a new optimizer: moments of
-        local steps differ between the ranks, and let replicas drift apart without a warning.
+        Close between rounds. DDP assumes that all replicas start equal, and inside a round they do
+        not. Closing there logs a warning. To continue with plain DDP, use ``moments="average"`` or
+        a new optimizer. Otherwise the ranks' moments differ, and the replicas drift apart without a
+        warning.
         """
         self.wait()
+        # Logs the warning if a round is in progress. A finalizer runs once, so it cannot repeat.
         self._finalizer()
         self._undo.close()
 
@@ -267,13 +288,16 @@ class LocalSGD:
         self.close()
 
     def _changes(self, model: DistributedDataParallel) -> Iterator[Undo]:
-        """Change the user's objects, one by one, and yield what undoes each change."""
+        """Install each hook and attribute, and yield the function that removes it."""
         steps = self._steps
+        # With two levels, DDP continues to reduce gradients and broadcast buffers inside the node.
         local = not steps.method.two_levels
         claim(model)
         yield override(model, OWNER, f"{_OWNER}('{steps.method.spec}')")
         yield model.register_forward_pre_hook(self._before_forward(model, local)).remove
         if local:
+            # DDP would reduce gradients in the backward pass and broadcast rank 0's buffers in the
+            # forward pass. Either makes every rank wait for all others at every step.
             yield override(model, "require_backward_grad_sync", False)
             yield override(model, "require_forward_param_sync", False)
             yield override(model, "broadcast_buffers", False)
@@ -282,14 +306,15 @@ class LocalSGD:
             yield optimizer.register_step_pre_hook(before).remove
             yield optimizer.register_step_post_hook(after).remove
         if isinstance(steps.averages, OverlappedAverages):
+            # The stack undoes in reverse: the layers' waiting hooks go before the executor ends.
             yield steps.averages.close
             yield from wait_in_forward(model.module, steps.averages)
         if steps.scaler is not None:
             yield wrap_scaler(steps.scaler, self)
 
     def _before_forward(self, model: DistributedDataParallel, local: bool) -> Any:
-        # A function and not a method, which knows its model: a copy of the model (an average of
-        # weights, say) takes its hooks along, and must neither copy the process group nor count.
+        # copy.deepcopy of the model (for an EMA, say) copies its hooks. Weak references keep it
+        # from copying this object with its process group. The copy's forward passes must not count.
         model_ref, self_ref = weakref.ref(model), weakref.ref(self)
 
         def hook(module: nn.Module, args: Any) -> None:
@@ -297,36 +322,43 @@ class LocalSGD:
             if sync is None or module is not model_ref():
                 return
             if local:
-                # Some scripts set it themselves, to accumulate gradients without no_sync().
+                # Some scripts set this themselves, to accumulate gradients without no_sync().
                 module.require_backward_grad_sync = False
+            # Not for evaluation, which often runs on rank 0 alone.
             if module.training and torch.is_grad_enabled():
                 sync._steps.forward = True
             if not sync._evaluating:
-                # No optimizer steps now: one whose step has raised is not at it any more.
+                # No optimizer is inside step() here, unless a closure runs this forward pass. Torch
+                # calls no hook after a step that raises, so its depth is still above 0: reset it.
                 sync._depths = [0] * len(sync._depths)
 
-        # A compiled model would be compiled anew for every step.
+        # Otherwise a compiled model would be compiled again at every step.
         return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
 
     def _before_step(
         self, index: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self._depths[index]:
-            # torch runs the hooks again for a parent's step that a subclass calls.
+            # A subclass calls super().step(), for which torch runs the hooks again: one step.
             self._depths[index] += 1
             return None
+        # torch.distributed.checkpoint calls step(closure=None). Test for that first, because
+        # creates_state() waits for the device.
         creating = kwargs.get("closure", ...) is None and creates_state(optimizer)
+        # During scaler.step(), wrap_scaler() counts: a skipped step calls no optimizer hook.
         self._counts = not self._scaling and not creating
         if self._counts:
             self._steps.begin(index)
+        # Only now: if begin() raises, the step does not run and the depth must stay 0.
         self._depths[index] = 1
+        # The usual call has no argument but the optimizer itself, and nothing to wrap.
         if len(args) == 1 and not kwargs:
             return None
         watched = partial(self._watched, index)
         return tuple(map(watched, args)), {name: watched(a) for name, a in kwargs.items()}
 
     def _watched(self, index: int, argument: Any) -> Any:
-        """An argument of ``optimizer.step``; of a closure, one that says when it is evaluated."""
+        """Return an argument of ``optimizer.step``, with a closure wrapped to track its calls."""
         if not callable(argument):
             return argument
 
@@ -335,7 +367,7 @@ class LocalSGD:
             try:
                 return argument()
             except BaseException:
-                self._depths[index] = 0  # as there is no hook after a step that raises
+                self._depths[index] = 0  # torch runs no post hook if step() raises
                 raise
             finally:
                 self._evaluating = False
@@ -346,6 +378,7 @@ class LocalSGD:
         self, index: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> None:
         self._depths[index] -= 1
+        # Below 0 if the step itself ran a forward pass outside a closure, which resets the depth.
         if self._depths[index] <= 0:
             self._depths[index] = 0
             if self._counts:
@@ -353,14 +386,16 @@ class LocalSGD:
 
 
 def override(owner: object, name: str, value: Any) -> Undo:
-    """Set an attribute and return what restores it, or removes it where there was none before."""
+    """Set an attribute and return a function that restores it, or deletes it if it is new."""
+    # A property (DDP's broadcast_buffers) is not in vars(owner), and has to be set back. Where a
+    # class attribute is overridden (GradScaler.step), delete the override instead.
     existed = name in vars(owner) or isinstance(getattr(type(owner), name, None), property)
     before = getattr(owner, name) if existed else None
     setattr(owner, name, value)
-    held = weakref.ref(owner)
+    owner_ref = weakref.ref(owner)
 
     def undo() -> None:
-        alive = held()
+        alive = owner_ref()
         if alive is not None and existed:
             setattr(alive, name, before)
         elif alive is not None:
@@ -370,23 +405,25 @@ def override(owner: object, name: str, value: Any) -> Undo:
 
 
 def claim(model: DistributedDataParallel) -> None:
-    """Require that no other LocalSGD averages the module of a model, until this one is closed."""
+    """Require that no other open LocalSGD averages the module of `model`."""
     other = _CLAIMED.get(model.module, lambda: None)()
+    # close() removes OWNER from the model, which also ends its claim.
     if str(getattr(other, OWNER, "")).startswith(_OWNER):
         raise UnsupportedModelError(
-            "another torchcomp.LocalSGD averages this module already, through another "
-            "DistributedDataParallel around it: close() that one before"
+            "another torchcomp.LocalSGD already averages this module through another "
+            "DistributedDataParallel: call close() on that LocalSGD first"
         )
     _CLAIMED[model.module] = weakref.ref(model)
 
 
 def creates_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step does nothing but create the optimizer's state.
+    """Whether this step only creates the optimizer's state, and is not a step of the run.
 
-    torch.distributed.checkpoint takes one, with a learning rate and gradients of 0, if there is no
-    state. A step of a run at a warm-up's learning rate of 0 has gradients.
+    If an optimizer has no state, torch.distributed.checkpoint takes such a step, with learning rate
+    and gradients 0.
     """
     groups = optimizer.param_groups
+    # The gradients decide: a real step in warm-up can have learning rate 0 as well.
     return (
         not optimizer.state
         and all(float(group.get("lr", 0.0)) == 0.0 for group in groups)
@@ -395,7 +432,8 @@ def creates_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def wrap_scaler(scaler: torch.amp.GradScaler, sync: LocalSGD) -> Undo:
-    """Let every ``scaler.step(optimizer)`` count, skipped or not; returns what undoes it."""
+    """Count every ``scaler.step(optimizer)``, skipped or not; return a function that undoes it."""
+    # The scaler often outlives this object, and must not keep it alive.
     step, owner = scaler.step, weakref.ref(sync)
 
     def counted(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -403,6 +441,7 @@ def wrap_scaler(scaler: torch.amp.GradScaler, sync: LocalSGD) -> Undo:
         if sync is None or not sync._finalizer.alive or optimizer not in sync._steps.optimizers:
             return step(optimizer, *args, **kwargs)
         index = sync._steps.optimizers.index(optimizer)
+        # Around the call, because a skipped step runs none of the optimizer's hooks.
         sync._steps.begin(index)
         sync._scaling = True
         try:
@@ -412,16 +451,18 @@ def wrap_scaler(scaler: torch.amp.GradScaler, sync: LocalSGD) -> Undo:
         sync._steps.end(index)
         return result
 
-    undo, mine, held = override(scaler, "step", counted), weakref.ref(counted), weakref.ref(scaler)
-    # Another LocalSGD may have wrapped the scaler since, around this one.
-    return lambda: undo() if getattr(held(), "step", None) is mine() else None
+    undo = override(scaler, "step", counted)
+    mine, scaler_ref = weakref.ref(counted), weakref.ref(scaler)
+    # If another LocalSGD has wrapped the scaler since, undo() would remove its wrapper too. Leave
+    # both: this one passes the call through once it is closed.
+    return lambda: undo() if getattr(scaler_ref(), "step", None) is mine() else None
 
 
 def wait_in_forward(model: nn.Module, averages: OverlappedAverages) -> Iterator[Undo]:
-    """Let every layer of `model`, and its ``state_dict``, wait for what they read.
+    """Make every layer of `model`, and ``state_dict``, wait for the averages that they read.
 
-    A layer is a compiled module, or one with parameters of its own; it also waits for those
-    of its children, which it may read without calling them.
+    A layer is a compiled module, or a module with its own parameters. It also waits for the
+    parameters of its children, because it can read them without calling the children.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():
@@ -429,11 +470,13 @@ def wait_in_forward(model: nn.Module, averages: OverlappedAverages) -> Iterator[
         saving = module.register_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]
         yield saving.remove
     for layer in _layers(model):
+        # torch.compile adds this prefix, and the averager's names do not have it.
         needed = {names[id(p)].replace("_orig_mod.", "") for p in layer.parameters()}
         yield layer.register_forward_pre_hook(_waiter(layer, averages, needed)).remove
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    # A hook inside a compiled module would break its graph, so wait in front of the whole module.
     compiled = isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
     if compiled or any(True for _ in module.parameters(recurse=False)):
         yield module
@@ -446,7 +489,8 @@ def _waiter(module: nn.Module, averages: OverlappedAverages, names: set[str] | N
     owner = weakref.ref(module)
 
     def wait(module: nn.Module, *args: Any) -> None:
-        if module is owner():  # and not a copy of it, which takes its hooks along
+        # copy.deepcopy copies hooks, and a copy of the module has its own parameters.
+        if module is owner():
             averages.wait(names)
 
     return torch.compiler.disable(wait)  # type: ignore[no-untyped-call]

@@ -1,8 +1,9 @@
-"""Optimizer state, averaged: ``moments="average"``, published beside Algorithm 2, as for SlowMo.
+"""Averages of the optimizers' state: ``moments="average"``.
 
-All floating-point tensors but step counts are averaged, in float32 or wider. A rank whose optimizer
-holds nothing of a parameter (that it has not used, or whose steps a GradScaler has skipped so far)
-adds zeros to the mean, and goes on without.
+This is an option in the paper of Algorithm 2 and in SlowMo. All floating-point tensors except step
+counts are averaged, in float32 or wider. An optimizer has no state for a parameter that the rank
+has not used, or if a GradScaler has skipped every step so far. Such a rank adds zeros to the mean
+and continues without state.
 """
 
 import zlib
@@ -22,8 +23,14 @@ from torchcomp.nonfinite import FiniteWatch
 def state_to_average(
     parameters: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, Tensor]:
-    """This rank's state of `parameters`; a SpecError names what cannot be averaged."""
+    """The tensors to average of the optimizers' state for `parameters`, by name and key.
+
+    Raises:
+        SpecError: if the state contains something that cannot be averaged, naming it.
+    """
     found = {}
+    # The name has the optimizer's index, because two optimizers can train the same parameter. The
+    # key comes last: the test for step counts below reads it.
     entries = {
         f"{name}{f' (optimizer {index})' if index else ''} {key}": value
         for index, optimizer in enumerate(optimizers)
@@ -33,11 +40,11 @@ def state_to_average(
     for name, value in entries.items():
         if not isinstance(value, Tensor | Number | str | None):
             raise SpecError(
-                f"moments='average' cannot average the optimizer's state '{name}', a "
-                f"{type(value).__name__} and no tensor or number, and state that is averaged "
-                "in part fits no rank: take moments='local' or 'reset'",
+                f"moments='average' cannot average the optimizer's state '{name}': it is a "
+                f"{type(value).__name__}, not a tensor or number. Use moments='local' or 'reset'",
                 "moments",
             )
+        # Adam's bias correction needs the rank's own count. A rank without state must not lower it.
         counts_steps = name.endswith(" step")
         if isinstance(value, Tensor) and value.is_floating_point() and not counts_steps:
             found[name] = value
@@ -45,15 +52,23 @@ def state_to_average(
 
 
 def mean_state(exchange: Exchange, mine: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-    """The means of all that some rank holds; a NonFiniteError on all ranks if one is not finite."""
+    """The mean over the ranks of every tensor that at least one rank has.
+
+    Raises:
+        NonFiniteError: on every rank, if a mean is not finite.
+    """
     device, tensors = exchange.device, dict(mine)
     layout = {name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()}
+    # Compare a checksum first: usually all ranks have the same tensors, and gathering the names of
+    # all of them costs more than one small collective.
     if not exchange.same(zlib.crc32(repr(sorted(layout.items())).encode())):
         for theirs in exchange.gather_objects(layout):
             for name, (shape, dtype) in theirs.items():
                 if name not in tensors:
                     tensors[name] = torch.zeros(shape, dtype=dtype, device=device)
+    # Sorted, because the order in which an optimizer creates state can differ between ranks.
     means = exact_mean(exchange, dict(sorted(tensors.items())))
+    # One flag on the device, because a test of each mean on the host would wait for each.
     finite = torch.ones((), dtype=torch.bool, device=device)
     for mean in means.values():
         finite &= mean.isfinite().all().to(device)

@@ -1,4 +1,4 @@
-"""Options of local steps: what they mean, and what is refused before training, with the reason."""
+"""Options of local steps: parse them, and refuse before training what cannot work."""
 
 import gc
 from collections import Counter
@@ -34,11 +34,12 @@ Parts = tuple[tuple[Group, tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class LocalMethod:
-    """What the options mean, with one schedule for all optimizers, or one for each.
+    """The parsed options, with one schedule for all optimizers or one for each.
 
     Attributes:
-        parts: by schedule, names of its parameters, and indices of the optimizers that it reads.
-        two_levels: whether DDP goes on to reduce gradients inside nodes.
+        parts: for each schedule, the names of its parameters and the indices of the optimizers
+            whose learning rates it reads.
+        two_levels: whether DDP continues to reduce gradients inside each node.
     """
 
     schedules: tuple[Schedule, ...]
@@ -59,13 +60,14 @@ class LocalMethod:
 
     @property
     def plain(self) -> bool:
-        """Whether a synchronisation is the exact mean of the parameters, and nothing else."""
+        """Whether a synchronisation is only the exact mean of the parameters."""
         return self.aggregator.transparent and self.outer is None
 
 
 def ranks_of(model: DistributedDataParallel, group: ProcessGroup | None) -> ProcessGroupExchange:
-    """The ranks that average with each other; with a `group`, the upper level of a split."""
-    # Not of a parameter that will be refused, on all ranks, for having no values.
+    """The exchange that averages parameters; with `group`, the upper level of two."""
+    # The meta device has no collectives. check_values() refuses such a parameter, but raising on
+    # every rank takes an exchange that works.
     devices = (p.device for p in model.module.parameters() if not p.is_meta)
     device = next(devices, torch.device("cpu"))
     node = ProcessGroupExchange(model.process_group, device)
@@ -79,21 +81,22 @@ def ranks_of(model: DistributedDataParallel, group: ProcessGroup | None) -> Proc
         if not isinstance(chosen, dist.ProcessGroup):
             raise SpecError(
                 "process_group must be a torch.distributed.ProcessGroup or a DeviceMesh of one "
-                f"dimension that holds this rank, not {type(chosen).__name__}"
+                f"dimension that contains this rank, not {type(chosen).__name__}"
             )
         mine = dist.get_process_group_ranks(model.process_group)
         others = dist.get_process_group_ranks(chosen)
         shared = sorted(set(mine) & set(others))
         if shared != [dist.get_rank()]:
             raise SpecError(
-                "process_group averages between groups of ranks that DDP keeps together, so it "
-                f"takes one rank of each; DDP's group of this rank is {mine}, and process_group "
-                f"{others} shares {shared} with it. For local steps of every rank, leave "
-                "process_group out"
+                f"process_group {others} must contain one rank of each of DDP's groups; this "
+                f"rank's DDP group is {mine}, and they share {shared}. To take local steps on "
+                "every rank, leave process_group out"
             )
         return ProcessGroupExchange(chosen, device), {}
 
-    between = node.build("torchcomp.LocalSGD", {"process_group": "one of its own"}, across)
+    # Built over the node: `across` can fail on one rank alone, because groups differ between ranks.
+    between = node.build("torchcomp.LocalSGD", {"process_group": "set"}, across)
+    # From now on an error on one rank is raised on all ranks of both levels.
     Exchange.split(inside=node, between=between)
     return between
 
@@ -105,15 +108,21 @@ def check_arguments(
     two_levels: bool,
     options: dict[str, Any],
 ) -> tuple[LocalMethod, dict[str, Any]]:
-    """What this rank's arguments mean, and the facts that all ranks must share."""
+    """Parse this rank's arguments.
+
+    Returns:
+        The parsed options, and the values that must be equal on all ranks.
+    """
+    # Before check_model(), which refuses a hook as well but does not mention `compress`. With two
+    # levels that advice would be wrong: DDP does reduce gradients.
     if not two_levels:
         check_no_hook(model)
     check_model(model)
     check_values(model)
     if model.static_graph and not two_levels:
         raise UnsupportedModelError(
-            "static_graph=True makes DDP expect an exchange in its first backward pass, and local "
-            "steps exchange no gradients: build DistributedDataParallel without it"
+            "static_graph=True makes DDP expect a gradient all-reduce in its first backward pass, "
+            "and local steps do none: build DistributedDataParallel without it"
         )
     _check_optimizers(optimizers, model, two_levels)
     check_scaler(scaler)
@@ -123,18 +132,18 @@ def check_arguments(
     for index, optimizer in enumerate(optimizers if readers else ()):
         if not all(isinstance(group.get("lr"), Real | Tensor) for group in optimizer.param_groups):
             raise SpecError(
-                f"{readers[0]} reads the learning rate, and {type(optimizer).__name__} (optimizer "
-                f"{index}) has a parameter group without a number as 'lr': take a schedule that "
-                "reads none, such as every(8)",
+                f"{readers[0]} reads the learning rate, but {type(optimizer).__name__} (optimizer "
+                f"{index}) has a parameter group whose 'lr' is not a number: use a schedule that "
+                "does not read it, such as every(8)",
                 "optimizer",
             )
-    facts = {
+    shared = {
         "spec": method.spec,
         "compress": method.aggregator,
         "outer": method.outer,
         "parameters": [(name, tuple(p.shape), p.dtype) for name, p in parameters.items()],
     }
-    return method, facts
+    return method, shared
 
 
 def _method(
@@ -149,10 +158,11 @@ def _method(
 ) -> LocalMethod:
     horizon = Horizon(total_steps, warmup_steps)
     specs = spec if isinstance(spec, list | tuple) else [spec]
+    # `specs is spec` if the user passed a list. A single schedule serves any number of optimizers.
     if specs is spec and len(specs) != len(optimizers):
         raise SpecError(
-            f"{len(specs)} schedules for {len(optimizers)} optimizers: give one schedule for all, "
-            "or a list with one for each optimizer"
+            f"{len(specs)} schedules for {len(optimizers)} optimizers: pass one schedule for all, "
+            "or a list with one for each"
         )
     schedules = tuple(map(parse_schedule, specs))
     for schedule in schedules:
@@ -163,8 +173,8 @@ def _method(
     check_flag("overlap", others["overlap"])
     if not isinstance(compress, str | Component):
         raise SpecError(
-            "compress must be a gradient method such as 'ef(topk(0.01))', or 'mean', which is the "
-            f"exact mean of the parameters; not {compress!r}",
+            "compress must be a gradient method such as 'ef(topk(0.01))', or 'mean' for the exact "
+            f"mean of the parameters, not {compress!r}",
             "compress",
         )
     step = None if outer is None else parse_outer_step(outer)
@@ -174,23 +184,27 @@ def _method(
         parts = _divided(optimizers, parameters)
     fewest = min(len(names) for names, _ in parts)
     if not fewest:
-        raise SpecError("an optimizer with a schedule of its own holds no trained parameter")
+        raise SpecError(
+            "an optimizer with its own schedule has no trained parameter of the model: leave it "
+            "out, or pass one schedule for all optimizers"
+        )
     if others["fragments"] > fewest:
         raise SpecError(
-            f"fragments={others['fragments']}, but there are only {fewest} trained parameters to "
-            "divide, and every fragment takes at least one"
+            f"fragments={others['fragments']}, but only {fewest} trained parameters can be "
+            "divided, and every fragment needs at least one: use fewer fragments"
         )
     method = LocalMethod(schedules, parts, horizon, aggregator, step, **others)
+    # A pseudo-gradient is measured from the averaged parameters, which must be complete by then.
     if method.overlap and not method.plain:
         raise SpecError(
-            "overlap=True goes with the plain average alone (compress='mean', outer=None), because "
-            "the others begin the next round from its result"
+            "overlap=True works only with the plain average (compress='mean', outer=None), because "
+            "pseudo-gradients need the result of the last average before the next round"
         )
     return method
 
 
 def _divided(optimizers: list[torch.optim.Optimizer], parameters: Parameters) -> Parts:
-    """The parameters of each optimizer, which must be in no other one."""
+    """The parameters of each optimizer, which must not share any."""
     parts = []
     for index, optimizer in enumerate(optimizers):
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -198,8 +212,8 @@ def _divided(optimizers: list[torch.optim.Optimizer], parameters: Parameters) ->
     twice = Counter(name for names, _ in parts for name in names) - Counter(list(parameters))
     if twice:
         raise SpecError(
-            f"parameter '{min(twice)}' is in two optimizers that have a schedule each, and it is "
-            "averaged by one: give these optimizers one schedule"
+            f"parameter '{min(twice)}' is in two optimizers with a schedule each, but only one "
+            "schedule can average it: pass one schedule for all optimizers"
         )
     return tuple(parts)
 
@@ -208,14 +222,14 @@ def check_no_hook(model: DistributedDataParallel) -> None:
     """Require a model without a communication hook, which local steps would never call."""
     owner = str(getattr(model, OWNER, ""))
     hooks = [getattr(hook, "__qualname__", "a hook") for hook, _ in model._comm_hooks]
+    # torchcomp's own hook is a function whose name means nothing to the user.
     if owner.startswith(("torchcomp.register", "torchcomp.JointSpar")):
         hooks = [owner]
     if hooks:
         raise UnsupportedModelError(
-            f"{hooks[0]} is already installed on this model, and local steps exchange no gradients "
-            "that it could treat: build DistributedDataParallel without it. What goes together is "
-            "torchcomp.LocalSGD(..., compress='ef(topk(0.01))'), which compresses the "
-            "pseudo-gradients"
+            f"{hooks[0]} is already installed on this model, but local steps exchange no "
+            "gradients: build DistributedDataParallel without it. To compress pseudo-gradients, "
+            "use torchcomp.LocalSGD(..., compress='ef(topk(0.01))')"
         )
 
 
@@ -225,7 +239,7 @@ def check_values(model: DistributedDataParallel) -> None:
         if parameter.is_meta or parameter.layout != torch.strided:
             kind = "on the meta device" if parameter.is_meta else f"sparse ({parameter.layout})"
             raise UnsupportedModelError(
-                f"parameter '{name}' is {kind}, and an average needs dense values: give it some "
+                f"parameter '{name}' is {kind}, and an average needs dense values: materialize it "
                 "before DistributedDataParallel(...)"
             )
 
@@ -235,45 +249,53 @@ def _check_optimizers(
 ) -> None:
     ours = {id(parameter) for parameter in model.parameters()}
     if not optimizers or len(set(map(id, optimizers))) < len(optimizers):
-        raise SpecError("expected one torch.optim.Optimizer, or a list of different ones")
+        raise SpecError(
+            "optimizer must be a torch.optim.Optimizer or a list of distinct ones, not "
+            f"{[type(each).__name__ for each in optimizers]}"
+        )
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise SpecError(f"expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
+            raise SpecError(
+                f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
+            )
+        # Set by Optimizer.__init__, which a wrapper such as PostLocalSGDOptimizer does not call.
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
             raise SpecError(
-                f"{type(optimizer).__name__} wraps another optimizer and takes no hooks: give "
-                "the optimizer inside it, and leave averaging to LocalSGD"
+                f"{type(optimizer).__name__} wraps another optimizer and has no step hooks: pass "
+                "the inner optimizer, and leave averaging to LocalSGD"
             )
-        # By name, because to import its package compiles all functional optimizers.
+        # Compared by name, because importing its package compiles all functional optimizers.
         kinds = {each.__name__ for each in type(optimizer).__mro__}
         if not two_levels and "ZeroRedundancyOptimizer" in kinds:
             raise SpecError(
-                "ZeroRedundancyOptimizer hands every rank's share of the parameters out at each "
-                "step, so no rank takes local steps, and gradients are not reduced: give a plain "
-                "torch.optim optimizer"
+                "ZeroRedundancyOptimizer broadcasts each rank's shard of the parameters at every "
+                "step, so ranks cannot take local steps: use a plain torch.optim optimizer"
             )
         if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
             raise SpecError(
-                "the optimizer holds no parameter of this model: build it from model.parameters()"
+                f"{type(optimizer).__name__} has no parameter of this model: build the optimizer "
+                "from model.parameters()"
             )
 
 
 def check_no_other_scaler(
     optimizers: Sequence[torch.optim.Optimizer], scaler: torch.amp.GradScaler | None
 ) -> None:
-    """Require, while an optimizer steps, that no GradScaler but `scaler` makes it step."""
+    """Require that no GradScaler except `scaler` is calling the current optimizer step."""
     kinds = [torch.amp.GradScaler]
     for kind in kinds:
-        kinds += kind.__subclasses__()
-    # An optimizer does not know who calls it, but a scaler that is at work knows its optimizers. To
-    # look for all of them once takes some hundredths of a second, and patches nothing global.
+        kinds += kind.__subclasses__()  # the list grows during the loop: subclasses of subclasses
+    # An optimizer has no reference to its scaler, but a scaler records the optimizers that it has
+    # unscaled. Searching all scalers once takes some hundredths of a second. A patch of
+    # GradScaler.step would be global.
     for found in gc.get_referrers(*kinds):
         if not isinstance(found, torch.amp.GradScaler) or found is scaler:
             continue
-        states = vars(found).get("_per_optimizer_states", {})  # one that is switched off has none
-        held = [states[id(optimizer)] for optimizer in optimizers if id(optimizer) in states]
-        if any(state["stage"] != OptState.STEPPED for state in held):
+        states = vars(found).get("_per_optimizer_states", {})  # a disabled scaler has none
+        active = [states[id(optimizer)] for optimizer in optimizers if id(optimizer) in states]
+        # STEPPED lasts until scaler.update(): that call of step() is already over.
+        if any(state["stage"] != OptState.STEPPED for state in active):
             raise SpecError(
-                "a GradScaler takes this step, and may skip others on some ranks only, which would "
-                "shift their clocks: hand it over, torchcomp.LocalSGD(..., scaler=scaler)"
+                "a GradScaler that was not passed to LocalSGD takes this optimizer step. It can "
+                "skip steps on some ranks only: use torchcomp.LocalSGD(..., scaler=scaler)"
             )

@@ -1,4 +1,4 @@
-"""Overflow: a micro-batch whose scaled gradients overflow is computed again, and not skipped."""
+"""Overflow: compute a micro-batch again if its scaled gradients overflow, and never skip it."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,40 +16,48 @@ def backward_until_finite(
     compute: Callable[[], Tensor],
     tries: int,
 ) -> Tensor:
-    """Add the unscaled gradients of a micro-batch to ``.grad``, at the first scale that holds them.
+    """Add the unscaled gradients of a micro-batch to ``.grad``, at the first scale that fits.
 
-    1. Set aside what ``.grad`` holds, compute the loss, and go backward from it times the scale.
-    2. Unscale. If something is not finite, lower the scale (``scaler.update()``) and go to 1.
-    3. Add what was set aside.
+    1. Set the gradients of earlier micro-batches aside, and compute the scaled loss and its
+       gradients.
+    2. Unscale them. If any is not finite, lower the scale (``scaler.update()``) and repeat from 1.
+    3. Add the gradients that were set aside.
 
     The scaler's growth interval then counts micro-batches. Any error leaves ``.grad`` as it was.
     """
     check_count("tries", tries)
     parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+    # 1. A copy, because unscale_() would divide earlier micro-batches by the scale a second time.
     aside = [(p, p.grad.clone()) for p in parameters if p.grad is not None]
     finite = False
     try:
+        # A disabled scaler has no scale to lower, so a second try would give the same result.
         for _ in range(tries if scaler.is_enabled() else 1):
             for parameter in parameters:
                 parameter.grad = None
             loss = compute()
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            # 2. Unscale and test.
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
+            # One flag for each gradient, and a single wait for the device.
             found = [nan_unless_finite(p.grad).float() for p in parameters if p.grad is not None]
             finite = not found or bool(torch.stack(found).isfinite().all())
+            # After every try: update() also resets the scaler, so that unscale_() can be called
+            # again for the next micro-batch.
             scaler.update()
             if finite:
                 break
     finally:
+        # After an error, or if no scale fits, drop this micro-batch's gradients.
         for parameter in parameters if not finite else ():
             parameter.grad = None
+        # 3. Restore the earlier micro-batches.
         for parameter, before in aside:
             parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
     if not finite:
         raise NonFiniteError(
-            f"the gradients of a micro-batch were not finite in {tries} tries, the last one at the "
-            f"scale {scaler.get_scale():g}: that is no overflow of the scale; look at the loss and "
-            "the data"
+            f"the gradients of a micro-batch were not finite in {tries} tries; the scale is now "
+            f"{scaler.get_scale():g}. A smaller scale will not help: check the loss and the data"
         )
     return loss

@@ -1,4 +1,4 @@
-"""Rounds: a fragment's round, a step of all optimizers, a synchronisation, and late parameters."""
+"""Rounds: the clock, the rounds of the fragments, synchronisations, and late parameters."""
 
 import logging
 import weakref
@@ -31,56 +31,61 @@ from torchcomp.traffic import sum_bytes
 
 _log = logging.getLogger(__package__)
 
-_SAME_LR = "The learning rate is the same function of the step on all ranks."
+_SAME_LR = "The learning rate must be the same function of the step on all ranks."
 _LOST_STEP = (
-    "Every rank calls optimizer.step() once for each step; one that skips it, or takes it twice, "
-    "works on other batches than the others from then on, and runs out of them at another time. If "
-    f"a GradScaler skips steps, hand it over: torchcomp.LocalSGD(..., scaler=scaler). {_SAME_LR}"
+    "Every rank must call optimizer.step() once for each step. A rank that calls it more or less "
+    "often gets different batches from then on. If a GradScaler skips steps, use "
+    f"torchcomp.LocalSGD(..., scaler=scaler). {_SAME_LR}"
 )
 _OTHER_RANKS = {
-    "world_size": "torchcomp.redistribute(states, world_size) makes states that were saved between "
-    "rounds fit",
+    "world_size": "use torchcomp.redistribute(states, world_size) on states that were saved "
+    "between rounds",
 }
 
 
 @dataclass
 class Fragment:
-    """Parameters that are averaged together, and their round in progress, or the last one."""
+    """Parameters that are averaged together, and their current or last round."""
 
-    groups: tuple[Group, ...]  # names of what is averaged in one bucket
+    groups: tuple[Group, ...]  # each is averaged as one bucket
     schedule: Schedule
     owners: tuple[int, ...]  # indices of the optimizers whose learning rates the schedule reads
-    phase: tuple[int, int]  # the part of a round, as a fraction, that the run's first one takes
-    start: int = 0  # steps before the round
-    end: int = 0  # the step, counted from 1, at whose end it synchronises
-    synced: int = 0  # the step at whose end it synchronised last
-    lrs: list[float] = field(default_factory=list)  # of each parameter group at its first step
-    lr_sum: float = 0.0  # over the steps since the last synchronisation, the largest of each
+    phase: tuple[int, int]  # (p, P): the run's first round takes p/P of a full one
+    start: int = 0  # steps of the run before the round
+    end: int = 0  # the step, counted from 1, after which it synchronises
+    synced: int = 0  # the step after which it synchronised last
+    lrs: list[float] = field(default_factory=list)  # by parameter group, at the first step
+    lr_sum: float = 0.0  # over the steps since `synced`, of the largest learning rate of each
 
     def __str__(self) -> str:
         return f"{self.start} to {self.end}"
 
     @property
     def names(self) -> list[str]:
-        """Of all its parameters."""
+        """Names of all parameters of the fragment."""
         return list(chain.from_iterable(self.groups))
 
     def begin_round(self, step: int, lrs: list[float], method: LocalMethod) -> None:
-        """Fix the length of the round that the next step begins, after `step` others.
+        """Fix the length of the round that begins after `step` steps of the run.
 
-        The schedule reads the largest of `lrs`, or 0. If it raises, nothing changes.
+        The schedule reads the largest of `lrs`, or 0 if there are none. If it raises, nothing
+        changes.
         """
+        # The paper has one learning rate for all parameters. The largest gives the shortest round.
         lr, total = max(lrs, default=0.0), method.horizon.total_steps
         end = self.schedule.round_end(step, lr, method.horizon)
         if step == 0:
+            # Rounded up, so that even a round of one step has at least one step in each phase.
             numerator, denominator = self.phase
             end = -(-end * numerator // denominator)
         self.start, self.end, self.lrs = step, end, lrs
+        # A warm-up learning rate of 1e-6 in the paper's rule makes one round of the whole run.
         if self.schedule.reads_lr and 2 * (end - step) > total:
             _log.warning(
-                "the round from step %d to %d is most of the run (%d steps), because the learning "
-                "rate is %g: no rank averages before its end. If that is a warm-up rate, give "
-                "warmup_steps; else compare the schedule's coefficient with the peak rate",
+                "the round from step %d to %d is more than half of the run (%d steps), because the "
+                "learning rate is %g. The ranks do not average before its end. If this is a "
+                "warm-up learning rate, set warmup_steps. Otherwise compare the schedule's "
+                "coefficient with the peak learning rate",
                 step,
                 end,
                 total,
@@ -90,26 +95,26 @@ class Fragment:
 
 @dataclass
 class Clock:
-    """One rank's steps and rounds.
+    """The optimizer steps and rounds of one rank."""
 
-    Not part of LocalSteps, because the warning of a script that ends keeps it alive till then.
-    """
+    # Not part of LocalSteps: the finalizer that warns at exit keeps the clock alive until then. It
+    # must not keep a dropped model alive.
 
     total_steps: int
     fragments: list[Fragment]
-    step: int = 0  # skipped ones included
+    step: int = 0  # optimizer steps, including those that a GradScaler skipped
 
     @property
     def next_sync(self) -> int | None:
-        """The end of the round in progress that ends first; None if there is none."""
+        """The earliest end of the rounds in progress, or None if there are none."""
         return min((each.end for each in self.fragments if self.step > each.synced), default=None)
 
     def warn_inside_round(self) -> None:
-        """A script that ends inside a round has as many models as ranks, and may not know it."""
+        """Log a warning if a round is in progress, because then every rank has its own model."""
         if self.next_sync is not None:
             _log.warning(
                 "local steps ended at step %d of %d, inside the round from %s: the ranks' "
-                "parameters differ, and what one rank evaluates or saves is its own model only",
+                "parameters differ, so evaluating or saving on one rank uses only its own model",
                 self.step,
                 self.total_steps,
                 " and ".join(map(str, self.fragments)),
@@ -117,17 +122,20 @@ class Clock:
 
 
 def fragments_of(method: LocalMethod, parameters: Parameters, caps: Caps) -> list[Fragment]:
-    """The parameters of every schedule, cut into pieces with rounds out of phase.
+    """Cut the parameters of every schedule into fragments whose rounds are out of phase.
 
-    Pieces are of about equal bytes, in registration order. The first round of piece p of P takes
-    (p + 1)/P of a round, so they synchronise in turn, as in Streaming DiLoCo (Douillard et al.,
-    2025, arXiv 2501.18512), but without its delayed application, which is another algorithm. All
-    synchronise at the end.
+    The fragments have about equal bytes and follow registration order. The first round of fragment
+    p of P (counted from 0) takes (p + 1)/P of a full round. After that, the fragments synchronise
+    one after another, as in Streaming DiLoCo (Douillard et al., 2025, arXiv 2501.18512). Unlike
+    there, the average is applied without a delay, which would be a different algorithm. All
+    fragments synchronise at the end of the run.
     """
     pieces, found = method.fragments, []
     for (names, owners), schedule in zip(method.parts, method.schedules, strict=True):
         sizes = [parameters[name].nbytes for name in names]
+        # A parameter belongs to the piece that contains its middle byte.
         middles = [end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        # max(..., 1), because all parameters can be empty.
         fair = [int(pieces * middle / max(sum(sizes), 1)) for middle in middles]
         for index, (start, stop) in enumerate(pairwise(piece_bounds(fair, pieces))):
             groups = partition([(name, parameters[name]) for name in names[start:stop]], caps)
@@ -138,22 +146,21 @@ def fragments_of(method: LocalMethod, parameters: Parameters, caps: Caps) -> lis
 
 
 def piece_bounds(fair: Sequence[int], pieces: int) -> list[int]:
-    """Where pieces begin and end if each parameter goes to its fair piece, and none is empty."""
+    """The ``pieces + 1`` bounds of the pieces: parameter i in ``fair[i]``, but no piece empty."""
     bounds = [0]
     for index in range(1, pieces):
         before = sum(piece < index for piece in fair)
+        # At least one parameter in the piece that ends here, and one left for each piece after it.
         bounds.append(min(max(before, bounds[-1] + 1), len(fair) - pieces + index))
     return [*bounds, len(fair)]
 
 
 class LocalSteps:
-    """Local steps of one model, without the hooks that drive them.
-
-    Model and optimizers are held weakly, because the optimizers' hooks own what owns this.
+    """Local steps of one model; the hooks of LocalSGD call :meth:`begin` and :meth:`end`.
 
     Attributes:
-        forward: whether a forward pass in training has begun since the last step. Ranks may
-            run different numbers of them per step, but a step without any has lost its batch.
+        forward: whether a forward pass in training has begun since the last step. Ranks can run
+            different numbers of them per step, but a step without any had no batch.
     """
 
     def __init__(
@@ -164,12 +171,13 @@ class LocalSteps:
         exchange: ProcessGroupExchange,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
+        # Weak references, because the optimizers' hooks own LocalSGD, which owns this object.
         self._model = weakref.ref(model)
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self.method, self.scaler = method, scaler
         self.forward = False
         self._missing = 0  # steps without a forward pass before them
-        self._stepped: set[int] = set()
+        self._stepped: set[int] = set()  # indices of the optimizers that have taken this step
         trained = dict(trained_parameters(model))
         fragments = fragments_of(method, trained, bucket_caps(model))
         self.clock = Clock(method.horizon.total_steps, fragments)
@@ -181,33 +189,37 @@ class LocalSteps:
         self.averages = kind(method, exchange, parameters, groups)
         self._averager = self.averages.averager
         self._reads_lr = method.outer is not None and method.outer.reads_lr
-        # What DDP reduces, and what is known: averaged already, or not to be, as DDP ignores it.
+        # Parameters whose gradients DDP reduces.
         self._reduced = set(map(id, trained.values()))
+        # Parameters that never count as late: averaged already, or ignored by DDP.
         named = model.module.named_parameters()
         self._known = {id(p) for name, p in named if name in model.parameters_to_ignore}
         self._known |= set(map(id, parameters.values()))
-        self._added: list[str] = []
-        self._expected_weights: int | None = None
-        # Whether a rank alone has loaded a checkpoint shows only when all ranks look.
+        self._added: list[str] = []  # late parameters since the last synchronisation
+        self._expected_weights: int | None = None  # checksum of a loaded checkpoint's parameters
+        # Whether the ranks have been compared. False on every rank at the start, not only after a
+        # load: if only some ranks load a checkpoint, a comparison needs all ranks to find that.
         self._verified = False
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that are alive."""
+        """The optimizers that still exist."""
         return [each for held in self._optimizers if (each := held()) is not None]
 
-    # A step.
+    # --- A step ---
 
     def begin(self, index: int) -> None:
-        """The optimizer of this index is about to step."""
+        """Prepare for the step that the optimizer of this index is about to take."""
         if index in self._stepped:
             waiting = min(set(range(len(self._optimizers))) - self._stepped)
             raise ScheduleError(
                 f"optimizer {index} was stepped twice before optimizer {waiting} was stepped once: "
-                "with several optimizers, a step counts when each has been stepped once"
+                "step every optimizer once in each step"
             )
+        # The first optimizer of the step has prepared it for all.
         if self._stepped:
             return
+        # Layers that the forward pass did not use have not waited for their averages yet.
         if self.method.overlap:
             self.averages.wait()
         model, step, total = self._model(), self.clock.step, self.clock.total_steps
@@ -215,15 +227,16 @@ class LocalSteps:
             check_not_joined(model)
         if step >= total:
             raise ScheduleError(
-                f"optimizer step {step + 1}, but the run was announced with total_steps="
-                f"{total}, and its last synchronisation has been: announce more steps, or close() "
-                "and go on with plain DDP (with moments='average', or a new optimizer: the ranks' "
-                "moments differ otherwise, and their parameters drift apart)"
+                f"optimizer step {step + 1} exceeds total_steps={total}, after which nothing is "
+                "averaged: pass a larger total_steps, or call close() and continue with plain DDP "
+                "(with moments='average' or a new optimizer, or the ranks' moments differ and "
+                "their parameters drift apart)"
             )
-        self._take_in_late()
+        self._add_late()
         if self._verified:
             self._begin_rounds()
         else:
+            # build() exchanges messages, so it runs only at the first step and after a checkpoint.
             between, advice = self._averager.exchange, f"{checkpoint.ONE_STEP} {_SAME_LR}"
             between.build("the first local step", {}, self._first_step, advice)
             self.averages.start(self._averager.groups)
@@ -231,7 +244,10 @@ class LocalSteps:
             self._verified = True
 
     def end(self, index: int) -> None:
-        """It has stepped, or was skipped; after the last one, the ranks may synchronise."""
+        """Count the step that the optimizer of this index took or skipped.
+
+        After the last optimizer's step, synchronise the fragments whose rounds end.
+        """
         self._stepped.add(index)
         if len(self._stepped) < len(self._optimizers):
             return
@@ -241,7 +257,7 @@ class LocalSteps:
         self.forward = False
         due = []
         for fragment in self.clock.fragments:
-            # Where nothing reads it, no step waits for a learning rate that a device holds.
+            # Wait for a learning rate on an accelerator only if the outer step reads the sum.
             lrs = self._lrs(fragment, wait=self._reads_lr)
             fragment.lr_sum += max(lrs, default=0.0)
             if fragment.end == self.clock.step:
@@ -250,37 +266,48 @@ class LocalSteps:
             self._synchronise(due)
 
     def _begin_rounds(self) -> None:
+        # Now and not in end(): a scheduler sets the new learning rate after the optimizer's step.
         for fragment in self.clock.fragments:
             if fragment.end == self.clock.step:
                 fragment.begin_round(self.clock.step, self._lrs(fragment), self.method)
 
     def _first_step(self) -> tuple[None, dict[str, Any]]:
-        """Check the step that follows the start or a checkpoint, and what ranks must share."""
+        """Check this rank before the first step of the run or after a checkpoint was loaded.
+
+        Returns:
+            None, and the values that must be equal on all ranks.
+        """
+        # A scaler records its optimizer only when it takes a step, so the constructor is too early.
         check_no_other_scaler(self.optimizers, self.scaler)
         model, two_levels = self._model(), self.method.two_levels
+        # A hook can have been registered since the constructor checked.
         if model is not None and not two_levels:
             check_no_hook(model)
+        # The plain average makes any parameters equal. Pseudo-gradients are applied to x, and ranks
+        # of a node reduce gradients: both need equal parameters at the start.
         must_be_equal = two_levels or not self.method.plain
         digest = None
         if self._expected_weights is not None or must_be_equal:
             digest = checkpoint.digest_of(self._averager.parameters)
         if self._expected_weights not in (None, digest):
             raise CheckpointError(
-                "parameters that are not those of the checkpoint: every rank loads its own weights "
+                "the parameters are not those of the checkpoint: load each rank's own weights "
                 "after DistributedDataParallel(...), whose constructor copies rank 0's to all ranks"
             )
-        facts: dict[str, Any] = {"step": self.clock.step}
+        shared: dict[str, Any] = {"step": self.clock.step}
+        # Inside a round the parameters differ between ranks by design.
         if must_be_equal and self.clock.next_sync is None:
-            facts["checksum of the parameters"] = digest
+            shared["checksum of the parameters"] = digest
         self._begin_rounds()
-        facts["round"] = ", ".join(map(str, self.clock.fragments))
-        facts["learning rates at its start"] = [each.lrs for each in self.clock.fragments]
-        return None, facts
+        shared["round"] = ", ".join(map(str, self.clock.fragments))
+        shared["learning rates at its start"] = [each.lrs for each in self.clock.fragments]
+        return None, shared
 
     def _lrs(self, fragment: Fragment, wait: bool = True) -> list[float]:
-        """The learning rates of its parameter groups that have a number as "lr".
+        """The learning rates of the fragment's parameter groups, where "lr" is a number.
 
-        Without `wait` there are none if a device holds one, because to read it would wait for it.
+        Without `wait`, return an empty list if any of them is a tensor on an accelerator, because
+        reading it would wait for the device.
         """
         lrs = []
         for index in fragment.owners:
@@ -293,15 +320,20 @@ class LocalSteps:
                     lrs.append(float(lr))
         return lrs
 
-    # A synchronisation.
+    # --- A synchronisation ---
 
     def _synchronise(self, due: list[Fragment]) -> None:
-        """End the round of every fragment that is due, on all ranks or, with an error, on none."""
+        """Average the `due` fragments and end their rounds.
+
+        If this raises, it raises on every rank and no round has ended.
+        """
         step, optimizers, policy = self.clock.step, self.optimizers, self.method.moments
         averager, held = self._averager, self._averager.parameters
         exchange, parameters = averager.exchange, {n: held[n] for each in due for n in each.names}
 
-        def facts() -> tuple[dict[str, Tensor], dict[str, Any]]:
+        # 1. Verify that all ranks are at the same step with the same learning rates. A rank that
+        #    was stepped once too often would otherwise average a different round.
+        def state_and_shared() -> tuple[dict[str, Tensor], dict[str, Any]]:
             mine = state_to_average(parameters, optimizers) if policy == "average" else {}
             return mine, {
                 "steps": step,
@@ -312,16 +344,20 @@ class LocalSteps:
                 "parameters added": ", ".join(self._added) or "none",
             }
 
-        mine = exchange.build("synchronisation", {}, facts, _LOST_STEP)
+        mine = exchange.build("synchronisation", {}, state_and_shared, _LOST_STEP)
         averager.begin()
+        # 2. Compute the means of the optimizers' state, which can raise. Nothing is written yet.
         means = mean_state(exchange, mine, step) if policy == "average" else {}
         groups, dense_bytes = [], 0
         for fragment in due:
             steps = step - fragment.synced
             groups += [(group, fragment.lr_sum / steps) for group in fragment.groups]
             nbytes = sum(held[name].nbytes for name in fragment.names)
+            # Plain DDP would have reduced these gradients at each of the round's steps.
             dense_bytes += steps * sum_bytes(nbytes, exchange.world_size)
+        # 3. Average the parameters. This raises on every rank, or on none.
         self.averages.synchronise(groups, step, dense_bytes)
+        # 4. Now that every rank has succeeded, change the optimizers' state and close the rounds.
         for name, tensor in mine.items():
             tensor.copy_(means[name])
         for optimizer in optimizers if policy == "reset" else ():
@@ -331,19 +367,24 @@ class LocalSteps:
             fragment.synced, fragment.lr_sum = step, 0.0
         self._added.clear()
         if step == self.clock.total_steps:
-            self.averages.wait()  # nothing follows that the last average could overlap with
+            self.averages.wait()  # the run is over: no later step could overlap with this average
 
-    # Parameters that begin to be trained after local steps have begun.
+    # --- Parameters that are trained only later ---
 
-    def _take_in_late(self) -> None:
-        """Average what the optimizers have begun to train of the model, before its first change."""
+    def _add_late(self) -> None:
+        """Add the parameters of the model that an optimizer is about to train for the first time.
+
+        They can be new, or unfrozen since the last step.
+        """
         model = self._model()
         for index, optimizer in enumerate(self.optimizers):
             trained = [p for group in optimizer.param_groups for p in group["params"]]
             late = {id(p) for p in trained if p.requires_grad} - self._known
             if late and model is not None:
                 named = model.module.named_parameters()
+                # torch.compile adds this prefix. Names must match those of an uncompiled model.
                 new = {n.replace("_orig_mod.", ""): p for n, p in named if id(p) in late}
+                # Empty if the optimizer also trains parameters outside the model.
                 if new:
                     self._add(model, index, new)
 
@@ -352,20 +393,24 @@ class LocalSteps:
         if unknown and self.method.two_levels:
             raise UnsupportedModelError(
                 f"parameter '{unknown[0]}' was frozen or not in the model when "
-                "DistributedDataParallel was built, which does not reduce its gradients inside the "
-                "nodes: close(), build DistributedDataParallel anew, and LocalSGD after it"
+                "DistributedDataParallel was built, so its gradients are not reduced inside the "
+                "nodes: call close(), then build DistributedDataParallel and LocalSGD again"
             )
         check_values(model)
         groups = partition(new.items(), bucket_caps(model))
+        # The last fragment with this optimizer's schedule. Cutting the pieces again would break
+        # the rounds in progress.
         home = [fragment for fragment in self.clock.fragments if index in fragment.owners][-1]
         home.groups = (*home.groups, *groups)
         self._known |= set(map(id, new.values()))
         self._averager.add(new, groups)
         self.averages.start(groups)
+        # Verified at the next synchronisation. Pseudo-gradients need the same first values on all
+        # ranks, but the plain average makes any values equal.
         digest = 0 if self.method.plain else checkpoint.digest_of(new)
         self._added.append(f"{', '.join(new)} (checksum {digest})")
 
-    # Checkpoints.
+    # --- Checkpoints ---
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`torchcomp.LocalSGD.state_dict`."""
@@ -391,8 +436,11 @@ class LocalSteps:
         self._require_whole_step("load_state_dict")
         section: Any = state.get("local_sgd") if isinstance(state, Mapping) else None
         _SECTION(section, "local_sgd")
+        # Check everything before restore(), so that an error changes nothing.
         self._check(section)
         restore = self._averager.prepare(state, _OTHER_RANKS)
+        # Take the groups from the checkpoint. bucket_cap_mb can differ in this run, and a
+        # compressor that selects per group would then select other entries.
         groups = [tuple(group) for group in state["groups"]]
         fragments = []
         for fragment, saved in zip(self.clock.fragments, section["fragments"], strict=True):
@@ -402,23 +450,25 @@ class LocalSteps:
         once = sorted(chain.from_iterable(names)) == sorted(self._averager.parameters)
         if not once or names != [sorted(saved["names"]) for saved in section["fragments"]]:
             raise CheckpointError(
-                "a damaged checkpoint: local_sgd.fragments must hold every parameter once, and "
-                "whole groups"
+                "a damaged checkpoint: local_sgd.fragments must contain every parameter once, and "
+                "only whole groups"
             )
         restore()
         self.clock.fragments, self.clock.step = fragments, section["step"]
+        # The weights are checked at the next step: users load them before or after this state.
         self._expected_weights, self._verified = section["weights"], False
 
     def _require_whole_step(self, call: str) -> None:
         if self._stepped:
             raise RuntimeError(
-                f"{call} where some optimizers were stepped and others were not: call it when each "
-                "has been stepped once"
+                f"{call} was called after only optimizers {sorted(self._stepped)} of "
+                f"{len(self._optimizers)} were stepped: call it when each has been stepped once"
             )
+        # The parameters, and their checksum, must be those after the average.
         self.averages.wait()
 
     def _fixed(self) -> dict[str, Any]:
-        """What must not change from a checkpoint to the run that loads it."""
+        """The settings that must be the same in a checkpoint and in the run that loads it."""
         return {
             "schedule": self.method.spec,
             "total_steps": self.clock.total_steps,
@@ -429,14 +479,14 @@ class LocalSteps:
         }
 
     def _check(self, section: dict[str, Any]) -> None:
-        """Require a section of this run, of this rank or of all, and with a clock that can be."""
+        """Require consistent rounds, this run's settings and, inside a round, this rank."""
         rounds = section["fragments"]
         here = {**self._fixed(), "fragments": len(self.clock.fragments)}
         there = {**section, "fragments": len(rounds)}
         for name, value in here.items():
             if there[name] != value:
                 raise CheckpointError(
-                    f"the checkpoint was taken with {name}={there[name]}, and this run has "
+                    f"the checkpoint was saved with {name}={there[name]}, but this run has "
                     f"{name}={value}"
                 )
         step, total = section["step"], section["total_steps"]
@@ -444,17 +494,18 @@ class LocalSteps:
             in_order = each["start"] <= step <= each["end"] <= total and each["synced"] <= step
             if not in_order or each["lr_sum"] < 0 or section["syncs"] > step:
                 raise CheckpointError(
-                    f"a damaged checkpoint: step {step} of {total}, {section['syncs']} "
-                    f"synchronisations, the last one at step {each['synced']}, and the round from "
-                    f"{each['start']} to {each['end']} cannot all be"
+                    f"a damaged checkpoint: its values contradict each other: step {step} of "
+                    f"{total}, {section['syncs']} synchronisations, the last one at step "
+                    f"{each['synced']}, and the round from {each['start']} to {each['end']}"
                 )
         between = self._averager.exchange
         saver, mine = section["saved_by"], [between.rank, between.world_size]
+        # Inside a round, the local steps of the other ranks are in their own checkpoints only.
         if any(step > each["synced"] for each in rounds) and saver != mine:
             raise CheckpointError(
-                "the checkpoint was taken by rank {} of {} inside a round, and holds that rank's "
-                "local progress alone: only states that were saved between rounds (sync.next_sync "
-                "is None) fit another number of ranks".format(*saver)
+                "the checkpoint was saved by rank {} of {} inside a round, and contains only that "
+                "rank's local steps: load it on that rank. Only states saved between rounds "
+                "(sync.next_sync is None) fit another number of ranks".format(*saver)
             )
 
 
