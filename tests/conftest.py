@@ -1,4 +1,4 @@
-"""What holds for the whole suite, however it was started."""
+"""Settings for the whole test suite, however it is started."""
 
 import random
 import signal
@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-# A shell starts background jobs with SIGINT ignored, and all their children inherit that: the tests
-# that interrupt a process would wait for an interrupt that never comes.
+# A shell starts background jobs with SIGINT ignored, and their children inherit this. Without a
+# handler, the tests that interrupt a process would wait forever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The same examples every time, and none that fails because the machine is busy.
+# The "ci" profile draws the same examples in every run and has no deadline.
 hypothesis.settings.load_profile("ci")
 
 
 @pytest.fixture(autouse=True)
 def _global_generators() -> None:
-    """A test that fails does so again, alone or among others: none draws what another has left."""
+    """Seed the global generators, so that a test gives the same result alone and in the suite."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

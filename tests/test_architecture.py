@@ -1,4 +1,4 @@
-"""The shape of torchcomp: who may import whom, who may talk to other ranks, how long things are."""
+"""Architecture of torchcomp: imports between layers, calls of collectives, lengths of functions."""
 
 import __future__
 
@@ -25,7 +25,7 @@ from torchcomp.wire import Field
 
 PACKAGE = Path(torchcomp.__file__).parent
 
-# From the bottom up. A module (or sub-package) imports from lower layers, or from its own.
+# From the bottom up. A module (or sub-package) imports from lower layers or from its own layer.
 LAYERS = [
     {"errors", "_version"},
     {"checks"},
@@ -48,7 +48,7 @@ LAYERS = [
 ]
 HEIGHT = {unit: height for height, layer in enumerate(LAYERS) for unit in layer}
 
-# What moves data or waits for other ranks; process groups themselves may be made elsewhere.
+# Functions that send data or wait for other ranks. Process groups can be created in any file.
 VERBS = ("all_", "broadcast", "reduce", "gather", "scatter", "barrier", "monitored_barrier")
 VERBS += ("send", "recv", "isend", "irecv", "batch_isend")
 COLLECTIVES = {name for name in vars(dist) if name.startswith(VERBS)}
@@ -64,7 +64,7 @@ class Source:
 
     @property
     def unit(self):
-        """The module of the top level, or the sub-package, that the file belongs to."""
+        """The top-level module or sub-package that the file belongs to."""
         return self.path.removesuffix(".py").split("/")[0]
 
 
@@ -78,7 +78,7 @@ SOURCES = read(PACKAGE)
 
 
 def planted(path, text):
-    """The real package with one file more, or with one file's text replaced."""
+    """The sources of torchcomp with one file added or replaced."""
     return [source for source in SOURCES if source.path != path] + [Source(path, ast.parse(text))]
 
 
@@ -90,7 +90,7 @@ def test_the_sources_are_found():
 
 
 def imported_units(source, units):
-    """The units of torchcomp that a file imports anywhere, also inside of functions."""
+    """The units of torchcomp that a file imports, at the top level or inside functions."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -106,7 +106,7 @@ def imported_units(source, units):
 
 
 def absolute(node, source):
-    """The module that a ``from`` import names, with its leading dots resolved."""
+    """The absolute module name of a ``from`` import, with its leading dots resolved."""
     if not node.level:
         return node.module
     parents = ["torchcomp", *source.path.split("/")[:-1]]
@@ -115,7 +115,7 @@ def absolute(node, source):
 
 
 def imports(sources):
-    """unit -> the other units that it imports."""
+    """Map each unit to the other units that it imports."""
     units = {source.unit for source in sources}
     graph = {unit: set() for unit in units}
     for source in sources:
@@ -132,9 +132,9 @@ def upward_imports(sources):
     ]
 
 
-def test_every_module_has_its_place_in_the_layers():
-    homeless = {source.unit for source in SOURCES} - set(HEIGHT)
-    assert not homeless, f"put {homeless} into LAYERS"
+def test_every_module_is_in_a_layer():
+    missing = {source.unit for source in SOURCES} - set(HEIGHT)
+    assert not missing, f"add {missing} to LAYERS"
 
 
 def test_nothing_imports_upward():
@@ -162,26 +162,26 @@ def test_imports_have_no_cycle():
         ("state.py", "from torchcomp.averager import Averager", "state imports averager"),
     ],
 )
-def test_an_upward_import_would_be_found(path, text, found):
+def test_an_upward_import_is_found(path, text, found):
     assert upward_imports(planted(path, text)) == [found]
 
 
-def test_a_cycle_would_be_found():
+def test_a_cycle_is_found():
     sources = planted("bucket.py", "from torchcomp.state import State")
     with pytest.raises(graphlib.CycleError):
         graphlib.TopologicalSorter(imports(sources)).prepare()
 
 
 @pytest.mark.parametrize("text", ["from torchcomp.keys import Key", "from .topk import TopK"])
-def test_a_downward_import_is_let_through(text):
+def test_a_downward_import_is_allowed(text):
     assert upward_imports(planted("compressors/new.py", text)) == []
 
 
-# --- One file talks to other ranks ----------------------------------------------------------------
+# --- One file calls collectives -------------------------------------------------------------------
 
 
 def dotted(node):
-    """'torch.distributed.all_reduce' of such an expression; '' of any other."""
+    """The dotted name of an expression such as torch.distributed.all_reduce, or ''."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -191,7 +191,7 @@ def dotted(node):
 
 
 def aliases(tree):
-    """name -> what it stands for, for every import of a file."""
+    """Map each imported name of a file to its full name."""
     known = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -204,7 +204,7 @@ def aliases(tree):
 
 
 def collectives(source):
-    """Collectives of torch.distributed that a file imports or names, getattr included."""
+    """Yield the collectives of torch.distributed that a file uses, also through getattr."""
     known = aliases(source.tree)
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call) and dotted(node.func) == "getattr":
@@ -239,17 +239,18 @@ def test_one_file_calls_collectives():
         "def f():\n    from torch.distributed.nn.functional import all_reduce\n    all_reduce(x)",
     ],
 )
-def test_a_collective_elsewhere_would_be_found(text):
+def test_a_collective_in_another_file_is_found(text):
     assert "spec.py" in callers_of_collectives(planted("spec.py", text))
 
 
-def test_making_a_group_is_no_collective():
+def test_creating_a_group_is_not_a_collective():
     text = "import torch.distributed as dist\ndist.new_group([0]); exchange.gather(x)"
     assert "spec.py" not in callers_of_collectives(planted("spec.py", text))
 
 
 def test_hook_is_a_function_whose_annotations_are_types():
-    # DDP compares them with the types: "from __future__ import annotations" makes them strings.
+    # DDP compares the annotations with types. "from __future__ import annotations" would turn them
+    # into strings.
     code = handle.hook.__code__
     assert not code.co_flags & __future__.annotations.compiler_flag
     assert code.co_varnames[:2] == ("state", "bucket")
@@ -262,7 +263,7 @@ def test_hook_is_a_function_whose_annotations_are_types():
 
 
 def functions(sources):
-    """'file:name' -> lines of the body without its docstring, for every function and method."""
+    """Map each function and method to the lines of its body, without the docstring."""
     return {
         f"{source.path}:{node.lineno} {node.name}": body_lines(node)
         for source in sources
@@ -284,9 +285,9 @@ PACKAGES = sorted({source.unit for source in SOURCES if "/" in source.path})
 
 
 def helpers(sources):
-    """Lines of what a package has split off by itself: its own functions and private methods.
+    """Yield the lengths of functions and private methods.
 
-    Methods of an interface and properties are as short as their class has little to say.
+    Properties and public methods are left out, because their interface often makes them short.
     """
     for source in sources:
         for owner in ast.walk(source.tree):
@@ -303,7 +304,7 @@ IMPLIED = {"property", "cached_property", "abstractmethod"}
 
 
 @pytest.mark.parametrize("unit", PACKAGES)
-def test_functions_of_a_package_are_neither_slivers_nor_slabs(unit):
+def test_functions_of_a_package_are_neither_too_short_nor_too_long(unit):
     sources = [source for source in SOURCES if source.unit == unit]
     assert statistics.median(functions(sources).values()) <= 10
     lengths = list(helpers(sources))
@@ -325,17 +326,17 @@ def asserts(sources):
     ]
 
 
-def test_nothing_is_checked_by_assert_because_python_can_switch_it_off():
+def test_no_assert_is_used_because_python_can_disable_it():
     assert asserts(SOURCES) == []
     assert asserts(planted("new.py", "def f(x):\n    assert x")) == ["new.py:2"]
 
 
-# --- A new method is its file and its line --------------------------------------------------------
+# --- A new method needs one file and one line -----------------------------------------------------
 
 
 @dataclass(frozen=True)
 class MeanOnly(Compressor):
-    """A compressor that this file alone defines: every element becomes the vector's mean."""
+    """A compressor that exists in this file only: every element becomes the vector's mean."""
 
     name: ClassVar[str] = "meanonly"
 
@@ -358,7 +359,7 @@ class MeanOnly(Compressor):
         return None
 
 
-def test_a_new_compressor_is_its_class_and_its_registry_line(monkeypatch):
+def test_a_new_compressor_needs_its_class_and_its_registry_line(monkeypatch):
     monkeypatch.setitem(spec.COMPONENTS, MeanOnly.name, MeanOnly)
     method = torchcomp.parse("ef(meanonly(shift=1.0))")
     assert method == EF(MeanOnly(1.0))
@@ -385,11 +386,11 @@ def files_naming(cls):
     }
 
 
-# Identity is also what the plain mean is made of.
+# Without Identity, which Mean uses as its default compressor.
 OTHERS = [cls for cls in spec.COMPRESSORS if cls is not Identity]
 
 
 @pytest.mark.parametrize("cls", OTHERS, ids=lambda cls: cls.name)
-def test_a_compressor_is_named_in_its_file_and_in_the_registry_alone(cls):
+def test_a_compressor_is_named_only_in_its_file_and_in_the_registry(cls):
     own = f"{cls.__module__.removeprefix('torchcomp.').replace('.', '/')}.py"
     assert files_naming(cls) == {own, "compressors/__init__.py"}

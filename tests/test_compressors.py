@@ -1,4 +1,4 @@
-"""The contract of compressors: every registered one is held to what it declares."""
+"""Contract tests: every registered compressor must have the properties that it declares."""
 
 import random
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ KEY = Key(seed=7, step=3, tensor=11, rank=1)
 
 @dataclass(frozen=True)
 class Example:
-    """A compressor, and the magnitudes for which its docstring promises its alpha."""
+    """A compressor, and the range of magnitudes in which its declared alpha is valid."""
 
     compressor: object
     lowest: float = 0.0
@@ -28,7 +28,7 @@ class Example:
         return str(self.compressor)
 
     def admit(self, x):
-        """`x` with its non-zero magnitudes moved into the promised range."""
+        """Return `x` with its non-zero magnitudes clamped to the range."""
         magnitude = x.abs().clamp(self.lowest, self.highest)
         return torch.where(x == 0, x, magnitude.copysign(x))
 
@@ -36,7 +36,7 @@ class Example:
 BF16, FP16 = torch.finfo(torch.bfloat16), torch.finfo(torch.float16)
 FP32 = torch.finfo(torch.float32)
 FINE = 128 * FP32.tiny
-"""Where a block's scale, a 127th of its maximum, is of full precision."""
+"""From this block maximum on, the scale (maximum / 127) is a normal float32."""
 EXAMPLES = [
     Example(Identity()),
     Example(TopK(0.25)),
@@ -61,13 +61,13 @@ COMPRESSOR_EXAMPLES = [example.compressor for example in EXAMPLES]
 
 
 def every_example(where=lambda compressor: True):
-    """Run a test for every example whose compressor is as `where` says."""
+    """Run a test for every example whose compressor satisfies `where`."""
     fitting = [example for example in EXAMPLES if where(example.compressor)]
     return pytest.mark.parametrize("example", fitting, ids=str)
 
 
 def every_compressor(where=lambda compressor: True):
-    """Run a test for every compressor of EXAMPLES that is as `where` says."""
+    """Run a test for every compressor of EXAMPLES that satisfies `where`."""
     fitting = [compressor for compressor in COMPRESSOR_EXAMPLES if where(compressor)]
     return pytest.mark.parametrize("compressor", fitting, ids=str)
 
@@ -81,7 +81,7 @@ def unbiased(compressor):
 
 
 def adversarial_vectors(n):
-    """Float64 vectors of `n` elements that are hard on one compressor or another."""
+    """Float64 vectors of `n` elements, each a difficult input for some compressor."""
     noise = torch.Generator().manual_seed(n)
     normal = torch.randn(n, generator=noise, dtype=torch.float64)
     signs = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(n)[:n]
@@ -107,7 +107,7 @@ every_vector = pytest.mark.parametrize("vector", VECTORS)
 
 
 def dense(compressor, x, key=KEY):
-    """What the receiver of the message decodes."""
+    """Encode and decode `x`."""
     parts = compressor.encode(x.clone(), key).parts
     return compressor.decode(parts, torch.full_like(x, torch.nan), key)
 
@@ -117,15 +117,14 @@ def relative_errors(compressor, x, draws):
     largest = x.abs().max()
     if not largest:
         return torch.stack([dense(compressor, x, Key(s)).norm() for s in range(draws)])
-    # Scaled to 1 first, so that squares of the smallest and largest numbers neither vanish nor
-    # overflow.
+    # Scale to 1 first: squares of the smallest numbers underflow, those of the largest overflow.
     unit = x / largest
     errors = [(dense(compressor, x, Key(seed)) / largest - unit).norm() for seed in range(draws)]
     return (torch.stack(errors) / unit.norm()) ** 2
 
 
 def at_most(samples, bound):
-    """Whether a mean is within `bound`, up to rounding and five standard errors of a random one."""
+    """Whether the mean of `samples` is at most `bound`, up to rounding and 5 standard errors."""
     noise = 5 * samples.std() / len(samples) ** 0.5
     return bool(samples.mean() <= bound * (1 + 1e-12) + noise)
 
@@ -266,7 +265,7 @@ def test_encoding_a_sum_is_adding_and_encoding(compressor):
 
 
 @every_compressor(where=contractive)
-def test_a_sum_is_cut_off_at_the_largest_number_of_the_wire(compressor):
+def test_a_sum_is_clamped_to_the_range_of_the_message_dtype(compressor):
     g, e = torch.linspace(-2, 2, 300).half(), torch.full((300,), 1e6)
     out = torch.empty(300)
     encoded = compressor.encode_sum(g.clone(), e, out, KEY, Scratch(), torch.float16)
@@ -278,24 +277,24 @@ def test_a_sum_is_cut_off_at_the_largest_number_of_the_wire(compressor):
 @every_compressor()
 def test_subtracting_leaves_what_was_not_sent(compressor):
     x = torch.randn(300, generator=torch.Generator().manual_seed(0))
-    encoded, rest = compressor.encode(x.clone(), KEY), x.clone()
-    compressor.subtract(encoded, rest, KEY)
+    encoded, residual = compressor.encode(x.clone(), KEY), x.clone()
+    compressor.subtract(encoded, residual, KEY)
     decoded = compressor.decode(encoded.parts, torch.empty(300), KEY)
-    assert torch.equal(rest, x - decoded)
-    compressor.subtract(encoded, rest, KEY, weight=-1.0)
-    torch.testing.assert_close(rest, x, rtol=0, atol=1e-5)
+    assert torch.equal(residual, x - decoded)
+    compressor.subtract(encoded, residual, KEY, weight=-1.0)
+    torch.testing.assert_close(residual, x, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @every_compressor()
-def test_what_is_not_finite_shows_in_what_the_message_decodes_to(compressor, dtype, odd):
-    # Every rank learns of it there: no other message says that a gradient was not finite.
-    for n, places in ((1, [0]), (300, [0, 131, 299])):
-        for place in places:
+def test_a_message_of_a_non_finite_vector_decodes_to_a_non_finite_vector(compressor, dtype, odd):
+    # Other ranks detect a non-finite gradient in the decoded message only.
+    for n, positions in ((1, [0]), (300, [0, 131, 299])):
+        for position in positions:
             x = torch.ones(n, dtype=dtype)
-            x[place] = odd
-            assert not dense(compressor, x).isfinite().all(), (n, place)
+            x[position] = odd
+            assert not dense(compressor, x).isfinite().all(), (n, position)
 
 
 # --- TopK -----------------------------------------------------------------------------------------
@@ -306,18 +305,18 @@ def chosen(x, k):
 
 
 def naive_topk(x, k):
-    """Sort by (-|x|, index) in float64, NaN as infinite, and take the first k."""
+    """Reference: sort by (-|x|, index) in float64, with NaN as infinity, and take the first k."""
     magnitude = np.where(np.isnan(x), np.inf, np.abs(x)).tolist()
     return sorted(sorted(range(len(x)), key=lambda i: (-magnitude[i], i))[:k])
 
 
 @pytest.fixture(params=["fast", "host", "device"])
 def selection(request, monkeypatch):
-    """All ways to select, the plain one for accelerators run on this CPU."""
+    """All implementations of the selection. The one for accelerators runs on this CPU."""
     if request.param != "fast":
         monkeypatch.setattr(select, "_fast", lambda x: None)
-        chosen_way = getattr(select, f"largest_on_{request.param}")
-        monkeypatch.setattr(select, "largest_on_host", chosen_way)
+        implementation = getattr(select, f"largest_on_{request.param}")
+        monkeypatch.setattr(select, "largest_on_host", implementation)
 
 
 @pytest.mark.usefixtures("selection")
@@ -337,7 +336,7 @@ def test_topk_of_zeros_keeps_the_lowest_indices():
 
 
 @pytest.mark.usefixtures("selection")
-def test_topk_ranks_nan_and_infinities_first_and_alike():
+def test_topk_ranks_nan_and_infinities_first_and_as_equal():
     top = torch.finfo(torch.float32).max
     inf, nan = float("inf"), float("nan")
     assert chosen([top, nan, -top, -inf, 1.0, inf], 3) == [1, 3, 5]
@@ -346,7 +345,7 @@ def test_topk_ranks_nan_and_infinities_first_and_alike():
 
 
 @pytest.mark.usefixtures("selection")
-def test_topk_tells_the_largest_number_from_infinity():
+def test_topk_ranks_infinity_above_the_largest_number():
     top = torch.finfo(torch.float32).max
     assert chosen([top, 1.0, float("inf")], 1) == [2]
 
@@ -356,7 +355,7 @@ def test_topk_tells_the_largest_number_from_infinity():
 def test_topk_equals_sorting(dtype):
     noise = torch.Generator().manual_seed(1)
     for n in (1, 2, 3, 5, 17, 64, 257, 1000, 4099):
-        # Few distinct values, so that ties are everywhere; the decimal part breaks some of them.
+        # `coarse` has few distinct values and many ties, `fine` has no ties.
         coarse = torch.randint(-4, 5, (n,), generator=noise).double()
         fine = torch.randn(n, generator=noise, dtype=torch.float64)
         for x in (coarse.to(dtype), fine.to(dtype)):
@@ -386,7 +385,7 @@ def test_randk_keeps_k_entries_the_same_on_every_rank():
 
 
 @pytest.mark.parametrize("other", [Key(6, 2, 9), Key(5, 3, 9), Key(5, 2, 10)], ids=str)
-def test_randk_draws_anew_for_another_seed_step_or_tensor(other):
+def test_randk_draws_other_entries_for_another_seed_step_or_tensor(other):
     assert support(other) != support(Key(5, 2, 9))
 
 
@@ -479,6 +478,6 @@ def test_cast_rounds_to_the_nearest_even(dtype, value, rounded):
 
 
 @pytest.mark.parametrize("build", [partial(Cast, "bf16"), partial(Cast, "fp16")])
-def test_cast_sends_two_bytes_a_value(build):
+def test_cast_sends_two_bytes_per_value(build):
     (values,) = build().encode(torch.ones(7, dtype=torch.float64), KEY).parts
     assert values.dtype.itemsize == 2

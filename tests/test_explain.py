@@ -1,4 +1,4 @@
-"""explain: its numbers against hand calculations, and the table that a person reads."""
+"""explain: its numbers against hand calculations, and the table that it prints."""
 
 import re
 
@@ -16,9 +16,11 @@ from torchcomp.compressors import TopK
 
 RESNET50 = 25_557_032
 TOPK_MESSAGE = 255_571 * 4 + 191_679 + 81_863
-"""ceil(1 % of ResNet-50) entries: values of 4 bytes, low parts of 6 bits, and the high part."""
+"""Bytes of ceil(1 % of ResNet-50) entries: 4-byte values, 6-bit low parts, and the high part."""
 TOPK_FRAME = 16 + TOPK_MESSAGE + 6
-"""With its header, filled up to a multiple of 8 bytes."""
+"""The message with its header, padded to a multiple of 8 bytes."""
+
+TIME = torchcomp.TimeModel(step_seconds=1.0, bandwidth=4000.0)
 
 METHOD_ROWS = [
     "elements",
@@ -39,7 +41,7 @@ def topk(world_size, spec="ef(topk(0.01))", numel=RESNET50):
 
 
 def rows(plan):
-    """The table as name -> value, and its title."""
+    """The title of the table, and its rows as name -> value."""
     title, *lines = str(plan).split("\n")
     return title, {line[2:19].strip(): line[20:] for line in lines}
 
@@ -152,7 +154,7 @@ def test_state_is_two_copies_of_the_residual(spec, memory):
 @pytest.mark.parametrize(
     ("dtype", "message", "memory"),
     [
-        # Low parts of 3 bits, and 100 + 124 bits.
+        # Elias-Fano: low parts of 3 bits each, and a high part of 100 + 124 bits.
         (torch.float16, 100 * 2 + 38 + 28, 8 * 1000),
         (torch.float32, 100 * 4 + 38 + 28, 8 * 1000),
         (torch.float64, 100 * 8 + 38 + 28, 16 * 1000),
@@ -183,7 +185,8 @@ def test_component_is_explained_like_its_string():
 
 
 def test_model_is_explained_group_by_group():
-    # In reverse order: 1001 * 1001 + 1001 elements pass the first megabyte, the rest is one group.
+    # In reverse order, as in DDP: 1001 * 1001 + 1001 elements exceed the first bucket's megabyte
+    # and are one group; the rest is another.
     model = nn.Sequential(nn.Linear(1000, 1001), nn.Linear(1001, 1001))
     plan = explain("ef(topk(0.01))", model=model, world_size=2)
     assert plan.numel == 1_002_001 + 1_003_002
@@ -235,11 +238,11 @@ def test_last_round_counts_in_full():
 
 
 def test_qsr_counts_its_synchronisations():
-    def rate(step):
+    def lr(step):
         return 1.0 if step < 20 else 0.1
 
-    options = {"numel": 1000, "world_size": 2, "total_steps": 220, "lr": rate}
-    # 10 rounds of 2 steps, then 2 rounds of 100; in warm-up, one that keeps to 2 steps.
+    options = {"numel": 1000, "world_size": 2, "total_steps": 220, "lr": lr}
+    # 10 rounds of 2 steps, then 2 rounds of 100. During warm-up every round has 2 steps.
     assert explain("qsr(alpha=1.0, h_base=2)", **options).syncs == 10 + 2
     assert explain("qsr(alpha=1.0, h_base=2)", warmup_steps=40, **options).syncs == 10 + 10 + 2
 
@@ -278,9 +281,9 @@ def test_the_plan_of_compressed_averages():
     )
     assert plan.bytes_sent == round(7 * TOPK_FRAME / 4)
     assert (plan.collective, plan.message_bytes) == ("allgather", TOPK_MESSAGE)
-    # The residual in two copies, and the parameters of the last synchronisation.
+    # Two copies of the residual, and the parameters of the last synchronisation.
     assert plan.memory_bytes == (8 + 4) * RESNET50
-    # 4 steps of plain DDP against one all-gather.
+    # One all-gather per 4 steps of plain DDP.
     assert plan.break_even_world_size == -(-4 * 2 * 4 * RESNET50 // TOPK_FRAME)
 
 
@@ -294,29 +297,36 @@ def test_the_plan_of_an_outer_step(method, start):
     plan = explain("every(4)", outer="nesterov(lr=0.5)", **options)
     assert plan.spec == f"{start}outer=nesterov(lr=0.5)"
     assert plan.bytes_sent == plain.bytes_sent
-    # The parameters of the last synchronisation, and the momentum.
+    # The parameters of the last synchronisation, and the outer momentum.
     assert plan.memory_bytes == 2 * 4 * 1000
 
 
-def test_averages_that_cannot_be_planned():
-    options = {"numel": 1000, "world_size": 2}
-    with pytest.raises(SpecError, match=r"compress= is for schedules, and 'mean' is a gradient"):
-        explain("mean", compress="ef(topk(0.01))", **options)
-    with pytest.raises(SpecError, match=r"outer= is for schedules, and 'mean' is a gradient"):
-        explain("mean", outer="slowmo", **options)
-    run = {"lr": rate_of_zero, "total_steps": 9, "warmup_steps": 2}
-    for name, value in run.items():
-        with pytest.raises(SpecError, match=f"{name}= is for schedules, and 'mean' is a gradient"):
-            explain("mean", **{name: value}, **options)
-    time = torchcomp.TimeModel(step_seconds=1.0, bandwidth=4000.0)
-    with pytest.raises(SpecError, match="leave compress= out, or time="):
-        explain("every(4)", total_steps=8, compress="ef(topk(0.01))", time=time, **options)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("compress", "ef(topk(0.01))"),
+        ("outer", "slowmo"),
+        ("lr", float),
+        ("total_steps", 9),
+        ("warmup_steps", 2),
+        ("time", TIME),
+    ],
+)
+def test_a_method_takes_no_arguments_of_schedules(name, value):
+    with pytest.raises(SpecError, match=rf"\b{name}\b.*'mean'"):
+        explain("mean", numel=1000, world_size=2, **{name: value})
+
+
+def test_the_time_model_does_not_cover_compressed_averages():
+    options = {"numel": 1000, "world_size": 2, "total_steps": 8}
+    with pytest.raises(SpecError, match=r"\btime\b.*\bcompress\b.*topk"):
+        explain("every(4)", compress="ef(topk(0.01))", time=TIME, **options)
 
 
 # --- The table ------------------------------------------------------------------------------------
 
 
-def test_table_says_everything_of_a_method():
+def test_table_shows_the_whole_plan_of_a_method():
     title, table = rows(topk(world_size=8))
     assert title == "ef(topk(0.01)), per rank"
     assert list(table) == METHOD_ROWS
@@ -336,20 +346,17 @@ def test_table_says_everything_of_a_method():
 
 def test_time_model_adds_the_wall_clocks_of_a_schedule():
     options = {"numel": 1000, "world_size": 2, "total_steps": 3600, "dtype": torch.bfloat16}
-    time = torchcomp.TimeModel(step_seconds=1.0, bandwidth=4000.0)
-    plan = explain("every(4)", time=time, **options)
-    # Averages travel in float32, gradients in bfloat16.
+    plan = explain("every(4)", time=TIME, **options)
+    # Averages are sent in float32, gradients in bfloat16.
     assert plan.wall_clock.exchange_seconds == 900 * 1.0
     assert plan.parallel_wall_clock.exchange_seconds == 3600 * 0.5
     _, table = rows(plan)
     assert table["wall clock"] == "1.25 h, of which 0.25 h for 900 exchanges"
     assert table["plain DDP takes"] == "1.5 h, of which 0.5 h for 3,600 exchanges"
     assert explain("every(4)", **options).wall_clock is None
-    with pytest.raises(SpecError, match=r"time= is for schedules, and 'ef.* is a gradient method"):
-        explain("ef(topk(0.01))", numel=1000, world_size=2, time=time)
 
 
-def test_table_says_everything_of_a_schedule():
+def test_table_shows_the_whole_plan_of_a_schedule():
     title, table = rows(explain("every(4)", numel=1000, world_size=8, total_steps=10))
     assert title == "every(4), per rank"
     assert list(table) == [*METHOD_ROWS[:4], "synchronisations", *METHOD_ROWS[4:]]
@@ -379,47 +386,41 @@ def test_table_writes_large_numbers_out(spec, numel):
 # --- Bad input ------------------------------------------------------------------------------------
 
 
-def rate_of_zero(step):
-    return 0.0
-
-
 @pytest.mark.parametrize(
-    ("spec", "options", "problem"),
+    ("spec", "options", "words"),
     [
-        ("mean", {}, "explain needs either numel=, a number of elements, or model="),
-        ("mean", {"numel": 5, "model": nn.Linear(1, 1)}, "explain needs either numel="),
-        ("mean", {"numel": -1}, "numel must be a whole number of at least 0, not -1"),
-        ("mean", {"numel": 2.5}, "numel must be a whole number of at least 0, not 2.5"),
-        ("mean", {"numel": True}, "numel must be a whole number of at least 0, not True"),
-        ("mean", {"numel": 5, "world_size": 0}, "world_size must be a whole .* at least 1, not 0"),
-        ("mean", {"numel": 5, "world_size": 2.0}, "world_size must be a whole .* 1, not 2.0"),
-        ("meen", {"numel": 5}, "unknown name 'meen'; did you mean 'mean'?"),
-        ("every(4)", {"numel": 5}, "to explain the schedule 'every.4.', give total_steps"),
-        ("every(4)", {"numel": 5, "total_steps": 0}, "total_steps must be a whole number"),
-        ("every(4)", {"numel": 5, "total_steps": 5, "warmup_steps": 6}, "warm-up .6 steps."),
-        (
-            "qsr(alpha=1, h_base=2)",
-            {"numel": 5, "total_steps": 9},
-            "give lr=, a function of the step",
-        ),
-        (
-            "qsr(alpha=1, h_base=2)",
-            {"numel": 5, "total_steps": 9, "lr": 0.1},
-            "lr must be a function of the step, such as lambda step: 0.1, not 0.1",
-        ),
+        ("mean", {}, r"\bnumel\b.*\bmodel\b.*neither"),
+        ("mean", {"numel": 5, "model": nn.Linear(1, 1)}, r"\bnumel\b.*\bmodel\b.*both"),
+        ("mean", {"numel": -1}, "numel.*-1$"),
+        ("mean", {"numel": 2.5}, r"numel.*2\.5$"),
+        ("mean", {"numel": True}, "numel.*True$"),
+        ("mean", {"numel": 5, "world_size": 0}, "world_size.* 0$"),
+        ("mean", {"numel": 5, "world_size": 2.0}, r"world_size.* 2\.0$"),
+        ("meen", {"numel": 5}, "'meen'.*'mean'"),
+        ("every(4)", {"numel": 5}, r"'every\(4\)'.*total_steps"),
+        ("every(4)", {"numel": 5, "total_steps": 0}, "total_steps.* 0$"),
+        ("every(4)", {"numel": 5, "total_steps": 5, "warmup_steps": 6}, "warmup_steps.*6.*5"),
+        ("qsr(alpha=1, h_base=2)", {"numel": 5, "total_steps": 9}, r"'qsr.*'.*\blr\b"),
+        ("qsr(alpha=1, h_base=2)", {"numel": 5, "total_steps": 9, "lr": 0.1}, r"^lr .*0\.1$"),
     ],
 )
-def test_bad_argument_is_refused(spec, options, problem):
-    with pytest.raises(SpecError, match=problem):
+def test_bad_argument_is_refused(spec, options, words):
+    with pytest.raises(SpecError, match=words):
         explain(spec, **{"world_size": 2} | options)
 
 
-@pytest.mark.parametrize("model", [nn.Linear, "resnet50"])
-def test_what_is_no_module_is_refused(model):
-    with pytest.raises(UnsupportedModelError, match=r"expected a torch.nn.Module, not (type|str)$"):
+@pytest.mark.parametrize(("model", "found"), [(nn.Linear, "type"), ("resnet50", "str")])
+def test_model_must_be_a_module(model, found):
+    with pytest.raises(UnsupportedModelError, match=rf"torch\.nn\.Module.*\b{found}\b"):
         explain("mean", model=model, world_size=2)
 
 
-def test_impossible_rate_is_refused():
-    with pytest.raises(ScheduleError, match=r"the learning rate at step 0 is 0"):
-        explain("qsr(alpha=0.1, h_base=2)", numel=5, world_size=2, total_steps=9, lr=rate_of_zero)
+def test_impossible_learning_rate_is_refused():
+    with pytest.raises(ScheduleError, match=r"step 0\b"):
+        explain(
+            "qsr(alpha=0.1, h_base=2)",
+            numel=5,
+            world_size=2,
+            total_steps=9,
+            lr=lambda step: 0.0,
+        )

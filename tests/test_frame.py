@@ -1,7 +1,7 @@
-"""The frame: what is packaged, what is pinned, and that the set-up keeps its promises.
+"""Packaging, pinned dependencies, make targets and the set-up script.
 
-The set-up script runs here for real, but in a folder of its own whose PATH holds a make-believe
-machine: a Python that only writes down what pip was asked for, and an apt-get where a test has one.
+The tests run the real set-up script in a temporary folder. Its PATH contains fake programs: a
+Python that records the arguments of pip, and in some tests an apt-get.
 """
 
 import os
@@ -35,7 +35,7 @@ CONSTRAINTS = [
 
 
 def run(command, *, cwd=ROOT, check=True, **env):
-    """Run a command without a terminal and without what an outer `make` left in the environment."""
+    """Run a command without a terminal and without the variables that an outer `make` exports."""
     clean = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     done = subprocess.run(
         command,
@@ -67,7 +67,7 @@ def wheel(tmp_path_factory):
     return path
 
 
-def test_wheel_holds_torchcomp_and_nothing_else(wheel):
+def test_wheel_contains_only_torchcomp(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     packed = {name for name in names if ".dist-info/" not in name}
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "torchcomp").rglob("*.py")}
@@ -75,16 +75,16 @@ def test_wheel_holds_torchcomp_and_nothing_else(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_wheel_has_the_one_version(wheel):
+def test_version_is_defined_once(wheel):
     import torchcomp
 
     assert wheel.name == f"torchcomp_ddp-{torchcomp.__version__}-py3-none-any.whl"
-    holders = [
+    defined = [
         path.relative_to(ROOT).as_posix()
         for path in [*(ROOT / "torchcomp").rglob("*.py"), ROOT / "pyproject.toml"]
         if f'"{torchcomp.__version__}"' in path.read_text()
     ]
-    assert holders == ["torchcomp/_version.py"]
+    assert defined == ["torchcomp/_version.py"]
 
 
 def test_console_script_can_be_called():
@@ -94,11 +94,11 @@ def test_console_script_can_be_called():
     assert callable(main)
 
 
-def test_core_depends_on_torch_and_numpy_alone():
+def test_core_depends_only_on_torch_and_numpy():
     assert {Requirement(d).name for d in PROJECT["dependencies"]} == {"torch", "numpy"}
 
 
-def test_import_takes_in_no_extra():
+def test_import_loads_no_optional_dependency():
     modules = ["torchvision", "timm", "ffcv", "numba", "sklearn", "matplotlib", "PIL", "yaml"]
     code = f"import sys, torchcomp; print([m for m in {modules} if m in sys.modules])"
     assert run([sys.executable, "-c", code]).stdout.strip() == "[]"
@@ -124,14 +124,15 @@ def test_every_dependency_has_one_pin(python):
 
 
 def test_constraints_are_plain_pins():
-    # No URL, no path, no local version (+cpu): the same file serves any index and either build.
+    # Without URLs, paths and local versions (+cpu), the file works with any package index, and with
+    # CPU and CUDA builds.
     pin = re.compile(r'[a-z0-9-]+==[0-9][0-9a-z.]*( ; python_version (<|>=) "3\.\d+")?')
     assert [line for line in CONSTRAINTS if not pin.fullmatch(line)] == []
     assert "torch==2.13.0" in CONSTRAINTS
 
 
 def test_environment_is_the_pinned_one():
-    # What runs these tests is what the file says, or a failure here could not be had elsewhere.
+    # With other versions than the pinned ones, a failure could not be reproduced elsewhere.
     from importlib.metadata import PackageNotFoundError, version
 
     for requirement in map(Requirement, CONSTRAINTS):
@@ -210,7 +211,7 @@ def executable(path, script):
 
 
 class Machine:
-    """A folder with a copy of the set-up, and a PATH with nothing on it but what is put there."""
+    """A folder with a copy of the set-up script, and a PATH with only the programs added to it."""
 
     def __init__(self, root):
         self.root, self.bin = root, root / "bin"
@@ -245,7 +246,9 @@ class Machine:
 
     @property
     def about_ffcv(self):
-        return [line for line in self.output if line.startswith("ffcv is skipped")]
+        """The lines of output on ffcv, without progress messages."""
+        lines = [line for line in self.output if not line.startswith("setup: ")]
+        return [line for line in lines if "ffcv" in line]
 
     @property
     def ffcv_built(self):
@@ -259,67 +262,65 @@ def machine(tmp_path):
 
 @pytest.fixture
 def ready(machine):
-    """A machine where everything ffcv needs is there."""
+    """A machine with all the libraries that ffcv needs."""
     for library in LIBRARIES:
         (machine.root / "libraries" / library).touch()
     return machine
 
 
-def test_without_apt_one_line_says_what_to_install(machine):
+def test_without_apt_one_line_lists_what_to_install(machine):
     machine.set_up()
-    assert machine.about_ffcv == [
-        "ffcv is skipped, because there is no apt-get here: "
-        "install libturbojpeg0-dev libopencv-dev (names of Debian and Ubuntu) and run make again; "
-        "until then the recipes read with torchvision's loader."
-    ]
+    (line,) = machine.about_ffcv
+    for word in ("apt-get", " libturbojpeg0-dev libopencv-dev ", "make", "torchvision"):
+        assert word in line
     assert machine.errors == []
     assert any("-e .[kernels,dev]" in call for call in machine.installed)
     assert any(call.endswith(" timm pillow") for call in machine.installed)
     assert not machine.ffcv_built
 
 
-def test_the_line_names_a_missing_compiler_and_pkg_config_too(machine):
+def test_the_line_also_names_a_missing_compiler_and_pkg_config(machine):
     (machine.bin / "c++").unlink()
     (machine.bin / "pkg-config").unlink()
     machine.set_up("--libraries")
     assert len(machine.output) == 1
-    assert "install pkg-config libturbojpeg0-dev libopencv-dev g++ (" in machine.output[0]
+    assert " pkg-config libturbojpeg0-dev libopencv-dev g++ " in machine.output[0]
 
 
-def test_apt_is_asked_for_just_what_is_missing(machine):
+def test_apt_installs_only_what_is_missing(machine):
     machine.has("apt-get", APT_GET)
     (machine.root / "libraries/libturbojpeg").touch()
     machine.set_up()
-    asked = (machine.root / "apt-calls").read_text().splitlines()
-    assert asked[0] == "update"
-    assert asked[1].endswith("install -y --no-install-recommends libopencv-dev")
+    calls = (machine.root / "apt-calls").read_text().splitlines()
+    assert calls[0] == "update"
+    assert calls[1].endswith("install -y --no-install-recommends libopencv-dev")
     assert machine.ffcv_built
     assert machine.about_ffcv == []
 
 
-def test_apt_that_fails_is_one_line_and_no_more(machine):
+def test_a_failure_of_apt_is_reported_in_one_line(machine):
     machine.has("apt-get", "echo 'E: unable to fetch'; exit 100")
     machine.set_up()
     assert len(machine.about_ffcv) == 1
-    assert "because apt-get failed (see .venv/setup-apt.log)" in machine.about_ffcv[0]
+    assert ".venv/setup-apt.log" in machine.about_ffcv[0]
     assert "unable to fetch" in (machine.root / ".venv/setup-apt.log").read_text()
     assert not any("unable" in line for line in machine.output + machine.errors)
 
 
 @pytest.mark.parametrize("sudo", [None, "echo 'a password is required' >&2; exit 1"])
-def test_apt_without_root_is_one_line(machine, sudo):
+def test_apt_without_root_is_reported_in_one_line(machine, sudo):
     machine.has("apt-get", APT_GET)
     machine.has("id", "echo 1000")
     if sudo:
         machine.has("sudo", sudo)
     machine.set_up()
     assert len(machine.about_ffcv) == 1
-    assert "because apt-get needs root: run apt-get install" in machine.about_ffcv[0]
+    assert re.search("root.*apt-get install ", machine.about_ffcv[0])
     assert machine.errors == []
     assert not (machine.root / "apt-calls").exists()
 
 
-def test_apt_goes_through_sudo_that_asks_nothing(machine):
+def test_apt_uses_sudo_without_a_prompt(machine):
     machine.has("apt-get", APT_GET)
     machine.has("id", "echo 1000")
     machine.has("sudo", 'echo "$*" >>sudo-calls; shift; [ "$1" = true ] || "$@"')
@@ -328,21 +329,21 @@ def test_apt_goes_through_sudo_that_asks_nothing(machine):
     assert all(c.startswith("-n ") for c in (machine.root / "sudo-calls").read_text().splitlines())
 
 
-def test_second_run_does_nothing_and_says_nothing(ready):
+def test_second_run_does_nothing_and_prints_nothing(ready):
     ready.set_up()
     assert ready.ffcv_built
     ready.set_up()
     assert (ready.installed, ready.output, ready.errors) == ([], [], [])
 
 
-def test_second_run_without_ffcv_says_so_again_and_does_nothing(machine):
+def test_second_run_without_ffcv_only_repeats_the_line(machine):
     machine.set_up()
     first = machine.about_ffcv
     machine.set_up()
     assert (machine.installed, machine.output) == ([], first)
 
 
-def test_ffcv_is_built_once_its_libraries_have_come(machine):
+def test_ffcv_is_built_as_soon_as_its_libraries_are_installed(machine):
     machine.set_up()
     for library in LIBRARIES:
         (machine.root / "libraries" / library).touch()
@@ -354,7 +355,7 @@ def test_ffcv_is_built_once_its_libraries_have_come(machine):
 
 
 @pytest.mark.parametrize("name", ["constraints.txt", "pyproject.toml", "tools/setup.sh"])
-def test_changed_inputs_are_installed_anew(ready, name):
+def test_changed_inputs_are_installed_again(ready, name):
     ready.set_up()
     with (ready.root / name).open("a") as file:
         file.write("# changed\n")
@@ -373,18 +374,18 @@ def test_failed_set_up_leaves_no_stamp(ready):
     assert len(ready.installed) == 3
 
 
-def test_interrupted_build_of_ffcv_is_not_taken_for_a_failed_one(ready):
+def test_interrupted_build_of_ffcv_does_not_count_as_failed(ready):
     (ready.root / "interrupt").touch()
     assert ready.set_up(check=False) == 130
     assert not (ready.root / ".venv/setup-stamp").exists()
 
 
-def test_failed_build_of_ffcv_is_one_line_and_no_more(ready):
+def test_failed_build_of_ffcv_is_reported_in_one_line(ready):
     (ready.root / "ffcv-fails").touch()
     ready.set_up()
     first = ready.about_ffcv
     assert len(first) == 1
-    assert "its build failed: see .venv/setup-ffcv.log" in first[0]
+    assert ".venv/setup-ffcv.log" in first[0]
     assert ready.errors == []
     assert "no such header" in (ready.root / ".venv/setup-ffcv.log").read_text()
     ready.set_up()
@@ -392,22 +393,19 @@ def test_failed_build_of_ffcv_is_one_line_and_no_more(ready):
 
 
 @pytest.mark.parametrize(
-    ("flaw", "message"),
-    [
-        ("old-python", "torchcomp needs Python 3.10 or newer, python3 is 3.9.18"),
-        ("no-venv", "cannot make virtual environments: install python3-venv"),
-    ],
+    ("flaw", "words"),
+    [("old-python", r"3\.10.*python3.*3\.9\.18"), ("no-venv", "python3.*python3-venv")],
 )
-def test_unfit_python_is_one_line(machine, flaw, message):
+def test_unsuitable_python_is_reported_in_one_line(machine, flaw, words):
     (machine.root / flaw).touch()
     assert machine.set_up(check=False) == 1
     assert machine.output == []
     assert len(machine.errors) == 1
-    assert message in machine.errors[0]
+    assert re.search(words, machine.errors[0])
 
 
-def test_missing_python_is_one_line(machine):
+def test_missing_python_is_reported_in_one_line(machine):
     (machine.bin / "python3").unlink()
     assert machine.set_up(check=False) == 1
     assert len(machine.errors) == 1
-    assert "no Python called 'python3'" in machine.errors[0]
+    assert "'python3'" in machine.errors[0]

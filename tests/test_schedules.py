@@ -1,6 +1,10 @@
-"""Schedules: when a run synchronises, against the paper's numbers and a run step by step."""
+"""Schedules: the steps at which a run synchronises.
+
+They are compared with the paper's numbers, and with a reference that runs step by step.
+"""
 
 import math
+import re
 from functools import partial
 
 import numpy as np
@@ -15,22 +19,22 @@ from torchcomp.schedules import QSR, SCHEDULES, Every, Horizon, PostLocal, Power
 
 
 def warmed_up(decay, step, *, peak, total_steps, warmup_steps, final=1e-6):
-    """The papers' learning rate: linear from `final` to `peak`, then a decay back to `final`."""
+    """The paper's learning rate: linear from `final` to `peak`, then a decay back to `final`."""
     if step < warmup_steps:
         return final + (peak - final) * step / warmup_steps
     return decay((step - warmup_steps) / (total_steps - warmup_steps), peak, final)
 
 
-def cosine(progress, peak, final):
-    return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * progress))
+def cosine(done, peak, final):
+    return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def linear(progress, peak, final):
-    return final + (peak - final) * (1 - progress)
+def linear(done, peak, final):
+    return final + (peak - final) * (1 - done)
 
 
-def step_cosine(progress, peak, final):
-    return 2.0 ** round(math.log2(cosine(progress, peak, final)))
+def step_cosine(done, peak, final):
+    return 2.0 ** round(math.log2(cosine(done, peak, final)))
 
 
 DECAYS = {"cosine": cosine, "linear": linear, "step-cosine": step_cosine}
@@ -45,10 +49,10 @@ RESNET152_RATE = partial(warmed_up, cosine, peak=0.8, **RESNET152)
 
 
 def step_by_step(rule, lr, total_steps, warmup_steps=0):
-    """A run one step at a time: count down the round's length, and draw it anew at its end.
+    """Reference: run one step at a time and count down the length of the round.
 
-    `rule` gives the length of the round that begins at a step outside of warm-up, from the step
-    and its rate; in warm-up it is asked for the rate infinity, which no rule grows at.
+    `rule` returns the length of the round that begins at a step, from the step and its learning
+    rate. During warm-up it is called with an infinite learning rate, at which no rule grows.
     """
     synchronised, left = [], 0
     for step in range(total_steps):
@@ -62,11 +66,11 @@ def step_by_step(rule, lr, total_steps, warmup_steps=0):
 
 
 def grows(coef, exponent, h_base, cap=np.inf):
-    """The rules of growth, in float64."""
+    """The rule of Power, in float64."""
 
-    def rule(step, rate):
+    def rule(step, lr):
         with np.errstate(over="ignore"):
-            grown = np.floor((np.float64(coef) / rate) ** exponent)
+            grown = np.floor((np.float64(coef) / lr) ** exponent)
         return max(h_base, int(min(grown, cap, 1e18)))
 
     return rule
@@ -85,7 +89,7 @@ def test_qsr_of_the_papers_vit_synchronises_9711_times():
     assert f"{len(steps) / VIT['total_steps']:.1%}" == "10.4%"
 
 
-# Of these the sheet publishes 9,711; the others are what its rule, T, W and rates come to.
+# The paper publishes 9,711. The other counts follow from its rule, T, W and learning rates.
 @pytest.mark.parametrize(
     ("run", "peak", "alpha", "h_base", "counts"),
     [
@@ -124,7 +128,7 @@ def test_constant_periods_of_the_papers_settings(run, h, count):
 
 @pytest.mark.parametrize(
     ("exponent", "coef", "count"),
-    # Coefficients at which all three rules reach H = 4 at about the same rate, 0.00875.
+    # With these coefficients all three rules reach H = 4 at about the same learning rate, 0.00875.
     [(1, 0.035, 13_002), (2, 0.0175, 9_711), (3, 0.0139, 7_834)],
 )
 def test_linear_quadratic_and_cubic_rules_on_the_papers_vit(exponent, coef, count):
@@ -167,7 +171,7 @@ def test_every_synchronises_after_h_steps_and_at_the_end(h, total_steps, expecte
 @pytest.mark.parametrize(
     ("rate", "length"), [(1.0, 2), (0.5, 4), (0.3, 11), (0.25, 16), (0.125, 64), (1e-300, 100)]
 )
-def test_qsr_takes_the_square_of_alpha_over_rate_rounded_down(rate, length):
+def test_qsr_takes_the_square_of_alpha_over_lr_rounded_down(rate, length):
     assert QSR(alpha=1.0, h_base=2).round_end(0, rate, Horizon(100)) == length
 
 
@@ -175,7 +179,7 @@ def test_qsr_takes_the_square_of_alpha_over_rate_rounded_down(rate, length):
     ("exponent", "lengths"),
     [(0.5, [2, 2, 4]), (1, [2, 4, 16]), (2, [4, 16, 256]), (3, [8, 64, 4096])],
 )
-def test_power_raises_coef_over_rate_to_its_exponent(exponent, lengths):
+def test_power_raises_coef_over_lr_to_its_exponent(exponent, lengths):
     rule, horizon = Power(coef=1.0, exponent=exponent, h_base=2), Horizon(10_000)
     assert [rule.round_end(0, rate, horizon) for rate in (0.5, 0.25, 0.0625)] == lengths
 
@@ -186,12 +190,12 @@ def test_cap_is_the_longest_round(rule):
     assert lengths == [2, 4, 8, 9, 9, 9]
 
 
-def test_cap_may_hold_every_round_at_the_base():
+def test_cap_can_keep_every_round_at_the_base():
     steps = sync_steps("qsr(alpha=1.0, h_base=4, cap=4)", lr=lambda step: 1e-6, total_steps=10)
     assert steps == [4, 8, 10]
 
 
-def test_cap_and_base_beyond_any_run_are_cut_at_its_end():
+def test_cap_and_base_beyond_the_run_end_with_the_run():
     assert QSR(1.0, 2, cap=10**400).round_end(0, 1e-300, Horizon(100)) == 100
     assert QSR(1.0, 10**400).round_end(0, 1.0, Horizon(100)) == 100
 
@@ -209,42 +213,42 @@ def test_cap_and_base_beyond_any_run_are_cut_at_its_end():
     ],
     ids=str,
 )
-def test_post_local_and_swap_leave_each_other_at_the_switch(schedule, expected):
+def test_post_local_and_swap_synchronise_less_often_after_the_switch(schedule, expected):
     assert sync_steps(schedule, lr=lambda step: 1.0, total_steps=10) == expected
 
 
-def test_post_local_and_swap_run_in_parallel_through_warmup():
+def test_post_local_and_swap_synchronise_every_step_of_warmup():
     options = {"lr": lambda step: step / 4, "total_steps": 10, "warmup_steps": 4}
     assert sync_steps(PostLocal(4, 3), **options) == [1, 2, 3, 4, 7, 10]
     assert sync_steps(Swap(4), **options) == [1, 2, 3, 4, 10]
 
 
 @pytest.mark.parametrize("number", [np.float64, np.float32, torch.tensor])
-def test_rates_of_other_libraries_are_numbers_too(number):
+def test_learning_rates_can_be_numbers_of_other_libraries(number):
     for rate in (0.25, 1e-30):
         length = QSR(alpha=1.0, h_base=2).round_end(0, number(rate), Horizon(100))
         assert (type(length), length) == (int, min(100, round(rate**-2)))
 
 
-def test_round_length_is_fixed_by_its_first_rate():
+def test_round_length_is_fixed_by_its_first_learning_rate():
     rates = [1.0, 0.1, 0.5, *[1e-6] * 7]
-    # The rule reads steps 0 and 2 only: the 0.1 of step 1 lies inside the first round.
+    # Rounds begin at steps 0, 2 and 6. The 0.1 of step 1 is inside the first round.
     assert sync_steps(QSR(1.0, 2), lr=rates.__getitem__, total_steps=10) == [2, 6, 10]
 
 
-def test_learning_rate_is_read_once_a_round():
-    asked = []
+def test_learning_rate_is_read_once_per_round():
+    calls = []
 
     def lr(step):
-        asked.append(step)
+        calls.append(step)
         return 0.5
 
     steps = sync_steps(QSR(1.0, 2), lr=lr, total_steps=10)
     assert steps == [4, 8, 10]
-    assert asked == [0, 4, 8]
+    assert calls == [0, 4, 8]
 
 
-def test_warmup_uses_the_base_whatever_its_rate():
+def test_warmup_uses_the_base_at_any_learning_rate():
     steps = sync_steps(QSR(1.0, 2), lr=lambda step: 0.1, total_steps=110, warmup_steps=6)
     assert steps == [2, 4, 6, 106, 110]
 
@@ -254,12 +258,12 @@ def test_round_that_begins_inside_warmup_keeps_the_base_beyond_it():
     assert steps == [4, 8, 24, 40]
 
 
-def test_warmup_may_take_the_whole_run():
+def test_warmup_can_take_the_whole_run():
     steps = sync_steps(QSR(1.0, 4), lr=lambda step: 1e-6, total_steps=10, warmup_steps=10)
     assert steps == [4, 8, 10]
 
 
-def test_schedule_is_resumed_by_its_arguments_alone():
+def test_schedule_resumes_without_state():
     horizon = Horizon(**RESNET152)
     steps = sync_steps(QSR(0.25, 4), lr=RESNET152_RATE, **RESNET152)
     for start, end in zip(steps[::500], steps[1::500], strict=False):
@@ -312,7 +316,7 @@ ANY += [Swap(0)]
 
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(st.sampled_from(ANY), st.integers(1, 500), st.floats(1e-300, 1e300))
-def test_run_ends_with_a_synchronisation_and_rounds_never_shrink_to_nothing(
+def test_run_ends_with_a_synchronisation_and_rounds_have_at_least_one_step(
     schedule, total_steps, rate
 ):
     steps = sync_steps(schedule, lr=lambda step: rate, total_steps=total_steps)
@@ -348,34 +352,31 @@ def test_example_of_each_schedule_is_its_own_spec(schedule):
     assert str(torchcomp.parse(schedule.example)) == schedule.example
 
 
-# Each text has a ^ in front of what is at fault; without it, it is the spec.
+# Without the ^, each text is a spec. The caret of the error must be where the ^ is.
 @pytest.mark.parametrize(
-    ("marked", "problem"),
+    ("marked", "words"),
     [
-        ("qsr(alpha=^-1, h_base=4)", "qsr: alpha must be a finite number above 0, not -1"),
-        ("qsr(alpha=1, h_base=4, cap=^0)", "qsr: cap must be a whole number of at least 1, not 0"),
-        ("qsr(alpha=1, h_base=4, cap=^8.0)", "not 8.0"),
-        (
-            "qsr(alpha=1, h_base=4, cap=^3)",
-            "qsr: cap=3 is below h_base=4, and no round is shorter than h_base",
-        ),
-        ("power(coef=^nan, exponent=1, h_base=2)", "power: coef must be a finite number above 0"),
-        ("power(coef=1, exponent=^0, h_base=2)", "power: exponent must be a finite number above 0"),
-        ("power(coef=1, exponent=1, h_base=^0)", "power: h_base must be a whole number"),
-        ("power(coef=1, exponent=1, h_base=3, cap=^2)", "power: cap=2 is below h_base=3"),
-        ("^power(coef=1)", "power needs 'exponent' and 'h_base'"),
-        ("post_local(switch=^-1, h=4)", "post_local: switch must be a whole number of at least 0"),
-        ("post_local(switch=3, h=^0)", "post_local: h must be a whole number of at least 1, not 0"),
-        ("^post_local(3)", "post_local needs 'h', as in post_local(switch=30000, h=8)"),
-        ("swap(^0.5)", "swap: switch must be a whole number of at least 0, not 0.5"),
-        ("^swap", "swap needs 'switch', as in swap(switch=30000)"),
+        ("qsr(alpha=^-1, h_base=4)", "^qsr: alpha .*-1$"),
+        ("qsr(alpha=1, h_base=4, cap=^0)", "^qsr: cap .* 0$"),
+        ("qsr(alpha=1, h_base=4, cap=^8.0)", r"^qsr: cap .*8\.0$"),
+        ("qsr(alpha=1, h_base=4, cap=^3)", "^qsr: .*cap=3.*h_base=4"),
+        ("power(coef=^nan, exponent=1, h_base=2)", "^power: coef .*nan$"),
+        ("power(coef=1, exponent=^0, h_base=2)", "^power: exponent .* 0$"),
+        ("power(coef=1, exponent=1, h_base=^0)", "^power: h_base .* 0$"),
+        ("power(coef=1, exponent=1, h_base=3, cap=^2)", "^power: .*cap=2.*h_base=3"),
+        ("^power(coef=1)", "^power .*'exponent'.*'h_base'"),
+        ("post_local(switch=^-1, h=4)", "^post_local: switch .*-1$"),
+        ("post_local(switch=3, h=^0)", "^post_local: h .* 0$"),
+        ("^post_local(3)", r"^post_local .*'h'.*post_local\(switch=30000, h=8\)"),
+        ("swap(^0.5)", r"^swap: switch .*0\.5$"),
+        ("^swap", r"^swap .*'switch'.*swap\(switch=30000\)"),
     ],
 )
-def test_bad_option_is_refused_with_a_caret(marked, problem):
+def test_bad_option_is_refused_with_a_caret(marked, words):
     with pytest.raises(SpecError) as caught:
         torchcomp.parse(marked.replace("^", "", 1))
     message, _, caret = str(caught.value).split("\n")
-    assert problem in message
+    assert re.search(words, message)
     assert caret.index("^") - 2 == marked.index("^")
 
 
@@ -384,19 +385,18 @@ def test_bad_option_is_refused_with_a_caret(marked, problem):
 
 @pytest.mark.parametrize("rate", [-0.1, math.nan, math.inf, -math.inf, None, "0.1", 10**400])
 @pytest.mark.parametrize("schedule", [Every(2), QSR(0.1, 2), PostLocal(4, 2)], ids=str)
-def test_impossible_rate_is_an_error_with_its_step(schedule, rate):
-    with pytest.raises(ScheduleError, match=r"the learning rate at step 4 is .* finite number"):
+def test_impossible_learning_rate_is_an_error_with_its_step(schedule, rate):
+    with pytest.raises(ScheduleError, match=rf"step 4\b.*{re.escape(repr(rate))}"):
         sync_steps(schedule, lr=lambda step: rate if step == 4 else 1.0, total_steps=9)
 
 
 @pytest.mark.parametrize("schedule", [QSR(0.1, 2), Power(0.1, 1, 2)], ids=str)
-def test_rate_of_zero_is_an_error_where_the_rule_divides_by_it(schedule):
-    problem = r"step 4 is 0, and the rule divides by it.*warmup_steps"
-    with pytest.raises(ScheduleError, match=problem):
+def test_learning_rate_of_zero_is_an_error_if_the_rule_divides_by_it(schedule):
+    with pytest.raises(ScheduleError, match=r"step 4\b.*\b0\b.*warmup_steps"):
         sync_steps(schedule, lr=lambda step: 0.0 if step == 4 else 1.0, total_steps=9)
 
 
-def test_warmup_may_begin_at_a_rate_of_zero():
+def test_warmup_can_begin_at_a_learning_rate_of_zero():
     steps = sync_steps(QSR(0.1, 2), lr=lambda step: step / 4, total_steps=8, warmup_steps=4)
     assert steps == [2, 4, 6, 8]
 
@@ -406,64 +406,61 @@ def test_warmup_may_begin_at_a_rate_of_zero():
     [(Every(2), [2, 4, 5]), (PostLocal(2, 2), [1, 2, 4, 5]), (Swap(1), [1, 5])],
     ids=str,
 )
-def test_a_fixed_period_does_not_read_the_rate(schedule, expected):
+def test_a_fixed_period_does_not_read_the_learning_rate(schedule, expected):
     assert not schedule.reads_lr
     assert sync_steps(schedule, lr=lambda step: 0.0, total_steps=5) == expected
 
 
-def test_nan_in_warmup_is_an_error_too():
-    with pytest.raises(ScheduleError, match=r"the learning rate at step 0 is nan"):
+def test_nan_in_warmup_is_an_error():
+    with pytest.raises(ScheduleError, match=r"step 0\b.*nan"):
         sync_steps(QSR(0.1, 2), lr=lambda step: math.nan, total_steps=9, warmup_steps=5)
 
 
-def test_rate_after_the_last_round_began_is_not_asked_for():
+def test_learning_rates_within_the_last_round_are_not_read():
     assert sync_steps(Every(5), lr={0: 1.0, 5: 1.0}.__getitem__, total_steps=8) == [5, 8]
 
 
 @pytest.mark.parametrize(
-    ("total_steps", "warmup_steps", "problem"),
+    ("total_steps", "warmup_steps", "words"),
     [
-        (0, 0, "total_steps must be a whole number of at least 1, not 0"),
-        (-5, 0, "total_steps must be a whole number of at least 1, not -5"),
-        (10.0, 0, "total_steps must be a whole number of at least 1, not 10.0"),
-        (True, 0, "total_steps must be a whole number of at least 1, not True"),
-        (None, 0, "total_steps must be a whole number of at least 1, not None"),
-        ("10", 0, "total_steps must be a whole number of at least 1, not '10'"),
-        (10, -1, "warmup_steps must be a whole number of at least 0, not -1"),
-        (10, 0.5, "warmup_steps must be a whole number of at least 0, not 0.5"),
-        (10, 11, "warm-up (11 steps) is longer than the run (10 steps)"),
+        (0, 0, "^total_steps .* 0$"),
+        (-5, 0, "^total_steps .*-5$"),
+        (10.0, 0, r"^total_steps .*10\.0$"),
+        (True, 0, "^total_steps .*True$"),
+        (None, 0, "^total_steps .*None$"),
+        ("10", 0, "^total_steps .*'10'$"),
+        (10, -1, "^warmup_steps .*-1$"),
+        (10, 0.5, r"^warmup_steps .*0\.5$"),
+        (10, 11, "^warmup_steps .*total_steps.*11.*10"),
     ],
 )
-def test_bad_horizon_is_refused(total_steps, warmup_steps, problem):
-    with pytest.raises(SpecError) as caught:
+def test_bad_horizon_is_refused(total_steps, warmup_steps, words):
+    with pytest.raises(SpecError, match=words):
         sync_steps("every(2)", lr=float, total_steps=total_steps, warmup_steps=warmup_steps)
-    assert str(caught.value) == problem
 
 
 @pytest.mark.parametrize("switch", [0, 3, 10, 11])
 @pytest.mark.parametrize("schedule", [partial(PostLocal, h=2), Swap])
 def test_switch_outside_of_the_run_is_refused_before_it(schedule, switch):
     built = schedule(switch)
-    with pytest.raises(SpecError) as caught:
+    words = rf"^{built.name}: switch={switch}\b.*warmup_steps=4\b.*total_steps=10\b"
+    with pytest.raises(SpecError, match=words) as caught:
         sync_steps(built, lr=lambda step: math.nan, total_steps=10, warmup_steps=4)
-    assert str(caught.value) == (
-        f"{built.name}: switch={switch} must lie from the end of warm-up (4) to before the end of "
-        "the run (10), because warm-up belongs to the first phase and the second has to begin"
-    )
+    assert caught.value.field == "switch"
 
 
-def test_only_a_rule_that_reads_the_rate_needs_it():
+def test_only_a_rule_that_reads_the_learning_rate_needs_it():
     assert sync_steps("every(4)", total_steps=10) == [4, 8, 10]
-    with pytest.raises(SpecError, match=r"'qsr.*' reads the learning rate: give lr=, a function"):
+    with pytest.raises(SpecError, match=r"'qsr.*'.*\blr\b"):
         sync_steps("qsr(alpha=0.2, h_base=4)", total_steps=10)
 
 
 @pytest.mark.parametrize("spec", ["every(4)", "qsr(alpha=0.2, h_base=4)"])
-def test_a_number_is_no_rate(spec):
-    with pytest.raises(SpecError, match=r"lr must be a function of the step, .*, not 0\.1"):
+def test_lr_must_be_a_function(spec):
+    with pytest.raises(SpecError, match=r"^lr .*0\.1$"):
         sync_steps(spec, lr=0.1, total_steps=10)
 
 
-def test_a_method_is_no_schedule():
-    with pytest.raises(SpecError, match="is a gradient method"):
+def test_a_method_is_not_a_schedule():
+    with pytest.raises(SpecError, match=r"every\(4\).*'ef\(topk\(0\.01\)\)'"):
         sync_steps("ef(topk(0.01))", lr=lambda step: 1.0, total_steps=9)

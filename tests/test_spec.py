@@ -1,6 +1,7 @@
-"""Spec strings: the constructor expression as text and back, and nothing else."""
+"""Spec strings: parsing, printing, and errors that point at what is wrong."""
 
 import builtins
+import re
 import string
 
 import numpy as np
@@ -96,7 +97,7 @@ outer_steps = st.builds(SlowMo, shares, positive) | st.builds(Nesterov, positive
 
 
 def parse(text):
-    """What a spec describes, whatever its place."""
+    """Parse a spec of any kind: a method, a schedule or an outer step."""
     outer = text.startswith(tuple(step.name for step in OUTER_STEPS))
     return parse_outer_step(text) if outer else torchcomp.parse(text)
 
@@ -119,7 +120,7 @@ def test_printing_is_the_inverse_of_parsing(component):
 
 @fast
 @given(st.one_of(aggregators(), schedules, outer_steps))
-def test_all_options_may_be_given_by_name_in_any_order(component):
+def test_all_options_can_be_passed_by_name_in_any_order(component):
     assert parse(in_keywords(component)) == component
 
 
@@ -165,7 +166,7 @@ def test_random_specs_cover_the_registry():
         ("ef(topk(None, 5))", EF(TopK(k=5)), "ef(topk(k=5))"),
         ("ef(compressor=topk(0.5))", EF(TopK(0.5)), "ef(topk(0.5))"),
         ("ef(topk(.5), 'sharded')", EF(TopK(0.5), "sharded"), 'ef(topk(0.5), exchange="sharded")'),
-        # The words of the release before.
+        # Names of the previous release.
         (
             "ef(topk(.5), 'gather')",
             EF(TopK(0.5), "allgather"),
@@ -213,109 +214,89 @@ def refusal(text, parse=torchcomp.parse):
     return str(caught.value)
 
 
-# Each text has a ^ in front of what is at fault; without it, it is the spec.
+# Without the ^, each text is a spec. The caret of the error must be where the ^ is. The error must
+# match the words.
 @pytest.mark.parametrize(
-    ("marked", "problem"),
+    ("marked", "words"),
     [
         # Unknown names.
-        ("^topkk(0.1)", "unknown name 'topkk'; did you mean 'topk'?"),
-        ("ef(^topp(0.1))", "unknown name 'topp'; did you mean 'topk'?"),
-        (
-            "^zzz",
-            "unknown name 'zzz'; methods: bidirectional, cast, dgc, ef, ef21, identity, mean",
-        ),
-        ("ef(^zzz)", "unknown name 'zzz'; compressors: cast, identity, quantize, randk, topk"),
-        ("ef(^power1)", "unknown name 'power1'; compressors: "),
-        ("topk(0.1, ^scop='tensor')", "topk has no option 'scop'; did you mean 'scope'?"),
-        ("ef(randk(0.1, ^unbiase=True))", "randk has no option 'unbiase'; did you mean 'unbiased'"),
-        ("topk(0.1, ^unbiased=True)", "('unbiased' is an option of randk)"),
-        ("qsr(^beta=1, h_base=2)", "qsr has no option 'beta'"),
-        ("identity(^x=1)", "identity has no option 'x'; it takes no options"),
+        ("^topkk(0.1)", "'topkk'.*'topk'"),
+        ("ef(^topp(0.1))", "'topp'.*'topk'"),
+        ("^zzz", "'zzz'.*methods: bidirectional, cast, dgc, ef, ef21, identity, mean"),
+        ("ef(^zzz)", "'zzz'.*compressors: cast, identity, quantize, randk, topk$"),
+        ("ef(^power1)", "'power1'.*compressors: "),
+        ("topk(0.1, ^scop='tensor')", "^topk .*'scop'.*'scope'"),
+        ("ef(randk(0.1, ^unbiase=True))", "^randk .*'unbiase'.*'unbiased'"),
+        ("topk(0.1, ^unbiased=True)", "^topk .*'unbiased'.*randk"),
+        ("qsr(^beta=1, h_base=2)", "^qsr .*'beta'"),
+        ("identity(^x=1)", "^identity .*'x'.*no options"),
         # Too many, too few, twice.
-        ("cast('bf16', ^'fp16')", "cast takes at most 1 options"),
-        ("ef(identity(^5))", "identity takes at most 0 options"),
-        ("topk(0.1, ^ratio=0.2)", "topk: 'ratio' is given twice"),
-        ("^ef", "ef needs 'compressor'"),
-        ("^every()", "every needs 'h'"),
-        ("^qsr", "qsr needs 'alpha' and 'h_base'"),
-        ("ef(^topk)", "a fraction, topk(0.01), or a count, topk(k=5), and here are neither"),
-        (
-            "ef(^randk(0.1, k=5))",
-            "here are both",
-        ),
+        ("cast('bf16', ^'fp16')", "^cast .*1.*2"),
+        ("ef(identity(^5))", "^identity .*0.*1"),
+        ("topk(0.1, ^ratio=0.2)", "^topk: 'ratio' .*twice"),
+        ("^ef", "^ef .*'compressor'"),
+        ("^every()", "^every .*'h'"),
+        ("^qsr", "^qsr .*'alpha'.*'h_base'"),
+        ("ef(^topk)", r"topk\(0\.01\).*topk\(k=5\).*neither"),
+        ("ef(^randk(0.1, k=5))", r"randk\(0\.01\).*randk\(k=5\).*both"),
         # Out of range and not finite.
-        ("topk(^0.0)", "topk: ratio must be a fraction above 0 and at most 1, not 0.0"),
-        ("ef(topk(^1.5))", "topk: ratio must be a fraction above 0 and at most 1, not 1.5"),
-        ("topk(^-0.1)", "not -0.1"),
-        ("topk(^nan)", "not nan"),
-        ("topk(^-inf)", "not -inf"),
-        ("topk(^1e999)", "not inf"),
-        ("topk(k=^0)", "topk: k must be a whole number of at least 1, not 0"),
-        ("every(^-3)", "every: h must be a whole number of at least 1, not -3"),
-        ("qsr(alpha=^0, h_base=4)", "qsr: alpha must be a finite number above 0, not 0"),
-        ("qsr(alpha=^inf, h_base=4)", "qsr: alpha must be a finite number above 0, not inf"),
-        ("qsr(alpha=^nan, h_base=4)", "qsr: alpha must be a finite number above 0, not nan"),
-        ("qsr(alpha=1, h_base=^0)", "qsr: h_base must be a whole number of at least 1, not 0"),
-        # Of another kind.
-        ("topk(^1)", "is 1 a fraction or a count? A fraction is written with a point, topk(0.01)"),
-        ("topk(^True)", "not True"),
-        ("topk(^'0.1')", "not '0.1'"),
-        ("topk(^0.1j)", "not 0.1j"),
-        ("topk(k=^5.0)", "topk: k must be a whole number of at least 1, not 5.0"),
-        ("topk(k=^True)", "not True"),
-        ("every(^4.0)", "not 4.0"),
-        ("qsr(alpha=^True, h_base=4)", "not True"),
-        ("randk(0.1, unbiased=^1)", "randk: unbiased must be True or False, not 1"),
-        (
-            "topk(0.1, scope=^'layer')",
-            'scope must be one of "bucket", "tensor", "model", not \'layer\'',
-        ),
-        ("cast(^'fp8')", 'cast: dtype must be one of "bf16", "fp16", not \'fp8\''),
-        ("cast(^None)", "not None"),
-        ("cast(^bf16)", "cast: dtype is a text and needs quotes, 'bf16' (a shell takes"),
-        ("ef(topk(0.1), memory_dtype=^fp16)", "memory_dtype is a text and needs quotes, 'fp16'"),
-        (
-            "mean(exchange=^'ring')",
-            'mean: exchange must be one of "auto", "allreduce", "allgather", "sharded"',
-        ),
-        ("ef(topk(0.1), memory_dtype=^'fp8')", "ef: memory_dtype must be one of"),
-        ("ef(^0.01)", "ef takes a compressor such as topk(0.01), not 0.01"),
+        ("topk(^0.0)", r"^topk: ratio .*0\.0$"),
+        ("ef(topk(^1.5))", r"^topk: ratio .*1\.5$"),
+        ("topk(^-0.1)", r"^topk: ratio .*-0\.1$"),
+        ("topk(^nan)", "^topk: ratio .*nan$"),
+        ("topk(^-inf)", "^topk: ratio .*-inf$"),
+        ("topk(^1e999)", "^topk: ratio .*inf$"),
+        ("topk(k=^0)", "^topk: k .* 0$"),
+        ("every(^-3)", "^every: h .*-3$"),
+        ("qsr(alpha=^0, h_base=4)", "^qsr: alpha .* 0$"),
+        ("qsr(alpha=^inf, h_base=4)", "^qsr: alpha .*inf$"),
+        ("qsr(alpha=^nan, h_base=4)", "^qsr: alpha .*nan$"),
+        ("qsr(alpha=1, h_base=^0)", "^qsr: h_base .* 0$"),
+        # Of another type.
+        ("topk(^1)", r"^topk: ratio=1\b.*topk\(0\.01\).*topk\(k=1\)"),
+        ("topk(^True)", "^topk: ratio .*True$"),
+        ("topk(^'0.1')", r"^topk: ratio .*'0\.1'$"),
+        ("topk(^0.1j)", r"^topk: ratio .*0\.1j$"),
+        ("topk(k=^5.0)", r"^topk: k .*5\.0$"),
+        ("topk(k=^True)", "^topk: k .*True$"),
+        ("every(^4.0)", r"^every: h .*4\.0$"),
+        ("qsr(alpha=^True, h_base=4)", "^qsr: alpha .*True$"),
+        ("randk(0.1, unbiased=^1)", "^randk: unbiased .* 1$"),
+        ("topk(0.1, scope=^'layer')", "^topk: scope .*bucket.*tensor.*model.*'layer'$"),
+        ("cast(^'fp8')", "^cast: dtype .*bf16.*fp16.*'fp8'$"),
+        ("cast(^None)", "^cast: dtype .*None$"),
+        ("cast(^bf16)", "^cast: dtype .*quotes.*'bf16'"),
+        ("ef(topk(0.1), memory_dtype=^fp16)", "^ef: memory_dtype .*quotes.*'fp16'"),
+        ("mean(exchange=^'ring')", "^mean: exchange .*auto.*allreduce.*allgather.*sharded.*'ring'"),
+        ("ef(topk(0.1), memory_dtype=^'fp8')", "^ef: memory_dtype .*'fp8'"),
+        ("ef(^0.01)", r"^ef .*compressor.* 0\.01$"),
         # Combinations that make no sense.
-        (
-            "mean(topk(0.1), exchange=^'allreduce')",
-            "allreduce needs one support on all ranks; topk selects",
-        ),
-        ("ef(topk(k=5), exchange=^'allreduce')", 'topk selects per rank: use exchange="allgather"'),
-        ("ef(topk(k=5), exchange=^'sum')", 'topk selects per rank: use exchange="allgather"'),
-        ("mean(quantize('int8'), exchange=^'sharded')", "makes one for the whole bucket"),
-        ("bidirectional(topk(k=5), ^quantize('int8'), 'exact')", 'with selection="shard" it works'),
-        (
-            "bidirectional(topk(k=5), topk(k=5), ^'whole')",
-            'selection must be one of "exact", "shard"',
-        ),
-        ("ef(^randk(0.1, unbiased=True))", "contractive compressor, and randk(0.1, unbiased=True)"),
-        ("ef(^ef(topk(0.1)))", "ef takes a compressor such as topk(0.01), not the aggregator 'ef("),
-        (
-            "mean(^every(4))",
-            "mean takes a compressor such as topk(0.01), not the schedule",
-        ),
-        # Not of the language.
-        ("topk(^*[0.1])", "only names, calls and literals"),
-        ("topk(^+0.1)", "only names, calls and literals"),
-        ("every(^~4)", "only names, calls and literals"),
-        ("topk(^**{})", "** is not read here"),
-        ("ef(^topk.encode)", "only names, calls and literals"),
-        ("ef(topk(0.1), exchange=^['allgather'])", "only names, calls and literals"),
-        ("every(^10**100)", "only names, calls and literals"),
-        ("^topk(0.1)(2)", "a method's name is expected here"),
+        ("mean(topk(0.1), exchange=^'allreduce')", "allreduce.*topk"),
+        ("ef(topk(k=5), exchange=^'allreduce')", "allreduce.*topk.*allgather"),
+        ("ef(topk(k=5), exchange=^'sum')", "allreduce.*topk.*allgather"),
+        ("mean(quantize('int8'), exchange=^'sharded')", "sharded.*quantize"),
+        ("bidirectional(topk(k=5), ^quantize('int8'), 'exact')", "quantize.*selection=.shard"),
+        ("bidirectional(topk(k=5), topk(k=5), ^'whole')", "selection .*exact.*shard.*'whole'"),
+        ("ef(^randk(0.1, unbiased=True))", r"contractive.*randk\(0\.1, unbiased=True\)"),
+        ("ef(^ef(topk(0.1)))", r"^ef .*compressor.*aggregator 'ef\(topk\(0\.1\)\)'"),
+        ("mean(^every(4))", r"^mean .*compressor.*schedule 'every\(4\)'"),
+        # Not part of the language.
+        ("topk(^*[0.1])", "name.*call.*literal"),
+        ("topk(^+0.1)", "name.*call.*literal"),
+        ("every(^~4)", "name.*call.*literal"),
+        ("topk(^**{})", r"\*\*"),
+        ("ef(^topk.encode)", "name.*call.*literal"),
+        ("ef(topk(0.1), exchange=^['allgather'])", "name.*call.*literal"),
+        ("every(^10**100)", "name.*call.*literal"),
+        ("^topk(0.1)(2)", "name"),
         # Columns are counted in characters, not in bytes.
-        ("cast('é☃', ^foo=2)", "cast has no option 'foo'"),
+        ("cast('é☃', ^foo=2)", "^cast .*'foo'"),
     ],
 )
-def test_error_points_at_what_is_wrong_and_says_why(marked, problem):
+def test_error_points_at_what_is_wrong_and_says_why(marked, words):
     text = marked.replace("^", "", 1)
     message, shown, caret = refusal(text).split("\n")
-    assert problem in message
+    assert re.search(words, message)
     assert shown == f"  {text}"
     assert caret == f"  {' ' * marked.index('^')}^"
 
@@ -326,29 +307,33 @@ def test_error_points_at_what_is_wrong_and_says_why(marked, problem):
 )
 def test_syntax_error_shows_the_spec_and_a_caret_within_it(text):
     message, shown, caret = refusal(text).split("\n")
-    assert message.startswith("not a spec: ")
+    assert message
     assert shown == f"  {text}"
     assert caret.strip() == "^"
     assert len(caret) <= len(shown) + 1
 
 
-def test_a_decimal_comma_is_answered_with_the_point():
-    problem = "not a spec: a number begins with a surplus 0; the decimal point is '.', as in 0.01"
-    assert refusal("ef(topk(0,01))").startswith(problem)
+@pytest.mark.parametrize("text", ["ef(topk(0,01))", "ef(topk(1%))"])
+def test_errors_for_decimal_commas_and_percent_show_how_to_write_them(text):
+    message, shown, _ = refusal(text).split("\n")
+    assert "0.01" in message
+    assert shown == f"  {text}"
 
 
 @pytest.mark.parametrize(
     ("text", "parse", "hint"),
     [
-        ("qsrs(1)", torchcomp.parse, "did you mean 'qsr'?"),
+        ("qsrs(1)", torchcomp.parse, "'qsr'"),
         ("qsrs(1)", parse_aggregator, "methods: bidirectional, "),
-        ("tpk(0.1)", parse_aggregator, "did you mean 'topk'?"),
+        ("tpk(0.1)", parse_aggregator, "'topk'"),
         ("tpk(0.1)", parse_schedule, "schedules: every, "),
         ("tpk(0.1)", parse_outer_step, "outer steps: nesterov, slowmo"),
     ],
 )
-def test_only_names_that_fit_the_place_are_suggested(text, parse, hint):
-    assert f"unknown name '{text.partition('(')[0]}'; {hint}" in refusal(text, parse)
+def test_only_names_of_the_expected_kind_are_suggested(text, parse, hint):
+    _, name, rest = refusal(text, parse).partition(f"'{text.partition('(')[0]}'")
+    assert name
+    assert hint in rest
 
 
 def test_caret_counts_from_the_spec_without_its_surplus_whitespace():
@@ -356,32 +341,39 @@ def test_caret_counts_from_the_spec_without_its_surplus_whitespace():
 
 
 @pytest.mark.parametrize("text", ["", "   ", "\n"])
-def test_empty_spec_is_answered_with_an_example(text):
-    assert refusal(text) == "an empty spec; write for example 'mean' or 'ef(topk(0.01))'"
+def test_error_for_an_empty_spec_has_an_example(text):
+    message = refusal(text)
+    assert "empty" in message
+    assert "'ef(topk(0.01))'" in message
 
 
 @pytest.mark.parametrize("value", [None, 5, 0.01, b"mean", ["mean"], TopK, TopK.name.encode()])
-def test_what_is_neither_text_nor_component_is_refused(value):
-    assert refusal(value).startswith("a spec is a string such as 'ef(topk(0.01))', not ")
+def test_only_strings_and_components_are_specs(value):
+    message = refusal(value)
+    assert "'ef(topk(0.01))'" in message
+    assert message.endswith(repr(value))
 
 
 @pytest.mark.parametrize("text", ["5", "'mean'", "None", "nan", "-1", "True"])
 def test_a_literal_alone_is_refused(text):
-    assert refusal(text).startswith("a spec is a string such as 'ef(topk(0.01))', not ")
+    message = refusal(text)
+    assert "'ef(topk(0.01))'" in message
+    assert message.endswith(text)
 
 
 @pytest.mark.parametrize("text", ["ef(topk(0.01))", "mean", "topk(0.01)"])
 def test_a_method_is_refused_where_a_schedule_is_needed(text):
-    assert "is a gradient method, and here a schedule such as 'every(4)'" in refusal(
-        text, parse_schedule
-    )
+    message = refusal(text, parse_schedule)
+    for word in (f"'{torchcomp.parse(text)}'", "'every(4)'", "torchcomp.register"):
+        assert word in message
     assert parse_aggregator(text) == torchcomp.parse(text)
 
 
 @pytest.mark.parametrize("text", ["every(4)", "qsr(alpha=0.1, h_base=2)"])
 def test_a_schedule_is_refused_where_a_method_is_needed(text):
     message = refusal(text, parse_aggregator)
-    assert f"'{text}' is a schedule, and here a gradient method such as 'ef(topk(0.01))'" in message
+    for word in (f"'{text}'", "'ef(topk(0.01))'", "torchcomp.LocalSGD"):
+        assert word in message
     assert parse_schedule(text) == torchcomp.parse(text)
 
 
@@ -453,9 +445,9 @@ def test_huge_and_deeply_nested_text_is_a_spec_error(text):
     refusal(text)
 
 
-def test_the_parser_reads_only_as_much_as_a_person_writes():
+def test_the_length_of_a_spec_is_limited_without_its_surplus_whitespace():
     assert torchcomp.parse("mean" + " " * 5000) == Mean()
-    assert refusal("mean " * 250) == "a spec of 1249 characters; at most 1000 are read"
+    assert re.search("1249.*1000", refusal("mean " * 250))
 
 
 def spec_or_spec_error(text):
@@ -490,7 +482,7 @@ def test_any_words_of_the_language_are_a_spec_or_a_spec_error(text):
 @settings(fast, max_examples=300)
 @given(aggregators().map(str), st.data())
 def test_a_spec_with_a_typo_is_a_spec_or_a_spec_error(text, data):
-    place = data.draw(st.integers(0, len(text)))
+    position = data.draw(st.integers(0, len(text)))
     inserted = data.draw(st.sampled_from([*WORDS, ""]))
     removed = data.draw(st.integers(0, 3))
-    spec_or_spec_error(text[:place] + inserted + text[place + removed :])
+    spec_or_spec_error(text[:position] + inserted + text[position + removed :])

@@ -1,6 +1,7 @@
-"""The time model: its formulas by hand, and the paper's wall clocks predicted from each other."""
+"""Time model: its formulas by hand, and each of the paper's wall clocks predicted from another."""
 
 import math
+import re
 from functools import partial
 
 import pytest
@@ -13,11 +14,11 @@ HOUR = 3600.0
 
 # --- The paper's wall clocks ----------------------------------------------------------------------
 #
-# ViT-B, parallel AdamW and QSR: 26.7 and 20.2 h on 2 machines of 8 GPUs, 8.6 and 5.5 h on 8 of
-# them. A GPU's batch is 256 in both, so that the total batch is 4,096 and 16,384, with T, W and
-# peak rate to match. Of alpha and H_base only those at batch 4,096 are known: both runs take them.
-# The bytes are those of the paper's simple ViT-B/16 in float32; they cancel out between fit and
-# forecast.
+# ViT-B with parallel AdamW and with QSR: 26.7 h and 20.2 h on 2 machines of 8 GPUs each, 8.6 h and
+# 5.5 h on 8 machines. The batch size per GPU is 256 in both, so the total batch size is 4,096 and
+# 16,384. T, W and the peak learning rate differ accordingly. alpha and H_base are known only for
+# batch size 4,096, and both runs use these. The bytes are those of the paper's simple ViT-B/16 in
+# float32; they cancel between fit and prediction.
 
 QSR = "qsr(alpha=0.0175, h_base=4)"
 VIT_BYTES = 4 * 86_415_592
@@ -72,14 +73,14 @@ def test_a_fit_explains_its_own_run(run):
     assert predicted(fitted(run), run) == pytest.approx(run["published"], rel=1e-9)
 
 
-@pytest.mark.parametrize(("known", "asked"), [(FEW, MANY), (MANY, FEW)], ids=["to 64", "to 16"])
-def test_constants_of_one_cluster_predict_the_other_within_ten_percent(known, asked):
-    assert predicted(fitted(known), asked) == pytest.approx(asked["published"], rel=0.1)
+@pytest.mark.parametrize(("known", "other"), [(FEW, MANY), (MANY, FEW)], ids=["to 64", "to 16"])
+def test_constants_of_one_cluster_predict_the_other_within_ten_percent(known, other):
+    assert predicted(fitted(known), other) == pytest.approx(other["published"], rel=0.1)
 
 
-def test_the_fitted_constants_of_both_clusters_are_much_the_same():
+def test_the_fitted_constants_of_both_clusters_are_similar():
     few, many = fitted(FEW), fitted(MANY)
-    # 0.75 s for 256 images; 9.9 and 8.5 of the link's 25 Gbit/s.
+    # 0.75 s for 256 images. 9.9 and 8.5 Gbit/s of the link's 25 Gbit/s.
     assert few.step_seconds == pytest.approx(0.748, abs=5e-4)
     assert many.step_seconds == pytest.approx(0.755, abs=5e-4)
     assert 8 * few.bandwidth == pytest.approx(9.91e9, rel=2e-3)
@@ -129,7 +130,7 @@ def test_parallel_and_local_runs_by_hand():
     assert (local.method, local.syncs, local.seconds) == ("every(4)", 3, 20.0 + 3 * 15.0)
 
 
-def test_a_schedule_is_timed_with_its_rates_and_its_warmup():
+def test_a_schedule_is_timed_with_its_learning_rates_and_its_warmup():
     rates = {"lr": lambda step: 0.25, "total_steps": 40, "warmup_steps": 5}
     local = TimeModel(2.0, 100.0).local("qsr(alpha=1.0, h_base=4)", **rates, **SIZE)
     # Synchronisations after 4, 8, 24 and 40 steps.
@@ -148,75 +149,81 @@ def test_the_backward_pass_hides_the_exchange_of_parallel_steps_alone(overlap, s
 GOOD = {"step_seconds": 1.0, "bandwidth": 1e9}
 
 
-@pytest.mark.parametrize(
-    ("given", "problem"),
-    [
-        ({"step_seconds": 0}, "step_seconds must be a finite number above 0, not 0"),
-        ({"step_seconds": math.nan}, "step_seconds must be a finite number above 0, not nan"),
-        ({"bandwidth": -1e9}, "bandwidth must be a finite number above 0, not -1000000000.0"),
-        ({"bandwidth": math.inf}, "bandwidth must be a finite number above 0, not inf"),
-        ({"bandwidth": "1e9"}, "bandwidth must be a finite number above 0, not '1e9'"),
-        ({"latency": -1.0}, "latency must be a finite number of at least 0, not -1.0"),
-        ({"latency": math.inf}, "latency must be a finite number of at least 0, not inf"),
-        ({"overlap": 1.5}, "overlap must be a number from 0 to 1, not 1.5"),
-        ({"overlap": True}, "overlap must be a number from 0 to 1, not True"),
-        ({"ranks_per_machine": 0}, "ranks_per_machine must be a whole number of at least 1, not 0"),
-    ],
-)
-def test_bad_constants_are_refused(given, problem):
-    with pytest.raises(SpecError) as caught:
-        TimeModel(**GOOD | given)
-    assert str(caught.value) == problem
+def refuses(name, value):
+    """Expect a SpecError with an argument's name and its value."""
+    return pytest.raises(SpecError, match=rf"\b{name}\b.*{re.escape(repr(value))}$")
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"),
+    ("name", "value"),
     [
-        ({"world_size": 0}, "world_size must be a whole number of at least 1, not 0"),
-        ({"world_size": 12}, "world_size=12 does not fill machines of ranks_per_machine=8"),
-        ({"nbytes": -1}, "nbytes must be a whole number of at least 1, not -1"),
-        ({"nbytes": 1.5}, "nbytes must be a whole number of at least 1, not 1.5"),
-        ({"total_steps": 0}, "total_steps must be a whole number of at least 1, not 0"),
+        ("step_seconds", 0),
+        ("step_seconds", math.nan),
+        ("bandwidth", -1e9),
+        ("bandwidth", math.inf),
+        ("bandwidth", "1e9"),
+        ("latency", -1.0),
+        ("latency", math.inf),
+        ("overlap", 1.5),
+        ("overlap", True),
+        ("ranks_per_machine", 0),
     ],
 )
-def test_bad_runs_are_refused(given, problem):
-    run = {"total_steps": 10, "nbytes": 1000, "world_size": 16} | given
+def test_bad_constants_are_refused(name, value):
+    with refuses(name, value) as caught:
+        TimeModel(**GOOD | {name: value})
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("world_size", 0), ("nbytes", -1), ("nbytes", 1.5), ("total_steps", 0)],
+)
+def test_bad_runs_are_refused(name, value):
+    run = {"total_steps": 10, "nbytes": 1000, "world_size": 16} | {name: value}
     model = TimeModel(**GOOD, ranks_per_machine=8)
     for time in (model.parallel, partial(model.local, "every(4)")):
-        with pytest.raises(SpecError) as caught:
+        with refuses(name, value) as caught:
             time(**run)
-        assert problem in str(caught.value)
+        assert caught.value.field == name
 
 
-def test_a_schedule_that_reads_the_rate_needs_it():
-    with pytest.raises(SpecError, match=r"the time of 'qsr.* needs lr=, a function of the step"):
+def test_a_part_full_machine_is_refused():
+    run = {"total_steps": 10, "nbytes": 1000, "world_size": 12}
+    model = TimeModel(**GOOD, ranks_per_machine=8)
+    for time in (model.parallel, partial(model.local, "every(4)")):
+        with pytest.raises(SpecError, match=r"world_size=12\b.*ranks_per_machine=8\b"):
+            time(**run)
+
+
+def test_a_schedule_that_reads_the_learning_rate_needs_it():
+    with pytest.raises(SpecError, match=r"'qsr.*'.*\blr\b"):
         TimeModel(**GOOD).local(QSR, total_steps=10, **SIZE)
 
 
-def test_a_method_is_no_schedule():
-    with pytest.raises(SpecError, match="is a gradient method"):
+def test_a_method_is_not_a_schedule():
+    with pytest.raises(SpecError, match=r"every\(4\).*'ef\(topk\(0\.01\)\)'"):
         TimeModel(**GOOD).local("ef(topk(0.01))", total_steps=10, **SIZE)
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"),
+    ("changes", "words"),
     [
-        ({"parallel_seconds": 0.0}, "parallel_seconds must be a finite number above 0, not 0.0"),
-        ({"local_seconds": math.nan}, "local_seconds must be a finite number above 0, not nan"),
-        ({"total_steps": 1.5}, "total_steps must be a whole number"),
-        ({"syncs": 0}, "syncs must be a whole number from 1 to 99, not 0"),
-        ({"syncs": 100}, "syncs must be a whole number from 1 to 99, not 100"),
-        ({"nbytes": 0}, "nbytes must be a whole number of at least 1, not 0"),
-        ({"world_size": 8}, "8 ranks, 8 a machine, are one machine"),
-        ({"world_size": 9}, "world_size=9 does not fill machines"),
-        ({"local_seconds": 200.0}, "fewer exchanges must save time, and less than in proportion"),
-        ({"local_seconds": 40.0}, "fewer exchanges must save time, and less than in proportion"),
+        ({"parallel_seconds": 0.0}, r"parallel_seconds.*0\.0$"),
+        ({"local_seconds": math.nan}, "local_seconds.*nan$"),
+        ({"total_steps": 1.5}, r"total_steps.*1\.5$"),
+        ({"syncs": 0}, "syncs.*1.*99.*0$"),
+        ({"syncs": 100}, "syncs.*1.*99.*100$"),
+        ({"nbytes": 0}, "nbytes.*0$"),
+        ({"world_size": 8}, r"world_size=8\b.*ranks_per_machine=8\b"),
+        ({"world_size": 9}, r"world_size=9\b.*ranks_per_machine=8\b"),
+        ({"local_seconds": 200.0}, r"parallel_seconds=200\b.*local_seconds=200\b"),
+        ({"local_seconds": 40.0}, r"parallel_seconds=200\b.*local_seconds=40\b"),
     ],
 )
-def test_times_that_cannot_be_explained_are_refused(given, problem):
+def test_times_that_cannot_be_fitted_are_refused(changes, words):
     measured = {"parallel_seconds": 200.0, "local_seconds": 150.0, "total_steps": 100, "syncs": 25}
     size = {"nbytes": 1000, "world_size": 16, "ranks_per_machine": 8}
     assert fit_time_model(**measured, **size).step_seconds == pytest.approx(2 - 50 / 75)
-    with pytest.raises(SpecError) as caught:
-        fit_time_model(**measured | size | given)
-    assert problem in str(caught.value)
+    with pytest.raises(SpecError, match=words):
+        fit_time_model(**measured | size | changes)

@@ -1,8 +1,8 @@
-"""torchcomp: data-parallel training that is cheap on the network.
+"""torchcomp: data-parallel training with less network traffic.
 
-``torchcomp.register(model, "ef(topk(0.01))")`` compresses a DDP model's gradients;
-``torchcomp.LocalSGD(model, optimizer, "qsr(...)", total_steps=T)`` trains with local steps;
-``torchcomp.JointSpar(model, budget=0.5)`` skips whole layers.
+- ``torchcomp.register(model, "ef(topk(0.01))")`` compresses the gradients of a DDP model.
+- ``torchcomp.LocalSGD(model, optimizer, "qsr(...)", total_steps=T)`` trains with local steps.
+- ``torchcomp.JointSpar(model, budget=0.5)`` skips whole layers.
 """
 
 from torchcomp._version import __version__

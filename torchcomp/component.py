@@ -16,13 +16,13 @@ from torchcomp.errors import SpecError
 
 @dataclass(frozen=True)
 class Component:
-    """Base of everything that a spec string can name.
+    """Base class of everything that a spec string can name.
 
     Class attributes:
         name: the name in spec strings.
         kind: what the component is, for error messages ("compressor", "schedule", ...).
-        positional: how many leading options are printed without their name.
-        example: a spec that builds one, for errors about missing options.
+        positional: how many leading options are printed without their names.
+        example: a spec that builds one, shown in errors about missing options.
     """
 
     name: ClassVar[str]
@@ -34,7 +34,9 @@ class Component:
         arguments: list[str] = []
         for index, field in enumerate(fields(self)):
             value = getattr(self, field.name)
+            # Options with their default value are left out: equal components print alike.
             if value != field.default:
+                # Once an option was left out, later ones need their names, as in a Python call.
                 bare = index == len(arguments) < self.positional
                 arguments.append(_literal(value) if bare else f"{field.name}={_literal(value)}")
         return f"{self.name}({', '.join(arguments)})" if arguments else self.name
@@ -43,16 +45,17 @@ class Component:
 def _literal(value: Any) -> str:
     if isinstance(value, Component):
         return str(value)
-    # NumPy's numbers are numbers, too, but do not print as literals.
+    # repr() of a NumPy number is np.float64(0.25), which parse() would reject.
     if is_whole(value):
         return repr(int(value))
     if is_number(value):
         return repr(float(value))
+    # json.dumps always writes double quotes; repr() picks the quotes by the text's content.
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint: the known word most like `word`, or all known words where none is alike."""
+    """Return a hint: the known word closest to `word`, or a list of all if none is close."""
     names = sorted(known)
     close = difflib.get_close_matches(word.lower(), names, n=1)
     if close:
@@ -61,10 +64,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def check_kind(owner: Component, field: str, wanted: type[Component]) -> None:
-    """Require that an option is itself a component of the `wanted` kind."""
+    """Require that the value of `field` is a component of the `wanted` kind."""
     value = getattr(owner, field)
     if not isinstance(value, wanted):
-        given = f"the {value.kind} '{value}'" if isinstance(value, Component) else repr(value)
+        found = f"the {value.kind} '{value}'" if isinstance(value, Component) else repr(value)
         raise SpecError(
-            f"{owner.name} takes a {wanted.kind} such as topk(0.01), not {given}", field
+            f"{owner.name} takes a {wanted.kind} such as topk(0.01), not {found}", field
         )

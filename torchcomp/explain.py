@@ -1,4 +1,4 @@
-"""explain: what a method sends, keeps and costs, before anything runs."""
+"""explain: compute what a method sends, stores and costs, without a run."""
 
 import math
 from dataclasses import replace
@@ -39,59 +39,71 @@ def explain(
     time: TimeModel | None = None,
     rank: int = 0,
 ) -> Plan:
-    """Work out what a method sends per rank and step; a real run's counted bytes equal it.
+    """Compute what a method sends per rank and step.
 
-    The exception is a selection from a whole bucket that is sharded, such as bidirectional's
-    "exact": there the entries are taken to fall evenly into the shards, and the threshold of a
-    step before to be known. The first step has none, and sends more.
+    The numbers equal the bytes that a real run counts. The exception is a selection from a whole
+    bucket that is sharded, such as bidirectional's "exact". For it, explain assumes that the
+    selected entries are spread evenly over the shards, and that the threshold of the previous step
+    is known. The first step of a run has no threshold and sends more.
 
     Args:
         spec: a method, ``"ef(topk(0.01))"``, or a schedule, ``"qsr(alpha=0.0175, h_base=4)"``.
         world_size: number of ranks.
-        numel: number of gradient elements, taken as one vector; or give `model`.
-        model: a module, or a DDP model, whose parameters are grouped as in training.
-        dtype: gradient dtype that goes with `numel`.
+        numel: number of gradient elements, as one vector; pass either `numel` or `model`.
+        model: a module or a DDP model. Its parameters are grouped as in training.
+        dtype: gradient dtype, used with `numel`.
         lr: for a schedule that reads it, learning rate as a function of the steps taken so far.
         total_steps: for a schedule, optimizer steps of the run.
         warmup_steps: for a schedule, steps of warm-up.
         compress: for a schedule, the method that averages, as in :class:`torchcomp.LocalSGD`.
         outer: for a schedule, the outer step, as in :class:`torchcomp.LocalSGD`.
-        time: for a schedule without `compress`, the constants of a cluster, for the wall clocks of
-            the run.
-        rank: whose traffic; ranks differ by a few bytes where shards are uneven.
+        time: for a schedule without `compress`, the constants of a cluster; adds the run's wall
+            clock.
+        rank: the rank whose traffic is computed. Ranks differ by a few bytes if shards are uneven.
 
     Raises:
-        SpecError: if the spec cannot be built, or an argument cannot be used, is missing, or is not
-            for such a spec.
-        ScheduleError: if the schedule cannot use a rate.
-        UnsupportedModelError: if `model` is no module.
+        SpecError: if the spec cannot be built, or if an argument is invalid, missing or does not
+            apply to this kind of spec.
+        ScheduleError: if the schedule cannot use a learning rate.
+        UnsupportedModelError: if `model` is not a module.
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise SpecError(f"dtype must be a floating-point torch.dtype, not {dtype!r}")
     check_count("world_size", world_size)
     built, average = parse(spec), parse_aggregator(compress)
-    # What a synchronisation does beside a plain average, by the names that LocalSGD gives it.
+    # What a synchronisation does in addition to a plain average, by LocalSGD's argument names.
     extra: dict[str, Component] = {} if average.transparent else {"compress": average}
     if outer is not None:
         extra["outer"] = parse_outer_step(outer)
     if isinstance(built, Aggregator):
         shapes = _shapes(numel, model, dtype, built.whole_model)
         run = {"lr": lr, "total_steps": total_steps, "warmup_steps": warmup_steps or None}
-        given = {**extra, **run, "time": time}
-        foreign = [name for name, value in given.items() if value is not None]
+        options = {**extra, **run, "time": time}
+        # Silently ignoring an argument would let a wrong plan look right.
+        foreign = [name for name, value in options.items() if value is not None]
         if foreign:
-            raise SpecError(f"{foreign[0]}= is for schedules, and '{built}' is a gradient method")
+            raise SpecError(
+                f"{foreign[0]} applies to schedules only, but '{built}' is a gradient method: "
+                f"leave {foreign[0]} out, or pass a schedule such as 'every(4)'"
+            )
         return _explain_method(built, shapes, world_size, rank)
     shapes = _shapes(numel, model, dtype, average.whole_model)
     if total_steps is None:
-        raise SpecError(f"to explain the schedule '{built}', give total_steps")
+        raise SpecError(
+            f"'{built}' is a schedule and needs total_steps, the optimizer steps of the run"
+        )
     horizon = Horizon(total_steps, warmup_steps)
     plan = _explain_schedule(built, lr, horizon, average, extra, shapes, world_size, rank)
     if time is None:
         return plan
+    # The time model has the formula of an all-reduce only.
     if not average.transparent:
-        raise SpecError("time= models all-reduce alone: leave compress= out, or time=")
+        raise SpecError(
+            f"time cannot be combined with compress='{average}', because the time model covers "
+            "all-reduce only: leave one of them out"
+        )
     size = {"total_steps": total_steps, "world_size": world_size}
+    # Local steps average parameters in float32 or wider; plain DDP reduces gradients as they are.
     wide = _nbytes([shape.wide() for shape in shapes])
     return replace(
         plan,
@@ -103,7 +115,7 @@ def explain(
 def sync_steps(
     spec: str | Component, *, lr: LRFunction | None = None, total_steps: int, warmup_steps: int = 0
 ) -> list[int]:
-    """The global steps at which a run synchronises: t is the end of the t-th step.
+    """Return the steps, counted from 1, after which a run synchronises.
 
     Args:
         spec: a schedule, ``"qsr(alpha=0.0175, h_base=4)"``.
@@ -113,9 +125,8 @@ def sync_steps(
         warmup_steps: steps of warm-up.
 
     Raises:
-        SpecError: if the schedule or the horizon cannot be built, or `lr` is missing or is no
-            function.
-        ScheduleError: if the schedule cannot use a rate.
+        SpecError: if an argument is invalid, or if the schedule needs `lr` and it is missing.
+        ScheduleError: if the schedule cannot use a learning rate.
     """
     return synchronisations(parse_schedule(spec), lr, Horizon(total_steps, warmup_steps))
 
@@ -140,7 +151,8 @@ def _explain_method(
         bytes_sent=moved.sent,
         bytes_received=moved.received,
         dense_bytes_sent=moved.dense,
-        # As they were before the step, and after it, for roll-back.
+        # Two copies, before and after the step, because a step that fails is rolled back. Caches
+        # are left out.
         memory_bytes=sum(
             2 * slot.numel * slot.dtype.itemsize for slot in kept if slot.kind is not Kind.CACHE
         ),
@@ -160,11 +172,12 @@ def _explain_schedule(
 ) -> Plan:
     syncs = len(synchronisations(schedule, lr, horizon))
     per_sync = Fraction(horizon.total_steps, syncs)
-    # Parameters are averaged in float32 or wider.
+    # LocalSGD averages parameters in float32 or wider.
     wide = [shape.wide() for shape in shapes]
     once = _explain_method(aggregator, wide, world_size, rank)
     options = ", ".join(f"{name}={option}" for name, option in extra.items())
-    # A rank keeps the parameters at the round's start, and an outer momentum.
+    # State per rank: the parameters at the start of the round, if they are needed, and the outer
+    # momentum, if there is an outer step.
     copies = bool(extra) + ("outer" in extra)
     return replace(
         once,
@@ -182,12 +195,14 @@ def _explain_schedule(
 
 
 def _break_even(collective: str, sent: int, world_size: int, dense: int | Fraction) -> int | None:
-    """Where an all-gather, whose traffic grows with the ranks, reaches plain DDP's.
+    """Return the number of ranks from which on an all-gather sends at least as much as plain DDP.
 
-    `dense` counts the bytes of gradients that plain DDP reduces in the time of one exchange.
+    `dense` is the number of gradient bytes that plain DDP reduces per exchange of the method.
     """
+    # Only the traffic of an all-gather grows with the number of ranks.
     if collective != "allgather" or world_size < 2 or not sent:
         return None
+    # For V ranks instead of W:
     # (V - 1) sent / (W - 1) >= 2 (V - 1) dense / V  <=>  V >= 2 dense (W - 1) / sent
     return math.ceil(Fraction(2 * dense * (world_size - 1), sent))
 
@@ -199,8 +214,12 @@ def _shapes(
         check_count("numel", numel, least=0)
         return [BucketShape(("gradient",), ((numel,),), dtype)]
     if model is None or numel is not None:
-        raise SpecError("explain needs either numel=, a number of elements, or model=")
+        raise SpecError(
+            "explain needs either numel, the number of elements, or model, but got "
+            f"{'neither' if model is None else 'both'}"
+        )
     check_is_module(model)
+    # DDP reduces each shared parameter once, and named_parameters() also yields it once.
     if isinstance(model, DistributedDataParallel):
         parameters, caps = dict(trained_parameters(model)), bucket_caps(model)
     else:

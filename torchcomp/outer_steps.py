@@ -1,8 +1,8 @@
-"""Outer steps: what turns the mean pseudo-gradient of a round into new shared parameters.
+"""Outer steps: update the shared parameters with the mean pseudo-gradient of a round.
 
-All ranks start a round from x, and their local steps add m to it in the mean: a plain average is
-x + m. The steps below take -m for the gradient of an outer optimizer, whose momentum u (0 at the
-start) is the same on all ranks.
+All ranks start a round from the same parameters x. Their local steps move x by m, averaged over the
+ranks, and a plain average is x + m. An outer step uses the pseudo-gradient -m as the gradient of an
+outer optimizer. Its momentum u starts at 0 and is the same on all ranks.
 """
 
 from abc import abstractmethod
@@ -17,9 +17,10 @@ from torchcomp.component import Component
 
 @dataclass(frozen=True)
 class OuterStep(Component):
-    """A step from the shared parameters of one round to those of the next.
+    """Base class of outer steps: from the parameters of one round to those of the next.
 
-    `reads_lr` says whether the learning rate of the local steps enters.
+    Class attributes:
+        reads_lr: whether the step depends on the learning rate of the local steps.
     """
 
     kind: ClassVar[str] = "outer step"
@@ -28,9 +29,13 @@ class OuterStep(Component):
 
     @abstractmethod
     def apply(self, x: Tensor, m: Tensor, u: Tensor, lr: float) -> None:
-        """Take the step in place: `x` and `u` become those of the next round, `m` is overwritten.
+        """Update `x` and `u` in place for the next round. `m` is overwritten.
 
-        All are 1-D. `lr` is the mean over the round's local steps, or 0 if the class reads none.
+        Args:
+            x: parameters at the start of the round, 1-D.
+            m: mean change of the parameters in the round, the negative pseudo-gradient; 1-D.
+            u: momentum, 1-D.
+            lr: mean learning rate of the round's local steps; meaningful only with `reads_lr`.
         """
 
 
@@ -41,13 +46,14 @@ class SlowMo(OuterStep):
     Algorithm 1 of Wang, Tantia, Ballas and Rabbat, "SlowMo", ICLR 2020 (arXiv 1910.00643), with
     gamma the learning rate of the local ("fast") steps:
 
-    1. u <- beta u - m / gamma       (a round at gamma = 0 has no m)
+    1. u <- beta u - m / gamma
     2. x <- x - alpha gamma u
 
-    In the paper gamma is constant within a round; here it is the mean over the round's steps, so
-    that a round that begins at a tiny warm-up rate does not blow u up. The largest rate serves for
-    all parameter groups, because a factor common to all gammas cancels. beta = 0 and alpha = 1 are
-    the plain average. The local momentum is left alone (the paper's "maintain").
+    In the paper gamma is constant within a round. Here it is the mean learning rate of the round's
+    steps: the tiny learning rate at the start of warm-up would make m / gamma huge. All parameter
+    groups use the largest group's learning rate, because a factor common to all gammas cancels.
+    beta = 0 and alpha = 1 give the plain average. The local momentum is not changed (the paper's
+    "maintain").
 
     Attributes:
         beta: slow momentum, from 0 to below 1.
@@ -66,9 +72,9 @@ class SlowMo(OuterStep):
 
     def apply(self, x: Tensor, m: Tensor, u: Tensor, lr: float) -> None:
         u.mul_(self.beta)
-        if lr > 0:
-            u.sub_(m, alpha=1 / lr)
-        x.sub_(u, alpha=self.alpha * lr)
+        if lr > 0:  # otherwise no local step moved the parameters, and m = 0
+            u.sub_(m, alpha=1 / lr)  # (1)
+        x.sub_(u, alpha=self.alpha * lr)  # (2)
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ class Nesterov(OuterStep):
     1. u <- momentum u - m
     2. x <- x - lr (momentum u - m)
 
-    lr = 1 and momentum = 0 are the plain average.
+    lr = 1 and momentum = 0 give the plain average.
 
     Attributes:
         lr: outer learning rate, constant.
@@ -98,8 +104,9 @@ class Nesterov(OuterStep):
         check_momentum("momentum", self.momentum, owner=self.name)
 
     def apply(self, x: Tensor, m: Tensor, u: Tensor, lr: float) -> None:
-        u.mul_(self.momentum).sub_(m)
-        x.sub_(m.neg_().add_(u, alpha=self.momentum), alpha=self.lr)
+        u.mul_(self.momentum).sub_(m)  # (1)
+        # m is scratch from here on, so no temporary the size of the model is allocated.
+        x.sub_(m.neg_().add_(u, alpha=self.momentum), alpha=self.lr)  # (2)
 
 
 OUTER_STEPS: tuple[type[OuterStep], ...] = (SlowMo, Nesterov)

@@ -1,6 +1,7 @@
-"""Spec strings: the constructor expression as text, and back.
+"""Spec strings: parse a constructor expression such as ``"ef(topk(0.01))"``.
 
-A restricted walk over Python's own syntax tree: names, calls and literals. Nothing is evaluated.
+Python's own ``ast`` module parses the text. The walk over its tree accepts names, calls and
+literals only. Nothing is evaluated.
 """
 
 import ast
@@ -22,12 +23,13 @@ COMPONENTS: dict[str, type[Component]] = {
 }
 _NUMBERS = {"nan": float("nan"), "inf": float("inf")}
 _LONGEST = 1000
-# CPython 3.11 counts the depth of a syntax tree for all threads together, and finds it wrong.
+# CPython 3.11 has one recursion counter for ast.parse in all threads. Concurrent calls corrupt the
+# counter and raise an error.
 _PARSING = Lock()
 
 Built = TypeVar("Built", bound=Component)
 Wanted = Mapping[str, tuple[type[Component], ...]]
-"""What fits a place, by what it is called there: the names that an error may suggest."""
+"""The components accepted at one position, by plural name; errors suggest only these."""
 
 _METHODS: Wanted = {"methods": (*AGGREGATORS, *COMPRESSORS)}
 _SCHEDULES: Wanted = {"schedules": SCHEDULES}
@@ -47,37 +49,40 @@ _USES = {
         "LocalSGD(..., outer=...)",
     ),
 }
-"""By kind, for errors: its name, an example, and where it goes."""
+"""For error messages, by kind: its name, an example, and the call that takes it."""
 
 
 def parse(spec: str | Component) -> Aggregator | Schedule:
-    """Build what a spec string describes; ``str()`` of the result is the canonical string.
+    """Build the component that a spec string describes.
 
-    ``"ef(topk(0.01))"`` and ``"mean"`` are aggregators, ``"qsr(alpha=0.0175, h_base=4)"`` is a
-    schedule, and a bare compressor, ``"topk(0.01)"``, means ``mean(topk(0.01))``.
+    ``"ef(topk(0.01))"`` and ``"mean"`` are aggregators. ``"qsr(alpha=0.0175, h_base=4)"`` is a
+    schedule. A bare compressor, ``"topk(0.01)"``, means ``mean(topk(0.01))``. ``str()`` of the
+    result is the canonical spec string.
 
     Args:
-        spec: a spec string, or a component, which is returned as it is (a compressor wrapped).
+        spec: a spec string or a component. An aggregator or schedule is returned unchanged; a
+            compressor is wrapped in ``mean``.
 
     Raises:
-        SpecError: with a caret under what is wrong, and the nearest known name.
+        SpecError: if the spec is invalid. The message has a caret under the error and suggests
+            the nearest known name.
     """
     kinds: tuple[type[Aggregator | Schedule], ...] = (Aggregator, Schedule)
     return _parse(spec, {**_METHODS, **_SCHEDULES}, kinds)
 
 
 def parse_aggregator(spec: str | Component) -> Aggregator:
-    """Like :func:`parse`, where a method is needed: anything else is a SpecError."""
+    """Like :func:`parse`, but raise SpecError unless the result is a gradient method."""
     return _parse(spec, _METHODS, (Aggregator,))
 
 
 def parse_schedule(spec: str | Component) -> Schedule:
-    """Like :func:`parse`, where a schedule is needed: anything else is a SpecError."""
+    """Like :func:`parse`, but raise SpecError unless the result is a schedule."""
     return _parse(spec, _SCHEDULES, (Schedule,))
 
 
 def parse_outer_step(spec: str | OuterStep) -> OuterStep:
-    """Like :func:`parse`, where an outer step is needed: anything else is a SpecError."""
+    """Like :func:`parse`, but for outer steps; raise SpecError for any other component."""
     return _parse(spec, _OUTER_STEPS, (OuterStep,))
 
 
@@ -89,10 +94,10 @@ def _parse(spec: str | Component, wanted: Wanted, kinds: tuple[type[Built], ...]
         return built
     if not isinstance(built, Component):
         raise SpecError(f"a spec is a string such as {_USES[kinds[0]][1]}, not {built!r}")
-    needed = " or ".join(f"{_USES[kind][0]} such as {_USES[kind][1]}" for kind in kinds)
-    uses = [use for kind, use in _USES.items() if isinstance(built, kind)]
-    goes = "".join(f"; {name} goes to torchcomp.{place}" for name, _, place in uses)
-    raise SpecError(f"'{built}' is {uses[0][0]}, and here {needed} is needed{goes}")
+    expected = " or ".join(f"{_USES[kind][0]} such as {_USES[kind][1]}" for kind in kinds)
+    # Exactly one kind matches: compressors were wrapped above.
+    found, _, call = next(use for kind, use in _USES.items() if isinstance(built, kind))
+    raise SpecError(f"expected {expected}, but '{built}' is {found}: use it with torchcomp.{call}")
 
 
 class _Parser:
@@ -101,23 +106,31 @@ class _Parser:
 
     def build(self, wanted: Wanted) -> Any:
         if not self.text:
-            raise SpecError("an empty spec; write for example 'mean' or 'ef(topk(0.01))'")
+            raise SpecError(
+                "cannot parse an empty spec: write, for example, 'mean' or 'ef(topk(0.01))'"
+            )
+        # Checked before parsing: a deeply nested text can exhaust the interpreter's stack.
         if len(self.text) > _LONGEST:
-            raise SpecError(f"a spec of {len(self.text)} characters; at most {_LONGEST} are read")
+            raise SpecError(
+                f"the spec has {len(self.text)} characters, and the limit is {_LONGEST}"
+            )
         try:
             with _PARSING:
                 tree = ast.parse(self.text, mode="eval")
             return self._value(tree.body, wanted)
-        except SpecError:
+        except SpecError:  # a ValueError that already has its message and caret
             raise
+        # ast.parse raises ValueError for text that it cannot encode, such as a lone surrogate.
+        # Deep nesting can end in RecursionError or MemoryError.
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             problem = getattr(error, "msg", None) or str(error)
+            # A decimal comma, 0,01, makes Python complain about the leading zero of "01".
             if problem.startswith("leading zeros"):
-                problem = "a number begins with a surplus 0; the decimal point is '.', as in 0.01"
+                problem = "a number has a leading 0; write decimals with a point, as in 0.01"
             elif "%" in self.text:
-                problem += " (1 % is written 0.01)"
+                problem += "; write 1 % as 0.01"
             column = (getattr(error, "offset", None) or 1) - 1
-            raise self._error(f"not a spec: {problem}", column) from None
+            raise self._error(f"cannot parse the spec: {problem}", column) from None
 
     def _value(self, node: ast.expr, wanted: Wanted) -> Any:
         match node:
@@ -125,27 +138,27 @@ class _Parser:
                 return value
             case ast.Name(id=name) if name in _NUMBERS:
                 return _NUMBERS[name]
-            case ast.Name():
+            case ast.Name():  # "mean" is short for "mean()"
                 return self._component(node, ast.Call(node, [], []), wanted)
             case ast.Call():
                 return self._component(node, node, wanted)
-            case ast.UnaryOp(op=ast.USub()):
+            case ast.UnaryOp(op=ast.USub()):  # Python has no negative literals
                 value = self._value(node.operand, wanted)
                 if isinstance(value, int | float):
                     return -value
-        raise self._error("only names, calls and literals are read here", node)
+        raise self._error("expected a name, a call or a literal", node)
 
     def _component(self, node: ast.expr, call: ast.Call, wanted: Wanted) -> Component:
         name = call.func
         if not isinstance(name, ast.Name):
-            raise self._error("a method's name is expected here", name)
+            raise self._error("expected the name of a method or schedule", name)
         if name.id not in COMPONENTS:
             raise self._error(f"unknown name '{name.id}'; {_nearest(name.id, wanted)}", name)
         cls = COMPONENTS[name.id]
         known = {field.name: field for field in fields(cls)}
         options = self._options(cls, list(known), call)
         values = {each: self._option(cls, known[each], value) for each, value in options.items()}
-        # A default that is built anew for each component is none to dataclasses.
+        # A field with a default_factory has no `default`, but it is optional all the same.
         required = [f for f in known.values() if f.default is f.default_factory is MISSING]
         missing = " and ".join(repr(f.name) for f in required if f.name not in values)
         if missing:
@@ -153,14 +166,16 @@ class _Parser:
         try:
             return cls(**values)
         except SpecError as error:
+            # Point the caret at the option at fault if the error names one.
             raise self._error(str(error), options.get(error.field or "", node)) from None
 
     def _option(self, cls: type[Component], option: Field[Any], node: ast.expr) -> Any:
-        """An option's value; a compressor may also stand in quotes: ``down="identity"``."""
+        """Return an option's value. A compressor can also be in quotes: ``down="identity"``."""
+        # A shell removes the inner quotes of "ef(cast("bf16"))", and the parser reads a bare name.
         if isinstance(node, ast.Name) and str in (option.type, *get_args(option.type)):
             problem = (
-                f"{cls.name}: {option.name} is a text and needs quotes, '{node.id}' (a shell takes "
-                "away those of the kind that stands around the spec)"
+                f"{cls.name}: {option.name} is a string and needs quotes, '{node.id}' (in a shell, "
+                "put one kind of quotes around the spec and use the other kind inside it)"
             )
             raise self._error(problem, node)
         value = self._value(node, _COMPRESSORS)
@@ -169,28 +184,29 @@ class _Parser:
         try:
             return _Parser(value).build(_COMPRESSORS)
         except SpecError as error:
+            # Keep only the message. Its caret is for the quoted text, not for the whole spec.
             raise self._error(str(error).partition("\n")[0], node) from None
 
     def _options(
         self, cls: type[Component], known: list[str], call: ast.Call
     ) -> dict[str, ast.expr]:
         if len(call.args) > len(known):
-            problem = f"{cls.name} takes at most {len(known)} options"
+            problem = f"{cls.name} takes at most {len(known)} options, not {len(call.args)}"
             raise self._error(problem, call.args[len(known)])
         options = dict(zip(known, call.args, strict=False))
         for keyword in call.keywords:
             if keyword.arg is None:
-                raise self._error("** is not read here", keyword)
+                raise self._error("** is not supported in a spec; name each option", keyword)
             if keyword.arg not in known:
                 problem = f"{cls.name} has no option '{keyword.arg}'; {nearest(keyword.arg, known)}"
                 raise self._error(problem + _owners(keyword.arg), keyword)
             if keyword.arg in options:
-                raise self._error(f"{cls.name}: '{keyword.arg}' is given twice", keyword)
+                raise self._error(f"{cls.name}: '{keyword.arg}' appears twice", keyword)
             options[keyword.arg] = keyword.value
         return options
 
     def _error(self, problem: str, at: ast.expr | ast.keyword | int) -> SpecError:
-        # Syntax trees count columns in UTF-8 bytes.
+        # ast counts columns in UTF-8 bytes, a caret in characters.
         column = at if isinstance(at, int) else len(self.text.encode()[: at.col_offset].decode())
         return SpecError(f"{problem}\n  {self.text}\n  {' ' * column}^")
 

@@ -1,22 +1,27 @@
-"""Time model: the wall clock of parallel training and of local steps.
-
-With T steps, c seconds of a step that exchanges nothing, e seconds of one exchange of the whole
-model, and S synchronisations of a schedule,
+"""Time model: predict the wall clock of parallel training and of training with local steps.
 
     parallel:     T c + T max(0, e - o c)
     local steps:  T c + S e
 
-where o is the share of a step under which DDP hides its exchange; local steps average between two
-steps and hide nothing. An exchange of m bytes between N machines is an all-reduce around a ring,
+- T: steps of the run;
+- S: synchronisations of the schedule;
+- c: seconds of one step without communication;
+- e: seconds of one exchange of the whole model;
+- o: fraction of a step that DDP overlaps with its exchange. Local steps average between two steps
+  and overlap nothing.
+
+An exchange of m bytes between N machines is a ring all-reduce:
 
     e = 2 (N - 1)/N m/b + 2 (N - 1) l
 
-with the bandwidth b of a machine's link and the latency l from one machine to the next. The ranks
-of a machine share its link and add up among themselves in no time.
+- b: bandwidth of a machine's link;
+- l: latency from one machine to the next.
 
-What it leaves out: ranks that wait for the slowest one, which local steps do less often; the
-loading of data; evaluations and checkpoints; averages that are compressed, overlapped, in fragments
-or on two levels.
+The ranks of one machine share its link. Their own reduction is assumed to take no time.
+
+The model does not include: waiting for the slowest rank, which local steps do less often; data
+loading; evaluation and checkpoints; averages that are compressed, overlapped, in fragments or on
+two levels.
 """
 
 from dataclasses import dataclass
@@ -32,13 +37,13 @@ from torchcomp.traffic import sum_bytes
 
 @dataclass(frozen=True)
 class WallClock:
-    """Seconds of a whole run; ``str()`` says them in hours.
+    """Wall clock of a whole run. ``str()`` prints it in hours.
 
     Attributes:
         method: "parallel", or the schedule in canonical form.
-        syncs: exchanges of the whole model, S, or T for parallel training.
+        syncs: exchanges of the whole model: S, or T for parallel training.
         compute_seconds: T c.
-        exchange_seconds: seconds in which ranks do nothing but exchange.
+        exchange_seconds: seconds of communication that no computation overlaps.
     """
 
     method: str
@@ -48,7 +53,7 @@ class WallClock:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the run in all."""
+        """Total seconds of the run."""
         return self.compute_seconds + self.exchange_seconds
 
     def __str__(self) -> str:
@@ -61,15 +66,16 @@ class TimeModel:
     """The constants of a cluster and a model, measured or fitted (:func:`fit_time_model`).
 
     Attributes:
-        step_seconds: c; forward, backward and optimizer of one step on one rank, without any
-            exchange, at the batch that each rank will have.
-        bandwidth: b, bytes a second that a machine's link sends and, at once, receives in an
-            all-reduce: what it reaches, which is less than its name says.
+        step_seconds: c, seconds of forward, backward and optimizer step on one rank without
+            communication, at the batch size per rank of the run.
+        bandwidth: b, bytes per second that a machine's link sends, and at the same time receives,
+            in an all-reduce. Use the measured value, which is below the nominal one.
         latency: l, seconds.
-        ranks_per_machine: how many ranks share a link; runs with fewer ranks stay in one machine.
-        overlap: o, from 0 to 1; how much of a step DDP's exchange of gradients runs under, at best
-            the backward pass. 0 where the bandwidth was fitted on parallel runs, because it then
-            includes what they hide.
+        ranks_per_machine: ranks that share a link. Runs with at most this many ranks use one
+            machine.
+        overlap: o, from 0 to 1, the fraction of a step that overlaps with DDP's gradient exchange;
+            at most the backward pass. Use 0 if the bandwidth was fitted on parallel runs, because
+            the fitted value then already includes the overlap.
     """
 
     step_seconds: float
@@ -86,24 +92,32 @@ class TimeModel:
         check_count("ranks_per_machine", self.ranks_per_machine)
 
     def exchange_seconds(self, nbytes: int, world_size: int) -> float:
-        """e: seconds of one all-reduce of the whole model's `nbytes`, as they travel.
+        """Return e, the seconds of one all-reduce of the whole model.
+
+        Args:
+            nbytes: bytes of the model in the dtype of the all-reduce.
+            world_size: number of ranks.
 
         Raises:
-            SpecError: if they are not whole numbers above 0, or machines would be part-full.
+            SpecError: if an argument is not a whole number above 0, or the ranks do not fill
+                their machines.
         """
         check_count("nbytes", nbytes)
         machines = _machines(world_size, self.ranks_per_machine)
+        # The ring has 2 (N - 1) stages. On one machine both terms are 0.
         around = sum_bytes(nbytes, machines) / self.bandwidth
         return around + 2 * (machines - 1) * self.latency
 
     def parallel(self, *, total_steps: int, nbytes: int, world_size: int) -> WallClock:
-        """The run of T steps that exchanges its gradients, of `nbytes`, in every one.
+        """Predict a run that all-reduces its gradients, `nbytes`, in each of `total_steps` steps.
 
         Raises:
-            SpecError: as :meth:`exchange_seconds` does.
+            SpecError: as in :meth:`exchange_seconds`.
         """
+        # Horizon also checks the number of steps.
         steps = Horizon(total_steps).total_steps
         hidden = self.overlap * self.step_seconds
+        # The overlap hides at most the whole exchange.
         shown = max(0.0, self.exchange_seconds(nbytes, world_size) - hidden)
         return WallClock("parallel", steps, steps * self.step_seconds, steps * shown)
 
@@ -117,7 +131,7 @@ class TimeModel:
         warmup_steps: int = 0,
         lr: LRFunction | None = None,
     ) -> WallClock:
-        """The run that averages its parameters when a schedule says so.
+        """Predict a run that averages its parameters by a schedule.
 
         Args:
             spec: the schedule, such as ``"every(4)"`` or ``"qsr(alpha=0.0175, h_base=4)"``.
@@ -128,12 +142,15 @@ class TimeModel:
             lr: for a schedule that reads it, as for :func:`torchcomp.sync_steps`.
 
         Raises:
-            SpecError: if an argument cannot be used.
-            ScheduleError: if the schedule cannot use a rate.
+            SpecError: if an argument is invalid.
+            ScheduleError: if the schedule cannot use a learning rate.
         """
         schedule = parse_schedule(spec)
         if lr is None and schedule.reads_lr:
-            raise SpecError(f"the time of '{schedule}' needs lr=, a function of the step")
+            raise SpecError(
+                f"'{schedule}' depends on the learning rate: pass lr, a function of the step"
+            )
+        # `overlap` does not apply: the ranks wait for the average before their next step.
         syncs = len(synchronisations(schedule, lr, Horizon(total_steps, warmup_steps)))
         exchanging = syncs * self.exchange_seconds(nbytes, world_size)
         return WallClock(str(schedule), syncs, total_steps * self.step_seconds, exchanging)
@@ -149,50 +166,54 @@ def fit_time_model(
     world_size: int,
     ranks_per_machine: int = 1,
 ) -> TimeModel:
-    """The step time and bandwidth that explain a parallel run and one of local steps exactly.
+    """Fit a time model to a parallel run and a run with local steps.
 
-    Two equations in two unknowns, with latency and overlap 0: e = (P - L)/(T - S), c = P/T - e.
+    The fit is exact. It solves two equations for step time and bandwidth, with latency and overlap
+    0: e = (P - L)/(T - S), c = P/T - e.
 
     Args:
         parallel_seconds: P, wall clock of T parallel steps.
         local_seconds: L, wall clock of T local steps with S synchronisations, on the same cluster.
         total_steps: T.
         syncs: S.
-        nbytes: bytes of the whole model, alike in both.
-        world_size: number of ranks, in two machines at least.
-        ranks_per_machine: how many of them share a link.
+        nbytes: bytes of the whole model, the same in both runs.
+        world_size: number of ranks, on at least two machines.
+        ranks_per_machine: ranks that share a link.
 
     Raises:
-        SpecError: if an argument cannot be used, or no positive constants explain the times.
+        SpecError: if an argument is invalid, or no positive constants fit the times.
     """
     total_steps = Horizon(total_steps).total_steps
+    # With S = T both runs would exchange equally often, and e = 0 / 0.
     check_count("syncs", syncs, most=total_steps - 1)
     check_count("nbytes", nbytes)
     check_positive("parallel_seconds", parallel_seconds)
     check_positive("local_seconds", local_seconds)
-    around = sum_bytes(nbytes, _machines(world_size, ranks_per_machine))
+    around = sum_bytes(nbytes, _machines(world_size, ranks_per_machine))  # 2 (N - 1)/N m
     if not around:
         raise SpecError(
-            f"{world_size} ranks, {ranks_per_machine} a machine, are one machine, and a link is "
-            "fitted between two or more"
+            f"world_size={world_size} with ranks_per_machine={ranks_per_machine} is one machine, "
+            "but the fit needs at least two: use times from a run on several machines"
         )
-    exchange = (parallel_seconds - local_seconds) / (total_steps - syncs)
-    step = parallel_seconds / total_steps - exchange
+    exchange = (parallel_seconds - local_seconds) / (total_steps - syncs)  # e
+    step = parallel_seconds / total_steps - exchange  # c
     if exchange <= 0 or step <= 0:
         raise SpecError(
-            f"no exchange and step of positive length explain {parallel_seconds:g} s with "
-            f"{total_steps:,} exchanges and {local_seconds:g} s with {syncs:,}: fewer exchanges "
-            "must save time, and less than in proportion"
+            f"cannot fit parallel_seconds={parallel_seconds:g} with {total_steps:,} exchanges and "
+            f"local_seconds={local_seconds:g} with {syncs:,}: the run with fewer exchanges must be "
+            "faster, but by less than the ratio of the exchanges"
         )
+    # `around` is what each link carries in one exchange, so this is a bandwidth.
     return TimeModel(step, around / exchange, ranks_per_machine=ranks_per_machine)
 
 
 def _machines(world_size: int, ranks_per_machine: int) -> int:
     check_count("world_size", world_size)
     check_count("ranks_per_machine", ranks_per_machine)
+    # The formula assumes the same number of ranks on every machine of the ring.
     if world_size > ranks_per_machine and world_size % ranks_per_machine:
         raise SpecError(
-            f"world_size={world_size} does not fill machines of ranks_per_machine="
-            f"{ranks_per_machine}: the model knows full machines, or one"
+            f"world_size={world_size} is not a multiple of ranks_per_machine={ranks_per_machine}: "
+            "the time model needs either one machine or full machines"
         )
     return max(1, world_size // ranks_per_machine)

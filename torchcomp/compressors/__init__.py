@@ -1,4 +1,4 @@
-"""Compressors, one method a file. A new one is its file and its line here."""
+"""Compressors, one method per file. To add one, write its file and list it here."""
 
 from torchcomp.compressors.base import Compressor
 from torchcomp.compressors.cast import Cast

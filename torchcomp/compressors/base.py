@@ -1,4 +1,4 @@
-"""Compressor: tensor -> message -> tensor, pure and static in size."""
+"""Compressor: tensor -> message -> tensor, as pure functions with messages of static size."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -17,9 +17,15 @@ from torchcomp.wire import Layout, Parts
 
 @dataclass(frozen=True)
 class Encoded:
-    """The fields of one vector's message, and the ascending int64 indices that the sender chose."""
+    """The message of one vector.
+
+    Attributes:
+        parts: the fields of the message, in the order of :meth:`Compressor.layout`.
+        index: ascending int64 indices of the selected entries, if the compressor selects.
+    """
 
     parts: Parts
+    # The sender's own copy: subtract() does not have to decode the indices from the message.
     index: Tensor | None = None
 
 
@@ -27,15 +33,21 @@ class Encoded:
 class Compressor(Component):
     """Configuration and code of one compression method.
 
-    A compressor declares how good it is: ``alpha`` if it is contractive,
-    E|C(x) - x|^2 <= (1 - alpha) |x|^2, and ``omega`` if it is unbiased, E C(x) = x and
-    E|C(x) - x|^2 <= omega |x|^2. Either may be None; the registry's contract tests check them. If x
-    holds a NaN or an infinity, so does what its message decodes to: every rank learns of it there.
+    A compressor C declares bounds on its error:
+
+    - ``alpha``, if it is contractive: E|C(x) - x|^2 <= (1 - alpha) |x|^2;
+    - ``omega``, if it is unbiased: E C(x) = x and E|C(x) - x|^2 <= omega |x|^2.
+
+    Either can be None. The contract tests check both for every registered compressor.
+
+    If x contains a NaN or an infinity, its decoded message is not finite either. Every rank detects
+    non-finite gradients in the decoded mean.
 
     Class attributes:
-        summable: messages of different ranks may be added field by field, because every rank
-            keeps the same entries; such a message has one floating-point field.
-        elementwise: each element is treated by itself, so how parameters are grouped is irrelevant.
+        summable: messages of different ranks can be added field by field, because every rank
+            keeps the same entries. Such a message has one floating-point field.
+        elementwise: each element is compressed independently of the others, so the result does
+            not depend on how parameters are grouped.
         selects: it keeps entries by their magnitude; see :class:`.sparse.Selector`.
     """
 
@@ -51,63 +63,69 @@ class Compressor(Component):
 
     @property
     def whole_model(self) -> bool:
-        """Whether it works on all gradients of the model as one vector."""
+        """Whether all gradients of the model are compressed as one vector."""
         return False
 
     @abstractmethod
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
-        """Fields of the message for a vector of `numel` elements of `dtype`."""
+        """Return the fields of the message for a vector of `numel` elements of `dtype`."""
+        # A function of shape and dtype alone: receivers allocate, and explain() counts, from it.
 
     def kept(self, numel: int) -> int:
-        """Number of entries that are kept of `numel`."""
+        """Return how many of `numel` entries are kept."""
         return numel
 
     @abstractmethod
     def encode(self, x: Tensor, key: Key) -> Encoded:
-        """The message for `x`, a 1-D contiguous floating-point tensor."""
+        """Compress `x`, a 1-D contiguous floating-point tensor."""
 
     def encode_sum(
         self, g: Tensor, e: Tensor, out: Tensor, key: Key, scratch: Scratch, dtype: torch.dtype
     ) -> Encoded:
-        """``out = g + e``, and its message, in one pass where that is possible.
+        """Compute ``out = g + e`` and compress it, in one pass if possible.
 
         Args:
             g: gradient, 1-D.
             e: residual, 1-D.
-            out: where the sum is written; 1-D, of the residual's dtype.
+            out: receives the sum; 1-D, in the residual's dtype.
             key: as for :meth:`encode`.
-            scratch: what the same vector's last encoding left; it never changes the result.
-            dtype: what the sum is rounded to before it is encoded.
+            scratch: workspace from the last encoding of the same vector. It affects the speed but
+                not the result.
+            dtype: the sum is rounded to this dtype before it is encoded.
         """
+        # `out` keeps the sum in full: after subtract() the residual includes the rounding error.
         torch.add(g, e, out=out)
         return self.encode(narrow(out, dtype), key)
 
     def subtract(self, encoded: Encoded, x: Tensor, key: Key, weight: float = 1.0) -> None:
-        """Take `weight` times the decoded message out of `x`, which it was made from, in place."""
+        """Subtract `weight` times the decoded message in place from `x`, the encoded vector."""
+        # Decodes the message. Subclasses can be faster, because the sender has `encoded.index`.
         self.accumulate((encoded.parts,), x, key, -weight)
 
     @abstractmethod
     def accumulate(
         self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0
     ) -> None:
-        """Add `weight` times each decoded message to `out`, in place and in their order.
+        """Decode messages and add `weight` times each to `out`, in place and in order.
 
         Args:
-            messages: the fields of each, as :meth:`encode` made them.
+            messages: the fields of each message, as returned by :meth:`encode`.
             out: 1-D tensor of the original length, of any floating-point dtype.
-            key: the key that :meth:`encode` was given, but for the rank.
+            key: the key passed to :meth:`encode`; its rank can differ.
             weight: factor on the decoded values.
         """
+        # In rank order on every rank: floating-point addition is not associative, and the ranks'
+        # means must be equal bit for bit.
 
     def decode(self, parts: Parts, out: Tensor, key: Key) -> Tensor:
-        """Write the dense vector that a message stands for to `out` (1-D); returns `out`."""
+        """Decode a message to a dense vector. Write it to `out` (1-D) and return `out`."""
         self.accumulate((parts,), out.zero_(), key)
         return out
 
     @abstractmethod
     def alpha(self, numel: int) -> float | None:
-        """Contraction constant in (0, 1] for vectors of `numel` elements; None if it has none."""
+        """Contraction constant in (0, 1] for `numel` elements; None if not contractive."""
 
     @abstractmethod
     def omega(self, numel: int) -> float | None:
-        """Relative variance >= 0 for vectors of `numel` elements; None if not unbiased."""
+        """Bound >= 0 on the relative variance for `numel` elements; None if not unbiased."""

@@ -16,12 +16,12 @@ from torchcomp.wire import Layout, Parts
 
 @dataclass(frozen=True)
 class Cast(Compressor):
-    """``cast("bf16")`` or ``cast("fp16")``: round to nearest, 2 bytes a value.
+    """``cast("bf16")`` or ``cast("fp16")``: round to nearest, 2 bytes per value.
 
-    fp16 ends at 65,504, where larger values are cut off, and loses precision below 6.1e-5; the
-    declared alpha holds between these. When messages are added on the way ("allreduce"), every hop
-    rounds the partial sum, and no residual sees that loss: error feedback then conserves the
-    gradient only up to that rounding. With ``exchange="allgather"`` it conserves it exactly, at
+    fp16 clamps larger magnitudes to 65,504 and loses precision below 6.1e-5. The declared alpha is
+    valid between these two. An all-reduce (``exchange="allreduce"``) rounds the partial sum at
+    every hop, and this loss reaches no residual. Error feedback then conserves the gradient only
+    up to that rounding. With ``exchange="allgather"`` it conserves the gradient exactly, at
     world_size / 2 times the traffic.
 
     Attributes:
@@ -42,6 +42,7 @@ class Cast(Compressor):
         return quantize.layout(self.dtype, numel, dtype)
 
     def encode(self, x: Tensor, key: Key) -> Encoded:
+        # Finite values beyond the range are clamped, because an infinity would stop the step.
         return Encoded(quantize.encode(x, self.dtype, None))
 
     def accumulate(
@@ -51,7 +52,7 @@ class Cast(Compressor):
             out.add_(values.to(out.dtype), alpha=weight)
 
     def decode(self, parts: Parts, out: Tensor, key: Key) -> Tensor:
-        return out.copy_(parts[0])
+        return out.copy_(parts[0])  # instead of zero_() and add_(): one pass
 
     def alpha(self, numel: int) -> float:
         return 1.0 - quantize.error_bound(self.dtype, numel)

@@ -1,4 +1,4 @@
-"""Identity: send everything as it is."""
+"""Identity: send the vector unchanged."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from torchcomp.wire import Field, Layout, Parts
 
 @dataclass(frozen=True)
 class Identity(Compressor):
-    """``identity``: the dense vector, alpha = 1 and omega = 0."""
+    """``identity``: the dense vector, with alpha = 1 and omega = 0."""
 
     name: ClassVar[str] = "identity"
     summable: ClassVar[bool] = True
@@ -24,7 +24,7 @@ class Identity(Compressor):
         return (Field("values", dtype, numel),)
 
     def encode(self, x: Tensor, key: Key) -> Encoded:
-        return Encoded((x,))
+        return Encoded((x,))  # no copy: the message shares the memory of `x`
 
     def accumulate(
         self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0
@@ -33,7 +33,7 @@ class Identity(Compressor):
             out.add_(values, alpha=weight)
 
     def decode(self, parts: Parts, out: Tensor, key: Key) -> Tensor:
-        # An all-reduce of a bucket leaves the sum where it belongs.
+        # After an in-place all-reduce of a bucket, the message already is `out`.
         return out if parts[0].data_ptr() == out.data_ptr() else out.copy_(parts[0])
 
     def alpha(self, numel: int) -> float:

@@ -1,4 +1,4 @@
-"""Quantize: every value in 8 or 4 bits, with a scale for every 128 values."""
+"""Quantize: round every value to 8 or 4 bits, with one scale per block of 128 values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from torchcomp.wire import Layout, Parts
 class Quantize(Compressor):
     """``quantize("int8")`` or ``quantize("int4")``: evenly spaced levels up to a block's maximum.
 
-    Contractive; with ``rounding="stochastic"`` also unbiased. The constants hold for values whose
-    block's maximum lies between 127 * 2^-126 and float32's largest number. Reference: Alistarh et
-    al., "QSGD", NeurIPS 2017, there with the Euclidean norm as scale.
+    Contractive; with ``rounding="stochastic"`` also unbiased. alpha and omega are valid if the
+    largest magnitude of each block is between 127 * 2^-126 and the largest float32. Reference:
+    Alistarh et al., "QSGD", NeurIPS 2017, where the scale is the Euclidean norm.
 
     Attributes:
         format: "int8" (levels -127 to 127) or "int4" (-7 to 7).
@@ -41,6 +41,7 @@ class Quantize(Compressor):
         return quantize.layout(self.format, numel, dtype)
 
     def encode(self, x: Tensor, key: Key) -> Encoded:
+        # Independent noise on each rank: the rounding errors average out in the mean.
         noise = key.private() if self.rounding == "stochastic" else None
         return Encoded(quantize.encode(x, self.format, noise))
 
@@ -51,9 +52,10 @@ class Quantize(Compressor):
             out.add_(quantize.decode(parts, out.numel(), out.dtype), alpha=weight)
 
     def alpha(self, numel: int) -> float:
+        # One bound serves both kinds of rounding; see error_bound() for the proof.
         return 1.0 - quantize.error_bound(self.format, numel) if numel else 1.0
 
     def omega(self, numel: int) -> float | None:
-        if self.rounding == "nearest":
+        if self.rounding == "nearest":  # biased: the same value is always rounded the same way
             return None
         return quantize.error_bound(self.format, numel) if numel else 0.0

@@ -18,14 +18,14 @@ from torchcomp.wire import Field, Layout, Parts
 
 @dataclass(frozen=True)
 class RandK(Sparsifier):
-    """``randk(0.01)`` or ``randk(k=5)``: k of n entries, uniformly without replacement.
+    """``randk(0.01)`` or ``randk(k=5)``: k of n entries, drawn uniformly without replacement.
 
-    Every rank draws the same entries from the shared key, so no index is sent and messages can be
-    added on the way. Contractive with alpha = k/n; with ``unbiased=True`` the kept values are
-    multiplied by n/k, which makes it unbiased with omega = n/k - 1 and no longer contractive.
+    Every rank draws the same entries from the shared key. No indices are sent, and an all-reduce
+    can add the messages. Contractive with alpha = k/n. ``unbiased=True`` multiplies the kept values
+    by n/k: the compressor is then unbiased with omega = n/k - 1, and not contractive.
 
     Attributes:
-        unbiased: scale the kept values by n/k.
+        unbiased: multiply the kept values by n/k.
     """
 
     name: ClassVar[str] = "randk"
@@ -42,13 +42,15 @@ class RandK(Sparsifier):
 
     def encode(self, x: Tensor, key: Key) -> Encoded:
         values = x[self._support(x.numel(), key, x.device)] * self._scale(x.numel())
-        # Added, so that a NaN or an infinity shows even where it is not among the entries drawn.
+        # Add NaN to every value sent if any entry of `x` is not finite, drawn or not: the other
+        # ranks see only the message.
         return Encoded((values + nan_unless_finite(x),))
 
     def accumulate(
         self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0
     ) -> None:
         index = self._support(out.numel(), key, out.device)
+        # No index occurs twice, so index_add_ gives the same result in any order of its threads.
         for (values,) in messages:
             out.index_add_(0, index, values.to(out.dtype), alpha=weight)
 
@@ -67,10 +69,11 @@ class RandK(Sparsifier):
         return _draw(numel, self.kept(numel), key).to(device)
 
 
-# One bucket's support is needed three times in a row: to send, to subtract and to decode.
+# Each bucket needs its support three times in a row: to encode, to subtract and to decode.
 @lru_cache(maxsize=1)
 def _draw(numel: int, k: int, key: Key) -> Tensor:
-    # Drawn on the host, so that CPUs and GPUs of one run agree; ascending for locality.
+    # Draw on the host: torch's generators draw different numbers on CPU and on CUDA, and all ranks
+    # must keep the same entries. Sort the indices for memory locality.
     chosen = key.shared().choice(numel, k, replace=False, shuffle=False)
     chosen.sort()
     return torch.from_numpy(chosen)

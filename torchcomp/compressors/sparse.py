@@ -1,4 +1,4 @@
-"""What all methods share that keep k of n entries."""
+"""Base classes of the compressors that keep k of n entries."""
 
 import math
 from abc import abstractmethod
@@ -20,13 +20,14 @@ from torchcomp.keys import Key
 
 @dataclass(frozen=True)
 class Sparsifier(Compressor):
-    """Keeps k of n entries, k given as a fraction or as a count.
+    """Base class of compressors that keep k of n entries.
 
     Attributes:
         ratio: fraction of the entries to keep, in (0, 1]; ceil(ratio * n) are kept, at least one.
-        k: number of entries to keep, instead of `ratio`; a shorter vector is kept whole.
-        scope: "bucket" selects within the whole bucket, "tensor" within each parameter separately,
-            "model" among all gradients at once (so the exchange begins when backward has ended).
+        k: number of entries to keep, instead of `ratio`. A shorter vector is kept whole.
+        scope: "bucket" selects within the whole bucket and "tensor" within each parameter
+            separately. "model" selects among all gradients of the model: the exchange cannot begin
+            before the end of the backward pass.
     """
 
     ratio: float | None = None
@@ -36,17 +37,19 @@ class Sparsifier(Compressor):
     def __post_init__(self) -> None:
         if (self.ratio is None) == (self.k is None):
             raise SpecError(
-                f"{self.name} takes either a fraction, {self.name}(0.01), or a count, "
-                f"{self.name}(k=5), and here are {'neither' if self.k is None else 'both'}"
+                f"{self.name} takes either a ratio, as in {self.name}(0.01), or a count k, as in "
+                f"{self.name}(k=5), but got {'neither' if self.k is None else 'both'}"
             )
         if self.k is not None:
             check_count("k", self.k, owner=self.name)
+        # topk(1) could mean all entries or one entry, so a whole number needs its name.
         elif is_whole(self.ratio):
             raise SpecError(
-                f"{self.name}: is {self.ratio} a fraction or a count? A fraction is written with a "
-                f"point, {self.name}(0.01), and a count with its name, {self.name}(k=5)",
+                f"{self.name}: ratio={self.ratio} is ambiguous. Write a fraction with a decimal "
+                f"point, as in {self.name}(0.01), or a count as {self.name}(k={self.ratio})",
                 "ratio",
             )
+        # np.float64 is a float, and NaN fails the comparison.
         elif not isinstance(self.ratio, float) or not 0 < self.ratio <= 1:
             problem = f"ratio must be a fraction above 0 and at most 1, not {self.ratio!r}"
             raise SpecError(f"{self.name}: {problem}", "ratio")
@@ -66,34 +69,36 @@ class Sparsifier(Compressor):
 
 @lru_cache
 def _share(ratio: float | None, numel: int) -> int:
-    # The decimal that the user wrote, not its binary neighbour: 0.07 of 100 is 7, not 8.
+    # Use the decimal that the user wrote, not the binary float nearest to it: with floats,
+    # ceil(0.07 * 100) is 8.
     return math.ceil(Fraction(str(ratio)) * numel)
 
 
 @dataclass(frozen=True)
 class Selector(Sparsifier):
-    """Keeps the k entries that rank highest by themselves, NaN and infinities first of all.
+    """Base class of compressors that keep the k entries of highest rank.
 
-    What is selected is known before it is encoded, so a selection from a whole bucket can be
-    divided among the owners of its shards.
+    NaN and infinities rank first. Selection and encoding are separate methods. A selection from a
+    whole bucket can therefore be split among the ranks that own its shards.
     """
 
     selects: ClassVar[bool] = True
 
     @abstractmethod
     def select(self, x: Tensor) -> Tensor:
-        """Ascending int64 indices of the entries of `x` to keep."""
+        """Return the ascending int64 indices of the entries of `x` to keep."""
 
     @abstractmethod
     def select_sum(self, g: Tensor, e: Tensor, out: Tensor, scratch: Scratch) -> Tensor:
-        """``out = g + e``, and the entries of it to keep; see :meth:`Compressor.encode_sum`."""
+        """Compute ``out = g + e`` and :meth:`select` from it; see :meth:`Compressor.encode_sum`."""
 
     @abstractmethod
     def encode_selected(self, x: Tensor, index: Tensor, key: Key) -> Encoded:
-        """The message for the entries `index` of `x`."""
+        """Encode the entries `index` of `x`."""
 
     def exactly(self, count: int) -> "Selector":
-        """The same compressor, keeping `count` (at least 1) entries."""
+        """Return the same compressor with ``k=count``, at least 1."""
+        # For the shards of a bucket: how many of its k entries fall into a shard varies.
         return replace(self, ratio=None, k=count)
 
     def encode(self, x: Tensor, key: Key) -> Encoded:
@@ -102,5 +107,6 @@ class Selector(Sparsifier):
     def encode_sum(
         self, g: Tensor, e: Tensor, out: Tensor, key: Key, scratch: Scratch, dtype: torch.dtype
     ) -> Encoded:
+        # Select in the residual's dtype: rounding to `dtype` first would create ties.
         index = self.select_sum(g, e, out, scratch)
         return self.encode_selected(narrow(out, dtype), index, key)

@@ -21,13 +21,14 @@ from torchcomp.wire import Field, Layout, Parts
 class TopK(Selector):
     """``topk(0.01)`` or ``topk(k=5)``: contractive with alpha = k/n.
 
-    Among equal magnitudes the lowest index wins, so the result is the same on every machine. NaN
-    and infinities rank above every number. Indices travel as an Elias-Fano code. Reference: Stich,
+    Among equal magnitudes the lowest index wins: the result is the same on every machine. NaN and
+    infinities rank above every number. Indices are sent as an Elias-Fano code. Reference: Stich,
     Cordonnier, Jaggi, "Sparsified SGD with memory", NeurIPS 2018.
 
     Attributes:
-        values: how the kept values travel: "bf16", "fp16", "int8" or "int4" (the last two with a
-            scale for every 128 values); by default in the gradient's dtype.
+        values: the format of the values sent: "bf16", "fp16", "int8" or "int4" (the last two with
+            one scale per 128 values); by default the gradient's dtype. With a format, the rounding
+            error lowers alpha.
         rounding: "nearest" or "stochastic" (unbiased), for "int8" and "int4".
     """
 
@@ -43,8 +44,8 @@ class TopK(Selector):
         check_choice("rounding", self.rounding, ("nearest", "stochastic"), owner=self.name)
         if self.rounding == "stochastic" and self.values not in quantize.LEVELS:
             raise SpecError(
-                'topk: rounding="stochastic" goes with values="int8" or "int4", because only these '
-                "have evenly spaced levels to choose between",
+                f'topk: rounding="stochastic" needs values="int8" or values="int4", not '
+                f"values={self.values!r}, because only these have evenly spaced levels",
                 "rounding",
             )
 
@@ -60,12 +61,14 @@ class TopK(Selector):
         return add_and_select(g, e, out, self.kept(g.numel()), scratch)
 
     def encode_selected(self, x: Tensor, index: Tensor, key: Key) -> Encoded:
+        # Independent noise on each rank: the rounding errors average out in the mean.
         noise = key.private() if self.rounding == "stochastic" else None
-        code = elias_fano.encode(index, x.numel())  # first, because it checks the indices
+        # First, because it checks the indices, and the Numba quantizer reads x[index] unchecked.
+        code = elias_fano.encode(index, x.numel())
         return Encoded((*quantize.encode(x, self.values, noise, index), code), index)
 
     def subtract(self, encoded: Encoded, x: Tensor, key: Key, weight: float = 1.0) -> None:
-        if encoded.index is None:
+        if encoded.index is None:  # decode the indices from the message
             super().subtract(encoded, x, key, weight)
         else:
             entries.subtract(x, encoded.index, encoded.parts[:-1], weight)
@@ -76,8 +79,10 @@ class TopK(Selector):
         entries.accumulate(messages, self.kept(out.numel()), out, weight)
 
     def alpha(self, numel: int) -> float:
-        if not numel:
+        if not numel:  # nothing is lost of an empty vector
             return 1.0
+        # |C(x) - x|^2 is |x|^2 - |y|^2 for the entries not sent, plus at most delta |y|^2 for the
+        # rounding of the entries y that are sent, with |y|^2 >= (k/n) |x|^2.
         k = self.kept(numel)
         return k / numel * (1.0 - quantize.error_bound(self.values, k))
 

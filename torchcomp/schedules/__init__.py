@@ -1,4 +1,4 @@
-"""Schedules, one rule a file, and the list of those that spec strings can name."""
+"""Schedules, one rule per file. ``SCHEDULES`` lists those that spec strings can name."""
 
 from torchcomp.schedules.base import Horizon, Schedule, synchronisations
 from torchcomp.schedules.every import Every

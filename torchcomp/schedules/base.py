@@ -1,7 +1,7 @@
-"""Schedule: when local steps end in a synchronisation.
+"""Schedule: after which local steps the ranks synchronise.
 
 A schedule is a pure function of the step at which a round begins, the learning rate of its first
-step, and the ends of warm-up and run. All ranks evaluate it alike, so they agree without a message.
+step, and the lengths of warm-up and run. All ranks compute the same result without communication.
 """
 
 import math
@@ -17,7 +17,7 @@ from torchcomp.learning_rates import LRFunction
 
 @dataclass(frozen=True)
 class Horizon:
-    """Where warm-up ends and where the run ends, in optimizer steps."""
+    """The lengths of the run and of its warm-up, in optimizer steps."""
 
     total_steps: int  # T, at least 1; the run ends with a synchronisation at exactly this step
     warmup_steps: int = 0  # W, from 0 to T; the first W steps have warm-up learning rates
@@ -27,52 +27,74 @@ class Horizon:
         check_count("warmup_steps", self.warmup_steps, least=0)
         if self.warmup_steps > self.total_steps:
             raise SpecError(
-                f"warm-up ({self.warmup_steps} steps) is longer than the run "
-                f"({self.total_steps} steps)"
+                f"warmup_steps must be at most total_steps, but warm-up ({self.warmup_steps} "
+                f"steps) is longer than the run ({self.total_steps} steps)"
             )
 
 
 @dataclass(frozen=True)
 class Schedule(Component):
-    """Decides how many local steps a round takes; `reads_lr` says if the learning rate does."""
+    """Decides how many local steps a round takes.
+
+    Class attributes:
+        reads_lr: whether the length of a round depends on the learning rate.
+    """
 
     kind: ClassVar[str] = "schedule"
     reads_lr: ClassVar[bool] = False
 
     def check(self, horizon: Horizon) -> None:
-        """Raise SpecError, before a run, if the schedule does not fit it."""
+        """Raise SpecError if the schedule does not fit a run of this length."""
 
     @abstractmethod
     def period(self, step: int, lr: float, horizon: Horizon) -> int:
-        """H: local steps of the round that begins after `step` steps, before it is cut at the end.
+        """Return H, the number of local steps of the round that begins after `step` steps.
 
-        `lr`, finite and at least 0, is that of the round's first step. Raise ScheduleError if the
-        rule cannot use it.
+        The result can reach beyond the end of the run; :meth:`round_end` shortens the last round.
+
+        Args:
+            step: steps taken before the round.
+            lr: learning rate of the round's first step, finite and at least 0.
+            horizon: the lengths of the run and of its warm-up.
+
+        Raises:
+            ScheduleError: if the rule cannot use `lr`.
         """
 
     def round_end(self, step: int, lr: float, horizon: Horizon) -> int:
-        """The step, counted from 1, at whose end the ranks synchronise; checks `lr`."""
+        """Return the step, counted from 1, after which the ranks synchronise.
+
+        Raises:
+            ScheduleError: if `lr` is not a finite number of at least 0, or the rule cannot use it.
+        """
+        # Not checks.is_number: a user's function can also return a 0-D tensor.
         try:
             usable = math.isfinite(lr) and lr >= 0
-        except (TypeError, OverflowError):
+        except (TypeError, OverflowError):  # OverflowError: an int beyond the range of floats
             usable = False
         if not usable:
             raise ScheduleError(
-                f"the learning rate at step {step} is {lr!r}, and it must be a finite number of "
-                "at least 0"
+                f"the learning rate at step {step} is {lr!r}, but must be a finite number of at "
+                "least 0"
             )
+        # The run always ends with a synchronisation, so the last round can be shorter.
         return min(step + self.period(step, float(lr), horizon), horizon.total_steps)
 
 
 def synchronisations(schedule: Schedule, lr: LRFunction | None, horizon: Horizon) -> list[int]:
-    """What :func:`torchcomp.sync_steps` returns and raises, for a schedule that is built."""
+    """Like :func:`torchcomp.sync_steps`, for a schedule that is already built."""
     schedule.check(horizon)
     if lr is None and schedule.reads_lr:
-        raise SpecError(f"'{schedule}' reads the learning rate: give lr=, a function of the step")
+        raise SpecError(
+            f"'{schedule}' depends on the learning rate: pass lr, a function of the step (on the "
+            "command line: --lr)"
+        )
     if lr is not None and not callable(lr):
         raise SpecError(f"lr must be a function of the step, such as lambda step: 0.1, not {lr!r}")
+    # A round's learning rate is read once, at its first step: `lr` is called once per round.
     ends = [0]
     while ends[-1] < horizon.total_steps:
-        rate = 1.0 if lr is None else lr(ends[-1])
-        ends.append(schedule.round_end(ends[-1], rate, horizon))
+        # Without `lr` any valid number will do: the schedule does not read it.
+        first_lr = 1.0 if lr is None else lr(ends[-1])
+        ends.append(schedule.round_end(ends[-1], first_lr, horizon))
     return ends[1:]

@@ -12,9 +12,9 @@ from torchcomp.schedules.power import Power, check_bounds
 class QSR(Schedule):
     """``qsr(alpha=0.0175, h_base=4)``: the Quadratic Synchronization Rule.
 
-    A round that begins at learning rate eta takes H = max(h_base, floor((alpha / eta)^2)) steps,
-    and h_base steps during warm-up: :class:`Power` with exponent 2. Source: Gu, Lyu, Arora, Zhang,
-    Huang, ICLR 2024 (arXiv 2310.14423), Algorithm 2 with its rule for H.
+    A round that begins at learning rate eta takes H = max(h_base, floor((alpha / eta)^2)) steps.
+    During warm-up it takes h_base steps. Source: Gu, Lyu, Arora, Zhang, Huang, ICLR 2024
+    (arXiv 2310.14423), Algorithm 2 with its rule for H.
 
     Attributes:
         alpha: growth coefficient, in units of the learning rate.
@@ -36,5 +36,6 @@ class QSR(Schedule):
         check_bounds(self, self.h_base, self.cap)
 
     def period(self, step: int, lr: float, horizon: Horizon) -> int:
+        # Power also implements warm-up, the cap and the error for a learning rate of 0.
         rule = Power(coef=self.alpha, exponent=2, h_base=self.h_base, cap=self.cap)
         return rule.period(step, lr, horizon)

@@ -1,4 +1,4 @@
-"""PostLocal and Swap: every step up to a switch, and fewer synchronisations after it."""
+"""PostLocal and Swap: synchronise every step up to a switch, and less often after it."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,8 +13,8 @@ class TwoPhase(Schedule):
     """A schedule that averages after every step up to step `switch`.
 
     Attributes:
-        switch: the step, counted from 1, at which the last round of one step ends; from the end of
-            warm-up to before the end of the run.
+        switch: the last step, counted from 1, of the first phase; at least `warmup_steps` and
+            below `total_steps`.
     """
 
     positional: ClassVar[int] = 0
@@ -24,25 +24,26 @@ class TwoPhase(Schedule):
     def __post_init__(self) -> None:
         check_count("switch", self.switch, least=0, owner=self.name)
 
+    # Not in __post_init__: a schedule is built before the length of the run is known.
     def check(self, horizon: Horizon) -> None:
+        # Warm-up belongs to the first phase, and the second needs at least one step.
         if not horizon.warmup_steps <= self.switch < horizon.total_steps:
             raise SpecError(
-                f"{self.name}: switch={self.switch} must lie from the end of warm-up "
-                f"({horizon.warmup_steps}) to before the end of the run ({horizon.total_steps}), "
-                "because warm-up belongs to the first phase and the second has to begin",
+                f"{self.name}: switch={self.switch} must be at least warmup_steps="
+                f"{horizon.warmup_steps} and below total_steps={horizon.total_steps}",
                 "switch",
             )
 
 
 @dataclass(frozen=True)
 class PostLocal(TwoPhase):
-    """``post_local(switch=30000, h=8)``: every step up to `switch`, then every h steps.
+    """``post_local(switch=30000, h=8)``: average every step up to `switch`, then every h steps.
 
     Source: Lin, Stich, Patel, Jaggi, "Don't use large mini-batches, use local SGD", ICLR 2020
     (post-local SGD).
 
     Attributes:
-        switch: as for TwoPhase.
+        switch: the last step of the first phase; see TwoPhase.
         h: local steps between synchronisations after the switch.
     """
 
@@ -61,7 +62,7 @@ class PostLocal(TwoPhase):
 
 @dataclass(frozen=True)
 class Swap(TwoPhase):
-    """``swap(switch=30000)``: every step up to `switch`, then one average at the end of the run.
+    """``swap(switch=30000)``: average every step up to `switch`, then once at the end of the run.
 
     Source: Gupta, Akle Serrano, DeCoste, "Stochastic weight averaging in parallel: large-batch
     training that generalizes well", ICLR 2020 (SWAP).
