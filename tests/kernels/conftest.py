@@ -1,4 +1,4 @@
-"""What the tests of several kernels share."""
+"""Fixtures that the tests of several kernels share."""
 
 from collections.abc import Iterator
 
@@ -8,8 +8,8 @@ from torchcomp.kernels import backend
 
 
 @pytest.fixture
-def forms_looked_for_anew() -> Iterator[None]:
-    """For a test that hides Numba: what was found before it, or in it, is not remembered."""
+def uncached_fast_forms() -> Iterator[None]:
+    """Clear the cache of fast forms before and after a test that hides Numba."""
     backend.fast_form.cache_clear()
     yield
     backend.fast_form.cache_clear()

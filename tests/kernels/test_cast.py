@@ -1,4 +1,4 @@
-"""Casts to fewer bits: what is finite stays finite, and nothing else changes."""
+"""Casts to fewer bits: finite values stay finite, and other values do not change."""
 
 import math
 
@@ -41,7 +41,7 @@ def test_nan_and_infinities_stay(source, target):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_same_dtype_is_no_copy(dtype):
+def test_the_same_dtype_is_not_copied(dtype):
     x, out = torch.ones(3, dtype=dtype), torch.zeros(3, dtype=dtype)
     assert narrow(x, dtype) is x
     assert narrow(x, dtype, out) is out

@@ -1,4 +1,4 @@
-"""The frame's checksum: the host's form and the device's give the same number."""
+"""The checksum of a frame is the same number on the host and on the device."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from torchcomp import wire
 
 
 def plain(words):
-    """The definition, in Python's integers, as a signed 64-bit number."""
+    """The definition in Python integers, returned as a signed 64-bit number."""
     total = sum((2 * i + 1) * word for i, word in enumerate(words.tolist()) if i != 1)
     return (total + 2**63) % 2**64 - 2**63
 
@@ -35,7 +35,7 @@ def test_a_sealed_frame_is_intact_until_a_bit_changes(length):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_host_and_device_seal_alike_and_the_host_never_waits():
+def test_host_and_device_seal_to_the_same_bytes_and_the_host_never_waits():
     frame = torch.randint(0, 256, (wire.framed(1000),), dtype=torch.uint8)
     there = frame.cuda()
     wire.seal(frame, 1000)

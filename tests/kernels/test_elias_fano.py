@@ -1,4 +1,4 @@
-"""Elias-Fano: its bytes, its size, and that sets and intact strings match one to one."""
+"""Elias-Fano: the bytes, the size, and the one-to-one match of sets and intact strings."""
 
 import itertools
 import logging
@@ -19,7 +19,7 @@ BIG = 2**31 + 5
 
 @pytest.fixture(params=[*BACKENDS, *(["cuda"] if torch.cuda.is_available() else [])])
 def device(request, monkeypatch):
-    """Runs a test on every backend; the device that its tensors belong on."""
+    """Run a test on every backend. The value is the device for its tensors."""
     if request.param == "cuda":
         return "cuda"
     use(request.param, monkeypatch)
@@ -43,7 +43,7 @@ def raw(content, device="cpu"):
 
 
 def some_of(n, k, seed=0):
-    """k of n indices, also where n is too large to permute."""
+    """Draw k of n indices, also if n is too large to permute."""
     generator = np.random.default_rng(seed)
     drawn = np.unique(generator.integers(0, n, 2 * k + 8)) if k < n // 100 else np.arange(n)
     return torch.from_numpy(np.sort(generator.choice(drawn, k, replace=False)))
@@ -59,8 +59,8 @@ def bound(n, k):
 
 
 EXAMPLES = [
-    ([5, 40, 41, 120], 128, "85 89 19 04"),  # the module's own, l = 4
-    ([1, 200, 255], 256, "01 7d 81 02"),  # l = 5: an entry crosses the bytes
+    ([5, 40, 41, 120], 128, "85 89 19 04"),  # the example of the module's docstring, l = 4
+    ([1, 200, 255], 256, "01 7d 81 02"),  # l = 5: a low part spans two bytes
     ([0, 2, 3, 9], 10, "0d 02"),  # l = 0, a bitmap
     ([BIG - 1], BIG, "04 00 00 00 10"),  # l = 29
     ([], 1000, ""),
@@ -80,7 +80,7 @@ def test_worked_examples(device, chosen, n, expected):
     assert (index.dtype, index.device.type, index.tolist()) == (torch.int64, device, chosen)
 
 
-def test_the_low_part_is_as_wide_as_takes_the_fewest_bytes():
+def test_the_width_of_the_low_part_gives_the_fewest_bytes():
     assert [elias_fano._nbytes(128, 4, low) for low in range(8)] == [16, 10, 6, 5, 4, 4, 4, 5]
     assert elias_fano.low_bits(128, 4) == 4
 
@@ -99,7 +99,7 @@ def test_the_two_parts_may_start_at_any_address(device):
 @pytest.mark.parametrize("n", [20_000, 65_537, 10**6, 2**20, 25_557_032, BIG, 10**11])
 def test_the_size_is_near_the_information_bound(n, ratio, factor):
     k = math.ceil(ratio * n)
-    # Two parts end in whole bytes: up to 14 bits that a few entries cannot make up for.
+    # Both parts are padded to whole bytes. With few entries, these 14 bits exceed the factor.
     assert bound(n, k) <= 8 * elias_fano.nbytes(n, k) <= factor * bound(n, k) + 14
 
 
@@ -126,7 +126,7 @@ TINY = [(n, k) for n in range(9) for k in range(n + 1)] + [(40, 2)]
 
 @pytest.mark.thorough
 def test_of_all_strings_exactly_the_codes_are_intact(device):
-    # The last shape is the one with a low part; it has all 65,536 strings of two bytes to it.
+    # Only the last shape has a low part. It covers all 65,536 strings of two bytes.
     assert (elias_fano.nbytes(40, 2), elias_fano.low_bits(40, 2)) == (2, 3)
     for n, k in TINY[: None if device == "cpu" else -1]:
         sets = map(list, itertools.combinations(range(n), k))
@@ -139,7 +139,7 @@ def test_of_all_strings_exactly_the_codes_are_intact(device):
 
 @st.composite
 def subsets(draw):
-    """(n, ascending indices), with k at and beside its limits more often than not."""
+    """Draw (n, ascending indices). In most cases, k is at or next to a limit."""
     n = draw(st.one_of(st.integers(1, 40), st.integers(41, 3000)))
     k = draw(st.one_of(st.sampled_from([0, min(1, n), n - 1, n]), st.integers(0, n)))
     return n, some_of(n, k, draw(st.integers(0, 2**32)))
@@ -171,7 +171,7 @@ def test_large_vectors_survive(device, n, k):
 
 
 def check_decoded(content, n, k):
-    """Whatever a string holds: its indices are in range, and it is intact if and only if a code."""
+    """Check that bytes decode to valid indices, and are intact if and only if they are a code."""
     index, intact = elias_fano.decode(content, n, k)
     assert (index.dtype, index.numel()) == (torch.int64, k)
     assert index[0] >= 0
@@ -185,7 +185,7 @@ SHAPES = [(64, 9), (100, 1), (100, 60), (1000, 10), (4096, 64), (70_000, 3), (BI
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_random_bytes_are_told_from_codes(device, n, k):
+def test_random_bytes_are_distinguished_from_codes(device, n, k):
     generator = np.random.default_rng(n + k)
     for density in [0.05, 0.1, 0.3, 0.5, 0.9] * 20:
         bits = generator.random(8 * elias_fano.nbytes(n, k)) < density
@@ -194,7 +194,7 @@ def test_random_bytes_are_told_from_codes(device, n, k):
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("byte", [0x00, 0xFF])
-def test_equal_bytes_are_no_code(device, n, k, byte):
+def test_equal_bytes_are_not_a_code(device, n, k, byte):
     _, intact = check_decoded(raw([byte] * elias_fano.nbytes(n, k), device), n, k)
     assert not intact
 
@@ -216,7 +216,7 @@ def test_every_flipped_bit_gives_another_set_or_is_found(device, n, k):
 @pytest.mark.parametrize("chosen", [[-1, 3], [3, 3], [4, 3], [3, 100], [0, -1], [-(2**63), 0]])
 def test_indices_out_of_order_or_range_are_refused(form, monkeypatch, chosen):
     use(form, monkeypatch)
-    with pytest.raises(ValueError, match=r"must ascend strictly within \[0, 100\)"):
+    with pytest.raises(ValueError, match=r"Elias-Fano.*\[0, 100\)"):
         elias_fano.encode(indices(*chosen), 100)
 
 
@@ -224,7 +224,7 @@ def test_indices_out_of_order_or_range_are_refused(form, monkeypatch, chosen):
 
 
 def both(call):
-    """What `call` makes with plain torch and with Numba."""
+    """Return the results of `call` with plain torch and with Numba."""
     made = []
     for form in BACKENDS:
         with pytest.MonkeyPatch.context() as patch:
@@ -255,8 +255,8 @@ def test_low_parts_of_every_width_survive(device, n, k):
 
 
 @pytest.mark.parametrize(("n", "k"), [*WIDTHS, (2**32, 1000), (2**32 - 2**27, 1000)])
-def test_entries_that_change_places_within_a_bucket_are_found(device, n, k):
-    """The high part stays as it was, so nothing but the order of the low parts tells."""
+def test_entries_swapped_within_a_bucket_are_found(device, n, k):
+    """The high part does not change, so only the order of the low parts shows the damage."""
     chosen, low = some_of(n, k), elias_fano.low_bits(n, k)
     buckets = chosen >> low
     neighbours = torch.nonzero(buckets[1:] == buckets[:-1]).view(-1).tolist() if low else []
@@ -277,8 +277,8 @@ def test_backends_make_the_same_bytes(n, k):
     assert reference.equal(fast)
 
 
-@pytest.mark.usefixtures("forms_looked_for_anew")
-def test_without_numba_it_says_so_once(monkeypatch, caplog):
+@pytest.mark.usefixtures("uncached_fast_forms")
+def test_without_numba_it_warns_once(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "torchcomp.kernels.elias_fano_numba", None)
     with caplog.at_level(logging.INFO, logger="torchcomp"):
         codes = [elias_fano.encode(indices(5, 40, 41, 120), 128) for _ in range(3)]
@@ -287,7 +287,7 @@ def test_without_numba_it_says_so_once(monkeypatch, caplog):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_an_accelerator_is_never_waited_for():
+def test_the_host_never_waits_for_an_accelerator():
     chosen = some_of(5000, 70).cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,4 +1,4 @@
-"""Entries of messages: taken, subtracted and added up as plain torch does it, bit for bit."""
+"""Entries of messages: subtracted and added as in plain torch, bit for bit."""
 
 import math
 
@@ -10,13 +10,13 @@ from torchcomp.kernels import backend, elias_fano, entries, quantize
 
 BACKENDS = ["torch", "numba", *(["cuda"] if torch.cuda.is_available() else [])]
 FORMATS = [None, *quantize.FORMATS]
-# One thread's work; several threads' and blocks'; a bitmap; all of it; nothing.
+# In order: one thread; several threads and blocks; a bitmap; all entries; no entries.
 SHAPES = [(5000, 70), (400_003, 140_011), (5000, 4000), (50, 50), (50, 0), (1, 1), (0, 0)]
 
 
 @pytest.fixture(params=BACKENDS)
 def device(request, monkeypatch):
-    """Runs a test on every backend; the device that its tensors belong on."""
+    """Run a test on every backend. The value is the device for its tensors."""
     if request.param == "torch":
         monkeypatch.setattr(backend, "fast_form", lambda stem, device: None)
     elif request.param == "numba":
@@ -43,7 +43,7 @@ def some_of(n, k, seed=0):
 
 
 def message(n, k, fmt, seed=0, dtype=torch.float32):
-    """The indices and the fields of a message."""
+    """Return the indices and the fields of a message."""
     index, values = some_of(n, k, seed), normal(k, seed, dtype)
     return index, (*quantize.encode(values, fmt, None), elias_fano.encode(index, n))
 
@@ -57,7 +57,7 @@ def decoded(parts, k, dtype):
 
 
 def same_bits(a, b):
-    """Signs of zeros included."""
+    """Compare bits, so that 0.0 and -0.0 differ."""
     return np.array_equal(a.cpu().numpy().view(np.uint8), b.cpu().numpy().view(np.uint8))
 
 
@@ -68,17 +68,17 @@ def same_bits(a, b):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("weight", [1.0, 1 / 3])
-def test_subtract_takes_the_decoded_values_out(device, n, k, fmt, dtype, weight):
+def test_subtract_subtracts_the_decoded_values(device, n, k, fmt, dtype, weight):
     index, parts = message(n, k, fmt)
     x = normal(n, 1, dtype)
     expected = x.clone()
     expected[index] -= decoded(parts, k, dtype) * weight
-    rest = x.to(device)
-    entries.subtract(rest, index.to(device), moved(parts[:-1], device), weight)
-    assert same_bits(rest, expected)
+    residual = x.to(device)
+    entries.subtract(residual, index.to(device), moved(parts[:-1], device), weight)
+    assert same_bits(residual, expected)
 
 
-def test_subtract_works_for_every_other_vector(device):
+def test_subtract_works_on_a_strided_vector(device):
     index, parts = message(5000, 70, "int8")
     x = normal(10_000).to(device)
     expected = x.clone()
@@ -101,12 +101,12 @@ def test_accumulate_is_index_add_of_one_message_after_the_other(device, n, k, fm
         expected.index_add_(0, index, decoded(parts, k, dtype), alpha=1 / 3)
     out = out.to(device)
     entries.accumulate([moved(parts, device) for _, parts in made], k, out, 1 / 3)
-    # Bit for bit, since ranks with and without Numba must not drift apart.
+    # Bit for bit, because ranks with and without Numba must not diverge.
     assert same_bits(out.float(), expected.float())
 
 
 @pytest.mark.parametrize("fmt", [None, "int8"])
-def test_the_number_of_threads_and_messages_at_once_is_no_matter(threads, fmt):
+def test_the_number_of_threads_and_of_messages_per_call_does_not_matter(threads, fmt):
     n, k = 1_000_003, 20_011
     made = [message(n, k, fmt, seed)[1] for seed in range(9)]
     out, expected = normal(n), normal(n)
@@ -124,7 +124,7 @@ def test_values_of_another_dtype_are_converted_first(device):
     assert same_bits(out, expected)
 
 
-def test_no_message_is_no_change(device):
+def test_no_message_changes_nothing(device):
     out = torch.ones(5000, device=device)
     entries.accumulate([], 70, out)
     assert out.equal(torch.ones(5000, device=device))
@@ -132,7 +132,7 @@ def test_no_message_is_no_change(device):
 
 @pytest.mark.parametrize("fmt", [None, "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_damaged_code_adds_nothing_but_a_nan(device, fmt, dtype):
+def test_a_damaged_code_adds_only_a_nan(device, fmt, dtype):
     _, good = message(5000, 70, fmt)
     bad = (*(torch.full_like(part, 77) for part in good[:-1]), good[-1].clone())
     bad[-1][-1] ^= 128
@@ -154,8 +154,8 @@ def test_an_intact_code_leaves_the_first_entry_as_it_was(device, first):
 
 @pytest.mark.parametrize("fmt", [None, "int8", "int4"])
 @pytest.mark.parametrize(("n", "k"), [(64, 9), (100, 60), (1000, 10), (3000, 3), (3000, 1)])
-def test_random_bytes_change_what_they_stand_for_and_nothing_else(device, fmt, n, k):
-    """Guards before and behind the vector show writes out of bounds."""
+def test_random_bytes_change_only_the_entries_that_they_decode_to(device, fmt, n, k):
+    """Guard elements before and after the vector show writes beyond its bounds."""
     generator = np.random.default_rng(n)
     index, parts = message(n, k, fmt)
     for density in [0.05, 0.1, 0.3, 0.5, 0.9] * 10:
@@ -173,7 +173,7 @@ def test_random_bytes_change_what_they_stand_for_and_nothing_else(device, fmt, n
 
 
 @pytest.mark.parametrize("fmt", [None, "int8"])
-def test_fields_may_be_strided(device, fmt):
+def test_fields_can_be_strided(device, fmt):
     _, parts = message(5000, 70, fmt)
     strided = tuple(part.repeat_interleave(2)[::2] for part in parts)
     out, expected = (torch.zeros(5000, device=device) for _ in range(2))
@@ -184,7 +184,7 @@ def test_fields_may_be_strided(device, fmt):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_an_accelerator_is_never_waited_for():
+def test_the_host_never_waits_for_an_accelerator():
     index, parts = message(5000, 70, "int8")
     index, parts, out = index.cuda(), moved(parts, "cuda"), torch.zeros(5000, device="cuda")
     torch.cuda.set_sync_debug_mode("error")

@@ -1,4 +1,4 @@
-"""Values in fewer bits: their bytes, how far off they are, and what becomes of NaN."""
+"""Quantized values: the bytes, the error, and NaN and infinities."""
 
 import math
 
@@ -16,14 +16,12 @@ COUNTS = [0, 1, 2, 127, 128, 129, 255, 256, 1001]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 SMALLEST = torch.finfo(torch.float32).tiny
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-
-
 BACKENDS = ["torch", "numba"]
 
 
 @pytest.fixture(autouse=True, params=BACKENDS)
 def backend(request, monkeypatch):
-    """Runs every test on every form for the CPU."""
+    """Run every test on every form for the CPU."""
     use(request.param, monkeypatch)
 
 
@@ -41,12 +39,12 @@ def normal(*shape, seed=0):
 
 
 def roundings(fmt):
-    """No noise, and noise where the format takes it."""
+    """No noise, and a generator if the format uses it."""
     return [None, np.random.default_rng(5)] if fmt in LEVELS else [None]
 
 
 def through(values, fmt, noise=None, dtype=torch.float32):
-    """Encoded, packed, unpacked and decoded: the values as the receiver has them."""
+    """Encode, pack, unpack and decode: the values that the receiver computes."""
     count = values.numel()
     layout = quantize.layout(fmt, count, torch.float32)
     message = torch.empty(wire.nbytes(layout), dtype=torch.uint8)
@@ -69,7 +67,7 @@ def message(values, fmt, noise=None):
     [
         # 254 / 127 = 2.0f = 00 00 00 40; codes 127, -127, 1, 0 (0.5 to even), 2 (1.5 to even).
         ("int8", [254, -254, 2, 1, 3], "00000040 7f 81 01 00 02"),
-        # 14 / 7 = 2.0f; codes 7, -7 (nibble 9), 1, -2 (nibble e), 2, and a nibble to fill up.
+        # 14 / 7 = 2.0f; codes 7, -7 (nibble 9), 1, -2 (nibble e), 2, and a nibble of padding.
         ("int4", [14, -14, 2, -3, 4], "00000040 97 e1 02"),
         ("int8", [0, 0, 0], "00000000 00 00 00"),
         ("int4", [0, -0.0], "00000000 00"),
@@ -98,7 +96,7 @@ def test_the_size(fmt, bytes_of_1001):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("count", COUNTS)
-def test_the_parts_are_as_announced(fmt, count):
+def test_the_parts_match_the_layout(fmt, count):
     for noise in roundings(fmt):
         parts = quantize.encode(normal(count), fmt, noise)
         layout = quantize.layout(fmt, count, torch.float32)
@@ -106,11 +104,14 @@ def test_the_parts_are_as_announced(fmt, count):
         assert [(part.dtype, part.shape) for part in parts] == announced
 
 
-# --- How far off ----------------------------------------------------------------------------------
+# --- The error ------------------------------------------------------------------------------------
 
 
 def fractional(fmt, count):
-    """All but one of a block a fraction of a level: for one of the fractions, the worst case."""
+    """All values of a block but one are the same fraction of a level.
+
+    One of the fractions is the worst case of the bound.
+    """
     for level in torch.linspace(0.02, 0.98, 25):
         values = torch.full((count,), float(level))
         values[::BLOCK] = LEVELS.get(fmt, 1)
@@ -126,7 +127,7 @@ def hard(fmt, count):
 
 
 def mean_square_error(values, fmt, noise):
-    """Of 200 encodings, if they are random."""
+    """The mean over 200 encodings if they are random, otherwise of one."""
     rounds = 1 if noise is None else 200
     errors = [(through(values, fmt, noise).double() - values).norm() ** 2 for _ in range(rounds)]
     return float(sum(errors)) / rounds
@@ -154,7 +155,7 @@ def test_the_bound_is_attained(fmt):
     assert max(ratios) > 0.95 * quantize.error_bound(fmt, BLOCK)
 
 
-def test_the_bounds_are_what_they_were_proved_to_be():
+def test_the_bounds_have_the_proved_values():
     assert quantize.error_bound("bf16", 10) == 2.0**-16
     assert quantize.error_bound("fp16", 10) == 2.0**-22
     assert quantize.error_bound("int8", 10**6) == pytest.approx(0.0019628, rel=2e-3)
@@ -166,7 +167,7 @@ def test_the_bounds_are_what_they_were_proved_to_be():
 
 
 @pytest.mark.parametrize("fmt", LEVELS)
-def test_to_nearest_is_off_by_half_a_level_at_most(fmt):
+def test_rounding_to_nearest_has_an_error_of_at_most_half_a_level(fmt):
     values = normal(BLOCK)
     scale = quantize.encode(values, fmt, None)[0]
     assert (through(values, fmt) - values).abs().max() <= 0.5001 * scale
@@ -179,15 +180,15 @@ def test_random_rounding_is_unbiased(fmt):
     for _ in range(rounds):
         total += through(values, fmt, noise)
     scale = quantize.encode(values, fmt, None)[0].repeat_interleave(BLOCK)[:300]
-    # The deviation of a mean is at most half a level over the root of the number of rounds.
+    # The mean's standard deviation is at most half a level over the root of the number of rounds.
     deviations = (total / rounds - values).abs() / (scale * 0.5 / math.sqrt(rounds))
     assert deviations.max() < 5
-    # Rounding to nearest fails the same test by far.
+    # Rounding to nearest fails the same test by a wide margin.
     assert ((through(values, fmt) - values).abs() / (scale * 0.5 / math.sqrt(rounds))).max() > 20
 
 
 @pytest.mark.parametrize("fmt", LEVELS)
-def test_random_rounding_is_to_one_of_the_two_levels_beside_it(fmt):
+def test_random_rounding_is_to_one_of_the_two_nearest_levels(fmt):
     values, noise = normal(BLOCK), np.random.default_rng(5)
     scale = quantize.encode(values, fmt, None)[0]
     draws = torch.stack([through(values, fmt, noise) for _ in range(50)])
@@ -204,7 +205,7 @@ def test_random_rounding_is_a_function_of_the_generator(fmt):
 
 
 class Lowest:
-    """A generator that draws the lowest number that there is, 0, every time."""
+    """A generator that always draws 0, the lowest possible number."""
 
     def random(self, count, dtype):
         return np.zeros(count, dtype)
@@ -219,8 +220,8 @@ def test_random_rounding_leaves_levels_alone(fmt, noise):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("count", COUNTS)
-def test_what_remains_is_what_was_not_sent(fmt, count):
-    """Decoded plus v - decoded is v to float32's precision, as error feedback takes for granted."""
+def test_sent_plus_residual_is_the_value(fmt, count):
+    """Decoded plus (v - decoded) is v to float32's precision, as error feedback assumes."""
     values = normal(count)
     for noise in roundings(fmt):
         sent = through(values, fmt, noise)
@@ -302,7 +303,7 @@ def test_the_largest_scale_does_not_overflow(fmt):
 
 
 def both(call):
-    """What `call` makes with plain torch and with Numba."""
+    """Return the results of `call` with plain torch and with Numba."""
     made = []
     for backend in BACKENDS:
         with pytest.MonkeyPatch.context() as patch:
@@ -312,7 +313,7 @@ def both(call):
 
 
 def adversarial(dtype):
-    """Numbers of every magnitude, halves between levels, and blocks with one bad number each."""
+    """Numbers of every magnitude, midpoints of levels, and blocks with one special value each."""
     generator = torch.Generator().manual_seed(1)
     bits = torch.randint(-(2**31), 2**31, (40 * BLOCK,), generator=generator, dtype=torch.int64)
     halves = torch.arange(-254, 258).view(4, BLOCK) / 2
@@ -328,7 +329,7 @@ def adversarial(dtype):
 
 
 def same_bits(made):
-    """NaN included, which has more than one."""
+    """Compare values and signs. NaNs count as equal, because NaN has many bit patterns."""
     return all(
         torch.equal(a.nan_to_num(12345.0), b.nan_to_num(12345.0))
         and torch.equal(a.signbit(), b.signbit())
@@ -358,7 +359,7 @@ def test_forms_agree_bit_for_bit(fmt, dtype, seed):
 
 
 @pytest.mark.parametrize("fmt", LEVELS)
-def test_any_bytes_decode_alike(fmt):
+def test_any_bytes_decode_to_the_same_values(fmt):
     generator = np.random.default_rng(3)
     layout = quantize.layout(fmt, 1001, torch.float32)
     content = generator.integers(0, 256, wire.nbytes(layout), dtype=np.uint8)
@@ -378,7 +379,7 @@ def test_an_index_chooses_the_values(fmt):
 
 
 @pytest.mark.parametrize("fmt", LEVELS)
-def test_every_other_value_of_a_vector_can_be_encoded(fmt):
+def test_a_strided_vector_can_be_encoded(fmt):
     values = normal(2000)
     strided = quantize.encode(values[::2], fmt, None)
     plain = quantize.encode(values[::2].clone(), fmt, None)

@@ -1,4 +1,4 @@
-"""Selection: every form gives what a plain sort gives, whatever it remembers."""
+"""Selection: every form gives the result of a plain sort, with any scratch."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ from torchcomp.kernels import backend, pool, select
 from torchcomp.kernels.select import Scratch, add_and_select, largest
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-# Of one and several chunks, and around the kernels' words of 64 and blocks of 2048.
+# One and several chunks, and lengths around the kernels' words of 64 and blocks of 2048.
 SIZES = [1, 2, 63, 64, 65, 2049, 20_000, 140_003]
 
 
@@ -33,7 +33,7 @@ def sorted_out(x, k):
 
 @pytest.fixture(params=["torch", "numba"])
 def form(request, monkeypatch):
-    """Runs a test on each form for the CPU."""
+    """Run a test on each form for the CPU."""
     if request.param == "torch":
         monkeypatch.setattr(backend, "fast_form", lambda stem, device: None)
     else:
@@ -44,7 +44,7 @@ def form(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _several_chunks(monkeypatch):
-    """Vectors of few entries, too, go in chunks, by threads."""
+    """Make short vectors use several chunks and threads as well."""
     if backend.fast_form("select", "cpu"):
         monkeypatch.setattr("torchcomp.kernels.select_numba._INLINE", 1 << 17)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
@@ -87,7 +87,7 @@ def test_among_equals_the_lowest_indices_win(form, n, value, dtype):
     assert torch.equal(largest(x, n // 3 + 1), torch.arange(n // 3 + 1))
 
 
-def test_ties_are_shared_out_over_chunks(form):
+def test_ties_across_chunks(form):
     x = torch.zeros(400_000)
     x[::2] = 2.0
     x[-5:] = 3.0
@@ -101,13 +101,13 @@ def test_a_vector_mostly_of_zeros(form):
     assert torch.equal(largest(x, 3000), sorted_out(x, 3000))
 
 
-def test_all_of_the_largest_in_one_place(form):
+def test_all_of_the_largest_in_one_chunk(form):
     x = gaussian(400_000)
     x[100_000:104_000] *= 1e6
     assert torch.equal(largest(x, 4000), sorted_out(x, 4000))
 
 
-def test_a_pattern_that_a_regular_sample_would_fall_for(form):
+def test_a_pattern_that_would_mislead_a_regular_sample(form):
     x = gaussian(1 << 20) * 1e-3
     x[:: (1 << 20) // (1 << 15)] = 1.0
     for k in (100, 1 << 15, 1 << 16):
@@ -139,12 +139,12 @@ def test_a_parameter(form):
 # --- Sums -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("memory", DTYPES)
+@pytest.mark.parametrize("residual", DTYPES)
 @pytest.mark.parametrize("gradient", DTYPES)
 @pytest.mark.parametrize("n", [0, 65, *thorough([140_003])])
-def test_sums(form, n, gradient, memory):
-    g, e = awkward(n, gradient), gaussian(n, memory, seed=1)
-    out, expected = torch.full((n,), 7.0, dtype=memory), torch.empty(n, dtype=memory)
+def test_sums(form, n, gradient, residual):
+    g, e = awkward(n, gradient), gaussian(n, residual, seed=1)
+    out, expected = torch.full((n,), 7.0, dtype=residual), torch.empty(n, dtype=residual)
     torch.add(g, e, out=expected)
     for k in {0, n // 50, n}:
         chosen = add_and_select(g, e, out.fill_(7.0), k)
@@ -183,11 +183,11 @@ def test_sums_that_begin_and_end_within_a_cache_line(form, n, start, dtype):
         assert torch.equal(chosen, sorted_out(out[part], n // 100))
 
 
-# --- Warm starts ----------------------------------------------------------------------------------
+# --- Scratch --------------------------------------------------------------------------------------
 
 
 def drift(n, steps):
-    """Gradients as error feedback sees them: fresh ones, and what was not sent."""
+    """Yield gradients and residuals as in training with error feedback."""
     e, out = torch.zeros(n), torch.empty(n)
     for step in range(steps):
         g = gaussian(n, seed=step) * 3.0 ** (step // 2)
@@ -227,7 +227,7 @@ def _integer(dtype):
     return {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
 
 
-def test_one_warm_for_all_sorts_of_vectors(form):
+def test_one_scratch_for_different_vectors(form):
     scratch = Scratch()
     for n, dtype in [(300, torch.float32), (140_003, torch.float64), (70, torch.bfloat16)] * 2:
         x = awkward(n, dtype)
@@ -236,7 +236,7 @@ def test_one_warm_for_all_sorts_of_vectors(form):
 
 @pytest.fixture
 def passes(monkeypatch):
-    """The bounds that candidates are collected by, as they come."""
+    """Record the bound of every pass that collects candidates."""
     pytest.importorskip("numba")
     from torchcomp.kernels import select_numba
 
@@ -250,7 +250,7 @@ def passes(monkeypatch):
 
 
 @pytest.mark.parametrize("n", [100_003, 140_003])
-def test_a_warm_start_goes_over_the_vector_once(n, passes):
+def test_with_scratch_one_pass_is_enough(n, passes):
     scratch = Scratch()
     for seed in range(5):
         del passes[:]
@@ -260,32 +260,33 @@ def test_a_warm_start_goes_over_the_vector_once(n, passes):
 
 
 @pytest.mark.parametrize("n", [100_003, 140_003])
-def test_bounds_make_way_for_vectors_that_change_from_step_to_step(n, passes):
+def test_bounds_adapt_to_vectors_that_change_from_step_to_step(n, passes):
     scratch, twice = Scratch(), 0
     for step in range(30):
         del passes[:]
         x = gaussian(n, seed=step) * (1.0, 0.9, 1.1, 0.95)[step % 4]
         assert torch.equal(largest(x, n // 100, scratch), sorted_out(x, n // 100))
         twice += len(passes) > 1
-    assert twice <= 6  # were the bound to stay as tight as at first, it would be every second step
+    assert twice <= 6  # with the initial tight bound, it would be every second step
     assert scratch.kept.spare > 0.5
 
 
-def test_in_steady_state_nothing_but_the_result_is_allocated():
+def test_in_steady_state_only_the_result_is_allocated():
     pytest.importorskip("numba")
     n, scratch = 1 << 20, Scratch()
     g, e, out = gaussian(n), gaussian(n, seed=1), torch.empty(n)
     for _ in range(3):
         add_and_select(g, e, out, n // 100, scratch)
     kept = scratch.kept
-    held = [array.ctypes.data for array in (kept.keys, kept.places, kept.counts)]
-    tracemalloc.start()  # NumPy's arrays are traced; torch's are not, and there is the result alone
+    addresses = [array.ctypes.data for array in (kept.keys, kept.positions, kept.counts)]
+    # tracemalloc sees NumPy's arrays but not torch's. The only torch tensor here is the result.
+    tracemalloc.start()
     add_and_select(g, e, out, n // 100, scratch)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 50_000  # a hundredth of the vector, or less than a byte for each of its entries
+    assert peak < 50_000  # less than a byte per entry of the vector
     assert scratch.kept is kept
-    assert held == [array.ctypes.data for array in (kept.keys, kept.places, kept.counts)]
+    assert addresses == [array.ctypes.data for array in (kept.keys, kept.positions, kept.counts)]
 
 
 def test_threads_do_not_disturb_each_other(form):
@@ -313,50 +314,50 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def test_the_pool_takes_every_turn_once(two_threads):
-    turns = []
-    pool.each(turns.append, 1000)
-    assert sorted(turns) == list(range(1000))
+def test_the_pool_makes_every_call_once(two_threads):
+    numbers = []
+    pool.each(numbers.append, 1000)
+    assert sorted(numbers) == list(range(1000))
 
 
-def test_the_pool_works_in_threads_beside_the_caller(two_threads):
+def test_the_pool_uses_the_caller_and_another_thread(two_threads):
     met = threading.Barrier(2, timeout=PATIENCE)
     names = []
-    pool.each(lambda turn: (met.wait(), names.append(threading.current_thread())), 2)
+    pool.each(lambda number: (met.wait(), names.append(threading.current_thread())), 2)
     assert threading.current_thread() in names
     assert len(set(names)) == 2
 
 
-def test_one_thread_asks_for_no_helper(monkeypatch):
+def test_one_thread_submits_to_no_pool(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(pool, "_shared", lambda: pytest.fail("a helper was asked for"))
+    monkeypatch.setattr(pool, "_shared", lambda: pytest.fail("the pool was used"))
     names = set()
-    pool.each(lambda turn: names.add(threading.current_thread()), 10)
+    pool.each(lambda number: names.add(threading.current_thread()), 10)
     assert names == {threading.current_thread()}
 
 
-def test_nobody_waits_for_a_pool_that_is_taken(two_threads, monkeypatch):
-    with ThreadPoolExecutor(1) as taken:
+def test_no_caller_waits_for_a_busy_pool(two_threads, monkeypatch):
+    with ThreadPoolExecutor(1) as busy:
         done = threading.Event()
-        taken.submit(done.wait)
-        monkeypatch.setattr(pool, "_shared", lambda: taken)
-        turns = []
+        busy.submit(done.wait)
+        monkeypatch.setattr(pool, "_shared", lambda: busy)
+        numbers = []
         try:
-            pool.each(turns.append, 10)
+            pool.each(numbers.append, 10)
         finally:
             done.set()
-    assert sorted(turns) == list(range(10))
+    assert sorted(numbers) == list(range(10))
 
 
-@pytest.mark.parametrize("guilty", ["caller", "helper"])
-def test_errors_of_any_thread_come_through(two_threads, guilty):
+@pytest.mark.parametrize("failing", ["caller", "helper"])
+def test_errors_of_any_thread_are_raised(two_threads, failing):
     met = threading.Barrier(2, timeout=PATIENCE)
     caller = threading.current_thread()
 
-    def work(turn):
+    def work(number):
         met.wait()
-        if (threading.current_thread() is caller) == (guilty == "caller"):
-            raise KeyError(turn)
+        if (threading.current_thread() is caller) == (failing == "caller"):
+            raise KeyError(number)
 
     with pytest.raises(KeyError):
         pool.each(work, 2)
@@ -368,13 +369,13 @@ def test_a_forked_child_starts_its_own_threads():
 import os, torch
 from torchcomp.kernels import pool
 torch.set_num_threads(2)
-turns = []
-pool.each(turns.append, 100)
+numbers = []
+pool.each(numbers.append, 100)
 child = os.fork()
 if not child:
-    turns = []
-    pool.each(turns.append, 100)
-    os._exit(0 if sorted(turns) == list(range(100)) else 1)
+    numbers = []
+    pool.each(numbers.append, 100)
+    os._exit(0 if sorted(numbers) == list(range(100)) else 1)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)
@@ -383,8 +384,8 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 # --- Other forms ----------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("forms_looked_for_anew")
-def test_without_numba_it_says_so_once(monkeypatch, caplog):
+@pytest.mark.usefixtures("uncached_fast_forms")
+def test_without_numba_it_warns_once(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "torchcomp.kernels.select_numba", None)
     x = gaussian(1000)
     with caplog.at_level(logging.WARNING, logger="torchcomp"):
@@ -393,9 +394,9 @@ def test_without_numba_it_says_so_once(monkeypatch, caplog):
     assert ['torchcomp-ddp[kernels]"' in r.getMessage() for r in caplog.records] == [True]
 
 
-@pytest.mark.usefixtures("forms_looked_for_anew")
+@pytest.mark.usefixtures("uncached_fast_forms")
 @pytest.mark.parametrize("error", [AttributeError("print"), RuntimeError("cannot cache function")])
-def test_where_numba_fails_it_says_so_once(monkeypatch, caplog, error):
+def test_if_numba_fails_it_warns_once(monkeypatch, caplog, error):
     def fail(name):
         raise error
 
@@ -445,7 +446,7 @@ def test_triton():
     subprocess.run([sys.executable, "-c", TRITON], check=True, timeout=PATIENCE, env=env)
 
 
-def test_triton_is_asked_for_cuda_alone(monkeypatch):
+def test_only_cuda_looks_for_triton(monkeypatch):
     modules = []
     monkeypatch.setattr(backend.importlib, "import_module", modules.append)
     find = backend.fast_form.__wrapped__

@@ -1,4 +1,4 @@
-"""Methods that own the optimizer step, or the choice of what a step computes."""
+"""Server-worker methods. Each one replaces the optimizer step, instead of averaging gradients."""
 
 from torchcomp.algorithms.agd import AGD, ConstantMomentumAGD
 from torchcomp.algorithms.diana import DIANA

@@ -1,7 +1,7 @@
-"""AGD: accelerated gradient descent, dense in both directions.
+"""AGD: accelerated gradient descent. Messages are dense in both directions.
 
-:class:`AGD` carries three sequences and is what 2Direction becomes with identity compressors and
-p = tau = 1; it needs no strong convexity. :class:`ConstantMomentumAGD` is Nesterov's scheme for
+:class:`AGD` has three sequences. It equals 2Direction with identity compressors and p = tau = 1,
+and does not require strong convexity. :class:`ConstantMomentumAGD` is Nesterov's scheme for
 strongly convex functions (Nesterov, "Lectures on Convex Optimization", 2018, section 2.2).
 """
 
@@ -19,10 +19,10 @@ from torchcomp.checks import check_positive
 
 @dataclass(eq=False, repr=False)
 class AGD(Method):
-    """Accelerated gradient descent in three sequences: x, u and y between them.
+    """Accelerated gradient descent with three sequences: x, u, and y between them.
 
-    Options are symbols of :mod:`~torchcomp.algorithms.two_direction.theory`; in theory lbar is the
-    smoothness L of f.
+    The options are symbols of :mod:`~torchcomp.algorithms.two_direction.theory`. The theory sets
+    lbar to the smoothness L of f.
     """
 
     _: KW_ONLY
@@ -32,24 +32,26 @@ class AGD(Method):
 
     def __post_init__(self, x0: Tensor) -> None:
         super().__post_init__(x0)
+        # p = tau = alpha = beta = 1: no coin, and compressors that change nothing.
         self.constants = Constants(self.lbar, self.mu, 1.0, 1.0, 1.0, 1.0, self.gamma0)
         self.rho = 1.0 / self.gamma0
         self.u = self.x
 
     def _iterate(self, t: int) -> None:
         lr = learning_rates(self.rho, self.constants)
-        y = self.server.down(lr.theta * self.u + (1 - lr.theta) * self.x)
-        _, g = self.server.uplink(self.gradients_at(y), DENSE, t)
-        self.u = lr.step(g, self.u, y)
-        self.x = lr.theta * self.u + (1 - lr.theta) * self.x
+        # Line numbers as in two_direction/method.py. Here w = u and z = x.
+        y = self.server.down(lr.theta * self.u + (1 - lr.theta) * self.x)  # (2)
+        _, g = self.server.uplink(self.gradients_at(y), DENSE, t)  # (3), (4)
+        self.u = lr.step(g, self.u, y)  # (5)
+        self.x = lr.theta * self.u + (1 - lr.theta) * self.x  # (8)
         self.rho = lr.rho
 
 
 @dataclass(eq=False, repr=False)
 class ConstantMomentumAGD(Method):
-    """Nesterov's method, with one momentum throughout.
+    """Nesterov's method with a constant momentum.
 
-    gamma is the step size (in theory 1/L) and mu the strong convexity of f, at most 1/gamma.
+    gamma is the step size (1/L in theory). mu is the strong convexity of f, at most 1/gamma.
     """
 
     _: KW_ONLY
@@ -61,13 +63,13 @@ class ConstantMomentumAGD(Method):
         check_positive("gamma", self.gamma)
         check_positive("mu", self.mu)
         check_convexity(self.mu, 1 / self.gamma, "1/gamma")
-        root = math.sqrt(self.gamma * self.mu)
+        root = math.sqrt(self.gamma * self.mu)  # 1 / sqrt(condition number), if gamma = 1/L
         self.momentum = (1 - root) / (1 + root)
         self.y = self.x
 
     def _iterate(self, t: int) -> None:
         y = self.server.down(self.y)
         _, g = self.server.uplink(self.gradients_at(y), DENSE, t)
-        x = y - self.gamma * g
-        self.y = x + self.momentum * (x - self.x)
+        x = y - self.gamma * g  # gradient step from the extrapolated point
+        self.y = x + self.momentum * (x - self.x)  # extrapolation
         self.x = x

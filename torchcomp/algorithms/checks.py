@@ -1,11 +1,14 @@
-"""What the methods require of their compressors, and of the numbers of their theory.
+"""Checks of the methods' compressors and of the constants of their theory.
 
-Symbols of the theory, the same in all methods and papers here:
+All methods and papers here use the same symbols:
 
-- smoothness is L of f; lmax the largest smoothness of an f_i; mu the strong convexity of f
-- d coordinates, n workers
-- omega: relative variance of the compressor up; alpha: contraction constant of that down
-- gamma: step size; lbar: its inverse; p: probability of a coin; tau, beta: momenta
+- smoothness: the smoothness constant L of f. lmax: the largest smoothness constant of an f_i.
+- mu: the strong convexity of f.
+- d: number of coordinates. n: number of workers.
+- omega: relative variance of the workers' compressor (uplink).
+- alpha: contraction constant of the server's compressor (downlink).
+- gamma: step size. lbar: its inverse.
+- p: probability of the coin. tau, beta: momenta.
 """
 
 from collections.abc import Callable
@@ -21,6 +24,7 @@ from torchcomp.compressors import Compressor
 from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.errors import SpecError
 
+# Symbol -> the check of its range. mu is missing, because its range depends on the smoothness.
 _RANGES: dict[str, Callable[[str, object], None]] = {
     **dict.fromkeys(("smoothness", "lmax", "gamma", "gamma0", "lbar", "constant"), check_positive),
     **dict.fromkeys(("alpha", "beta", "p", "tau"), check_fraction),
@@ -30,48 +34,61 @@ _RANGES: dict[str, Callable[[str, object], None]] = {
 
 
 def check_symbols(**values: float) -> None:
-    """Require symbols of the theory to lie in their ranges; mu has :func:`check_convexity`."""
+    """Require symbols of the theory to be in their ranges. For mu, see :func:`check_convexity`."""
     for name, value in values.items():
         _RANGES[name](name, value)
 
 
 def check_convexity(mu: float, smoothness: float, name: str) -> None:
-    """Require 0 <= mu <= smoothness, where `name` says what the latter is called."""
+    """Require 0 <= mu <= smoothness. `name` is the name of the upper bound in the error."""
     if not is_number(mu) or not 0 <= mu <= smoothness:
         raise SpecError(
-            f"mu must be at least 0 and at most {name} = {smoothness:g}, because no function is "
-            f"more convex than smooth; not {mu!r}",
+            f"mu must be at least 0 and at most {name} = {smoothness:g}, because the strong "
+            f"convexity of a function cannot exceed its smoothness; got {mu!r}",
             "mu",
         )
 
 
+# Kind of a compressor -> the method that returns its constant, and advice for the error.
 _KINDS = {
     "unbiased": (
         "omega",
-        "this message must be right in expectation, because nothing corrects it later. Take for "
-        "example randk(0.1, unbiased=True)",
+        "the expectation of this message must be the vector itself, because no residual corrects "
+        "it later. Use, for example, randk(0.1, unbiased=True)",
     ),
     "contractive": (
         "alpha",
-        "what this message leaves out is sent later, which converges only if |C(x) - x| < |x|. "
-        "Take for example topk(0.1)",
+        "later messages send what this one leaves out, and that converges only if "
+        "|C(x) - x| < |x|. Use, for example, topk(0.1)",
     ),
 }
 
 
 def require(kind: str, compressor: Compressor, d: int, role: str) -> float:
-    """What an unbiased (omega) or contractive (alpha) compressor of `d` elements declares."""
+    """Return the constant that a compressor declares for vectors of `d` elements.
+
+    Args:
+        kind: "unbiased", for omega, or "contractive", for alpha.
+        compressor: the compressor to check.
+        d: number of coordinates.
+        role: name of the argument, for the error.
+
+    Raises:
+        SpecError: if the compressor does not have this kind, or cannot compress `d` elements.
+    """
     if not isinstance(compressor, Compressor):
-        raise SpecError(f"{role} must be a compressor such as topk(k=65), not {compressor!r}", role)
+        raise SpecError(f"{role} must be a compressor such as TopK(k=65), not {compressor!r}", role)
     constant, advice = _KINDS[kind]
     declared: float | None = getattr(compressor, constant)(d)
+    # All parameters are one vector here, so there are no tensors to compress separately.
     if compressor.per_tensor:
         problem = (
-            "works on each parameter by itself, and here all of them are one vector; leave "
-            'scope="tensor" out'
+            "compresses each parameter separately, but here all parameters are one vector; remove "
+            'scope="tensor"'
         )
     elif isinstance(compressor, Sparsifier) and compressor.k is not None and compressor.k > d:
         problem = f"keeps {compressor.k} entries, and there are only {d} coordinates"
+    # A compressor that is not of this kind returns None.
     elif declared is None:
         problem = f"is not {kind} (it declares no {constant}); {advice}"
     else:

@@ -1,7 +1,7 @@
-"""DIANA: unbiased compression of gradient differences on the way up.
+"""DIANA: unbiased compression of gradient differences in uplink messages.
 
 Mishchenko, Gorbunov, Takac, Richtarik: "Distributed learning with compressed gradient differences",
-2019 (arXiv 1901.09269). The way down is dense.
+2019 (arXiv 1901.09269). Downlink messages are dense.
 """
 
 from torch import Tensor
@@ -12,18 +12,23 @@ from torchcomp.algorithms.parameter_server import DENSE
 
 
 def step_size(lmax: float, omega: float, n: int) -> float:
-    """The theory's gamma: 1/((1 + 4 omega/n) Lmax).
+    """Return the theory's gamma: 1/((1 + 4 omega/n) Lmax).
 
-    Arguments are symbols of `algorithms/checks.py`; SpecError if one is out of its range.
+    The arguments are symbols of `algorithms/checks.py`.
+
+    Raises:
+        SpecError: if an argument is out of range.
     """
     check_symbols(lmax=lmax, omega=omega, n=n)
     return 1 / ((1 + 4 * omega / n) * lmax)
 
 
 class DIANA(CompressedMethod):
-    """DIANA, whose `up` is unbiased; the h_i start at the gradients of x0, in one dense exchange.
+    """DIANA, with an unbiased compressor `up`.
 
-    In theory `gamma` is :func:`step_size`.
+    The theory sets `gamma` to :func:`step_size`. Worker i keeps an estimate h_i of the gradient of
+    f_i at the solution, and the server keeps the mean h of the h_i. The h_i start as the gradients
+    at x0, which one dense uplink message sends.
     """
 
     _kind = "unbiased"
@@ -36,9 +41,10 @@ class DIANA(CompressedMethod):
         self.x = self.server.down(self.x - self.gamma * self._estimate(self.x, t))
 
     def _estimate(self, point: Tensor, t: int) -> Tensor:
-        """The server's estimate of the gradient at a point that all workers hold."""
+        """Return the server's estimate of the gradient at a point that all workers have."""
+        # m_i = C(grad f_i(point) - h_i)
         m, mean_m = self.server.uplink(self.gradients_at(point) - self.h_i, self.up, t)
-        g = self.h + mean_m
-        self.h_i = self.h_i + self.beta * m
-        self.h = self.h + self.beta * mean_m
+        g = self.h + mean_m  # with the old h
+        self.h_i = self.h_i + self.beta * m  # on worker i
+        self.h = self.h + self.beta * mean_m  # on the server: stays the mean of the h_i
         return g

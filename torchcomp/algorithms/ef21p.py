@@ -1,4 +1,4 @@
-"""EF21-P alone: compression of the model on the way down, dense gradients on the way up.
+"""EF21-P: compressed downlink messages with the model, dense uplink messages with gradients.
 
 Gruntkowska, Tyurin, Richtarik: "EF21-P and Friends: Improved Theoretical Communication Complexity
 for Distributed Optimization with Bidirectional Compression", ICML 2023 (arXiv 2209.15218).
@@ -17,9 +17,9 @@ from torchcomp.compressors import Compressor
 
 @dataclass(eq=False, repr=False)
 class EF21P(Method):
-    """EF21-P: steps of size `gamma` of x, taken at the point w that the workers hold.
+    """EF21-P: gradient descent on x with step size `gamma` and gradients at the workers' point w.
 
-    The server's compressor `down` must be contractive.
+    w follows x through compressed messages. The server's compressor `down` must be contractive.
     """
 
     down: Compressor
@@ -34,5 +34,7 @@ class EF21P(Method):
 
     def _iterate(self, t: int) -> None:
         _, g = self.server.uplink(self.gradients_at(self.w), DENSE, t)
-        self.x = self.x - self.gamma * g
+        self.x = self.x - self.gamma * g  # x' = x - gamma grad f(w)
+        # w' = w + C(x' - w). The error of w needs no state of its own: it is part of the next
+        # difference.
         self.w = self.w + self.server.down(self.x - self.w, self.down, t)

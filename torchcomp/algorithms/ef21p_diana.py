@@ -14,12 +14,16 @@ from torchcomp.compressors import Compressor
 def step_size(
     smoothness: float, lmax: float, mu: float, *, alpha: float, omega: float, n: int
 ) -> float:
-    """The theory's gamma: min(n/(160 omega Lmax), alpha/(100 L), 1/((omega + 1) mu)).
+    """Return the theory's gamma: min(n/(160 omega Lmax), alpha/(100 L), 1/((omega + 1) mu)).
 
-    Arguments are symbols of `algorithms/checks.py`; SpecError if one is out of its range.
+    The arguments are symbols of `algorithms/checks.py`.
+
+    Raises:
+        SpecError: if an argument is out of range.
     """
     check_symbols(smoothness=smoothness, lmax=lmax, alpha=alpha, omega=omega, n=n)
     check_convexity(mu, smoothness, "L")
+    # A bound with a zero denominator is infinite: no variance, or no strong convexity.
     bounds = [alpha / (100 * smoothness)]
     if omega:
         bounds.append(n / (160 * omega * lmax))
@@ -30,9 +34,10 @@ def step_size(
 
 @dataclass(eq=False, repr=False)
 class EF21PDIANA(DIANA):
-    """EF21-P + DIANA: DIANA at the point w that the workers hold, which follows the server's x.
+    """EF21-P + DIANA: DIANA with gradients at the workers' point w, which follows the server's x.
 
-    The server's compressor `down` must be contractive. In theory `gamma` is :func:`step_size`.
+    The server's compressor `down` must be contractive. The theory sets `gamma` to
+    :func:`step_size`.
     """
 
     down: Compressor
@@ -40,8 +45,10 @@ class EF21PDIANA(DIANA):
     def _start(self, declared: float) -> None:
         require("contractive", self.down, self.x.numel(), "down")
         super()._start(declared)
+        # All workers have x0, so w needs no message at the start.
         self.w = self.x
 
     def _iterate(self, t: int) -> None:
+        # DIANA's gradient estimate at w, then EF21-P's update of w.
         self.x = self.x - self.gamma * self._estimate(self.w, t)
         self.w = self.w + self.server.down(self.x - self.w, self.down, t)

@@ -1,4 +1,4 @@
-"""Method: what all methods of this package have in common."""
+"""The base classes of the methods in this package."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -13,27 +13,29 @@ from torchcomp.compressors import Compressor
 from torchcomp.errors import SpecError
 
 Gradients = Callable[[Tensor], Tensor]
-"""From a point, (d,), to the exact gradients there of the functions f_i of this process's workers,
-in their order: (workers of this process, d), of the point's dtype."""
+"""A function that maps a point, shape (d,), to the exact gradients of the f_i at that point.
+
+It returns one row for each worker of this process, in order: shape (workers of this process, d),
+with the dtype of the point."""
 
 
 @dataclass(eq=False, repr=False)
 class Method(ABC):
-    """A method for min_x f(x), f = (1/n) sum f_i, where worker i alone can evaluate f_i.
+    """A method for min_x f(x), f = (1/n) sum f_i, where only worker i can evaluate f_i.
 
     Args:
         gradients: see :data:`Gradients`.
-        x0: where to start; 1-D, floating point, the same on all ranks.
-        server: the communication.
+        x0: the starting point; 1-D, floating point, the same on all ranks.
+        server: the communication between the server and the workers.
 
     Attributes:
-        x: where the method has arrived; (d,).
+        x: the current iterate; (d,).
         iterations: number of iterations done.
-        evaluations: gradients that each worker has computed.
+        evaluations: number of gradients that each worker has computed.
 
     Raises:
         SpecError: if x0 is not a vector of finite floating-point numbers, or an option is out of
-            its range.
+            range.
     """
 
     gradients: Gradients
@@ -47,33 +49,34 @@ class Method(ABC):
                 f"x0 must be a vector of floating-point numbers, not {_described(x0)}", "x0"
             )
         if not x0.isfinite().all():
-            raise SpecError("x0 holds a NaN or an infinity: there is no way from there", "x0")
-        # The caller may go on to change x0.
+            raise SpecError("x0 contains a NaN or an infinity; start at a finite point", "x0")
+        # Copy: the caller might change x0 in place later.
         self.x = x0.detach().clone()
         self.iterations = 0
         self.evaluations = 0
 
     @property
     def solution(self) -> Tensor:
-        """The point that the method has arrived at; 1-D."""
+        """The current estimate of the minimum; 1-D."""
         return self.x
 
     def step(self) -> None:
-        """One iteration.
+        """Do one iteration.
 
         Raises:
-            SpecError: if `gradients` returns another shape or dtype than it must.
-            NonFiniteError: on all ranks, if a worker's gradient holds a NaN or an infinity.
+            SpecError: if `gradients` returns a wrong shape or dtype.
+            NonFiniteError: on all ranks, if a worker's gradient contains a NaN or an infinity.
         """
         self._iterate(self.iterations)
+        # Not reached if the iteration raises: it can then be repeated with the same random draws.
         self.iterations += 1
 
     @abstractmethod
     def _iterate(self, t: int) -> None:
-        """Iteration `t`, from 0; an error leaves the method as it was."""
+        """Do iteration `t`, counted from 0. If this raises, the method is unchanged."""
 
     def gradients_at(self, point: Tensor) -> Tensor:
-        """What the user's function returns at a point; raises unless it has the right form."""
+        """Return the user's gradients at a point. Raise SpecError if their form is wrong."""
         rows = self.gradients(point)
         wanted = (len(self.server.mine), point.numel())
         if not isinstance(rows, Tensor) or rows.shape != wanted or rows.dtype != point.dtype:
@@ -82,22 +85,22 @@ class Method(ABC):
                 f"for each worker of this process, not {_described(rows)}"
             )
         self.evaluations += 1
-        # The user's function may write its next result to the same memory.
+        # Copy: the user's function might write its next result to the same memory.
         return rows.detach().clone()
 
 
 @dataclass(eq=False, repr=False)
 class CompressedMethod(Method):
-    """A method of step size `gamma` whose workers compress their messages.
+    """A method with step size `gamma` whose workers compress their messages.
 
-    Its compressor `up` must be contractive, for DIANA unbiased.
+    The workers' compressor `up` must be contractive. For DIANA it must be unbiased.
     """
 
     up: Compressor
     _: KW_ONLY
     gamma: float
 
-    _kind = "contractive"
+    _kind = "contractive"  # the kind of compressor that `up` must be; see `checks.require`
 
     def __post_init__(self, x0: Tensor) -> None:
         super().__post_init__(x0)
@@ -106,8 +109,9 @@ class CompressedMethod(Method):
 
     @abstractmethod
     def _start(self, declared: float) -> None:
-        """What the method holds besides x, given the alpha or omega that `up` declares."""
+        """Create the state besides x. `declared` is the alpha or omega that `up` declares."""
 
+    # One row per worker of this process, such as the residuals at the start.
     def _zero_rows(self) -> Tensor:
         return self.x.new_zeros(len(self.server.mine), self.x.numel())
 

@@ -1,9 +1,11 @@
-"""A parameter server with n workers, and everything that travels between them.
+"""A parameter server with n workers, and the messages between them.
 
-A method is written once, against :class:`ParameterServer`: what workers compute is a row for each
-worker of this process, what the server computes is a vector. :class:`Simulated` holds all workers
-in one process, :class:`Ranks` has one worker per rank. Both decode the same messages in the same
-order, so they agree bit for bit.
+A worker sends *uplink messages* to the server, and the server sends *downlink messages* to all
+workers. A method is written once, for :class:`ParameterServer`. Values of the workers are tensors
+with one row per worker of this process. Values of the server are vectors.
+
+:class:`Simulated` runs all workers in one process. :class:`Ranks` runs one worker per rank. Both
+decode the same messages in the same order, so their results are equal bit for bit.
 """
 
 from abc import ABC, abstractmethod
@@ -27,18 +29,22 @@ from torchcomp.wire import Parts
 
 DENSE = Identity()
 
-_ADVICE = "Nothing of this iteration was applied; all ranks must run the same code on sound links."
+_ADVICE = (
+    "No part of this iteration was applied. Verify that all ranks run the same code, and that the "
+    "network is reliable."
+)
 
 
 @dataclass
 class ServerTraffic:
-    """What one worker and the server have sent each other; the same for every worker.
+    """The traffic between the server and one worker. It is the same for every worker.
 
     Attributes:
-        up_coordinates, down_coordinates: values sent by the worker, and to it; indices, scales and
-            headers are not counted.
-        up_bytes, down_bytes: bytes of the frames that held them, all included.
-        round_trips: how often a worker waited for the server.
+        up_coordinates, down_coordinates: number of values in uplink and in downlink messages.
+            Indices, scales and headers do not count.
+        up_bytes, down_bytes: bytes of the uplink and downlink frames, including indices, scales
+            and headers.
+        round_trips: number of times that a worker waited for the server.
     """
 
     up_coordinates: int = 0
@@ -60,29 +66,31 @@ class ServerTraffic:
 
 @dataclass(frozen=True)
 class Uplink:
-    """One message from every worker of this process to the server."""
+    """One uplink message of every worker of this process."""
 
     compressor: Compressor
     call: int  # the number of the message, the same on all workers
     encoded: list[Encoded]  # each worker's message
-    decoded: Tensor  # the messages' values; (workers of this process, d)
-    faulty: list[int]  # workers whose vector held a NaN or an infinity
+    decoded: Tensor  # the values that the server decodes; (workers of this process, d)
+    faulty: list[int]  # workers whose vector contains a NaN or an infinity
 
 
 Messages = tuple[Uplink, ...]
+# Worker -> description of its fault.
 Faults = dict[int, str]
+# For each message, the decoded vectors of all n workers in order.
 Decoded = Sequence[Iterable[Tensor]]
 
 
 class ParameterServer(ABC):
-    """The communication of a method between a server and its workers.
+    """The messages of a method between a server and its workers.
 
     Attributes:
-        n: number of workers, all together.
-        mine: those of this process.
-        seed: the run's seed, the same everywhere; all randomness of messages comes from it.
+        n: total number of workers.
+        mine: workers of this process.
+        seed: the run's seed, the same on all ranks. All randomness of messages derives from it.
         traffic: what has been sent since the start.
-        explain: says what is known about a fault of this process's workers; "" is nothing.
+        explain: returns a description of a fault of this process's workers, or "" if unknown.
     """
 
     def __init__(self, n: int, mine: range, seed: int) -> None:
@@ -92,25 +100,30 @@ class ParameterServer(ABC):
         self.explain: Callable[[], str] = lambda: ""
 
     def encode(self, vectors: Tensor, compressor: Compressor, call: int) -> Uplink:
-        """Compress a row for every worker of this process; nothing is sent yet.
+        """Compress one row per worker of this process. This sends nothing yet.
 
-        `call` is the number of the message: two messages of a run must not share it.
+        Args:
+            vectors: (workers of this process, d).
+            compressor: compressor of the workers.
+            call: number of the message, unique within the run, because it seeds the randomness.
         """
         encoded, decoded = [], torch.empty_like(vectors)
         for row, vector, worker in zip(decoded, vectors, self.mine, strict=True):
             key = self._uplink_key(worker, call)
             encoded.append(compressor.encode(vector, key))
+            # A worker needs the value that the server decodes, for example to update its h_i.
             compressor.decode(encoded[-1].parts, row, key)
         finite = vectors.isfinite().all(1).tolist()
         faulty = [worker for worker, good in zip(self.mine, finite, strict=True) if not good]
         return Uplink(compressor, call, encoded, decoded, faulty)
 
     def up(self, *messages: Uplink) -> list[Tensor]:
-        """Send messages together; of each, the mean over all n workers, 1-D.
+        """Send uplink messages in one frame. Return the mean of each over all n workers; 1-D.
 
         Raises:
-            NonFiniteError: on all ranks, if a worker's vector held a NaN or an infinity; names it.
-            WireError: on all ranks, if a frame was damaged on the way.
+            NonFiniteError: on all ranks, if a worker's vector contains a NaN or an infinity. The
+                message has the number of the worker.
+            WireError: on all ranks, if a frame was damaged in transit.
         """
         vectors = []
         for message in messages:
@@ -123,16 +136,24 @@ class ParameterServer(ABC):
         self.traffic.round_trips += 1
         faults = {worker: self.explain() for message in messages for worker in message.faulty}
         delivered = self._deliver(messages, codec, faults)
-        # One at a time, by worker: a sum along an axis may add in another order elsewhere.
+        # Add one worker after another: a sum over an axis can add in another order on other
+        # hardware, and all ranks must get the same bits.
         return [reduce(torch.add, rows) / self.n for rows in delivered]
 
     def uplink(self, vectors: Tensor, compressor: Compressor, call: int) -> tuple[Tensor, Tensor]:
-        """Encode and send one message: what this process's workers sent, and the mean of all."""
+        """Encode and send one uplink message.
+
+        Returns:
+            The decoded messages of this process's workers, one row each; and the mean over all n
+            workers, 1-D.
+        """
         message = self.encode(vectors, compressor, call)
         return message.decoded, self.up(message)[0]
 
     def down(self, vector: Tensor, compressor: Compressor = DENSE, call: int = 0) -> Tensor:
-        """Send the server's vector to all workers; 1-D, as they decode it."""
+        """Send a vector in a downlink message. Return the vector that the workers decode; 1-D."""
+        # Nothing is sent: every process computes the server's vectors itself. This method only
+        # counts the traffic, and compresses the vector as a message would.
         d, dtype = vector.numel(), vector.dtype
         self.traffic.down_coordinates += compressor.kept(d)
         self.traffic.down_bytes += wire.framed(wire.nbytes(compressor.layout(d, dtype)))
@@ -142,21 +163,28 @@ class ParameterServer(ABC):
 
     @abstractmethod
     def _deliver(self, messages: Messages, codec: Codec, faults: Faults) -> Decoded:
-        """For each message the vectors of all n workers; raises if any worker has a fault."""
+        """Return the decoded vectors of all n workers. Raise on all ranks if a worker has a fault.
+
+        Args:
+            messages: the uplink messages.
+            codec: packs them into a frame.
+            faults: faults of this process's workers.
+        """
 
     def _uplink_key(self, worker: int, call: int) -> Key:
-        # RandK draws are shared by all who hold the key: workers differ in the vector's name.
+        # RandK draws with `Key.shared`, which ignores the rank. A different name per worker makes
+        # the workers' draws independent.
         return Key(self.seed, call, tensor_id(f"uplink of worker {worker}"), worker)
 
 
 class Simulated(ParameterServer):
-    """All `n` workers in this process: nothing is sent, everything is counted.
+    """All `n` workers in this process. Messages are not sent, but their traffic is counted.
 
-    Workers are rows of one tensor, which is faster than a thread for each
-    (``Ranks(exchange)`` in :func:`torchcomp.run_in_process`).
+    Workers are rows of one tensor. This is faster than a thread per worker, which is
+    ``Ranks(exchange)`` in :func:`torchcomp.run_in_process`.
 
     Raises:
-        SpecError: if n or the seed is not a whole number in its range.
+        SpecError: if n or the seed is not an integer in its range.
     """
 
     def __init__(self, n: int, seed: int = 0) -> None:
@@ -170,22 +198,24 @@ class Simulated(ParameterServer):
 
 
 class Ranks(ParameterServer):
-    """One worker per rank, and the server's part on every rank.
+    """One worker per rank. Every rank also computes the server's part.
 
-    Every rank gathers all workers' messages, decodes them in the order of the workers and computes
-    what the server computes. Downlink messages never travel, but n - 1 messages reach every rank.
+    Every rank all-gathers the uplink messages of all workers, decodes them in the order of the
+    workers, and computes the server's values. Downlink messages are therefore never sent, but
+    every rank receives n - 1 uplink messages.
 
-    All ranks make the same calls in the same order. A second, tiny collective finds damaged frames.
+    All ranks must make the same calls in the same order. A second, very small collective detects
+    damaged frames.
 
     Args:
-        group: the process group, whose rank i is worker i; None is the default group. Or an
-            exchange, such as an :class:`torchcomp.InProcessExchange`.
+        group: the process group, in which rank i is worker i; None is the default group. Can also
+            be an exchange, such as an :class:`torchcomp.InProcessExchange`.
         seed: the run's seed, the same on all ranks.
-        device: where the process group's messages live; "cuda" for NCCL.
+        device: device of the process group's messages; "cuda" for NCCL.
 
     Raises:
-        SpecError: if the seed is not a whole number in its range.
-        RankMismatchError: if the ranks have been given different seeds.
+        SpecError: if the seed is not an integer in its range.
+        RankMismatchError: if the seed differs between ranks.
     """
 
     def __init__(
@@ -206,23 +236,28 @@ class Ranks(ParameterServer):
         codec.pack([message.encoded[0] for message in messages], frame)
         frames = enumerate(self.exchange.all_gather(frame))
         received = [self.exchange.receive(i, each, codec.nbytes) for i, each in frames]
-        if not self.exchange.conclude(torch.tensor(not faults), "an uplink", _ADVICE):
-            everyone = self.exchange.gather_objects(faults)
-            raise _unusable({i: why for own in everyone for i, why in own.items()})
-        arrived = zip(*map(codec.unpack, received), strict=True)
-        return [self._decoded(*each) for each in zip(messages, arrived, strict=True)]
+        # A rank with a fault has sent its frame all the same, so that no rank waits forever. This
+        # is the first collective in which all ranks learn of the fault, and all of them raise.
+        if not self.exchange.conclude(torch.tensor(not faults), "the uplink", _ADVICE):
+            by_rank = self.exchange.gather_objects(faults)
+            raise _unusable({i: why for own in by_rank for i, why in own.items()})
+        # From the parts of each rank's messages to the parts of each message on all ranks.
+        by_message = zip(*map(codec.unpack, received), strict=True)
+        return [self._decoded(*each) for each in zip(messages, by_message, strict=True)]
 
-    def _decoded(self, message: Uplink, everyone: Sequence[Parts]) -> Iterator[Tensor]:
-        for worker, parts in enumerate(everyone):
+    def _decoded(self, message: Uplink, by_worker: Sequence[Parts]) -> Iterator[Tensor]:
+        # A generator, so that only one worker's vector is in memory besides the running sum.
+        for worker, parts in enumerate(by_worker):
             out = torch.empty_like(message.decoded[0])
             yield message.compressor.decode(parts, out, self._uplink_key(worker, message.call))
 
 
 def _unusable(faults: Faults) -> NonFiniteError:
-    """The error about these workers: what each says about its fault, if anything."""
-    told = [f"worker {i} ({why or 'NaN or infinity'})" for i, why in sorted(faults.items())]
-    advice = "NaN and infinities come from too large a step size, or a function undefined there"
+    """Return the error that lists these workers and their faults."""
+    workers = [f"worker {i} ({why or 'NaN or infinity'})" for i, why in sorted(faults.items())]
+    # The advice does not apply if every fault has a description of its own.
+    advice = "Use a smaller step size, and check that the function is finite at this point"
     return NonFiniteError(
-        f"the gradient of {', '.join(told)} cannot be used, so nothing of this step was applied"
+        f"cannot use the gradient of {', '.join(workers)}, so no part of this step was applied"
         f"{'' if all(faults.values()) else f'. {advice}'}"
     )

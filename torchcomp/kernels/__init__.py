@@ -1,4 +1,4 @@
-"""Kernels: the inner loops, each as plain torch and, where it pays, as Numba and Triton.
+"""Kernels: the inner loops. Each exists in plain torch and, where it pays, in Numba or Triton.
 
-All forms of a kernel give the same result bit for bit, so which one runs is a matter of speed.
+All forms of a kernel give the same result bit for bit. Choosing one affects only the speed.
 """

@@ -1,4 +1,4 @@
-"""Which fast forms of the kernels can run here; each is imported only when it is first wanted."""
+"""Find the fast form of a kernel that can run here. Import it only when it is first used."""
 
 import functools
 import importlib
@@ -11,21 +11,25 @@ _LIBRARY = {"cpu": "numba", "cuda": "triton"}
 
 @functools.cache
 def fast_form(stem: str, device: str) -> ModuleType | None:
-    """What does a kernel's work faster than torch on a type of device, if it has such a form.
+    """Return the module that runs a kernel faster than torch on a device type, or None.
 
-    That is ``select_numba`` for "select" on a "cpu". One line in the log tells where Numba cannot
-    be used. PyTorch's CUDA builds bring Triton along wherever it exists: there is nothing to tell.
+    Args:
+        stem: name of the kernel. "select" on "cpu" gives the module ``select_numba``.
+        device: device type, such as "cpu" or "cuda".
     """
     if device not in _LIBRARY:
         return None
+    # Imported here, not at the top: importing Numba takes long, and it is an optional dependency.
     try:
         return importlib.import_module(f"torchcomp.kernels.{stem}_{_LIBRARY[device]}")
     except ImportError as error:
         advice = f'pip install "torchcomp-ddp[kernels]" ({error})'
-    except Exception as error:  # Numba's own import may fail in any way, its cache in others
+    except Exception as error:  # Numba's import and its cache can raise any type of exception
         if device != "cpu":
             raise
         advice = f"its import failed with {type(error).__name__}: {error}"
+    # No warning for CUDA: PyTorch's CUDA builds install Triton wherever Triton exists.
+    # functools.cache limits this to one warning per kernel.
     if device == "cpu":
         _log.warning("CPU kernel %s runs slowly without Numba: %s", stem, advice)
     return None

@@ -1,16 +1,24 @@
-"""Cast: to a floating-point dtype of less range without making infinities, and a test for them."""
+"""Casts to a narrower floating-point dtype that create no infinities, and a finiteness test."""
 
 import torch
 from torch import Tensor
 
 
 def narrow(x: Tensor, dtype: torch.dtype, out: Tensor | None = None, share: float = 1.0) -> Tensor:
-    """`x` in another dtype; finite values beyond its range become its largest, of the same sign.
+    """Convert `x` to `dtype`, clamping finite values to the range of `dtype`.
 
-    With error feedback the residual keeps what is cut off. NaN and infinities stay. If `x` has a
-    larger range, its values stay within `share` of that of `dtype`; else this is ``x.to(dtype)``.
-    Writes and returns `out`, if there is one; returns `x` itself, if it has this dtype.
+    NaN and infinities stay. If `dtype` has at least the range of `x`, this is ``x.to(dtype)``.
+
+    Args:
+        x: floating-point tensor.
+        dtype: floating-point dtype of the result.
+        out: optional tensor to write the result to.
+        share: fraction of the range of `dtype` that finite values are clamped to.
+
+    Returns:
+        `out` if given, `x` itself if it already has this dtype, otherwise a new tensor.
     """
+    # With error feedback, clamping loses nothing: the residual keeps the difference.
     if x.dtype == dtype and out is None:
         return x
     x = _cut(x, dtype, share)
@@ -18,28 +26,34 @@ def narrow(x: Tensor, dtype: torch.dtype, out: Tensor | None = None, share: floa
 
 
 def saturate(x: Tensor, dtype: torch.dtype, share: float = 1.0) -> Tensor:
-    """`x`, in its own dtype, cut off at the largest number of another; see :func:`narrow`."""
+    """Clamp `x` to the range of `dtype` but keep its own dtype; see :func:`narrow`."""
     return _cut(x, dtype, share).to(x.dtype)
 
 
 def nan_unless_finite(x: Tensor) -> Tensor:
-    """A scalar tensor: 0 if every element of `x` is finite, else NaN. One pass, no host sync."""
+    """Return a scalar tensor: 0 if every element of `x` is finite, otherwise NaN.
+
+    This takes one pass and no host synchronization.
+    """
     if not x.numel():
         return torch.zeros((), dtype=x.dtype, device=x.device)
+    # aminmax propagates NaN. Multiplied by 0, NaN and infinities give NaN, finite numbers 0.
     lowest, highest = torch.aminmax(x)
     return lowest * 0 + highest * 0
 
 
 def _cut(x: Tensor, dtype: torch.dtype, share: float) -> Tensor:
-    """`x` cut off at the largest number of `dtype`, in float32 or wider; `x` itself if it fits."""
+    """Clamp `x` to the range of `dtype`, in float32 or wider. Return `x` itself if it fits."""
     largest = torch.finfo(dtype).max
     if largest >= torch.finfo(x.dtype).max or not x.numel():
         return x
     largest *= share
-    if x.is_cpu:  # an accelerator is not asked: the host would have to wait
+    # On a CPU, reading the range is cheaper than clamping. On an accelerator, `item()` would make
+    # the host wait.
+    if x.is_cpu:
         least, most = torch.aminmax(x.detach())
         if -largest <= least.item() and most.item() <= largest:
             return x
-    # bfloat16 does not know the largest float16: it would be rounded up.
+    # Clamp in float32: bfloat16 cannot represent the largest float16 and would round it up.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return wide.clamp(-largest, largest).where(~wide.isinf(), wide)

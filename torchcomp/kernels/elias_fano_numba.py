@@ -1,9 +1,13 @@
-"""Elias-Fano in Numba, for the CPU; gives what plain torch gives, bit for bit.
+"""Elias-Fano coding in Numba, for the CPU. The results equal those of plain torch bit for bit.
 
-Encoding many entries takes several threads. Decoding is serial, and without the GIL: the threads
-that call it are the parallelism. It writes where the high part's bits are set, then makes indices
-of that, and then looks whether they ascend: three short loops, of which the processor does several
-turns at once.
+Encoding many entries uses several threads. Decoding one code is serial and releases the GIL, so
+that the caller can decode several codes in parallel. It has three steps:
+
+1. write the positions of the set bits of the high part;
+2. turn the positions into indices by adding the low parts;
+3. check that the indices ascend.
+
+Each step is a short loop, of which the processor overlaps several iterations.
 """
 
 from typing import Any
@@ -21,23 +25,22 @@ trailing_zeros: Any = numbers.trailing_zeros
 """Zeros below the lowest set bit of a word."""
 
 _USUAL = 32
-"""A word of the high part has about this many bits set, hardly ever more than two thirds."""
+"""Typical number of set bits in a 64-bit word of the high part. It rarely exceeds two thirds."""
 
+# Four low parts of at most 16 bits each are at most 64 bits. Four parts of any width l are 4 l
+# bits, so a group starts at bit 0 or 4 of a byte, and one 64-bit read covers it.
 _GROUP = 4
 _NARROW = 16
-"""Four low parts of at most 16 bits each begin in one byte and end within 64 bits."""
 
 
 def encode(index: Array, n: int, low: int, out: Array) -> None:
-    """Write the code of 0 < k < n indices into `out`; both contiguous.
-
-    The parts of the code are cut so that no two tasks write to one byte.
-    """
+    """Write the code of 0 < k < n indices to `out`. Both arrays are contiguous."""
     k, chunks = index.size, pool.chunks(index.size)
+    # Every task writes whole bytes of its own, so tasks need no locks.
     words = (k + (n >> low)) // 64 + 2 if low else (n + 63) // 64
 
     def work(chunk: int) -> None:
-        # A task's low parts begin in a byte of their own, as 64 of any width do.
+        # Start at a multiple of 64 entries: 64 low parts of any width end at a whole byte.
         start, stop = (k * end // chunks & ~63 for end in (chunk, chunk + 1))
         _encode_entries(index, low, out, start, k if chunk == chunks - 1 else stop)
         start, stop = (words * end // chunks for end in (chunk, chunk + 1))
@@ -49,12 +52,13 @@ def encode(index: Array, n: int, low: int, out: Array) -> None:
 # --- Words ----------------------------------------------------------------------------------------
 
 
-# LLVM makes one instruction of each of these, as long as no index can be negative.
+# LLVM compiles each of these functions to one instruction, but only if no index can be negative.
+# This is why the indices below are np.uint64.
 
 
 @njit(nogil=True, cache=True, inline="always")
 def _whole_word_at(raw: Array, byte: int) -> Any:
-    """The 64 bits from a byte on, all of which there must be."""
+    """Read 64 bits starting at a byte. All 8 bytes must exist."""
     at, word = np.uint64(byte), np.uint64(0)
     for i in range(np.uint64(8)):
         word |= np.uint64(raw[at + i]) << (i << np.uint64(3))
@@ -63,7 +67,7 @@ def _whole_word_at(raw: Array, byte: int) -> Any:
 
 @njit(nogil=True, cache=True, inline="always")
 def _word_at(raw: Array, byte: int) -> Any:
-    """The 64 bits from a byte on, with zeros beyond the end."""
+    """Read 64 bits starting at a byte, with zeros beyond the end."""
     if byte + 8 <= raw.size:
         return _whole_word_at(raw, byte)
     word = np.uint64(0)
@@ -74,7 +78,7 @@ def _word_at(raw: Array, byte: int) -> Any:
 
 @njit(nogil=True, cache=True, inline="always")
 def _put_word(out: Array, byte: int, word: Any) -> None:
-    """Write 64 bits from a byte on."""
+    """Write 64 bits starting at a byte."""
     at = np.uint64(byte)
     for i in range(np.uint64(8)):
         out[at + i] = (word >> (i << np.uint64(3))) & np.uint64(255)
@@ -82,7 +86,8 @@ def _put_word(out: Array, byte: int, word: Any) -> None:
 
 @njit(nogil=True, cache=True, inline="always")
 def _ones(word: Any) -> Any:
-    """Number of set bits."""
+    """Return the number of set bits."""
+    # Add neighbouring counts of 1, 2 and 4 bits in place. The product sums the 8 bytes.
     word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
     pairs = np.uint64(0x3333333333333333)
     word = (word & pairs) + ((word >> np.uint64(2)) & pairs)
@@ -95,7 +100,7 @@ def _ones(word: Any) -> Any:
 
 @njit(nogil=True, cache=True)
 def _encode_entries(chosen: Array, low: int, out: Array, start: int, stop: int) -> None:
-    """Write the low parts of entries `start`, a multiple of 64, to `stop`."""
+    """Write the low parts of entries `start` to `stop`; `start` is a multiple of 64."""
     mask = (np.uint64(1) << np.uint64(low)) - np.uint64(1)
     byte, word, filled = (start * low) >> 3, np.uint64(0), 0
     for i in range(np.uint64(start), np.uint64(stop if low else start)):
@@ -106,6 +111,7 @@ def _encode_entries(chosen: Array, low: int, out: Array, start: int, stop: int) 
             _put_word(out, byte, word)
             byte += 8
             filled -= 64
+            # The part's high bits that did not fit into the word just written.
             word = part >> np.uint64(low - filled)
     while filled > 0:
         out[byte] = word & np.uint64(255)
@@ -116,9 +122,10 @@ def _encode_entries(chosen: Array, low: int, out: Array, start: int, stop: int) 
 
 @njit(nogil=True, cache=True)
 def _encode_words(chosen: Array, low: int, out: Array, start: int, stop: int) -> None:
-    """Write words `start` to `stop` of the high part, as far as there are any."""
+    """Write words `start` to `stop` of the high part, as far as they exist."""
     k, nbytes = chosen.size, out.size
     cut, step = (k * low + 7) >> 3, 1 if low else 0
+    # Binary search for the first entry whose bit is in these words.
     rank, end = 0, k
     while rank < end:
         middle = (rank + end) >> 1
@@ -143,13 +150,19 @@ def _encode_words(chosen: Array, low: int, out: Array, start: int, stop: int) ->
 
 @njit(nogil=True, cache=True)
 def decode(raw: Array, n: int, low: int, index: Array) -> bool:
-    """Write the indices, or anything and return False if the code is not intact.
+    """Write the indices to `index`. Return False if the code is damaged.
 
-    `raw` is contiguous, of the length for the k of `index`. That is contiguous, of 0 < k < n
-    elements: int64, or uint32 if :func:`fits_32_bits`.
+    After False, the contents of `index` are undefined.
+
+    Args:
+        raw: the code, contiguous, of the length for `n` and k.
+        n: number of entries that the indices were chosen from.
+        low: width of a low part in bits.
+        index: contiguous, 0 < k < n elements; int64, or uint32 if :func:`fits_32_bits`.
     """
     k = index.size
     cut = (k * low + 7) >> 3
+    # The padding of the low part's last byte must be zero.
     if k * low & 7 and raw[cut - 1] >> (k * low & 7):
         return False
     if not _find_ones(raw, cut, index):
@@ -160,27 +173,31 @@ def decode(raw: Array, n: int, low: int, index: Array) -> bool:
         return False
     lower, upper = index[:-1], index[1:]
     wrong = 0
-    for i in range(lower.size):  # without a way out, so that it is vectorised
+    for i in range(lower.size):  # no early exit, so LLVM can vectorize the loop
         wrong += lower[i] >= upper[i]
     return wrong == 0
 
 
 def fits_32_bits(n: int, k: int, low: int) -> bool:
-    """Whether all that the bits of any code may stand for, intact or not, is below 2^32."""
+    """Return whether every index that any code, intact or damaged, decodes to is below 2^32."""
     return n + ((k + 64) << low) <= 1 << 32
 
 
 @njit(nogil=True, cache=True)
 def _find_ones(raw: Array, cut: int, index: Array) -> bool:
-    """Write which bits from byte `cut` on are set; False if there are not k of them."""
+    """Write the positions of the bits that are set from byte `cut` on.
+
+    Return False if there are not exactly k of them.
+    """
     k, rank = index.size, 0
     for word in range((raw.size - cut + 7) >> 3):
         bits, base = _word_at(raw, cut + 8 * word), 64 * word
         after = rank + _ones(bits)
+        # A damaged code can have more set bits than `index` has elements.
         if after > k:
             return False
-        # A fixed number of turns, because the end of a loop that depends on the bits would be
-        # mispredicted for every word. What they write too much, the next words overwrite.
+        # Use a fixed number of iterations. The end of a loop that depends on the bits would be
+        # mispredicted for every word. The next words overwrite what this writes in excess.
         if rank + _USUAL <= k:
             for i in range(np.uint64(rank), np.uint64(rank + _USUAL)):
                 index[i] = base + np.int64(trailing_zeros(bits))
@@ -195,7 +212,8 @@ def _find_ones(raw: Array, cut: int, index: Array) -> bool:
 
 @njit(nogil=True, cache=True)
 def _add_low_parts(raw: Array, low: int, index: Array) -> None:
-    """Make indices of the places of bits in the high part."""
+    """Turn the positions of bits in the high part into indices."""
+    # Bit (x_i div 2^l) + i is set for entry i, so x_i = ((position - i) << l) | low part.
     mask = (np.uint64(1) << np.uint64(low)) - np.uint64(1)
     groups = (
         min(index.size // _GROUP, (raw.size - 8) * 8 // (_GROUP * low)) if low <= _NARROW else 0

@@ -1,11 +1,14 @@
-"""Entries: what a sparse message holds, taken out of a vector and added to it.
+"""Entries of a sparse message: subtract them from a vector, or add them to it.
 
-The fields of a message with k of n entries are those of its values, ascending in the index, in a
-format of :mod:`.quantize`, and then the Elias-Fano code of the indices. They are as long as their
-layout says: :func:`torchcomp.wire.unpack` has checked that where bytes came in.
+A message with k of n entries consists of these fields:
 
-On a CPU with Numba :mod:`.entries_numba` does the work; elsewhere, accelerators included, plain
-torch does, with the same results.
+1. the values, in ascending order of their index, in a format of :mod:`.quantize`;
+2. the Elias-Fano code of the indices.
+
+The fields have the lengths of their layout: :func:`torchcomp.wire.unpack` checks received bytes.
+
+On a CPU with Numba, :mod:`.entries_numba` runs. Everywhere else, accelerators included, plain torch
+runs, with the same results.
 """
 
 from collections.abc import Sequence
@@ -19,14 +22,15 @@ from torchcomp.wire import Parts
 
 
 def subtract(x: Tensor, index: Tensor, fields: Parts, weight: float = 1.0) -> None:
-    """``x[index] -= weight * values``, the product rounded before, where values are finite.
+    """Compute ``x[index] -= weight * values`` in place, where the values are finite.
 
-    So a NaN or an infinity stays where it is, and a block that one of them has spoilt stays whole.
+    Entries whose value is NaN or infinite keep their `x`. That includes every entry of a quantized
+    block that a NaN or an infinity has made NaN.
 
     Args:
         x: 1-D, floating-point.
         index: 1-D int64 of k elements, distinct and within bounds.
-        fields: of k values.
+        fields: the fields of k values.
         weight: factor on the values.
     """
     fast = _fast(x)
@@ -34,23 +38,27 @@ def subtract(x: Tensor, index: Tensor, fields: Parts, weight: float = 1.0) -> No
         fast.subtract(x, index, _plain(fields, x.dtype), weight)
         return
     values = quantize.decode(fields, index.numel(), x.dtype)
+    # Replace instead of masking: a boolean index would make the host wait for an accelerator.
     values = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+    # Not sub_(alpha=weight): it can fuse both operations, and the Numba form rounds the product.
     x[index] = x[index].sub_(values * weight)
 
 
 def accumulate(messages: Sequence[Parts], k: int, out: Tensor, weight: float = 1.0) -> None:
-    """Add `weight` times each message to `out`, in their order.
+    """Add `weight` times each message to `out`, in order.
 
-    A message whose code of the indices is not intact, as no sender writes it, adds nothing but a
-    NaN in ``out[0]``, which stops the step on all ranks.
+    A message whose index code is damaged adds nothing. Instead it sets ``out[0]`` to NaN, which
+    stops the step on all ranks.
 
     Args:
-        messages: of each the fields of k values and the code of their indices, with any contents.
-        k: entries of each message.
-        out: 1-D of n elements, floating-point.
+        messages: for each message, the fields of its k values and the code of its indices. The
+            contents can be arbitrary bytes.
+        k: number of entries of each message.
+        out: 1-D, n elements, floating-point.
         weight: factor on the values.
     """
     n = out.numel()
+    # With k = 0 or k = n the code has no bytes, and plain torch covers that case.
     fast = _fast(out) if 0 < k < n and messages else None
     if fast is not None:
         plain = [(*_plain(fields, out.dtype), code.contiguous()) for *fields, code in messages]
@@ -60,20 +68,21 @@ def accumulate(messages: Sequence[Parts], k: int, out: Tensor, weight: float = 1
     for *fields, code in messages:
         values = quantize.decode(fields, k, out.dtype)
         index, intact = elias_fano.decode(code, n, k)
-        # Adds zeros instead of asking whether it is intact: the host would have to wait for that.
+        # Add zeros instead of branching on `intact`: reading it would make the host wait.
         out.index_add_(0, index, values.where(intact, 0.0), alpha=weight)
         out[:1] = out[:1].where(intact, torch.nan)
 
 
 def _plain(fields: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    """Scales and codes as they are, other values in this dtype; contiguous."""
+    """Return the fields contiguous, with values that have no scales converted to `dtype`."""
+    # One field means plain values. Two mean scales and codes, which the kernel decodes itself.
     if len(fields) == 1:
         fields = [fields[0].to(dtype)]
     return [field.contiguous() for field in fields]
 
 
 def _fast(x: Tensor) -> ModuleType | None:
-    """The module that works on this vector faster than plain torch, if any."""
+    """Return the module that handles this vector faster than plain torch, or None."""
     if x.dtype not in (torch.float32, torch.float64) or not x.is_contiguous():
         return None
     return backend.fast_form("entries", x.device.type)

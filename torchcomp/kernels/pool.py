@@ -1,8 +1,9 @@
-"""Pool: the threads that kernels share.
+"""A thread pool that all kernels share.
 
-Numba's own parallel loops crash when several Python threads run them at once, which ranks as
-threads and exchanges in the background do. Here the caller works along and takes helpers only as
-they come free, so any number of threads may call at once, and none ever waits for an idle pool.
+Numba's own parallel loops crash when several Python threads run them concurrently. That happens
+when ranks are threads, and when a worker thread runs the exchange. Here the calling thread does
+part of the work and uses pool threads only when they are free. Any number of threads can call this
+concurrently, and none waits for a busy pool.
 """
 
 import functools
@@ -14,48 +15,51 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 INLINE = 1 << 17
-"""Up to this many entries a second thread does not pay: handing over takes 0.1 ms (measured)."""
+"""Up to this many entries use one thread: submitting to another thread takes 0.1 ms (measured)."""
 
 _CHUNKS = 4
-"""Chunks for each thread, so that one that falls behind leaves work to the others."""
+"""Chunks per thread. If one thread is slow, the others take over its remaining chunks."""
 
 
 def chunks(entries: int, inline: int = INLINE) -> int:
-    """In how many parts to cut work on `entries`; one, up to `inline` of them."""
+    """Return the number of parts to split work on `entries` into: 1 for up to `inline` entries."""
     return 1 if entries <= inline else _CHUNKS * torch.get_num_threads()
 
 
 def each(work: Callable[[int], object], count: int) -> None:
-    """Call ``work(0)``, ..., ``work(count - 1)``, in no order, on up to torch.get_num_threads().
+    """Call ``work(0)``, ..., ``work(count - 1)`` on up to torch.get_num_threads() threads.
 
-    `work` is safe to call from several threads at once and should release the GIL. Whatever it
-    raised first is raised; then some calls may not have been made.
+    The calls run in any order. `work` must be thread-safe and should release the GIL. If a call
+    raises, the exception is raised here, and some of the calls might not be made.
     """
     if count == 1:
         work(0)
         return
-    turns = itertools.count()  # its next() is atomic
+    numbers = itertools.count()  # next() on it is atomic, so it needs no lock
 
-    def take_turns() -> None:
-        while (turn := next(turns)) < count:
-            work(turn)
+    def run() -> None:
+        while (number := next(numbers)) < count:
+            work(number)
 
     others = range(min(torch.get_num_threads(), count) - 1)
-    helpers = [_shared().submit(take_turns) for _ in others]
+    helpers = [_shared().submit(run) for _ in others]
     try:
-        take_turns()
+        run()
     finally:
-        # Those that did not start have nothing left to do; the others still use the caller's data.
+        # Cancel helpers that have not started: no work is left for them. Wait for the others,
+        # because they still use the caller's data.
         started = [helper for helper in helpers if not helper.cancel()]
         errors = [helper.exception() for helper in started]
     for error in filter(None, errors):
         raise error
 
 
-@functools.cache  # two threads may both make one at first: no harm, the loser's ends with its work
+# If two threads race here, each gets its own executor. The one that is not cached is collected
+# after its work, so this needs no lock.
+@functools.cache
 def _shared() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="torchcomp")
 
 
-# A forked child inherits the executor but none of its threads.
+# A forked child inherits the executor but none of its threads: submitted work would never run.
 os.register_at_fork(after_in_child=_shared.cache_clear)

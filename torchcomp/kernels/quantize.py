@@ -1,24 +1,27 @@
-"""Values of a message in 16, 8 or 4 bits.
+"""Quantize the values of a message to 16, 8 or 4 bits.
 
-"bf16" and "fp16" round each value by itself. "int8" and "int4" cut the values into blocks of 128,
-the last one shorter, and send for each block
+"bf16" and "fp16" round each value separately. "int8" and "int4" split the values into blocks of
+128; the last block can be shorter. For each block they send
 
     scale = max |v| / L       in float32, L = 127 for int8 and 7 for int4
-    code  = round(v / scale)  a whole number in [-L, L], one a byte or two a byte
+    code  = round(v / scale)  an integer in [-L, L]; int8 has one code per byte, int4 has two
 
-int4 codes are in two's complement, the first of a pair in the low four bits; an odd count is
-filled up with zero. What a message decodes to, code * scale in float32, depends on nothing else, so
-what error feedback keeps, v - decode(encode(v)), is the same on sender and receiver.
+int4 codes are in two's complement. The first code of a pair is in the low four bits. An odd count
+is padded with a zero code. A message decodes to code * scale in float32, which depends on nothing
+else. Sender and receiver therefore agree on the residual of error feedback, v - decode(encode(v)).
 
-*Corners.* A NaN or an infinity in a block makes its scale NaN, so the whole block decodes to NaN.
-A scale below 2^-126 counts as 0, so a block whose values are all below L 2^-126 decodes to zeros:
-no accuracy is pretended where float32 has none, and it does not matter whether the processor
-flushes subnormal numbers. bf16 and fp16 turn finite values beyond their largest (3.39e38 and
-65,504) into that, while NaN and infinities stay.
+Special values:
 
-The blocks are independent, and so are the values of a block but for their maximum. On a CPU with
-Numba :mod:`.quantize_numba` does the work; elsewhere, accelerators included, plain torch does, with
-the same results.
+- A NaN or an infinity in a block makes its scale NaN, so the whole block decodes to NaN.
+- A scale below 2^-126 counts as 0, so a block with all values below L 2^-126 decodes to zeros.
+  float32 has no full accuracy there, and the result does not depend on whether the processor
+  flushes subnormal numbers.
+- bf16 and fp16 clamp finite values to their largest finite value (3.39e38 and 65,504). NaN and
+  infinities stay.
+
+Blocks are independent, and the values of a block depend on each other only through their maximum.
+On a CPU with Numba, :mod:`.quantize_numba` runs. Everywhere else, accelerators included, plain
+torch runs, with the same results.
 """
 
 import math
@@ -33,10 +36,11 @@ from torchcomp.kernels.cast import narrow
 from torchcomp.wire import Field, Layout, Parts
 
 BLOCK = 128
-"""Values that share a scale."""
+"""Number of values that share a scale."""
 
 LEVELS = {"int8": 127, "int4": 7}
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Bits of the significand, with the implicit leading one.
 _PRECISION = {"bf16": 8, "fp16": 11}
 FORMATS = (*CASTS, *LEVELS)
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -44,7 +48,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def layout(fmt: str | None, count: int, dtype: torch.dtype) -> Layout:
-    """The fields of `count` values in one of FORMATS, or with None in their own `dtype`."""
+    """Return the fields of `count` values in one of FORMATS, or in `dtype` if `fmt` is None."""
     if fmt not in LEVELS:
         return (Field("values", dtype if fmt is None else CASTS[fmt], count),)
     scale = Field("scale", torch.float32, -(-count // BLOCK))
@@ -56,28 +60,31 @@ def layout(fmt: str | None, count: int, dtype: torch.dtype) -> Layout:
 def encode(
     values: Tensor, fmt: str | None, noise: np.random.Generator | None, index: Tensor | None = None
 ) -> Parts:
-    """The fields of 1-D floating-point values, as :func:`layout` announces them.
+    """Encode 1-D floating-point values as the fields that :func:`layout` describes.
 
     Args:
         values: 1-D, of any floating-point dtype.
         fmt: one of FORMATS, or None for the values' own dtype.
         noise: None rounds to the nearest level, half to even. For "int8" and "int4", a generator
-            rounds up or down at random so that the mean is the value, to within 2^-24 of a level.
-        index: 1-D int64, within bounds: encodes ``values[index]`` instead.
+            rounds up or down at random. The mean is then the value, to within 2^-24 of a level.
+        index: 1-D int64, within bounds. If given, encode ``values[index]`` instead.
     """
     fast = backend.fast_form("quantize", values.device.type) if fmt in LEVELS else None
+    # The Numba form reads float32 values through the index, which saves a copy of them.
     if index is not None and not (fast and values.dtype == torch.float32):
         values, index = values.index_select(0, index), None
     if fmt not in LEVELS:
         return (values if fmt is None else narrow(values, CASTS[fmt]),)
     count, levels = (values if index is None else index).numel(), LEVELS[fmt]
+    # Drawn by NumPy on every device, so that all forms round in the same direction.
     uniform = None if noise is None else noise.random(count, dtype=np.float32)
     if fast is not None:
         encoded: Parts = fast.encode(values, levels, uniform, index)
         return encoded
     blocks = _blocks(values.float())
     scale = _scale(blocks, levels)
-    # A zero or NaN scale makes infinities and NaN here: neither may reach the integers.
+    # Division by a zero or NaN scale gives infinities and NaN. Their conversion to an integer is
+    # undefined, so replace them first.
     quotient = (blocks / scale[:, None]).where((scale > 0)[:, None], 0.0).clamp_(-levels, levels)
     if uniform is None:
         rounded = quotient.round_()
@@ -90,9 +97,9 @@ def encode(
 
 
 def decode(parts: Sequence[Tensor], count: int, dtype: torch.dtype) -> Tensor:
-    """The `count` values, of a dtype, that fields with any contents stand for.
+    """Decode fields of any contents to `count` values of `dtype`.
 
-    The product of code and scale is taken in float32 before.
+    The product of code and scale is computed in float32 and then converted.
     """
     if len(parts) == 1:
         return parts[0].to(dtype)
@@ -102,6 +109,7 @@ def decode(parts: Sequence[Tensor], count: int, dtype: torch.dtype) -> Tensor:
         decoded: Tensor = fast.decode(scale, codes, count)
         return decoded.to(dtype)
     if codes.dtype == torch.uint8:
+        # (nibble ^ 8) - 8 extends the sign of a 4-bit two's complement number.
         nibbles = torch.stack([codes & 15, codes >> 4], 1).view(-1)[:count]
         codes = (nibbles ^ 8).to(torch.int8) - 8
     return (_blocks(codes.float()) * scale[:, None]).view(-1)[:count].to(dtype)
@@ -114,14 +122,18 @@ def _blocks(values: Tensor) -> Tensor:
 
 def _scale(blocks: Tensor, levels: int) -> Tensor:
     largest = blocks.abs().amax(1)
-    # Divided by a tensor: CUDA takes division by a number as multiplication by its inverse.
+    # Divide by a tensor: CUDA computes a division by a number as a product with its reciprocal,
+    # which rounds differently from the CPU.
     scale = largest / torch.full_like(largest, levels)
     scale = scale.clamp(max=largest_scale(levels)).where(scale >= _SMALLEST, 0.0)
     return scale.where(largest.isfinite(), torch.nan)
 
 
 def largest_scale(levels: int) -> float:
-    """Rounded up, the scale of the very largest values would decode them to infinity."""
+    """Return the largest scale at which the code `levels` still decodes to a finite float32.
+
+    The scale of the largest float32 values could be rounded up, and would decode them to infinity.
+    """
     return _LARGEST * (1 - 2.0**-23) / levels
 
 
@@ -131,30 +143,31 @@ def _pairs(codes: Tensor) -> Tensor:
 
 
 def error_bound(fmt: str | None, count: int) -> float:
-    """A delta with E|decode(encode(v)) - v|^2 <= delta |v|^2, decoded to float32 or wider.
+    """Return a delta with E|decode(encode(v)) - v|^2 <= delta |v|^2, decoded to float32 or wider.
 
-    For bf16 and fp16 it holds where every value is 0 or of full precision, at least 2^-126 or 2^-14
-    in magnitude and at most the format's largest; each value is then off by at most half a unit in
-    its last place, 2^-p of itself with p bits of precision.
+    *bf16 and fp16.* The bound is true if every value is 0 or has full precision: its magnitude is
+    at least 2^-126 or 2^-14, and at most the format's largest. The error of each value is then at
+    most half a unit in the last place, 2^-p of the value with p bits of precision.
 
-    For int8 and int4 it holds, with both ways of rounding, where every block is zero or has a
+    *int8 and int4.* The bound is true, with both ways of rounding, if every block is zero or has a
     largest magnitude of at least L 2^-126. Proof for a block, in units of its scale: the largest
-    value is L and exact. Each of the at most C = min(128, count) - 1 others lies a fraction p above
-    a level m >= 0, in magnitude. Its squared error is p (1 - p) in the mean if rounded at random
-    and min(p, 1 - p)^2, which is no more, if to nearest. For every d > 0,
+    value is L and exact. Each of the at most C = min(128, count) - 1 other values lies a fraction p
+    above a level m >= 0, in magnitude. Its mean squared error is p (1 - p) if rounded at random.
+    If rounded to nearest it is min(p, 1 - p)^2, which is not larger. For every d > 0,
 
         p (1 - p) - d (m + p)^2  <=  p - (1 + d) p^2  <=  1 / (4 (1 + d)).
 
-    Summed over the block, E|error|^2 - d |v|^2 <= C / (4 (1 + d)) - d L^2, which is zero for
-    d (1 + d) = C / (4 L^2), that is d = (sqrt(1 + C / L^2) - 1) / 2.
+    Summed over the block, E|error|^2 - d |v|^2 <= C / (4 (1 + d)) - d L^2. The right-hand side is
+    zero for d (1 + d) = C / (4 L^2), that is d = (sqrt(1 + C / L^2) - 1) / 2.
 
-    Float32 rounds the scale, the quotient, the product and a float64 input, each by 2^-24 of
-    itself: together less than 2^-20 |v|, which adds to sqrt(d) by the triangle inequality.
+    float32 rounds the scale, the quotient, the product and a float64 input, each by a relative
+    2^-24. Together this is less than 2^-20 |v|, which adds to sqrt(d) by the triangle inequality.
     """
     if fmt is None:
         return 0.0
     if fmt in CASTS:
         return 4.0 ** -_PRECISION[fmt]
     others = max(min(BLOCK, count) - 1, 0)
+    # `exact` is the solution d of the docstring. 2^-20 is the bound on float32's own rounding.
     exact = (math.sqrt(1 + others / LEVELS[fmt] ** 2) - 1) / 2
     return (math.sqrt(exact) + 2.0**-20) ** 2

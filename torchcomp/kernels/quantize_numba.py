@@ -1,7 +1,6 @@
-"""Block quantisation in Numba, for the CPU; gives what plain torch gives, bit for bit.
+"""Block quantization in Numba, for the CPU. The results equal those of plain torch bit for bit.
 
-Serial, and without the GIL. The largest magnitude of a block is found among the bits of its values,
-which order as the magnitudes do, with NaN above infinity: so LLVM may vectorise the search.
+The kernels are serial and release the GIL.
 """
 
 from typing import Any
@@ -25,7 +24,7 @@ _INFINITY = np.uint32(0x7F800000)
 def encode(
     values: Tensor, levels: int, uniform: Array | None, index: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Scales and codes of `values`; with an `index`, of those float32 values that it chooses."""
+    """Return scales and codes of `values`, or of the float32 ``values[index]``."""
     x = values.detach().float().numpy()
     at = None if index is None else index.numpy()
     count = (x if at is None else at).size
@@ -39,7 +38,7 @@ def encode(
 
 
 def decode(scale: Tensor, codes: Tensor, count: int) -> Tensor:
-    """Code times scale, in float32; codes as :func:`encode` made them."""
+    """Return code times scale in float32, for codes in the form that :func:`encode` returns."""
     out = torch.empty(count)
     _decode(scale.numpy(), codes.numpy(), out.numpy())
     return out
@@ -50,15 +49,16 @@ def _encode(
     x: Array, index: Any, levels: int, cap: float, uniform: Any, scales: Array, codes: Array
 ) -> None:
     count = x.size if index is None else index.size
+    # `block` is the scratch for gathered values, `singles` for codes that are not yet paired.
     block, singles = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.int8)
     for number in range(scales.size):
         start, stop = number * BLOCK, min((number + 1) * BLOCK, count)
         part = x[start:stop] if index is None else _gather(x, index[start:stop], block)
         scales[number] = step = _scale(part, np.float32(levels), np.float32(cap))
-        # A pair's codes are put together afterwards; an odd last one is paired with zero.
+        # int4 codes are packed in pairs after rounding. An odd last code is paired with zero.
         singles[part.size & ~1 :] = 0
         line = singles if levels == 7 else codes[start:stop].view(np.int8)
-        if not step > 0.0:
+        if not step > 0.0:  # also true for NaN
             line[: part.size] = 0
         elif uniform is None:
             _to_nearest(part, step, line)
@@ -77,6 +77,8 @@ def _gather(x: Array, index: Array, block: Array) -> Array:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _scale(values: Array, levels: Any, cap: Any) -> Any:
+    # Without the sign, the bits of floats order as the magnitudes do, with NaN above infinity.
+    # Comparing integers, which have no NaN, lets LLVM vectorize the search.
     bits = values.view(np.uint32)
     largest = np.uint32(0)
     for i in range(bits.size):
@@ -89,7 +91,8 @@ def _scale(values: Array, levels: Any, cap: Any) -> Any:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _to_nearest(values: Array, step: Any, line: Array) -> None:
-    # No quotient is further beyond the last level than a rounding error, so none needs a limit.
+    # No clamp here: a quotient exceeds the last level by at most a rounding error, which rint
+    # removes.
     for i in range(values.size):
         line[i] = np.int8(np.rint(values[i] / step))
 
@@ -97,6 +100,7 @@ def _to_nearest(values: Array, step: Any, line: Array) -> None:
 @njit(nogil=True, cache=True, error_model="numpy")
 def _at_random(values: Array, step: Any, levels: Any, uniform: Array, line: Array) -> None:
     for i in range(values.size):
+        # Clamp: with floor, a rounding error beyond the last level could give a code beyond it.
         quotient = min(max(values[i] / step, -levels), levels)
         lower = np.floor(quotient)
         line[i] = np.int8(lower) + (uniform[i] < quotient - lower)
@@ -109,24 +113,27 @@ def _store_pairs(line: Array, codes: Array) -> None:
 
 
 def value_at(values: Any, scale: Any, i: Any) -> Any:
-    """For Numba: a value of a message; in float32 if it travels as a code, otherwise as it is.
+    """Return value `i` of a message: decoded to float32 if sent as a code, otherwise unchanged.
+
+    Only compiled functions can call this: :func:`_choose_value` provides the implementation.
 
     Args:
         values: int8 codes, uint8 pairs of codes, or float values.
-        scale: of each block, for codes.
-        i: which value.
+        scale: scale of each block; not read for float values.
+        i: position of the value.
     """
     raise NotImplementedError
 
 
 @overload(value_at, inline="always")
 def _choose_value(values: Any, scale: Any, i: Any) -> Any:
+    # Numba chooses by dtype at compile time, so the loops over values contain no branch for it.
     def single(values: Any, scale: Any, i: Any) -> Any:
         return np.float32(values[i]) * scale[np.uint64(i) // np.uint64(BLOCK)]
 
     def of_a_pair(values: Any, scale: Any, i: Any) -> Any:
-        place = np.uint64(i)
-        nibble = (np.int32(values[place >> np.uint64(1)]) >> (4 * (i & 1))) & 15
+        position = np.uint64(i)  # unsigned: otherwise Numba adds code for negative indices
+        nibble = (np.int32(values[position >> np.uint64(1)]) >> (4 * (i & 1))) & 15
         return np.float32((nibble ^ 8) - 8) * scale[np.uint64(i) // np.uint64(BLOCK)]
 
     def plain(values: Any, scale: Any, i: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Select: the k entries of largest magnitude, exactly.
+"""Exact selection of the k entries of largest magnitude.
 
-NaN and infinities rank equal and above every finite number; among equals the lowest index wins. So
-the result is the same on every machine and in every form: plain torch and NumPy are the reference,
-:mod:`.select_numba` is the CPU's and :mod:`.select_triton` CUDA's.
+NaN and infinities rank equal, and above every finite number. Among equal magnitudes the lowest
+index wins. The result is therefore the same on every machine and in every form. Plain torch and
+NumPy are the reference, :mod:`.select_numba` is for the CPU and :mod:`.select_triton` for CUDA.
 """
 
 from types import ModuleType
@@ -15,20 +15,29 @@ from torchcomp.kernels import backend
 
 
 class Scratch:
-    """What one vector's selection keeps from step to step, to be faster; never in the result.
+    """A workspace that makes the selection from similar vectors faster from step to step.
 
-    It belongs to one thread at a time. Any instance may go with any vector.
+    It never affects the result, and any instance can be used with any vector. Only one thread can
+    use an instance at a time.
     """
 
     def __init__(self) -> None:
-        self.kept: object = None  # what the form that ran last wants back
+        # Private to the form that ran last. A form must check the type before it uses this.
+        self.kept: object = None
 
 
 def largest(x: Tensor, k: int, scratch: Scratch | None = None) -> Tensor:
-    """Indices, ascending int64, of the `k` entries of largest magnitude of `x`.
+    """Return the indices of the `k` entries of `x` with the largest magnitude.
 
-    `x` is 1-D, fp16, bf16, fp32 or fp64. `scratch` is what the last call for a similar vector left.
+    Args:
+        x: 1-D, fp16, bf16, fp32 or fp64.
+        k: number of entries to select.
+        scratch: the workspace of the last call for a similar vector.
+
+    Returns:
+        1-D int64, ascending.
     """
+    # The fast forms require 0 < k < n.
     if k in (0, x.numel()):
         return torch.arange(k, device=x.device)
     form = _fast(x)
@@ -42,10 +51,10 @@ def largest(x: Tensor, k: int, scratch: Scratch | None = None) -> Tensor:
 def add_and_select(
     g: Tensor, e: Tensor, out: Tensor, k: int, scratch: Scratch | None = None
 ) -> Tensor:
-    """``torch.add(g, e, out=out)`` and :func:`largest` of `out`, where possible in one pass.
+    """Compute ``torch.add(g, e, out=out)`` and :func:`largest` of `out`, in one pass if possible.
 
-    All three are 1-D and of one length; their dtypes may differ. `out` shares no memory with `g` or
-    `e`.
+    All three tensors are 1-D with equal length, and their dtypes can differ. `out` must not share
+    memory with `g` or `e`.
     """
     form = _fast(out) if 0 < k < out.numel() else None
     if (
@@ -61,29 +70,33 @@ def add_and_select(
 
 
 def _fast(x: Tensor) -> ModuleType | None:
-    """The form that selects from `x` faster than the reference, if any.
+    """Return the form that selects from `x` faster than the reference, or None.
 
-    It offers ``select(x, k, scratch, summands)`` for 0 < k < n and contiguous tensors, for the
-    dtypes and lengths that it names; `x` is written first if there are summands.
+    A form has a function ``select(x, k, scratch, summands)`` for 0 < k < n and contiguous tensors.
+    If `summands` is not None, the function first writes their sum to `x`. The constants ``DTYPES``,
+    ``LIMIT`` and ``SUMS`` list what the form supports.
     """
     form = backend.fast_form("select", x.device.type)
     return form if form and x.dtype in form.DTYPES and x.numel() < form.LIMIT else None
 
 
 def largest_on_host(magnitude: Tensor, k: int) -> Tensor:
-    """The selection by NumPy, whose partition is vectorised: many times faster than torch.topk."""
-    # NumPy knows no bfloat16 and is slow at float16; both convert exactly.
+    """Select with NumPy. Its partition is vectorized and many times faster than torch.topk."""
+    # NumPy has no bfloat16 and is slow with float16. Both convert to float32 exactly.
     wide = magnitude.to(torch.promote_types(magnitude.dtype, torch.float32)).numpy()
+    # A full sort is not needed: partition only puts the k-th largest where a sort would.
     threshold = np.partition(wide, -k)[-k]
     above = np.flatnonzero(wide > threshold)
+    # flatnonzero ascends, so this keeps the ties with the lowest indices.
     tied = np.flatnonzero(wide == threshold)[: k - above.size]
     return torch.from_numpy(np.sort(np.concatenate([above, tied])))
 
 
 def largest_on_device(magnitude: Tensor, k: int) -> Tensor:
-    """The selection in static shapes, so that the host never waits for an accelerator."""
+    """Select with static shapes, so that the host never waits for an accelerator."""
     threshold = torch.topk(magnitude, k, sorted=False).values.min()
     above = magnitude > threshold
     tied = magnitude == threshold
+    # The running count of ties keeps those with the lowest indices.
     chosen = above | (tied & (tied.cumsum(0) <= k - above.sum()))
     return torch.nonzero_static(chosen, size=k).squeeze(1)

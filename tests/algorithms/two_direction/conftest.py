@@ -1,4 +1,4 @@
-"""Vectors are short here: more threads would only wait for each other."""
+"""One thread per test: with vectors this short, more threads would only wait for each other."""
 
 from collections.abc import Iterator
 

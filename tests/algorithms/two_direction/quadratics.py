@@ -1,4 +1,4 @@
-"""Functions of which everything is known: f_i(x) = 1/2 x'A_i x - b_i'x, in float64."""
+"""Test functions with known constants and solution: f_i(x) = 1/2 x'A_i x - b_i'x, in float64."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Quadratics:
-    """A (n, d, d), symmetric and positive definite; b (n, d)."""
+    """The functions of n workers. A is (n, d, d), symmetric and positive definite. b is (n, d)."""
 
     a: Tensor
     b: Tensor
@@ -46,7 +46,7 @@ class Quadratics:
 
 
 def quadratics(n: int = 4, d: int = 12, condition: float = 40.0, seed: int = 0) -> Quadratics:
-    """Workers with different minima, and curvatures in the same directions."""
+    """Make workers with different minima and different curvatures along the same directions."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

@@ -1,7 +1,9 @@
-"""2Direction against a trace computed elsewhere: an error in the q and k lines still converges.
+"""2Direction against a trace from another program.
 
-A trace of your own is checked in the same way: hand over its gradients, its compressors (the key
-tells them the number of the message and the worker), its coin and its Gamma0.
+A convergence test is not enough: with an error in the lines of q and k the method still converges.
+
+To check a trace of your own, pass its gradients, compressors, coin and Gamma0. A compressor finds
+the number of the message in ``key.step`` and the worker in ``key.rank``.
 """
 
 from dataclasses import dataclass

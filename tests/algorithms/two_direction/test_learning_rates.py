@@ -1,4 +1,4 @@
-"""The stable recursion against the printed one, and where the latter ends."""
+"""The stable recursion of the learning rates against the paper's, which overflows."""
 
 import math
 from dataclasses import asdict
@@ -19,7 +19,7 @@ CASES = [
 
 
 def printed(gamma, c):
-    """Algorithm 2 as it stands in the paper: Gamma', gamma', theta'."""
+    """Algorithm 2 as printed in the paper. Returns Gamma', gamma' and theta'."""
     square, linear = c.p * c.lbar * gamma, c.p * (c.lbar + gamma * c.mu)
     constant = -(c.lbar + gamma * c.mu)
     root = math.sqrt(linear * linear - 4 * square * constant)
@@ -37,7 +37,7 @@ def printed_step(gamma, new, c, dual, point, y):
 
 
 @pytest.mark.parametrize("c", CASES)
-def test_both_forms_agree_until_the_printed_one_overflows(c):
+def test_both_forms_are_equal_before_the_printed_one_overflows(c):
     dual, point, y = torch.randn(3, 5, dtype=torch.float64, generator=torch.manual_seed(0))
     gamma, rho = 1.0, 1.0
     for _ in range(300):
@@ -71,14 +71,14 @@ def printed_in(gamma, c):
 
 
 @pytest.mark.parametrize(("number", "rounding"), [(np.float64, 1e-12), (np.float32, 1e-3)])
-def test_stable_form_runs_where_the_printed_one_has_long_overflowed(number, rounding):
+def test_the_stable_form_works_after_the_printed_one_has_overflowed(number, rounding):
     assert iterations_of_the_printed_form(number(1), CONSTANTS) < 200_000
     c = Constants(**{name: number(value) for name, value in asdict(CONSTANTS).items()})
     rho = number(1)
     for _ in range(200_000):
         rates = learning_rates(rho, c)
         rho = rates.rho
-    # With rho gone, c = mu and theta is the root of p Lbar theta^2 + p mu theta = mu.
+    # With rho = 0, c = mu and theta is the root of p Lbar theta^2 + p mu theta = mu.
     limit = 2 * 0.5 / (0.25 * 0.5 + math.sqrt(0.25**2 * 0.5**2 + 4 * 0.25 * 20 * 0.5))
     assert rates.theta == pytest.approx(min(limit, CONSTANTS.theta_min), rel=rounding)
     assert 0 <= rho < np.finfo(number).tiny
@@ -93,7 +93,7 @@ def test_without_strong_convexity_gamma_grows_like_the_square_of_the_iterations(
     assert gammas[200_000] / gammas[100_000] == pytest.approx(4, rel=0.01)
 
 
-def test_mirror_step_is_the_minimum_of_what_it_says():
+def test_the_mirror_step_is_the_minimum_of_its_objective():
     c, rho = CONSTANTS, 0.3
     rates = learning_rates(rho, c)
     dual, point, y = torch.randn(3, 5, dtype=torch.float64, generator=torch.manual_seed(0))

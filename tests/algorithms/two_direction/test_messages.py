@@ -1,4 +1,4 @@
-"""What travels: independent draws, and workers that know nothing but the messages."""
+"""The messages: their draws are independent, and workers need only the messages."""
 
 import torch
 
@@ -15,7 +15,7 @@ UP, DOWN = RandK(k=4, unbiased=True), TopK(k=5)
 
 
 class Recorded(Simulated):
-    """Keeps the bytes of what the server sends."""
+    """A simulation that records the bytes of downlink messages."""
 
     def __init__(self, n, seed=0):
         super().__init__(n, seed)

@@ -1,4 +1,4 @@
-"""What the methods equal, how fast they must be, and what they send."""
+"""The methods: special cases, convergence rates of the theory, and traffic."""
 
 import math
 
@@ -50,7 +50,7 @@ def gradient_descent(f, gamma, iterations):
     return x
 
 
-# --- Equalities -----------------------------------------------------------------------------------
+# --- Special cases --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mu", [F.mu, 0.0])
@@ -66,7 +66,7 @@ def test_2direction_with_identities_is_agd(mu):
 
 
 def test_agd_is_the_textbooks_three_sequences():
-    """x, u and y with the printed rates: L G th^2 + (L + G mu) th = L + G mu."""
+    """The sequences x, u and y, with theta as printed: L G th^2 + (L + G mu) th = L + G mu."""
     L, mu = F.smoothness, F.mu
     agd = AGD(F.gradients, F.x0, Simulated(F.n), lbar=L, mu=mu, gamma0=32.0)
     x = u = F.x0
@@ -108,7 +108,7 @@ def test_diana_of_one_worker_without_variance_is_gradient_descent():
     torch.testing.assert_close(method.solution, gradient_descent(one, gamma, 50))
 
 
-# --- Rates on quadratics with known L and mu ------------------------------------------------------
+# --- Convergence rates on quadratics with known L and mu ------------------------------------------
 
 
 @pytest.mark.parametrize("iterations", [10, 50, 150])
@@ -136,7 +136,7 @@ def mean_gap(build, iterations, seeds=10):
 def test_2direction_is_as_fast_as_its_theory(iterations):
     chosen = parameters.probabilities(OMEGA)
     both = {"p": chosen.p, "tau": chosen.tau}
-    # The bound of the proof's potential, already with a constant of 1 instead of 660508.
+    # The bound of the proof's potential. It is true even with a constant of 1 instead of 660508.
     lbar = parameters.lbar(
         F.smoothness, F.lmax, n=F.n, alpha=ALPHA, omega=OMEGA, **both, constant=1.0
     )
@@ -144,7 +144,7 @@ def test_2direction_is_as_fast_as_its_theory(iterations):
     energy = F.gap(F.x0) + (lbar + F.mu) / 2 * float(F.solution @ F.solution)
     gap = mean_gap(lambda seed: two_direction(lbar=lbar, seed=seed, **both), iterations, 3)
     assert gap <= energy * method.rho
-    # Gamma grows at least as fast as the theory's rate says: 1/Q per iteration.
+    # Gamma grows at least as fast as in the theory: by a factor of 1 + 1/Q per iteration.
     pace = min(method.constants.theta_min, math.sqrt(F.mu / (4 * chosen.p * lbar)))
     assert method.gamma >= math.exp(chosen.p * pace * iterations / 2)
 
@@ -180,7 +180,7 @@ def test_ef21_is_as_fast_as_its_theory(iterations):
     each = torch.linalg.eigvalsh(F.a)[:, -1].square().mean().sqrt().item()
     gamma = min(1 / (F.smoothness + each * math.sqrt((1 - ALPHA) / theta**2)), theta / (2 * F.mu))
     method = run(EF21(F.gradients, F.x0, Simulated(F.n), DOWN, gamma=gamma), iterations)
-    # The method's g_i are 0 before the first message.
+    # The theory's first step comes after the first message, because the g_i start at 0.
     start = F.gap(F.x0) + gamma / theta * float(F.gradients(F.x0).square().sum(1).mean())
     assert F.gap(method.x) <= start * (1 - gamma * F.mu) ** (iterations - 1)
 
@@ -234,7 +234,7 @@ def test_float32_reaches_a_relative_gap_of_1e_10_and_stays_there():
 
 
 def heads(seed, p, iterations):
-    """How often the drawn coin shows heads, seen by counting dense broadcasts."""
+    """Run the method. Return how often the coin showed heads, by counting dense messages."""
     method = run(two_direction(seed=seed, p=p), iterations)
     down = method.server.traffic.down_coordinates - D - DOWN.kept(D) * iterations
     assert down % (2 * D) == 0
@@ -245,13 +245,13 @@ def test_2direction_counts():
     tossed, method = heads(seed=3, p=0.25, iterations=400)
     traffic = method.server.traffic
     assert abs(tossed / 400 - 0.25) < 0.1
-    # The last second message waits for a next iteration to travel with.
+    # The last iteration's second uplink message is not sent yet: the next iteration would send it.
     assert traffic.up_coordinates == D + 2 * 3 * 400 - 3
     assert traffic.round_trips == 401
     method.settle()
-    method.settle()
+    method.settle()  # the second call does nothing
     assert traffic.up_coordinates == D + 2 * 3 * 400
-    # Gradients at z are computed where z has moved, and kept.
+    # Gradients at z are computed once after z has moved, and then cached.
     assert method.evaluations == 1 + 400 + tossed
     both = wire.framed(2 * 3 * 8)
     dense = wire.framed(D * 8)
@@ -276,7 +276,7 @@ def test_counts_of_the_others(name, up, down, start):
     assert (traffic.up_coordinates, traffic.down_coordinates) == (start + 20 * up, 20 * down)
 
 
-def test_settling_changes_nothing_but_when_a_message_travels():
+def test_settle_changes_only_when_a_message_is_sent():
     plain, settled = two_direction(), two_direction()
     for _ in range(50):
         plain.step()

@@ -1,4 +1,4 @@
-"""The torch optimizer: it is the method, it resumes bit for bit, and one rank's fault stops all."""
+"""The torch optimizer: equals the method, resumes bit for bit, raises on every rank."""
 
 import copy
 import io
@@ -66,7 +66,7 @@ def train(steps, resume_after=None, **options):
     return parameters_to_vector(net.parameters()).detach(), optimizer.traffic, closure.calls
 
 
-def test_it_is_the_method():
+def test_it_equals_the_method():
     def gradients(x):
         rows = []
         for rank in range(4):
@@ -106,8 +106,8 @@ def test_it_converges():
     assert slopes.mean(0).square().sum() / (2 * mu) < 1e-10
 
 
-def test_parameters_stay_where_they_are():
-    """Whoever shares their memory sees them move, and channels_last stays what it is."""
+def test_parameters_are_updated_in_place():
+    """Tensors that share their memory see the updates, and channels_last is kept."""
 
     def shared():
         weight = torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last)
@@ -142,7 +142,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(after):
         assert whole[1] == resumed[1]
 
 
-def resumed_from_elsewhere(change, told):
+def resumed_from_another_run(change, parts):
     net = model()
     optimizer = TwoDirection(net.parameters(), UP, DOWN, **OPTIONS)
     optimizer.step(closure_of(net, optimizer, dist.get_rank()))
@@ -152,20 +152,20 @@ def resumed_from_elsewhere(change, told):
         other = TwoDirection(net.parameters(), UP, DOWN, **OPTIONS)
     else:
         other = TwoDirection(net.parameters(), UP, DOWN, **{**OPTIONS, **change})
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=parts):
         other.load_state_dict(state)
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "parts"),
     [
-        ("rank", r"rank \d, and this run has \d"),
-        ({"lbar": 5.0}, "lbar=4.0, .* and this run has .*lbar=5.0"),
-        ({"seed": 1}, "seed 0"),
+        ("rank", r"\brank (0.* 1|1.* 0)\b"),
+        ({"lbar": 5.0}, r"lbar=4\.0.*lbar=5\.0"),
+        ({"seed": 1}, r"\bseed 0\b"),
     ],
 )
-def test_a_state_that_does_not_belong_here_is_refused(change, told):
-    on_threads(2, resumed_from_elsewhere, change, told)
+def test_a_state_of_another_run_is_refused(change, parts):
+    on_threads(2, resumed_from_another_run, change, parts)
 
 
 def test_a_state_from_before_the_first_step_is_a_fresh_start():
@@ -183,7 +183,7 @@ def test_a_state_from_before_the_first_step_is_a_fresh_start():
     assert torch.equal(fresh[0], loaded[0])
 
 
-# --- Closures that cannot be used -----------------------------------------------------------------
+# --- Closures that fail ---------------------------------------------------------------------------
 
 
 def returns_none(loss):
@@ -200,7 +200,7 @@ def no_backward(loss):
 
 
 def sparse(loss):
-    # One of the parameters, as an embedding leaves it.
+    # One parameter gets a sparse gradient, as from a sparse embedding.
     loss.backward()
     sparse.weight.grad = sparse.weight.grad.to_sparse()
     return loss
@@ -229,23 +229,24 @@ def one_rank_fails(fault):
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "parts"),
     [
-        (returns_none, "returned None instead of the loss"),
-        (returns_nan, "returned nan"),
-        (no_backward, "left no gradient: it must call loss.backward"),
-        (sparse, "left a sparse gradient"),
-        (raises, r"raised KeyError\('labels'\)"),
+        (returns_none, r"\bNone\b"),
+        (returns_nan, r"\bnan\b"),
+        (no_backward, r"loss\.backward\(\)"),
+        (sparse, r"\bsparse\b"),
+        (raises, r"KeyError\('labels'\)"),
     ],
 )
-def test_one_ranks_fault_stops_all_with_its_name(fault, told):
+def test_a_fault_of_one_rank_raises_on_every_rank_and_names_the_worker(fault, parts):
     for error in on_threads(3, one_rank_fails, fault, catch=True):
         assert isinstance(error, NonFiniteError)
-        assert re.search(rf"worker 1 \(its closure {told}", str(error))
+        assert re.search(rf"worker 1 \(.*closure.*{parts}", str(error))
+        assert not re.search("worker [02]", str(error))
 
 
 def survives_a_fault(at, steps):
-    """Rank 1's closure raises in its call number `at`, and the step is taken again."""
+    """Make rank 1's closure raise in call number `at`, and then repeat the step."""
     net = model()
     optimizer = TwoDirection(net.parameters(), UP, DOWN, **OPTIONS)
     good = closure_of(net, optimizer, dist.get_rank())
@@ -254,7 +255,7 @@ def survives_a_fault(at, steps):
     def closure():
         calls.append(None)
         if len(calls) == at and dist.get_rank() == 1:
-            raise ConnectionError("the labels are gone")
+            raise ConnectionError("labels")
         return good()
 
     for _ in range(steps):
@@ -266,15 +267,15 @@ def survives_a_fault(at, steps):
     return parameters_to_vector(net.parameters()).detach(), failures, len(calls)
 
 
-def test_a_fault_leaves_no_trace_wherever_it_happens():
+def test_a_fault_in_any_call_changes_nothing():
     steps = 8
     expected, _, calls = on_threads(2, survives_a_fault, 0, steps)[1]
-    # Some of the calls are at a z that has moved, and belong to the iteration before.
+    # Some calls are at a z that has moved. They belong to the previous iteration.
     assert calls > 1 + steps
     for at in range(1, calls + 1):
         for rank, (x, failures, _) in enumerate(on_threads(2, survives_a_fault, at, steps)):
             (error,) = failures
-            assert "worker 1 (its closure raised ConnectionError" in str(error)
+            assert re.search(r"worker 1 \(.*ConnectionError\('labels'\)", str(error))
             assert isinstance(error.__cause__, ConnectionError) == (rank == 1)
             assert torch.equal(x, expected)
 
@@ -298,7 +299,8 @@ def test_a_gradient_that_is_not_deterministic_is_found_on_request():
         optimizer.step(closure)
 
     for error in on_threads(2, noisy, catch=True):
-        assert "its closure is not deterministic: two gradients at one point differ" in str(error)
+        assert isinstance(error, NonFiniteError)
+        assert re.search(r"worker 0 \(.*deterministic.*worker 1 \(.*deterministic", str(error))
     assert len(on_threads(2, train, 3)) == 2
 
 
@@ -312,8 +314,7 @@ def test_unequal_shards_are_refused():
 
     for error in on_threads(2, build, catch=True):
         assert isinstance(error, RankMismatchError)
-        assert "samples: 19 on rank 0, 20 on rank 1" in str(error)
-        assert "equal shards" in str(error)
+        assert re.search("samples.*19 on rank 0.*20 on rank 1", str(error))
 
 
 def test_different_models_are_refused():
@@ -322,7 +323,8 @@ def test_different_models_are_refused():
         TwoDirection(net.parameters(), UP, DOWN, **OPTIONS)
 
     for error in on_threads(2, build, 3, catch=True):
-        assert "coordinates: 21 on rank 0, 28 on rank 1" in str(error)
+        assert isinstance(error, RankMismatchError)
+        assert re.search("coordinates.*21 on rank 0.*28 on rank 1", str(error))
 
 
 def test_different_parameters_are_refused_before_anything_starts():
@@ -334,61 +336,61 @@ def test_different_parameters_are_refused_before_anything_starts():
 
     for error in on_threads(2, start, catch=True):
         assert isinstance(error, RankMismatchError)
-        assert "TwoDirection: ranks disagree. parameters: " in str(error)
+        assert re.search("TwoDirection.*parameters.*on rank 0.*on rank 1", str(error))
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "parts"),
     [
-        ({"up": "ef(topk(0.2))"}, "here a compressor is needed"),
-        ({"up": "topk(0.2)"}, "not unbiased"),
-        ({"down": "randk(0.2, unbiased=True)"}, "not contractive"),
-        ({"mu": -1.0}, "mu must be at least 0"),
+        ({"up": "ef(topk(0.2))"}, r"up: .*ef\(topk\(0\.2\)\)"),
+        ({"up": "topk(0.2)"}, r"up: .*topk\(0\.2\).*unbiased.*omega"),
+        ({"down": "randk(0.2, unbiased=True)"}, r"down: .*randk\(0\.2.*contractive.*alpha"),
+        ({"mu": -1.0}, r"mu\b.*lbar = 4\b.*-1\.0"),
     ],
 )
-def test_bad_arguments_are_refused(change, told):
+def test_bad_arguments_are_refused(change, parts):
     def build():
         arguments = {"up": UP, "down": DOWN, **OPTIONS, **change}
         up, down = arguments.pop("up"), arguments.pop("down")
-        with pytest.raises(SpecError, match=told):
+        with pytest.raises(SpecError, match=parts):
             TwoDirection(model().parameters(), up, down, **arguments)
 
     on_threads(2, build)
 
 
-def test_bad_arguments_of_one_rank_stop_all():
+def test_bad_arguments_of_one_rank_raise_on_every_rank():
     def build():
         mu = -1.0 if dist.get_rank() else MU
         TwoDirection(model().parameters(), UP, DOWN, lbar=4.0, mu=mu)
 
     for error in on_threads(2, build, catch=True):
         assert isinstance(error, RankMismatchError)
-        assert "mu must be at least 0" in str(error)
+        assert re.search(r"mu\b.*lbar = 4\b.*-1\.0", str(error))
 
 
-def test_parameters_that_are_no_one_vector_are_refused():
+def test_parameters_that_cannot_form_one_vector_are_refused():
     with pytest.raises(SpecError, match="init_process_group"):
         TwoDirection(model().parameters(), UP, DOWN, **OPTIONS)
     mixed = [torch.zeros(2, dtype=dtype) for dtype in (torch.float32, torch.float64)]
     first, second = model().parameters()
     refused = {
-        "one floating-point dtype": mixed,
-        "one group": [{"params": [first]}, {"params": [second]}],
-        "take no options: lr": [{"params": [first], "lr": 0.1}],
+        r"torch\.float32.*torch\.float64": mixed,
+        r"group.*\b2\b": [{"params": [first]}, {"params": [second]}],
+        r"\blr\b": [{"params": [first], "lr": 0.1}],
     }
 
     def build():
-        for told, parameters in refused.items():
-            with pytest.raises(SpecError, match=told):
+        for parts, parameters in refused.items():
+            with pytest.raises(SpecError, match=parts):
                 TwoDirection(parameters, UP, DOWN, **OPTIONS)
         optimizer = TwoDirection([first], UP, DOWN, **OPTIONS)
-        with pytest.raises(SpecError, match="takes no further parameters"):
+        with pytest.raises(SpecError, match=r"TwoDirection.*\bgroup\b"):
             optimizer.add_param_group({"params": [second]})
 
     on_threads(2, build)
 
 
-def test_something_that_is_no_state_is_refused():
+def test_other_objects_are_refused_as_states():
     def load():
         optimizer = TwoDirection(model().parameters(), UP, DOWN, **OPTIONS)
         for state in (
@@ -397,21 +399,21 @@ def test_something_that_is_no_state_is_refused():
             {"method": None},
             torch.optim.SGD(model().parameters()).state_dict(),
         ):
-            with pytest.raises(CheckpointError, match="a state dict"):
+            with pytest.raises(CheckpointError, match="state dict"):
                 optimizer.load_state_dict(state)
 
     on_threads(1, load)
 
 
-def places(value, path=()):
-    """The path of everything that a state holds."""
+def paths(value, path=()):
+    """Yield the path of every entry of a state."""
     for key, each in value.items() if isinstance(value, dict) else ():
         yield (*path, key)
-        yield from places(each, (*path, key))
+        yield from paths(each, (*path, key))
 
 
 def damaged(state, path, damage):
-    """A copy of the state with one thing changed; None where the damage does not apply there."""
+    """Return a copy of the state with one entry changed, or None if the damage does not apply."""
     state = copy.deepcopy(state)
     *parents, last = path
     holder = state
@@ -439,10 +441,10 @@ def test_a_damaged_state_is_refused_and_changes_nothing():
         for _ in range(3):
             optimizer.step(closure)
         state, tried = optimizer.state_dict(), 0
-        for path in places(state):
+        for path in paths(state):
             for damage in ("missing", "another type", "negative", "NaN"):
                 broken = damaged(state, path, damage)
-                # It can be computed anew.
+                # grad_z is optional: it can be computed again.
                 if broken is None or (path == ("slots", "grad_z") and damage == "missing"):
                     continue
                 with pytest.raises(CheckpointError):
@@ -461,17 +463,17 @@ def test_a_damaged_state_is_refused_and_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "parts"),
     [
-        ({"step": 1000}, "round trips"),
-        ({"step": 0}, "step 0"),
-        ({"evaluations": 2}, "2 evaluations"),
-        ({"rho": 2.0}, "rho 2.0"),
-        ({"slots": {}}, "slots lacks 'h'"),
-        ({"two_direction": None}, "slots holds the unknown"),
+        ({"step": 1000}, r"\d round trips"),
+        ({"step": 0}, r"\bstep 0\b"),
+        ({"evaluations": 2}, r"\b2 evaluations"),
+        ({"rho": 2.0}, r"\brho 2\.0"),
+        ({"slots": {}}, r"\bslots\b.*'h'"),
+        ({"two_direction": None}, r"\bslots\b.*'h'"),
     ],
 )
-def test_a_state_that_cannot_be_is_refused(change, told):
+def test_an_impossible_state_is_refused(change, parts):
     def load():
         net = model()
         optimizer = TwoDirection(net.parameters(), UP, DOWN, **OPTIONS)
@@ -480,13 +482,13 @@ def test_a_state_that_cannot_be_is_refused(change, told):
         state = copy.deepcopy(optimizer.state_dict())
         for name, value in change.items():
             (state if name in state else state["two_direction"])[name] = value
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError, match=parts):
             optimizer.load_state_dict(state)
 
     on_threads(2, load)
 
 
-def test_a_state_without_the_gradients_at_z_goes_on_the_same():
+def test_a_state_without_the_gradients_at_z_gives_the_same_run():
     def end(dropped):
         net = model()
         optimizer = TwoDirection(net.parameters(), UP, DOWN, **OPTIONS)
@@ -517,7 +519,7 @@ def test_a_state_is_saved_by_the_names_of_its_parameters_and_loads_as_weights_on
     on_threads(2, save)
 
 
-def test_a_loaded_state_brings_its_traffic():
+def test_loading_a_state_restores_its_traffic():
     def load():
         net = model()
         optimizer = TwoDirection(net.parameters(), UP, DOWN, **OPTIONS)

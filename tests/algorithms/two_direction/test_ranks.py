@@ -1,5 +1,6 @@
-"""One worker a rank: the same bits as the simulation, the same bytes as the wire, one error."""
+"""One worker per rank: the same bits as in the simulation, and errors on every rank."""
 
+import re
 from dataclasses import asdict
 
 import pytest
@@ -21,7 +22,7 @@ LEVELS = Quantize("int8", rounding="stochastic")
 
 
 def gradients(server):
-    """Worker by worker, so that both forms do the same arithmetic."""
+    """Compute worker by worker, so that ranks and simulation do the same arithmetic."""
     return lambda x: torch.stack([F.a[i] @ x - F.b[i] for i in server.mine])
 
 
@@ -40,16 +41,16 @@ METHODS = {
 }
 
 
-def held(method):
-    """Everything that a method holds, as name -> tensor; of its workers, the own ones alone."""
+def tensors(method):
+    """Return all tensors of a method by name. Rows are those of this process's workers."""
     return {name: value for name, value in vars(method).items() if isinstance(value, torch.Tensor)}
 
 
 def assert_worker_of(simulated, rank, real):
-    """Require this rank's tensors to be the simulation's, of which they are one worker's rows."""
-    for part, value in held(simulated).items():
+    """Require this rank's tensors to equal the simulation's. Matrices have one row per worker."""
+    for name, value in tensors(simulated).items():
         expected = value[rank : rank + 1] if value.dim() == 2 else value
-        assert torch.equal(real[part], expected), (part, rank)
+        assert torch.equal(real[name], expected), (name, rank)
 
 
 def real_runs(iterations):
@@ -62,7 +63,7 @@ def real_runs(iterations):
             method.step()
         if name.startswith("2Direction"):
             method.settle()
-        ends[name] = held(method), asdict(server.traffic), server.exchange.take_traffic(0)
+        ends[name] = tensors(method), asdict(server.traffic), server.exchange.take_traffic(0)
     return ends
 
 
@@ -78,9 +79,10 @@ def test_ranks_equal_the_simulation_bit_for_bit(long):
         if name.startswith("2Direction"):
             method.settle()
         for rank, ends in enumerate(ranks):
-            real, traffic, link = ends[name]
+            real, traffic, exchanged = ends[name]
             assert traffic == asdict(server.traffic)
-            assert link.received == link.sent == 3 * traffic["up_bytes"]
+            # All-gather: every rank's frames go to the 3 others.
+            assert exchanged.received == exchanged.sent == 3 * traffic["up_bytes"]
             assert_worker_of(method, rank, real)
 
 
@@ -89,7 +91,7 @@ def test_ranks_of_one_process_equal_the_simulation_bit_for_bit():
         method = METHODS["2Direction"](Ranks(exchange, seed=5))
         for _ in range(20):
             method.step()
-        return held(method)
+        return tensors(method)
 
     simulated = METHODS["2Direction"](Simulated(4, seed=5))
     for _ in range(20):
@@ -109,21 +111,19 @@ def one_rank_diverges():
     method = TwoDirectionMethod(broken, F.x0, server, UP, DOWN, lbar=4.0, mu=F.mu)
     method.step()
     method_started = True
-    before = {name: value.clone() for name, value in held(method).items()}
-    with pytest.raises(
-        NonFiniteError, match=r"gradient of worker 2 .NaN or infinity. cannot be used"
-    ):
+    before = {name: value.clone() for name, value in tensors(method).items()}
+    with pytest.raises(NonFiniteError, match=r"worker 2 \(NaN"):
         method.step()
-    assert all(torch.equal(value, before[name]) for name, value in held(method).items())
+    assert all(torch.equal(value, before[name]) for name, value in tensors(method).items())
     method_started = False
     method.step()
 
 
-def test_one_ranks_nan_stops_all_ranks_with_its_name_and_changes_nothing():
+def test_a_nan_on_one_rank_raises_on_every_rank_and_changes_nothing():
     on_threads(4, one_rank_diverges)
 
 
-def test_the_simulation_names_the_worker_too():
+def test_the_simulation_also_names_the_worker():
     def broken(x):
         rows = F.gradients(x)
         rows[3, 7] = torch.nan
@@ -140,7 +140,7 @@ def different_seeds():
 def test_ranks_with_different_seeds_are_refused():
     for error in on_threads(2, different_seeds, catch=True):
         assert isinstance(error, RankMismatchError)
-        assert "seed: 0 on rank 0, 1 on rank 1" in str(error)
+        assert re.search("seed.*0 on rank 0.*1 on rank 1", str(error))
 
 
 def a_damaged_frame():
@@ -155,9 +155,9 @@ def a_damaged_frame():
         return gather(message)
 
     server.exchange.all_gather = damaging
-    with pytest.raises(WireError, match="rank 1's was damaged on the way"):
+    with pytest.raises(WireError, match=r"\brank 1\b"):
         method.step()
 
 
-def test_a_damaged_frame_stops_all_ranks():
+def test_a_damaged_frame_raises_on_every_rank():
     on_threads(4, a_damaged_frame)

@@ -1,4 +1,4 @@
-"""2Direction: the method, its theory, and the torch optimizer that runs it."""
+"""2Direction: the method, its theory, and a torch optimizer that runs it."""
 
 from torchcomp.algorithms.two_direction.method import TwoDirectionMethod
 from torchcomp.algorithms.two_direction.optimizer import TwoDirection

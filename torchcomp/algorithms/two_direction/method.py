@@ -2,10 +2,31 @@
 
 Tyurin, Richtarik: "2Direction: Theoretically Faster Distributed Training with Bidirectional
 Communication Compression", NeurIPS 2023 (arXiv 2305.12379), Algorithms 1 and 2. It is analysed for
-convex f and exact local gradients. Comments count the lines of an iteration, (1) to (15).
+convex f and exact local gradients. Comments number the lines of an iteration, (1) to (15):
 
-A worker's second message of an iteration travels with its first of the next, so that there is one
-round trip an iteration: lines (12) to (15) are done then.
+    (1)   all         learning rates theta', gamma', Gamma' from Gamma
+    (2)   worker      y = theta' w + (1 - theta') z
+    (3)   uplink      m_y_i = C_up(grad f_i(y) - h_i)
+    (4)   server      g = h + mean m_y_i
+    (5)   server      u' = step(g, u)
+    (6)   server      q = step(k, w)
+    (7)   downlink    w' = q + C_down(u' - q)
+    (8)   server      x' = theta' u' + (1 - theta') z
+    (9)   all         toss a coin that shows heads with probability p
+    (10)  downlink    on heads k' = v and z' = x', both dense; otherwise k' = k and z' = z
+    (11)  worker      the same q and w' from the downlink message, with the old k and w
+    (12)  uplink      m_z_i = C_up(grad f_i(z') - h_i)
+    (13)  worker      h_i' = h_i + beta m_z_i
+    (14)  server      v' = (1 - tau) v + tau (h + mean m_z_i)
+    (15)  server      h' = h + beta mean m_z_i
+
+x is the iterate. u is the server's accelerated sequence, and w is the workers' approximation of u.
+z and k are the x and v of the last heads. h_i estimates grad f_i(z), and h is the mean of the h_i.
+v averages the estimates of grad f(z) with momentum tau.
+
+The second uplink message of an iteration (12) is sent together with the first (3) of the next
+iteration. There is then one round trip per iteration, and lines (12) to (15) run at the start of
+the next one.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,34 +41,35 @@ from torchcomp.compressors import Compressor
 from torchcomp.keys import Key, tensor_id
 
 Coin = Callable[[int], bool]
-"""From the number of an iteration, from 0, to the side that its coin shows; True is heads."""
+"""A function that maps the number of an iteration, from 0, to its coin; True is heads."""
 
 VECTORS = ("x", "u", "v", "h", "w", "z", "k", "h_i", "grad_z")
-"""A run's vectors, by attribute; the last two are the workers' own, and grad_z may be None."""
+"""Attributes with the vectors of a run. The last two belong to workers, and grad_z can be None."""
 
 
 class TwoDirectionMethod(Method):
-    """Algorithm 1, with the stable form of Algorithm 2's learning rates.
+    """Algorithm 1, with a numerically stable form of Algorithm 2's learning rates.
 
     Args:
-        gradients, x0, server: as for :class:`~torchcomp.algorithms.method.Method`.
+        gradients, x0, server: see :class:`~torchcomp.algorithms.method.Method`.
         up: unbiased compressor of the workers.
         down: contractive compressor of the server.
         coin: replaces the coin that is drawn from the server's seed.
-        state: of an earlier run, replaces the start at x0: :data:`VECTORS`, iterations,
-            evaluations, rho and second_is_due.
-        theory: lbar, mu, and if wanted p, tau, alpha, omega and gamma0, as for
+        state: state of an earlier run, which replaces the start at x0. It contains
+            :data:`VECTORS`, iterations, evaluations, rho and second_is_due.
+        theory: lbar and mu, and optionally p, tau, alpha, omega and gamma0; see
             :func:`~torchcomp.algorithms.two_direction.theory.constants`.
 
     Attributes:
-        u, v, h: what the server holds besides x; (d,).
-        w, z, k: what the workers rebuild from downlink messages, and the server holds; (d,).
+        u, v, h: the server's vectors besides x; (d,).
+        w, z, k: vectors of the server that the workers rebuild from downlink messages; (d,).
         h_i: (workers of this process, d).
-        grad_z: gradients at z, shaped like h_i; None from when z has moved until they are needed.
+        grad_z: gradients at z, shaped like h_i. None after z has moved, until they are computed.
         rho: 1/Gamma.
+        second_is_due: whether lines (12) to (15) of the last iteration have not run yet.
 
     Raises:
-        SpecError: if a parameter is out of its range, or a compressor of the wrong kind.
+        SpecError: if a parameter is out of range, or a compressor has the wrong kind.
     """
 
     def __init__(
@@ -72,6 +94,7 @@ class TwoDirectionMethod(Method):
         if state is not None:
             vars(self).update(state)
             return
+        # Start: h_i = grad f_i(x0), h = mean h_i, w = z = u = x0, k = v = h. One dense exchange.
         self.h_i, self.h = self.server.uplink(self.gradients_at(self.x), DENSE, 0)
         self.grad_z = self.h_i
         self.u = self.w = self.z = self.x
@@ -79,47 +102,55 @@ class TwoDirectionMethod(Method):
 
     @property
     def gamma(self) -> float:
-        """Gamma; infinite once it is beyond float64's range."""
+        """Gamma. It is infinite when it exceeds the range of float64."""
         return 1.0 / self.rho if self.rho else float("inf")
 
     def _iterate(self, t: int) -> None:
         server = self.server
         lr = learning_rates(self.rho, self.constants)  # (1)
         y = lr.theta * self.w + (1 - lr.theta) * self.z  # (2)
-        mean_m_y = self._uplinks(y, t)  # (12) to (15) of the iteration before, and (3)
+        mean_m_y = self._uplinks(y, t)  # (12) to (15) of the last iteration, and (3)
         g = self.h + mean_m_y  # (4)
         self.u = lr.step(g, self.u, y)  # (5)
         q = lr.step(self.k, self.w, y)  # (6)
         self.w = q + server.down(self.u - q, self.down, t)  # (7), and (11) on the workers
         self.x = lr.theta * self.u + (1 - lr.theta) * self.z  # (8)
         if self._coin(t):  # (9)
+            # The old v: line (14) of this iteration has not run yet.
             self.k, self.z, self.grad_z = server.down(self.v), server.down(self.x), None  # (10)
         self.rho, self.second_is_due = lr.rho, True
 
     def settle(self) -> None:
-        """Lines (12) to (15) of the last iteration at once, in a round trip of their own.
+        """Run lines (12) to (15) of the last iteration now, in a separate round trip.
 
-        Until then h_i, h and v are those of the iteration before. All ranks call this together.
+        Before this call, h_i, h and v do not include the last iteration yet. Without this call,
+        those lines run in the next iteration. All ranks must call this together.
         """
         if self.second_is_due:
             self._uplinks(None, self.iterations)
 
     def _uplinks(self, y: Tensor | None, t: int) -> Tensor:
-        """Lines (12) to (15) of the iteration before `t` if due, and (3) if there is a y."""
+        """Run lines (12) to (15) of the iteration before `t` if due, and (3) if `y` is not None.
+
+        Return the mean of the last message that was sent.
+        """
         c, h_i, grad_z, messages = self.constants, self.h_i, self.grad_z, []
         if self.second_is_due:
+            # z moves only on heads, so most iterations can use the cached gradients.
             grad_z = self.gradients_at(self.z) if grad_z is None else grad_z
+            # Message numbers: 2t for y of iteration t, 2t + 1 for z. This is z of t - 1.
             m_z = self.server.encode(grad_z - h_i, self.up, 2 * t - 1)  # (12)
             h_i = h_i + c.beta * m_z.decoded  # (13)
             messages.append(m_z)
         if y is not None:
+            # With the h_i of line (13). On the server, line (15) updates h before line (4) uses it.
             messages.append(self.server.encode(self.gradients_at(y) - h_i, self.up, 2 * t))  # (3)
-        # An error about any message leaves here, before anything has changed.
+        # This can raise. The method must be unchanged then, so assign attributes only below.
         means = self.server.up(*messages)
         if self.second_is_due:
             self.h_i, self.grad_z, self.second_is_due = h_i, grad_z, False
             self.v = (1 - c.tau) * self.v + c.tau * (self.h + means[0])  # (14)
-            self.h = self.h + c.beta * means[0]  # (15)
+            self.h = self.h + c.beta * means[0]  # (15), after (14), which uses the old h
         return means[-1]
 
     def _drawn_coin(self, t: int) -> bool:

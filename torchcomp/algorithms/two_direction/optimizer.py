@@ -1,4 +1,4 @@
-"""TwoDirection: 2Direction as a torch optimizer, for convex losses with exact local gradients."""
+"""2Direction as a torch optimizer, for convex losses with exact local gradients."""
 
 import hashlib
 import math
@@ -25,14 +25,15 @@ from torchcomp.state import Kind
 
 Closure = Callable[[], Tensor | float]
 
-_ADVICE = "Give all ranks equal shards, and the same model and arguments."
+_ADVICE = "Use shards of equal size, and the same model and arguments on all ranks."
 
-_FOREIGN = {
+# What to do if this entry of a checkpoint differs from the run, for the error.
+_MISMATCH_ADVICE = {
     "spec": "build the optimizer with the arguments of the run that saved it",
-    "world_size": "load it on as many ranks",
+    "world_size": "load it on the same number of ranks",
 }
 
-# A checkpoint's own section, by attribute of the method.
+# The section of a checkpoint that only this optimizer has: attribute of the method -> its check.
 _SECTION = {
     "evaluations": checkpoint.count,
     "rho": checkpoint.number,
@@ -42,34 +43,37 @@ _SECTION = {
 
 
 class _UnusableError(Exception):
-    """Says what is wrong with this rank's closure; its cause is what the closure raised, if so."""
+    """An error of this rank's closure. If the closure raised, its exception is the cause."""
 
 
 class TwoDirection(torch.optim.Optimizer):
-    """2Direction for convex losses with exact local gradients; one worker a rank.
+    """2Direction for convex losses with exact local gradients, with one worker per rank.
 
-    With mini-batches or dropout nothing is promised: the differences of gradients, which it sends,
-    do not become small. All parameters are one flat vector, which holds the method's x after a
-    step; the next step undoes any other change of them. All ranks call ``step`` together, and none
-    wraps the model in DDP.
+    The method has no guarantee with mini-batches or dropout: it sends differences of gradients,
+    which then do not become small. All ranks must call ``step`` together. Do not wrap the model in
+    DDP.
+
+    All parameters form one flat vector. After a step they contain the method's x, and the next step
+    overwrites any other change to them.
 
     Args:
         params: the model's parameters, equal on all ranks; one floating-point dtype, one device.
-        up, down: unbiased compressor of the workers and contractive one of the server, or specs.
+        up, down: unbiased compressor of the workers and contractive compressor of the server, or
+            their specs.
         lbar: inverse of the step size, to be tuned; above 0.
         mu: strong convexity of the mean of all ranks' losses, at least 0.
-        p, tau: probability of the coin, and momentum of v; by default 1/(omega + 1) both.
-        gamma0: Gamma at the start.
+        p, tau: probability of the coin, and momentum of v. Both default to 1/(omega + 1).
+        gamma0: the initial Gamma.
         group: the process group; None is the default group.
         seed: the run's seed, the same on all ranks.
-        samples: number of this rank's samples, compared between ranks if given: the mean of losses
-            over unequal shards is not the loss over all samples.
+        samples: number of this rank's samples. If given, verify that it matches across ranks: the
+            mean of losses over unequal shards is not the loss over all samples.
         check_deterministic: evaluate the first gradient twice, and require equal bits.
 
     Raises:
-        SpecError: if a parameter is out of its range, a compressor of the wrong kind, or
-            torch.distributed not initialised.
-        RankMismatchError: on all ranks, if they have been given different arguments.
+        SpecError: if a parameter is out of range, a compressor has the wrong kind, or
+            torch.distributed is not initialized.
+        RankMismatchError: on all ranks, if the arguments differ between ranks.
     """
 
     def __init__(
@@ -90,13 +94,16 @@ class TwoDirection(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {})
         if not dist.is_initialized():
-            raise SpecError("TwoDirection needs torch.distributed: call init_process_group first")
+            raise SpecError("TwoDirection needs torch.distributed; call init_process_group first")
         first = self.param_groups[0]
         self._params: list[Tensor] = first["params"]
+        # Built from `named_parameters()`, the group has names. Otherwise number the parameters.
         names = first.get("param_names") or map(str, range(len(self._params)))
         self._named = dict(zip(names, self._params, strict=True))
         device = self._params[0].device
         options = dict(up=up, down=down, lbar=lbar, mu=mu, p=p, tau=tau, gamma0=gamma0)
+        # `build` raises on every rank if one rank's arguments are invalid or differ. Otherwise the
+        # other ranks would hang in their first collective.
         self._options = ProcessGroupExchange(group, device).build(
             "TwoDirection",
             {**options, "seed": seed, "samples": samples},
@@ -106,55 +113,70 @@ class TwoDirection(torch.optim.Optimizer):
         self._spec = f"2direction({', '.join(f'{k}={v}' for k, v in self._options.items())})"
         self._check_deterministic = check_deterministic
         self._server = Ranks(group, seed, device)
+        # Lets the error on all ranks describe why this rank's closure failed.
         self._server.explain = lambda: str(self._fault or "")
+        # Built in the first step: its constructor evaluates gradients, which needs the closure.
         self._method: TwoDirectionMethod | None = None
         self._verified = False
         self._loss: Tensor | float = math.nan
         self._fault: _UnusableError | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after the first group: all parameters are one vector from the start."""
+        """Raise SpecError, because all parameters form one vector from the start."""
+        # torch.optim.Optimizer calls this for the first group, before `_server` exists.
         if hasattr(self, "_server"):
-            raise SpecError("TwoDirection takes no further parameters: all are one vector")
+            raise SpecError(
+                "TwoDirection cannot add a parameter group: all parameters form one vector. Pass "
+                "them all to the constructor"
+            )
         super().add_param_group(param_group)
 
     @property
     def traffic(self) -> ServerTraffic:
-        """What this rank's worker and the server have sent each other."""
+        """The traffic between this rank's worker and the server."""
         return self._server.traffic
 
     def step(self, closure: Closure) -> Tensor | float:  # type: ignore[override]
-        """One iteration; what the closure returned last: this rank's loss at y, and not at x.
+        """Do one iteration.
 
         Args:
-            closure: as for :class:`torch.optim.LBFGS`, over all of this rank's samples; called
-                twice if z moved in the iteration before, which happens with probability p.
+            closure: as for :class:`torch.optim.LBFGS`, over all of this rank's samples. It is
+                called twice if z moved in the last iteration, which has probability p.
+
+        Returns:
+            The closure's last result: this rank's loss at y, not at x.
 
         Raises:
-            NonFiniteError: on all ranks, naming those whose closure returned no finite loss, left
-                no finite gradient, raised, or was not deterministic. The step left no trace then.
-            RankMismatchError: on all ranks, at the first step, if their parameters differ.
+            NonFiniteError: on all ranks, if a closure raised, was not deterministic, or did not
+                produce a finite loss and a finite gradient. The message lists the workers. The step
+                has then changed nothing.
+            RankMismatchError: on all ranks, in the first step, if the parameters differ.
         """
         x = _flat(self._params)
         self._closure, self._fault = closure, None
+        # In the first step after construction or loading: different parameters or steps would not
+        # raise later, they would only give wrong results.
         if not self._verified:
             content = x.cpu().view(torch.uint8).numpy().tobytes()
-            facts: dict[str, Any] = {"parameters": hashlib.sha256(content).hexdigest()[:12]}
-            facts["step"] = self._method.iterations if self._method else 0
-            self._server.exchange.verify("TwoDirection", facts, _ADVICE)
+            values: dict[str, Any] = {"parameters": hashlib.sha256(content).hexdigest()[:12]}
+            values["step"] = self._method.iterations if self._method else 0
+            self._server.exchange.verify("TwoDirection", values, _ADVICE)
             self._verified = True
         try:
             self._method = method = self._method or self._build(x)
             method.step()
             x = method.x
         except NonFiniteError as error:
+            # Show the traceback of the closure's own exception on the rank where it failed.
             raise error from (self._fault and self._fault.__cause__)
         finally:
+            # Evaluating gradients moved the parameters to y and z. After an error this restores
+            # the old x.
             self._write(x)
         return self._loss
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: each rank saves and loads its own."""
+        """Return this rank's state. Each rank must save and load its own."""
         traffic, names = self.traffic, list(self._named)
         held = {**vars(self._method), "traffic": asdict(traffic)} if self._method else {}
         step = held.get("iterations", 0)
@@ -174,13 +196,15 @@ class TwoDirection(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on bit for bit where :meth:`state_dict` was taken; the parameters are set, too.
+        """Load a state. The run then continues bit for bit as after :meth:`state_dict`.
+
+        This also sets the parameters.
 
         Raises:
-            CheckpointError: if the state is another rank's, or that of other arguments, another
-                model or another number of ranks, or is damaged; nothing has changed then.
+            CheckpointError: if the state is damaged, or comes from another rank, other arguments,
+                another model or another number of ranks. The optimizer has then not changed.
         """
-        self._check(state_dict)
+        self._check(state_dict)  # before the first assignment
         section = state_dict["two_direction"]
         self._method, self._verified = None, False
         self._server.traffic = ServerTraffic(**(section["traffic"] if section else {}))
@@ -191,17 +215,19 @@ class TwoDirection(torch.optim.Optimizer):
         for name, slot in state_dict["slots"].items():
             vector = _flat(slot["tensors"][each] for each in self._named)
             vector = vector.to(self._params[0].device)
+            # The workers' vectors are rows, of which this process has one.
             held[name] = vector[None] if name in ("h_i", "grad_z") else vector
         self._method = self._build(held["x"], held)
         self._write(held["x"])
 
     def _check(self, state: Any) -> None:
-        """Require a state of this run and rank, whole and possible."""
-        checkpoint.check_header(state, self._spec, self._server.exchange, _FOREIGN)
+        """Require a complete and consistent state of this run and rank."""
+        checkpoint.check_header(state, self._spec, self._server.exchange, _MISMATCH_ADVICE)
         checkpoint.check_engine(state, self._named)
         section = checkpoint.optional(checkpoint.record(**_SECTION))
         checkpoint.record(two_direction=section)(state, "the state dict")
         saved, step, slots = state["two_direction"], state["step"], state["slots"]
+        # Only grad_z is optional, because it can be computed again.
         kept = [name for name in VECTORS if name != "grad_z" or name in slots] if saved else []
         named = self._named.items()
         forms = {name: checkpoint.tensor(tuple(p.shape), p.dtype) for name, p in named}
@@ -212,21 +238,28 @@ class TwoDirection(torch.optim.Optimizer):
         }
         problems[f"seed {state['seed']}"] = state["seed"] != self._server.seed
         if saved:
+            # rho starts at 1/gamma0 and never grows. The start and every iteration evaluate a
+            # gradient or more, and take one round trip.
             rho, trips = saved["rho"], saved["traffic"]["round_trips"]
             problems[f"rho {rho}"] = not 0 <= rho <= 1 / self._options["gamma0"]
             problems[f"{saved['evaluations']} evaluations"] = saved["evaluations"] <= step
             problems[f"{trips} round trips"] = trips <= step
         problems[f"step {step}"] = not step and bool(saved and saved["second_is_due"])
         problems[f"step {step} of a run that has not started"] = bool(step and not saved)
-        found = [problem for problem, holds in problems.items() if holds]
+        found = [problem for problem, wrong in problems.items() if wrong]
         if found:
-            raise CheckpointError(f"the checkpoint does not fit this run: {', '.join(found)}")
+            raise CheckpointError(
+                f"the checkpoint does not match this run: {', '.join(found)}; load the state that "
+                "this rank saved, with the arguments of that run"
+            )
 
     def _build(self, x: Tensor, state: dict[str, Any] | None = None) -> TwoDirectionMethod:
         return TwoDirectionMethod(self._gradients, x, self._server, **self._options, state=state)
 
     def _gradients(self, point: Tensor) -> Tensor:
+        """Return the gradient of this rank's loss at `point`, or NaN if the closure fails."""
         try:
+            # After a fault, do not call the closure again in this step.
             if self._fault is None:
                 gradient = self._evaluate(point)
                 if self._check_deterministic:
@@ -240,13 +273,14 @@ class TwoDirection(torch.optim.Optimizer):
                 return gradient[None]
         except _UnusableError as error:
             self._fault = error
-        # The other ranks wait for a message: from it they learn of the fault.
+        # Do not raise here: the other ranks wait for this rank's message. A NaN in the message
+        # makes all ranks raise.
         return torch.full_like(point, torch.nan)[None]
 
     def _evaluate(self, point: Tensor) -> Tensor:
-        """The closure's gradient at `point`."""
+        """Return the closure's gradient at `point`."""
         self._write(point)
-        # What an earlier pass left must not pass for this point's gradient.
+        # Otherwise a closure without backward() would return the gradient of an earlier point.
         for parameter in self._params:
             parameter.grad = None
         try:
@@ -261,6 +295,7 @@ class TwoDirection(torch.optim.Optimizer):
         return _flat(torch.zeros_like(p) if p.grad is None else p.grad for p in self._params)
 
     def _wrong_with(self, loss: Tensor | float | None) -> str:
+        """Describe what is wrong with the closure's result; "" if it is valid."""
         if loss is None:
             return "returned None instead of the loss"
         value = float(loss.detach() if isinstance(loss, Tensor) else loss)
@@ -268,45 +303,56 @@ class TwoDirection(torch.optim.Optimizer):
         if not math.isfinite(value):
             return f"returned {value:g}"
         if not grads:
-            return "left no gradient: it must call loss.backward()"
+            return "left no gradient; it must call loss.backward()"
         if any(grad.layout != torch.strided for grad in grads):
-            return "left a sparse gradient, and all of them are one dense vector"
+            return "left a sparse gradient, but TwoDirection needs dense gradients"
         return ""
 
     @torch.no_grad()
     def _write(self, x: Tensor) -> None:
-        # In place: whoever shares a parameter's memory sees it move.
+        # In place, because other tensors can share the memory of a parameter.
         for p, part in zip(self._params, self._parts(x), strict=True):
             p.copy_(part)
 
     def _parts(self, x: Tensor) -> list[Tensor]:
-        """A vector, or a row, as one tensor for each parameter, of its shape."""
+        """Split a vector, or a matrix of one row, into one tensor per parameter, in its shape."""
         parts = x.view(-1).split_with_sizes([p.numel() for p in self._params])
         return [part.view(p.shape) for p, part in zip(self._params, parts, strict=True)]
 
     def _checked(
         self, options: dict[str, Any], seed: int, samples: int | None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The options with their compressors, and what all ranks must share."""
+        """Check the arguments.
+
+        Returns:
+            The options with compressors instead of specs, and the values that must match across
+            ranks.
+        """
         if len(self.param_groups) > 1:
-            raise SpecError("TwoDirection takes one group of parameters: all are one vector")
+            raise SpecError(
+                f"TwoDirection takes one parameter group, not {len(self.param_groups)}: all "
+                "parameters form one vector"
+            )
         unknown = self.param_groups[0].keys() - {"params", "param_names"}
         if unknown:
-            raise SpecError(f"TwoDirection's parameters take no options: {', '.join(unknown)}")
+            raise SpecError(
+                f"TwoDirection's parameter group takes no options, but has {', '.join(unknown)}; "
+                "pass options to the constructor"
+            )
         kinds = {(str(p.dtype), str(p.device)) for p in self._params}
         if len(kinds) > 1 or not self._params[0].is_floating_point():
             raise SpecError(
-                "TwoDirection makes one vector of all parameters: they must be of one "
-                f"floating-point dtype on one device, and here are {sorted(kinds)}"
+                "TwoDirection's parameters form one vector, so they must have one floating-point "
+                f"dtype and one device, but they have {sorted(kinds)}"
             )
         check_seed(seed)
         if samples is not None:
             check_count("samples", samples)
         built = {**options, **{role: _compressor(options[role], role) for role in ("up", "down")}}
         d = sum(p.numel() for p in self._params)
-        constants(d, **built)
-        facts = {"coordinates": d, "dtype": self._params[0].dtype, "samples": samples}
-        return built, {**facts, **built, "seed": seed}
+        constants(d, **built)  # only for its checks
+        values = {"coordinates": d, "dtype": self._params[0].dtype, "samples": samples}
+        return built, {**values, **built, "seed": seed}
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:
@@ -314,13 +360,17 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _compressor(spec: Compressor | str, role: str) -> Compressor:
+    # A spec such as "topk(0.1)" parses as an aggregator: `mean` of the compressor.
     method = parse_aggregator(spec)
     if isinstance(method, Mean):
         return method.compressor
-    raise SpecError(f"{role}: '{method}' is a method, and here a compressor is needed", role)
+    raise SpecError(
+        f"{role}: '{method}' is an aggregation method; use a compressor, such as randk or topk",
+        role,
+    )
 
 
 def _kind(slot: str) -> dict[str, Any]:
-    # The gradients at z can be computed anew.
+    # The gradients at z can be computed again.
     kind = Kind.CACHE if slot == "grad_z" else Kind.ESTIMATE
     return {"kind": kind.value, "sharded": False}

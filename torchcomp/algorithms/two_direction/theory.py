@@ -1,16 +1,16 @@
 """The theory of 2Direction: constants, probabilities, step size and learning rates.
 
-Tyurin, Richtarik, NeurIPS 2023 (arXiv 2305.12379). Arguments are symbols of the theory, see
-:mod:`~torchcomp.algorithms.checks`; tau is the momentum of v and beta that of h.
+Tyurin, Richtarik, NeurIPS 2023 (arXiv 2305.12379). For the symbols see
+:mod:`~torchcomp.algorithms.checks`. tau is the momentum of v, and beta is the momentum of h.
 
-The paper's Algorithm 2 carries Gamma, which grows geometrically: squared it leaves float64's range
-near 1e154, after which the method silently stands still. Here its inverse rho = 1/Gamma is carried.
-With c = Lbar rho + mu the paper's quadratic, divided by Gamma, reads
+The paper's Algorithm 2 computes with Gamma, which grows geometrically. Near 1e154 its square
+exceeds the range of float64, and the method silently stops moving. This module computes with the
+inverse rho = 1/Gamma instead. With c = Lbar rho + mu, the paper's quadratic divided by Gamma is
 
     p Lbar theta^2 + p c theta - c = 0,
 
-and Gamma' = Gamma + gamma' = Gamma / (1 - p theta) becomes rho' = rho (1 - p theta). When rho has
-shrunk to nothing, the learning rates have long been those of its limit.
+and Gamma' = Gamma + gamma' = Gamma / (1 - p theta) becomes rho' = rho (1 - p theta). When rho
+underflows to 0, the learning rates have reached their limit long before.
 """
 
 import math
@@ -25,21 +25,22 @@ from torchcomp.compressors import Compressor
 from torchcomp.errors import SpecError
 
 CONSTANT = 660508.0
-"""The theory's C of Lbar: an upper bound, and far too large to be of use. Tune the step instead."""
+"""The theory's constant C of Lbar: an upper bound, too large in practice. Tune the step size."""
 
 
 @dataclass(frozen=True)
 class Probabilities:
-    """The coin's probability and the momentum of v, both in (0, 1]."""
+    """The probability p of the coin and the momentum tau of v, both in (0, 1]."""
 
     p: float
     tau: float
 
 
 def probabilities(omega: float) -> Probabilities:
-    """P and tau where neither Lmax/L nor the price of the way down is known: 1/(omega + 1).
+    """Return p = tau = 1/(omega + 1), for unknown Lmax/L and unknown cost of downlink messages.
 
-    SpecError if omega is negative or not finite.
+    Raises:
+        SpecError: if omega is negative or not finite.
     """
     check_symbols(omega=omega)
     p = 1 / (omega + 1)
@@ -49,15 +50,24 @@ def probabilities(omega: float) -> Probabilities:
 def priced_probabilities(
     omega: float, *, d: int, k_up: int, k_down: int, r: float
 ) -> Probabilities:
-    """P and tau where the price of the way down is known; SpecError if a number is out of range.
+    """Return p and tau for a known cost of downlink messages.
 
-    A message up has `k_up` coordinates, one down `k_down`. In the cost of communication the way
-    down has the weight r, in [0, 1], and the way up 1 - r.
+    Args:
+        omega: relative variance of the workers' compressor.
+        d: number of coordinates.
+        k_up: coordinates of an uplink message.
+        k_down: coordinates of a downlink message.
+        r: weight of downlink messages in the cost, in [0, 1]. Uplink messages have 1 - r.
+
+    Raises:
+        SpecError: if an argument is out of range.
     """
     check_symbols(omega=omega, d=d)
     check_count("k_up", k_up, most=d)
     check_count("k_down", k_down, most=d)
     check_share("r", r)
+    # mu_r is the cost of a dense downlink message relative to the cost of an iteration's compressed
+    # messages. The coin's p limits how often dense messages are sent.
     mu_r = r * d / ((1 - r) * k_up + r * k_down)
     p = min(1.0, 1 / (omega + 1), 1 / mu_r if mu_r else 1.0)
     return Probabilities(p, p ** (1 / 3) / (omega + 1) ** (2 / 3))
@@ -74,10 +84,15 @@ def lbar(
     tau: float,
     constant: float = CONSTANT,
 ) -> float:
-    """Lbar, the inverse of the step size; `constant` is C. SpecError if one is out of its range."""
+    """Return Lbar, the inverse of the step size. `constant` is the factor C.
+
+    Raises:
+        SpecError: if an argument is out of range.
+    """
     check_symbols(smoothness=smoothness, lmax=lmax, constant=constant, alpha=alpha, p=p, tau=tau)
     check_symbols(omega=omega, n=n)
     beta = 1 / (omega + 1)
+    # The six terms of the paper's maximum, in its order.
     terms = (
         smoothness / alpha,
         smoothness * p / (alpha * tau),
@@ -91,7 +106,7 @@ def lbar(
 
 @dataclass(frozen=True)
 class Constants:
-    """What the learning rates depend on; gamma0 is Gamma at the start."""
+    """The constants that the learning rates depend on. gamma0 is the initial Gamma."""
 
     lbar: float
     mu: float
@@ -106,14 +121,14 @@ class Constants:
         check_convexity(self.mu, self.lbar, "lbar")
         if not 1e-100 <= float(self.gamma0) <= 1e100:
             raise SpecError(
-                "gamma0 must lie from 1e-100 to 1e100, because the learning rates square it; not "
+                "gamma0 must be from 1e-100 to 1e100, because the learning rates square it; got "
                 f"{self.gamma0!r}",
                 "gamma0",
             )
 
     @cached_property
     def theta_min(self) -> float:
-        """The bound on theta: 1/4 min(1, alpha/p, tau/p, beta/p)."""
+        """The upper bound on theta: 1/4 min(1, alpha/p, tau/p, beta/p)."""
         return min(1.0, self.alpha / self.p, self.tau / self.p, self.beta / self.p) / 4
 
 
@@ -130,25 +145,38 @@ def constants(
     omega: float | None = None,
     gamma0: float = 1.0,
 ) -> Constants:
-    """The constants of a run with d coordinates, an unbiased `up` and a contractive `down`.
+    """Return the constants of a run with d coordinates, an unbiased `up` and a contractive `down`.
 
-    By default p and tau are 1/(omega + 1), and alpha and omega what the compressors declare; others
-    are taken if they promise less. SpecError if one is out of range, or a compressor of the wrong
-    kind.
+    Args:
+        d: number of coordinates.
+        up: unbiased compressor of the workers.
+        down: contractive compressor of the server.
+        lbar: inverse of the step size.
+        mu: strong convexity of f.
+        p: probability of the coin. The default is 1/(omega + 1).
+        tau: momentum of v. The default is 1/(omega + 1).
+        alpha: contraction constant, at most the one that `down` declares, which is the default.
+        omega: relative variance, at least the one that `up` declares, which is the default.
+        gamma0: the initial Gamma.
+
+    Raises:
+        SpecError: if an argument is out of range, or a compressor has the wrong kind.
     """
+    # Check the compressors first: their constants are the defaults of the others.
     known_omega = require("unbiased", up, d, "up")
     known_alpha = require("contractive", down, d, "down")
     omega = known_omega if omega is None else omega
     alpha = known_alpha if alpha is None else alpha
     check_symbols(omega=omega, alpha=alpha)
-    for name, given, known, compressor, better in (
+    # A worse constant than declared is still a valid bound. A better one would be wrong.
+    for name, value, known, compressor, better in (
         ("omega", omega, known_omega, up, omega < known_omega),
         ("alpha", alpha, known_alpha, down, alpha > known_alpha),
     ):
         if better:
             raise SpecError(
-                f"{name} = {given:g} contradicts '{compressor}', which guarantees {known:g} and no "
-                f"better; leave {name} out to calculate with that",
+                f"{name} = {value:g} contradicts '{compressor}', which guarantees only {known:g}; "
+                f"omit {name} to use that value",
                 name,
             )
     beta = 1 / (omega + 1)
@@ -165,10 +193,11 @@ class LearningRates:
     constants: Constants
 
     def step(self, dual: Tensor, point: Tensor, y: Tensor) -> Tensor:
-        """The mirror step from `point`, where `dual` estimates the gradient at `y`; all 1-D.
+        """Return the mirror step from `point`. `dual` estimates the gradient at `y`. All are 1-D.
 
-        It minimises <dual, x> + (Lbar + Gamma mu)/(2 gamma') |x - point|^2 + mu/2 |x - y|^2.
+        The step minimizes <dual, x> + (Lbar + Gamma mu)/(2 gamma') |x - point|^2 + mu/2 |x - y|^2.
         """
+        # The paper's formula divided by Gamma', with gamma'/Gamma' = p theta.
         c = self.constants
         moved = c.p * self.theta
         pulled = (c.lbar * self.rho + (1 - moved) * c.mu) * point + c.mu * moved * y
@@ -176,9 +205,11 @@ class LearningRates:
 
 
 def learning_rates(rho: float, constants: Constants) -> LearningRates:
-    """The learning rates of the iteration that starts with Gamma = 1/rho (Algorithm 2)."""
+    """Return the learning rates of the iteration that starts with Gamma = 1/rho (Algorithm 2)."""
     p, lbar = constants.p, constants.lbar
     c = lbar * rho + constants.mu
+    # The positive root of the quadratic, in the form without cancellation: -b + sqrt(b^2 + ...)
+    # would subtract two nearly equal numbers where p c dominates.
     theta_bar = 2 * c / (p * c + math.sqrt(p * p * c * c + 4 * p * lbar * c))
     theta = min(theta_bar, constants.theta_min)
     return LearningRates(rho * (1 - p * theta), theta, constants)
