@@ -1,4 +1,4 @@
-"""What the documents show is run as it stands there."""
+"""The code in the documentation runs as printed there."""
 
 import os
 import re
@@ -37,11 +37,11 @@ def after(diff: str) -> str:
     return "".join(line[1:] for line in diff.splitlines(keepends=True))
 
 
-def readme_script(way: str) -> str:
-    """The README's first script, with the line of the way that is asked for."""
+def readme_script(method: str) -> str:
+    """Return the README's first script with `register` or with `LocalSGD`."""
     whole, local = blocks(README, "diff")
     assert whole.count("\n+") == 2, "an import and one line"
-    if way == "register":
+    if method == "register":
         return after(whole)
     without = "".join(line for line in whole.splitlines(keepends=True) if "register" not in line)
     context, added = local.splitlines(keepends=True)
@@ -50,12 +50,13 @@ def readme_script(way: str) -> str:
     return after(without.replace(context, local))
 
 
-@pytest.mark.parametrize("way", ["register", *thorough(["LocalSGD"])])
-def test_readme_script_trains_with_the_added_line(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["register", *thorough(["LocalSGD"])])
+def test_readme_script_trains_with_the_added_line(method: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    # Not the exit code: gloo aborts some processes at exit, plain DDP's too (docs/assumptions.md).
-    text = readme_script(way)
-    assert text.count(f"torchcomp.{way}(") == 1
+    # The exit code is not checked: gloo aborts some processes at exit, also with plain DDP (see
+    # docs/assumptions.md).
+    text = readme_script(method)
+    assert text.count(f"torchcomp.{method}(") == 1
     script.write_text(f'{text}\nprint("trained")\n')
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     run = subprocess.run(
@@ -70,7 +71,7 @@ def test_readme_script_trains_with_the_added_line(way: str, tmp_path: Path) -> N
 
 def run_usage(folder: str) -> str:
     os.chdir(folder)
-    torch.manual_seed(0)  # Averager takes weights as they are; DDP copies rank 0's.
+    torch.manual_seed(0)  # Unlike DDP, Averager does not broadcast the weights of rank 0.
     model = DistributedDataParallel(nn.Linear(8, 3))
     data = [(torch.randn(4, 8), torch.randint(3, (4,))) for _ in range(3)]
     names = {
@@ -86,7 +87,7 @@ def run_usage(folder: str) -> str:
     return str(names["plan"])
 
 
-def test_usage_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
+def test_usage_runs_and_shows_the_printed_plan(tmp_path: Path) -> None:
     shown = on_processes(2, run_usage, str(tmp_path))[0]
     assert f"```\n{shown}\n```" in USAGE
 
@@ -96,7 +97,7 @@ def test_readme_fits_a_hundred_columns() -> None:
 
 
 def contributed(block: int, name: str) -> dict[str, Any]:
-    """What a block of CONTRIBUTING.md defines as the module `name`."""
+    """Return the names that a code block of CONTRIBUTING.md defines, run as module `name`."""
     names: dict[str, Any] = {"__name__": name}
     exec(blocks(CONTRIBUTING, "python")[block], names)
     return names
@@ -130,7 +131,7 @@ def test_contributing_adds_an_aggregator(monkeypatch: pytest.MonkeyPatch) -> Non
             theirs.average_all(means[1])
             assert torch.equal(means[0]["w"], means[1]["w"])
             assert ours.residual_norms() == theirs.residual_norms()
-            # A resumed run goes on as if nothing had been.
+            # A new averager with the same state must continue the same way.
             if step == 1:
                 state = ours.state_dict()
                 ours = Averager(specs[0], exchange, {"w": torch.zeros(20)})
@@ -155,36 +156,36 @@ def test_contributing_averages_in_a_loop() -> None:
         assert torch.equal(first.bias, model.bias)
 
 
-def walk() -> list[str]:
-    """The files of a step, in the order of the table in docs/architecture.md."""
+def documented_step() -> list[str]:
+    """Return the files that a step passes, from the table in docs/architecture.md."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     table = text.partition("## From the DDP hook")[2].partition("Step by step")[0]
     return re.findall(r"^\| [^|]+ \| `([\w/]+\.py)` \|", table, re.MULTILINE)
 
 
 def traced_step() -> list[str]:
-    """One DDP step with ``ef(topk(0.5))``: the package's files, from the hook's call on."""
+    """Run a DDP step with ``ef(topk(0.5))`` and return the files of the package that it calls."""
     package, calls = str(Path(torchcomp.__file__).parent), list[tuple[str, str]]()
 
-    def note(frame: FrameType, event: str, _: object) -> None:
+    def record(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(package):
             file = str(Path(frame.f_code.co_filename).relative_to(package))
             calls.append((file, frame.f_code.co_name))
 
     model = DistributedDataParallel(torch.nn.Linear(8, 3))
     torchcomp.register(model, "ef(topk(0.5))")
-    sys.setprofile(note)
+    sys.setprofile(record)
     try:
         model(torch.ones(2, 8)).sum().backward()
     finally:
         sys.setprofile(None)
-    # `begin` calls the exchange before the method runs; the page follows a bucket.
+    # Skip `begin`, which calls the exchange too: the table is about a bucket.
     bucket = calls.index(("averager.py", "average"))
     return list(dict.fromkeys([calls[0][0], *(file for file, _ in calls[bucket:])]))
 
 
-def test_the_walk_in_architecture_is_a_bucket_s_way() -> None:
-    register, *rest = walk()
+def test_architecture_lists_the_files_that_a_bucket_passes() -> None:
+    register, *rest = documented_step()
     assert register == "ddp/register.py"
     assert len(rest) >= 5
     for files in on_threads(2, traced_step):

@@ -159,7 +159,7 @@ class Averager:
         guarded = not method.transparent
         # If the method's residual shows which parameters were non-finite, this pass over the
         # gradients is not needed.
-        if guarded and not method.traces(bucket.flat.dtype):
+        if guarded and not method.residual_shows_nonfinite(bucket.flat.dtype):
             self._watch.before(bucket)
         key = Key(self.seed, self.step, rank=self.exchange.rank)
         method.aggregate(bucket, self.exchange, self.state, key)
@@ -358,7 +358,7 @@ class Averager:
     def _traces(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the residuals that show a NaN of a gradient, by parameter name."""
         for name, part in self.state.pending("error"):
-            if self._active.traces(self.parameters[name].dtype):
+            if self._active.residual_shows_nonfinite(self.parameters[name].dtype):
                 yield name, part
 
     # Counters and checkpoints.

@@ -39,10 +39,10 @@ def step_cosine(step: int, *, peak: float, final: float, total: int) -> float:
 DECAYS = {"cosine": cosine, "linear": linear, "step-cosine": step_cosine}
 
 
-def warmed_up(step: int, *, rate: LRFunction, peak: float, final: float, steps: int) -> float:
-    """Linear warm-up from `final` to `peak` in `steps` steps, followed by `rate`."""
-    # `rate` is called with the step of the run, not with the steps since the end of warm-up.
-    return final + (peak - final) * step / steps if step < steps else rate(step)
+def warmed_up(step: int, *, after: LRFunction, peak: float, final: float, steps: int) -> float:
+    """Linear warm-up from `final` to `peak` in `steps` steps, followed by `after`."""
+    # `after` is called with the step of the run, not with the steps since the end of warm-up.
+    return final + (peak - final) * step / steps if step < steps else after(step)
 
 
 def decaying(
@@ -79,4 +79,4 @@ def decaying(
     def decayed(step: int) -> float:
         return DECAYS[decay](step - warmup_steps, peak=peak, final=final, total=length)
 
-    return partial(warmed_up, rate=decayed, peak=peak, final=final, steps=warmup_steps)
+    return partial(warmed_up, after=decayed, peak=peak, final=final, steps=warmup_steps)

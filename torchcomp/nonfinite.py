@@ -34,7 +34,7 @@ class FiniteWatch:
         flat = bucket.flat
         # If frames were received, `conclude` communicates in any case. All ranks have the same
         # mean, so each rank then checks only its share.
-        if self._exchange.concludes:
+        if self._exchange.must_conclude:
             rank, world_size = self._exchange.rank, self._exchange.world_size
             flat = flat[rank * flat.numel() // world_size : (rank + 1) * flat.numel() // world_size]
         self._means.append(nan_unless_finite(flat))

@@ -45,10 +45,13 @@ class Plan:
     parallel_wall_clock: WallClock | None = None
 
     def __str__(self) -> str:
-        saving, even = "nothing is sent", "none: it does not grow with the number of ranks"
+        traffic, even = "nothing is sent", "none: it does not grow with the number of ranks"
         # On one rank, nothing is sent and there is no ratio.
         if self.bytes_sent:
-            saving = f"{_three_digits(self.dense_bytes_sent / self.bytes_sent)}x"
+            factor = self.dense_bytes_sent / self.bytes_sent
+            # A method that sends more says so, instead of "0.39x less".
+            word = "less" if factor >= 1 else "more"
+            traffic = f"{_three_digits(max(factor, 1 / factor))}x {word} than plain DDP"
         if self.break_even_world_size is not None:
             even = f"{self.break_even_world_size:,} ranks (from there, plain DDP sends no more)"
         rows = [
@@ -64,7 +67,7 @@ class Plan:
             ("sent per step", _bytes(self.bytes_sent)),
             ("received per step", _bytes(self.bytes_received)),
             ("plain DDP sends", _bytes(self.dense_bytes_sent)),
-            ("less traffic", saving),
+            ("traffic", traffic),
             ("break-even", even),
             ("state per rank", _bytes(self.memory_bytes)),
         ]

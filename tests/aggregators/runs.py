@@ -1,6 +1,5 @@
-"""Averagers on ranks of this process, fed with gradients that everybody can compute."""
+"""Averagers on ranks of this process, with gradients that are a function of step and rank."""
 
-import io
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -37,7 +36,7 @@ def parameters(dtype: torch.dtype = torch.float64) -> Named:
 
 
 def gradient(step: int, rank: int, dtype: torch.dtype = torch.float64) -> Named:
-    """A gradient with a slowly moving part that all ranks share, and noise of their own."""
+    """Return a gradient: a slowly changing part, equal on all ranks, plus noise of each rank."""
     return {
         name: (_normal(name, step // 5, -1, shape) + 0.3 * _normal(name, step, rank, shape)).to(
             dtype
@@ -73,7 +72,7 @@ def step(
     scale: float = 1.0,
     **finish: Any,
 ) -> Named:
-    """The means of `tensors`, averaged in these buckets."""
+    """Average `tensors` in one step, in these buckets, and return their means."""
     like = parameters(next(iter(tensors.values())).dtype)
     engine.begin(scale)
     buckets = []
@@ -105,19 +104,6 @@ def steps(
 
 def on_ranks(world_size: int, body: Callable[[Exchange], T]) -> list[T]:
     return run_in_process(world_size, body)
-
-
-def reloaded(state: dict[str, Any]) -> dict[str, Any]:
-    """A state dict as it comes back from disk."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def kept(state: dict[str, Any], slot: str) -> Named:
-    """A slot's tensors, by parameter."""
-    return state["slots"][slot]["tensors"]
 
 
 def assert_equal(actual: Named, expected: Named) -> None:

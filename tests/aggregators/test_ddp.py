@@ -1,4 +1,4 @@
-"""The three methods behind DDP: over gloo with several buckets, through the rebuild, resumed."""
+"""PowerSGD, EF21 and DGC with DDP: several buckets over gloo, bucket rebuild, resume."""
 
 from typing import Any
 
@@ -7,16 +7,18 @@ import torch
 from torch import Tensor
 
 import torchcomp
-from tests.aggregators.runs import Named, assert_equal, assert_near, kept, reloaded
+from tests.aggregators.runs import Named, assert_equal, assert_near
 from tests.aggregators.twins import History, dgc, ef21, powersgd
 from tests.support.cases import some
 from tests.support.models import (
     gradients,
+    kept,
     local_gradients,
     loss_of,
     mlp,
     raised_by,
     rebuilt_buckets,
+    reloaded,
     rows,
     seeded,
     weights,
@@ -35,7 +37,7 @@ SLOTS = {POWERSGD: "error", EF21: "estimate", DGC: "error"}
 
 
 def means_of(spec: str, dense: History) -> tuple[list[Named], list[Named]]:
-    """What the paper's method applies, and what each rank keeps in the end."""
+    """Return the means that the paper's method applies, and the final state of each rank."""
     if spec == POWERSGD:
         return powersgd(dense, 1)
     if spec == EF21:
@@ -53,7 +55,7 @@ class Script:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02)
 
     def train(self, steps: range, factor: float = 1.0) -> tuple[list[Named], list[Named]]:
-        """This rank's own gradients, and those that DDP hands to the optimizer."""
+        """Return this rank's own gradients, and those that DDP passes to the optimizer."""
         own, applied = [], []
         for step in steps:
             batch = rows(step) * factor
@@ -65,7 +67,7 @@ class Script:
         return own, applied
 
     def resumed(self, spec: str) -> "Script":
-        """Another script that goes on from here."""
+        """Return another script that resumes from the current state."""
         other = Script(spec, SEED + 1, 1)
         other.model.module.load_state_dict(self.model.module.state_dict())
         other.handle.load_state_dict(reloaded(self.handle.state_dict()))
@@ -96,7 +98,7 @@ def test_equals_the_paper_through_the_bucket_rebuild(spec: str) -> None:
 
 
 def over_gloo(spec: str) -> tuple[tuple[list[Named], list[Named], Named], Tensor]:
-    """Train; then go on from a checkpoint, past an infinity and a step without gradients."""
+    """Train and resume, with a failed step and steps with zero gradients after the resume."""
     outcome = trained(spec)
     script = Script(spec)
     script.train(range(4))
@@ -119,7 +121,7 @@ def over_gloo(spec: str) -> tuple[tuple[list[Named], list[Named], Named], Tensor
 
 @pytest.mark.parametrize("spec", some(SLOTS, of=3))
 def test_over_gloo_with_several_buckets(spec: str) -> None:
-    """What PyTorch's PowerSGD hook cannot: several buckets on gloo, a resume, one infinity."""
+    """Several buckets on gloo, a resume and an infinity: PyTorch's PowerSGD hook fails here."""
     outcomes, final = zip(*on_processes(2, over_gloo, spec), strict=True)
     check(spec, list(outcomes))
     assert torch.equal(final[0], final[1])
@@ -136,13 +138,13 @@ def test_counted_bytes_are_those_of_explain(spec: str) -> None:
         script.handle.close()
         return stats.bytes_sent, plan.bytes_sent, plan.dense_bytes_sent
 
-    for counted, told, dense in on_threads(3, body):
-        assert counted == pytest.approx(told, abs=8)
+    for counted, planned, dense in on_threads(3, body):
+        assert counted == pytest.approx(planned, abs=8)
         assert counted < dense
 
 
-def test_dgc_with_plain_sgd_trains_like_sgd_with_momentum_if_everything_is_sent() -> None:
-    """Momentum in front of the exchange is the optimizer's, where nothing is masked: step 1."""
+def test_dgc_applies_the_mean_gradient_in_its_first_step_if_everything_is_sent() -> None:
+    """In the first step, the velocity is the gradient, as in SGD with momentum."""
 
     def body() -> Any:
         script = Script("dgc(topk(1.0), momentum=0.9)")

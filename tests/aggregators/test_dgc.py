@@ -1,4 +1,4 @@
-"""DGC against its paper: momentum correction, factor masking, warm-up."""
+"""DGC compared with its paper: momentum correction, factor masking, warm-up."""
 
 from typing import Any
 
@@ -15,7 +15,6 @@ from tests.aggregators.runs import (
     averager,
     gradient,
     history,
-    kept,
     mean,
     on_ranks,
     steps,
@@ -23,6 +22,7 @@ from tests.aggregators.runs import (
 )
 from tests.aggregators.twins import dgc
 from tests.support.cases import thorough
+from tests.support.models import kept
 from torchcomp import explain
 
 STEPS = 30
@@ -50,8 +50,8 @@ def test_equals_the_paper(nesterov: bool, momentum: float, route: str) -> None:
         assert_near(velocity, velocities[worker], 1e-11)
 
 
-def test_warm_up_ends_at_the_share_of_the_compressor() -> None:
-    """The paper's: 75 %, 93.75 %, 98.4 %, 99.6 % are held back, then 99.9 %."""
+def test_warm_up_ends_at_the_ratio_of_the_compressor() -> None:
+    """The paper's warm-up: 75 %, 93.75 %, 98.4 % and 99.6 % are not sent, then 99.9 %."""
     shares = [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625, 0.00390625, 0.00390625]
     spec = 'dgc(topk(0.001, scope="tensor"), warmup_steps=8)'
     means, residuals, _ = dgc(history(12, 2), 0.001, 0.9, shares=tuple(shares))
@@ -95,7 +95,7 @@ def test_stages_of_the_warm_up(ratio: float, warmup: int, expected: list[float])
     assert on_ranks(1, body)[0] == [-(-round(share * numel * 1e6) // 10**6) for share in expected]
 
 
-def test_warm_up_goes_on_after_a_resume() -> None:
+def test_warm_up_continues_after_a_resume() -> None:
     def body(exchange: Any) -> None:
         first, second = (averager("dgc(topk(0.01), warmup_steps=9)", exchange) for _ in range(2))
         steps(first, range(4))
@@ -107,12 +107,13 @@ def test_warm_up_goes_on_after_a_resume() -> None:
     on_ranks(2, body)
 
 
-def test_explain_tells_the_steps_after_the_warm_up() -> None:
-    short, long = (
+def test_explain_reports_the_steps_after_the_warm_up() -> None:
+    plain, warmed_up = (
         explain(s, numel=10**6, world_size=4)
         for s in ("ef(topk(0.01))", "dgc(topk(0.01), warmup_steps=100)")
     )
-    assert (short.bytes_sent, short.message_bytes) == (long.bytes_sent, long.message_bytes)
+    assert plain.bytes_sent == warmed_up.bytes_sent
+    assert plain.message_bytes == warmed_up.message_bytes
 
 
 @pytest.mark.parametrize("compressor", ["topk(0.05)", TOP, 'topk(0.2, values="int4")'])
@@ -123,10 +124,10 @@ def test_without_momentum_it_is_ef(compressor: str) -> None:
             engine = averager(spec, exchange, SEVERAL, torch.float32)
             means = steps(engine, range(12), SEVERAL, torch.float32)
             runs.append((means, kept(engine.state_dict(), "error")))
-        (means, owed), (others, residual) = runs
+        (means, residual), (others, other_residual) = runs
         for one, other in zip(means, others, strict=True):
             assert_equal(one, other)
-        assert_equal(owed, residual)
+        assert_equal(residual, other_residual)
 
     on_ranks(3, body)
 
@@ -136,7 +137,7 @@ def test_without_momentum_it_is_ef(compressor: str) -> None:
     ("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 1e-4), (torch.bfloat16, 1e-4)]
 )
 def test_no_velocity_is_lost(dtype: torch.dtype, tolerance: float, nesterov: bool) -> None:
-    """Applied means + mean residual = mean of all velocities, whatever was masked."""
+    """Applied means + mean residual = mean of all velocities, also with masking."""
 
     def body(exchange: Any) -> tuple[Named, Named, Named]:
         engine = averager(f"dgc({TOP}, nesterov={nesterov})", exchange, SEVERAL, dtype)
@@ -148,12 +149,12 @@ def test_no_velocity_is_lost(dtype: torch.dtype, tolerance: float, nesterov: boo
             added.append({n: g[n] + 0.9 * velocity[n] for n in SHAPES} if nesterov else velocity)
             applied += steps(engine, [number], SEVERAL, dtype)
             velocity = {n: t.double() for n, t in kept(engine.state_dict(), "momentum").items()}
-        owed = kept(engine.state_dict(), "error")
+        residual = kept(engine.state_dict())
         return (
             total([{n: t.double() for n, t in each.items()} for each in applied]),
-            {n: t.double() for n, t in owed.items()},
+            {n: t.double() for n, t in residual.items()},
             total(added),
         )
 
-    applied, owed, added = zip(*on_ranks(3, body), strict=True)
-    assert_near(total([applied[0], mean(owed)]), mean(added), tolerance)
+    applied, residuals, added = zip(*on_ranks(3, body), strict=True)
+    assert_near(total([applied[0], mean(residuals)]), mean(added), tolerance)

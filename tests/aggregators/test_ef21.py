@@ -1,4 +1,4 @@
-"""EF21 against its paper."""
+"""EF21 compared with its paper."""
 
 from typing import Any
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.aggregators import runs
-from tests.aggregators.runs import Named, assert_equal, assert_near, kept, mean, steps
+from tests.aggregators.runs import Named, assert_equal, assert_near, mean, steps
 from tests.aggregators.twins import ef21
+from tests.support.models import kept
 from torchcomp.keys import Key
 
 STEPS = 30
@@ -57,7 +58,7 @@ def test_mean_estimate_is_the_mean_of_the_estimates(
     assert_near(common[0], mean(own), tolerance)
 
 
-def test_constant_gradients_are_learnt_exactly() -> None:
+def test_estimates_of_constant_gradients_become_exact() -> None:
     def body(exchange: Any) -> tuple[Named, Named]:
         engine = runs.averager(TOP.format("").replace("0.05", "0.1"), exchange)
         constant = runs.gradient(0, exchange.rank)
@@ -90,8 +91,8 @@ def test_randk_draws_the_same_entries_on_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("other", ["ef(topk(0.1))", "mean", "powersgd"])
-def test_a_swap_from_and_to_ef21_pays_residuals_first(other: str) -> None:
-    """Estimates are forgotten without a loss: what was applied was never owed."""
+def test_a_swap_to_ef21_flushes_the_residual_and_a_swap_from_it_loses_nothing(other: str) -> None:
+    """Estimates are not unsent gradient, so dropping them loses nothing."""
 
     def body(exchange: Any) -> tuple[Named, Named, list[Named]]:
         engine = runs.averager(other, exchange)
@@ -104,10 +105,11 @@ def test_a_swap_from_and_to_ef21_pays_residuals_first(other: str) -> None:
         zero = {
             name: torch.zeros(shape, dtype=torch.float64) for name, shape in runs.SHAPES.items()
         }
-        owed = kept(state, "error") if "error" in state["slots"] else zero
-        return mean(applied), owed, [runs.gradient(n, exchange.rank) for n in range(12)]
+        residual = kept(state) or zero
+        return mean(applied), residual, [runs.gradient(n, exchange.rank) for n in range(12)]
 
-    applied, owed, dense = zip(*runs.on_ranks(2, body), strict=True)
+    applied, residuals, dense = zip(*runs.on_ranks(2, body), strict=True)
     expected = mean([mean(list(each)) for each in dense])
-    residual = {name: e / 12 for name, e in mean(owed).items()}
+    # `expected` is a mean over the 12 steps.
+    residual = {name: e / 12 for name, e in mean(residuals).items()}
     assert_near({n: applied[0][n] + residual[n] for n in runs.SHAPES}, expected, 1e-12)

@@ -1,4 +1,4 @@
-"""PowerSGD against its paper, and where an orthonormal basis is hard to find."""
+"""PowerSGD compared with its paper, and for matrices that are hard to orthonormalize."""
 
 from typing import Any
 
@@ -14,7 +14,6 @@ from tests.aggregators.runs import (
     averager,
     gradient,
     history,
-    kept,
     mean,
     on_ranks,
     parameters,
@@ -24,6 +23,7 @@ from tests.aggregators.runs import (
 )
 from tests.aggregators.twins import compresses, powersgd
 from tests.support.cases import thorough
+from tests.support.models import kept
 from torchcomp.aggregators import PowerSGD
 from torchcomp.bucket import BucketShape
 
@@ -38,15 +38,15 @@ def test_equals_the_paper(rank: int, groups: tuple[tuple[str, ...], ...], world_
         engine = averager(f"powersgd({rank})", exchange, groups)
         return steps(engine, range(STEPS), groups), kept(engine.state_dict(), "error")
 
-    means, owed = powersgd(history(STEPS, world_size), rank)
+    means, residuals = powersgd(history(STEPS, world_size), rank)
     for worker, (applied, residual) in enumerate(on_ranks(world_size, body)):
         for actual, expected in zip(applied, means, strict=True):
             assert_near(actual, expected, 1e-9)
-        assert_near(residual, owed[worker], 1e-9)
+        assert_near(residual, residuals[worker], 1e-9)
 
 
-def test_both_readings_of_the_papers_residual_apply_the_same_means() -> None:
-    """What a rank keeps differs between them, and grows without end where it keeps M - P Q^T."""
+def test_both_definitions_of_the_residual_apply_the_same_means() -> None:
+    """The residuals of the ranks differ. With M - P Q^T, they grow without bound."""
     gradients = history(STEPS, 4)
     means, own = powersgd(gradients, 2)
     others, shared = powersgd(gradients, 2, residual="mean")
@@ -74,16 +74,16 @@ def test_nothing_is_lost(dtype: torch.dtype, option: str, tolerance: float) -> N
         dense = [double(gradient(n, exchange.rank, dtype)) for n in range(STEPS)]
         return total(applied), double(kept(engine.state_dict(), "error")), total(dense)
 
-    applied, owed, dense = zip(*on_ranks(4, body), strict=True)
-    assert sum(float(e.abs().sum()) for e in mean(owed).values()) > 1
-    assert_near(total([applied[0], mean(owed)]), mean(dense), tolerance)
+    applied, residuals, dense = zip(*on_ranks(4, body), strict=True)
+    assert sum(float(e.abs().sum()) for e in mean(residuals).values()) > 1
+    assert_near(total([applied[0], mean(residuals)]), mean(dense), tolerance)
 
 
 def double(tensors: Named) -> Named:
     return {name: tensor.double() for name, tensor in tensors.items()}
 
 
-def test_what_is_compressed_pays() -> None:
+def test_matrices_are_compressed_only_if_that_makes_them_smaller() -> None:
     shape = BucketShape.of(tuple(SHAPES), parameters())
     for rank in (1, 2, 7):
         sizes = {
@@ -97,8 +97,8 @@ def test_what_is_compressed_pays() -> None:
     assert two.names == ("conv", "tall")[: len(two.names)]
 
 
-def test_matrices_of_no_rank_or_of_less_than_asked_for_are_exact() -> None:
-    """One row, one entry, one outer product, then nothing: no NaN, and the residual stays empty."""
+def test_matrices_of_lower_rank_are_exact() -> None:
+    """One row, one entry, one outer product, then zeros: no NaN, and the means are exact."""
 
     def body(exchange: Any) -> list[tuple[Named, Named]]:
         engine = averager("powersgd(3)", exchange)
@@ -121,8 +121,8 @@ def test_matrices_of_no_rank_or_of_less_than_asked_for_are_exact() -> None:
         assert_near(outcomes[0][number][1], dense, 1e-9)
 
 
-def test_dead_rows_and_empty_steps_do_not_end_a_basis() -> None:
-    """The first rows of a basis that is made of nothing are dead: what is sent must still grow."""
+def test_the_basis_recovers_from_zero_gradients_and_zero_rows() -> None:
+    """After steps with zero gradients, Q must not stay zero: messages must approximate again."""
 
     def body(exchange: Any) -> tuple[Named, Named]:
         engine = averager("powersgd(2)", exchange)

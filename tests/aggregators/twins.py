@@ -1,7 +1,7 @@
-"""PowerSGD, EF21 and DGC as their papers have them: serial loops in float64 over all ranks.
+"""PowerSGD, EF21 and DGC written from their papers: serial loops in float64 over all ranks.
 
-Each takes the ranks' gradients step by step, ``gradients[step][rank][name]``, and returns what
-every step applies, ``means[step][name]``, with what the ranks keep at the end.
+Each function takes the gradients of all ranks, ``gradients[step][rank][name]``. It returns the
+means that every step applies, ``means[step][name]``, and the state of the ranks at the end.
 """
 
 import numpy as np
@@ -17,28 +17,29 @@ History = list[list[Named]]
 def powersgd(
     gradients: History, rank: int, residual: str = "own"
 ) -> tuple[list[Named], list[Named]]:
-    """Vogels, Karimireddy, Jaggi 2019: Algorithm 1 within Algorithm 2, without the momentum.
+    """Vogels, Karimireddy, Jaggi 2019: Algorithm 1 inside Algorithm 2, without momentum.
 
     Args:
         gradients: of every step, rank and parameter.
         rank: columns of P and Q.
-        residual: what a rank takes from its matrix: the "own" low-rank matrix, or the "mean" one.
+        residual: the low-rank matrix that a rank subtracts from its matrix to get its residual,
+            its "own" or the "mean".
 
     Returns:
         The means of every step, and the residuals of every rank at the end.
     """
     workers = range(len(gradients[0]))
-    owed = [{name: torch.zeros_like(g) for name, g in worker.items()} for worker in gradients[0]]
+    residuals = [{name: torch.zeros_like(g) for name, g in own.items()} for own in gradients[0]]
     basis: Named = {}
     means: list[Named] = []
     for step in gradients:
         applied = {}
         for name in step[0]:
-            delta = [step[w][name] + owed[w][name] for w in workers]
+            delta = [step[w][name] + residuals[w][name] for w in workers]
             if not compresses(delta[0], rank):
                 applied[name] = sum(delta) / len(workers)
                 for w in workers:
-                    owed[w][name] = torch.zeros_like(delta[w])
+                    residuals[w][name] = torch.zeros_like(delta[w])
                 continue
             matrices = [d.reshape(d.shape[0], -1) for d in delta]
             if name not in basis:
@@ -51,9 +52,9 @@ def powersgd(
             applied[name] = (p @ basis[name].T).view(delta[0].shape)
             for w in workers:
                 message = own[w] if residual == "own" else basis[name]
-                owed[w][name] = delta[w] - (p @ message.T).view(delta[w].shape)
+                residuals[w][name] = delta[w] - (p @ message.T).view(delta[w].shape)
         means.append(applied)
-    return means, owed
+    return means, residuals
 
 
 def compresses(g: Tensor, rank: int) -> bool:
@@ -76,7 +77,7 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 
 def ef21(gradients: History, ratio: float) -> tuple[list[Named], list[Named]]:
-    """Richtárik, Sokolov, Fatkhullin 2021: Algorithm 2, with estimates that start at 0.
+    """Richtárik, Sokolov, Fatkhullin 2021: Algorithm 2. The estimates start at 0.
 
     Returns:
         The means of every step, and the estimates of every rank at the end.
@@ -107,7 +108,7 @@ def dgc(
         ratio: share of the entries that are sent.
         momentum: of the velocity.
         nesterov: as in torch.optim.SGD.
-        shares: what is sent in the first steps instead, one number a step.
+        shares: ratios of the first steps, during the warm-up, one per step.
 
     Returns:
         The means of every step, and the residuals and velocities of every rank at the end.
@@ -132,8 +133,9 @@ def dgc(
 
 
 def top(x: Tensor, ratio: float) -> Tensor:
-    """`x` with all but its share of largest entries zeroed; at least one is kept."""
+    """Keep the share `ratio` of the largest entries of `x`, at least one, and zero the others."""
     flat = x.flatten().numpy()
+    # Round first: 0.07 * 100 is slightly more than 7 in floating point.
     kept = int(np.ceil(round(ratio * flat.size, 9)))
     order = np.argsort(-np.abs(flat), kind="stable")[:kept]
     sent = np.zeros_like(flat)

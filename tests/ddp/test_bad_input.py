@@ -1,4 +1,4 @@
-"""What register and the handle refuse, and what they say."""
+"""Errors of register and the handle for unsupported models, bad arguments and wrong calls."""
 
 import io
 import re
@@ -34,7 +34,10 @@ TOPK = "ef(topk(0.1))"
 
 
 def refuses(kind: type[Exception], message: str, body: Callable[[], Any], ranks: int = 2) -> None:
-    """Require that `body` raises on every rank, with `message` (a regular expression)."""
+    """Require that `body` raises `kind` on every rank, matching the regular expression `message`.
+
+    A message is matched by the names and values in it, not by its sentences.
+    """
     for rank, error in enumerate(on_threads(ranks, body, catch=True)):
         assert type(error) is kind, f"rank {rank}: {error!r}"
         assert re.search(message, str(error)), f"rank {rank}: {error}"
@@ -44,32 +47,32 @@ def registering(build: Callable[[], Any], spec: Any = TOPK, **options: Any) -> C
     return lambda: torchcomp.register(build(), spec, **options)
 
 
-# The model.
+# --- The model ------------------------------------------------------------------------------------
 
 
 def sharded() -> nn.Module:
-    """What fully_shard makes of a module, without its device mesh."""
+    """A module of the class that fully_shard creates, without a device mesh."""
     module = mlp()
     module.__class__ = type("FSDPSequential", (FSDPModule, nn.Sequential), {})
     return module
 
 
-# torch.compile imports a module of torch that uses a deprecated function of torch.
+# torch.compile imports a module of torch that calls a deprecated function of torch.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("build", "given"),
+    ("build", "message"),
     [
-        (mlp, "Sequential: wrap the model first"),
-        (lambda: None, "NoneType$"),
-        (lambda: "ddp", "str$"),
-        (lambda: torch.compile(wrap(mlp())), "OptimizedModule: .* before torch.compile"),
-        (sharded, "FSDPSequential: FSDP shards the model .* serves replicas"),
-        (lambda: nn.DataParallel(mlp()), r"DataParallel: .* torchrun.*\(model.module\)"),
+        (mlp, r"\bSequential\b.* DistributedDataParallel\(model\)"),
+        (lambda: None, r"\bNoneType$"),
+        (lambda: "ddp", r"\bstr$"),
+        (lambda: torch.compile(wrap(mlp())), r"\bOptimizedModule\b.* torch\.compile"),
+        (sharded, r"\bFSDPSequential\b.* FSDP\b"),
+        (lambda: nn.DataParallel(mlp()), r" DataParallel\b.* torchrun.*\(model\.module\)"),
     ],
     ids=["module", "None", "str", "compiled", "FSDP", "DataParallel"],
 )
-def test_not_a_ddp_module(build: Callable[[], Any], given: str) -> None:
-    expected = f"expected a .*DistributedDataParallel model, not {given}"
+def test_not_a_ddp_module(build: Callable[[], Any], message: str) -> None:
+    expected = rf"torch\.nn\.parallel\.DistributedDataParallel .*{message}"
     refuses(UnsupportedModelError, expected, registering(build))
 
 
@@ -79,7 +82,7 @@ def test_second_registration() -> None:
         torchcomp.register(model, TOPK)
         torchcomp.register(model, "mean")
 
-    message = r"torchcomp.register\('ef\(topk\(0.1\)\)'\) is already installed.*handle.swap"
+    message = r"torchcomp\.register\('ef\(topk\(0\.1\)\)'\).* handle\.swap\(spec\).* sync\.close"
     refuses(UnsupportedModelError, message, body)
 
 
@@ -89,7 +92,7 @@ def test_registration_after_a_hook_of_pytorch() -> None:
         model.register_comm_hook(None, default_hooks.allreduce_hook)
         torchcomp.register(model, TOPK)
 
-    refuses(UnsupportedModelError, "already has the communication hook 'allreduce_hook'", body)
+    refuses(UnsupportedModelError, "'allreduce_hook'", body)
 
 
 def test_hook_of_pytorch_after_registration() -> None:
@@ -98,7 +101,8 @@ def test_hook_of_pytorch_after_registration() -> None:
         torchcomp.register(model, TOPK)
         model.register_comm_hook(None, default_hooks.allreduce_hook)
 
-    refuses(RuntimeError, "can only be called once", body)
+    # PyTorch's own error, from register_comm_hook.
+    refuses(RuntimeError, "register_comm_hook", body)
 
 
 @pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters", "none"])
@@ -108,7 +112,7 @@ def test_registration_after_the_first_backward(option: str) -> None:
         loss_of(model(rows(0), ("left", "right"))).backward()
         torchcomp.register(model, TOPK)
 
-    refuses(UnsupportedModelError, "a backward pass has already run: register right after", body)
+    refuses(UnsupportedModelError, r"backward .*DistributedDataParallel\(\.\.\.\)", body)
 
 
 def test_registration_after_many_steps() -> None:
@@ -118,7 +122,7 @@ def test_registration_after_many_steps() -> None:
             loss_of(model(rows(step))).backward()
         torchcomp.register(model, TOPK)
 
-    refuses(UnsupportedModelError, "a backward pass has already run", body)
+    refuses(UnsupportedModelError, r"backward .*DistributedDataParallel\(\.\.\.\)", body)
 
 
 def test_registration_after_evaluation_and_no_sync_is_fine() -> None:
@@ -139,7 +143,7 @@ def test_mixed_precision_of_ddp() -> None:
     def build() -> DistributedDataParallel:
         return wrap(mlp(torch.float32), mixed_precision=_MixedPrecision(torch.bfloat16))
 
-    message = "DDP's own mixed_precision .*: use torch.autocast"
+    message = r"mixed_precision .*torch\.autocast"
     refuses(UnsupportedModelError, message, registering(build), ranks=1)
 
 
@@ -150,12 +154,12 @@ def test_python_reducer() -> None:
         with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
             return wrap(mlp())
 
-    refuses(UnsupportedModelError, "'python_reducer' reduces .*: set it to", registering(build), 1)
+    refuses(UnsupportedModelError, "'python_reducer' .*'ddp_optimizer'", registering(build), 1)
 
 
 def test_optimizer_in_backward() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's own, of torch.jit.script
+        warnings.simplefilter("ignore")  # the import itself warns about torch.jit.script
         from torch.distributed.optim import _apply_optimizer_in_backward
 
     def build() -> DistributedDataParallel:
@@ -163,8 +167,7 @@ def test_optimizer_in_backward() -> None:
         _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
         return wrap(module)
 
-    message = "an optimizer runs inside the backward pass .*: step the optimizer after backward"
-    refuses(UnsupportedModelError, message, registering(build))
+    refuses(UnsupportedModelError, "_apply_optimizer_in_backward", registering(build))
 
 
 def test_delayed_all_reduce() -> None:
@@ -177,17 +180,14 @@ def test_delayed_all_reduce() -> None:
         }
         return wrap(module, **options)
 
-    refuses(
-        UnsupportedModelError, "delay_all_reduce_named_params .*leave it out", registering(build)
-    )
+    refuses(UnsupportedModelError, "delay_all_reduce_named_params", registering(build))
 
 
 def test_reduction_that_skips_unused_parameters() -> None:
     def build() -> DistributedDataParallel:
         return wrap(mlp(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
 
-    message = "skip_all_reduce_unused_params hides gradients .*: leave it out"
-    refuses(UnsupportedModelError, message, registering(build))
+    refuses(UnsupportedModelError, "skip_all_reduce_unused_params", registering(build))
 
 
 def test_uneven_inputs_of_join() -> None:
@@ -197,8 +197,7 @@ def test_uneven_inputs_of_join() -> None:
         with model.join():
             loss_of(model(rows(0))).backward()
 
-    message = r"model.join\(\) lets ranks run out .*: give every rank the same number of batches"
-    refuses(UnsupportedModelError, message, body)
+    refuses(UnsupportedModelError, r"model\.join\(\)", body)
 
 
 @pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
@@ -206,7 +205,7 @@ def test_sparse_gradients(cls: type[nn.Module]) -> None:
     def build() -> DistributedDataParallel:
         return wrap(nn.ModuleDict({"words": cls(5, 3, sparse=True), "head": nn.Linear(3, 1)}))
 
-    message = "module 'words' produces sparse gradients .*: build it with sparse=False"
+    message = "'words' .*sparse=True.* sparse=False"
     refuses(UnsupportedModelError, message, registering(build))
 
 
@@ -216,10 +215,11 @@ def test_complex_parameter() -> None:
         module.register_parameter("phase", nn.Parameter(torch.ones(3, dtype=torch.complex64)))
         return wrap(module)
 
-    refuses(UnsupportedModelError, r"'phase' is complex \(torch.complex64\)", registering(build))
+    message = r"'phase' .*torch\.complex64.* torch\.view_as_real"
+    refuses(UnsupportedModelError, message, registering(build))
 
 
-# The arguments.
+# --- The arguments --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -227,16 +227,16 @@ def test_complex_parameter() -> None:
     [
         (
             "ef(topq(0.1))",
-            r"unknown name 'topq'; did you mean 'topk'\?\n  ef\(topq\(0.1\)\)\n     \^",
+            r"'topq'.* 'topk'.*\n  ef\(topq\(0\.1\)\)\n     \^",
         ),
-        ("ef(topk(2.0))", "ratio must be a fraction above 0 and at most 1, not 2.0"),
-        ("ef(topk(nan))", "ratio must be a fraction above 0 and at most 1, not nan"),
-        ("ef(topk(0.1), memory_dtyp='fp32')", "no option 'memory_dtyp'; did you mean"),
-        ("ef(topk(0.1), exchange='sum')", "allreduce needs one support on all ranks"),
-        ("ef(randk(0.1, unbiased=True))", "ef needs a contractive compressor"),
-        ("qsr(alpha=0.0175, h_base=4)", r"is a schedule, .*torchcomp.LocalSGD\("),
-        ("", "an empty spec"),
-        (None, "a spec is a string such as .*, not None"),
+        ("ef(topk(2.0))", r"topk: ratio .*0 .*1.* 2\.0"),
+        ("ef(topk(nan))", r"topk: ratio .*0 .*1.* nan"),
+        ("ef(topk(0.1), memory_dtyp='fp32')", "'memory_dtyp'.* 'memory_dtype'"),
+        ("ef(topk(0.1), exchange='sum')", r'ef: exchange="allreduce" .*\btopk\b.* "sharded"'),
+        ("ef(randk(0.1, unbiased=True))", r"ef .*contractive.* randk\(0\.1, unbiased=True\)"),
+        ("qsr(alpha=0.0175, h_base=4)", r"schedule.* torchcomp\.LocalSGD\("),
+        ("", "empty"),
+        (None, "None$"),
     ],
 )
 def test_spec_that_is_wrong_on_all_ranks(spec: Any, message: str) -> None:
@@ -245,24 +245,24 @@ def test_spec_that_is_wrong_on_all_ranks(spec: Any, message: str) -> None:
 
 @pytest.mark.parametrize("seed", [-1, 1.5, True, "7", None, 2**63])
 def test_bad_seed(seed: Any) -> None:
-    message = r"seed must be a whole number from 0 to 2\^63 - 1, not " + re.escape(repr(seed))
+    message = r"seed .*0 .*2\^63 - 1.* " + re.escape(repr(seed))
     refuses(SpecError, message, registering(lambda: wrap(mlp()), seed=seed))
 
 
 @pytest.mark.parametrize("scaler", [True, "scaler"])
 def test_bad_scaler(scaler: Any) -> None:
-    message = f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}"
+    message = rf"scaler .*torch\.amp\.GradScaler.* {type(scaler).__name__}$"
     refuses(SpecError, message, registering(lambda: wrap(mlp()), scaler=scaler))
 
 
-def test_refusal_comes_before_a_process_group_is_made() -> None:
-    """Which a rank that does not come would delay without end."""
+def test_errors_are_raised_before_a_process_group_is_created() -> None:
+    """If one rank has raised, the others would wait for it forever when they create a group."""
     with mock.patch("torchcomp.ddp.register.transport") as transport:
-        refuses(SpecError, "unknown name", registering(lambda: wrap(mlp()), "topq(0.1)"))
+        refuses(SpecError, "'topq'", registering(lambda: wrap(mlp()), "topq(0.1)"))
     transport.assert_not_called()
 
 
-def test_model_can_be_registered_after_a_refusal() -> None:
+def test_model_can_be_registered_after_an_error() -> None:
     def body() -> str:
         model = wrap(mlp())
         raised_by(lambda: torchcomp.register(model, "ef(topq(0.1))"))
@@ -271,10 +271,10 @@ def test_model_can_be_registered_after_a_refusal() -> None:
     assert on_threads(2, body) == [TOPK, TOPK]
 
 
-# Ranks that disagree.
+# --- Ranks with different arguments ---------------------------------------------------------------
 
 
-def disagreements() -> list[Exception]:
+def mismatches() -> list[Exception]:
     odd = dist.get_rank() == 1
     return [
         raised_by(lambda: torchcomp.register(wrap(mlp()), TOPK if odd else "mean")),
@@ -291,9 +291,9 @@ def local_steps() -> torchcomp.LocalSGD:
     return torchcomp.LocalSGD(model, optimizer, "every(2)", total_steps=4)
 
 
-def test_ranks_that_disagree_are_told_all_values() -> None:
-    for everyone in (on_threads(3, disagreements), on_processes(2, disagreements)):
-        for errors in everyone:
+def test_errors_of_different_arguments_list_all_values() -> None:
+    for by_rank in (on_threads(3, mismatches), on_processes(2, mismatches)):
+        for errors in by_rank:
             assert {type(error) for error in errors} == {RankMismatchError}
             method, seed, spec, bad_seed, call = errors
             assert "every(2) on rank 1" in str(call)
@@ -301,12 +301,13 @@ def test_ranks_that_disagree_are_told_all_values() -> None:
             assert "ef(topk(0.1)) on rank 1" in str(method)
             assert "seed: 3 on rank" in str(seed)
             assert "7 on rank 1" in str(seed)
-            assert "unknown name 'topq'; did you mean 'topk'?" in str(spec)
-            assert "seed must be a whole number" in str(bad_seed)
+            assert "'topq'" in str(spec)
+            assert "'topk'" in str(spec)
+            assert "-5 on rank 1" in str(bad_seed)
 
 
-def test_ranks_with_different_models_are_told() -> None:
-    """DDP itself compares shapes, but not names."""
+def test_error_of_different_models_lists_the_parameters() -> None:
+    """DDP itself verifies the shapes, but not the names."""
 
     def build() -> DistributedDataParallel:
         name = f"head{dist.get_rank()}"
@@ -315,7 +316,7 @@ def test_ranks_with_different_models_are_told() -> None:
     refuses(RankMismatchError, "parameters: .*'head0.weight'.*'head1.weight'", registering(build))
 
 
-def test_swap_to_different_methods_is_an_error_on_all_ranks_and_changes_nothing() -> None:
+def test_swap_to_different_methods_raises_on_every_rank_and_changes_nothing() -> None:
     def body() -> None:
         model = wrap(mlp())
         handle = torchcomp.register(model, TOPK)
@@ -328,10 +329,10 @@ def test_swap_to_different_methods_is_an_error_on_all_ranks_and_changes_nothing(
     on_threads(2, body)
 
 
-def test_swap_to_a_bad_spec_on_one_rank_is_an_error_on_all() -> None:
+def test_swap_to_a_bad_spec_on_one_rank_raises_on_every_rank() -> None:
     outcomes = on_processes(2, _swaps_badly_on_one_rank, catch=True)
     assert [type(outcome).__name__ for outcome in outcomes] == ["RankMismatchError"] * 2
-    assert "unknown name 'topq'" in str(outcomes[0])
+    assert "'topq'" in str(outcomes[0])
 
 
 def _swaps_badly_on_one_rank() -> None:
@@ -339,22 +340,22 @@ def _swaps_badly_on_one_rank() -> None:
     handle.swap("topq(0.1)" if dist.get_rank() else "topk(0.1)")
 
 
-# The handle.
+# --- The handle -----------------------------------------------------------------------------------
 
 
 def test_swap_to_an_unknown_method_changes_nothing() -> None:
     def body() -> None:
         handle = torchcomp.register(wrap(mlp()), TOPK)
-        with pytest.raises(SpecError, match="did you mean 'mean'"):
+        with pytest.raises(SpecError, match=r"'meen'.* 'mean'"):
             handle.swap("meen")
-        with pytest.raises(SpecError, match="is a schedule"):
+        with pytest.raises(SpecError, match=r"schedule.* torchcomp\.LocalSGD\("):
             handle.swap("every(4)")
         assert str(handle.method) == TOPK
 
     on_threads(2, body)
 
 
-def test_calls_in_the_middle_of_backward_are_refused() -> None:
+def test_calls_during_a_backward_pass_raise() -> None:
     def body() -> dict[str, Exception]:
         model = wrap(mlp())
         handle = torchcomp.register(model, TOPK)
@@ -375,38 +376,40 @@ def test_calls_in_the_middle_of_backward_are_refused() -> None:
     for errors in on_threads(2, body):
         assert set(errors) == {"swap", "state_dict", "load_state_dict"}
         for call, error in errors.items():
-            assert isinstance(error, RuntimeError)
-            assert str(error).startswith(f"{call} in the middle of a backward pass"), error
+            assert type(error) is RuntimeError
+            assert re.match(rf"{call} .*backward", str(error)), error
 
 
-def closed() -> dict[str, Exception]:
+def closed() -> list[tuple[type[Exception], str, Exception]]:
     model = wrap(mlp())
     with torchcomp.register(model, TOPK) as handle:
         loss_of(model(rows(0))).backward()
     handle.close()
-    return {
-        "swap of a closed handle": raised_by(lambda: handle.swap("mean")),
-        "load_state_dict of a closed": raised_by(lambda: handle.load_state_dict({})),
-        "was closed on this model": raised_by(lambda: torchcomp.register(model, TOPK)),
-        "this handle is closed": raised_by(lambda: loss_of(model(rows(1))).backward()),
-    }
+    registered = re.escape(f"torchcomp.register('{TOPK}')")
+    return [
+        (RuntimeError, "swap ", raised_by(lambda: handle.swap("mean"))),
+        (RuntimeError, "load_state_dict ", raised_by(lambda: handle.load_state_dict({}))),
+        (UnsupportedModelError, registered, raised_by(lambda: torchcomp.register(model, TOPK))),
+        (RuntimeError, "this handle ", raised_by(lambda: loss_of(model(rows(1))).backward())),
+    ]
 
 
-def test_what_follows_a_close_is_an_error_with_the_way_out() -> None:
+def test_calls_after_close_raise_with_advice() -> None:
     for errors in on_threads(2, closed):
-        for message, error in errors.items():
-            assert message in str(error)
-            assert "build DistributedDataParallel anew" in str(error)
+        for kind, start, error in errors:
+            assert type(error) is kind, repr(error)
+            message = rf"{start}.*closed.* DistributedDataParallel.* handle\.swap\('mean'\)"
+            assert re.match(message, str(error)), error
 
 
-def test_pickling_a_handle_is_refused_with_what_to_save() -> None:
+def test_pickling_a_handle_raises_with_advice() -> None:
     def body() -> None:
         torch.save({"handle": torchcomp.register(wrap(mlp()), TOPK)}, io.BytesIO())
 
-    refuses(TypeError, r"cannot be pickled: save handle.state_dict\(\)", body)
+    refuses(TypeError, r"handle\.state_dict\(\).* model\.module\.state_dict\(\)", body)
 
 
-def test_closed_handle_still_tells_and_saves_its_state() -> None:
+def test_closed_handle_still_has_its_statistics_and_state() -> None:
     def body() -> None:
         model = wrap(mlp())
         handle = torchcomp.register(model, TOPK)
@@ -417,8 +420,8 @@ def test_closed_handle_still_tells_and_saves_its_state() -> None:
     on_threads(2, body)
 
 
-def test_failing_exchange_is_raised_as_itself() -> None:
-    """Not as DDP's "Unable to cast <message> to Tensor"."""
+def test_an_error_in_an_exchange_is_raised_unchanged() -> None:
+    """DDP would report it as "Unable to cast <message> to Tensor"."""
 
     def body() -> None:
         model = wrap(mlp())

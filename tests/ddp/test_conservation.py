@@ -1,4 +1,4 @@
-"""Nothing is lost: sum of applied means + mean error memory = sum of the dense means."""
+"""Conservation: sum of applied means + mean residual = sum of the dense means."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ from tests.support.models import (
     OddSizes,
     Tied,
     assert_conserved,
-    assert_owing,
+    assert_residual,
     convolutions,
     gradients,
     images,
@@ -44,8 +44,8 @@ def one_batch(step: int) -> list[Batch]:
     return [(rows(step),)]
 
 
-def book(build: Build, batches: Batches, spec: str, steps: int = 6, lr: float = 0.05) -> Account:
-    """The account of one rank that trains for some steps."""
+def train(build: Build, batches: Batches, spec: str, steps: int = 6, lr: float = 0.05) -> Account:
+    """Train for some steps, and return this rank's account."""
     model = build()
     handle = torchcomp.register(model, spec)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -58,10 +58,10 @@ def book(build: Build, batches: Batches, spec: str, steps: int = 6, lr: float = 
 
 def check(build: Build, batches: Batches = one_batch, *specs: str, world_size: int = 4) -> None:
     for spec in specs or (TOPK,):
-        accounts = on_threads(world_size, book, build, batches, spec)
+        accounts = on_threads(world_size, train, build, batches, spec)
         assert_conserved(accounts)
         if "cast" not in spec:
-            assert_owing(accounts)
+            assert_residual(accounts)
 
 
 @pytest.mark.parametrize("spec", CONSERVING)
@@ -71,13 +71,13 @@ def test_conserves_through_the_bucket_rebuild(spec: str, world_size: int) -> Non
 
 
 def test_conserves_over_gloo() -> None:
-    for accounts in zip(*on_processes(3, _gloo_books), strict=True):
+    for accounts in zip(*on_processes(3, _trained_over_gloo), strict=True):
         assert_conserved(list(accounts))
 
 
-def _gloo_books() -> list[Account]:
-    books = [book(lambda: wrap(mlp()), one_batch, spec) for spec in CONSERVING]
-    return [*books, book(branching, wandering, TOPK)]
+def _trained_over_gloo() -> list[Account]:
+    accounts = [train(lambda: wrap(mlp()), one_batch, spec) for spec in CONSERVING]
+    return [*accounts, train(branching, changing_branches, TOPK)]
 
 
 def branching(**options: Any) -> DistributedDataParallel:
@@ -109,7 +109,7 @@ def test_conserves_under_ddp_option(spec: str, options: dict[str, object]) -> No
 
 
 def used_everywhere(options: dict[str, object]) -> nn.Module:
-    """find_unused_parameters warns where it finds none."""
+    """An mlp, with an unused parameter if DDP searches for one: it warns if it finds none."""
     if "find_unused_parameters" not in options:
         return mlp()
     module = mlp()
@@ -117,13 +117,13 @@ def used_everywhere(options: dict[str, object]) -> nn.Module:
     return module
 
 
-def wandering(step: int) -> list[Batch]:
-    """Branches that no rank uses, one rank uses, and all use, in changing steps."""
+def changing_branches(step: int) -> list[Batch]:
+    """A batch with branches that no rank, one rank or all ranks use, changing between steps."""
     rank = dist.get_rank()
-    everyone = [("left", "right"), ("left",), (), ("right",), (), ("left",)][step % 6]
+    branches = [("left", "right"), ("left",), (), ("right",), (), ("left",)][step % 6]
     if step in (1, 7) and rank == 0:
-        everyone = ("left", "right")
-    return [(rows(step), everyone)]
+        branches = ("left", "right")
+    return [(rows(step), branches)]
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -137,7 +137,7 @@ def test_conserves_where_parameters_are_unused(
         handle = torchcomp.register(model, spec)
         account = Account()
         for step in range(12):
-            account.step(model, *wandering(step), set_to_none=set_to_none)
+            account.step(model, *changing_branches(step), set_to_none=set_to_none)
         return account.close(handle)
 
     assert_conserved(on_threads(3, body))
@@ -154,16 +154,17 @@ def test_conserves_where_unused_parameters_are_accumulated_under_no_sync() -> No
 def test_unused_parameter_keeps_a_gradient_that_was_not_cleared(
     gradient_as_bucket_view: bool,
 ) -> None:
-    """Without zero_grad, DDP leaves the gradient of a parameter that no rank uses as it was."""
+    """Without zero_grad, DDP does not change the gradient of a parameter that no rank uses."""
 
     def body() -> None:
         model = branching(gradient_as_bucket_view=gradient_as_bucket_view)
         handle = torchcomp.register(model, TOPK)
         Account().step(model, (rows(0), ("left", "right")))
-        grad, owed = gradients(model), kept(handle.state_dict())
+        grad, before = gradients(model), kept(handle.state_dict())
         loss_of(model(rows(1), ("right",))).backward()
+        after = kept(handle.state_dict())
         torch.testing.assert_close(gradients(model)["left.weight"], grad["left.weight"])
-        torch.testing.assert_close(kept(handle.state_dict())["left.weight"], owed["left.weight"])
+        torch.testing.assert_close(after["left.weight"], before["left.weight"])
 
     on_threads(3, body)
 
@@ -203,7 +204,7 @@ def test_conserves_with_several_parameter_groups() -> None:
 
     accounts = on_threads(3, body)
     assert_conserved(accounts)
-    assert_owing(accounts)
+    assert_residual(accounts)
 
 
 def test_conserves_frozen_and_ignored_parameters() -> None:
@@ -214,9 +215,10 @@ def test_conserves_frozen_and_ignored_parameters() -> None:
         return wrap(module)
 
     def body() -> Account:
-        account = book(build, one_batch, TOPK, lr=0.0)
-        for book_ in (account.dense, account.applied):
-            del book_["4.bias"]
+        account = train(build, one_batch, TOPK, lr=0.0)
+        # DDP does not average the ignored parameter.
+        for sums in (account.dense, account.applied):
+            del sums["4.bias"]
         return account
 
     assert_conserved(on_threads(3, body))
@@ -227,61 +229,67 @@ def test_float32_model_conserves_to_its_rounding() -> None:
         return [(rows(step, torch.float32),)]
 
     for spec in CONSERVING:
-        accounts = on_threads(4, book, lambda: wrap(mlp(torch.float32)), batches, spec)
+        accounts = on_threads(4, train, lambda: wrap(mlp(torch.float32)), batches, spec)
         assert_conserved(accounts, tolerance=2e-6)
 
 
 @pytest.mark.parametrize("spec", [TOPK, 'ef(randk(0.1), exchange="gather")'])
-def test_bfloat16_model_conserves_to_the_rounding_of_its_float32_memory(spec: str) -> None:
+def test_bfloat16_model_conserves_to_the_rounding_of_its_float32_residual(spec: str) -> None:
     def batches(step: int) -> list[Batch]:
         return [(rows(step, torch.bfloat16),)]
 
-    accounts = on_threads(3, book, lambda: wrap(mlp(torch.bfloat16)), batches, spec)
+    accounts = on_threads(3, train, lambda: wrap(mlp(torch.bfloat16)), batches, spec)
     assert_conserved(accounts, tolerance=2e-6)
-    assert_owing(accounts)
+    assert_residual(accounts)
 
 
-def test_swap_hands_the_memory_on_or_delivers_it() -> None:
+def test_swap_keeps_the_residual_or_flushes_it() -> None:
     def body() -> Account:
         model = wrap(mlp())
         handle = torchcomp.register(model, TOPK)
         account = Account()
         step = iter(range(100))
 
-        def train(steps: int) -> None:
+        def advance(steps: int) -> None:
             for _ in range(steps):
                 account.step(model, (rows(next(step)),))
 
-        train(3)
-        assert "is kept" in handle.swap("ef(randk(0.2))")
-        train(3)
+        advance(3)
+        norms = handle.residual_norms()
+        # The residual is kept: the sentence names the new method, and no flush.
+        assert "ef(randk(0.2))" in (sentence := handle.swap("ef(randk(0.2))"))
+        assert "ef(identity)" not in sentence
+        assert handle.residual_norms() == norms
+        advance(3)
         for spec in BIDIRECTIONAL:
             handle.swap(spec)
-            train(2)
+            advance(2)
             assert any(handle.residual_norms("server_error").values())
         handle.swap("ef(randk(0.2))")
         assert handle.residual_norms("server_error") == {}
-        train(1)
+        advance(1)
+        # The residual is flushed: the next step sends it with ef(identity).
         assert "ef(identity)" in handle.swap("mean")
         assert residual_norm(handle) > 0
-        train(1)
+        advance(1)
         assert residual_norm(handle) == 0
         assert kept(handle.state_dict()) == {}
-        train(2)
-        assert handle.swap(TOPK) == "There is no residual yet."
-        train(3)
+        advance(2)
+        # There is no residual, so the sentence names no method.
+        assert "ef(" not in handle.swap(TOPK)
+        advance(3)
         handle.swap("mean")
         handle.swap(TOPK)
-        train(1)
+        advance(1)
         assert str(handle.method) == TOPK
         return account.close(handle)
 
     accounts = on_threads(4, body)
     assert_conserved(accounts)
-    assert_owing(accounts)
+    assert_residual(accounts)
 
 
-def test_swap_delivers_the_memory_of_unused_parameters_once_they_are_used() -> None:
+def test_swap_flushes_the_residual_of_unused_parameters_when_they_are_used() -> None:
     def body() -> Account:
         model = branching()
         handle = torchcomp.register(model, TOPK)
@@ -316,7 +324,7 @@ def test_conserves_over_a_resume() -> None:
 
     accounts = on_threads(4, body)
     assert_conserved(accounts)
-    assert_owing(accounts)
+    assert_residual(accounts)
 
 
 @pytest.mark.parametrize("spec", [TOPK, BIDIRECTIONAL[0], *thorough(BIDIRECTIONAL[1:])])
@@ -335,14 +343,14 @@ def test_conserves_over_a_change_of_the_number_of_ranks(before: int, after: int,
     first = on_threads(before, body, [], spec)
     states = torchcomp.redistribute([state for _, state in reversed(first)], after)
     second = [account for account, _ in on_threads(after, body, states, spec)]
-    owed = torch.stack([flat_error(state) for _, state in first]).mean(0)
-    assert float(owed.abs().sum()) > 0.1
-    torch.testing.assert_close(flat_error(states[0]), owed, rtol=0, atol=1e-14)
-    # What the old run still owed is one more dense mean of the new one.
+    residual = torch.stack([flat_error(state) for _, state in first]).mean(0)
+    assert float(residual.abs().sum()) > 0.1
+    torch.testing.assert_close(flat_error(states[0]), residual, rtol=0, atol=1e-14)
+    # The new run must also send the residual of the old run, so add it to the dense sum.
     for account in second:
         for name in account.dense:
-            handed = torch.stack([account.owed[name] for account, _ in first]).mean(0)
-            account.dense[name] = account.dense[name] + handed
+            unsent = torch.stack([account.residual[name] for account, _ in first]).mean(0)
+            account.dense[name] = account.dense[name] + unsent
     assert_conserved(second)
 
 

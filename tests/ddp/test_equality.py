@@ -1,4 +1,4 @@
-"""Methods that send everything train as plain DDP does."""
+"""Methods that send everything give the same weights as plain DDP."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ PLAIN = ""
 
 
 def trained(spec: str) -> Tensor:
-    """Weights after 10 steps of SGD; DDP rebuilds its buckets in the second."""
+    """Return the weights after 10 steps of SGD. DDP rebuilds its buckets in the second step."""
     model = wrap(mlp())
     handle = torchcomp.register(model, spec) if spec else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -41,6 +41,7 @@ def test_over_gloo_a_method_that_sends_everything_equals_plain_ddp(world_size: i
         for spec in SUMMED:
             assert torch.equal(outcome[spec], plain), spec
         for spec in GATHERED:
+            # Two summands have one order of addition, so even the bits are equal.
             if world_size == 2:
                 assert torch.equal(outcome[spec], plain), spec
             torch.testing.assert_close(outcome[spec], plain, rtol=0, atol=1e-12)
@@ -52,7 +53,7 @@ def test_on_one_rank_a_method_that_sends_everything_equals_plain_ddp() -> None:
         assert torch.equal(outcome[spec], outcome[PLAIN]), spec
 
 
-def test_the_comparison_sees_a_method_that_does_not_send_everything() -> None:
-    """The tests above would fail for topk(0.5)."""
+def test_a_method_that_does_not_send_everything_differs_from_plain_ddp() -> None:
+    """The tests above can fail: they would for topk(0.5)."""
     outcome = on_threads(2, lambda: (trained(PLAIN), trained("topk(0.5)")))[0]
     assert not torch.allclose(*outcome, rtol=0, atol=1e-6)

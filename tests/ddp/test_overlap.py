@@ -1,4 +1,4 @@
-"""Overlap over gloo: groups are exchanged while the backward pass goes on."""
+"""Overlap over gloo: groups are exchanged during the backward pass."""
 
 import threading
 from typing import Any
@@ -13,8 +13,8 @@ from tests.support.ranks import on_processes
 from torchcomp.exchange import ProcessGroupExchange
 
 
-def exchanges_meanwhile(spec: str, collective: str) -> bool:
-    """Whether an exchange begins and ends while the last gradient of backward is held back."""
+def overlaps(spec: str, collective: str) -> bool:
+    """Whether an exchange starts and ends while a hook delays the last gradient of backward."""
     model = wrap(mlp())
     handle = torchcomp.register(model, spec)
     for step in range(2):
@@ -39,9 +39,9 @@ def exchanges_meanwhile(spec: str, collective: str) -> bool:
 
 
 def both() -> tuple[bool, bool]:
-    gathered = exchanges_meanwhile("ef(topk(0.1))", "all_gather")
-    return gathered, exchanges_meanwhile("mean", "all_reduce")
+    gathered = overlaps("ef(topk(0.1))", "all_gather")
+    return gathered, overlaps("mean", "all_reduce")
 
 
-def test_first_exchange_is_over_before_the_last_gradient_is_ready() -> None:
+def test_first_exchange_ends_before_the_last_gradient_is_ready() -> None:
     assert on_processes(2, both) == [(True, True)] * 2

@@ -1,4 +1,4 @@
-"""Error feedback over DDP against a serial loop in float64 that is written from the paper."""
+"""Error feedback over DDP, compared with a serial loop in float64 written from the paper."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ STEPS = 6
 SEED = 11
 
 Select = Callable[[Tensor, int, str], Tensor]
-"""From a vector, the step and the vector's first parameter to the vector that is sent."""
+"""(vector, step, name of the vector's first parameter) -> vector that is sent."""
 
 
 def top(share: float) -> Select:
@@ -53,7 +53,7 @@ def random(share: float) -> Select:
 
 
 def count(share: float, numel: int) -> int:
-    """Rounded up; with the shares of this file the product's own rounding does no harm."""
+    """Return the number of entries to keep, rounded up. All shares here are exact floats."""
     return int(-(-share * numel // 1))
 
 
@@ -77,32 +77,32 @@ def reference(dense: list[list[Gradients]], select: Select, scope: str) -> tuple
     Args:
         dense: gradients by rank and step.
         select: the compressor.
-        scope: what is compressed together.
+        scope: "bucket" or "tensor"; which parameters are compressed together.
 
     Returns:
-        The mean of every step, and the memory of every rank at the end.
+        The mean of every step, and the residual of every rank at the end.
     """
     ranks = range(len(dense))
-    memory = [{name: torch.zeros_like(g) for name, g in dense[0][0].items()} for _ in ranks]
+    residuals = [{name: torch.zeros_like(g) for name, g in dense[0][0].items()} for _ in ranks]
     means = [{} for _ in range(STEPS)]
     for step in range(STEPS):
         for group in groups_of(scope):
             sizes = [dense[0][0][name].numel() for name in group]
             total = torch.zeros(sum(sizes), dtype=torch.float64)
             for rank in ranks:
-                gradient, owed = dense[rank][step], memory[rank]
-                x = torch.cat([(gradient[name] + owed[name]).flatten() for name in group])
+                gradient, e = dense[rank][step], residuals[rank]
+                x = torch.cat([(gradient[name] + e[name]).flatten() for name in group])
                 sent = select(x, step, group[0])
                 total += sent
-                for name, rest in zip(group, (x - sent).split(sizes), strict=True):
-                    memory[rank][name] = rest.view_as(owed[name])
+                for name, unsent in zip(group, (x - sent).split(sizes), strict=True):
+                    e[name] = unsent.view_as(e[name])
             for name, mean in zip(group, (total / len(dense)).split(sizes), strict=True):
-                means[step][name] = mean.view_as(memory[0][name])
-    return means, memory
+                means[step][name] = mean.view_as(residuals[0][name])
+    return means, residuals
 
 
 def trained(spec: str) -> tuple[list[Gradients], list[Gradients], Gradients]:
-    """Own gradients and applied means of every step, and the memory at the end."""
+    """Return own gradients and applied means of every step, and the residual at the end."""
     model = wrap(mlp())
     handle = torchcomp.register(model, spec, seed=SEED)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -117,13 +117,13 @@ def trained(spec: str) -> tuple[list[Gradients], list[Gradients], Gradients]:
 
 
 def compare(spec: str, select: Select, scope: str, world_size: int, tolerance: float) -> None:
-    own, applied, memory = zip(*on_threads(world_size, trained, spec), strict=True)
-    means, owed = reference(list(own), select, scope)
+    own, applied, residuals = zip(*on_threads(world_size, trained, spec), strict=True)
+    means, expected = reference(list(own), select, scope)
     for rank in range(world_size):
         for name in means[0]:
             for step in range(STEPS):
                 close(applied[rank][step][name], means[step][name], tolerance)
-            close(memory[rank][name], owed[rank][name], tolerance)
+            close(residuals[rank][name], expected[rank][name], tolerance)
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -140,7 +140,7 @@ def test_topk_is_bit_equal_to_the_reference(scope: str, world_size: int) -> None
 @pytest.mark.parametrize("scope", ["bucket", "tensor"])
 def test_randk_equals_the_reference(scope: str, exchange: str) -> None:
     spec = f'ef(randk(0.25, scope="{scope}"), exchange="{exchange}")'
-    # Summing divides before the exchange, the reference after it.
+    # An all-reduce divides before it adds. The reference divides after it.
     compare(spec, random(0.25), scope, 3, 0.0 if exchange == "gather" else 1e-12)
 
 
@@ -149,7 +149,7 @@ def test_gathered_cast_is_bit_equal_to_the_reference() -> None:
 
 
 def test_seed_selects_the_entries_of_randk() -> None:
-    """The reference above would not hold with another seed."""
+    """Otherwise, the comparison above would also pass with another seed."""
 
     def body(seed: int) -> Tensor:
         model = wrap(mlp())

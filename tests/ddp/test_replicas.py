@@ -1,4 +1,4 @@
-"""Replicas stay bit-identical: every rank decodes the same messages in the same order."""
+"""Replicas stay bit-identical, because every rank decodes the same messages in the same order."""
 
 from dataclasses import fields
 
@@ -44,7 +44,7 @@ def test_methods_name_everything_that_is_registered() -> None:
     listed = {type(method) for method in methods}
     listed |= {type(getattr(method, field.name)) for method in methods for field in fields(method)}
     missing = {cls.name for cls in (*AGGREGATORS, *COMPRESSORS) if cls not in listed}
-    assert not missing, f"give METHODS in tests/support/models.py a spec with {missing}"
+    assert not missing, f"add a spec with {missing} to METHODS in tests/support/models.py"
 
 
 @pytest.mark.parametrize("steps", [20, *thorough([100])])

@@ -1,7 +1,8 @@
-"""Checkpoints: a resumed run is bit-identical, and a checkpoint of another run is refused."""
+"""Checkpoints: a resumed run is bit-identical, and loading the state of another run raises."""
 
 import copy
-import io
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tests.support.models import (
     loss_of,
     mlp,
     raised_by,
+    reloaded,
     residual_norm,
     rows,
     seeded,
@@ -39,15 +41,8 @@ STEPS = 8
 State = dict[str, Any]
 
 
-def through_a_file(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 class Run:
-    """One rank's model, optimizer and handle; continues from the snapshot of another run."""
+    """One rank's model, optimizer and handle; can start from the snapshot of another run."""
 
     def __init__(
         self,
@@ -78,7 +73,7 @@ class Run:
             "optimizer": self.optimizer.state_dict(),
             "handle": self.handle.state_dict(),
         }
-        return through_a_file(state)
+        return reloaded(state)
 
     def outcome(self) -> tuple[Tensor, Tensor, torchcomp.Stats]:
         error = [tensor.flatten() for tensor in kept(self.handle.state_dict()).values()]
@@ -86,9 +81,9 @@ class Run:
 
 
 def interrupted_and_not(spec: str, stop: int, cap: float | None = SMALL_BUCKETS) -> tuple[Run, Run]:
-    """A run of 8 steps, and one that continues it from its snapshot after `stop` steps."""
+    """Return a run of 8 steps, and one that resumes it from its snapshot after `stop` steps."""
     whole = Run(spec, mlp(), seed=5).train(range(stop))
-    # Another seed and other weights, both to be overwritten by the snapshot.
+    # Another seed and other weights: the snapshot must overwrite both.
     resumed = Run(spec, seeded(mlp(), seed=1), cap, whole.snapshot(), seed=6)
     return whole.train(range(stop, STEPS)), resumed.train(range(stop, STEPS))
 
@@ -96,7 +91,7 @@ def interrupted_and_not(spec: str, stop: int, cap: float | None = SMALL_BUCKETS)
 def assert_same_outcome(whole: Run, resumed: Run) -> None:
     expected, actual = whole.outcome(), resumed.outcome()
     assert torch.equal(actual[0], expected[0]), "weights differ"
-    assert torch.equal(actual[1], expected[1]), "error memories differ"
+    assert torch.equal(actual[1], expected[1]), "residuals differ"
     assert actual[2] == expected[2]
 
 
@@ -134,8 +129,8 @@ def test_resumed_channels_last_run_is_bit_identical() -> None:
     on_threads(3, body)
 
 
-def test_memory_of_channels_last_weights_is_saved_in_their_shape() -> None:
-    """A contiguous model can go on with it."""
+def test_residual_of_channels_last_weights_is_saved_in_their_shape() -> None:
+    """A model with contiguous weights can load it."""
 
     def body() -> None:
         run = Run('ef(topk(0.1, scope="tensor"))', convolutions()).train(range(3), images)
@@ -169,7 +164,7 @@ def test_state_is_a_copy_keyed_by_parameter_name() -> None:
     on_threads(2, body)
 
 
-def test_state_of_a_run_that_has_not_begun_resumes() -> None:
+def test_state_before_the_first_step_resumes() -> None:
     def body() -> None:
         whole = Run(TOPK, mlp())
         resumed = Run(TOPK, mlp(), snapshot=whole.snapshot())
@@ -178,7 +173,7 @@ def test_state_of_a_run_that_has_not_begun_resumes() -> None:
     on_threads(2, body)
 
 
-def test_state_saved_while_a_swap_delivers_its_memory_resumes() -> None:
+def test_state_saved_while_a_swap_flushes_the_residual_resumes() -> None:
     def body() -> None:
         whole = Run(TOPK, mlp()).train(range(3))
         whole.handle.swap("mean")
@@ -193,7 +188,7 @@ def test_state_saved_while_a_swap_delivers_its_memory_resumes() -> None:
     on_threads(2, body)
 
 
-# Checkpoints of another run.
+# --- Checkpoints of another run -------------------------------------------------------------------
 
 
 def state_of(spec: str = TOPK, module: nn.Module | None = None) -> State:
@@ -203,7 +198,7 @@ def state_of(spec: str = TOPK, module: nn.Module | None = None) -> State:
 
 
 def refusal(spec: str, module: nn.Module, state: State) -> str:
-    """The message with which a run refuses `state`; its own memory must stay what it was."""
+    """Load `state` into a run, require a CheckpointError and no change, and return its message."""
     run = Run(spec, module)
     before = run.handle.state_dict()
     error = raised_by(lambda: run.handle.load_state_dict(state))
@@ -218,102 +213,99 @@ def same_states(state: Any, other: Any) -> bool:
     return torch.equal(state, other) if isinstance(state, Tensor) else bool(state == other)
 
 
-def refused_on_all_ranks(body: Any) -> str:
-    messages = on_threads(2, body)
-    assert len(messages) == 2
-    return messages[-1]
+def refuses(message: str, body: Callable[[], str]) -> None:
+    """Require that the :func:`refusal` on every rank matches the regular expression `message`."""
+    for rank, text in enumerate(on_threads(2, body)):
+        assert re.search(message, text), f"rank {rank}: {text}"
 
 
-def test_checkpoint_of_another_model_is_refused_with_names_and_shapes() -> None:
+def test_error_of_another_model_has_names_and_shapes() -> None:
     def body() -> str:
         other = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4)).double()
         return refusal(TOPK, other, state_of())
 
-    message = refused_on_all_ranks(body)
-    assert "'0.weight' has shape [16, 16] in the checkpoint and [8, 16] in the model" in message
-    assert "'6.bias' is not in the model" in message
-    assert "and 3 more" in message
+    refuses(r"'6\.bias' .*'0\.weight' .*\[16, 16\].* \[8, 16\].*\b3 more\b", body)
 
 
-def test_checkpoint_without_a_parameter_of_the_model_is_refused() -> None:
+def test_error_of_a_checkpoint_without_a_parameter_of_the_model_names_it() -> None:
     def body() -> str:
         smaller = nn.Sequential(nn.Linear(16, 16)).double()
         return refusal(TOPK, mlp(), state_of(module=smaller))
 
-    assert "'2.weight' is not in the checkpoint" in refused_on_all_ranks(body)
+    refuses(r"'2\.weight'", body)
 
 
-def test_checkpoint_of_another_method_is_refused_with_both() -> None:
-    message = refused_on_all_ranks(lambda: refusal("ef(topk(0.2))", mlp(), state_of()))
-    assert "spec 'ef(topk(0.1))', and this run has 'ef(topk(0.2))'" in message
+def test_error_of_another_method_has_both_methods() -> None:
+    message = r"spec .*'ef\(topk\(0\.1\)\)'.* 'ef\(topk\(0\.2\)\)'"
+    refuses(message, lambda: refusal("ef(topk(0.2))", mlp(), state_of()))
 
 
-def test_checkpoint_of_another_world_size_is_refused_with_both_and_the_remedy() -> None:
+def test_error_of_another_world_size_has_both_sizes_and_advice() -> None:
     states = on_threads(3, state_of)
-    message = refused_on_all_ranks(lambda: refusal(TOPK, mlp(), states[dist.get_rank()]))
-    assert "world_size 3, and this run has 2" in message
-    assert "torchcomp.redistribute" in message
+    message = r"world_size .*\b3\b.* \b2\b.* torchcomp\.redistribute"
+    refuses(message, lambda: refusal(TOPK, mlp(), states[dist.get_rank()]))
 
 
-def test_checkpoint_of_another_rank_is_refused() -> None:
+def test_error_of_another_rank_has_both_ranks() -> None:
     states = on_threads(2, state_of)
-    message = refused_on_all_ranks(lambda: refusal(TOPK, mlp(), states[1 - dist.get_rank()]))
-    assert "rank 0, and this run has 1" in message
+
+    def body() -> str:
+        own, other = dist.get_rank(), 1 - dist.get_rank()
+        message = refusal(TOPK, mlp(), states[other])
+        assert re.search(rf"\brank .*\b{other}\b.* \b{own}\b", message), message
+        return message
+
+    on_threads(2, body)
 
 
 @pytest.mark.parametrize("key", ["version", "spec", "slots", "groups", "traffic"])
-def test_checkpoint_that_lacks_a_key_is_refused_with_its_name(key: str) -> None:
+def test_error_of_a_checkpoint_without_a_key_names_it(key: str) -> None:
     def body() -> str:
         state = state_of()
         del state[key]
         return refusal(TOPK, mlp(), state)
 
-    assert f"lacks '{key}'" in refused_on_all_ranks(body)
+    refuses(f"'{key}'", body)
 
 
-def test_checkpoint_with_a_memory_of_another_shape_is_refused() -> None:
+def test_error_of_a_residual_of_another_shape_has_both_shapes() -> None:
     def body() -> str:
         state = state_of()
         kept(state)["0.weight"] = kept(state)["0.weight"][:5]
         return refusal(TOPK, mlp(), state)
 
-    message = refused_on_all_ranks(body)
-    assert "slots['error'].tensors['0.weight'] must be a tensor of shape (16, 16)" in message
-    assert "(5, 16)" in message
+    refuses(r"slots\['error'\]\.tensors\['0\.weight'\] .*\(16, 16\).* \(5, 16\)", body)
 
 
 BIDIRECTIONAL = 'bidirectional(topk(0.1), topk(0.1), selection="exact")'
 SERVER = "server_error"
 DAMAGES = {
-    "no error": (r"slots\['error'\] is missing", lambda s: s["slots"].pop("error")),
-    "short error": (r"slots\['error'\] lacks '0.bias'", lambda s: kept(s).pop("0.bias")),
-    "short server's": (
-        rf"slots\['{SERVER}'\] lacks '",
+    "no residual": (r"slots\['error'\]", lambda s: s["slots"].pop("error")),
+    "incomplete residual": (r"slots\['error'\].* '0\.bias'", lambda s: kept(s).pop("0.bias")),
+    "incomplete server residual": (
+        rf"slots\['{SERVER}'\].* '",
         lambda s: kept(s, SERVER).pop(next(iter(kept(s, SERVER)))),
     ),
-    "stranger in server's": (
-        rf"slots\['{SERVER}'\] holds .*'x'",
+    "unknown name in server residual": (
+        rf"slots\['{SERVER}'\].*'x'",
         lambda s: kept(s, SERVER).update(x=torch.ones(0)),
     ),
-    "stranger in buckets": (
-        "its buckets must hold every parameter .*'x'",
-        lambda s: s["buckets"][0].append("x"),
-    ),
-    "short groups": ("its groups must hold every parameter", lambda s: s["groups"].pop()),
-    "twice in groups": (
-        "its groups must hold every parameter once, and do not for '6.bias'",
+    "unknown name in buckets": (r"\bbuckets\b.*'x'", lambda s: s["buckets"][0].append("x")),
+    "missing group": (r"\bgroups\b.*'\d\.(weight|bias)'", lambda s: s["groups"].pop()),
+    "name in two groups": (
+        r"\bgroups\b.*'6\.bias'",
         lambda s: s["groups"].append(["6.bias"]),
     ),
     "other strides": (
-        "'.*' has strides .* in the checkpoint",
+        r"'\d\.weight' .*strides.*\d+.* \d+",
         lambda s: [p["stride"].reverse() for p in s["parameters"].values()],
     ),
-    "NaN": ("a NaN", lambda s: kept(s)["0.weight"].fill_(torch.nan)),
+    "NaN": (r"slots\['error'\].*'0\.weight'.*NaN", lambda s: kept(s)["0.weight"].fill_(torch.nan)),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_checkpoint_is_refused_and_changes_nothing(damage: str) -> None:
+def test_loading_a_damaged_checkpoint_raises_and_changes_nothing(damage: str) -> None:
     message, spoil = DAMAGES[damage]
 
     def body() -> None:
@@ -331,12 +323,11 @@ def test_damaged_checkpoint_is_refused_and_changes_nothing(damage: str) -> None:
 
 
 @pytest.mark.parametrize("state", [None, [1, 2]])
-def test_what_is_no_state_dict_is_refused(state: Any) -> None:
-    message = refused_on_all_ranks(lambda: refusal(TOPK, mlp(), state))
-    assert message == f"expected a state dict, not {type(state).__name__}"
+def test_error_of_a_state_that_is_not_a_dict_has_its_type(state: Any) -> None:
+    refuses(rf"state dict.* {type(state).__name__}$", lambda: refusal(TOPK, mlp(), state))
 
 
-def test_what_no_step_has_reached_is_saved_as_zeros() -> None:
+def test_a_residual_before_its_first_step_is_saved_as_zeros() -> None:
     parameters = dict(nn.Linear(3, 2).half().named_parameters())
     slot = Slot("error", Kind.DEBT, ("weight", "bias"), (6, 2), torch.float32)
     saved = save_slot(slot, {"weight": torch.ones(6)}, parameters)
@@ -362,17 +353,16 @@ def ranks_of_different_steps() -> str:
     return str(error)
 
 
-def test_ranks_resumed_from_different_steps_are_told_both_at_the_next_step() -> None:
+def test_ranks_resumed_from_different_steps_raise_at_the_next_step_with_both() -> None:
     outcomes = [
         *on_threads(3, ranks_of_different_steps),
         *on_processes(2, ranks_of_different_steps),
     ]
     for message in outcomes:
-        assert "the first step: ranks disagree. step: 1 on rank" in message
-        assert "3 on rank 1" in message
+        assert re.search(r"\bstep: 1 on rank.*\b3 on rank 1\b", message), message
 
 
-def test_resuming_on_one_rank_only_is_an_error_on_all() -> None:
+def test_resuming_on_one_rank_only_raises_on_every_rank() -> None:
     outcomes = on_processes(2, _one_rank_resumes, catch=True)
     assert all(isinstance(error, RankMismatchError) for error in outcomes), outcomes
 
@@ -387,36 +377,36 @@ def _one_rank_resumes() -> None:
     run.train(range(1))
 
 
-# Another number of ranks.
+# --- Another number of ranks ----------------------------------------------------------------------
 
 
-def test_redistribute_refuses_what_is_not_one_run() -> None:
+def test_redistribute_raises_for_states_that_are_not_of_one_run() -> None:
     states = on_threads(2, state_of)
     later = {**states[1], "step": 9}
     cases = [
-        (([], 2), "no states"),
-        ((states, 0), "world_size must be at least 1"),
-        ((states[:1], 2), r"one state of each of 2 ranks.*\[0\]"),
+        (([], 2), "states"),
+        ((states, 0), r"world_size .*\b1\b"),
+        ((states[:1], 2), r"\b2 ranks.*\[0\]"),
         ((states[:1] * 2, 2), r"\[0, 0\]"),
-        (([states[0], later], 2), "not of one run at one step: their step differ"),
+        (([states[0], later], 2), r"\bstep\b"),
     ]
     for arguments, message in cases:
         with pytest.raises(CheckpointError, match=message):
             torchcomp.redistribute(*arguments)
 
 
-def test_redistributed_states_load_and_train_alike() -> None:
+def test_replicas_from_redistributed_states_are_bit_identical() -> None:
     states = torchcomp.redistribute(on_threads(2, state_of), 4)
 
     def body() -> Tensor:
         run = Run(TOPK, mlp())
-        run.handle.load_state_dict(through_a_file(states[dist.get_rank()]))
+        run.handle.load_state_dict(reloaded(states[dist.get_rank()]))
         return weights(run.train(range(2)).model.module)
 
     assert_replicas_equal(on_threads(4, body))
 
 
-def test_redistributing_leaves_the_old_states_alone() -> None:
+def test_redistribute_does_not_change_the_old_states() -> None:
     states = on_threads(2, state_of)
     copies = copy.deepcopy(states)
     fresh = torchcomp.redistribute(states, 2)
@@ -426,16 +416,16 @@ def test_redistributing_leaves_the_old_states_alone() -> None:
     assert not torch.equal(kept(fresh[1])["0.weight"], kept(fresh[0])["0.weight"])
 
 
-def test_memory_of_a_parameter_that_is_unused_after_a_resume_stays_owed() -> None:
+def test_residual_of_a_parameter_that_is_unused_after_a_resume_is_kept() -> None:
     def body() -> tuple[Tensor, Tensor]:
         models = [wrap(seeded(Branches().double()), find_unused_parameters=True) for _ in range(2)]
         first, second = (torchcomp.register(model, TOPK) for model in models)
         loss_of(models[0](rows(0), ("left", "right"))).backward()
-        owed = kept(first.state_dict())["right.weight"]
-        second.load_state_dict(through_a_file(first.state_dict()))
+        residual = kept(first.state_dict())["right.weight"]
+        second.load_state_dict(reloaded(first.state_dict()))
         loss_of(models[1](rows(1), ("left",))).backward()
         assert models[1].module.right.weight.grad is None
-        return owed, kept(second.state_dict())["right.weight"]
+        return residual, kept(second.state_dict())["right.weight"]
 
     before, after = zip(*on_threads(2, body), strict=True)
     assert float(torch.stack(before).mean(0).norm()) > 0.1

@@ -1,4 +1,4 @@
-"""Settings that users meet: sub-groups, several models, several dtypes, compiled modules."""
+"""Realistic settings: subgroups, several models, several dtypes, compiled modules."""
 
 import shutil
 import warnings
@@ -13,7 +13,7 @@ from tests.support.models import (
     CONSERVING,
     Account,
     assert_conserved,
-    assert_owing,
+    assert_residual,
     assert_replicas_equal,
     kept,
     loss_of,
@@ -35,7 +35,7 @@ def on_subgroups() -> tuple[Account, Tensor]:
     handle = torchcomp.register(model, TOPK)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     account = Account()
-    # The halves are not in step with each other.
+    # The groups train for different numbers of steps.
     for step in range(4 + dist.get_rank() % 2):
         account.step(model, (rows(step),), optimizer=optimizer)
     state = handle.state_dict()
@@ -50,13 +50,13 @@ def test_ddp_over_subgroups_conserves_in_each(run) -> None:
     for half in (outcomes[::2], outcomes[1::2]):
         accounts, trained = zip(*half, strict=True)
         assert_conserved(list(accounts))
-        assert_owing(list(accounts))
+        assert_residual(list(accounts))
         assert_replicas_equal(list(trained))
     assert not torch.equal(outcomes[0][1], outcomes[1][1])
 
 
 def two_models() -> list[Account]:
-    """Two models with a handle each, trained by one backward pass through both."""
+    """Train two models, each with its own handle, with one backward pass through both."""
     models = [wrap(mlp()), wrap(seeded(mlp(), seed=1))]
     handles = [
         torchcomp.register(model, spec) for model, spec in zip(models, CONSERVING[:2], strict=True)
@@ -78,7 +78,7 @@ def two_models() -> list[Account]:
 def test_two_models_in_one_backward_pass_conserve_each(run) -> None:
     for accounts in zip(*run(3, two_models), strict=True):
         assert_conserved(list(accounts))
-        assert_owing(list(accounts))
+        assert_residual(list(accounts))
 
 
 class Mixed(nn.Module):
@@ -97,7 +97,7 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize("spec", CONSERVING)
 def test_model_of_several_dtypes_conserves_to_the_rounding_of_float32(spec: str) -> None:
-    # Sums in bfloat16 lose what no memory sees.
+    # An all-reduce in bfloat16 rounds, and no residual records that error.
     gathered = spec.replace("randk(0.1)", 'randk(0.1), exchange="gather"')
 
     def body() -> Account:
@@ -110,7 +110,7 @@ def test_model_of_several_dtypes_conserves_to_the_rounding_of_float32(spec: str)
         assert dtypes["layers.0.weight"] == torch.float64
         assert dtypes["layers.1.weight"] == dtypes["layers.2.weight"] == torch.float32
         plan = torchcomp.explain(gathered, model=model, world_size=3, rank=dist.get_rank())
-        # Where owners agree on an exact selection, the plan holds in the mean.
+        # For an exact selection, the plan assumes an even spread over the shards.
         exact = getattr(handle.method, "selection", "shard") == "exact"
         assert handle.stats.bytes_sent == pytest.approx(plan.bytes_sent, rel=0.2 if exact else 0)
         return account.close(handle)
@@ -121,8 +121,8 @@ def test_model_of_several_dtypes_conserves_to_the_rounding_of_float32(spec: str)
 def compiled() -> tuple[Account, list[str]]:
     module = mlp()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the compiler's own making
-        # The compiler splits the graph at buckets, and asserts that they are not below 1 MiB.
+        warnings.simplefilter("ignore")  # torch.compile's own
+        # The compiler splits the graph at buckets, and asserts that they are at least 1 MiB.
         model = wrap(torch.compile(module), bucket_cap_mb=None)
         handle = torchcomp.register(model, TOPK)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -142,7 +142,7 @@ def test_compiled_module_conserves_under_its_own_names() -> None:
     accounts, names = zip(*on_processes(2, compiled), strict=True)
     assert set(names[0]) == {name for name, _ in mlp().named_parameters()}
     assert_conserved(list(accounts), tolerance=1e-10)
-    assert_owing(list(accounts))
+    assert_residual(list(accounts))
 
 
 def averaged() -> Tensor:

@@ -1,4 +1,4 @@
-"""Statistics: counted bytes equal the plan's, and norms are those of the memory."""
+"""Statistics: counted bytes equal those of the plan, and norms are those of the residual."""
 
 import math
 
@@ -27,7 +27,7 @@ STEPS = 3
 
 
 def counted(spec: str, world_size: int) -> None:
-    """Compare a run's counters with the plan made from the DDP model beforehand."""
+    """Compare the counters of a run with the plan, computed before from the DDP model."""
     model = wrap(mlp(torch.float32))
     plan = torchcomp.explain(spec, model=model, world_size=world_size, rank=dist.get_rank())
     handle = torchcomp.register(model, spec)
@@ -47,7 +47,7 @@ def counted(spec: str, world_size: int) -> None:
 
 
 def sized_by_values(spec: str) -> bool:
-    """Whether messages have the plan's size only in the mean."""
+    """Whether the sizes of messages depend on the values, so that the plan is only an estimate."""
     method = torchcomp.parse(spec)
     return 'exchange="sharded"' in spec or getattr(method, "selection", "shard") == "exact"
 
@@ -72,8 +72,8 @@ FAKED = (
 def test_counted_bytes_equal_the_plan_on_64_ranks(
     spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Fake ranks send nothing that could be checked.
-    monkeypatch.setattr(ProcessGroupExchange, "conclude", lambda *told: True)
+    # Fake ranks send no valid frames, so skip their check.
+    monkeypatch.setattr(ProcessGroupExchange, "conclude", lambda *arguments: True)
     with_fake_ranks(64, counted, spec, 64)
 
 
@@ -83,7 +83,7 @@ def test_bytes_of_exact_selections_are_near_the_plan(spec: str) -> None:
         model = wrap(mlp(torch.float32, width=64), bucket_cap_mb=None)
         plan = torchcomp.explain(spec, model=model, world_size=3, rank=dist.get_rank())
         handle = torchcomp.register(model, spec)
-        # The first step has no earlier threshold to start from.
+        # Compare the second step: the first one has no threshold to start the search from.
         for step in range(2):
             loss_of(model(rows(step, torch.float32, width=64))).backward()
         return plan.bytes_sent + plan.bytes_received, handle.stats
@@ -96,7 +96,7 @@ def test_bytes_of_exact_selections_are_near_the_plan(spec: str) -> None:
 
 
 def test_counted_bytes_of_topk_are_those_of_its_entries() -> None:
-    """10 % of 884 values in one group: 89 of 4 bytes, 3 bits and their share of 89 + 110 bits."""
+    """10 % of 884 values in one group are 89: 4 bytes and 3 bits each, and 89 + 110 bits."""
 
     def body() -> int:
         model = wrap(mlp(torch.float32), bucket_cap_mb=None)
@@ -121,7 +121,7 @@ def test_no_sync_sends_nothing() -> None:
     on_threads(2, body)
 
 
-def test_error_norms_are_those_of_the_memory_by_parameter() -> None:
+def test_residual_norms_are_those_of_the_residual_by_parameter() -> None:
     def body() -> None:
         model = wrap(convolutions())
         handle = torchcomp.register(model, "ef(topk(0.1))")
@@ -138,7 +138,7 @@ def test_error_norms_are_those_of_the_memory_by_parameter() -> None:
     on_threads(2, body)
 
 
-def test_a_method_without_memory_reports_no_error_norm() -> None:
+def test_a_method_without_a_residual_reports_no_norms() -> None:
     def body() -> None:
         model = wrap(seeded(Branches().double()), find_unused_parameters=True)
         handle = torchcomp.register(model, "topk(0.1)")

@@ -1,4 +1,4 @@
-"""What a method without a residual does with the residual of the one before it, in 16 bits."""
+"""A swap to a method without a residual flushes a residual that exceeds the range of float16."""
 
 import torch
 from torch import Tensor, nn
@@ -7,8 +7,8 @@ import torchcomp
 from tests.support.models import kept, residual_norm, wrap
 from tests.support.ranks import on_threads
 
-OWED = 2e5
-"""More than float16 represents, 65504."""
+RESIDUAL = 2e5
+"""Larger than the largest float16, 65504."""
 
 
 def after_a_swap() -> tuple[Tensor, list[float]]:
@@ -16,7 +16,7 @@ def after_a_swap() -> tuple[Tensor, list[float]]:
     handle = torchcomp.register(model, "ef(topk(k=1))")
     model(torch.ones(1, 4).half()).sum().backward()
     state = handle.state_dict()
-    kept(state)["weight"].fill_(OWED)
+    kept(state)["weight"].fill_(RESIDUAL)
     handle.load_state_dict(state)
     handle.swap("mean")
     applied, norms = torch.zeros(1, 4, dtype=torch.float64), []
@@ -30,6 +30,6 @@ def after_a_swap() -> tuple[Tensor, list[float]]:
 
 def test_a_residual_beyond_the_range_of_the_gradients_is_sent_in_several_steps() -> None:
     for applied, norms in on_threads(2, after_a_swap):
-        assert applied.tolist() == [[OWED] * 4]
+        assert applied.tolist() == [[RESIDUAL] * 4]
         assert norms == sorted(norms, reverse=True)
         assert norms[0] > norms[-1] == 0

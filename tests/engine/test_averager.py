@@ -7,7 +7,7 @@ import torchcomp
 from tests.engine import small
 from tests.engine.small import caught
 from tests.support.cases import thorough
-from tests.support.models import CONSERVING, METHODS, WITH_MEMORY
+from tests.support.models import CONSERVING, METHODS, WITH_RESIDUAL
 from torchcomp import NonFiniteError, RankMismatchError, SpecError
 from torchcomp.bucket import Bucket
 
@@ -427,7 +427,7 @@ def test_counters_equal_the_planned_cost(method):
             assert stats.total_bytes_sent == 3 * stats.bytes_sent
 
 
-@pytest.mark.parametrize("method", WITH_MEMORY)
+@pytest.mark.parametrize("method", WITH_RESIDUAL)
 def test_residual_norms_equal_those_of_the_saved_state(method):
     def body(exchange):
         averager = small.averager(exchange, method)

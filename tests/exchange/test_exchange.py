@@ -1,4 +1,4 @@
-"""Exchanges: the same results and the same counted bytes over threads and process groups."""
+"""Exchanges: equal results and equal byte counts among threads and over process groups."""
 
 import operator
 
@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 
 def ranks_of(kind, world_size, body):
-    """``body(exchange)`` on every rank of an exchange among threads, or of a process group."""
+    """Run ``body(exchange)`` on every rank of an exchange among threads, or of a process group."""
     if kind == "in process":
         return run_in_process(world_size, body)
     return on_threads(world_size, lambda: body(ProcessGroupExchange()))
@@ -40,12 +40,12 @@ def message(sender, receiver, size):
 
 
 def uneven(sender, receiver):
-    """Sizes of messages, some of them 0."""
+    """Size of a message; 0 for some pairs of ranks."""
     return (3 * sender + 5 * receiver) % 7
 
 
 def collectives(exchange):
-    """What every collective returns here, and the bytes that each is counted with."""
+    """Call every collective, and return the results and the counted bytes by name."""
     rank, ranks = exchange.rank, exchange.world_size
     found, counted = {}, {}
 
@@ -73,7 +73,7 @@ def collectives(exchange):
 
 
 def expected(rank, ranks):
-    """The same by the definitions, but for the sums of floating-point numbers."""
+    """The results by definition, except those of all_reduce, which have rounding errors."""
     sizes = [uneven(sender, 0) for sender in range(ranks)]
     return {
         **{f"all_gather {n}": [values(r, n) for r in range(ranks)] for n in (0, 1, 17, 40_000)},
@@ -85,7 +85,7 @@ def expected(rank, ranks):
 
 
 def traffic(rank, ranks):
-    """Bytes sent and received, by hand."""
+    """The expected bytes sent and received, computed by hand."""
     others = [other for other in range(ranks) if other != rank]
     sizes = [uneven(sender, 0) for sender in range(ranks)]
     counted = {}
@@ -104,7 +104,7 @@ def traffic(rank, ranks):
 
 @on_all_sizes
 @on_both
-def test_collectives_do_and_count_what_they_say(kind, world_size):
+def test_collectives_return_and_count_what_is_expected(kind, world_size):
     outcomes = ranks_of(kind, world_size, collectives)
     for rank, (found, counted) in enumerate(outcomes):
         for name, wanted in expected(rank, world_size).items():
@@ -115,7 +115,7 @@ def test_collectives_do_and_count_what_they_say(kind, world_size):
             wanted = sum(values(r, 6, dtype).double() for r in range(world_size))
             error = 0 if not dtype.is_floating_point else 100 * torch.finfo(dtype).eps
             torch.testing.assert_close(total.double(), wanted, rtol=0, atol=error)
-            # The same bits on every rank: replicas may not drift apart.
+            # The bits must be equal on all ranks, or replicas would drift apart.
             assert torch.equal(total, outcomes[0][0][f"all_reduce {dtype}"][0])
         assert counted == traffic(rank, world_size)
 
@@ -126,27 +126,27 @@ def over_gloo():
     return found, counted
 
 
-def test_gloo_gives_what_the_ranks_of_one_process_give():
+def test_gloo_gives_the_same_results_as_the_ranks_of_one_process():
     here = run_in_process(2, collectives)
     for ours, theirs in zip(here, on_processes(2, over_gloo), strict=True):
         assert ours[1] == theirs[1]
         for name, tensors in ours[0].items():
-            # Two numbers have one order in which they are added.
+            # Equal bits also for sums: two ranks have only one order of addition.
             assert all(map(torch.equal, tensors, theirs[0][name])), name
 
 
 @on_both
 def test_objects_arrive_in_rank_order(kind):
-    given = [{"rank": 0}, None, "two"]
-    found = ranks_of(kind, 3, lambda exchange: exchange.gather_objects(given[exchange.rank]))
-    assert found == [given] * 3
+    objects = [{"rank": 0}, None, "two"]
+    found = ranks_of(kind, 3, lambda exchange: exchange.gather_objects(objects[exchange.rank]))
+    assert found == [objects] * 3
 
 
-# --- Arguments are left alone ---------------------------------------------------------------------
+# --- Arguments do not change ----------------------------------------------------------------------
 
 
 @on_both
-def test_what_is_sent_stays_and_what_arrives_is_the_callers_own(kind):
+def test_arguments_do_not_change_and_results_do_not_share_their_memory(kind):
     def body(exchange):
         mine = torch.full((2,), float(exchange.rank))
         gathered = exchange.all_gather(mine)
@@ -162,7 +162,7 @@ def test_what_is_sent_stays_and_what_arrives_is_the_callers_own(kind):
     ]
 
 
-# --- What ranks must share ------------------------------------------------------------------------
+# --- Values that must match on all ranks ----------------------------------------------------------
 
 
 def refusals(kind, world_size, body):
@@ -176,7 +176,7 @@ def refusals(kind, world_size, body):
 
 
 @on_both
-def test_equal_facts_pass_and_cost_nothing(kind):
+def test_verify_of_equal_values_passes_and_counts_no_bytes(kind):
     def body(exchange):
         exchange.verify("a call", {"spec": "mean", "step": 3})
         traffic = exchange.take_traffic(0)
@@ -187,7 +187,7 @@ def test_equal_facts_pass_and_cost_nothing(kind):
 
 @on_both
 @pytest.mark.parametrize("odd", [0, 1, 2])
-def test_facts_that_differ_are_raised_on_all_ranks_with_the_values_of_each(kind, odd):
+def test_verify_raises_on_every_rank_with_the_values_that_differ(kind, odd):
     def body(exchange):
         step = 4 if exchange.rank == odd else 3
         exchange.verify("a call", {"spec": "mean", "step": step}, "Do this.")
@@ -203,7 +203,7 @@ def test_facts_that_differ_are_raised_on_all_ranks_with_the_values_of_each(kind,
 
 
 @on_both
-def test_ranks_in_different_calls_are_told_which(kind):
+def test_verify_names_the_calls_if_ranks_are_in_different_ones(kind):
     errors = refusals(kind, 2, lambda e: e.verify(f"call {e.rank}", {"x": 1}))
     assert all(type(e) is RankMismatchError and "call 1 on rank 1" in str(e) for e in errors)
 
@@ -217,13 +217,13 @@ def test_numbers_that_differ_in_their_sign_or_last_bit_are_not_the_same(kind):
 
 
 @on_both
-def test_what_is_built_alike_is_returned(kind):
+def test_build_returns_the_object_of_each_rank(kind):
     body = lambda e: e.build("a call", {"x": 1}, lambda: (e.rank, {"y": 2}))  # noqa: E731
     assert ranks_of(kind, 3, body) == [0, 1, 2]
 
 
 @on_both
-def test_an_error_of_all_ranks_is_raised_as_it_is(kind):
+def test_build_raises_the_original_error_if_all_ranks_fail(kind):
     def make():
         raise KeyError("gone")
 
@@ -232,7 +232,7 @@ def test_an_error_of_all_ranks_is_raised_as_it_is(kind):
 
 
 @on_both
-def test_an_error_of_one_rank_is_told_to_all(kind):
+def test_build_raises_on_every_rank_if_one_rank_fails(kind):
     def body(exchange):
         build = {0: lambda: ("x", {}), 1: lambda: operator.truediv(1, 0)}[exchange.rank]
         return exchange.build("a call", {"x": 1}, build)
@@ -244,7 +244,7 @@ def test_an_error_of_one_rank_is_told_to_all(kind):
 
 
 @on_both
-def test_facts_of_what_was_built_must_be_equal(kind):
+def test_build_raises_on_every_rank_if_the_built_values_differ(kind):
     body = lambda e: e.build("a call", {}, lambda: (0, {"spec": f"s{e.rank}"}))  # noqa: E731
     for error in refusals(kind, 2, body):
         assert type(error) is RankMismatchError

@@ -14,7 +14,7 @@ from tests.support.cases import some, thorough
 from tests.support.models import (
     Account,
     assert_conserved,
-    assert_owing,
+    assert_residual,
     assert_replicas_equal,
     kept,
     loss_of,
@@ -259,7 +259,7 @@ def test_sums_of_estimates_are_applied_or_in_the_residual(method, selection):
 
     outcomes = on_threads(3, body)
     assert_conserved([account for account, _ in outcomes], tolerance=1e-10)
-    assert_owing([account for account, _ in outcomes])
+    assert_residual([account for account, _ in outcomes])
     assert_replicas_equal([trained for _, trained in outcomes])
 
 

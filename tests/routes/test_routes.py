@@ -1,4 +1,4 @@
-"""Routes: all of them lead to the same mean, and which one is taken is worked out once."""
+"""Routes: all of them compute the same mean, and the choice of a route is cached."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 def routed(exchange, method, dtype=torch.float32, step=0):
-    """(route, what was sent, the mean) of one bucket of this rank."""
+    """Return the route, this rank's decoded message and the mean of one random bucket."""
     shape = BucketShape(SHAPE.names, SHAPE.shapes, dtype)
     noise = torch.Generator().manual_seed(10 * step + exchange.rank)
     x = torch.randn(shape.numel, generator=noise).mul(64).round().div(64).to(dtype)
@@ -45,7 +45,7 @@ def routed(exchange, method, dtype=torch.float32, step=0):
     ids=str,
 )
 def test_gathering_and_sharding_give_the_same_mean(compressor, world_size, dtype):
-    # But for int8 and int4: a block's scale is that of the entries that travel together.
+    # Not for int8 and int4: their blocks, and so their scales, differ between the routes.
     outcomes = [
         run_in_process(world_size, lambda e, w=way: routed(e, Mean(compressor, w), dtype)[1:])
         for way in ("allgather", "sharded")
@@ -70,7 +70,7 @@ def test_reducing_and_gathering_give_the_same_mean_on_a_power_of_two_of_ranks(
 
 
 @pytest.mark.parametrize("compressor", [Identity(), RandK(0.2), Cast("fp16")], ids=str)
-def test_reducing_and_gathering_are_alike_up_to_rounding_on_three_ranks(compressor):
+def test_reducing_and_gathering_are_equal_up_to_rounding_on_three_ranks(compressor):
     reduced, gathered = (
         run_in_process(3, lambda e, w=way: routed(e, Mean(compressor, w))[1:])
         for way in ("allreduce", "allgather")
@@ -81,7 +81,7 @@ def test_reducing_and_gathering_are_alike_up_to_rounding_on_three_ranks(compress
 
 @pytest.mark.parametrize("way", ["allreduce", "allgather", "sharded"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_what_was_sent_makes_up_the_mean(way, world_size):
+def test_the_mean_is_the_mean_of_the_sent_messages(way, world_size):
     method = Mean(Identity(), way)
     outcomes = run_in_process(world_size, lambda e: routed(e, method, torch.float64)[1:])
     mean = torch.stack([sent for sent, _ in outcomes]).mean(0)
@@ -90,7 +90,7 @@ def test_what_was_sent_makes_up_the_mean(way, world_size):
 
 
 @pytest.mark.parametrize("way", ["allgather", "sharded"])
-def test_sending_a_sum_leaves_the_sum_and_takes_out_what_was_sent(way):
+def test_send_sum_writes_the_sum_and_sent_subtracts_the_message(way):
     def body(exchange):
         noise = torch.Generator().manual_seed(exchange.rank)
         g, e = (torch.randn(SHAPE.numel, generator=noise) for _ in range(2))
@@ -125,7 +125,7 @@ def test_sending_a_sum_leaves_the_sum_and_takes_out_what_was_sent(way):
     ],
     ids=str,
 )
-def test_the_route_is_what_the_cost_says(method, route):
+def test_the_route_is_that_of_the_cost(method, route):
     names = {AllReduceRoute: "allreduce", AllGatherRoute: "allgather", ShardedRoute: "sharded"}
     (taken, *_), _ = run_in_process(2, lambda e: routed(e, method))
     assert type(taken) is route
@@ -156,22 +156,24 @@ def test_auto_takes_the_route_of_fewer_bytes_as_ranks_grow():
         "bidirectional(topk(0.3), topk(0.3))",
     ],
 )
-def test_nothing_static_is_worked_out_again_in_later_steps(method, monkeypatch):
-    asked = []
+def test_nothing_static_is_computed_again_in_later_steps(method, monkeypatch):
+    calls = []
     for compressor in (TopK, RandK, Cast):
         real = compressor.layout
-        counted = lambda *args, real=real: asked.append(args) or real(*args)  # noqa: E731
+        counted = lambda *args, real=real: calls.append(args) or real(*args)  # noqa: E731
         monkeypatch.setattr(compressor, "layout", counted)
 
     def body(exchange):
         averager = small.averager(exchange, method)
         small.train(averager, 0, 1)
         misses = one_way._collective.cache_info().misses
+        # Two barriers: no rank clears the list while another one is in its first step, and none
+        # starts its second step before the list is cleared.
         exchange.gather_objects(None)
-        asked.clear()
+        calls.clear()
         exchange.gather_objects(None)
         small.train(averager, 1, 6)
         return one_way._collective.cache_info().misses - misses
 
     assert small.on_ranks(2, body) == [0, 0]
-    assert asked == []
+    assert calls == []

@@ -1,4 +1,4 @@
-"""The threshold of a vector in parts: what one rank that holds all of it would choose."""
+"""Distributed selection of the k largest: the same result as on one rank with the whole vector."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 
 from torchcomp import run_in_process
 from torchcomp.compressors import TopK
-from torchcomp.routes.threshold import Question, chosen, find_largest, order_bits, search_load
+from torchcomp.routes.threshold import Query, chosen, find_largest, order_bits, search_load
 
 WORLD_SIZES = [1, 2, 3, 5, 9]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -39,13 +39,13 @@ def vectors(n):
 
 
 def divided(x, ranks):
-    """The part of each rank, of uneven sizes and some of them empty."""
+    """Split `x` into one part per rank, of uneven sizes; some parts can be empty."""
     cuts = [0, *sorted((rank * rank * x.numel()) // (ranks * ranks) for rank in range(1, ranks))]
     return [x[start:stop] for start, stop in zip(cuts, [*cuts[1:], x.numel()], strict=True)]
 
 
 def candidates_of(parts, k):
-    """What each rank brings: its k largest, as it would select them itself."""
+    """Return each rank's candidates, the k largest of its part, and their positions in the part."""
     picked = [TopK(k=max(1, k)).select(part)[: min(k, part.numel())] for part in parts]
     return [order_bits(part[index]) for part, index in zip(parts, picked, strict=True)], picked
 
@@ -62,117 +62,120 @@ class Counted:
         return getattr(self.exchange, name)
 
 
-def search(ranks, questions):
-    """Answers of every rank to (parts, k, guess) questions, positions chosen, calls and bytes."""
+def search(ranks, cases):
+    """Search for (parts, k, guess) cases.
+
+    Returns, for every rank: the selections, the selected positions, the collectives and the bytes.
+    """
 
     def body(exchange):
-        asked, own = [], []
-        for parts, k, guess in questions:
-            everyone, picked = candidates_of(parts, k)
-            sizes = [each.numel() for each in everyone]
-            asked.append(Question(everyone[exchange.rank], sizes, k, guess))
+        queries, own = [], []
+        for parts, k, guess in cases:
+            candidates, picked = candidates_of(parts, k)
+            sizes = [each.numel() for each in candidates]
+            queries.append(Query(candidates[exchange.rank], sizes, k, guess))
             own.append(picked[exchange.rank])
         counted = Counted(exchange)
-        answers = find_largest(counted, asked)
+        found = find_largest(counted, queries)
         positions = [
-            index[chosen(question.candidates, answer.threshold, answer.counts[exchange.rank])]
-            for index, question, answer in zip(own, asked, answers, strict=True)
+            index[chosen(query.candidates, selection.threshold, selection.counts[exchange.rank])]
+            for index, query, selection in zip(own, queries, found, strict=True)
         ]
-        return answers, positions, counted.calls, exchange.take_traffic(0)
+        return found, positions, counted.calls, exchange.take_traffic(0)
 
     return run_in_process(ranks, body)
 
 
-def assert_answered(ranks, questions):
-    """What all ranks choose together is the topk of the whole vector."""
-    outcomes = search(ranks, questions)
+def assert_selects_topk(ranks, cases):
+    """Require that all ranks together select the topk of the whole vector."""
+    outcomes = search(ranks, cases)
     assert all(outcome[0] == outcomes[0][0] for outcome in outcomes)
-    for place, (parts, k, _) in enumerate(questions):
+    for i, (parts, k, _) in enumerate(cases):
         starts = torch.tensor([0, *[part.numel() for part in parts]]).cumsum(0)
-        held = [outcome[1][place] + starts[rank] for rank, outcome in enumerate(outcomes)]
-        wanted = TopK(k=k).select(torch.cat(list(parts)))
-        assert torch.equal(torch.cat(held), wanted), place
-        counts = [index.numel() for index in held]
-        assert list(outcomes[0][0][place].counts) == counts
+        selected = [outcome[1][i] + starts[rank] for rank, outcome in enumerate(outcomes)]
+        expected = TopK(k=k).select(torch.cat(list(parts)))
+        assert torch.equal(torch.cat(selected), expected), i
+        counts = [index.numel() for index in selected]
+        assert list(outcomes[0][0][i].counts) == counts
     return outcomes
 
 
 @pytest.mark.parametrize("ranks", WORLD_SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_largest_of_all_parts_are_the_topk_of_the_whole(dtype, ranks):
-    questions = []
+    cases = []
     for n, ks in ((1, [1]), (40, [40]), (500, [3, 72])):
         for x in vectors(n).values():
-            questions += [(divided(x.to(dtype), ranks), k, 0) for k in ks]
-    assert_answered(ranks, questions)
+            cases += [(divided(x.to(dtype), ranks), k, 0) for k in ks]
+    assert_selects_topk(ranks, cases)
 
 
 def threshold_of(x, k):
-    """The k-th largest, as the order of its bits."""
+    """The k-th largest of `x`, as an integer from `order_bits`."""
     return int(order_bits(x).sort(descending=True).values[k - 1])
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_guess_never_changes_the_answer(dtype, ranks):
-    questions = []
+def test_a_guess_never_changes_the_selection(dtype, ranks):
+    cases = []
     for x in vectors(600).values():
         x, k = x.to(dtype), 72
         right, width = threshold_of(x, k), 2 ** (8 * dtype.itemsize - 1)
         octave = 2**23 if dtype == torch.float32 else 2**52
         guesses = {right - 3 * octave, right - octave, right - 1, right + 1, right + octave}
         guesses |= {right + 3 * octave, 1, -1, -(2**63), width - 1, width, 2**63 - 1, right}
-        questions += [(divided(x, ranks), k, guess) for guess in sorted(guesses)]
-    assert_answered(ranks, questions)
+        cases += [(divided(x, ranks), k, guess) for guess in sorted(guesses)]
+    assert_selects_topk(ranks, cases)
 
 
 def test_a_threshold_far_above_the_guess_is_found():
-    # Above the window of two octaves around the guess.
+    # The threshold is above the window of two octaves around the guess.
     parts = [torch.rand(72, generator=torch.Generator().manual_seed(r)) + 2 for r in range(2)]
-    assert_answered(2, [(parts, 72, 987_595_940)])
+    assert_selects_topk(2, [(parts, 72, 987_595_940)])
 
 
 def test_a_good_guess_takes_one_round_of_histograms():
     x = gaussian(100_000).float()
     k = 1000
     for guess in (threshold_of(x, k), threshold_of(x * 1.1, k), threshold_of(x * 0.9, k)):
-        outcomes = assert_answered(4, [(divided(x, 4), k, guess)])
-        # The histogram, and what is left in one bin of it.
+        outcomes = assert_selects_topk(4, [(divided(x, 4), k, guess)])
+        # One histogram, then the candidates in one of its bins.
         assert [outcome[2] for outcome in outcomes] == [["all_gather", "all_gather_v"]] * 4
 
 
 def test_without_a_guess_it_takes_more_rounds():
     x = gaussian(100_000).float()
-    calls = assert_answered(4, [(divided(x, 4), 1000, 0)])[0][2]
+    calls = assert_selects_topk(4, [(divided(x, 4), 1000, 0)])[0][2]
     assert 2 <= calls.count("all_gather") <= 6
 
 
-def test_several_questions_share_their_rounds():
+def test_several_queries_share_their_rounds():
     xs = [gaussian(20_000, seed).float() * 10.0**seed for seed in range(3)]
-    questions = [(divided(x, 3), 500, threshold_of(x, 500)) for x in xs]
-    alone = [assert_answered(3, [question])[0][2] for question in questions]
-    assert assert_answered(3, questions)[0][2] == max(alone, key=len)
+    cases = [(divided(x, 3), 500, threshold_of(x, 500)) for x in xs]
+    separately = [assert_selects_topk(3, [case])[0][2] for case in cases]
+    assert assert_selects_topk(3, cases)[0][2] == max(separately, key=len)
 
 
-def test_few_candidates_are_shown_at_once():
-    calls = assert_answered(3, [(divided(gaussian(12).float(), 3), 2, 0)])[0][2]
+def test_few_candidates_are_gathered_without_a_histogram():
+    calls = assert_selects_topk(3, [(divided(gaussian(12).float(), 3), 2, 0)])[0][2]
     assert calls == ["all_gather_v"]
 
 
-def test_what_is_wanted_whole_needs_no_exchange():
+def test_selecting_all_candidates_needs_no_exchange():
     def body(exchange, k):
-        answers = find_largest(exchange, [Question(order_bits(torch.ones(3)), [3, 3], k)])
-        return answers[0], exchange.take_traffic(0).sent
+        found = find_largest(exchange, [Query(order_bits(torch.ones(3)), [3, 3], k)])
+        return found[0], exchange.take_traffic(0).sent
 
     for k in (6, 7):
-        answer, sent = run_in_process(2, lambda e, k=k: body(e, k))[0]
-        assert (answer.threshold, list(answer.counts), sent) == (0, [3, 3], 0)
+        selection, sent = run_in_process(2, lambda e, k=k: body(e, k))[0]
+        assert (selection.threshold, list(selection.counts), sent) == (0, [3, 3], 0)
 
 
-def test_one_value_is_not_shown():
-    # Every candidate is the same, so the counts say it all: only histograms travel.
+def test_an_interval_of_one_value_is_not_gathered():
+    # All candidates are equal, so their counts are enough: only histograms are exchanged.
     x = torch.full((4000,), 0.5)
-    calls = assert_answered(2, [(divided(x, 2), 1000, threshold_of(x, 1))])[0][2]
+    calls = assert_selects_topk(2, [(divided(x, 2), 1000, threshold_of(x, 1))])[0][2]
     assert set(calls) == {"all_gather"}
 
 
@@ -182,7 +185,7 @@ def test_the_planned_load_is_about_the_counted_one(ranks):
     parts = [part.contiguous() for part in x.chunk(ranks)]
     for rank, outcome in enumerate(search(ranks, [(parts, k, threshold_of(x, k))])):
         planned = search_load([([k] * ranks, k)], 4, rank)
-        # Histograms alone, where how many candidates are left in a bin is a guess.
+        # The plan counts only histograms, because it cannot know how many candidates a bin has.
         assert planned.sent <= outcome[3].sent <= 3 * planned.sent
         assert planned.received <= outcome[3].received <= 3 * planned.received
 

@@ -1,4 +1,4 @@
-"""Which cases `make test` runs, and which are left to `make test-thorough`."""
+"""Select the cases that only `make test-thorough` runs, not `make test`."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -7,16 +7,16 @@ import pytest
 
 
 def thorough(cases: Iterable[Any]) -> list[Any]:
-    """The same cases, for `make test-thorough` alone: more of what other cases check in part."""
+    """Mark cases for `make test-thorough` only: variations of cases that `make test` runs."""
     return [pytest.param(case, marks=pytest.mark.thorough) for case in cases]
 
 
 def some(cases: Iterable[Any], of: int) -> list[Any]:
-    """Every `of`-th case; the others are left to `make test-thorough`."""
+    """Mark all but every `of`-th case for `make test-thorough` only."""
     listed = list(cases)
     return only(listed, now=listed[::of])
 
 
 def only(cases: Iterable[Any], now: Collection[Any]) -> list[Any]:
-    """The cases that are among `now`; the others are left to `make test-thorough`."""
+    """Mark all cases that are not in `now` for `make test-thorough` only."""
     return [case if case in now else thorough([case])[0] for case in cases]

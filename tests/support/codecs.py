@@ -1,4 +1,4 @@
-"""Codecs of made-up buckets, and the bytes of their messages without the frame."""
+"""Codecs of artificial buckets, and the bytes of their messages without the frame."""
 
 from collections.abc import Sequence
 
@@ -13,11 +13,12 @@ from torchcomp.compressors import Compressor
 def codec_of(
     compressor: Compressor, sizes: Sequence[int], dtype: torch.dtype = torch.float32
 ) -> Codec:
-    names = tuple(f"layer{place}" for place in range(len(sizes)))
+    names = tuple(f"layer{i}" for i in range(len(sizes)))
     return codec(compressor, names, tuple(sizes), dtype)
 
 
 def packed(codec: Codec, message: Message) -> Tensor:
+    # Not zeros, so that a byte that `pack` fails to write shows.
     frame = torch.full((codec.framed,), 0xA5, dtype=torch.uint8)
     codec.pack(message, frame)
     return wire.payload(frame, codec.nbytes).clone()

@@ -1,6 +1,7 @@
-"""Small models, the methods they are trained with, and an account of their gradients."""
+"""Small models, the specs to train them with, and the bookkeeping of their gradients."""
 
 import copy
+import io
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ METHODS = (
     'bidirectional(randk(0.1), quantize("int4", rounding="stochastic"))',
     'bidirectional(topk(0.2, values="int4", rounding="stochastic"), topk(0.2, values="bf16"))',
 )
-"""Specs that every test over "all methods" runs; together they name everything registered."""
+"""Specs of tests over all methods. Together they contain every aggregator and compressor."""
 
 THROUGH_DDP = (
     "mean",
@@ -61,10 +62,11 @@ THROUGH_DDP = (
     'bidirectional(topk(0.1), topk(0.1), selection="exact")',
     'bidirectional(topk(0.1, scope="model"), topk(0.1, scope="model"))',
 )
-"""Of those, one for each way that buckets, groups and state can take. What depends on the method
-alone is tested without DDP, for all methods, by tests/aggregators/test_contract.py."""
+"""A subset of METHODS: one spec for each code path of buckets, groups and state in DDP.
 
-WITH_MEMORY = tuple(spec for spec in METHODS if not isinstance(torchcomp.parse(spec), Mean))
+tests/aggregators/test_contract.py tests all methods without DDP."""
+
+WITH_RESIDUAL = tuple(spec for spec in METHODS if not isinstance(torchcomp.parse(spec), Mean))
 
 CONSERVING = (
     "ef(topk(0.1))",
@@ -78,17 +80,18 @@ CONSERVING = (
     "powersgd(rank=1)",
     "dgc(topk(0.1), momentum=0.0)",
 )
-"""Methods that lose nothing but the rounding of float64."""
+"""Methods that conserve the sum of all gradients, up to the rounding of float64."""
 
 SMALL_BUCKETS = 0.002
-"""bucket_cap_mb at which each layer of :func:`mlp` fills a bucket and DDP's rebuild has work."""
+"""bucket_cap_mb at which each layer of :func:`mlp` fills a bucket, so that DDP rebuilds several."""
 
 Gradients = dict[str, Tensor]
 Batch = tuple[Any, ...]
 
 
 def seeded(module: nn.Module, seed: int = 0) -> nn.Module:
-    """`module` with parameters from a local generator: threads share torch's global one."""
+    """Initialize the parameters of `module` with random numbers, and return it."""
+    # A local generator, because the threads of a test share torch's global one.
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -103,7 +106,7 @@ def mlp(dtype: torch.dtype = torch.float64, width: int = 16) -> nn.Module:
 
 
 def rows(step: int, dtype: torch.dtype = torch.float64, width: int = 16) -> Tensor:
-    """A mini-batch of its own for each step and rank."""
+    """A random mini-batch, different for each step and rank."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     return torch.randn(4, width, generator=generator, dtype=torch.float64).to(dtype)
 
@@ -113,7 +116,7 @@ def images(step: int) -> Tensor:
 
 
 class Branches(nn.Module):
-    """Uses only the branches that it is told to."""
+    """A stem and two branches; each forward pass uses only the branches in its argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +160,7 @@ class Checkpointed(nn.Module):
 
 
 class OddSizes(nn.Module):
-    """Parameters of no, one and many elements, and one with gaps in memory."""
+    """Parameters with no, one and many elements, and one that is not dense in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,12 +183,12 @@ def convolutions() -> nn.Module:
 
 
 def wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
-    """`module` in DDP, with small buckets unless told otherwise."""
+    """Wrap `module` in DDP, by default with small buckets."""
     return DistributedDataParallel(module, **{"bucket_cap_mb": SMALL_BUCKETS, **options})
 
 
 def rebuilt_buckets(model: DistributedDataParallel) -> int:
-    """Number of buckets that DDP has made in the order of readiness; 0 before it has."""
+    """Return the number of DDP's buckets after the rebuild, or 0 before it."""
     model.logger.set_runtime_stats_and_log()
     sizes = model._get_ddp_logging_data().get("rebuilt_bucket_sizes", "")
     return len(sizes.split(",")) if sizes else 0
@@ -196,7 +199,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module) -> Gradients:
-    """A copy of what the optimizer sees, in float64."""
+    """Return a copy of the gradients that the optimizer uses, in float64."""
     return {name: _grad(parameter) for name, parameter in inner(model).named_parameters()}
 
 
@@ -210,7 +213,7 @@ def _grad(parameter: Tensor) -> Tensor:
 
 
 def local_gradients(model: nn.Module, batch: Batch) -> Gradients:
-    """What this rank alone would have: the gradients of a copy of the module, outside of DDP."""
+    """Return this rank's own gradients, computed with a copy of the module outside DDP."""
     twin = copy.deepcopy(inner(model))
     twin.zero_grad()
     loss_of(twin(*batch)).backward()
@@ -223,17 +226,17 @@ def weights(module: nn.Module) -> Tensor:
 
 @dataclass
 class Account:
-    """One rank's book: what it put into the exchanges, what came out, and what is still owed.
+    """Sums of one rank's gradients before and after the exchange, to test conservation.
 
     Attributes:
         dense: sum of this rank's own gradients, by parameter.
-        applied: sum of the gradients that DDP handed to the optimizer.
-        owed: the error memory, in the unit of the gradients.
+        applied: sum of the averaged gradients that DDP passed to the optimizer.
+        residual: the residual, in the unit of the gradients; set by :meth:`close`.
     """
 
     dense: Gradients = field(default_factory=dict)
     applied: Gradients = field(default_factory=dict)
-    owed: Gradients = field(default_factory=dict)
+    residual: Gradients = field(default_factory=dict)
 
     def step(
         self,
@@ -242,7 +245,7 @@ class Account:
         optimizer: torch.optim.Optimizer | None = None,
         set_to_none: bool = True,
     ) -> None:
-        """One step; of several batches, all but the last are accumulated under ``no_sync``."""
+        """Train for one step. All batches but the last are accumulated under ``no_sync``."""
         model.zero_grad(set_to_none=set_to_none)
         with model.no_sync():
             for batch in batches[:-1]:
@@ -253,43 +256,56 @@ class Account:
             optimizer.step()
 
     def note(self, model: nn.Module, *batches: Batch) -> None:
-        """Enter a step whose backward pass is over and whose optimizer has not stepped yet."""
+        """Add the gradients of a step, after its backward pass and before its optimizer step."""
         for batch in batches:
             _add(self.dense, local_gradients(model, batch))
         _add(self.applied, gradients(model))
 
     def close(self, handle: torchcomp.Handle) -> "Account":
-        """Note what `handle` still owes."""
+        """Store the residuals of `handle`, and return this account."""
         state = handle.state_dict()
-        self.owed = {name: e.double() / state["scale"] for name, e in kept(state).items()}
-        _add(self.owed, owed_as_owner(handle, state))
+        # The residual follows the loss scale.
+        self.residual = {name: e.double() / state["scale"] for name, e in kept(state).items()}
+        _add(self.residual, server_residuals(handle, state))
         return self
 
 
+def reloaded(state: Any) -> Any:
+    """Return a state dict after saving it to a file and loading it with weights_only=True."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
 def kept(state: dict[str, Any], slot: str = "error") -> dict[str, Tensor]:
-    """What a state dict holds of a slot, by parameter; nothing of a slot that it lacks."""
+    """Return the tensors of a slot in a state dict, by parameter; {} if it has no such slot."""
     return state["slots"].get(slot, {"tensors": {}})["tensors"]
 
 
 def residual_norm(handle: Any, slot: str = "error") -> float:
-    """Euclidean norm of a rank's whole residual."""
+    """Return the Euclidean norm of a rank's whole residual."""
     return math.hypot(*handle.residual_norms(slot).values())
 
 
-def owed_as_owner(handle: torchcomp.Handle, state: dict[str, Any]) -> Gradients:
-    """What a rank owes as the owner of shards, times the ranks: as it enters a mean over them."""
-    owed = {}
+def server_residuals(handle: torchcomp.Handle, state: dict[str, Any]) -> Gradients:
+    """Return a rank's server residual by parameter, times the number of ranks.
+
+    The server residual is part of the mean. With this factor, it has the same weight in a mean over
+    the ranks.
+    """
+    residuals = {}
     rank, world_size = state["rank"], state["world_size"]
-    parameters, held = handle.averager.parameters, kept(state, "server_error")
+    parameters, saved = handle.averager.parameters, kept(state, "server_error")
     for names in state["buckets"]:
         shard = BucketShape.of(names, parameters).shards(world_size)[rank]
         for name, at, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
-            if name in held:
+            if name in saved:
                 parameter = parameters[name]
                 flat = torch.zeros(parameter.numel(), dtype=torch.float64)
-                flat[at : at + size] = held[name].double() * world_size / state["scale"]
-                owed[name] = memory_order(parameter, flat).clone()
-    return owed
+                flat[at : at + size] = saved[name].double() * world_size / state["scale"]
+                residuals[name] = memory_order(parameter, flat).clone()
+    return residuals
 
 
 def _add(total: Gradients, more: Gradients) -> None:
@@ -298,17 +314,20 @@ def _add(total: Gradients, more: Gradients) -> None:
 
 
 def assert_conserved(accounts: list[Account], tolerance: float = 1e-12) -> None:
-    """Applied means + mean memory = dense means, for each parameter; replicas alike."""
+    """Require that applied means + mean residual = dense means, for each parameter.
+
+    Also require that all ranks applied the same gradients.
+    """
     for name in accounts[0].dense:
         applied = accounts[0].applied[name]
         for rank, account in enumerate(accounts):
             assert torch.equal(account.applied[name], applied), f"'{name}' differs on rank {rank}"
         dense = torch.stack([account.dense[name] for account in accounts]).mean(0)
         zero = torch.zeros_like(dense)
-        owed = torch.stack([account.owed.get(name, zero) for account in accounts]).mean(0)
+        residual = torch.stack([account.residual.get(name, zero) for account in accounts]).mean(0)
         scale = max(1.0, float(dense.abs().max())) if dense.numel() else 1.0
         torch.testing.assert_close(
-            applied + owed,
+            applied + residual,
             dense,
             rtol=0,
             atol=tolerance * scale,
@@ -316,9 +335,9 @@ def assert_conserved(accounts: list[Account], tolerance: float = 1e-12) -> None:
         )
 
 
-def assert_owing(accounts: list[Account]) -> None:
-    """Something is in the memory, so that conservation is not a matter of course."""
-    assert sum(float(e.abs().sum()) for a in accounts for e in a.owed.values()) > 0.1
+def assert_residual(accounts: list[Account]) -> None:
+    """Require a residual that is not negligible. Without one, conservation would be trivial."""
+    assert sum(float(e.abs().sum()) for a in accounts for e in a.residual.values()) > 0.1
 
 
 def assert_replicas_equal(values: list[Tensor]) -> None:
@@ -327,7 +346,7 @@ def assert_replicas_equal(values: list[Tensor]) -> None:
 
 
 def raised_by(call: Callable[[], Any]) -> Exception:
-    """The exception that `call` raises."""
+    """Return the exception that `call` raises."""
     try:
         call()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""How long a test waits for another process or thread before it calls that hung."""
+"""How long a test waits for another process or thread before it fails as hung."""
 
-# Seconds; many times what anything here takes alone, so that a busy machine fails no test.
+# In seconds. Far longer than any test needs alone, so that no test fails on a busy machine.
 PATIENCE = 200

@@ -1,6 +1,6 @@
-"""Runs one function on several ranks: as threads of this process, or as processes over gloo.
+"""Run a function on several ranks: as threads of this process, or as processes over gloo.
 
-The only file of the project that imports ``torch.testing._internal``.
+No other file of the project imports ``torch.testing._internal``.
 """
 
 import ctypes
@@ -31,24 +31,25 @@ from tests.support.patience import PATIENCE
 Body = Callable[..., Any]
 
 PRELOADED = ["tests.support.warm", "hypothesis", "pytest", "tests.support.models", __name__]
-"""What takes each rank seconds otherwise."""
+"""Modules that the fork server imports once. In every rank, they would take seconds."""
 
 
 def on_threads(world_size: int, body: Body, *args: Any, catch: bool = False) -> list[Any]:
-    """``body(*args)`` on `world_size` ranks, each a thread, with an in-memory process group.
+    """Run ``body(*args)`` on `world_size` threads with an in-memory process group.
 
-    Milliseconds instead of seconds; exchanges run inline, so nothing overlaps. Ranks that hang are
-    waited for until pytest's own limit, which shows where every thread is and ends the process:
-    a thread cannot be ended, and beside one that was left no later test could be trusted.
+    This takes milliseconds instead of seconds. Exchanges run inline, without overlap.
+
+    There is no timeout here. If a rank hangs, pytest's own timeout prints the stack of every thread
+    and ends the process. A thread cannot be killed, and a leftover one could disturb later tests.
 
     Args:
         world_size: number of ranks.
-        body: runs with torch.distributed initialised.
-        args: handed to `body`, shared by all ranks.
-        catch: return exceptions as results instead of raising the first.
+        body: function to run, with torch.distributed initialized.
+        args: arguments of `body`, shared by all ranks.
+        catch: return exceptions as results instead of raising the first one.
 
     Returns:
-        Each rank's result, in rank order.
+        The results of all ranks, in rank order.
     """
     outcomes: list[Any] = [None] * world_size
     store = dist.HashStore()
@@ -60,7 +61,7 @@ def on_threads(world_size: int, body: Body, *args: Any, catch: bool = False) -> 
         except BaseException as error:
             outcomes[rank] = error
             if not catch:
-                # Wakes ranks that wait for this one in a collective.
+                # Wake the ranks that wait for this one in a collective.
                 ProcessLocalGroup.exception_handle(error)
         finally:
             dist.destroy_process_group()
@@ -80,8 +81,8 @@ def on_threads(world_size: int, body: Body, *args: Any, catch: bool = False) -> 
         ProcessLocalGroup.reset()
         _uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
-        # DDP's forward restores what it found, and forwards of several threads find each other's:
-        # what stays behind would pass for the model that later tests compile.
+        # DDP's forward sets and restores this global. The forwards of several threads restore each
+        # other's models. A leftover model would be mistaken for the one that later tests compile.
         DistributedDataParallel._active_ddp_module = None
     return outcomes if catch else _results(outcomes)
 
@@ -89,20 +90,20 @@ def on_threads(world_size: int, body: Body, *args: Any, catch: bool = False) -> 
 def on_processes(
     world_size: int, body: Body, *args: Any, catch: bool = False, timeout: float = PATIENCE
 ) -> list[Any]:
-    """``body(*args)`` on `world_size` processes over gloo on loopback.
+    """Run ``body(*args)`` on `world_size` processes over gloo on the loopback interface.
 
     Args:
         world_size: number of ranks.
-        body: a module-level function; its arguments and result are pickled.
-        args: handed to `body`.
-        catch: return exceptions as results instead of raising the first.
-        timeout: seconds after which every process is ended and TimeoutError is raised.
+        body: a module-level function. Its arguments and its result are pickled.
+        args: arguments of `body`.
+        catch: return exceptions as results instead of raising the first one.
+        timeout: seconds until every process is killed and TimeoutError is raised.
 
     Returns:
-        Each rank's result, in rank order.
+        The results of all ranks, in rank order.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # Forked from one process that has done what takes each rank seconds.
+        # Fork from one process that has already imported all modules, which takes seconds.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         processes = [
@@ -127,7 +128,10 @@ def on_processes(
 
 
 def with_fake_ranks(world_size: int, body: Body, *args: Any) -> Any:
-    """``body(*args)`` as rank 0 of `world_size` ranks that all send what this one sends."""
+    """Run ``body(*args)`` as rank 0 of a fake process group, whose other ranks only exist in name.
+
+    Every rank appears to send what this one sends.
+    """
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         return body(*args)
@@ -136,9 +140,9 @@ def with_fake_ranks(world_size: int, body: Body, *args: Any) -> Any:
 
 
 def _process_main(rank: int, world_size: int, folder: str, body: Body, args: Any) -> None:
-    # A test that takes too long ends the parent at once, which runs no finally: do not outlive it.
+    # Die with the parent. pytest's timeout ends it without running the `finally` that kills ranks.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    # One thread a rank: spinning OpenMP threads of several ranks stall each other on few cores.
+    # One thread per rank: the spinning OpenMP threads of several ranks stall each other.
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
@@ -153,6 +157,7 @@ def _process_main(rank: int, world_size: int, folder: str, body: Body, args: Any
     except Exception as error:
         error.add_note(traceback.format_exc())
         outcome = error
+    # Write and rename: a rank that is killed while it writes leaves no result.
     torch.save(outcome, f"{folder}/{rank}.tmp")
     os.rename(f"{folder}/{rank}.tmp", f"{folder}/{rank}.pt")
     dist.barrier()

@@ -1,4 +1,7 @@
-"""Loads the compiled kernels, by using them. Ranks are forked from a process that imports this."""
+"""Compile or load the kernels, by using them once.
+
+The fork server imports this module, so the ranks that it forks start with compiled kernels.
+"""
 
 import torch
 
@@ -12,6 +15,6 @@ def _use(spec: str) -> None:
     )
 
 
-torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
+torch.set_num_threads(1)  # OpenMP threads do not survive a fork: the child would hang
 _use("ef(topk(0.1))")
 _use('ef(topk(0.1, values="int8"))')

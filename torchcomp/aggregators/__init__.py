@@ -1,4 +1,4 @@
-"""Aggregators, one method a file. A new one is its file and its line here."""
+"""Aggregators, one method per file. To add a method, write its file and list it here."""
 
 from torchcomp.aggregators.base import Aggregator
 from torchcomp.aggregators.bidirectional import Bidirectional

@@ -1,4 +1,4 @@
-"""Aggregator: a bucket in, an estimate of its mean over the ranks out, in place."""
+"""Aggregator: replace a bucket by an estimate of its mean over the ranks, in place."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
@@ -16,56 +16,60 @@ from torchcomp.traffic import Load
 
 @dataclass(frozen=True)
 class Cost:
-    """What one bucket costs a rank in a step."""
+    """The communication of one bucket, per rank and step."""
 
-    collective: str  # how messages travel: "allreduce", "allgather" or "sharded"
-    message_bytes: int  # bytes of what one rank has to say of its bucket, without frames
-    load: Load = field(default_factory=Load)  # what the step moves over the rank's link
+    collective: str  # route of the messages: "allreduce", "allgather" or "sharded"
+    message_bytes: int  # size of one rank's message for its bucket, without frame headers
+    load: Load = field(default_factory=Load)  # bytes over the rank's link, per step
 
 
 @dataclass(frozen=True)
 class Aggregator(Component):
-    """Turns every rank's bucket into an estimate of the mean bucket, equal on all ranks.
+    """Turn every rank's bucket into an estimate of the mean bucket. All ranks get the same one.
 
-    Aggregators are stateless configuration. What has to survive a step lives in the slots that
-    :meth:`slots` declares, in the :class:`State` that the caller hands in.
+    Aggregators are stateless configuration. Tensors that must survive a step are stored in slots.
+    :meth:`slots` declares the slots, and the caller passes the :class:`State` that stores them.
     """
 
     kind: ClassVar[str] = "aggregator"
 
     @property
     def depends_on_grouping(self) -> bool:
-        """Whether its result depends on which parameters share a bucket."""
+        """Whether the result depends on which parameters share a bucket."""
+        # The safe default: the caller then keeps the groups fixed across DDP's bucket rebuild.
         return True
 
     @property
     def whole_model(self) -> bool:
-        """Whether it works on all gradients of the model as one bucket."""
+        """Whether the method works on all gradients of the model as one bucket."""
         return False
 
     @property
     def transparent(self) -> bool:
-        """Whether it does what plain DDP does, NaN and infinities included."""
+        """Whether the method does exactly what plain DDP does, also for NaN and infinities."""
         return False
 
-    def traces(self, dtype: torch.dtype) -> bool:
-        """Whether a gradient's NaN and infinities, and no others, show in the slot "error".
+    def residual_shows_nonfinite(self, dtype: torch.dtype) -> bool:
+        """Whether the slot "error" is non-finite exactly where this rank's gradient was.
 
-        Then the residual of a step that fails tells which parameters were at fault, and the
-        gradients need not be looked at before.
+        If so, the residual of a failed step shows which parameters had a NaN or an infinity.
+        The gradients then need no check before the exchange.
+
+        Args:
+            dtype: dtype of the gradient.
         """
         return False
 
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
-        """What is kept for a bucket on one rank. The gradient that was not sent is "error"."""
+        """Declare the state of one bucket on one rank. The slot "error" is the residual."""
         return ()
 
     @abstractmethod
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0) -> Cost:
-        """What one bucket costs a rank in a step.
+        """Return the communication of one bucket, per rank and step.
 
-        Exact, but for selections from a whole bucket that is sharded: how many entries fall into
-        each shard is known then only in the mean.
+        The numbers are exact with one exception: a sharded selection from a whole bucket. There
+        the number of entries per shard depends on the values, and an even spread is assumed.
         """
 
     @abstractmethod
@@ -73,8 +77,8 @@ class Aggregator(Component):
         """Replace ``bucket.flat`` by the estimate of its mean.
 
         Args:
-            bucket: this rank's gradients; overwritten.
-            exchange: the collectives of the group.
-            state: where the slots are; the caller commits it.
+            bucket: this rank's gradients, overwritten.
+            exchange: collectives of the group.
+            state: stores the slots. The caller commits it or rolls it back.
             key: seed, step and rank of this exchange.
         """

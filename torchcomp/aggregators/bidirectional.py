@@ -1,4 +1,4 @@
-"""Bidirectional: compressed on the way to the owners of shards, and on the way back."""
+"""Bidirectional: compress the messages to the owners of shards, and their messages back."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,37 +22,40 @@ from torchcomp.state import Kind, Slot, State
 
 @dataclass(frozen=True)
 class Bidirectional(Residual):
-    """``bidirectional(C, D)``: error feedback on both ways, so traffic does not grow with ranks.
+    """``bidirectional(C, D)``: error feedback in both directions.
 
-    With e the residual of this rank as a worker and d its server residual, as the owner of a shard
-    (both 0 at the start), g its gradient and W the number of ranks:
+    Traffic per rank does not grow with the number of ranks W. Each rank is a worker, and also the
+    parameter server (owner) of one shard of the bucket. Let g be its gradient, e its residual as
+    a worker and d its server residual. Both residuals start at 0.
 
     worker
       1. x = g + e
       2. message = C(x); each owner gets the entries of its shard
       3. e <- x - message
-    owner, the parameter server of its shard
+    owner
       4. s = sum of all ranks' messages / W + d
       5. downlink message = D(s)
       6. d <- s - downlink message
-    everybody
+    all ranks
       7. g <- the downlink messages of all owners
 
-    Nothing is lost: the sum of all applied means plus the mean of e plus d equals the sum of all
-    mean gradients, up to the rounding of the residual's dtype.
+    Nothing is lost, up to the rounding of the residual's dtype: the sum of all applied means, plus
+    the mean of e, plus d equals the sum of all mean gradients.
 
     Reference: Zou, "Bidirectional TopK sparsification for distributed learning", University of
-    Waterloo, 2022 (arXiv 2209.15203). There the server is one machine and the learning rate is
-    inside the residuals; with a constant rate and ``selection="exact"`` that is the same method.
+    Waterloo, 2022 (arXiv 2209.15203). In the thesis, one machine is the server and the residuals
+    include the learning rate. With a constant learning rate and ``selection="exact"``, this class
+    is the same method.
 
     Attributes:
-        up: C, contractive. ``identity`` compresses the downlink only.
-        down: D, contractive. ``identity`` is ``ef(C)`` by another route.
-        selection: what topk selects from. "shard": every shard separately, with a fixed number of
-            entries (``k=5`` are 5 of each shard), so there is nothing to search together. "exact":
-            the whole bucket, as one server would, which is the thesis's method; the owners search
-            a threshold together first, from the last step's. The first step has none, and may send
-            several times the bytes that :func:`torchcomp.explain` plans for a step.
+        up: C, contractive. Use ``identity`` to compress only the downlink.
+        down: D, contractive. With ``identity``, the method is ``ef(C)`` over the sharded route.
+        selection: set of entries from which topk selects. "shard" selects from each shard
+            separately, with a fixed number of entries (``k=5`` takes 5 per shard). "exact" selects
+            from the whole bucket, as a single server would, which is the thesis's method. The
+            owners then search for a common threshold, starting from the threshold of the previous
+            step. The first step has no such threshold, and can send several times the bytes that
+            :func:`torchcomp.explain` reports per step.
         memory_dtype: dtype of both residuals (see Residual).
     """
 
@@ -73,10 +76,12 @@ class Bidirectional(Residual):
         super().__post_init__()
         for way in ("up", "down"):
             compressor: Compressor = getattr(self, way)
+            # With "shard", every compressor works: a shard is a whole vector on its owner.
             if self.selection == "exact" and not (compressor.selects or compressor.elementwise):
                 raise SpecError(
-                    f"{compressor.name} works on whole vectors, and the parts of a bucket lie on "
-                    'several ranks: with selection="shard" it works on every shard separately',
+                    f'{compressor.name} does not work with selection="exact": it needs a whole '
+                    'vector on one rank, and owners have shards. Use selection="shard", which '
+                    "compresses each shard separately",
                     way,
                 )
 
@@ -84,16 +89,19 @@ class Bidirectional(Residual):
     def whole_model(self) -> bool:
         return self.up.whole_model or self.down.whole_model
 
-    def traces(self, dtype: torch.dtype) -> bool:
+    def residual_shows_nonfinite(self, dtype: torch.dtype) -> bool:
         return self.shows(self.up, dtype)
 
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
         error, owned = self.error_slot(shape), shape.shards(world_size)[rank]
+        # DEBT because it is unsent gradient too: a change of method must not drop it.
         server = Slot("server_error", Kind.DEBT, owned.names, owned.sizes, error.dtype, True)
         _, down = self._directions(shape, world_size)
         if not down.exact:
             return error, server
         names = tuple(vector.name for vector in down.whole.vectors)
+        # One threshold per vector, as the bits of a float. int64 also fits those of a float64.
+        # CACHE because a threshold only starts the next search and never changes its result.
         ones = (1,) * len(names)
         return error, server, Slot("thresholds", Kind.CACHE, names, ones, torch.int64)
 
@@ -108,9 +116,9 @@ class Bidirectional(Residual):
         e, x = state.open(error, g.device)
         up, down = self._directions(bucket.shape, ranks)
         route = ShardedRoute(up, down, exchange, key, state, error.dtype, *server)
-        route.send_sum(g, e, x)
-        route.sent(x, -1.0)
-        write_mean(route, g, x)
+        route.send_sum(g, e, x)  # steps 1 and 2
+        route.sent(x, -1.0)  # step 3: x becomes the new e
+        write_mean(route, g, x)  # steps 4 to 7
 
     def _directions(self, shape: BucketShape, world_size: int) -> tuple[Direction, Direction]:
         return (

@@ -1,4 +1,4 @@
-"""EF: error feedback. What was not sent is added to the next gradient."""
+"""EF: error feedback. Add what was not sent to the next gradient."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,21 +17,21 @@ from torchcomp.state import Slot, State
 class EF(Residual, OneWay):
     """``ef(C)``: error feedback around a contractive compressor C.
 
-    With e the residual of this rank (0 at the start) and g its gradient:
+    Let g be the gradient of this rank and e its residual, which starts at 0.
 
     1. x = g + e
     2. message = C(x)
-    3. e <- x - message              (what was not sent stays)
-    4. g <- mean of all messages     (plus: e takes up what rounding the mean to g's dtype loses)
+    3. e <- x - message              (what was not sent)
+    4. g <- mean of all messages     (e also keeps the error of rounding the mean to g's dtype)
 
-    Nothing is lost: the sum of all applied means plus the mean residual equals the sum of all mean
-    gradients, up to the rounding of the residual's dtype. The exception are 16-bit values that are
-    summed on the way, by ``cast`` or of 16-bit gradients: every hop rounds, and no residual sees
-    it; ``exchange="allgather"`` conserves them as well.
+    Nothing is lost, up to the rounding of the residual's dtype: the sum of all applied means plus
+    the mean residual equals the sum of all mean gradients. All-reduces of 16-bit values, with
+    ``cast`` or for 16-bit gradients, are an exception. They round at every hop, and no residual
+    records that error. Use ``exchange="allgather"`` to conserve these values as well.
 
     References: Seide et al., "1-bit SGD", Interspeech 2014; Karimireddy et al., "Error feedback
-    fixes SignSGD", ICML 2019 (here the learning rate stays outside the residual, so that any
-    optimizer may follow).
+    fixes SignSGD", ICML 2019. Unlike in the latter, the residual does not include the learning
+    rate, so any optimizer works.
 
     Attributes:
         compressor: must be contractive.
@@ -52,7 +52,7 @@ class EF(Residual, OneWay):
     def sum_dtype(self, gradient: torch.dtype) -> torch.dtype:
         return self.residual_dtype(gradient)
 
-    def traces(self, dtype: torch.dtype) -> bool:
+    def residual_shows_nonfinite(self, dtype: torch.dtype) -> bool:
         return self.shows(self.compressor, dtype)
 
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
@@ -62,6 +62,6 @@ class EF(Residual, OneWay):
         g = bucket.flat
         e, x = state.open(self.error_slot(bucket.shape), g.device)
         route = self.route(bucket.shape, exchange, state, key)
-        route.send_sum(g, e, x)
-        route.sent(x, -1.0)
-        write_mean(route, g, x)
+        route.send_sum(g, e, x)  # steps 1 and 2
+        route.sent(x, -1.0)  # step 3: x becomes the new e
+        write_mean(route, g, x)  # step 4

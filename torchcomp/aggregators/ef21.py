@@ -1,4 +1,4 @@
-"""EF21: every rank sends what its gradient has moved by, and keeps an estimate of it."""
+"""EF21: send the compressed difference between a gradient and its running estimate."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,17 +18,18 @@ from torchcomp.state import Kind, Slot, State
 class EF21(OneWay):
     """``ef21(C)``: error feedback by estimates, around a contractive compressor C.
 
-    With s the estimate of this rank's gradient g, and m the mean of all ranks' s (both 0 at the
-    start, so the first steps are too short while s grows to the size of g):
+    Let s be the estimate of this rank's gradient g, and m the mean of all ranks' s. Both start at
+    0, so the first steps are too short until s has grown to the size of g.
 
     1. message = C(g - s)
     2. s <- s + message
     3. m <- m + mean of all messages
     4. g <- m
 
-    What it keeps: m is the mean of all s, up to the rounding of float32 and of 16-bit values that
-    are summed on the way. What it does not keep: the sum of all gradients. A gradient that s never
-    reached is not sent later, and there is no residual. A step without a gradient sends C(-s).
+    Invariant: m is the mean of all s, up to the rounding of float32 and of 16-bit all-reduces.
+    Unlike ``ef``, the method has no residual and does not conserve the sum of all gradients: a
+    part of a gradient that s never reached is not sent later. With a zero gradient, a rank sends
+    C(-s).
 
     Reference: Richtárik, Sokolov, Fatkhullin, "EF21: A new, simpler, theoretically better, and
     practically faster error feedback", NeurIPS 2021.
@@ -61,9 +62,10 @@ class EF21(OneWay):
         s, s_next = state.open(own, g.device)
         m, m_next = state.open(mean, g.device)
         route = self.route(bucket.shape, exchange, state, key)
-        # m_next is free until the mean arrives: it holds the difference that is compressed.
+        # Step 1. `s_next` and `m_next` are free until steps 2 and 3. Use them for -s and g - s, to
+        # save two temporary tensors.
         route.send_sum(g, torch.neg(s, out=s_next), m_next)
         s_next.copy_(s)
-        route.sent(s_next)
+        route.sent(s_next)  # step 2
         route.mean(m_next)
-        narrow(m_next.add_(m), g.dtype, g)
+        narrow(m_next.add_(m), g.dtype, g)  # steps 3 and 4

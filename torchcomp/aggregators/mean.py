@@ -11,17 +11,18 @@ from torchcomp.keys import Key
 from torchcomp.state import State
 
 _DENSE = Identity()
+# The constants alpha and omega depend on the vector's length. Judge them for a realistic bucket.
 _LARGE = 10**6
 
 
 @dataclass(frozen=True)
 class Mean(OneWay):
-    """``mean`` is what DDP does; ``mean(C)`` averages C(gradient), and a bare ``C`` means the same.
+    """``mean`` does what DDP does. ``mean(C)``, or ``C`` for short, averages C(gradient).
 
     1. message = C(g)
     2. g <- mean of the decoded messages
 
-    What C leaves out is lost, so a biased C (topk, randk) is better wrapped in ``ef``.
+    What C does not send is lost. Wrap a biased C (topk, randk) in ``ef`` instead.
 
     Attributes:
         compressor: applied to each rank's gradient.
@@ -34,13 +35,13 @@ class Mean(OneWay):
 
     @property
     def loses(self) -> bool:
-        """Whether it leaves a large part of the gradient out, for good."""
+        """Whether the method permanently drops a large part of the gradient."""
         alpha = self.compressor.alpha(_LARGE)
         return self.compressor.omega(_LARGE) is None and (alpha is None or alpha < 0.5)
 
     @property
     def depends_on_grouping(self) -> bool:
-        # Where elements are summed on the way, DDP's own buckets give DDP's order of additions.
+        # An all-reduce over DDP's own buckets adds in the same order as plain DDP, bit for bit.
         return not (self.compressor.elementwise and self.exchange in ("auto", "allreduce"))
 
     @property
@@ -49,5 +50,5 @@ class Mean(OneWay):
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
         route = self.route(bucket.shape, exchange, state, key)
-        route.send(bucket.flat)
-        route.mean(bucket.flat)
+        route.send(bucket.flat)  # step 1
+        route.mean(bucket.flat)  # step 2

@@ -1,4 +1,4 @@
-"""OneWay: what all aggregators share that compress what ranks send, but not what they get back."""
+"""OneWay: base of the aggregators that compress what a rank sends, but not the mean it receives."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,19 +20,20 @@ from torchcomp.state import State
 from torchcomp.traffic import Load
 
 COLLECTIVES = ("auto", "allreduce", "allgather", "sharded")
-_FORMER = {"sum": "allreduce", "gather": "allgather"}
+# Earlier versions used these names. Specs in old checkpoints and scripts still contain them.
+_OLD_NAMES = {"sum": "allreduce", "gather": "allgather"}
 _DENSE = Identity()
 
 
 @dataclass(frozen=True)
 class OneWay(Aggregator):
-    """A compressor and the route that its messages take.
+    """A compressor and the route of its messages.
 
     Attributes:
         compressor: applied to what a rank sends.
-        exchange: "allreduce", "allgather", "sharded", or "auto": allreduce where messages can be
-            added, else allgather or sharded, whichever moves fewer bytes. The result is the same.
-            ("sum" and "gather" are the former words for the first two.)
+        exchange: "allreduce", "allgather", "sharded" or "auto". "auto" uses allreduce if messages
+            can be added, and otherwise allgather or sharded, the one that moves fewer bytes. The
+            result is the same. "sum" and "gather" are old names of the first two.
     """
 
     compressor: Compressor
@@ -41,18 +42,20 @@ class OneWay(Aggregator):
     def __post_init__(self) -> None:
         check_kind(self, "compressor", Compressor)
         if isinstance(self.exchange, str):
-            object.__setattr__(self, "exchange", _FORMER.get(self.exchange, self.exchange))
+            # The dataclass is frozen. Store the current name, so that equal methods compare equal.
+            object.__setattr__(self, "exchange", _OLD_NAMES.get(self.exchange, self.exchange))
         check_choice("exchange", self.exchange, COLLECTIVES, owner=self.name)
         if self.exchange == "allreduce" and not self.compressor.summable:
             raise SpecError(
-                f"allreduce needs one support on all ranks; {self.compressor.name} selects per "
-                'rank: use exchange="allgather" or "sharded"',
+                f'{self.name}: exchange="allreduce" needs messages that can be added, and those of '
+                f'{self.compressor.name} cannot. Use exchange="allgather" or "sharded"',
                 "exchange",
             )
         if self.exchange == "sharded" and not _divisible(self.compressor):
             raise SpecError(
-                f"sharded divides a message among the owners of shards, and {self.compressor.name} "
-                'makes one for the whole bucket: use exchange="allgather" or "allreduce"',
+                f'{self.name}: exchange="sharded" divides a message among the owners of shards, '
+                f"and one of {self.compressor.name} cannot be divided. "
+                'Use exchange="allgather" or "allreduce"',
                 "exchange",
             )
 
@@ -61,7 +64,7 @@ class OneWay(Aggregator):
         return self.compressor.whole_model
 
     def sum_dtype(self, gradient: torch.dtype) -> torch.dtype:
-        """Dtype in which means are added up, for gradients of a dtype."""
+        """Return the dtype of the sum over the ranks, for gradients of dtype `gradient`."""
         return gradient
 
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0) -> Cost:
@@ -70,10 +73,11 @@ class OneWay(Aggregator):
         return Cost(collective, nbytes, _load(self, collective, shape, world_size, rank))
 
     def route(self, shape: BucketShape, exchange: Exchange, state: State, key: Key) -> Route:
-        """A bucket's way through this aggregator's compressor and collective."""
+        """Return the route of one bucket for one step."""
         collective = _collective(self, shape, exchange.world_size)
         if collective == "sharded":
             up, down = _directions(self, shape, exchange.world_size)
+            # No slot for a server residual: the downlink is dense, so it leaves nothing unsent.
             return ShardedRoute(up, down, exchange, key, state, down.shape.dtype)
         encoder = codec(self.compressor, shape.names, shape.sizes, shape.dtype)
         if collective == "allreduce":
@@ -82,7 +86,7 @@ class OneWay(Aggregator):
         return AllGatherRoute(encoder, exchange, key, scratch)
 
 
-# Kept, because it is asked for every bucket of every step, and takes milliseconds to find out.
+# Cached because every bucket of every step needs it, and computing it takes milliseconds.
 @lru_cache(maxsize=4096)
 def _collective(method: OneWay, shape: BucketShape, world_size: int) -> str:
     if method.exchange != "auto":
@@ -91,6 +95,7 @@ def _collective(method: OneWay, shape: BucketShape, world_size: int) -> str:
         return "allreduce"
     if not _divisible(method.compressor):
         return "allgather"
+    # Compare the load of rank 0 on every rank: all ranks must choose the same collective.
     received = {
         each: _load(method, each, shape, world_size, 0).received
         for each in ("allgather", "sharded")
@@ -110,6 +115,8 @@ def _load(method: OneWay, collective: str, shape: BucketShape, world_size: int, 
 
 @lru_cache(maxsize=1024)
 def _directions(method: OneWay, shape: BucketShape, world_size: int) -> tuple[Direction, Direction]:
+    # Owners send the mean in the dtype of their sum. A residual, if there is one, then sees the
+    # rounding to the gradient's dtype, which happens after the exchange (`write_mean`).
     dtype = torch.promote_types(shape.dtype, method.sum_dtype(shape.dtype))
     wide = BucketShape(shape.names, shape.shapes, dtype, shape.strides)
     return (

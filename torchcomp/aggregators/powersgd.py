@@ -1,4 +1,4 @@
-"""PowerSGD: matrices of low rank in place of gradients, by one power iteration per step."""
+"""PowerSGD: low-rank approximation of gradients, by one power iteration per step."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,30 +21,31 @@ from torchcomp.traffic import Load
 
 @dataclass(frozen=True)
 class PowerSGD(Residual):
-    """``powersgd(rank=2)``: error feedback with messages of low rank, which an all-reduce adds up.
+    """``powersgd(rank=2)``: error feedback with low-rank messages and all-reduces.
 
-    A parameter is a matrix, its first dimension by all others. With g its gradient on this rank,
-    e its residual (0 at the start), and Q of `rank` columns (random at the start):
+    A parameter is viewed as a matrix: its first dimension by all others. Let g be its gradient on
+    this rank and e its residual, which starts at 0. Q has `rank` columns and starts random.
 
     1. M = g + e
-    2. P <- mean of M Q, its columns made orthonormal
+    2. P <- mean of M Q, with its columns made orthonormal
     3. R = M^T P;  e <- M - P R^T
-    4. Q <- mean of R;  g <- P Q^T      (plus: e takes up what rounding to g's dtype loses)
+    4. Q <- mean of R;  g <- P Q^T      (e also keeps the error of rounding to g's dtype)
 
-    The next step starts from this Q, but where a column is zero, from its last one. Vectors, and
-    matrices too small to gain, are sent as they are, with P; so ``explain`` needs a model.
+    The next step starts from this Q. A column that became zero keeps its previous value instead.
+    Vectors, and matrices that are too small to gain, are sent uncompressed together with P. The
+    size of a message therefore depends on the shapes, and ``explain`` needs a model.
 
-    A rank's residual is what its own message lacks, as in the paper's Algorithm 2. As P R^T has
-    the mean P Q^T, the sum of all applied means plus the mean residual equals the sum of all mean
-    gradients, up to rounding. (PyTorch's hook keeps M - P Q^T: the same means, but residuals that
-    take up, for good, what ranks differ by.)
+    A rank's residual is what its own message lacks, as in the paper's Algorithm 2. The mean of
+    P R^T is P Q^T. Nothing is lost, up to rounding: the sum of all applied means plus the mean
+    residual equals the sum of all mean gradients. PyTorch's hook keeps M - P Q^T instead. It
+    applies the same means, but its residuals accumulate the differences between ranks permanently.
 
     Reference: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019.
 
     Attributes:
-        rank: columns of P and Q; fewer where a matrix has fewer rows or columns.
-        min_ratio: a matrix is compressed if that makes it more than this many times smaller.
-        memory_dtype: dtype of the residual (see Residual); P and Q are float32 or wider.
+        rank: number of columns of P and Q, reduced for a matrix with fewer rows or columns.
+        min_ratio: compress a matrix if that makes it more than this many times smaller.
+        memory_dtype: dtype of the residual (see Residual). P and Q are float32 or wider.
     """
 
     name: ClassVar[str] = "powersgd"
@@ -60,6 +61,7 @@ class PowerSGD(Residual):
 
     @property
     def depends_on_grouping(self) -> bool:
+        # Each matrix is approximated separately, whichever bucket it is in.
         return False
 
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
@@ -73,35 +75,38 @@ class PowerSGD(Residual):
         error, basis, _ = _plan(self, bucket.shape)
         flats = (bucket.flat, *state.open(error, bucket.flat.device))
         g, e, residual = (Bucket(bucket.shape, flat).tensors() for flat in flats)
+        # Step 1. Contiguous, so that `m` are views of `x` and step 3 works in place.
         x = {name: (g[name].to(basis.dtype) + e[name]).contiguous() for name in g}
         m = {name: x[name].flatten(1) for name in basis.names}
-        # Transposed, because products of a few long rows are several times faster.
+        # Q and R are stored transposed: products with a few long rows are several times faster.
         before, after = state.open(basis, bucket.flat.device)
         rows = (zip(m, torch.split(z, list(basis.sizes)), strict=True) for z in (before, after))
         q, r = ({n: part.view(-1, m[n].shape[1]) for n, part in each} for each in rows)
-        # The lengths of Q's columns do not matter to step 2. Near 1 they keep M Q in range.
+        # Step 2 does not depend on the lengths of Q's columns. Lengths near 1 keep M Q in range.
         sent = [normalize(q[n], torch.inf, 1, 1e-37) @ m[n].T if n in m else x[n] for n in g]
         first = torch.cat([part.flatten() for part in sent]).div_(exchange.world_size)
         exchange.all_reduce(first)
         p = dict(zip(g, torch.split(first, [part.numel() for part in sent]), strict=True))
         for name in m:
             p[name] = torch.linalg.qr(p[name].view(len(q[name]), -1).T).Q
+            # Step 3. R must be subtracted before the all-reduce replaces it by its mean.
             torch.mm(p[name].T, m[name], out=r[name])
             m[name].addmm_(p[name], r[name], alpha=-1)
         if m:
-            exchange.all_reduce(after.div_(exchange.world_size))
+            exchange.all_reduce(after.div_(exchange.world_size))  # step 4: `r` are views of `after`
         for name, out in g.items():
             mean = (p[name] @ r[name] if name in m else p[name]).view(out.shape)
-            rest = x[name] if name in m else torch.zeros_like(mean)
+            unsent = x[name] if name in m else torch.zeros_like(mean)
             narrow(mean, out.dtype, out)
-            residual[name].copy_(rest if out.dtype == mean.dtype else rest + mean.sub_(out))
+            residual[name].copy_(unsent if out.dtype == mean.dtype else unsent + mean.sub_(out))
             if name in m:
+                # A zero column would stay zero in all later power iterations.
                 r[name].copy_(torch.where(r[name].any(1, keepdim=True), r[name], q[name]))
 
 
 @lru_cache(maxsize=1024)
 def _plan(method: PowerSGD, shape: BucketShape) -> tuple[Slot, Slot, int]:
-    """The slots of a bucket, and the number of elements that a rank sends of it."""
+    """Return the slots of a bucket, and the number of elements that a rank sends for it."""
     error, sizes, sent = method.error_slot(shape), {}, shape.numel
     for name, size, numel in zip(shape.names, shape.shapes, shape.sizes, strict=True):
         if len(size) > 1 and numel:
@@ -116,5 +121,6 @@ def _plan(method: PowerSGD, shape: BucketShape) -> tuple[Slot, Slot, int]:
 
 
 def _draw(name: str, out: Tensor) -> None:
-    """The first Q of a parameter: the same in all runs, on all ranks."""
+    """Draw the initial Q of a parameter: the same in all runs, on all ranks."""
+    # Seeded by the name alone: it must not depend on the step at which a parameter first appears.
     out.copy_(torch.from_numpy(Key(0).of_tensor(name).shared().standard_normal(out.numel())))

@@ -1,4 +1,4 @@
-"""What all aggregators share that keep a residual: the part of the gradient that was not sent."""
+"""Base of the aggregators that keep a residual: the part of the gradient that was not sent."""
 
 import torch
 from torch import Tensor
@@ -22,13 +22,14 @@ _DTYPES = {
 
 
 class Residual(Aggregator):
-    """An aggregator with the option of the residual's dtype, which is its last one.
+    """An aggregator with a residual, and an option for its dtype.
 
     Attributes:
-        memory_dtype: "fp32", "fp64", "bf16" or "fp16"; by default fp32, or the gradient's dtype
-            where that is wider. With a 16-bit residual nothing is lost but its rounding.
+        memory_dtype: "fp32", "fp64", "bf16" or "fp16". The default is fp32, or the gradient's
+            dtype if that is wider. A 16-bit residual loses only its own rounding error.
     """
 
+    # Not a dataclass field here: subclasses declare it after their own options, so it comes last.
     memory_dtype: str | None
 
     def __post_init__(self) -> None:
@@ -36,44 +37,49 @@ class Residual(Aggregator):
             check_choice("memory_dtype", self.memory_dtype, _DTYPES, owner=self.name)
 
     def residual_dtype(self, gradient: torch.dtype) -> torch.dtype:
-        """Dtype of the residual, for gradients of a dtype."""
+        """Return the dtype of the residual, for gradients of dtype `gradient`."""
         if self.memory_dtype is None:
             return torch.promote_types(gradient, torch.float32)
         return _DTYPES[self.memory_dtype]
 
     def error_slot(self, shape: BucketShape) -> Slot:
-        """What this rank has not sent of its own gradients."""
+        """Return the slot of this rank's residual, its unsent gradient."""
         return Slot("error", Kind.DEBT, shape.names, shape.sizes, self.residual_dtype(shape.dtype))
 
     def shows(self, compressor: Compressor, gradient: torch.dtype) -> bool:
-        """See :meth:`Aggregator.traces`: what selects takes out nothing that is not finite."""
+        """Return :meth:`Aggregator.residual_shows_nonfinite` for an aggregator with this compressor."""
+        # A selecting compressor leaves NaN and infinities in place when it subtracts its message.
+        # A residual wider than the gradient gets those of other ranks too, through `write_mean`.
         wide = torch.promote_types(gradient, self.residual_dtype(gradient))
         return compressor.selects and wide == gradient
 
 
 def check_contractive(owner: Component, field: str) -> None:
-    """Require that an option is a contractive compressor.
+    """Require a contractive compressor in the option `field` of `owner`.
 
     Raises:
-        SpecError: with the reason.
+        SpecError: if the compressor is not contractive.
     """
     compressor = getattr(owner, field)
+    # Whether a compressor has an alpha does not depend on the length, so test length 1.
     if compressor.alpha(1) is None:
         raise SpecError(
-            f"{owner.name} needs a contractive compressor, and {compressor} is not: its error can "
-            "be larger than its input, so the residual would grow; leave out its scaling, or use "
-            f"mean({compressor})",
+            f"{owner.name} needs a contractive compressor, and {compressor} is not contractive: "
+            "its error can be larger than its input, so the residual would grow. Leave out its "
+            f"scaling, or use mean({compressor})",
             field,
         )
 
 
 def write_mean(route: Route, g: Tensor, e: Tensor) -> None:
-    """Write the mean to `g`; `e` takes up what rounding it to the dtype of `g` loses."""
+    """Write the mean to `g`, and add the error of rounding it to the dtype of `g` to `e`."""
     wide = torch.promote_types(g.dtype, e.dtype)
     if wide == g.dtype:
+        # Nothing is rounded here, so the mean needs no tensor of its own.
         route.mean(g)
         return
     mean = torch.empty_like(g, dtype=wide)
     route.mean(mean)
     narrow(mean, g.dtype, g)
+    # Every rank adds the same error, so the mean residual contains it exactly once.
     e.add_(mean.sub_(g))

@@ -1,7 +1,8 @@
-"""Binding to DistributedDataParallel. Every quirk of DDP is handled in this package."""
+"""Binding to DistributedDataParallel. This package handles everything that is specific to DDP."""
 
-# DDP's constructor imports this module. Where that happens after init_process_group, torch keeps
-# the group for ever, and its gloo threads now and then abort the process at exit (plain DDP, too).
+# Import this early. DDP's constructor imports it, and if that happens after init_process_group,
+# torch keeps the group alive forever. Its gloo threads then sometimes abort the process at exit,
+# with plain DDP as well.
 import torch._dynamo  # noqa: F401
 
 from torchcomp.ddp.handle import Handle

@@ -1,4 +1,4 @@
-"""Executors: where the exchange of a bucket runs while the backward pass goes on."""
+"""Executors: run the exchange of buckets in parallel with the backward pass."""
 
 import queue
 import threading
@@ -14,9 +14,9 @@ Job = Callable[[], None]
 
 
 class Executor:
-    """Runs jobs one after another, in the order of submission; this one at once.
+    """Run jobs in the order of submission. This base class runs them immediately, without overlap.
 
-    Jobs handle their own errors.
+    A job must handle its own errors.
     """
 
     def submit(self, job: Job) -> None:
@@ -24,23 +24,25 @@ class Executor:
         job()
 
     def join(self) -> None:
-        """Return once the host has run every submitted job."""
+        """Wait until the host has run every submitted job."""
 
     def close(self) -> None:
-        """Finish what was submitted and release threads; harmless when repeated."""
+        """Finish the submitted jobs and release threads. Can be called more than once."""
 
 
 class StreamExecutor(Executor):
-    """Enqueues each job on a side stream of one accelerator, in the calling thread.
+    """Enqueue each job on a side stream of one CUDA device, from the calling thread.
 
-    Collectives of NCCL run when the stream reaches them, so the host returns to the backward pass
-    at once and its kernels run beside the exchange.
+    NCCL collectives run when the stream reaches them. The host therefore returns to the backward
+    pass immediately, and its kernels run in parallel with the exchange.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def submit(self, job: Job) -> None:
+        # The job reads gradients that the current stream is still computing. Name the device: the
+        # model can be on another one than the current device.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             job()
@@ -50,10 +52,11 @@ class StreamExecutor(Executor):
 
 
 class ThreadExecutor(Executor):
-    """Runs jobs in one background thread: the only safe way to overlap collectives of gloo.
+    """Run jobs in one worker thread. For gloo, this is the only safe way to overlap collectives.
 
-    gloo blocks the calling thread, and a collective issued from a future's callback can pair with
-    another one on another rank; one thread that works a queue off does neither.
+    A gloo collective blocks the calling thread, which is the one of the backward pass. A collective
+    issued from a future's callback can pair with the wrong collective of another rank. A single
+    worker thread with a queue has neither problem.
     """
 
     def __init__(self) -> None:
@@ -75,29 +78,36 @@ class ThreadExecutor(Executor):
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-            # A local that outlives its job would keep the job's tensors alive until the next one.
+            # The local `job` would keep the job's tensors alive until the next job.
             del job
             self._jobs.task_done()
         self._jobs.task_done()
 
 
 def transport(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Exchange, Executor]:
-    """An exchange among the ranks of `group`, and what runs it; all of the ranks call this."""
+    """Return an exchange among the ranks of `group` and its executor. All of the ranks call this.
+
+    Args:
+        group: the process group of the DDP model; None is the default group.
+        device: device of the gradients.
+    """
     if device.type == "cuda":
         return ProcessGroupExchange(group, device), StreamExecutor(device)
-    # Not get_backend, because a group that was made without naming a backend has several.
+    # Not get_backend: a group that was created without naming a backend has several.
     if "cpu:gloo" not in dist.get_backend_config(group):
         return ProcessGroupExchange(group, device), Executor()
-    # A group of its own, because DDP and the user issue collectives from another thread.
+    # A private group, because DDP and the user issue collectives from another thread.
     ranks = dist.get_process_group_ranks(group)
     users: Any = group or dist.group.WORLD
-    # Without it, new_group takes half an hour instead of what the user chose.
+    # Pass the timeout of the user's group. The default of new_group is 30 minutes.
     timeout = users._get_backend(device).options._timeout
+    # Local synchronization, because ranks outside `group` do not make this call.
     private = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
     return ProcessGroupExchange(private, device), ThreadExecutor()
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call this when the backward pass in progress ends, behind the callbacks queued before."""
+    """Call `callback` at the end of the current backward pass, after callbacks queued earlier."""
+    # torch has no public function for this. DDP queues its final callback in the same way.
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)

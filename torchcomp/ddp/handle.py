@@ -1,4 +1,4 @@
-"""Handle: the communication hook of one DDP model, and what a user can ask of it."""
+"""Handle: the communication hook of one DDP model, and the user's interface to it."""
 
 # DDP inspects the hook's signature, so this module must not postpone the evaluation of annotations.
 
@@ -15,29 +15,29 @@ from torchcomp.aggregators import Aggregator
 from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket
 from torchcomp.component import Component
-from torchcomp.ddp.checks import KEEPS_ITS_HOOK, check_not_joined
+from torchcomp.ddp.checks import AFTER_CLOSE, check_not_joined
 from torchcomp.ddp.executors import Executor, after_backward
 from torchcomp.ddp.reordering import Reordering
 from torchcomp.ddp.unused import UnusedWatch
 from torchcomp.spec import parse_aggregator
 from torchcomp.stats import Stats
 
-_SCALER = (
-    "If a GradScaler is meant to skip such steps, hand it over, scaler=scaler, to what "
-    "was installed on the model: torchcomp.register or torchcomp.JointSpar"
+_SCALER_ADVICE = (
+    "If a GradScaler should skip such steps, pass scaler=scaler to torchcomp.register or "
+    "torchcomp.JointSpar"
 )
 
 Future = torch.futures.Future[Tensor]
 
 
 class Handle:
-    """Compressed gradient exchange of one DDP model; made by :func:`torchcomp.register`.
+    """Compressed gradient exchange of one DDP model; returned by :func:`torchcomp.register`.
 
-    The hook hands every bucket to an executor (a thread for gloo, a side stream for CUDA), which
-    averages it while the backward pass goes on. The last bucket concludes the step.
+    The hook submits every bucket to an executor: a thread for gloo, a side stream for CUDA. The
+    executor averages the bucket in parallel with the backward pass. The last bucket ends the step.
 
     Attributes:
-        averager: the engine: method, state and counters.
+        averager: the engine, with the method, its state and the counters.
     """
 
     def __init__(
@@ -47,9 +47,11 @@ class Handle:
         executor: Executor,
         scaler: "torch.amp.GradScaler | None",
     ) -> None:
-        # Weak, because DDP's reducer holds the handle: a cycle would keep the model alive.
+        # A weak reference, because DDP's reducer refers to the handle. A cycle would keep the
+        # model alive.
         self._model = weakref.ref(model)
         self.averager = averager
+        # By id, because DDP passes parameters to the hook, not their names.
         self._names = {id(parameter): name for name, parameter in averager.parameters.items()}
         self._executor = executor
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -58,9 +60,10 @@ class Handle:
         self._reordering, self._reordered = Reordering(None), (False, averager.buckets)
         self._closed = False
         self._running = False
-        # DDP's buckets in the backward pass in progress, and the first error of their exchange.
-        self._arrived: list[tuple[Bucket, Future]] = []
+        # DDP's buckets of the current backward pass, and the first error of their exchange.
+        self._received: list[tuple[Bucket, Future]] = []
         self._failure: Exception | None = None
+        # Ends the executor's thread also if the user deletes the model without `close`.
         self._finalizer = weakref.finalize(self, executor.close)
 
     def __repr__(self) -> str:
@@ -78,31 +81,33 @@ class Handle:
 
     @property
     def stats(self) -> Stats:
-        """Counters of this rank: bytes of the last step and in all."""
+        """Counters of this rank: bytes of the last step, and in total."""
         return self.averager.stats
 
     def residual_norms(self, slot: str = "error") -> dict[str, float]:
-        """Euclidean norm of this rank's residual, by parameter name; waits for the device.
+        """Return the Euclidean norm of this rank's residual, by parameter name.
+
+        This waits for the device.
 
         Args:
-            slot: "error", what this rank has not sent; or "server_error", what it has not sent
-                back as the owner of shards.
+            slot: "error" for the residual of this rank's gradients, or "server_error" for its
+                server residual as the owner of shards.
         """
         return self.averager.residual_norms(slot)
 
     def swap(self, spec: str | Component) -> str:
-        """Change the method between two steps; to be called on all ranks alike.
+        """Change the method between two steps. Call this on all ranks with the same spec.
 
         Args:
             spec: the new method.
 
         Returns:
-            A sentence that says what becomes of the residual.
+            A sentence that describes what happens to the residual.
 
         Raises:
-            SpecError: if the spec cannot be built.
-            RankMismatchError: if the ranks give different specs.
-            RuntimeError: in the middle of a backward pass, or after :meth:`close`.
+            SpecError: if the spec is invalid.
+            RankMismatchError: if the specs differ between ranks.
+            RuntimeError: during a backward pass, or after :meth:`close`.
         """
 
         def make() -> tuple[Aggregator, dict[str, Any]]:
@@ -115,44 +120,49 @@ class Handle:
         return self.averager.use(aggregator)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: plain tensors, numbers and strings, keyed by parameter name.
+        """Return this rank's state: tensors, numbers and strings, keyed by parameter name.
 
-        Every rank saves its own. It loads with ``torch.load(..., weights_only=True)``. After a
-        backward pass that raised, it is the state before that step.
+        Every rank must save its own state, which loads with ``torch.load(..., weights_only=True)``.
+        After a backward pass that raised, this is the state before that step.
 
         Raises:
-            RuntimeError: in the middle of a backward pass.
+            RuntimeError: during a backward pass.
         """
         self._require_idle("state_dict")
         return self.averager.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` of this rank returned; nothing changes on error.
+        """Restore the state that :meth:`state_dict` returned on this rank.
 
-        The groups that are compressed together come from the checkpoint, so the run goes on bit for
-        bit even if DDP's buckets have another size now.
+        The checkpoint also contains the groups of parameters that are compressed together. The
+        resumed run is therefore bit-identical, even if DDP now has another bucket size. Nothing
+        changes if an error is raised.
+
+        Args:
+            state: the state of this rank.
 
         Raises:
-            CheckpointError: if it is another model's, method's, rank's or world size's, or damaged.
-            RuntimeError: in the middle of a backward pass, or after :meth:`close`.
+            CheckpointError: if the state is of another model, method, rank or world size, or
+                damaged.
+            RuntimeError: during a backward pass, or after :meth:`close`.
         """
         self._require_idle("load_state_dict")
         self._require_open("load_state_dict")
         self.averager.load_state_dict(state)
 
     def close(self) -> None:
-        """End the background thread. DDP cannot drop a hook, so the model cannot train on."""
+        """End the worker thread. The model cannot train afterwards: DDP cannot remove a hook."""
         self._closed = True
         self._finalizer()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Handle":
-        # A copy of the model, to average its weights for one, lists the hook but does not call it.
+        # A copy of the model, such as torch's AveragedModel, lists the hook but never calls it.
         return self
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
-            "a handle belongs to its process and its process group, and cannot be pickled: save "
-            "handle.state_dict(), and of the model model.module.state_dict()"
+            "a handle cannot be pickled, because it belongs to its process and process group. Save "
+            "handle.state_dict() instead, and model.module.state_dict() for the model"
         )
 
     def __enter__(self) -> "Handle":
@@ -162,21 +172,21 @@ class Handle:
         self.close()
 
     def _require_idle(self, call: str) -> None:
-        # A backward pass that raised has left `_running` behind, but no graph task.
+        # Check both: a backward pass that raised leaves `_running` set, but has no graph task.
         if self._running and torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
-                f"{call} in the middle of a backward pass: call it between two steps"
+                f"{call} was called during a backward pass. Call it between two steps"
             )
 
     def _require_open(self, call: str) -> None:
         if self._closed:
-            raise RuntimeError(f"{call} of a closed handle: {KEEPS_ITS_HOOK}")
+            raise RuntimeError(f"{call} was called on a closed handle. {AFTER_CLOSE}")
 
-    # Called by the hook, in the backward pass.
+    # --- Called by the hook, during the backward pass ---
 
     def _receive(self, grad_bucket: GradBucket) -> Future:
         if self._closed:
-            raise RuntimeError(f"this handle is closed, and {KEEPS_ITS_HOOK}")
+            raise RuntimeError(f"this handle is closed. {AFTER_CLOSE}")
         parameters = grad_bucket.parameters()
         names = tuple([self._names[id(parameter)] for parameter in parameters])
         flat, is_last = grad_bucket.buffer(), grad_bucket.is_last()
@@ -185,18 +195,25 @@ class Handle:
         scale = None
         if grad_bucket.index() == 0:
             check_not_joined(self._model())
-            self._arrived, self._failure, self._running = [], None, True
+            self._received, self._failure, self._running = [], None, True
+            # Read the scale here, in the user's thread: the executor runs later.
             scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
-        self._arrived.append((bucket, future))
+        self._received.append((bucket, future))
         if is_last:
             after_backward(self._finish_backward)
         self._executor.submit(partial(self._exchange, bucket, scale, is_last))
         return future
 
-    # Runs in the executor, bucket by bucket.
+    # --- Run by the executor, bucket by bucket ---
 
     def _exchange(self, bucket: Bucket, scale: float | None, is_last: bool) -> None:
-        """Average one of DDP's buckets; `scale` comes with the first, and the last concludes."""
+        """Average one of DDP's buckets.
+
+        Args:
+            bucket: DDP's bucket.
+            scale: the loss scale, for the first bucket of a step; None for all others.
+            is_last: whether this is the last bucket, which ends the step.
+        """
         try:
             if self._failure is None:
                 if scale is not None:
@@ -208,15 +225,19 @@ class Handle:
                 if is_last:
                     self._conclude()
         except Exception as error:
-            # Raised at the end of the backward pass: DDP would turn it into a cast error here.
+            # Raise it at the end of the backward pass. Through the future, DDP would report it as
+            # "Unable to cast <message> to Tensor".
             self._failure = error
+        # Complete the futures only now: a group can still change any of DDP's buckets until the
+        # last one is averaged.
         if is_last:
-            for held, future in self._arrived:
-                future.set_result(held.flat)
+            for received, future in self._received:
+                future.set_result(received.flat)
 
     def _begin(self, scale: float) -> None:
         averager = self.averager
         averager.begin(scale)
+        # A swap or a loaded checkpoint changes the groups.
         wanted = (averager.grouped, averager.buckets)
         if wanted != self._reordered:
             shapes = [averager.shape_of(group) for group in averager.buckets]
@@ -228,15 +249,15 @@ class Handle:
         if self._unused is not None:
             self._unused.undo(self.averager.exchange, self.averager.state)
             self._unused.reset()
-        self.averager.finish(may_skip=self._scaler is not None, advice=_SCALER)
+        self.averager.finish(may_skip=self._scaler is not None, advice=_SCALER_ADVICE)
 
-    # Runs in the backward pass again, once all of it is done.
+    # --- Called at the end of the backward pass ---
 
     def _finish_backward(self) -> None:
         self._executor.join()
         self._running = False
         if self._failure is not None:
-            # Behind DDP's own final callback, so that DDP is ready for another iteration.
+            # Raise after DDP's own final callback, so that DDP is ready for another iteration.
             after_backward(self._raise_failure)
 
     def _raise_failure(self) -> None:
@@ -246,5 +267,5 @@ class Handle:
 
 
 def hook(state: Handle, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook; DDP calls it for every bucket, in order."""
+    """Pass a bucket to the handle. DDP calls this communication hook for every bucket, in order."""
     return state._receive(bucket)

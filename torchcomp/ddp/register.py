@@ -1,4 +1,4 @@
-"""register: the one line that gives a DDP model compressed gradients."""
+"""register: install compressed gradient exchange on a DDP model."""
 
 import logging
 from typing import Any
@@ -36,32 +36,33 @@ def register(
     seed: int = 0,
     scaler: "torch.amp.GradScaler | None" = None,
 ) -> Handle:
-    """Exchange the gradients of a DDP model by another method from now on.
+    """Replace the gradient all-reduce of a DDP model by a compressed exchange.
 
-    Call it on every rank with the same arguments, after ``DistributedDataParallel(...)`` and before
-    the first backward pass. The training loop stays as it is; ``no_sync`` works as before.
+    Call this on every rank with the same arguments, after ``DistributedDataParallel(...)`` and
+    before the first backward pass. The training loop does not change, and ``no_sync`` works
+    unchanged.
 
     Args:
-        model: any DDP model on CPU (gloo) or CUDA (NCCL) with floating-point parameters.
+        model: a DDP model on CPU (gloo) or CUDA (NCCL) with floating-point parameters.
         spec: the method, such as ``"ef(topk(0.01))"``; see :func:`torchcomp.parse`.
-        seed: seed of all random choices of the method, a whole number of at least 0.
-        scaler: the ``GradScaler`` of the loop, if there is one. Steps that it is going to skip then
-            leave the residual untouched, and the residual follows its scale. Without it, a NaN or
-            an infinity in a gradient is an error.
+        seed: seed of all random choices of the method, an integer of at least 0.
+        scaler: the ``GradScaler`` of the training loop, if it has one. The residual then follows
+            the loss scale, and does not change in steps that the scaler skips. Without a scaler, a
+            NaN or infinity in a gradient raises an error.
 
     Returns:
-        A handle with statistics, checkpoints and a way to change the method.
+        A handle for statistics, checkpoints and changes of the method.
 
     Raises:
-        SpecError: if the spec cannot be built, or an argument is no seed or no scaler; all ranks
-            raise.
+        SpecError: if the spec, the seed or the scaler is invalid.
         UnsupportedModelError: if the model is not DDP, has a hook, uses an option of DDP that
             bypasses hooks, has complex parameters or sparse gradients, or has trained already.
-        RankMismatchError: if the ranks give different specs, seeds or models.
+        RankMismatchError: if specs, seeds or models differ between ranks, or only some ranks fail.
     """
+    # Without DDP there is no process group in which the ranks could verify anything.
     check_is_ddp(model)
     device = next(model.module.parameters()).device
-    # In DDP's own group: making another one waits for a rank that does not come without end.
+    # Verify in DDP's own group. Creating a group would hang if another rank has already raised.
     aggregator, groups = ProcessGroupExchange(model.process_group, device).build(
         "torchcomp.register",
         {"spec": spec, "seed": seed},
@@ -71,11 +72,14 @@ def register(
     parameters = dict(trained_parameters(model))
     averager = Averager(aggregator, exchange, parameters, groups, seed=seed)
     handle = Handle(model, averager, executor, scaler)
+    # A plain function with the handle as its state: DDP refuses partials and callable objects.
     model.register_comm_hook(handle, hook)
     setattr(model, OWNER, f"torchcomp.register('{aggregator}')")
     if isinstance(aggregator, Mean) and aggregator.loses and exchange.rank == 0:
+        # On one rank only: the message would be the same on all ranks.
         _log.warning(
-            "%s keeps no residual: what it does not send is lost; ef(%s) sends it later",
+            "%s keeps no residual, so the part of the gradient that it does not send is lost. "
+            "Use ef(%s) to send it in later steps",
             aggregator,
             aggregator.compressor,
         )
@@ -85,7 +89,7 @@ def register(
 def _check(
     model: DistributedDataParallel, spec: str | Component, seed: int, scaler: object
 ) -> tuple[tuple[Aggregator, tuple[Group, ...]], dict[str, Any]]:
-    """What this rank's arguments come to, and the facts that all ranks must share."""
+    """Return the method and the groups of parameters, and values that must match across ranks."""
     check_seed(seed)
     check_scaler(scaler)
     check_model(model)
@@ -93,10 +97,11 @@ def _check(
     aggregator = parse_aggregator(spec)
     trained = trained_parameters(model)
     groups = partition(trained, bucket_caps(model))
-    facts = {
+    values = {
         "spec": aggregator,
+        # With names: DDP itself verifies only the shapes.
         "parameters": [(name, tuple(p.shape), p.dtype) for name, p in trained],
         "groups": groups,
-        "wire version": wire.VERSION,
+        "wire version": wire.VERSION,  # ranks can run different versions of torchcomp
     }
-    return (aggregator, groups), facts
+    return (aggregator, groups), values

@@ -1,13 +1,13 @@
-"""Reordering: from DDP's buckets to the groups that are compressed together.
+"""Reordering: turn DDP's buckets into the groups of parameters that are compressed together.
 
-DDP re-groups parameters after the first iteration. A method whose result depends on the grouping
-(TopK of a bucket) would then depend on the iteration, and a resumed run, whose first iteration has
-the first grouping again, would take another course. Such methods work on groups that never change;
-all others take DDP's buckets as they come.
+DDP rebuilds its buckets after the first iteration. The result of some methods, such as TopK of a
+bucket, depends on which parameters share a bucket. With DDP's buckets, such a result would depend
+on the iteration. A resumed run starts again with the first buckets, and would differ. These methods
+therefore work on groups that never change. All other methods use DDP's buckets directly.
 
-After the first iteration DDP's buckets mostly hold the parameters of one group each, and only small
-neighbours have changed places: a normalisation's weight and bias. Then these are put in order where
-they lie. Only a group that is spread over several buckets is copied together.
+After the rebuild, most of DDP's buckets still contain the parameters of one group. Only small
+neighbors have swapped positions, such as the weight and bias of a normalization layer. These are
+reordered in place. A group that is spread over several buckets is copied to one tensor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,70 +19,78 @@ from torchcomp.bucket import Bucket, BucketShape, Group
 
 
 class Reordering:
-    """Yields a group as soon as DDP has brought all of its parameters.
+    """Yield each group as soon as all of its parameters are in DDP's buckets.
 
     Args:
-        groups: shapes of what belongs together; None takes DDP's buckets as the groups.
+        groups: shapes of the groups. None uses DDP's buckets as the groups.
     """
 
     def __init__(self, groups: Sequence[BucketShape] | None) -> None:
-        self._any = groups is None
+        self._passthrough = groups is None
         self._shapes = {shape.names: shape for shape in groups or ()}
         self._group_of = {name: names for names in self._shapes for name in names}
-        self._same = {frozenset(names): names for names in self._shapes}
+        self._group_of_set = {frozenset(names): names for names in self._shapes}
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._held: dict[Group, dict[str, Tensor]] = {}
+        # Parts of groups that are not complete yet.
+        self._pending: dict[Group, dict[str, Tensor]] = {}
 
     def begin(self) -> None:
-        """Forget the buckets of a backward pass that did not finish."""
-        self._held.clear()
+        """Discard the buckets of a backward pass that did not finish."""
+        self._pending.clear()
 
     def add(self, bucket: Bucket) -> Iterator[Bucket]:
-        """The groups that one of DDP's buckets completes, in the same order on all ranks.
+        """Yield the groups that one of DDP's buckets completes, in the same order on all ranks.
 
-        What the caller leaves in a yielded bucket is written back to DDP's buckets.
+        The caller changes a yielded bucket in place. Its values are then written back to DDP's
+        buckets.
         """
-        if self._any or bucket.shape.names in self._shapes:
+        if self._passthrough or bucket.shape.names in self._shapes:
             yield bucket
-        elif group := self._same.get(frozenset(bucket.names)):
-            yield from self._in_order(self._shapes[group], bucket)
+        elif group := self._group_of_set.get(frozenset(bucket.names)):
+            yield from self._in_place(self._shapes[group], bucket)
         else:
             for name, part in bucket.parts().items():
-                self._held.setdefault(self._group_of[name], {})[name] = part
+                self._pending.setdefault(self._group_of[name], {})[name] = part
+            # dict.fromkeys, not set: the order must be the same on all ranks.
             for group in dict.fromkeys(self._group_of[name] for name in bucket.names):
-                if len(self._held[group]) == len(group):
-                    yield from self._staged(self._shapes[group], self._held.pop(group))
+                if len(self._pending[group]) == len(group):
+                    yield from self._staged(self._shapes[group], self._pending.pop(group))
 
-    def _in_order(self, shape: BucketShape, bucket: Bucket) -> Iterator[Bucket]:
-        wanted = Bucket(shape, bucket.flat)
-        held, places = bucket.parts(), wanted.parts()
+    def _in_place(self, shape: BucketShape, bucket: Bucket) -> Iterator[Bucket]:
+        """Yield a bucket in the order of its group, and restore DDP's order afterwards."""
+        ordered = Bucket(shape, bucket.flat)
+        before, after = bucket.parts(), ordered.parts()
         moved = [
             name
             for name in shape.names
-            if held[name].storage_offset() != places[name].storage_offset()
+            if before[name].storage_offset() != after[name].storage_offset()
         ]
-        self._move([held[name] for name in moved], [places[name] for name in moved])
-        yield wanted
-        self._move([places[name] for name in moved], [held[name] for name in moved])
+        self._move([before[name] for name in moved], [after[name] for name in moved])
+        yield ordered
+        self._move([after[name] for name in moved], [before[name] for name in moved])
 
     def _move(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Copy parts that may overlap."""
+        """Copy `sources` to `targets`, which can overlap."""
         if sources:
             sizes = [source.numel() for source in sources]
-            kept = torch.cat(list(sources), out=self._buffer(sum(sizes), sources[0]))
-            torch._foreach_copy_(list(targets), list(torch.split(kept, sizes)))
+            copies = torch.cat(list(sources), out=self._buffer(sum(sizes), sources[0]))
+            torch._foreach_copy_(list(targets), list(torch.split(copies, sizes)))
 
     def _staged(self, shape: BucketShape, parts: dict[str, Tensor]) -> Iterator[Bucket]:
+        """Yield a copy of a group's parts as one bucket, and copy it back afterwards."""
         ordered = [parts[name] for name in shape.names]
         flat = self._buffer(shape.numel, ordered[0])
         torch.cat(ordered, out=flat)
         yield Bucket(shape, flat)
+        # One launch for all parts: on CUDA, the launches of the hook delay the backward pass.
         torch._foreach_copy_(ordered, list(torch.split(flat, list(shape.sizes))))
 
     def _buffer(self, numel: int, like: Tensor) -> Tensor:
-        # Groups pass one after another, so one buffer of the largest group's size serves them all.
+        """Return a scratch tensor of `numel` elements, with the dtype and device of `like`."""
+        # Groups are processed one after another, so all can share one buffer of the largest size.
+        # Preallocated, because fresh large tensors on the CPU are slow: every page faults.
         kind = (like.dtype, like.device)
-        held = self._scratch.get(kind)
-        if held is None or held.numel() < numel:
-            held = self._scratch[kind] = like.new_empty(numel)
-        return held[:numel]
+        buffer = self._scratch.get(kind)
+        if buffer is None or buffer.numel() < numel:
+            buffer = self._scratch[kind] = like.new_empty(numel)
+        return buffer[:numel]

@@ -1,7 +1,8 @@
-"""Parameters that no rank used in a step (find_unused_parameters=True).
+"""UnusedWatch: undo a step for parameters that no rank used (find_unused_parameters=True).
 
-DDP leaves the gradient of such a parameter as it was, whatever the hook puts into its bucket. What
-error feedback delivers for it in that step would be lost, so for that parameter the step is undone.
+DDP does not change the gradient of such a parameter, whatever the hook writes to its bucket. If
+error feedback sent its residual in that step, the residual would be lost. The step is therefore
+undone for that parameter.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,31 +16,34 @@ from torchcomp.state import State
 
 
 class UnusedWatch:
-    """Learns which parameters take part in a step, and undoes it for those that do on no rank.
+    """Track which parameters are used in a step, and undo the step for those that no rank used.
 
-    A parameter takes part if a gradient was accumulated for it since the last exchange, also under
-    ``no_sync``. Its gradient being zero says nothing, nor does one that is left from before.
+    A parameter is used if a gradient was accumulated for it since the last exchange, including
+    under ``no_sync``.
 
     Args:
-        parameters: by name, in an order that is the same on all ranks.
+        parameters: by name, in the same order on all ranks.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._names = list(parameters)
         self._used: set[str] = set()
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
+        # The gradients do not show it: a used parameter's can be zero, and without zero_grad an
+        # unused parameter still has an old one.
         for name, parameter in parameters.items():
-            note = _note(name, self._used)
-            parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+            record = _recorder(name, self._used)
+            parameter.register_post_accumulate_grad_hook(record)  # type: ignore[no-untyped-call]
 
     def before(self, bucket: Bucket) -> None:
-        """Keep what one of DDP's buckets holds for parameters that this rank did not use."""
+        """Copy one of DDP's buckets, for the parameters that this rank did not use."""
+        # Other ranks can have used them. That is known only at the end of the step.
         for name, part in bucket.parts().items():
             if name not in self._used:
                 self._before[name] = (part, part.clone())
 
     def undo(self, exchange: Exchange, state: State) -> None:
-        """Put buckets and state back for every parameter that no rank used."""
+        """Restore buckets and state for every parameter that no rank used."""
         used = torch.tensor([name in self._used for name in self._names], dtype=torch.uint8)
         flags = exchange.any_of(used.to(exchange.device)).tolist()
         unused = [name for name, flag in zip(self._names, flags, strict=True) if not flag]
@@ -49,13 +53,14 @@ class UnusedWatch:
         state.keep(unused)
 
     def reset(self) -> None:
-        """Begin to watch for the next exchange."""
+        """Start tracking for the next exchange."""
         self._used.clear()
         self._before.clear()
 
 
-def _note(name: str, used: set[str]) -> Callable[[Tensor], None]:
-    def note(parameter: Tensor) -> None:
+def _recorder(name: str, used: set[str]) -> Callable[[Tensor], None]:
+    # Refers to the set only, so the hook does not keep the watch and its copies alive.
+    def record(parameter: Tensor) -> None:
         used.add(name)
 
-    return note
+    return record

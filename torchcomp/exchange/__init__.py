@@ -1,4 +1,4 @@
-"""Exchange: what ranks tell each other, over a process group or among threads of one process."""
+"""Exchange: collectives over a process group, or among threads of one process."""
 
 from torchcomp.exchange.base import Exchange
 from torchcomp.exchange.in_process import InProcessExchange, run_in_process

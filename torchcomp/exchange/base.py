@@ -1,7 +1,8 @@
-"""Exchange: the collectives of a set of ranks, the bytes they move, and what was wrong with them.
+"""Exchange: the collectives of a set of ranks, with byte counters and checks of received messages.
 
-Every call is straight-line and blocking for the stream or thread that makes it. Nothing is chained
-on futures: a second collective issued from a callback can pair with the wrong one on another rank.
+Every call is straight-line code and blocks the stream or thread that makes it. No call is chained
+to a future: a second collective issued from a callback can pair with the wrong collective of
+another rank.
 """
 
 import hashlib
@@ -23,25 +24,27 @@ class Exchange(ABC):
     """Collectives among `world_size` ranks. All ranks make the same calls in the same order.
 
     Args:
-        rank: this process's rank among them.
+        rank: rank of this process among them.
         world_size: number of ranks.
-        device: where small control messages live ("cuda" for NCCL).
+        device: device of small control messages ("cuda" for NCCL).
 
     Attributes:
-        concludes: whether frames came in since the last :meth:`conclude`, which then asks all
-            ranks.
+        must_conclude: whether :meth:`conclude` must communicate, because frames were received since
+            its last call.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank = rank
         self.world_size = world_size
         self.device = device
-        self.concludes = False
+        self.must_conclude = False
         self._load = Load()
+        # (sender, finding) of the frames of this step. On CUDA a finding stays on the device:
+        # reading it here would make the host wait in the middle of the step.
         self._found: list[tuple[int, int | Tensor]] = []
         self._levels: tuple[Exchange, ...] = (self,)
 
-    # What an implementation provides. None of these counts bytes.
+    # --- To be implemented by a subclass. These methods do not count bytes. ---
 
     @abstractmethod
     def _all_reduce(self, values: Tensor) -> None:
@@ -49,7 +52,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def _all_gather(self, mine: Tensor) -> Tensor:
-        """Every rank's `mine` (1-D, of the same length everywhere), one after another."""
+        """Return every rank's `mine` (1-D, same length on all ranks), concatenated."""
 
     @abstractmethod
     def _all_to_all(
@@ -59,9 +62,12 @@ class Exchange(ABC):
 
     @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's picklable `value`, in rank order. Slow: for errors, not for training."""
+        """Return every rank's picklable `value`, in rank order.
 
-    # Collectives.
+        This pickles and is slow. Use it for error messages, not in every step.
+        """
+
+    # --- Collectives ---
 
     def all_reduce(self, values: Tensor) -> None:
         """Replace `values` (1-D, contiguous) by their sum over the ranks."""
@@ -69,7 +75,7 @@ class Exchange(ABC):
         self._load.summed += values.nbytes
 
     def all_gather(self, message: Tensor) -> list[Tensor]:
-        """Every rank's `message` (1-D, of the same length everywhere), in rank order."""
+        """Return every rank's `message` (1-D, same length on all ranks), in rank order."""
         rows = self._all_gather(message)
         moved = message.nbytes * (self.world_size - 1)
         self._load.sent += moved
@@ -77,90 +83,111 @@ class Exchange(ABC):
         return list(rows.view(self.world_size, -1).unbind())
 
     def all_gather_v(self, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Every rank's `mine` (1-D), in rank order, where rank r's has ``sizes[r]`` elements."""
+        """Return every rank's `mine` (1-D), in rank order.
+
+        Args:
+            mine: this rank's tensor.
+            sizes: number of elements of each rank's tensor.
+        """
+        # torch's all_gather_single needs equal lengths. An all-to-all takes uneven splits.
         copies = [mine.numel()] * self.world_size
         return self.all_to_all(mine.repeat(self.world_size), copies, sizes)
 
     def all_to_all(
         self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]
     ) -> list[Tensor]:
-        """Send every rank its part of `outgoing`, and receive what they send here.
+        """Send each rank its part of `outgoing`, and receive one part from each rank.
 
         Args:
-            outgoing: 1-D; the parts for rank 0, 1, ... one after another.
-            sizes: elements of each part.
-            arriving: elements that each rank sends here.
+            outgoing: 1-D; the parts for rank 0, 1, ..., concatenated.
+            sizes: number of elements of each outgoing part.
+            arriving: number of elements that each rank sends to this rank.
 
         Returns:
-            What each rank sent, in rank order.
+            The received parts, in rank order.
         """
         received = self._all_to_all(outgoing, sizes, arriving)
+        # A rank's part for itself does not cross its link, so it is not counted.
         itemsize, rank = outgoing.element_size(), self.rank
         self._load.sent += itemsize * (sum(sizes) - sizes[rank])
         self._load.received += itemsize * (sum(arriving) - arriving[rank])
         return list(torch.split(received, list(arriving)))
 
     def any_of(self, flags: Tensor) -> Tensor:
-        """Per element, the largest of all ranks' `flags` (1-D integers): whether any is set."""
+        """Return the elementwise maximum of all ranks' `flags` (1-D integers)."""
+        # Uncounted: these are control messages, and the statistics count payload.
         return self._all_gather(flags).view(self.world_size, -1).amax(0)
 
-    # Frames that came in, and what is wrong with them.
+    # --- Checks of received frames ---
 
     def receive(self, sender: int, frame: Tensor, length: int) -> Tensor:
-        """Check a frame, noting what is found, and return its message (1-D uint8, a view).
+        """Check a frame, record the finding, and return its message (1-D uint8, a view).
 
-        What is wrong with it is raised by :meth:`conclude`, by all ranks together: raised here, it
-        would leave the others waiting.
+        A bad frame does not raise here: the other ranks would wait in their next collective.
+        :meth:`conclude` raises instead, on every rank.
+
+        Args:
+            sender: rank that sent the frame.
+            frame: 1-D uint8.
+            length: expected length of the message in bytes.
         """
-        self.concludes = True
+        self.must_conclude = True
         finding = wire.inspect(frame, length)
         if isinstance(finding, Tensor) or finding != wire.INTACT:
             self._found.append((sender, finding))
         return wire.payload(frame, length)
 
     def conclude(self, finite: Tensor, where: str, advice: str) -> bool:
-        """Learn what the ranks found in this step. All ranks call it, of both levels of a split.
+        """Combine the checks of this step over the ranks.
+
+        All ranks call this method. After a :meth:`split`, all ranks of both levels do.
 
         Args:
-            finite: scalar bool, whether all that this rank has looked at is finite.
-            where: what is exchanged, for the error.
-            advice: what the step left behind.
+            finite: scalar bool, whether all values that this rank checked are finite.
+            where: the step or call, for the error.
+            advice: what state the failed step leaves, for the error.
 
         Returns:
-            Whether it is finite on all ranks.
+            Whether the values are finite on all ranks.
 
         Raises:
-            WireError: if a frame that came in since the last call was not intact; on all ranks,
-                naming the senders and what is wrong with their messages.
+            WireError: on every rank, if a frame received since the last call was not intact. It
+                names the senders and the findings.
         """
-        if len(self._levels) == 1 and not self.concludes:
+        # Without frames, every rank has checked the whole mean. `finite` is then equal already.
+        if len(self._levels) == 1 and not self.must_conclude:
             return bool(finite)
         found = [(level, *entry) for level in self._levels for entry in level._found]
         flags = torch.zeros(2, dtype=torch.uint8, device=self.device)
         if found:
             findings = [torch.as_tensor(finding, device=self.device) for *_, finding in found]
             flags[0] = torch.stack(findings).amax()
+        # A slice, because assigning to an index copies from the host and waits for the stream.
         flags[1:] = ~finite
         for level in self._levels:
             flags = level.any_of(flags)
         self.reset()
-        damaged, nonfinite = flags.tolist()
+        damaged, nonfinite = flags.tolist()  # waits for the device
         if damaged:
-            told = {f"rank {r}'s {wire.FINDINGS[int(f)]}" for _, r, f in found if int(f)}
+            problems = {
+                f"rank {r}'s message {wire.FINDINGS[int(f)]}" for _, r, f in found if int(f)
+            }
             for level in self._levels:
-                told = set().union(*level.gather_objects(told))
-            problems = "; ".join(sorted(told))
-            raise WireError(f"a message of {where} cannot be used: {problems}. {advice}")
+                problems = set().union(*level.gather_objects(problems))
+            listed = "; ".join(sorted(problems))
+            raise WireError(f"cannot use a message of {where}: {listed}. {advice}")
         return not nonfinite
 
     def reset(self) -> None:
-        """Forget the frames of a step that is over, or did not finish."""
+        """Discard the findings of a step that has ended or failed."""
         for level in self._levels:
             level._found.clear()
-            level.concludes = False
+            level.must_conclude = False
 
     def take_traffic(self, dense_bytes: int) -> Traffic:
-        """Bytes of payload since the last call, of both levels of a split.
+        """Return the bytes of payload since the last call, and reset the counters.
+
+        After a :meth:`split`, the counts include both levels.
 
         Args:
             dense_bytes: bytes that plain DDP would have sent instead.
@@ -173,62 +200,68 @@ class Exchange(ABC):
 
     @staticmethod
     def split(inside: "Exchange", between: "Exchange") -> "tuple[Exchange, Exchange]":
-        """Make two exchanges the levels of one: they share counters and findings.
+        """Make two exchanges the levels of one hierarchy. They share counters and findings.
 
-        Every rank of one `inside` group is in another `between` group. A :meth:`conclude` or a
-        :meth:`build` of either then asks all ranks of both.
+        Each rank of an `inside` group is in a different `between` group. :meth:`conclude` and
+        :meth:`build`, called on either, then cover all ranks of both.
         """
         inside._levels = between._levels = (between, inside)
         return inside, between
 
-    # What must be equal on all ranks.
+    # --- Values that must match on all ranks ---
 
     def same(self, number: int) -> bool:
-        """Whether all ranks hold the same 63-bit number."""
+        """Whether all ranks have the same 63-bit number."""
+        # One message finds the minimum as well as the maximum, as the maximum of the negatives.
         bounds = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
         highest, lowest = self.any_of(bounds).tolist()
         return bool(highest == -lowest)
 
     def verify(self, what: str, values: dict[str, Any], advice: str = "") -> None:
-        """Raise on all ranks, with each rank's value, unless all ranks hold equal `values`.
+        """Verify that `values` match across ranks, and raise on every rank if they do not.
 
         Args:
-            what: what is being compared, for the error.
+            what: the call that is verified, for the error.
             values: name -> printable value; compared as text.
-            advice: what to do about it, appended to the error.
+            advice: what the user can do, appended to the error.
 
         Raises:
-            RankMismatchError: listing every fact that differs and which ranks hold which value.
+            RankMismatchError: lists every value that differs, with the ranks that have it.
         """
+        # Compare `what` as well, to detect ranks that are in different calls.
         mine = {"call": what, **{name: str(value) for name, value in values.items()}}
+        # Compare a digest first: the values themselves can be long, and almost always match.
         digest = hashlib.sha256(repr(mine).encode()).digest()
         if self.same(int.from_bytes(digest[:7], "big")):
             return
-        everyone = self.gather_objects(mine)
-        common = [name for name in mine if all(name in theirs for theirs in everyone)]
-        lines = [_spread(name, [theirs[name] for theirs in everyone]) for name in common]
+        by_rank = self.gather_objects(mine)
+        common = [name for name in mine if all(name in theirs for theirs in by_rank)]
+        lines = [_ranks_by_value(name, [theirs[name] for theirs in by_rank]) for name in common]
         differing = "; ".join(line for line in lines if line)
         raise RankMismatchError(f"{what}: ranks disagree. {differing}. {advice}".strip())
 
     def build(
         self,
         what: str,
-        given: dict[str, Any],
+        arguments: dict[str, Any],
         make: Callable[[], tuple[Built, dict[str, Any]]],
         advice: str = "",
     ) -> Built:
-        """Build something on every rank alike, or raise on every rank.
+        """Build an object on every rank, or raise on every rank.
 
         Args:
-            what: what is being built, for the error.
-            given: this rank's arguments, compared if nothing can be built from them.
-            make: returns what was built and the values that must be the same on all ranks.
-            advice: what to do if they are not.
+            what: the call that builds, for the error.
+            arguments: name -> printable argument of the call on this rank; must match across
+                ranks.
+            make: returns the object, and values that must match across ranks. A value replaces
+                the argument of the same name, such as a parsed spec its string.
+            advice: what the user can do if they do not match.
 
         Raises:
-            RankMismatchError: if the values differ, or only some ranks fail to build.
-            Exception: what `make` raised, if it did on all ranks alike.
+            RankMismatchError: if arguments or values differ, or `make` fails only on some ranks.
+            Exception: the exception of `make`, if it fails on all ranks in the same way.
         """
+        # Do not raise yet: a rank that fails alone would leave the others waiting in `verify`.
         problem: Exception | None = None
         values: dict[str, Any] = {}
         try:
@@ -236,17 +269,19 @@ class Exchange(ABC):
         except Exception as error:
             problem = error
         for level in reversed(self._levels):
-            told = "none" if problem is None else str(problem).partition("\n")[0]
+            summary = "none" if problem is None else str(problem).partition("\n")[0]
             try:
-                level.verify(what, {**given, "problem": told, **values}, advice)
-            except RankMismatchError as mismatch:  # which the other level has to learn, too
+                level.verify(what, {**arguments, "problem": summary, **values}, advice)
+            except RankMismatchError as mismatch:
+                # Pass it on to the other level, whose ranks are about to verify as well.
                 problem, values = mismatch, {}
         if problem is not None:
             raise problem
         return built
 
 
-def _spread(name: str, values: list[Any]) -> str:
+def _ranks_by_value(name: str, values: list[Any]) -> str:
+    """Return "name: value on rank 0, other value on ranks 1, 2", or "" if all values are equal."""
     holders: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         text = str(value)

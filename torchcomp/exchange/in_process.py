@@ -13,39 +13,42 @@ from torchcomp.exchange.base import Exchange
 Result = TypeVar("Result")
 
 _TIMEOUT_SECONDS = 300
-"""How long a rank waits for the others; only a hang takes as long."""
+"""How long a rank waits for the others before it raises. Only a hang takes this long."""
 
 
 class _Board:
-    """Where the ranks hand each other values: everyone brings one and takes all.
+    """Shared memory of all ranks: each rank writes one value per call and reads all of them.
 
     Attributes:
-        floor: who works holds it. A hundred threads that all want Python's interpreter lock, and
-            hand it over at every small operation, take several times as long.
+        running: lock of the rank that is computing. Only one rank computes at a time.
+        barrier: where the ranks wait for each other.
     """
 
     def __init__(self, size: int) -> None:
-        self.floor = threading.Lock()
+        # Without this lock, a hundred threads compete for Python's interpreter lock and pass it on
+        # at every small operation. That takes several times as long.
+        self.running = threading.Lock()
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT_SECONDS)
-        # Two rows in turn, so that one barrier for each call is enough: nobody can be two ahead.
+        # Two rows, used alternately: a rank can be at most one call ahead of another, so one
+        # barrier per call is enough to keep it from overwriting a row that is still being read.
         self._rows: list[list[Any]] = [[None] * size, [None] * size]
 
     def share(self, call: int, rank: int, value: Any) -> list[Any]:
-        """Every rank's value in rank order; `call` counts this rank's calls."""
+        """Return every rank's value in rank order; `call` is the number of this rank's call."""
         row = self._rows[call % 2]
         row[rank] = value
-        self.floor.release()
+        self.running.release()
         try:
             self.barrier.wait()
         finally:
-            self.floor.acquire()
+            self.running.acquire()
         return list(row)
 
 
 class InProcessExchange(Exchange):
-    """One rank of several in one process; see :func:`run_in_process`.
+    """The exchange of one rank that is a thread of this process; see :func:`run_in_process`.
 
-    Bytes are counted as over a process group.
+    Bytes are counted as for a process group.
     """
 
     def __init__(self, board: _Board, rank: int, world_size: int) -> None:
@@ -55,7 +58,7 @@ class InProcessExchange(Exchange):
 
     @classmethod
     def ranks(cls, world_size: int) -> "list[InProcessExchange]":
-        """The exchanges of `world_size` ranks, in rank order, for :func:`run_in_process`."""
+        """Return the exchanges of `world_size` ranks, in rank order."""
         board = _Board(world_size)
         return [cls(board, rank, world_size) for rank in range(world_size)]
 
@@ -64,7 +67,9 @@ class InProcessExchange(Exchange):
         return self._board.share(self._calls, self.rank, value)
 
     def _all_reduce(self, values: Tensor) -> None:
+        # Send a copy: another rank might still read `values` when this one overwrites it.
         first, *others = self.gather_objects(values.clone())
+        # Every rank adds in rank order, so all get the same bits.
         total = first.clone()
         for other in others:
             total += other
@@ -76,10 +81,15 @@ class InProcessExchange(Exchange):
     def _all_to_all(
         self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]
     ) -> Tensor:
-        everyone = self.gather_objects(torch.split(outgoing.clone(), list(sizes)))
-        mine = [parts[self.rank] for parts in everyone]
-        if [part.numel() for part in mine] != list(arriving):
-            raise ValueError(f"rank {self.rank} expected parts of {list(arriving)} elements")
+        by_sender = self.gather_objects(torch.split(outgoing.clone(), list(sizes)))
+        mine = [parts[self.rank] for parts in by_sender]
+        received = [part.numel() for part in mine]
+        # Threads could exchange any sizes. Check them, because a process group requires a match.
+        if received != list(arriving):
+            raise ValueError(
+                f"rank {self.rank} expected parts of {list(arriving)} elements and received "
+                f"{received}: the `sizes` of the senders and `arriving` must match"
+            )
         return torch.cat(mine)
 
 
@@ -92,31 +102,31 @@ def run_in_process(
 
     Args:
         world_size: number of ranks.
-        body: gets the rank's :class:`InProcessExchange`.
-        exchanges: those of an earlier call, to go on with; by default new ones.
+        body: called with the rank's :class:`InProcessExchange`.
+        exchanges: exchanges to use again, with their counters; by default new ones.
 
     Returns:
-        What `body` returned, in rank order.
+        The results of `body`, in rank order.
 
     Raises:
-        Exception: what `body` raised on the first rank where it did.
+        Exception: the exception of `body`, from the lowest rank that raised one.
     """
     ranks = exchanges or InProcessExchange.ranks(world_size)
     board = ranks[0]._board
 
     def work(exchange: InProcessExchange) -> Result:
         try:
-            with board.floor:
+            with board.running:
                 return body(exchange)
         except BaseException:
-            board.barrier.abort()  # wakes the ranks that wait for this one
+            board.barrier.abort()  # wake the ranks that wait for this one, or they would time out
             raise
 
     with ThreadPoolExecutor(max_workers=world_size) as pool:
         jobs = [pool.submit(work, exchange) for exchange in ranks]
         wait(jobs)
     errors = [error for job in jobs if (error := job.exception()) is not None]
-    # A rank that waited for the one that failed has a broken barrier, which explains nothing.
+    # Raise the cause first: ranks that waited for the failed one only report a broken barrier.
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
     return [job.result() for job in jobs]

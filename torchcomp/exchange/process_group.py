@@ -1,4 +1,7 @@
-"""ProcessGroupExchange: the only file that calls collectives of torch.distributed."""
+"""ProcessGroupExchange: the exchange over a process group of torch.distributed.
+
+No other file calls collectives of torch.distributed.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,19 +12,19 @@ from torch import Tensor
 
 from torchcomp.exchange.base import Exchange
 
-# torch 2.13 renames the collective and deprecates its old name.
+# torch 2.13 renames this collective and deprecates its old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_COPIED = 2**20
-"""Up to this many bytes, each rank sends every other one a copy of its own; see `_all_gather`."""
+_SMALL = 2**20
+"""Up to this many bytes, an all-gather on the CPU is done as an all-to-all; see `_all_gather`."""
 
 
 class ProcessGroupExchange(Exchange):
-    """The ranks of a process group.
+    """The exchange among the ranks of a process group.
 
     Args:
         group: the process group; None is the default group.
-        device: where messages live; "cuda" for NCCL.
+        device: device of the messages; "cuda" for NCCL.
     """
 
     def __init__(
@@ -36,9 +39,9 @@ class ProcessGroupExchange(Exchange):
         dist.all_reduce(values, group=self.group)
 
     def _all_gather(self, mine: Tensor) -> Tensor:
-        # gloo's all-gather passes everything on around a ring: as many bytes as copies take, but
-        # the latency of the link as many times as there are other ranks.
-        if not mine.is_cuda and mine.nbytes <= _COPIED:
+        # gloo's all-gather is a ring. It moves as many bytes as sending a copy to every rank, but
+        # waits for the link's latency world_size - 1 times in a row.
+        if not mine.is_cuda and mine.nbytes <= _SMALL:
             sizes = [mine.numel()] * self.world_size
             return self._all_to_all(mine.repeat(self.world_size), sizes, sizes)
         received = mine.new_empty(mine.numel() * self.world_size)
@@ -48,6 +51,8 @@ class ProcessGroupExchange(Exchange):
     def _all_to_all(
         self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]
     ) -> Tensor:
+        # Always pass the split sizes: without them, gloo returns garbage if the number of elements
+        # is not divisible by the number of ranks.
         received = outgoing.new_empty(sum(arriving))
         dist.all_to_all_single(received, outgoing, list(arriving), list(sizes), group=self.group)
         return received

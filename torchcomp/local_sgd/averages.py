@@ -240,6 +240,6 @@ class OverlappedAverages(Averages):
                 finite &= bool((lowest >= -limit) & (highest <= limit))
         # conclude() skips its collective if no message was received in this step. Here the ranks
         # have exchanged nothing yet, and each has looked only at its own values.
-        exchange.concludes = True
+        exchange.must_conclude = True
         if not exchange.conclude(torch.tensor(finite, device=exchange.device), where, UNCHANGED):
             raise watch.error(where, UNCHANGED)

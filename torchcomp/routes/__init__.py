@@ -1,4 +1,4 @@
-"""Routes: from every rank's message to the mean, one way a file."""
+"""Routes: how the messages of all ranks become their mean. One route per file."""
 
 from torchcomp.routes.allgather import AllGatherRoute
 from torchcomp.routes.allreduce import AllReduceRoute

@@ -1,4 +1,4 @@
-"""AllGatherRoute: every rank gets all messages, and decodes them."""
+"""AllGatherRoute: every rank receives and decodes all messages."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ class AllGatherRoute:
         codec: how the bucket is encoded.
         exchange: the collectives of the group.
         key: key of the encoding.
-        scratch: what earlier encodings left, one for each vector.
+        scratch: workspace of the encodings, one for each vector.
     """
 
     def __init__(
@@ -40,10 +40,11 @@ class AllGatherRoute:
     def mean(self, out: Tensor) -> None:
         frames = list(enumerate(self._exchange.all_gather(self._frame)))
         add_frames(self._codec, self._exchange, frames, out.zero_(), self._key)
+        # Divide after the sum, as ShardedRoute does, so that both routes give the same bits.
         out.div_(self._exchange.world_size)
 
     def _pack(self, message: Message, device: torch.device) -> None:
         self._message = message
-        # At once, because a message may be a view of what it was made from.
+        # Pack now: the message can be a view of `x`, which the caller changes next.
         self._frame = torch.empty(self._codec.framed, dtype=torch.uint8, device=device)
         self._codec.pack(message, self._frame)

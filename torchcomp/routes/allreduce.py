@@ -1,4 +1,4 @@
-"""AllReduceRoute: messages with the same support on all ranks are added on the way."""
+"""AllReduceRoute: all-reduce messages that contain the same entries on all ranks."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ class AllReduceRoute:
     """Divide by the number of ranks, as plain DDP does, then all-reduce. See :class:`.base.Route`.
 
     Args:
-        codec: how the bucket is encoded; each message has one floating-point field.
+        codec: how the bucket is encoded. Each message has one floating-point field.
         exchange: the collectives of the group.
         key: key of the encoding.
     """
@@ -23,23 +23,24 @@ class AllReduceRoute:
 
     def send(self, x: Tensor) -> None:
         for vector in self._codec.vectors[:1]:
-            # Before the division: so the sum over the ranks stays within the range, too.
+            # Saturate before the division, so that the sum over the ranks stays in range as well.
             dtype = vector.layout[0].dtype
             x = saturate(x, dtype, _share(dtype, self._exchange.world_size))
-        # Times the reciprocal, as plain DDP does it, which rounds unlike a division.
+        # Plain DDP multiplies by the reciprocal. A division would round differently.
         self._message = self._codec.encode(x.mul_(1.0 / self._exchange.world_size), self._key)
 
     def send_sum(self, g: Tensor, e: Tensor, x: Tensor) -> None:
         torch.add(g, e, out=x)
-        # Sending scales what it is given, and `x` is the residual to be.
+        # Send `g`: `send` divides its argument in place, and `x` must stay the undivided sum.
         self.send(narrow(x, g.dtype, g, _share(g.dtype, self._exchange.world_size)))
 
     def sent(self, out: Tensor, weight: float = 1.0) -> None:
-        weight *= self._exchange.world_size
+        weight *= self._exchange.world_size  # undoes the division in `send`
         self._codec.subtract(self._message, out, self._key, -weight)
 
     def mean(self, out: Tensor) -> None:
         values = [encoded.parts[0] for encoded in self._message]
+        # One collective for the whole bucket, even if it is encoded parameter by parameter.
         total = values[0] if len(values) == 1 else torch.cat(values)
         self._exchange.all_reduce(total)
         summed = torch.split(total, [value.numel() for value in values])
@@ -47,11 +48,10 @@ class AllReduceRoute:
 
 
 def _share(dtype: torch.dtype, world_size: int) -> float:
-    """The share of a dtype's range that a mean may fill, so that no sum of its parts overflows.
-
-    A part of 1 / 3 is rounded, and so is the sum at every hop: three thirds of the largest number
-    can be infinite.
-    """
+    """Return the fraction of a dtype's range that values can use without an overflow of the sum."""
+    # Division by a power of two is exact.
     if world_size & (world_size - 1) == 0:
         return 1.0
+    # Otherwise each rank's part is rounded, and so is the sum at every hop. Three times a third of
+    # the largest number can then be infinite.
     return max(0.5, 1.0 - world_size * torch.finfo(dtype).eps / 2)

@@ -1,8 +1,4 @@
-"""Route: one bucket's way from every rank's message to the mean.
-
-All routes decode in rank order, because another order rounds differently and the replicas would
-drift apart.
-"""
+"""Route: send a bucket's messages and compute their mean over the ranks."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -15,37 +11,42 @@ from torchcomp.keys import Key
 
 
 class Route(Protocol):
-    """One bucket in one step: first a message is made, then it is exchanged."""
+    """The exchange of one bucket in one step.
+
+    Call :meth:`send` or :meth:`send_sum` first, then :meth:`sent` if needed, and :meth:`mean` last.
+    """
 
     def send(self, x: Tensor) -> None:
-        """Make this rank's message for `x` (1-D, of the bucket's dtype); may overwrite `x`."""
+        """Encode `x` (1-D, of the bucket's dtype) as this rank's message; can overwrite `x`."""
 
     def send_sum(self, g: Tensor, e: Tensor, x: Tensor) -> None:
-        """Make this rank's message for ``x = g + e``; writes `x`, may overwrite `g`."""
+        """Write ``g + e`` to `x` and encode it as this rank's message; can overwrite `g`."""
 
     def sent(self, out: Tensor, weight: float = 1.0) -> None:
-        """Add `weight` times what the message carries to `out`, in place.
+        """Add `weight` times the decoded message of this rank to `out`, in place.
 
-        With weight -1 and the `x` that it was made from, `out` becomes what was not sent. A value
-        that is not finite adds nothing to that.
+        With weight -1 and the encoded `x` as `out`, `out` becomes the residual. NaN and infinities
+        of `x` stay in the residual.
         """
 
     def mean(self, out: Tensor) -> None:
-        """Exchange messages, and write the mean over the ranks to `out`."""
+        """Exchange the messages and write their mean over the ranks to `out`."""
 
 
 def add_frames(
     codec: Codec, exchange: Exchange, frames: Sequence[tuple[int, Tensor]], out: Tensor, key: Key
 ) -> None:
-    """Check and decode frames of one codec, and add them to `out` in their order.
+    """Check and decode frames of one codec, and add them to `out`.
 
     Args:
-        codec: of all of them.
-        exchange: notes what is wrong with them.
-        frames: with the rank that each came from.
-        out: 1-D, of the bucket's or shard's elements.
-        key: of the encodings.
+        codec: the codec of all frames.
+        exchange: records damaged frames.
+        frames: (sender, frame) pairs, in rank order.
+        out: 1-D, with the elements of the bucket or shard.
+        key: key of the encodings.
     """
+    # Rank order on every rank: another order would round differently, and the replicas would
+    # drift apart.
     if codec.nbytes:
         received = [exchange.receive(sender, frame, codec.nbytes) for sender, frame in frames]
         codec.accumulate([codec.unpack(payload) for payload in received], out, key)

@@ -1,16 +1,16 @@
-"""ShardedRoute: entries go to the rank that owns their part of a bucket, and the mean comes back.
+"""ShardedRoute: send entries to the rank that owns their shard of a bucket, and send back the mean.
 
-Every rank owns a contiguous part, its shard, and is the parameter server of it. A step is
-straight-line:
+Every rank owns one shard, a contiguous part of the bucket, and is its parameter server. A step is
+straight-line code:
 
-1. up:   all-to-all, every rank sends each owner the entries that lie in its shard
-2. own:  the owner averages them in rank order and, with a server residual, adds that
-3. down: all-gather, the owners' downlink messages go to everybody
+1. up:   all-to-all; every rank sends each owner the entries in that owner's shard
+2. own:  the owner averages them in rank order and adds its server residual, if there is one
+3. down: all-gather; the owners send their downlink messages to all ranks
 
-What a rank sends and receives does not grow with the number of ranks. Messages of compressors that
-treat shards separately have fixed sizes. A selection from the whole bucket ("exact") puts any
-number of entries into a shard, so counts travel first, and for the downlink the owners search a
-threshold together (threshold.py).
+The traffic of a rank does not grow with the number of ranks. If shards are compressed separately,
+messages have fixed sizes. A selection from the whole bucket ("exact") can put any number of entries
+into a shard. The ranks then exchange these counts first. For an exact downlink, the owners also
+search for a common threshold (threshold.py).
 """
 
 from collections.abc import Sequence
@@ -29,49 +29,53 @@ from torchcomp.exchange import Exchange
 from torchcomp.kernels.cast import narrow
 from torchcomp.keys import Key
 from torchcomp.routes.base import add_frames
-from torchcomp.routes.threshold import Question, chosen, find_largest, order_bits, search_load
+from torchcomp.routes.threshold import Query, chosen, find_largest, order_bits, search_load
 from torchcomp.state import Slot, State
 from torchcomp.traffic import Load
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The elements of one vector that lie in one shard."""
+    """The elements of one vector that belong to one shard."""
 
     vector: int  # index of the vector in the bucket's codec
-    name: str  # of the vector and where the piece begins; part of the key
+    name: str  # names the vector and the start of the piece; part of the key
     start: int  # first element within the shard
     stop: int  # one past the last element
 
     @property
     def span(self) -> slice:
-        """Its elements within the shard."""
+        """The piece's elements within the shard."""
         return slice(self.start, self.stop)
 
 
 @dataclass(frozen=True)
 class Direction:
-    """How one bucket's shards are encoded on the way up or down."""
+    """How one bucket's shards are encoded for the uplink or the downlink.
 
-    role: str  # "up" or "down"; part of the key, so that the two draw different numbers
-    compressor: Compressor  # of this direction
-    exact: bool  # whether it selects from whole vectors of the bucket
-    shape: BucketShape  # of the bucket, with the dtype of the values on the wire
+    Everything here depends only on the bucket's shape, so it is computed once per shape.
+    """
+
+    role: str  # "up" or "down"; part of the key, so that the two draw different random numbers
+    compressor: Compressor  # compressor of this direction
+    exact: bool  # whether entries are selected from whole vectors of the bucket
+    shape: BucketShape  # shape of the bucket, with the dtype of the values on the wire
     world_size: int  # number of ranks
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """The bucket's parts, by owner."""
+        """The bucket's shards, by owner."""
         return self.shape.shards(self.world_size)
 
     @cached_property
     def whole(self) -> Codec:
-        """The codec of the bucket as one."""
+        """The codec of the whole bucket."""
         return codec(self.compressor, self.shape.names, self.shape.sizes, self.shape.dtype)
 
     @cached_property
     def fixed(self) -> list[Codec]:
         """By owner, the codec of a shard that is compressed separately."""
+        # The names are part of the key. Two shards of one parameter then draw different numbers.
         return [
             codec(
                 self.compressor,
@@ -84,20 +88,20 @@ class Direction:
 
     @cached_property
     def pieces(self) -> list[list[Piece]]:
-        """By owner, the vectors of the whole bucket, cut to a shard."""
+        """By owner, the pieces of the bucket's vectors in that owner's shard."""
         cut: list[list[Piece]] = []
         for part in self.shards:
             cut.append([])
-            for place, vector in enumerate(self.whole.vectors):
+            for i, vector in enumerate(self.whole.vectors):
                 start, stop = max(vector.span.start, part.start), min(vector.span.stop, part.stop)
                 if start < stop:
                     name = f"{self.role} {vector.name} from {part.start}"
-                    cut[-1].append(Piece(place, name, start - part.start, stop - part.start))
+                    cut[-1].append(Piece(i, name, start - part.start, stop - part.start))
         return cut
 
     @cached_property
     def widths(self) -> list[list[int]]:
-        """By vector, the elements of its piece in each shard."""
+        """By vector, the number of its elements in each shard."""
         table = [[0] * self.world_size for _ in self.whole.vectors]
         for owner, pieces in enumerate(self.pieces):
             for piece in pieces:
@@ -106,22 +110,23 @@ class Direction:
 
     @cached_property
     def kept(self) -> list[int]:
-        """By vector of the whole bucket, how many entries are kept of it."""
+        """By vector of the whole bucket, the number of entries to keep."""
         return [self.compressor.kept(sum(widths)) for widths in self.widths]
 
     @cached_property
     def candidates(self) -> list[list[int]]:
-        """By vector, how many entries each owner must bring for the k largest to be found."""
+        """By vector, the number of candidates that each owner contributes to the search."""
+        # The k largest of a vector can all be in one shard, but no owner needs more than k.
         return [
             [min(kept, width) for width in widths]
             for kept, widths in zip(self.kept, self.widths, strict=True)
         ]
 
     def counted(self, owner: int, counts: Sequence[int]) -> Codec:
-        """The codec of a shard that holds `counts` entries of its pieces."""
+        """Return the codec of a shard with `counts` entries, one count for each of its pieces."""
         vectors = []
         for piece, count in zip(self.pieces[owner], counts, strict=True):
-            if count:
+            if count:  # a compressor keeps at least one entry, so an empty piece has no vector
                 exactly = self._selector.exactly(count)
                 layout = exactly.layout(piece.stop - piece.start, self.shape.dtype)
                 vectors.append(Vector(piece.name, piece.span, exactly, layout))
@@ -130,14 +135,14 @@ class Direction:
     def encode_selected(
         self, shard: Codec, x: Tensor, chosen: Sequence[Tensor], key: Key
     ) -> Message:
-        """The message of a shard of which these entries were selected, vector by vector."""
+        """Return the message of a shard with the entries `chosen`, vector by vector."""
         return [
             v.compressor.encode_selected(x[v.span], index, key.of_tensor(v.name))  # type: ignore[attr-defined]
             for v, index in zip(shard.vectors, chosen, strict=True)
         ]
 
     def framed(self, owner: int) -> int:
-        """Bytes of a shard's frame; for a selection from the whole, if it is spread evenly."""
+        """Return the bytes of a shard's frame. If `exact`, assume an even spread of the entries."""
         if not self.exact:
             return self.fixed[owner].framed
         even = [
@@ -148,30 +153,39 @@ class Direction:
 
     @property
     def _selector(self) -> Selector:
-        return self.compressor  # type: ignore[return-value]  # where `exact` holds
+        return self.compressor  # type: ignore[return-value]  # a Selector if `exact`
 
 
 @lru_cache(maxsize=1024)
 def direction(
     role: str, compressor: Compressor, selection: str, shape: BucketShape, world_size: int
 ) -> Direction:
-    """The :class:`Direction` "up" or "down"; `selection` is "exact" or "shard"."""
+    """Return the :class:`Direction` of a role, "up" or "down".
+
+    Args:
+        role: "up" or "down".
+        compressor: compressor of this direction.
+        selection: "exact" or "shard".
+        shape: shape of the bucket, with the dtype of the values on the wire.
+        world_size: number of ranks.
+    """
+    # An elementwise compressor gives the same result for shards as for the whole bucket.
     exact = selection == "exact" and compressor.selects
     return Direction(role, compressor, exact, shape, world_size)
 
 
 class ShardedRoute:
-    """One bucket's way to the owners and back. See :class:`.base.Route`.
+    """Exchange of one bucket through the owners of its shards. See :class:`.base.Route`.
 
     Args:
         up: how entries are encoded for the owners.
         down: how the owners encode the mean.
         exchange: the collectives of the group.
         key: key of the encodings.
-        state: holds the server residual, and what earlier encodings left.
-        dtype: in which the owner adds up.
-        server: slot of the server residual, if what the downlink leaves out is kept.
-        thresholds: slot of the last step's thresholds, where the downlink is exact.
+        state: stores the server residual and the workspace of the encodings.
+        dtype: dtype of the owner's sum.
+        server: slot of the server residual. If None, the downlink has no error feedback.
+        thresholds: slot of the previous step's thresholds, for an exact downlink.
     """
 
     def __init__(
@@ -221,32 +235,35 @@ class ShardedRoute:
         total = self._collect(out.device).div_(self._exchange.world_size)
         codecs, frame = self._downlink(total)
         sizes = [c.framed for c in codecs]
-        alike = len(set(sizes)) == 1
-        frames = (
-            self._exchange.all_gather(frame) if alike else self._exchange.all_gather_v(frame, sizes)
-        )
+        # Messages of different lengths need `all_gather_v`, which copies the frame for each rank.
+        if len(set(sizes)) == 1:
+            frames = self._exchange.all_gather(frame)
+        else:
+            frames = self._exchange.all_gather_v(frame, sizes)
         out.zero_()
         for owner, (c, part) in enumerate(zip(codecs, self._down.shards, strict=True)):
             add_frames(c, self._exchange, [(owner, frames[owner])], out[part.span], self._key)
 
     def _send_selected(self, x: Tensor, selections: Sequence[Tensor]) -> None:
-        """Divide selections from the whole bucket among the shards."""
+        """Encode one message per shard from selections of the whole bucket."""
         up = self._up
-        held: dict[tuple[int, int], Tensor] = {}
-        for place, (vector, index) in enumerate(zip(up.whole.vectors, selections, strict=True)):
+        # (owner, vector) -> selected positions within the owner's shard.
+        local: dict[tuple[int, int], Tensor] = {}
+        for i, (vector, index) in enumerate(zip(up.whole.vectors, selections, strict=True)):
+            # Selected positions are sorted, so each shard's entries are one slice of them.
             first = vector.span.start
             cuts = torch.tensor([part.start - first for part in up.shards[1:]])
             stops = torch.searchsorted(index, cuts.to(index)).tolist()
-            for owner, local in enumerate(torch.tensor_split(index, stops)):
-                held[owner, place] = local + (first - up.shards[owner].start)
+            for owner, part_index in enumerate(torch.tensor_split(index, stops)):
+                local[owner, i] = part_index + (first - up.shards[owner].start)
         self._counts = [
-            [held[owner, p.vector].numel() for p in pieces]
+            [local[owner, p.vector].numel() for p in pieces]
             for owner, pieces in enumerate(up.pieces)
         ]
         self._codecs = [up.counted(owner, row) for owner, row in enumerate(self._counts)]
         messages = []
         for owner, (c, part) in enumerate(zip(self._codecs, up.shards, strict=True)):
-            own = [held[owner, p.vector] - p.start for p in up.pieces[owner]]
+            own = [local[owner, p.vector] - p.start for p in up.pieces[owner]]
             chosen = [index for index in own if index.numel()]
             messages.append(up.encode_selected(c, x[part.span], chosen, self._key))
         self._pack(messages, x.device)
@@ -260,10 +277,11 @@ class ShardedRoute:
             c.pack(message, frame)
 
     def _collect(self, device: torch.device) -> Tensor:
-        """The sum of all ranks' entries for the shard that this rank owns."""
+        """Receive all ranks' entries of this rank's shard, and return their sum."""
         exchange, up, rank = self._exchange, self._up, self._exchange.rank
         arriving = [up.fixed[rank]] * exchange.world_size
         if up.exact:
+            # The receiver needs the counts to know the lengths of the messages, so send them first.
             outgoing = [count for row in self._counts for count in row]
             counts = exchange.all_to_all(
                 torch.tensor(outgoing, dtype=torch.int32, device=exchange.device),
@@ -275,18 +293,19 @@ class ShardedRoute:
         part = up.shards[rank]
         total = torch.zeros(part.stop - part.start, dtype=self._dtype, device=device)
         senders = zip(arriving, enumerate(frames), strict=True)
-        # Neighbours that share a codec (all do, unless entries were counted) are added at once.
+        # Add consecutive messages with the same codec in one call. These are all messages, unless
+        # the up direction is exact. `groupby` keeps the rank order.
         for _, run in groupby(senders, key=lambda sender: id(sender[0])):
             codecs, held = zip(*run, strict=True)
             add_frames(codecs[0], exchange, held, total, self._key)
         return total
 
     def _downlink(self, mean: Tensor) -> tuple[Sequence[Codec], Tensor]:
-        """The codecs of all owners' downlink messages, and this owner's framed message."""
+        """Return the codecs of all owners' downlink messages, and this owner's framed message."""
         down, rank, key = self._down, self._exchange.rank, self._key
         codecs, dtype = down.fixed, down.shape.dtype
         x = mean
-        if self._server is None:
+        if self._server is None:  # no error feedback on the downlink
             message = codecs[rank].encode(narrow(mean, dtype), key)
         else:
             e, x = self._state.open(self._server, mean.device)
@@ -297,50 +316,59 @@ class ShardedRoute:
                 scratch = self._state.scratch(("down", down), codecs[rank].scratch)
                 message = codecs[rank].encode_sum(mean, e, x, key, scratch, dtype)
         frame = torch.empty(codecs[rank].framed, dtype=torch.uint8, device=mean.device)
-        # Before the subtraction, because a message may be a view of what it was made from.
+        # Pack before the subtraction below: the message can be a view of `x`.
         codecs[rank].pack(message, frame)
         if self._server is not None:
             codecs[rank].subtract(message, x, key)
         return codecs, frame
 
     def _select(self, mean: Tensor, e: Tensor, x: Tensor) -> tuple[list[Codec], list[Tensor]]:
-        """Write ``x = mean + e``, and select from the whole bucket, whose parts the owners hold."""
+        """Write ``mean + e`` to `x`, and select from the whole bucket, together with all owners.
+
+        Returns:
+            The codecs of all owners' messages, and the positions of this owner's entries, one
+            tensor for each piece that has any.
+        """
         down, rank = self._down, self._exchange.rank
         scratch = self._state.scratch(("down", down), down.whole.scratch)
+        # On the CPU, because the search compares the thresholds on the host.
         before, after = self._state.open(self._thresholds, torch.device("cpu"))  # type: ignore[arg-type]
         spans = {piece.vector: piece.span for piece in down.pieces[rank]}
-        locals_, questions = [], []
-        for place, (sizes, guess) in enumerate(zip(down.candidates, before.tolist(), strict=True)):
-            span = spans.get(place, slice(0, 0))
+        locals_, queries = [], []
+        for i, (sizes, guess) in enumerate(zip(down.candidates, before.tolist(), strict=True)):
+            # A vector without elements in this shard still needs a query: all ranks take part in
+            # the search of every vector.
+            span = spans.get(i, slice(0, 0))
             exactly = down._selector.exactly(max(1, sizes[rank]))
-            local = exactly.select_sum(mean[span], e[span], x[span], scratch[place])
+            local = exactly.select_sum(mean[span], e[span], x[span], scratch[i])
             locals_.append(local)
-            questions.append(Question(order_bits(x[span][local]), sizes, down.kept[place], guess))
-        answers = find_largest(self._exchange, questions)
-        after.copy_(torch.tensor([answer.threshold for answer in answers]))
-        selections = [
-            local[chosen(question.candidates, answer.threshold, answer.counts[rank])]
-            for local, question, answer in zip(locals_, questions, answers, strict=True)
-            if answer.counts[rank]
+            queries.append(Query(order_bits(x[span][local]), sizes, down.kept[i], guess))
+        found = find_largest(self._exchange, queries)
+        after.copy_(torch.tensor([selection.threshold for selection in found]))
+        indices = [
+            local[chosen(query.candidates, selection.threshold, selection.counts[rank])]
+            for local, query, selection in zip(locals_, queries, found, strict=True)
+            if selection.counts[rank]
         ]
         codecs = [
-            down.counted(owner, [answers[piece.vector].counts[owner] for piece in pieces])
+            down.counted(owner, [found[piece.vector].counts[owner] for piece in pieces])
             for owner, pieces in enumerate(down.pieces)
         ]
-        return codecs, selections
+        return codecs, indices
 
 
 def sharded_load(up: Direction, down: Direction, rank: int) -> Load:
-    """What one bucket moves over a rank's link; about, where a selection is exact."""
+    """Return the bytes of one bucket over a rank's link, per step. Exact selections: estimated."""
     others = [owner for owner in range(up.world_size) if owner != rank]
     load = Load(
         sent=sum(up.framed(o) for o in others) + len(others) * down.framed(rank),
         received=len(others) * up.framed(rank) + sum(down.framed(o) for o in others),
     )
-    if up.exact:
+    if up.exact:  # the counts, which are int32
         load.sent += 4 * sum(len(up.pieces[o]) for o in others)
         load.received += 4 * len(others) * len(up.pieces[rank])
     if down.exact:
         vectors = list(zip(down.candidates, down.kept, strict=True))
+        # `order_bits` makes candidates of at least 4 bytes, also from 16-bit values.
         load.add(search_load(vectors, max(4, down.shape.dtype.itemsize), rank))
     return load

@@ -1,10 +1,15 @@
-"""Threshold: which entries are the k largest of a vector whose parts lie on several ranks.
+"""Threshold: distributed selection of the k largest entries of a vector, by histograms.
 
-Every rank brings the candidates of its part, as integers that order like magnitudes. The ranks show
-each other histograms of an interval that holds the k-th largest, first of a window around the last
-step's threshold if there is one, and go on with the bin that it lies in. When few candidates are
-left in there, all ranks see those. Ties go to the lowest rank, and within a rank to the lowest
-index, so that what is chosen is what one rank with the whole vector would choose.
+Each rank has a part of the vector. It contributes the candidates of its part, as integers with the
+order of the magnitudes.
+
+1. The ranks all-gather histograms of an interval that contains the k-th largest candidate.
+2. They narrow the interval to the bin of the k-th largest, and repeat from 1.
+3. When few candidates are left in the interval, the ranks all-gather those and sort them.
+
+The first histogram covers a window around the previous step's threshold, if there is one. Ties go
+to the lowest rank, and within a rank to the lowest index. The result is therefore the same as for
+one rank that has the whole vector.
 """
 
 from collections.abc import Sequence
@@ -16,146 +21,166 @@ from torch import Tensor
 from torchcomp.exchange import Exchange
 from torchcomp.traffic import Load
 
-_WINDOW = {torch.int32: 24, torch.int64: 53}
-"""Bits that tell positions in a window of two octaves apart, by dtype of the candidates."""
+_WINDOW_BITS = {torch.int32: 24, torch.int64: 53}
+"""log2 of the width of a window of two octaves, by dtype of the candidates.
+
+One octave, a factor of 2, is 2^23 steps in the bits of a float32 and 2^52 in those of a float64.
+"""
 
 
 @dataclass(frozen=True)
-class Question:
-    """One vector, of which the k largest entries are wanted."""
+class Query:
+    """The search for the k largest entries of one vector, as this rank sees it."""
 
-    candidates: Tensor  # this rank's, from order_bits
+    candidates: Tensor  # candidates of this rank, from order_bits
     sizes: Sequence[int]  # number of candidates of each rank
-    k: int  # at most the sum of the sizes
-    guess: int = 0  # a threshold near the one wanted, equal on all ranks: saves rounds, no more
+    k: int  # number of entries to select
+    guess: int = 0  # start of the search, equal on all ranks; affects only the number of rounds
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The outcome for one vector."""
+class Selection:
+    """The k largest entries of one vector."""
 
-    threshold: int  # the k-th largest of all candidates; 0 if all are wanted
-    counts: Sequence[int]  # entries chosen from each rank's part
+    threshold: int  # the k-th largest of all candidates; 0 if all are selected
+    counts: Sequence[int]  # number of selected entries of each rank
 
 
 def order_bits(x: Tensor) -> Tensor:
-    """Non-negative integers that order like |x|, NaN like infinity (int32, or int64 of float64)."""
+    """Return non-negative integers with the order of |x|, where a NaN equals infinity.
+
+    The dtype is int64 for float64 and int32 for all others.
+    """
+    # The bits of non-negative IEEE floats, read as integers, have the same order as the floats.
     wide = x.abs().to(torch.promote_types(x.dtype, torch.float32))
     wide.nan_to_num_(nan=torch.inf, posinf=torch.inf)
     return wide.view(torch.int64 if wide.dtype == torch.float64 else torch.int32)
 
 
 def chosen(candidates: Tensor, threshold: int, count: int) -> Tensor:
-    """Ascending positions of the `count` candidates of this rank that were chosen."""
+    """Return the ascending positions of this rank's `count` selected candidates."""
     above = torch.nonzero(candidates > threshold).squeeze(1)
     tied = torch.nonzero(candidates == threshold).squeeze(1)[: count - above.numel()]
     return torch.cat([above, tied]).sort().values
 
 
 class _Search:
-    """The interval [low, high) that holds the k-th largest candidate of one question.
+    """The interval [low, high) that contains the k-th largest candidate of one query.
 
     Attributes:
-        above: by rank, how many candidates are above the interval.
-        inside: by rank, how many are in it.
+        above: by rank, the number of candidates above the interval.
+        inside: by rank, the number of candidates in the interval.
     """
 
-    def __init__(self, question: Question) -> None:
-        self.candidates, self.k = question.candidates, question.k
-        self.inside = list(question.sizes)
+    def __init__(self, query: Query) -> None:
+        self.candidates, self.k = query.candidates, query.k
+        self.inside = list(query.sizes)
         self.above = [0] * len(self.inside)
-        # Above every candidate (infinity's bits are less), and within their dtype: torch wraps a
-        # number that is compared with a tensor of a narrower one.
+        # `high` is above every candidate, because the bits of infinity are less than the maximum.
+        # It must fit their dtype: torch wraps a larger number in a comparison with a tensor.
         self.low, self.high = 0, torch.iinfo(self.candidates.dtype).max
-        self.bins = _bins(question.k, len(self.inside))
-        # Bins are as wide as they must be to fill the interval, or a window around the guess.
-        self._shift = _WINDOW[self.candidates.dtype] - self.bins.bit_length() + 1
-        # A guess may come from a checkpoint.
-        guess = min(question.guess, self.high - 1)
+        self.bins = _bins(query.k, len(self.inside))
+        # A power of two as the width of a bin, so that `histogram` can shift instead of divide.
+        self._shift = _WINDOW_BITS[self.candidates.dtype] - self.bins.bit_length() + 1
+        # A guess can come from a checkpoint, and be any number.
+        guess = min(query.guess, self.high - 1)
         self._start = max(0, guess - (self.bins // 2 << self._shift))
-        if not question.guess:
+        if not query.guess:
             self._fill_interval()
 
     @property
-    def over(self) -> bool:
-        """Whether showing what is left takes no more bytes than another round of histograms."""
+    def done(self) -> bool:
+        """Whether the remaining candidates take no more bytes than another histogram."""
         left = self.candidates.element_size() * sum(self.inside)
         return self.high - self.low == 1 or left <= 4 * self.bins * len(self.inside)
 
     def histogram(self) -> Tensor:
-        """This rank's candidates by bin; the end bins take what is outside of the window."""
+        """Return the number of this rank's candidates per bin.
+
+        The first and the last bin include the candidates below and above the window. A bad guess
+        therefore costs rounds, but never changes the result.
+        """
         binned = ((self.candidates - self._start) >> self._shift).clamp_(0, self.bins - 1)
         return torch.bincount(binned, minlength=self.bins).int()
 
     def narrow(self, histograms: Tensor) -> None:
-        """Go on with the bin of the k-th largest, given all ranks' histograms as rows."""
+        """Narrow the interval to the bin of the k-th largest.
+
+        Args:
+            histograms: (world_size, bins), the histograms of all ranks.
+        """
+        # Per bin, the candidates in it and in all higher bins. The k-th largest is in the highest
+        # bin where this number reaches k.
         at_least = histograms.sum(0).flip(0).cumsum(0).flip(0)
-        place = int((at_least >= self.k - sum(self.above)).sum()) - 1
-        higher = histograms[:, place + 1 :].sum(1).tolist()
+        found = int((at_least >= self.k - sum(self.above)).sum()) - 1
+        higher = histograms[:, found + 1 :].sum(1).tolist()
         self.above = [n + more for n, more in zip(self.above, higher, strict=True)]
-        self.inside = histograms[:, place].tolist()
-        if place < self.bins - 1:
-            self.high = min(self.high, self._start + (place + 1 << self._shift))
-        if place > 0:
-            self.low = max(self.low, self._start + (place << self._shift))
-        held = (self.candidates >= self.low) & (self.candidates < self.high)
-        self.candidates = self.candidates[held]
+        self.inside = histograms[:, found].tolist()
+        # The first and the last bin are open at the outer end: keep the old bound there.
+        if found < self.bins - 1:
+            self.high = min(self.high, self._start + (found + 1 << self._shift))
+        if found > 0:
+            self.low = max(self.low, self._start + (found << self._shift))
+        inside = (self.candidates >= self.low) & (self.candidates < self.high)
+        self.candidates = self.candidates[inside]
         self._fill_interval()
 
-    def answer(self, shown: Sequence[Tensor]) -> Answer:
-        """The outcome, given every rank's candidates in the interval."""
-        if self.high - self.low == 1:
-            return Answer(self.low, _share(self.above, self.inside, self.k))
-        everyone = torch.sort(torch.cat(list(shown)), descending=True).values
-        threshold = int(everyone[self.k - sum(self.above) - 1])
-        higher = [int((part > threshold).sum()) for part in shown]
+    def select(self, remaining: Sequence[Tensor]) -> Selection:
+        """Return the selection, from every rank's candidates in the interval."""
+        if self.high - self.low == 1:  # all of them are equal, and were not exchanged
+            return Selection(self.low, _counts(self.above, self.inside, self.k))
+        descending = torch.sort(torch.cat(list(remaining)), descending=True).values
+        threshold = int(descending[self.k - sum(self.above) - 1])
+        higher = [int((part > threshold).sum()) for part in remaining]
         above = [n + more for n, more in zip(self.above, higher, strict=True)]
-        tied = [int((part == threshold).sum()) for part in shown]
-        return Answer(threshold, _share(above, tied, self.k))
+        tied = [int((part == threshold).sum()) for part in remaining]
+        return Selection(threshold, _counts(above, tied, self.k))
 
     def _fill_interval(self) -> None:
+        """Choose the narrowest bins that cover the interval."""
         width = self.high - self.low
         self._start, self._shift = self.low, max(0, (-(-width // self.bins) - 1).bit_length())
 
 
-def find_largest(exchange: Exchange, questions: Sequence[Question]) -> list[Answer]:
-    """Find the k largest of all ranks' candidates, for each question; all ranks call it alike."""
-    searches = {
-        place: _Search(question)
-        for place, question in enumerate(questions)
-        if question.k < sum(question.sizes)
-    }
-    while wide := [search for search in searches.values() if not search.over]:
+def find_largest(exchange: Exchange, queries: Sequence[Query]) -> list[Selection]:
+    """Select the k largest of all ranks' candidates, for each query.
+
+    All ranks call this function, with queries for the same vectors in the same order.
+    """
+    searches = {i: _Search(query) for i, query in enumerate(queries) if query.k < sum(query.sizes)}
+    # Steps 1 and 2. All queries share a collective per round, to save latency.
+    while wide := [search for search in searches.values() if not search.done]:
         mine = torch.cat([search.histogram() for search in wide])
         rows = torch.stack(exchange.all_gather(mine))
         for search, columns in zip(wide, torch.split(rows, [s.bins for s in wide], 1), strict=True):
             search.narrow(columns)
-    # What is one value needs not be shown.
-    few = {place: search for place, search in searches.items() if search.high - search.low > 1}
-    shown: dict[int, list[Tensor]] = {place: [] for place in searches}
-    if few:
-        mine = torch.cat([search.candidates for search in few.values()])
-        counts = list(zip(*(search.inside for search in few.values()), strict=True))
+    # Step 3. An interval of one value needs no exchange: its counts are already known.
+    open_searches = {i: search for i, search in searches.items() if search.high - search.low > 1}
+    remaining: dict[int, list[Tensor]] = {i: [] for i in searches}
+    if open_searches:
+        mine = torch.cat([search.candidates for search in open_searches.values()])
+        counts = list(zip(*(search.inside for search in open_searches.values()), strict=True))
         parts = exchange.all_gather_v(mine, [sum(row) for row in counts])
         rows_of = [torch.split(part, list(row)) for part, row in zip(parts, counts, strict=True)]
-        shown |= {place: [row[i] for row in rows_of] for i, place in enumerate(few)}
+        remaining |= {i: [row[j] for row in rows_of] for j, i in enumerate(open_searches)}
     return [
-        searches[place].answer(shown[place]) if place in searches else Answer(0, question.sizes)
-        for place, question in enumerate(questions)
+        searches[i].select(remaining[i]) if i in searches else Selection(0, query.sizes)
+        for i, query in enumerate(queries)
     ]
 
 
 def search_load(vectors: Sequence[tuple[Sequence[int], int]], itemsize: int, rank: int) -> Load:
-    """What :func:`find_largest` moves over a rank's link, given good guesses; about.
+    """Estimate the bytes of :func:`find_largest` over a rank's link, for good guesses.
 
     Args:
-        vectors: number of candidates of each rank, and k.
+        vectors: for each vector, the number of candidates of each rank, and k.
         itemsize: bytes of a candidate.
-        rank: whose link.
+        rank: rank of the link.
     """
     load = Load()
     for sizes, k in vectors:
         others, histogram = len(sizes) - 1, 4 * _bins(k, len(sizes))
+        # Few candidates are exchanged without a histogram. If all are selected, nothing is sent.
         if k < sum(sizes) and itemsize * sum(sizes) <= histogram * len(sizes):
             load.sent += itemsize * others * sizes[rank]
             load.received += itemsize * (sum(sizes) - sizes[rank])
@@ -165,18 +190,23 @@ def search_load(vectors: Sequence[tuple[Sequence[int], int]], itemsize: int, ran
 
 
 def _bins(k: int, world_size: int) -> int:
-    """A power of two, so that histograms and what is left in a bin take about as many bytes.
-
-    That is if ten times k candidates lie in the window, which is a guess.
-    """
+    """Return the number of bins of a histogram, a power of two of at least 32."""
+    # The total is smallest if a histogram and the candidates left in one bin take about the same
+    # bytes. This number of bins assumes 10 k candidates in the window, which is a rough guess.
     return int(2 ** max(5, (10 * k // world_size).bit_length() // 2))
 
 
-def _share(above: Sequence[int], tied: Sequence[int], k: int) -> list[int]:
-    """Entries of each rank, if what is above the threshold is taken and ties are in rank order."""
-    room, counts = k - sum(above), []
+def _counts(above: Sequence[int], tied: Sequence[int], k: int) -> list[int]:
+    """Return the number of selected entries of each rank. Ties go to the lowest ranks.
+
+    Args:
+        above: by rank, the number of candidates above the threshold.
+        tied: by rank, the number of candidates equal to the threshold.
+        k: number of entries to select.
+    """
+    left, counts = k - sum(above), []
     for strictly, equal in zip(above, tied, strict=True):
-        taken = min(equal, room)
-        room -= taken
+        taken = min(equal, left)
+        left -= taken
         counts.append(strictly + taken)
     return counts

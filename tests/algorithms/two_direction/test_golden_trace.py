@@ -83,7 +83,7 @@ def test_trace(iterations, trace, gamma, up, down):
     run = method()
     for _ in range(iterations):
         run.step()
-    run.settle()
+    run.finish_iteration()
     held = {**vars(run), "h_1": run.h_i[0]}
     for line in trace.split("\n")[1:-1]:
         name, *numbers = line.split()

@@ -248,8 +248,8 @@ def test_2direction_counts():
     # The last iteration's second uplink message is not sent yet: the next iteration would send it.
     assert traffic.up_coordinates == D + 2 * 3 * 400 - 3
     assert traffic.round_trips == 401
-    method.settle()
-    method.settle()  # the second call does nothing
+    method.finish_iteration()
+    method.finish_iteration()  # the second call does nothing
     assert traffic.up_coordinates == D + 2 * 3 * 400
     # Gradients at z are computed once after z has moved, and then cached.
     assert method.evaluations == 1 + 400 + tossed
@@ -281,8 +281,8 @@ def test_settle_changes_only_when_a_message_is_sent():
     for _ in range(50):
         plain.step()
         settled.step()
-        settled.settle()
-    plain.settle()
+        settled.finish_iteration()
+    plain.finish_iteration()
     for name in "uwzxkvh":
         assert torch.equal(getattr(plain, name), getattr(settled, name)), name
 

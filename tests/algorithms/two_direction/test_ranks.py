@@ -62,7 +62,7 @@ def real_runs(iterations):
         for _ in range(iterations[name]):
             method.step()
         if name.startswith("2Direction"):
-            method.settle()
+            method.finish_iteration()
         ends[name] = tensors(method), asdict(server.traffic), server.exchange.take_traffic(0)
     return ends
 
@@ -77,7 +77,7 @@ def test_ranks_equal_the_simulation_bit_for_bit(long):
         for _ in range(iterations[name]):
             method.step()
         if name.startswith("2Direction"):
-            method.settle()
+            method.finish_iteration()
         for rank, ends in enumerate(ranks):
             real, traffic, exchanged = ends[name]
             assert traffic == asdict(server.traffic)

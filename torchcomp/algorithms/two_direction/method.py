@@ -120,7 +120,7 @@ class TwoDirectionMethod(Method):
             self.k, self.z, self.grad_z = server.down(self.v), server.down(self.x), None  # (10)
         self.rho, self.second_is_due = lr.rho, True
 
-    def settle(self) -> None:
+    def finish_iteration(self) -> None:
         """Run lines (12) to (15) of the last iteration now, in a separate round trip.
 
         Before this call, h_i, h and v do not include the last iteration yet. Without this call,
