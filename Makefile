@@ -4,20 +4,17 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart counterexample workers experiment-qsr experiment-jointspar experiment-2direction test test-thorough lint setup clean
+.PHONY: help quickstart experiment-bidirectional-topk experiment-qsr experiment-jointspar experiment-2direction test test-thorough lint setup clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /  make \1@/p' Makefile | awk -F@ '{ printf "%-28s %s\n", $$1, $$2 }'
-	@echo '  PYTHON=python3.12          picks the interpreter that first makes .venv'
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /  make \1@/p' Makefile | awk -F@ '{ printf "%-36s %s\n", $$1, $$2 }'
+	@echo '  PYTHON=python3.12                  the interpreter that first makes .venv'
 
 quickstart: setup ## train three ways on real data with two ranks: a table and a plot, in minutes
 	@.venv/bin/python -m recipes.quickstart $(ARGS)
 
-counterexample: setup ## the thesis's counterexample to one-way TopK, on three ranks: two minutes
-	@.venv/bin/python -m recipes.bidirectional_topk.counterexample $(ARGS)
-
-workers: setup ## bytes and accuracy of 2 to 100 simulated workers: half an hour
-	@.venv/bin/python -m recipes.bidirectional_topk.workers $(ARGS)
+experiment-bidirectional-topk: setup ## counterexample, bytes and accuracy, 2 to 100 workers: half an hour
+	@.venv/bin/python -m recipes.bidirectional_topk.experiment $(ARGS)
 
 experiment-qsr: setup ## QSR and the schedules of its paper on the digits, four ranks: 25 minutes
 	@.venv/bin/python -m recipes.qsr.experiment $(ARGS)

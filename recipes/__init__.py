@@ -1,1 +1,1 @@
-"""Training recipes: `python -m recipes.train --help`; each sub-package reproduces one paper."""
+"""Training recipes: `python -m recipes.train --help`. Each sub-package reproduces one paper."""

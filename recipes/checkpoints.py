@@ -1,8 +1,8 @@
-"""Checkpoints that survive a kill at any moment: one file per rank, valid once all are written.
+"""Checkpoints that survive a kill at any moment.
 
-Between two synchronisations of local steps the ranks' weights differ, and so do their optimizers,
-residuals and random numbers: every rank saves its own. A set counts only when its marker
-exists, and rank 0 writes the marker after every rank has finished its file.
+Every rank saves its own file. Between two synchronisations of local steps the ranks have different
+weights, optimizer states and residuals, and their random generators always differ. A checkpoint is
+complete when it has a marker file. Rank 0 writes the marker after all ranks have saved their files.
 """
 
 import json
@@ -23,54 +23,75 @@ _KEPT = 2
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run, in ``folder``, as one of its ranks sees them."""
+    """The checkpoints of one run.
+
+    Attributes:
+        folder: contains one sub-folder per checkpoint.
+        rank: the rank that reads and writes.
+        world_size: number of ranks of the run.
+    """
 
     folder: Path
     rank: int
-    ranks: int
+    world_size: int
 
     def save(self, step: int, state: dict[str, Any], settings: dict[str, Any]) -> None:
-        """Write this rank's ``state``; all ranks call this at the same step."""
-        chosen = self.folder / f"step-{step:09d}"
-        chosen.mkdir(parents=True, exist_ok=True)
-        _replace(chosen / f"rank-{self.rank}.pt", lambda path: torch.save(state, path))
+        """Save this rank's ``state``. All ranks must call this at the same step.
+
+        Args:
+            step: number of optimizer steps that the run has taken.
+            state: everything that the rest of the run depends on.
+            settings: those that a resumed run must keep; see :meth:`load`.
+        """
+        directory = self.folder / f"step-{step:09d}"
+        directory.mkdir(parents=True, exist_ok=True)
+        _write_atomically(directory / f"rank-{self.rank}.pt", lambda path: torch.save(state, path))
+        # The marker must not exist before the last rank's file does.
         dist.barrier()
         if self.rank == 0:
-            note = json.dumps({"step": step, "ranks": self.ranks, "settings": settings})
-            _replace(chosen / _MARKER, lambda path: path.write_text(note))
-            self._prune()
+            marker = json.dumps({"step": step, "ranks": self.world_size, "settings": settings})
+            _write_atomically(directory / _MARKER, lambda path: path.write_text(marker))
+            self._delete_old()
 
-    def exist(self) -> bool:
-        """Whether there is a complete set to resume from."""
+    def any_complete(self) -> bool:
+        """Return whether there is a complete checkpoint to resume from."""
         return bool(self._complete())
 
     def load(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's state of the newest complete set, if it fits this run."""
-        if not self.exist():
+        """Return this rank's state from the newest complete checkpoint.
+
+        Raises:
+            RecipeError: if there is no checkpoint, if its file is damaged, or if it was written
+                with another number of ranks or other ``settings``.
+        """
+        if not self.any_complete():
             raise RecipeError(
                 f"--resume: no complete checkpoint in {self.folder}; start without --resume, "
                 "with --checkpoint-every above 0"
             )
-        chosen = self._complete()[-1]
-        _check_fits(json.loads((chosen / _MARKER).read_text()), self.ranks, settings)
-        return _read(chosen / f"rank-{self.rank}.pt")
+        newest = self._complete()[-1]
+        _check_compatible(json.loads((newest / _MARKER).read_text()), self.world_size, settings)
+        return _read(newest / f"rank-{self.rank}.pt")
 
     def _complete(self) -> list[Path]:
+        # Steps are zero-padded, so the order of the names is the order of the steps.
         return sorted(marker.parent for marker in self.folder.glob(f"step-*/{_MARKER}"))
 
-    def _prune(self) -> None:
+    def _delete_old(self) -> None:
         oldest_kept = self._complete()[-_KEPT:][0].name
-        for old in self.folder.glob("step-*"):
-            # Newer ones stay, complete or not: another rank may be writing its next file already.
-            if old.name < oldest_kept:
-                # The marker goes first: a kill in between must not leave half a set that counts.
-                (old / _MARKER).unlink(missing_ok=True)
-                shutil.rmtree(old)
+        for directory in self.folder.glob("step-*"):
+            # Keep newer ones without a marker: another rank may already be writing its next file.
+            if directory.name < oldest_kept:
+                # First the marker: a kill between these two lines must not leave a partial
+                # checkpoint that looks complete.
+                (directory / _MARKER).unlink(missing_ok=True)
+                shutil.rmtree(directory)
 
 
-def _replace(path: Path, write: Any) -> None:
+def _write_atomically(path: Path, write: Any) -> None:
     unfinished = path.with_name(f".{path.name}")
     write(unfinished)
+    # os.replace() is atomic, but it can reach the disk before the content does.
     with unfinished.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(unfinished, path)
@@ -79,21 +100,24 @@ def _replace(path: Path, write: Any) -> None:
 def _read(path: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises whatever its unpickler stumbled over
-        raise RecipeError(f"--resume: {path} cannot be read ({error})") from None
+    except Exception as error:  # torch.load does not document which errors a damaged file raises
+        raise RecipeError(
+            f"--resume: {path} cannot be read ({error}); delete its folder to resume from the "
+            "checkpoint before it"
+        ) from None
     return state
 
 
-def _check_fits(note: dict[str, Any], ranks: int, settings: dict[str, Any]) -> None:
-    if note["ranks"] != ranks:
+def _check_compatible(marker: dict[str, Any], world_size: int, settings: dict[str, Any]) -> None:
+    if marker["ranks"] != world_size:
         raise RecipeError(
-            f"--resume: the checkpoint was written by {note['ranks']} ranks and this run has "
-            f"{ranks}: every rank needs its own part, so start as many"
+            f"--resume: the checkpoint was written by {marker['ranks']} ranks and this run has "
+            f"{world_size}; every rank has its own file, so start {marker['ranks']} ranks"
         )
-    for name in sorted(note["settings"].keys() | settings.keys()):
-        saved, given = note["settings"].get(name), settings.get(name)
-        if saved != given:
+    for name in sorted(marker["settings"].keys() | settings.keys()):
+        saved, current = marker["settings"].get(name), settings.get(name)
+        if saved != current:
             raise RecipeError(
-                f"--resume: the checkpoint has {name} {saved!r} and this run has {given!r}; a "
-                "resumed run must keep its configuration to end with the same weights"
+                f"--resume: the checkpoint has {name} {saved!r} and this run has {current!r}; "
+                "resume with the settings of the checkpoint"
             )

@@ -1,6 +1,7 @@
-"""The one error that a recipe shows to its user, and how: in one line."""
+"""Errors of the user's input. Programs end with their message in place of a traceback."""
 
 import difflib
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,18 +10,25 @@ from torchcomp.errors import SpecError
 
 
 class RecipeError(Exception):
-    """Bad input: the message says what was wrong, what was expected, and why."""
+    """Invalid input. The message says what was wrong, what was expected, and what to do."""
 
 
 @contextmanager
-def told_in_one_line() -> Iterator[None]:
-    """End the program with the message alone of what was wrong with its input."""
+def exit_on_user_error(*more: type[Exception]) -> Iterator[None]:
+    """Exit with ``error: <message>`` if the block raises an error of the user's input.
+
+    Args:
+        *more: exceptions to treat like :class:`RecipeError` and :class:`torchcomp.SpecError`.
+    """
     try:
         yield
-    except (RecipeError, SpecError) as error:
-        sys.exit(f"error: {error}")
+    except (RecipeError, SpecError, *more) as error:
+        # Under torchrun every rank prints its message, and a file can be missing on one rank only.
+        where = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+        sys.exit(f"error{where}: {error}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name that looks most like ``name``."""
+    """Return the known name that is most similar to ``name``."""
+    # Without a cutoff, so that there is always a suggestion.
     return difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]

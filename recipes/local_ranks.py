@@ -1,4 +1,4 @@
-"""Work on ranks that are processes of this machine and talk over gloo."""
+"""Run a function on several ranks, as processes on this machine with a gloo process group."""
 
 import os
 import tempfile
@@ -10,34 +10,37 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 _Result = TypeVar("_Result")
-# Idle threads that spin would take the cores from the other ranks.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    # Idle OpenMP threads that spin would take the cores from the other ranks.
     "OMP_WAIT_POLICY": "passive",
+    # All ranks are on this machine, whose host name need not resolve to an address.
     "GLOO_SOCKET_IFNAME": "lo",
 }
 
 
-def run_on_ranks(count: int, work: Callable[..., _Result], *args: Any) -> list[_Result]:
-    """Call ``work(*args)`` on ``count`` ranks of a default group; return their results, by rank.
+def run_on_ranks(world_size: int, function: Callable[..., _Result], *args: Any) -> list[_Result]:
+    """Call ``function(*args)`` on ``world_size`` ranks and return the results in rank order.
 
-    Every rank has one thread. ``work`` must be found by its name in its module: it goes to the
-    other processes by pickle, as ``args`` do, and as the results come back.
+    Every rank has one thread. ``function``, its arguments and its results are pickled, so
+    ``function`` must be defined at the top level of a module.
     """
-    # Here, and not there: OpenMP reads them as torch is imported.
+    # In the parent, because OpenMP reads its variables when a child imports torch.
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, args=(count, folder, work, args), nprocs=count)
-        return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(count)]
+        mp.spawn(_rank_main, args=(world_size, folder, function, args), nprocs=world_size)
+        return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
 def _rank_main(
-    rank: int, count: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]
+    rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
+    # A file store needs no free port.
     store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
-    torch.save(work(*args), f"{folder}/{rank}.pt")
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    torch.save(function(*args), f"{folder}/{rank}.pt")
+    # Without the barrier, gloo sometimes aborts a rank whose peer has already gone.
     dist.barrier()
     dist.destroy_process_group()

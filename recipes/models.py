@@ -1,4 +1,4 @@
-"""Models by name: a small CNN, the simple ViT, and the models of torchvision and timm."""
+"""Models by name: a small CNN, a simple ViT, and the models of torchvision and timm."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from recipes.torchvision_compat import import_torchvision
 
 
 class SmallCNN(nn.Module):
-    """Three convolutions with batch normalisation, for images of a few pixels; 66,000 weights."""
+    """Three convolutions with batch normalisation, for 8 x 8 images; about 66,000 parameters."""
 
     def __init__(self, channels: int, classes: int) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class SmallCNN(nn.Module):
         self.head = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, classes))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return a score for each class."""
+        """Return scores of shape (N, classes)."""
         scores: Tensor = self.head(self.features(images))
         return scores
 
@@ -32,28 +32,42 @@ def _block(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 def build_model(name: str, *, channels: int, classes: int, small_stem: bool) -> nn.Module:
-    """Build the model called ``name`` with fresh weights."""
-    library, _, kind = name.partition("/")
+    """Build a model with newly initialised weights.
+
+    Args:
+        name: "smallcnn", "simple_vit/SIZE", "torchvision/NAME" or "timm/NAME".
+        channels: of the images, 1 or 3.
+        classes: number of classes.
+        small_stem: replace the stem of a torchvision ResNet by one for small images.
+
+    Raises:
+        RecipeError: if there is no such model, or if it has no stem to replace.
+    """
+    library, _, architecture = name.partition("/")
     if small_stem and library != "torchvision":
-        raise RecipeError(f"--small-stem changes torchvision's ResNets, not --model {name}")
+        raise RecipeError(f"--small-stem is only for torchvision's ResNets, found --model {name}")
     if name == "smallcnn":
         return SmallCNN(channels, classes)
     if library == "simple_vit":
-        _check_known("simple_vit", kind, list(SIZES))
-        return SimpleViT(SIZES[kind], channels, classes)
+        _check_known("simple_vit", architecture, list(SIZES))
+        return SimpleViT(SIZES[architecture], channels, classes)
     if library == "torchvision":
-        return _torchvision_model(kind, channels, classes, small_stem)
+        return _torchvision_model(architecture, channels, classes, small_stem)
     if library == "timm":
-        return _timm_model(kind, channels, classes)
+        return _timm_model(architecture, channels, classes)
     hint = nearest(name, ["smallcnn", "simple_vit/b16", "torchvision/resnet18", "timm/resnet10t"])
     raise RecipeError(
-        f"--model {name!r}: expected smallcnn, simple_vit/SIZE, torchvision/NAME or timm/NAME, "
-        f"such as {hint}"
+        f"--model {name!r}: expected smallcnn, simple_vit/SIZE, torchvision/NAME or timm/NAME; "
+        f"did you mean {hint}?"
     )
 
 
 def check_model(model: nn.Module, name: str, *, channels: int, size: int) -> None:
-    """Send one image through ``model``, so that one that does not fit is refused at once."""
+    """Run one blank image through ``model``, to report a wrong size before the data is opened.
+
+    Raises:
+        RecipeError: if the model does not accept the images.
+    """
     was_training = model.training
     device = next(model.parameters()).device
     try:
@@ -62,46 +76,49 @@ def check_model(model: nn.Module, name: str, *, channels: int, size: int) -> Non
     except (RuntimeError, ValueError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         shape = f"{channels} x {size} x {size}"
-        raise RecipeError(f"--model {name} cannot take images of {shape}: {reason}") from None
+        raise RecipeError(f"--model {name} does not accept images of {shape}: {reason}") from None
     finally:
         model.train(was_training)
 
 
-def _torchvision_model(kind: str, channels: int, classes: int, small_stem: bool) -> nn.Module:
+def _torchvision_model(
+    architecture: str, channels: int, classes: int, small_stem: bool
+) -> nn.Module:
     models = import_torchvision().models
-    _check_known("torchvision", kind, models.list_models(module=models))
-    model: nn.Module = models.get_model(kind, weights=None, num_classes=classes)
+    _check_known("torchvision", architecture, models.list_models(module=models))
+    model: nn.Module = models.get_model(architecture, weights=None, num_classes=classes)
     if small_stem:
-        _shrink_stem(model, kind)
-    return model if channels == 3 else nn.Sequential(_Grey(), model)
+        _shrink_stem(model, architecture)
+    return model if channels == 3 else nn.Sequential(_GreyToColour(), model)
 
 
-def _timm_model(kind: str, channels: int, classes: int) -> nn.Module:
+def _timm_model(architecture: str, channels: int, classes: int) -> nn.Module:
+    # timm imports torchvision, which needs this first (see torchvision_compat.py).
     import_torchvision()
     import timm
 
-    _check_known("timm", kind, timm.list_models())
-    model: Any = timm.create_model(kind, num_classes=classes, in_chans=channels)
+    _check_known("timm", architecture, timm.list_models())
+    model: Any = timm.create_model(architecture, num_classes=classes, in_chans=channels)
     return model
 
 
-def _check_known(library: str, kind: str, known: list[str]) -> None:
-    if kind not in known:
-        raise RecipeError(
-            f"{library} has no model {kind!r}; the nearest is {nearest(kind, known)!r}"
-        )
+def _check_known(library: str, architecture: str, known: list[str]) -> None:
+    if architecture not in known:
+        hint = nearest(architecture, known)
+        raise RecipeError(f"{library} has no model {architecture!r}; did you mean {hint!r}?")
 
 
-class _Grey(nn.Module):
-    """Repeats a grey image three times for models that know colour only."""
+class _GreyToColour(nn.Module):
+    """Repeats the grey channel three times, for models that have three input channels."""
 
     def forward(self, images: Tensor) -> Tensor:
         return images.expand(-1, 3, -1, -1)
 
 
-def _shrink_stem(model: Any, kind: str) -> None:
+def _shrink_stem(model: Any, architecture: str) -> None:
     if not isinstance(getattr(model, "maxpool", None), nn.MaxPool2d):
-        raise RecipeError(f"--small-stem needs a torchvision ResNet, not {kind}")
+        raise RecipeError(f"--small-stem needs a torchvision ResNet, found {architecture}")
+    # A 7x7 stem with stride 2 and pooling would leave 8 x 8 of a CIFAR image.
     width = model.conv1.out_channels
     model.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
     model.maxpool = nn.Identity()

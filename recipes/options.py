@@ -1,7 +1,7 @@
-"""Options that are declared once: as the fields of a dataclass, with their limits and their help.
+"""Settings as the fields of a dataclass, which are both flags and keys of a YAML file.
 
-The command line's flags and a configuration file's keys are both read off the fields, so that
-neither can know a name that the other does not.
+A field is declared once, by :func:`option`, with its default, limits and help text. The command
+line and the configuration file are both derived from the fields, so they cannot differ.
 """
 
 import argparse
@@ -19,80 +19,93 @@ _Options = TypeVar("_Options")
 
 
 def option(default: Any, text: str, **limits: Any) -> Any:
-    """Declare a setting; ``limits`` are ``choices``, ``least``, ``above``, ``below``, ``most``."""
+    """Declare a setting.
+
+    Args:
+        default: its default value.
+        text: its help text.
+        **limits: ``choices``, or ``min`` and ``max`` (allowed themselves), or ``above`` and
+            ``below`` (not allowed themselves).
+    """
     return field(default=default, metadata={"help": text, **limits})
 
 
-def read_options(cls: type[_Options], words: list[str]) -> _Options:
-    """Resolve a command line and the configuration file that its ``--config`` names.
+def read_options(cls: type[_Options], argv: list[str]) -> _Options:
+    """Read the configuration file named by ``--config``, then the other flags, which override it.
 
     Args:
         cls: a frozen dataclass whose fields are declared by :func:`option`.
-        words: of the command line.
+        argv: the command line without the program's name.
 
     Raises:
-        RecipeError: of what is unknown, of another kind or out of its limits, by its name.
+        RecipeError: if a flag or key is unknown, or if a value has the wrong type or is out of
+            range.
     """
-    flags = _read_flags(cls, words)
+    flags = _read_flags(cls, argv)
     config = flags.pop("config", None)
     values = read_yaml(cls, Path(config)) if config is not None else {}
-    kinds = _kinds(cls)
-    values |= {name: convert(_flag(name), kinds[name], raw) for name, raw in flags.items()}
+    types = _types(cls)
+    values |= {name: convert(_flag(name), types[name], raw) for name, raw in flags.items()}
     return cls(**values)
 
 
 def read_yaml(cls: type[Any], path: Path) -> dict[str, Any]:
-    """Read a configuration file; every key must be an option.
+    """Read a configuration file.
 
     Raises:
-        RecipeError: if it is no such file, naming it and the key.
+        RecipeError: if the file is missing or is not YAML, or if a key is not a field of ``cls``.
     """
     if not path.is_file():
-        raise RecipeError(f"no configuration file {path}: --config wants the path of a YAML file")
+        raise RecipeError(f"--config {path}: there is no such file; expected a YAML file")
     try:
         raw = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        # The parser's message has several lines.
+        raise RecipeError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
-        raise RecipeError(f"{path} holds no settings: expected lines of the form 'key: value'")
-    kinds = _kinds(cls)
+        raise RecipeError(f"--config {path} has no settings: expected lines such as 'key: value'")
+    types = _types(cls)
     for key in raw:
-        if key not in kinds:
-            hint = nearest(str(key), kinds)
-            raise RecipeError(f"unknown key {key!r} in {path}; the nearest setting is {hint!r}")
-    return {key: convert(f"{path}: {key}", kinds[key], value) for key, value in raw.items()}
+        if key not in types:
+            hint = nearest(str(key), types)
+            raise RecipeError(f"unknown key {key!r} in {path}; did you mean {hint!r}?")
+    return {key: convert(f"{path}: {key}", types[key], value) for key, value in raw.items()}
 
 
 def check_limits(options: Any) -> None:
-    """Require every value to be within the limits of its declaration.
+    """Check all values against the limits of their declarations.
 
     Raises:
-        RecipeError: naming the first that is not.
+        RecipeError: if a value is out of range. The message has the name of the first one.
     """
     for spec in fields(options):
         _check_limits(spec.name, getattr(options, spec.name), spec.metadata)
 
 
 def check_epochs(flag: str, epochs: Sequence[int], total: int) -> None:
-    """Require epochs that rise and lie within a run of ``total``.
+    """Check that ``epochs`` are increasing and inside a run of ``total`` epochs.
 
     Raises:
-        RecipeError: naming the flag and both.
+        RecipeError: if they are not.
     """
     if list(epochs) != sorted(set(epochs)) or any(not 0 < epoch < total for epoch in epochs):
         raise RecipeError(
-            f"{flag} must rise and lie between 1 and {total - 1} (--epochs {total}), found "
-            f"{', '.join(map(str, epochs))}"
+            f"{flag} {','.join(map(str, epochs))}: expected increasing epochs between 1 and "
+            f"{total - 1}, because of --epochs {total}"
         )
 
 
-def resolved(options: Any) -> dict[str, Any]:
-    """Return plain values that a YAML or JSON file can hold."""
+def as_plain_dict(options: Any) -> dict[str, Any]:
+    """Return the values in types that YAML and JSON can represent."""
     return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(options).items()}
 
 
 def convert(where: str, kind: Any, raw: Any) -> Any:
-    """Turn a YAML value or a flag's text into a setting of ``kind``."""
+    """Convert a YAML value or the text of a flag to the type ``kind``.
+
+    Raises:
+        RecipeError: if that is not possible. The message begins with ``where``.
+    """
     try:
         return _CONVERTERS[kind](raw)
     except (TypeError, ValueError):
@@ -101,25 +114,28 @@ def convert(where: str, kind: Any, raw: Any) -> Any:
 
 
 def _to_bool(raw: Any) -> bool:
+    # Not bool(), which would turn "false" into True.
     if not isinstance(raw, bool):
         raise TypeError
     return raw
 
 
 def _to_int(raw: Any) -> int:
+    # int() would accept True, and truncate 2.5.
     if isinstance(raw, bool | float):
         raise TypeError
     return int(raw)
 
 
 def _to_float(raw: Any) -> float:
-    # YAML reads 1e-6 (no dot) as text, hence text is converted here as it is for flags.
+    # A string is not an error: YAML reads 1e-6, without a dot, as a string.
     if isinstance(raw, bool) or not math.isfinite(float(raw)):
         raise TypeError
     return float(raw)
 
 
-def _to_text(raw: Any) -> str:
+def _to_str(raw: Any) -> str:
+    # YAML reads `no` and `off` as booleans, and str(False) would hide that.
     if not isinstance(raw, str):
         raise TypeError
     return raw
@@ -134,7 +150,7 @@ _CONVERTERS: dict[Any, Any] = {
     bool: _to_bool,
     int: _to_int,
     float: _to_float,
-    str: _to_text,
+    str: _to_str,
     tuple[int, ...]: _to_epochs,
 }
 _EXPECTED: dict[Any, str] = {
@@ -148,26 +164,31 @@ _EXPECTED: dict[Any, str] = {
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        # argparse would print the usage, a page of flags, and exit.
         raise RecipeError(message)
 
 
-def _read_flags(cls: type[Any], words: list[str]) -> dict[str, Any]:
-    flags, unknown = _parser(cls).parse_known_args(words)
+def _read_flags(cls: type[Any], argv: list[str]) -> dict[str, Any]:
+    flags, unknown = _parser(cls).parse_known_args(argv)
     if unknown and not unknown[0].startswith("-"):
         raise RecipeError(
-            f"{unknown[0]!r} is no flag; a configuration file is given as --config {unknown[0]}"
+            f"unexpected argument {unknown[0]!r}: all arguments are flags; pass a configuration "
+            f"file as --config {unknown[0]}"
         )
     if unknown:
-        known = ["--config", *map(_flag, _kinds(cls))]
-        hint = nearest(unknown[0], known)
-        raise RecipeError(f"unknown flag {unknown[0]!r}; the nearest flag is {hint}")
+        known = ["--config", *map(_flag, _types(cls))]
+        raise RecipeError(
+            f"unknown flag {unknown[0]!r}; did you mean {nearest(unknown[0], known)}?"
+        )
     return vars(flags)
 
 
 def _parser(cls: type[Any]) -> _Parser:
+    # SUPPRESS leaves out flags that are not on the command line: they must not override the file.
     parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="YAML", help="read settings from this file first")
     for spec in fields(cls):
+        # argparse formats help texts with %.
         text = f"{spec.metadata['help']} [{spec.default}]".replace("%", "%%")
         if spec.type is bool:
             action = argparse.BooleanOptionalAction
@@ -177,7 +198,7 @@ def _parser(cls: type[Any]) -> _Parser:
     return parser
 
 
-def _kinds(cls: type[Any]) -> dict[str, Any]:
+def _types(cls: type[Any]) -> dict[str, Any]:
     return {spec.name: spec.type for spec in fields(cls)}
 
 
@@ -189,12 +210,12 @@ def _check_limits(name: str, value: Any, limits: Any) -> None:
     if "choices" in limits and value not in limits["choices"]:
         known = ", ".join(limits["choices"])
         hint = nearest(value, limits["choices"])
-        raise RecipeError(f"{_flag(name)} {value!r} is not one of {known}; nearest: {hint}")
-    if "least" in limits and value < limits["least"]:
-        raise RecipeError(f"{_flag(name)} must be at least {limits['least']}, found {value}")
+        raise RecipeError(f"{_flag(name)} {value!r} is not one of {known}; did you mean {hint}?")
+    if "min" in limits and value < limits["min"]:
+        raise RecipeError(f"{_flag(name)} must be at least {limits['min']}, found {value}")
     if "above" in limits and value <= limits["above"]:
         raise RecipeError(f"{_flag(name)} must be above {limits['above']}, found {value}")
-    if "most" in limits and value > limits["most"]:
-        raise RecipeError(f"{_flag(name)} must be at most {limits['most']}, found {value}")
+    if "max" in limits and value > limits["max"]:
+        raise RecipeError(f"{_flag(name)} must be at most {limits['max']}, found {value}")
     if "below" in limits and value >= limits["below"]:
         raise RecipeError(f"{_flag(name)} must be below {limits['below']}, found {value}")

@@ -1,4 +1,4 @@
-"""What a run would do, without doing it: ``--dry-run``."""
+"""The plan of a run, printed by ``--dry-run``: settings, steps, synchronisations and traffic."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,74 +9,83 @@ from torch import nn
 
 import torchcomp
 from recipes.errors import RecipeError
-from recipes.image_data import Facts, facts, preset_of
+from recipes.image_data import DatasetSizes, dataset_sizes, preset_of
 from recipes.image_data.order import TrainOrder
-from recipes.lr_schedules import rate_of
+from recipes.lr_schedules import lr_function
 from recipes.models import build_model, check_model
-from recipes.options import resolved
+from recipes.options import as_plain_dict
 from recipes.settings import Settings
 from torchcomp.learning_rates import LRFunction
 from torchcomp.spec import parse_aggregator, parse_outer_step, parse_schedule
 
 
 def total_steps(settings: Settings, steps_per_epoch: int) -> int:
-    """Return the optimizer steps of the whole run, after checking that warm-up fits."""
+    """Return the number of optimizer steps of the run.
+
+    Raises:
+        RecipeError: if warm-up does not end before the run.
+    """
     total = settings.epochs * steps_per_epoch
     if settings.warmup_steps >= total:
         raise RecipeError(
-            f"--warmup-steps {settings.warmup_steps} leaves nothing of the run's {total} steps "
-            f"({settings.epochs} epochs of {steps_per_epoch})"
+            f"--warmup-steps {settings.warmup_steps} must be below the run's {total} steps "
+            f"({settings.epochs} epochs of {steps_per_epoch}); shorten the warm-up or raise "
+            "--epochs"
         )
     return total
 
 
-def check_micro_batches(settings: Settings, ranks: int) -> None:
-    """Refuse a batch that its ranks cannot split into equal micro-batches, or MixUp's pairs."""
-    pieces = ranks * settings.accumulate
-    if settings.batch_size % pieces:
+def check_micro_batches(settings: Settings, world_size: int) -> None:
+    """Check that every rank gets equal micro-batches and, with MixUp, an even number of images.
+
+    Raises:
+        RecipeError: if ``--batch-size`` does not allow that.
+    """
+    micro_batches = world_size * settings.accumulate
+    if settings.batch_size % micro_batches:
         raise RecipeError(
-            f"--batch-size {settings.batch_size} cannot be divided into {pieces} micro-batches "
-            f"({ranks} ranks x --accumulate {settings.accumulate}): it counts the images of all "
-            "ranks, and every micro-batch must be as large"
+            f"--batch-size {settings.batch_size} cannot be divided into {micro_batches} equal "
+            f"micro-batches ({world_size} ranks x --accumulate {settings.accumulate}); "
+            "--batch-size counts the images of all ranks"
         )
-    each = settings.batch_size // ranks
-    if settings.mixup and each % 2:
+    per_rank = settings.batch_size // world_size
+    if settings.mixup and per_rank % 2:
         raise RecipeError(
-            f"--mixup {settings.mixup:g} mixes the images of a rank in pairs, and --batch-size "
-            f"{settings.batch_size} over {ranks} ranks gives each {each}: choose one that gives an "
-            "even number"
+            f"--mixup {settings.mixup:g} mixes pairs of images, but --batch-size "
+            f"{settings.batch_size} gives each of the {world_size} ranks {per_rank} images; "
+            "choose a --batch-size that gives an even number"
         )
 
 
-def describe(settings: Settings, ranks: int) -> str:
-    """Return the resolved configuration and the plan, as text."""
+def describe(settings: Settings, world_size: int) -> str:
+    """Return the resolved configuration and the plan as text."""
     check_specs(settings)
-    check_micro_batches(settings, ranks)
-    known = facts(settings)
-    order = TrainOrder(known.train_images, settings.batch_size, 0, ranks, settings.seed)
+    check_micro_batches(settings, world_size)
+    sizes = dataset_sizes(settings)
+    order = TrainOrder(sizes.train_images, settings.batch_size, 0, world_size, settings.seed)
     per_epoch = order.steps_per_epoch
     total = total_steps(settings, per_epoch)
-    rate = rate_of(settings, per_epoch)
-    # The highest rate is on one of the two sides of warm-up's end: step-cosine rounds only one.
-    peak = max(rate(max(settings.warmup_steps - 1, 0)), rate(settings.warmup_steps))
-    model = _weightless(settings, known)
-    cost = planned(settings, model, rate=rate, total_steps=total, ranks=ranks)
-    weights = sum(parameter.numel() for parameter in model.parameters())
+    lr_at = lr_function(settings, per_epoch)
+    # Step-cosine rounds the decay but not warm-up, so warm-up can end above the first decay step.
+    peak = max(lr_at(max(settings.warmup_steps - 1, 0)), lr_at(settings.warmup_steps))
+    model = _model_without_memory(settings, sizes)
+    cost = plan_cost(settings, model, lr=lr_at, total_steps=total, world_size=world_size)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     rows = {
-        "model": f"{settings.model}, {weights:,} parameters",
-        "images": f"{known.train_images:,} to train, {known.test_images:,} to test",
-        "ranks": f"{ranks}, {settings.batch_size // ranks} images each per step",
+        "model": f"{settings.model}, {parameters:,} parameters",
+        "images": f"{sizes.train_images:,} to train, {sizes.test_images:,} to test",
+        "ranks": f"{world_size}, {settings.batch_size // world_size} images each per step",
         "steps": f"{total:,} ({settings.epochs} epochs of {per_epoch:,})",
-        "learning rate": f"{rate(0):g} first, {peak:g} at most, {rate(total - 1):g} last",
-        "synchronisations": f"{cost.exchanges:,}",
-        "bytes in all": f"{cost.bytes_in_all:,} sent by each rank",
+        "learning rate": f"{lr_at(0):g} first, {peak:g} at most, {lr_at(total - 1):g} last",
+        "synchronisations": f"{cost.synchronisations:,}",
+        "bytes in all": f"{cost.total_bytes:,} sent by each rank",
     }
-    return f"{as_text(resolved(settings), rows)}\n{cost.plan}"
+    return f"{as_text(as_plain_dict(settings), rows)}\n{cost.plan}"
 
 
-def dense_bytes(model: nn.Module, ranks: int) -> int:
-    """Return the bytes that a rank sends in one dense step."""
-    return int(torchcomp.explain("mean", model=model, world_size=ranks).dense_bytes_sent)
+def dense_bytes(model: nn.Module, world_size: int) -> int:
+    """Return the bytes that a rank sends per step without torchcomp."""
+    return int(torchcomp.explain("mean", model=model, world_size=world_size).dense_bytes_sent)
 
 
 def averaging_method(settings: Settings) -> str:
@@ -90,7 +99,11 @@ def outer_step(settings: Settings) -> str | None:
 
 
 def check_specs(settings: Settings) -> None:
-    """Refuse a ``--compress``, ``--sync`` or ``--outer`` that torchcomp cannot read."""
+    """Parse ``--compress``, ``--sync`` and ``--outer``.
+
+    Raises:
+        torchcomp.SpecError: if one of them is not a valid spec.
+    """
     if settings.compress != "none":
         parse_aggregator(settings.compress)
     if settings.sync != "none":
@@ -101,59 +114,62 @@ def check_specs(settings: Settings) -> None:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run exchanges.
+    """The traffic of a run.
 
     Attributes:
         plan: bytes per rank and step, averaged over the run.
-        exchanges: of gradients or of weights, in the whole run.
-        bytes_in_all: that a rank sends in the whole run.
+        synchronisations: how often the ranks exchange gradients or weights.
+        total_bytes: bytes that a rank sends in the whole run.
     """
 
     plan: torchcomp.Plan
-    exchanges: int
-    bytes_in_all: int
+    synchronisations: int
+    total_bytes: int
 
 
-def planned(
-    settings: Settings, model: nn.Module, *, rate: LRFunction, total_steps: int, ranks: int
+def plan_cost(
+    settings: Settings, model: nn.Module, *, lr: LRFunction, total_steps: int, world_size: int
 ) -> Cost:
-    """Return what the method will send."""
-    how = averaging_method(settings)
+    """Compute the traffic of a run with ``torchcomp.explain``."""
+    method = averaging_method(settings)
     if settings.sync == "none":
-        plan = torchcomp.explain(how, model=model, world_size=ranks)
+        plan = torchcomp.explain(method, model=model, world_size=world_size)
         return Cost(plan, total_steps, total_steps * plan.bytes_sent)
-    once = torchcomp.explain(
-        "every(1)", model=model, world_size=ranks, total_steps=1, compress=how
+    # A schedule's plan has the mean bytes per step, which are rounded. For an exact total,
+    # multiply the bytes of one synchronisation.
+    bytes_per_sync = torchcomp.explain(
+        "every(1)", model=model, world_size=world_size, total_steps=1, compress=method
     ).bytes_sent
     plan = torchcomp.explain(
         settings.sync,
         model=model,
-        world_size=ranks,
-        lr=rate,
+        world_size=world_size,
+        lr=lr,
         total_steps=total_steps,
         warmup_steps=settings.warmup_steps,
-        compress=how,
+        compress=method,
         outer=outer_step(settings),
     )
-    assert plan.syncs is not None, "a schedule's plan counts them"
-    return Cost(plan, plan.syncs, plan.syncs * once)
+    assert plan.syncs is not None, "the plan of a schedule has a number of synchronisations"
+    return Cost(plan, plan.syncs, plan.syncs * bytes_per_sync)
 
 
 def as_text(configuration: dict[str, Any], rows: dict[str, str]) -> str:
-    """Return a configuration, as a file of it would have it, and the rows of a plan."""
+    """Return a configuration in YAML, followed by the rows of a plan."""
     width = max(map(len, rows))
     plan = "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
     settings = yaml.safe_dump(configuration, sort_keys=False)
     return f"configuration\n{_indented(settings)}\nplan\n{_indented(plan)}"
 
 
-def _weightless(settings: Settings, known: Facts) -> nn.Module:
+def _model_without_memory(settings: Settings, sizes: DatasetSizes) -> nn.Module:
     preset = preset_of(settings)
+    # The meta device allocates nothing, so the plan of a large model takes seconds anywhere.
     with torch.device("meta"):
         model = build_model(
             settings.model,
             channels=preset.channels,
-            classes=known.classes,
+            classes=sizes.classes,
             small_stem=settings.small_stem,
         )
     check_model(model, settings.model, channels=preset.channels, size=preset.size)

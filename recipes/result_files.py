@@ -1,4 +1,4 @@
-"""Result files: tables as CSV that say where they come from, and pictures."""
+"""Result files: CSV tables with the command that wrote them, and plots."""
 
 import csv
 import os
@@ -17,25 +17,25 @@ from recipes.errors import RecipeError
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder of ``--out``: before anything is measured that could not be written there.
+    """Create the folder of ``--out``. Programs call this before their first measurement.
 
     Raises:
-        RecipeError: if it is no folder, cannot be made, or cannot be written to.
+        RecipeError: if it is not a folder, or if it cannot be created or written to.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecipeError(
-            f"--out {path} must be a folder, and cannot be made: {error.strerror}"
+            f"--out {path}: expected a folder, which could not be created ({error.strerror})"
         ) from None
     if not os.access(path, os.W_OK | os.X_OK):
-        raise RecipeError(f"--out {path}: the files could not be written there")
+        raise RecipeError(f"--out {path}: no permission to write there; choose another folder")
 
 
 def write_csv(
     path: Path, header: Sequence[str], rows: Iterable[Sequence[object]], **notes: str
 ) -> None:
-    """Write a table, with the command, the versions, the date and ``notes`` as comments above."""
+    """Write a CSV file. Its first lines are comments: command, versions, date and ``notes``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         file.writelines(f"# {key}: {text}\n" for key, text in (provenance() | notes).items())
@@ -45,22 +45,22 @@ def write_csv(
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a table, by column."""
+    """Return the rows of a table. Each row maps columns to values."""
     with path.open(newline="") as file:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))
 
 
 def read_notes(path: Path) -> dict[str, str]:
-    """Return the comments of a table by their keys: "command", "versions", "date" and others."""
+    """Return the comments of a table by key: "command", "versions", "date" and the other notes."""
     with path.open() as file:
         comments = [line[1:].partition(":") for line in file if line.startswith("#")]
     return {key.strip(): text.strip() for key, _, text in comments}
 
 
 def provenance() -> dict[str, str]:
-    """Say what made a file: command, versions, date (UTC)."""
-    # Python puts the module's full path into argv; its last three parts name the module, and leave
-    # out where the user keeps the repository.
+    """Return the command, the versions and the date (UTC) of this program."""
+    # With -m, argv[0] is the full path of the module. Its last three parts are the module's name.
+    # The rest is private: it shows where the user keeps the repository.
     module = ".".join(Path(sys.argv[0]).with_suffix("").parts[-3:])
     versions = f"torchcomp {torchcomp.__version__}, torch {torch.__version__}"
     return {
@@ -71,7 +71,7 @@ def provenance() -> dict[str, str]:
 
 
 def pyplot() -> Any:
-    """Import matplotlib for files, without a screen."""
+    """Import matplotlib with a backend that needs no display."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -81,7 +81,7 @@ def pyplot() -> Any:
 
 
 def save_figure(figure: Any, path: Path, dpi: int = 110) -> None:
-    """Write a figure and forget it."""
+    """Write a figure and close it, which frees its memory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=dpi)
     pyplot().close(figure)

@@ -1,7 +1,7 @@
-"""A shrunken copy of a configuration, which any machine trains in seconds: ``--shrink``.
+"""A shrunken copy of a configuration, which any machine trains in seconds (``--shrink``).
 
-The copy has a smaller model of the same family and a few made-up photographs of a few pixels;
-optimizer, schedules, augmentation, loss and method stay as they are.
+The copy has a smaller model of the same family and a few small random photographs. Optimizer,
+schedules, augmentation, loss and method are those of the configuration.
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from recipes.ranks import count_in_environment
+from recipes.distributed import env_world_size
 from recipes.settings import Settings
 from torchcomp.schedules.two_phase import TwoPhase
 from torchcomp.spec import parse_schedule
@@ -26,15 +26,16 @@ _PIXELS = 32
 _MICRO_BATCH = 2
 
 
-def shrunken(settings: Settings, folder: Path) -> Settings:
-    """Return the shrunken configuration, whose photographs are written into ``folder``.
+def shrink(settings: Settings, folder: Path) -> Settings:
+    """Return the shrunken configuration, and write its photographs to ``folder``.
 
-    It takes one step; two where a schedule, of learning rates or of averages, changes in between.
+    It trains for one step. With a schedule that switches during the run, it trains for two steps
+    and switches after the first.
     """
-    ranks = count_in_environment()
-    switching, drops = _switching_at_once(settings.sync), settings.schedule == "step"
-    images = _MICRO_BATCH * settings.accumulate * ranks
-    _write_photographs(folder / "photographs", train=images, test=max(_CLASSES, ranks))
+    world_size = env_world_size()
+    switching, drops = _switching_early(settings.sync), settings.schedule == "step"
+    images = _MICRO_BATCH * settings.accumulate * world_size
+    _write_photographs(folder / "photographs", train=images, test=max(_CLASSES, world_size))
     return replace(
         settings,
         dataset="folder",
@@ -47,6 +48,7 @@ def shrunken(settings: Settings, folder: Path) -> Settings:
         epochs=2 if drops or switching else 1,
         milestones=(1,) if drops else (),
         sync=switching or settings.sync,
+        # A run of one step has no room for warm-up.
         warmup_steps=0,
         amp=_amp(settings),
         workers=1,
@@ -58,13 +60,14 @@ def shrunken(settings: Settings, folder: Path) -> Settings:
     )
 
 
-def _switching_at_once(sync: str) -> str | None:
-    """Return a schedule that switches with its switch after the first step; None for others."""
+def _switching_early(sync: str) -> str | None:
+    """Return a two-phase schedule with its switch after the first step, or None for others."""
     schedule = None if sync == "none" else parse_schedule(sync)
     return str(replace(schedule, switch=1)) if isinstance(schedule, TwoPhase) else None
 
 
 def _amp(settings: Settings) -> str:
+    # fp16 needs CUDA. On a CPU, bf16 runs the same code of autocast.
     with_cuda = settings.device != "cpu" and torch.cuda.is_available()
     return "bf16" if settings.amp == "fp16" and not with_cuda else settings.amp
 
@@ -72,8 +75,8 @@ def _amp(settings: Settings) -> str:
 def _write_photographs(folder: Path, *, train: int, test: int) -> None:
     random = np.random.default_rng(0)
     for split, count in (("train", train), ("val", test)):
-        for place in range(count):
-            path = folder / split / str(place % _CLASSES) / f"{place}.jpg"
+        for index in range(count):
+            path = folder / split / str(index % _CLASSES) / f"{index}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             pixels = random.integers(0, 256, (48, 64, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(path)

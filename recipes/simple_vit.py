@@ -1,8 +1,8 @@
 """Simple ViT: a vision transformer without a class token, with fixed positions and mean pooling.
 
-Beyer, Zhai, Kolesnikov, "Better plain ViT baselines for ImageNet-1k", 2022 (arXiv 2205.01580). Gu
-et al., ICLR 2024 (arXiv 2310.14423), train it under the name ViT-B. Neither torchvision nor timm
-has a configuration with these positions.
+Source: Beyer, Zhai, Kolesnikov, "Better plain ViT baselines for ImageNet-1k", 2022 (arXiv
+2205.01580). Gu et al., ICLR 2024 (arXiv 2310.14423), train it as ViT-B. Neither torchvision nor
+timm has a model with these position embeddings.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _LONGEST_WAVE = 10_000
 
 @dataclass(frozen=True)
 class Size:
-    """Patch side in pixels, width, blocks, heads and width of the MLP."""
+    """Side of a patch in pixels, embedding width, number of blocks and heads, width of the MLP."""
 
     patch: int
     width: int
@@ -33,29 +33,29 @@ SIZES = {
 
 
 class SimpleViT(nn.Module):
-    """Patches, positions, pre-norm blocks, norm, mean over the patches, linear head."""
+    """Patch and position embeddings, pre-norm blocks, norm, mean over patches, linear head."""
 
     def __init__(self, size: Size, channels: int, classes: int) -> None:
         super().__init__()
         self.patches = nn.Conv2d(channels, size.width, size.patch, stride=size.patch)
-        # Not nn.TransformerEncoder, which copies one block: all would start with the same weights.
+        # Not nn.TransformerEncoder: it copies one block, so all would start with the same weights.
         self.blocks = nn.Sequential(*(_block(size) for _ in range(size.depth)))
         self.norm = nn.LayerNorm(size.width, eps=_EPS)
         self.head = nn.Linear(size.width, classes)
         _initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return a score (N, classes) for each class.
+        """Return scores of shape (N, classes).
 
         Args:
-            images: (N, C, H, W); H and W may be any multiples of the patch's side.
+            images: (N, C, H, W). H and W must be multiples of the patch's side.
 
         Raises:
-            ValueError: if patches do not fill the images.
+            ValueError: if H or W is not such a multiple.
         """
         side = self.patches.kernel_size[0]
         if images.shape[-1] % side or images.shape[-2] % side:
-            raise ValueError(f"patches of {side} x {side} do not fill it")
+            raise ValueError(f"height and width must be multiples of the patch size {side}")
         grid = self.patches(images)
         tokens = grid.flatten(2).transpose(1, 2) + sin_cos_positions(*grid.shape[1:], like=grid)
         scores: Tensor = self.head(self.norm(self.blocks(tokens)).mean(1))
@@ -76,24 +76,25 @@ def _block(size: Size) -> nn.Module:
 
 
 def _initialise(model: SimpleViT) -> None:
-    """Xavier for every matrix, except 0 for the head, so that all classes start equal."""
+    """Initialise all matrices with Xavier, and the head with 0: all classes start equal."""
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
         elif parameter.ndim > 1:
-            # Queries, keys and values share a tensor, and are three matrices.
+            # in_proj holds three matrices (queries, keys, values), and Xavier depends on the shape.
             for matrix in parameter.flatten(1).chunk(3 if "in_proj" in name else 1):
                 nn.init.xavier_uniform_(matrix)
     nn.init.zeros_(model.head.weight)
 
 
 def sin_cos_positions(width: int, rows: int, columns: int, *, like: Tensor) -> Tensor:
-    """Return a vector (rows * columns, width) for each patch: sines and cosines of x and of y."""
-    where: dict[str, Any] = {"device": like.device, "dtype": torch.float32}
-    powers = torch.arange(width // 4, **where) / (width // 4 - 1)
+    """Return the position embeddings of shape (rows * columns, width): sines and cosines."""
+    # In float32 also under bf16 models, which cannot represent all positions.
+    options: dict[str, Any] = {"device": like.device, "dtype": torch.float32}
+    powers = torch.arange(width // 4, **options) / (width // 4 - 1)
     frequencies = _LONGEST_WAVE**-powers
     y, x = torch.meshgrid(
-        torch.arange(rows, **where), torch.arange(columns, **where), indexing="ij"
+        torch.arange(rows, **options), torch.arange(columns, **options), indexing="ij"
     )
-    x, y = (place.flatten()[:, None] * frequencies for place in (x, y))
+    x, y = (position.flatten()[:, None] * frequencies for position in (x, y))
     return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1).to(like.dtype)

@@ -1,8 +1,8 @@
-"""Import torchvision beside a torch that its compiled operators were not built for.
+"""Import a CUDA build of torchvision with a CPU build of torch.
 
-The registry's torchvision is built for CUDA. Beside a CPU build of torch its compiled operators do
-not load, and the import stops at the first of them that torchvision describes to the compiler.
-The recipes need the Python parts alone (models, datasets), which work once the names exist.
+The torchvision of the package registry is a CUDA build. With a CPU build of torch its compiled
+operators do not load, and the import raises "operator torchvision::nms does not exist". The recipes
+use only the Python parts (models, transforms, datasets). They work once the operators are declared.
 """
 
 import importlib
@@ -15,19 +15,19 @@ _DECLARATIONS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
-# Operators stay declared for as long as the library object lives.
+# A library object undeclares its operators when it is deleted.
 _libraries: list[torch.library.Library] = []
 
 
 def import_torchvision() -> ModuleType:
-    """Return torchvision, declaring its missing operators if the plain import fails for them."""
+    """Return torchvision. Declare its missing operators if the plain import fails."""
     try:
         return importlib.import_module("torchvision")
     except RuntimeError as error:
         if "torchvision::" not in str(error):
             raise
     _declare_operators()
-    _forget_partial_import()
+    _remove_partial_import()
     return importlib.import_module("torchvision")
 
 
@@ -38,6 +38,7 @@ def _declare_operators() -> None:
     _libraries.append(library)
 
 
-def _forget_partial_import() -> None:
+def _remove_partial_import() -> None:
+    # Modules that were imported before the error would be reused, without their operators.
     for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
         del sys.modules[name]

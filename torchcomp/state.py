@@ -133,7 +133,7 @@ class State:
         """Discard the values that the step wrote."""
         self._in_flight.clear()
 
-    def keep(self, names: Iterable[str]) -> None:
+    def undo(self, names: Iterable[str]) -> None:
         """Undo the step in flight for some parameters, except in caches."""
         wanted = set(names)
         for flat in self._in_flight:

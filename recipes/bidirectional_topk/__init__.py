@@ -1,1 +1,1 @@
-"""Bidirectional TopK: its counterexample, and bytes and accuracy by number of workers."""
+"""Bidirectional TopK: its counterexample, its downlink traffic, and its accuracy."""

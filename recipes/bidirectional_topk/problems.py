@@ -1,4 +1,4 @@
-"""What the workers train on: images as tensors, and an MLP and a small CNN of their size."""
+"""The workers' training problems: images as tensors, and an MLP or a small CNN."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from recipes.image_data.in_memory import Split, standardised
+from recipes.image_data.in_memory import Split, standardise
 from recipes.image_data.public_sets import read_public
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10")
@@ -17,7 +17,7 @@ _CLASSES = 10
 
 @dataclass(frozen=True)
 class Problem:
-    """A data set and a model; every sixth training image is kept to choose learning rates by."""
+    """A data set and a model. Every sixth training image is held out to choose learning rates."""
 
     dataset: str
     model: str
@@ -34,8 +34,8 @@ class Problem:
 
 
 def open_problem(dataset: str, model: str, data: Path | None) -> Problem:
-    """Read a data set and standardise it; nothing is ever downloaded."""
-    return Problem(dataset, model, *standardised(read_public(dataset, data)))
+    """Read a data set and standardise it. Nothing is ever downloaded."""
+    return Problem(dataset, model, *standardise(read_public(dataset, data)))
 
 
 def _mlp(channels: int, size: int) -> nn.Module:
@@ -50,13 +50,14 @@ def _mlp(channels: int, size: int) -> nn.Module:
 
 
 def _cnn(channels: int, size: int) -> nn.Module:
-    """Return two convolutions and two layers; any size from 8 x 8 on ends as 4 x 4 places."""
+    """Return two convolutions and two linear layers, for images of at least 8 x 8 pixels."""
     return nn.Sequential(
         nn.Conv2d(channels, 16, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Conv2d(16, 32, 3, padding=1),
         nn.ReLU(),
+        # 4 x 4 positions for images of any size, so that the linear layers always fit.
         nn.AdaptiveAvgPool2d(4),
         nn.Flatten(),
         nn.Linear(512, 128),

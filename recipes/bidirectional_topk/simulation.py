@@ -1,7 +1,7 @@
-"""Many workers in one process: a torchcomp.Averager for each, over collectives of threads.
+"""Many workers in one process: each has a torchcomp.Averager over collectives between threads.
 
-All replicas of a synchronised run are equal, so one model stands for all of them: the workers'
-gradients are computed on it one after another, and then averaged by all workers together.
+All replicas of a synchronised run have equal weights, so the workers share one model. Their
+gradients are computed one after another, and then averaged by all workers together.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,11 +18,11 @@ Gradients = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Received:
-    """What one collective brought to one worker.
+    """The bytes that one worker received in one collective.
 
     Attributes:
-        payload: whether it was a message; else counts, or what the search for a threshold needs.
-        nbytes: from the other workers.
+        payload: True for a message; False for counts and for the threshold search.
+        nbytes: bytes received from the other workers.
     """
 
     payload: bool
@@ -30,39 +30,46 @@ class Received:
 
 
 class LoggedExchange(InProcessExchange):
-    """An exchange that notes what each all-gather and all-to-all has brought.
+    """An exchange that records the bytes received in each all-gather and all-to-all.
 
     Attributes:
-        log: of the last step.
+        log: the collectives of the last step.
     """
 
-    def __init__(self, *place: Any) -> None:
-        super().__init__(*place)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.log: list[Received] = []
 
     def all_gather(self, message: Tensor) -> list[Tensor]:
-        return self._noted(super().all_gather(message))
+        return self._recorded(super().all_gather(message))
 
     def all_to_all(
         self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]
     ) -> list[Tensor]:
-        return self._noted(super().all_to_all(outgoing, sizes, arriving))
+        return self._recorded(super().all_to_all(outgoing, sizes, arriving))
 
-    def _noted(self, parts: list[Tensor]) -> list[Tensor]:
+    def _recorded(self, parts: list[Tensor]) -> list[Tensor]:
         nbytes = sum(part.nbytes for rank, part in enumerate(parts) if rank != self.rank)
+        # Messages are uint8. Counts and the threshold search use wider types.
         self.log.append(Received(parts[0].dtype == torch.uint8, nbytes))
         return parts
 
 
 class Workers:
-    """``count`` workers that train one model together by a method.
+    """``count`` workers that train one model together.
+
+    Args:
+        model: the model that they share.
+        spec: the method that averages their gradients.
+        count: number of workers.
+        watch: whether to record ``supports``.
 
     Attributes:
-        exchanges: one for each worker; their logs tell the bytes of the last step.
+        exchanges: one for each worker; their logs count the bytes of the last step.
         averagers: one for each worker.
-        supports: by worker and parameter, a mask of the entries that were sent in the last step;
-            kept only where ``watch`` is set, and only right for methods that send values as they
-            are, so that what was sent leaves exactly 0 in the residual.
+        supports: for each worker and parameter, a mask of the entries sent in the last step. The
+            masks are correct only for methods that send values without rounding, because a sent
+            entry is recognised by a residual of exactly 0.
     """
 
     def __init__(self, model: nn.Module, spec: str, count: int, *, watch: bool = False) -> None:
@@ -73,23 +80,24 @@ class Workers:
         self.supports: list[Gradients] = [{} for _ in self.exchanges]
 
     def backward(self, loss_of: Callable[[int], Tensor]) -> bool:
-        """Leave in every ``grad`` what the method makes of all workers' gradients.
+        """Compute and average the gradients of all workers, and store the result in ``grad``.
 
         Args:
-            loss_of: the loss of a worker's batch, by rank.
+            loss_of: returns the loss of a worker's batch, given its rank.
 
         Returns:
-            Whether they are finite; if not, the step must not be taken.
+            Whether the result is finite. If it is not, the caller must skip the optimizer step.
         """
         gradients = [self._gradients(loss_of(exchange.rank)) for exchange in self.exchanges]
 
         def average(exchange: LoggedExchange) -> bool:
             return self._average(exchange, gradients[exchange.rank])
 
-        counts = run_in_process(len(self.exchanges), average, self.exchanges)[0]
-        if counts:
+        # All workers skip a step together, so rank 0's result is valid for all.
+        taken = run_in_process(len(self.exchanges), average, self.exchanges)[0]
+        if taken:
             self._write(gradients)
-        return counts and all(bool(p.grad.isfinite().all()) for p in self.parameters.values())
+        return taken and all(bool(p.grad.isfinite().all()) for p in self.parameters.values())
 
     def _gradients(self, loss: Tensor) -> Gradients:
         gradients = torch.autograd.grad(loss, list(self.parameters.values()))
@@ -100,22 +108,24 @@ class Workers:
         averager = self.averagers[exchange.rank]
         if not self.watch:
             return averager.average_all(gradients, may_skip=True)
-        # What error feedback has to send, and where nothing is left of it.
+        # Error feedback compresses the gradient plus the residual. An entry of that sum was sent
+        # if its new residual is 0.
         wanted = {name: gradient.flatten().clone() for name, gradient in gradients.items()}
         for name, residual in averager.state.items("error"):
             wanted[name] = wanted[name] + residual
-        counts = averager.average_all(gradients, may_skip=True)
+        taken = averager.average_all(gradients, may_skip=True)
         self.supports[exchange.rank] = {
             name: (residual == 0) & (wanted[name] != 0)
             for name, residual in averager.state.items("error")
         }
-        return counts
+        return taken
 
     def _write(self, gradients: list[Gradients]) -> None:
         first, *others = gradients
         for name, parameter in self.parameters.items():
+            # The simulation is valid only while all replicas would be equal.
             for rank, theirs in enumerate(others, start=1):
-                # As bytes: a NaN equals itself.
+                # Compare bytes, because a NaN does not equal itself.
                 if not torch.equal(_bits(first[name]), _bits(theirs[name])):
                     step = self.averagers[0].step
                     raise AssertionError(f"workers 0 and {rank} differ at step {step}")

@@ -1,4 +1,4 @@
-"""Training by many simulated workers: each takes its own ten images of every batch."""
+"""Training by many simulated workers. Each one takes its own ten images of every batch."""
 
 from collections.abc import Callable
 
@@ -24,16 +24,18 @@ def train(
     seed: int,
     after_step: Callable[[int], None] | None = None,
 ) -> bool:
-    """Take ``steps`` steps of plain SGD; returns whether every gradient stayed finite."""
+    """Take ``steps`` steps of plain SGD, and return whether every gradient stayed finite."""
     count = len(workers.exchanges)
-    rounds = TrainOrder(len(problem.train.labels), BATCH * count, 0, 1, seed)
+    # One order for all workers. It is cut below into one share per worker.
+    order = TrainOrder(len(problem.train.labels), BATCH * count, 0, 1, seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     for step in range(steps):
-        epoch, place = divmod(step, rounds.steps_per_epoch)
-        if place == 0:
-            batches = torch.from_numpy(rounds.batches(epoch))
-        shares = batches[place].view(count, BATCH)
+        epoch, index = divmod(step, order.steps_per_epoch)
+        if index == 0:
+            batches = torch.from_numpy(order.batches(epoch))
+        shares = batches[index].view(count, BATCH)
 
+        # The default argument binds this step's shares, not those of a later step.
         def loss_of(rank: int, shares: torch.Tensor = shares) -> torch.Tensor:
             mine = problem.train.take(shares[rank])
             return cross_entropy(model(mine.images), mine.labels)

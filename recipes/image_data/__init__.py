@@ -1,5 +1,11 @@
-"""Images in batches: three kinds of data set, two loaders, one order."""
+"""Image data sets in batches: three formats, two loaders, and one order for all."""
 
-from recipes.image_data.batches import Batches, Facts, facts, open_batches, preset_of
+from recipes.image_data.batches import (
+    Batches,
+    DatasetSizes,
+    dataset_sizes,
+    open_batches,
+    preset_of,
+)
 
-__all__ = ["Batches", "Facts", "facts", "open_batches", "preset_of"]
+__all__ = ["Batches", "DatasetSizes", "dataset_sizes", "open_batches", "preset_of"]

@@ -1,7 +1,7 @@
 """Shifts, mirroring and normalisation of a whole batch, reproducible from (seed, epoch, step).
 
-The random numbers are drawn for the batch of all ranks and each rank uses its slice, so an image
-is augmented alike whatever the number of ranks, and a resumed epoch goes on where it stopped.
+Every rank draws the random numbers of all ranks' images and uses its slice. The augmentation of an
+image therefore does not depend on the number of ranks, nor on where a run was resumed.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from recipes.image_data.presets import Preset
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random shifts and mirroring of training images (N, H, W, C)."""
+    """Random shifts and mirroring of training images (N, H, W, C), uint8."""
 
     preset: Preset
     order: TrainOrder
@@ -25,28 +25,30 @@ class Augmentation:
         """Augment this rank's images of one step."""
         seed = keyed_seed(AUGMENT, self.order.seed, epoch, step)
         random = torch.Generator().manual_seed(seed)
-        batch, mine = self.order.batch_size, self.order.mine
+        batch, own = self.order.batch_size, self.order.rank_slice
+        # Always draw both, so that the mirroring does not depend on whether there are shifts.
         shifts = torch.randint(0, 2 * self.preset.shift + 1, (batch, 2), generator=random)
         mirrored = torch.rand(batch, generator=random) < 0.5
         if self.preset.shift:
-            images = _shifted(images, shifts[mine].to(images.device), self.preset.shift)
+            images = _shift(images, shifts[own].to(images.device), self.preset.shift)
         if self.preset.mirror:
-            flags = mirrored[mine].to(images.device)
+            flags = mirrored[own].to(images.device)
             images = torch.where(flags[:, None, None, None], images.flip(2), images)
         return images
 
 
-def _shifted(images: Tensor, shifts: Tensor, most: int) -> Tensor:
+def _shift(images: Tensor, shifts: Tensor, max_shift: int) -> Tensor:
     count, height, width, _ = images.shape
-    padded = pad(images, (0, 0, most, most, most, most))
+    padded = pad(images, (0, 0, max_shift, max_shift, max_shift, max_shift))
+    # One gather for the whole batch, in place of a crop per image.
     rows = shifts[:, :1] + torch.arange(height, device=images.device)
     columns = shifts[:, 1:] + torch.arange(width, device=images.device)
-    each = torch.arange(count, device=images.device)[:, None, None]
-    return padded[each, rows[:, :, None], columns[:, None, :]]
+    index = torch.arange(count, device=images.device)[:, None, None]
+    return padded[index, rows[:, :, None], columns[:, None, :]]
 
 
-def normalised(images: Tensor, preset: Preset) -> Tensor:
-    """Turn bytes (N, H, W, C) into floats (N, C, H, W) of mean 0 and deviation 1."""
+def normalise(images: Tensor, preset: Preset) -> Tensor:
+    """Convert uint8 (N, H, W, C) to float32 (N, C, H, W) with mean 0 and standard deviation 1."""
     mean = torch.tensor(preset.mean, device=images.device)
     std = torch.tensor(preset.std, device=images.device)
     return ((images.float() - mean) / std).permute(0, 3, 1, 2)

@@ -1,4 +1,4 @@
-"""A rank's batches of a data set: which loader reads it, and what is known of it beforehand."""
+"""One rank's batches of a data set, and the choice of the loader that reads it."""
 
 import os
 import sys
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from recipes.errors import RecipeError
 from recipes.image_data import sources
-from recipes.image_data.augment import Augmentation, normalised
-from recipes.image_data.beton import cached_beton, import_ffcv
+from recipes.image_data.augment import Augmentation, normalise
+from recipes.image_data.beton import INSTALL_FFCV, cached_beton, import_ffcv
 from recipes.image_data.ffcv_reader import FfcvReader
 from recipes.image_data.mixup import MixUp
 from recipes.image_data.order import Indices, TrainOrder, test_shard
@@ -27,7 +27,18 @@ _TEST_BATCH = 256
 
 @dataclass(frozen=True)
 class Batches:
-    """The training and test batches of one rank, augmented, normalised and on its device."""
+    """The training and test batches of one rank, augmented, normalised and on its device.
+
+    Attributes:
+        train_reader: reads the training images, an ``FfcvReader`` or a ``TorchvisionReader``.
+        test_reader: reads the test images.
+        preset: statistics and augmentation of the data set.
+        order: which training images this rank gets at which step.
+        shard: the test images of this rank.
+        device: of the batches.
+        randaugment: applied after mirroring and shifts.
+        mixup: applied last.
+    """
 
     train_reader: Any
     test_reader: Any
@@ -45,46 +56,53 @@ class Batches:
 
     @property
     def reproducible(self) -> bool:
-        """Whether the same seed gives the same training images, bit for bit."""
+        """Whether the training images depend on the seed only, bit for bit."""
         return bool(self.train_reader.reproducible)
 
     def train(self, epoch: int, first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's batches of an epoch, from ``first_step`` on.
+        """Yield this rank's images and targets of an epoch, beginning at ``first_step``.
 
-        Targets are labels (N), or with MixUp probabilities (N, classes).
+        Images have shape (N, C, H, W). Targets are labels (N) or, with MixUp, probabilities
+        (N, classes).
         """
         augmentation = Augmentation(self.preset, self.order)
         rows = list(self.order.batches(epoch, first_step))
         batches = self.train_reader.batches(rows, epoch)
         for step, (images, labels) in enumerate(batches, start=first_step):
+            # After the loader, on the device: the same operations for both loaders.
             images = augmentation(images.to(self.device), epoch, step)
-            images = normalised(self.randaugment(images, epoch, step), self.preset)
+            images = normalise(self.randaugment(images, epoch, step), self.preset)
             yield self.mixup(images, labels.to(self.device), epoch, step)
 
     def test(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's share of the test images, every one of them once."""
+        """Yield this rank's test images (N, C, H, W) and labels (N), each once."""
         starts = range(0, len(self.shard), _TEST_BATCH)
         rows = [self.shard[start : start + _TEST_BATCH] for start in starts]
         for images, labels in self.test_reader.batches(rows, epoch=0):
-            yield normalised(images.to(self.device), self.preset), labels.to(self.device)
+            yield normalise(images.to(self.device), self.preset), labels.to(self.device)
 
 
 def open_batches(
-    settings: Settings, rank: int, ranks: int, device: torch.device, workers: int
+    settings: Settings, rank: int, world_size: int, device: torch.device, workers: int
 ) -> Batches:
-    """Open a data set for one of ``ranks`` ranks; whatever is wrong with it is raised here."""
+    """Open a data set for one rank.
+
+    Raises:
+        RecipeError: if the data set is missing, damaged or empty, or if it is too small for the
+            batch size or the number of ranks.
+    """
     preset = preset_of(settings)
     loader = _chosen_loader(settings, rank)
     make = _ffcv_readers if loader == "ffcv" else _torchvision_readers
     train_reader, test_reader = make(settings, preset, workers)
     _check_classes(settings, train_reader, test_reader)
-    order = TrainOrder(train_reader.samples, settings.batch_size, rank, ranks, settings.seed)
+    order = TrainOrder(train_reader.samples, settings.batch_size, rank, world_size, settings.seed)
     return Batches(
         train_reader,
         test_reader,
         preset,
         order,
-        test_shard(test_reader.samples, rank, ranks),
+        test_shard(test_reader.samples, rank, world_size),
         device,
         RandAugment(settings.randaugment_ops, settings.randaugment_magnitude, order),
         MixUp(settings.mixup, train_reader.classes, order),
@@ -92,13 +110,17 @@ def open_batches(
 
 
 def preset_of(settings: Settings) -> Preset:
-    """Return what is known of the data set, with the photographs' crops as they were asked for."""
+    """Return the preset of the data set, with the crops that the settings choose.
+
+    Raises:
+        RecipeError: if ``--image-size`` is set for images of a fixed size.
+    """
     preset = PRESETS[settings.dataset]
     if not preset.photographs:
         if settings.image_size:
             raise RecipeError(
-                f"--image-size {settings.image_size} is for photographs: the images of --dataset "
-                f"{settings.dataset} are {preset.size} x {preset.size}"
+                f"--image-size {settings.image_size} is for photographs only; the images of "
+                f"--dataset {settings.dataset} are {preset.size} x {preset.size}, so leave it out"
             )
         return preset
     size = settings.image_size or preset.size
@@ -106,21 +128,21 @@ def preset_of(settings: Settings) -> Preset:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """How large a data set is."""
+class DatasetSizes:
+    """Number of images and classes of a data set."""
 
     train_images: int
     test_images: int
     classes: int
 
 
-def facts(settings: Settings) -> Facts:
-    """Return a data set's sizes, without opening it where they are known beforehand."""
+def dataset_sizes(settings: Settings) -> DatasetSizes:
+    """Return the sizes of a data set. Only an image folder must be opened for that."""
     preset = preset_of(settings)
     if preset.train_images:
-        return Facts(preset.train_images, preset.test_images, preset.classes)
+        return DatasetSizes(preset.train_images, preset.test_images, preset.classes)
     train, test = _torchvision_readers(settings, preset, workers=0)
-    return Facts(train.samples, test.samples, train.classes)
+    return DatasetSizes(train.samples, test.samples, train.classes)
 
 
 def _chosen_loader(settings: Settings, rank: int) -> str:
@@ -129,6 +151,7 @@ def _chosen_loader(settings: Settings, rank: int) -> str:
     try:
         import_ffcv()
         return "ffcv"
+    # OSError: a system library that ffcv links to is missing.
     except (ImportError, OSError) as error:
         return _without_ffcv(settings, rank, error)
 
@@ -136,8 +159,7 @@ def _chosen_loader(settings: Settings, rank: int) -> str:
 def _without_ffcv(settings: Settings, rank: int, error: Exception) -> str:
     if settings.loader == "ffcv":
         raise RecipeError(
-            f"--loader ffcv: ffcv cannot be imported ({error}); install the system packages "
-            "pkg-config, libturbojpeg0-dev and libopencv-dev and then `pip install ffcv`, or use "
+            f"--loader ffcv: ffcv cannot be imported ({error}); {INSTALL_FFCV}, or use "
             "--loader torchvision"
         )
     if rank == 0:
@@ -150,7 +172,9 @@ def _source(settings: Settings) -> dict[str, Any]:
         return dict(sources.digits())
     path = Path(settings.data_path).expanduser()
     if not path.exists():
-        raise RecipeError(f"--data-path {path} does not exist")
+        raise RecipeError(
+            f"--data-path {path} does not exist; expected the data of --dataset {settings.dataset}"
+        )
     return dict(
         sources.cifar10(path) if settings.dataset == "cifar10" else sources.photographs(path)
     )
@@ -169,15 +193,15 @@ def _torchvision_readers(
 
 
 def _ffcv_readers(settings: Settings, preset: Preset, workers: int) -> list[FfcvReader]:
-    files = _written_betons(settings) or _cached_betons(settings)
+    files = _beton_files(settings) or _cached_beton_files(settings)
     return [
         FfcvReader(files[split], preset, train=split == "train", workers=workers)
         for split in sources.SPLITS
     ]
 
 
-def _written_betons(settings: Settings) -> dict[str, Path]:
-    """Return the files that recipes.write_beton left in --data-path, if it did."""
+def _beton_files(settings: Settings) -> dict[str, Path]:
+    """Return the .beton files in ``--data-path``, or an empty dict if there are none."""
     folder = Path(settings.data_path).expanduser()
     if settings.dataset == "digits" or not folder.is_dir():
         return {}
@@ -191,18 +215,19 @@ def _only_beton(folder: Path, word: str) -> Path:
     if len(files) != 1:
         names = ", ".join(file.name for file in files) or "none"
         raise RecipeError(
-            f"{folder} must hold one {word}*.beton file, found {names}; "
-            "python -m recipes.write_beton writes it"
+            f"--data-path {folder}: expected one {word}*.beton file, found {names}; "
+            "write it with python -m recipes.write_beton"
         )
     return files[0]
 
 
-def _cached_betons(settings: Settings) -> dict[str, Path]:
-    """Convert a data set that is small enough to be converted while the user waits."""
+def _cached_beton_files(settings: Settings) -> dict[str, Path]:
+    """Return .beton files of a small data set from the cache. Write them on first use."""
+    # Photographs take too long to convert, and too much space, to do it without a command.
     if settings.dataset in ("imagenet", "folder"):
         raise RecipeError(
             f"no .beton files in --data-path {settings.data_path}: write them with "
-            "python -m recipes.write_beton, or read the images themselves with --loader torchvision"
+            "python -m recipes.write_beton, or use --loader torchvision with the image folder"
         )
     folder, source = _cache_folder(settings), _source(settings)
     return {
@@ -214,6 +239,7 @@ def _cached_betons(settings: Settings) -> dict[str, Path]:
 def _cache_folder(settings: Settings) -> Path:
     if settings.data_cache:
         return Path(settings.data_cache).expanduser()
+    # The cache folder of the XDG base directory specification.
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "torchcomp"
 
@@ -221,6 +247,6 @@ def _cache_folder(settings: Settings) -> Path:
 def _check_classes(settings: Settings, train: Any, test: Any) -> None:
     if train.classes < test.classes:
         raise RecipeError(
-            f"--dataset {settings.dataset}: the test images have labels up to {test.classes - 1}, "
-            f"the training images only up to {train.classes - 1}"
+            f"--dataset {settings.dataset}: the test images have {test.classes} classes but the "
+            f"training images only {train.classes}; both need the same classes"
         )

@@ -1,4 +1,4 @@
-"""Small data sets as tensors in memory: standardised, with some training images held out."""
+"""Small data sets as tensors in memory, standardised, with a part held out for tuning."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,23 +13,24 @@ from recipes.image_data.sources import Arrays
 
 @dataclass(frozen=True)
 class Split:
-    """Images (N, C, H, W), standardised, and labels (N)."""
+    """Standardised images (N, C, H, W) and their labels (N)."""
 
     images: Tensor
     labels: Tensor
 
     def take(self, chosen: Tensor) -> "Split":
-        """Return the images that ``chosen`` (indices or a mask) names."""
+        """Return the images that ``chosen`` selects, a tensor of indices or a mask."""
         return Split(self.images[chosen], self.labels[chosen])
 
 
-def standardised(arrays: Mapping[str, Arrays], hold_out: int = 6) -> tuple[Split, Split, Split]:
-    """Return what to train on, what was held out of it, and the test images.
+def standardise(arrays: Mapping[str, Arrays], hold_out: int = 6) -> tuple[Split, Split, Split]:
+    """Return the training images, the held-out training images, and the test images.
 
     Args:
         arrays: the data set's "train" and "test".
-        hold_out: one of so many training images is held out; 0 holds out none.
+        hold_out: every ``hold_out``-th training image is held out; 0 holds out none.
     """
+    # Statistics of all training images, also the held-out ones, and never of the test images.
     pixels = arrays["train"].images.astype("float32")
     mean, std = float(pixels.mean()), float(pixels.std())
     train, test = (_split(arrays[name], mean, std) for name in ("train", "test"))
@@ -39,15 +40,19 @@ def standardised(arrays: Mapping[str, Arrays], hold_out: int = 6) -> tuple[Split
     return train.take(~held_out), train.take(held_out), test
 
 
-def existing(path: Path | None, advice: str) -> Path:
-    """Return the path that ``--data`` gave.
+def require_path(path: Path | None, advice: str) -> Path:
+    """Return the path of ``--data``.
+
+    Args:
+        path: the value of the flag, or None.
+        advice: the end of the error message: what was expected and what to do.
 
     Raises:
-        RecipeError: with ``advice``, if it was not given, or does not exist.
+        RecipeError: if ``path`` is None or does not exist.
     """
     if path is None or not path.exists():
-        given = "not given" if path is None else f"{path}, which does not exist"
-        raise RecipeError(f"--data is {given}: {advice}")
+        problem = "--data is missing" if path is None else f"--data {path} does not exist"
+        raise RecipeError(f"{problem}: {advice}")
     return path
 
 

@@ -1,6 +1,6 @@
 """MixUp: convex combinations of images and of their labels, reproducible from (seed, epoch, step).
 
-Zhang, Cisse, Dauphin, Lopez-Paz, "mixup: beyond empirical risk minimization", ICLR 2018.
+Source: Zhang, Cisse, Dauphin, Lopez-Paz, "mixup: beyond empirical risk minimization", ICLR 2018.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,16 @@ from recipes.image_data.order import MIXUP, TrainOrder
 
 @dataclass(frozen=True)
 class MixUp:
-    """Mixes the two images of every pair of neighbours in the batch, whose order is random.
+    """Mixes images 0 and 1 of a batch, images 2 and 3, and so on. The batch is in random order.
 
-    The share of the other image is drawn from Beta(alpha, alpha) for each image, as in the paper's
-    equation. A rank has whole pairs (an even number of images), and shares are drawn for the batch
-    of all ranks, so an image is mixed alike whatever the number of ranks.
+    The share of the other image is drawn from Beta(alpha, alpha) separately for each image, as in
+    the paper's equation. A rank's batch must have an even number of images. Every rank draws the
+    shares of all ranks' images, so the result does not depend on the number of ranks.
+
+    Attributes:
+        alpha: of the Beta distribution; 0 disables MixUp.
+        classes: number of classes.
+        order: which images this rank gets.
     """
 
     alpha: float
@@ -29,20 +34,22 @@ class MixUp:
     def __call__(
         self, images: Tensor, labels: Tensor, epoch: int, step: int
     ) -> tuple[Tensor, Tensor]:
-        """Mix images (N, ...) and turn labels (N) into probabilities (N, classes)."""
+        """Return mixed images (N, ...) and probabilities (N, classes); labels have shape (N)."""
         if not self.alpha:
             return images, labels
         shares = self.shares(epoch, step).to(images)
         targets = one_hot(labels, self.classes).to(images.dtype)
-        return _mixed(images, shares), _mixed(targets, shares)
+        return _mix(images, shares), _mix(targets, shares)
 
     def shares(self, epoch: int, step: int) -> Tensor:
-        """Return the share (N) of the other image in each of this rank's, at most one half."""
+        """Return the other image's share, at most 0.5, for each image of this rank (N)."""
         random = np.random.default_rng((MIXUP, self.order.seed, epoch, step))
         drawn = random.beta(self.alpha, self.alpha, self.order.batch_size)
+        # Beta(alpha, alpha) is symmetric. The smaller part goes to the other image.
         return torch.from_numpy(np.minimum(drawn, 1 - drawn)[self.order.mine])
 
 
-def _mixed(values: Tensor, shares: Tensor) -> Tensor:
+def _mix(values: Tensor, shares: Tensor) -> Tensor:
+    # The members of each pair (0, 1), (2, 3), ... swapped.
     others = values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
     return values.lerp(others, shares.view(-1, *[1] * (values.ndim - 1)))

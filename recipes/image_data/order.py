@@ -1,8 +1,8 @@
-"""Which images a rank sees at which step: pure functions of seed, epoch, step and rank.
+"""Which images a rank gets at which step: a pure function of seed, epoch, step and rank.
 
-One permutation of the training set an epoch. Step s of the epoch takes entries s*B to (s+1)*B of
-it, B being the batch over all ranks; every rank takes its own slice of those, and what is left at
-the end of the epoch is dropped. So a step sees the same images whatever the number of ranks.
+Each epoch has one permutation of the training set. Step s takes its entries s*B to (s+1)*B, where
+B is the batch size over all ranks, and each rank takes its slice of them. The images of a step do
+not depend on the number of ranks. Images that do not fill a batch are dropped.
 """
 
 from dataclasses import dataclass
@@ -14,40 +14,48 @@ from recipes.errors import RecipeError
 
 Indices = npt.NDArray[np.int64]
 
-# The first word of every key, so that no two uses of a seed share random numbers.
+# The first part of every key, so that no two uses of a seed get the same random numbers.
 ORDER, AUGMENT, CROP, NOISE, RANDAUGMENT, MIXUP = 1, 2, 3, 4, 5, 6
 
 
 def keyed_seed(*key: int) -> int:
-    """Return a seed of 63 bits that depends on every number in ``key``."""
+    """Return a 63-bit seed that depends on every number in ``key``."""
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 @dataclass(frozen=True)
 class TrainOrder:
-    """The order of the training set for one rank."""
+    """The order of the training images for one rank.
+
+    Attributes:
+        samples: number of training images.
+        batch_size: images per step, summed over all ranks.
+        rank: this rank.
+        world_size: number of ranks.
+        seed: of the run.
+    """
 
     samples: int
     batch_size: int
     rank: int
-    ranks: int
+    world_size: int
     seed: int
 
     def __post_init__(self) -> None:
-        if self.ranks > self.samples:
+        if self.world_size > self.samples:
             raise RecipeError(
-                f"{self.ranks} ranks are more than the {self.samples} training images: every "
+                f"{self.world_size} ranks are too many for {self.samples} training images: every "
                 "rank needs at least one per step"
             )
-        if self.batch_size % self.ranks:
+        if self.batch_size % self.world_size:
             raise RecipeError(
-                f"--batch-size {self.batch_size} cannot be divided by {self.ranks} ranks: it "
-                "counts the images of all ranks, and every rank takes as many"
+                f"--batch-size {self.batch_size} must be a multiple of {self.world_size} ranks: it "
+                "counts the images of all ranks"
             )
         if self.batch_size > self.samples:
             raise RecipeError(
-                f"--batch-size {self.batch_size} exceeds the {self.samples} training images: an "
-                "epoch would have no step"
+                f"--batch-size must be at most the {self.samples} training images, found "
+                f"{self.batch_size}"
             )
 
     @property
@@ -56,21 +64,26 @@ class TrainOrder:
         return self.samples // self.batch_size
 
     @property
-    def mine(self) -> slice:
-        """This rank's part of every batch."""
-        share = self.batch_size // self.ranks
-        return slice(self.rank * share, (self.rank + 1) * share)
+    def rank_slice(self) -> slice:
+        """This rank's slice of every batch."""
+        per_rank = self.batch_size // self.world_size
+        return slice(self.rank * per_rank, (self.rank + 1) * per_rank)
 
     def batches(self, epoch: int, first_step: int = 0) -> Indices:
-        """Return this rank's images, a row per step, from ``first_step`` to the epoch's end."""
+        """Return the indices of this rank's images, one row per step from ``first_step`` on."""
         rng = np.random.default_rng((ORDER, self.seed, epoch))
         whole = rng.permutation(self.samples)[: self.steps_per_epoch * self.batch_size]
-        rows: Indices = whole.reshape(self.steps_per_epoch, self.batch_size)[first_step:, self.mine]
+        rows: Indices = whole.reshape(self.steps_per_epoch, self.batch_size)[
+            first_step:, self.rank_slice
+        ]
         return rows
 
 
-def test_shard(samples: int, rank: int, ranks: int) -> Indices:
-    """Return the test images of one rank; the shards are disjoint and leave none out."""
-    if ranks > samples:
-        raise RecipeError(f"{ranks} ranks are more than the {samples} test images")
-    return np.arange(rank, samples, ranks)
+def test_shard(samples: int, rank: int, world_size: int) -> Indices:
+    """Return the indices of one rank's test images. Each test image is in exactly one shard."""
+    if world_size > samples:
+        raise RecipeError(
+            f"{world_size} ranks are too many for {samples} test images: every rank needs at "
+            "least one"
+        )
+    return np.arange(rank, samples, world_size)

@@ -1,21 +1,32 @@
-"""What is known about each data set before it is opened: sizes, statistics, augmentation."""
+"""Presets of the data sets: sizes, statistics and augmentation."""
 
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Facts and habits of one data set; means and deviations are in units of the stored bytes."""
+    """Constants of one data set.
+
+    Attributes:
+        channels: of an image.
+        size: height and width of an image in pixels; for photographs, after cropping.
+        mean: of each channel, where pixels are 0 to 255 (digits: 0 to 16).
+        std: standard deviation of each channel, in the same unit.
+        shift: maximum random shift in pixels, a random crop of the padded image.
+        mirror: whether to mirror images at random.
+        photographs: whether the images have different sizes and are cropped to ``size``.
+        crop_ratio: share of the shorter side that the crop of a test photograph keeps.
+        train_images: number of training images, or 0 if not known in advance.
+        test_images: likewise.
+        classes: likewise.
+    """
 
     channels: int
     size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    # Random shifts of at most this many pixels (a crop of the padded image), and mirroring.
     shift: int
     mirror: bool
-    # Photographs of all sizes, cropped to `size` while they are decoded; a test image keeps
-    # `crop_ratio` of its shorter side.
     photographs: bool
     crop_ratio: float = 224 / 256
     train_images: int = 0
@@ -26,6 +37,7 @@ class Preset:
 _PHOTOGRAPHS = Preset(
     channels=3,
     size=224,
+    # ImageNet's usual statistics (0.485, 0.456, 0.406 and 0.229, 0.224, 0.225), times 255.
     mean=(123.675, 116.28, 103.53),
     std=(58.395, 57.12, 57.375),
     shift=0,

@@ -1,4 +1,4 @@
-"""Small public data sets by their names, as arrays; all but the digits are read from a path."""
+"""Small public data sets by name. All except the digits are read from a path."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,33 +7,35 @@ from typing import Any
 import numpy as np
 
 from recipes.errors import RecipeError
-from recipes.image_data.in_memory import existing
+from recipes.image_data.in_memory import require_path
 from recipes.image_data.sources import Arrays, cifar10, digits
 from recipes.torchvision_compat import import_torchvision
 
 
 def read_public(name: str, path: Path | None) -> dict[str, Arrays]:
-    """Return a data set's "train" and "test"; nothing is ever downloaded.
+    """Return the arrays "train" and "test" of a data set. Nothing is downloaded.
 
     Args:
         name: one of :data:`PUBLIC`.
-        path: where it lies: the folder that torchvision keeps its data sets in, or for cifar10 its
-            python archive, or the folder that it unpacks to; None for digits, which is embedded.
+        path: the ``root`` folder of torchvision's data sets. For cifar10, the python archive or
+            its unpacked folder. None for digits, which come with scikit-learn.
 
     Raises:
-        RecipeError: if the data set is unknown, does not lie there, or lies nowhere.
+        RecipeError: if ``name`` is unknown or the data set is not found at ``path``.
     """
     if name not in PUBLIC:
         raise RecipeError(f"--dataset {name!r}: expected one of {', '.join(PUBLIC)}")
     if name == "digits":
         if path is not None:
             raise RecipeError(
-                f"--data {path}: --dataset digits is embedded, and nothing of it is read from "
-                "there; leave out --data, or name the data set that lies there"
+                f"--data {path} is not used by --dataset digits, which comes with scikit-learn; "
+                "leave out --data, or choose another --dataset"
             )
         return digits()
-    needs = f"{name} is read from there, and nothing is downloaded; --dataset digits needs no path"
-    return _READERS[name](existing(path, needs))
+    advice = (
+        f"--dataset {name} is read from it, nothing is downloaded; --dataset digits needs no path"
+    )
+    return _READERS[name](require_path(path, advice))
 
 
 def _from_torchvision(kind: str) -> Callable[[Path], dict[str, Arrays]]:
@@ -42,6 +44,7 @@ def _from_torchvision(kind: str) -> Callable[[Path], dict[str, Arrays]]:
         from torchvision import datasets
 
         reader = getattr(datasets, kind)
+        # SVHN is the one data set here with another argument for the split.
         options: dict[str, dict[str, Any]] = {
             name: {"split": name} if kind == "SVHN" else {"train": name == "train"}
             for name in ("train", "test")
@@ -50,14 +53,15 @@ def _from_torchvision(kind: str) -> Callable[[Path], dict[str, Arrays]]:
             return {n: _arrays(reader(str(folder), **chosen)) for n, chosen in options.items()}
         except RuntimeError as error:
             raise RecipeError(
-                f"--data {folder}: torchvision finds no {kind} there, in the files and folders "
-                f"that it keeps it in ({error})"
+                f"--data {folder}: torchvision does not find {kind} there ({error}); expected the "
+                "folder that torchvision calls root"
             ) from None
 
     return read
 
 
 def _arrays(images: Any) -> Arrays:
+    # torchvision stores (N, H, W) for grey images, (N, 3, H, W) for SVHN, else (N, H, W, 3).
     pixels = np.asarray(images.data)
     if pixels.ndim == 3:
         pixels = pixels[..., None]

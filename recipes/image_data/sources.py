@@ -1,4 +1,4 @@
-"""The data sets as they lie on disk: indexable, giving (height x width x channel bytes, label)."""
+"""The data sets as stored on disk. Indexing one returns an image (H, W, C) and its label."""
 
 import hashlib
 import io
@@ -21,14 +21,14 @@ Labels = npt.NDArray[np.int64]
 SPLITS = ("train", "test")
 _CIFAR_BYTES = 3 * 32 * 32
 _CIFAR_FILES = {"train": [f"data_batch_{i}" for i in range(1, 6)], "test": ["test_batch"]}
-# On disk, ImageNet's folders and FFCV's files call the test images "val".
+# ImageNet's folders and FFCV's files are called "val", not "test".
 FILE_WORDS = {"train": "train", "test": "val"}
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """A small data set, decoded and in memory: images (N, H, W, C) and labels (N)."""
+    """A small data set in memory: decoded images (N, H, W, C) and labels (N)."""
 
     images: Bytes
     labels: Labels
@@ -45,7 +45,7 @@ class Arrays:
         return int(self.labels.max()) + 1
 
     def fingerprint(self) -> str:
-        """Return a digest of every image and label."""
+        """Return a hash of all images and labels."""
         digest = hashlib.sha256(str(self.images.shape).encode())
         digest.update(np.ascontiguousarray(self.images))
         digest.update(np.ascontiguousarray(self.labels))
@@ -54,7 +54,7 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Photographs:
-    """An image folder: one sub-folder a class, its images decoded when they are asked for."""
+    """An image folder with one sub-folder per class. Images are decoded when they are read."""
 
     paths: tuple[Path, ...]
     labels: tuple[int, ...]
@@ -64,31 +64,36 @@ class Photographs:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[Bytes, int]:
-        return np.asarray(decoded(self.paths[index])), self.labels[index]
+        return np.asarray(decode_image(self.paths[index])), self.labels[index]
 
 
-def decoded(path: Path) -> Image.Image:
-    """Decode a whole image file as RGB."""
+def decode_image(path: Path) -> Image.Image:
+    """Decode an image file as RGB.
+
+    Raises:
+        RecipeError: if the file is damaged or is not an image.
+    """
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:
         raise RecipeError(
-            f"cannot decode the image {path} ({error}); replace it, or delete it to leave it out"
+            f"cannot decode the image {path} ({error}); replace or delete it"
         ) from None
 
 
 def digits() -> dict[str, Arrays]:
-    """Return scikit-learn's handwritten digits; of each class, every fifth image is for testing."""
+    """Return scikit-learn's handwritten digits. Every fifth image of a class is a test image."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     images = bunch.images.astype(np.uint8)[..., None]
     labels = bunch.target.astype(np.int64)
-    place_in_class = np.empty(len(labels), dtype=np.int64)
+    # Per class, so that both splits have the same proportions.
+    index_in_class = np.empty(len(labels), dtype=np.int64)
     for label in np.unique(labels):
-        place_in_class[labels == label] = np.arange((labels == label).sum())
-    test = place_in_class % 5 == 4
+        index_in_class[labels == label] = np.arange((labels == label).sum())
+    test = index_in_class % 5 == 4
     return {
         split: Arrays(images[chosen], labels[chosen])
         for split, chosen in (("train", ~test), ("test", test))
@@ -96,15 +101,21 @@ def digits() -> dict[str, Arrays]:
 
 
 def cifar10(path: Path) -> dict[str, Arrays]:
-    """Read CIFAR-10's python archive: the ``.tar.gz``, its folder, or the folder above."""
+    """Read CIFAR-10's python archive: the ``.tar.gz``, its unpacked folder, or the parent of it.
+
+    Raises:
+        RecipeError: if a file is missing or damaged.
+    """
     batches = dict(_cifar_batches(path))
     missing = [n for names in _CIFAR_FILES.values() for n in names if n not in batches]
     if missing:
         raise RecipeError(
-            f"{path} lacks {', '.join(missing)}: expected CIFAR-10's python archive, the .tar.gz "
+            f"{path} has no {', '.join(missing)}; expected CIFAR-10's python archive, the .tar.gz "
             "or its folder cifar-10-batches-py"
         )
-    return {split: _joined([batches[n] for n in names]) for split, names in _CIFAR_FILES.items()}
+    return {
+        split: _concatenate([batches[n] for n in names]) for split, names in _CIFAR_FILES.items()
+    }
 
 
 def _cifar_batches(path: Path) -> Iterator[tuple[str, dict[bytes, Any]]]:
@@ -114,16 +125,16 @@ def _cifar_batches(path: Path) -> Iterator[tuple[str, dict[bytes, Any]]]:
             for member in archive:
                 stream = archive.extractfile(member)
                 if Path(member.name).name in wanted and stream is not None:
-                    yield Path(member.name).name, _unpickled(stream.read(), member.name)
+                    yield Path(member.name).name, _unpickle(stream.read(), member.name)
         return
     folder = path / "cifar-10-batches-py"
     for file in (folder if folder.is_dir() else path).glob("*_batch*"):
         if file.name in wanted:
-            yield file.name, _unpickled(file.read_bytes(), str(file))
+            yield file.name, _unpickle(file.read_bytes(), str(file))
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Reads the archive's pickles without running what a doctored one might ask for."""
+    """Unpickles NumPy arrays only, so that a manipulated archive cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.split(".")[0] == "numpy" or (module, name) == ("_codecs", "encode"):
@@ -131,15 +142,15 @@ class _ArraysOnly(pickle.Unpickler):
         raise pickle.UnpicklingError(f"unexpected {module}.{name}")
 
 
-def _unpickled(content: bytes, name: str) -> dict[bytes, Any]:
+def _unpickle(content: bytes, name: str) -> dict[bytes, Any]:
     try:
         batch: dict[bytes, Any] = _ArraysOnly(io.BytesIO(content), encoding="bytes").load()
     except (pickle.UnpicklingError, EOFError, ValueError) as error:
         raise RecipeError(
-            f"{name} is damaged ({error}); fetch the CIFAR-10 archive again"
+            f"{name} is damaged ({error}); download the CIFAR-10 archive again"
         ) from None
     if missing := [key.decode() for key in (b"data", b"labels") if key not in batch]:
-        raise RecipeError(f"{name} lacks its {' and '.join(missing)}")
+        raise RecipeError(f"{name} has no {' and '.join(missing)}; expected a batch of CIFAR-10")
     _check_batch(np.asarray(batch[b"data"]), np.asarray(batch[b"labels"]), name)
     return batch
 
@@ -147,44 +158,49 @@ def _unpickled(content: bytes, name: str) -> dict[bytes, Any]:
 def _check_batch(pixels: npt.NDArray[Any], labels: npt.NDArray[Any], name: str) -> None:
     if pixels.dtype != np.uint8 or pixels.shape[1:] != (_CIFAR_BYTES,):
         raise RecipeError(
-            f"{name}: expected {_CIFAR_BYTES} bytes an image as its data, and found "
-            f"{pixels.shape} of {pixels.dtype}"
+            f"{name}: expected data of shape (N, {_CIFAR_BYTES}) and type uint8, found "
+            f"{pixels.shape} and {pixels.dtype}"
         )
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
         raise RecipeError(
-            f"{name}: expected a list of whole numbers as its labels, and found {labels.shape} of "
+            f"{name}: expected labels of shape (N,) and an integer type, found {labels.shape} and "
             f"{labels.dtype}"
         )
 
 
-def _joined(batches: list[dict[bytes, Any]]) -> Arrays:
+def _concatenate(batches: list[dict[bytes, Any]]) -> Arrays:
+    # The archive stores the red plane of an image, then green, then blue.
     planes = np.concatenate([batch[b"data"] for batch in batches]).reshape(-1, 3, 32, 32)
     labels = np.concatenate([np.asarray(batch[b"labels"]) for batch in batches])
     return Arrays(np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), labels.astype(np.int64))
 
 
 def photographs(path: Path) -> dict[str, Photographs]:
-    """Read an image folder of ImageNet's layout: ``train/CLASS/*.jpg`` and ``val/CLASS/*.jpg``."""
+    """Read an image folder with ImageNet's layout, ``train/CLASS/*.jpg`` and ``val/CLASS/*.jpg``.
+
+    Raises:
+        RecipeError: if a folder is missing or empty, or if the splits have different classes.
+    """
     classes = {split: _class_names(path / FILE_WORDS[split]) for split in SPLITS}
     differing = sorted(set(classes["train"]) ^ set(classes["test"]))
     if differing:
         raise RecipeError(
-            f"{path}: train/ and val/ must hold the same class folders; only one of them has "
+            f"{path}: train/ and val/ must have the same class folders, but only one of them has "
             f"{', '.join(differing[:5])}{', ...' if len(differing) > 5 else ''}"
         )
-    return {split: _listed(path / FILE_WORDS[split], classes["train"]) for split in SPLITS}
+    return {split: _list_images(path / FILE_WORDS[split], classes["train"]) for split in SPLITS}
 
 
 def _class_names(folder: Path) -> list[str]:
     names = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
     if not names:
         raise RecipeError(
-            f"{folder} has no class folders: expected one sub-folder a class, each with its images"
+            f"{folder} has no class folders; expected one sub-folder per class, with its images"
         )
     return names
 
 
-def _listed(folder: Path, names: list[str]) -> Photographs:
+def _list_images(folder: Path, names: list[str]) -> Photographs:
     found = [
         (file, label)
         for label, name in enumerate(names)
@@ -193,6 +209,6 @@ def _listed(folder: Path, names: list[str]) -> Photographs:
     ]
     if not found:
         raise RecipeError(
-            f"{folder} is empty: its class folders hold no {', '.join(sorted(_SUFFIXES))}"
+            f"{folder} has no images; expected {', '.join(sorted(_SUFFIXES))} in its class folders"
         )
     return Photographs(tuple(f for f, _ in found), tuple(n for _, n in found), len(names))

@@ -1,4 +1,4 @@
-"""Batches read from the original files by PIL, torchvision's transforms and torch's loader."""
+"""Read batches from the original files with PIL, torchvision and torch's DataLoader."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,12 +12,23 @@ from torch.utils.data import DataLoader, Dataset
 from recipes.errors import RecipeError
 from recipes.image_data.order import CROP, Indices, keyed_seed
 from recipes.image_data.presets import Preset
-from recipes.image_data.sources import Arrays, Photographs, decoded
+from recipes.image_data.sources import Arrays, Photographs, decode_image
 from recipes.torchvision_compat import import_torchvision
 
 
 class TorchvisionReader:
-    """Reads any batches of one split, given the images of each; the same seed, the same bytes."""
+    """Reads batches of one split. The caller chooses the images of each batch.
+
+    Args:
+        source: the images and labels.
+        preset: of the data set.
+        train: whether to read training images, which are cropped at random.
+        workers: number of loader processes, for photographs.
+        seed: of the random crops.
+
+    Attributes:
+        reproducible: True, because the crops depend on the seed only.
+    """
 
     reproducible = True
 
@@ -26,17 +37,26 @@ class TorchvisionReader:
     ) -> None:
         self.samples, self.classes = len(source), source.classes
         self.source, self.preset, self.train, self.seed = source, preset, train, seed
-        # Images in memory are copied faster than they could be sent from another process.
+        # Copying images in memory is faster than receiving them from another process.
         self.workers = workers if preset.photographs else 0
 
     def batches(self, rows: list[Indices], epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield images (N, H, W, C) as bytes and labels (N)."""
+        """Yield uint8 images (N, H, W, C) and labels (N).
+
+        Args:
+            rows: the indices of the images, one array per batch.
+            epoch: the random crops depend on it.
+
+        Raises:
+            RecipeError: if an image cannot be decoded.
+        """
         loader = DataLoader(
             self._dataset(epoch),
             batch_sampler=[row.tolist() for row in rows],
             num_workers=self.workers,
-            collate_fn=_collated,
-            # The loader draws a number at every start: not from the generator that we checkpoint.
+            collate_fn=_collate,
+            # The loader draws a seed in every iter(). By default it would use the global generator,
+            # whose state is in the checkpoint.
             generator=torch.Generator(),
         )
         for batch in loader:
@@ -53,7 +73,14 @@ class TorchvisionReader:
 
 @dataclass(frozen=True)
 class _Crops(Dataset[Any]):
-    """Photographs cut to one size: a random crop keyed by (seed, epoch, image), or the centre."""
+    """Photographs cropped to one size.
+
+    Attributes:
+        source: the photographs.
+        size: height and width of a crop in pixels.
+        ratio: share of the shorter side that a centre crop keeps.
+        key: seed and epoch of random crops; None for centre crops.
+    """
 
     source: Photographs
     size: int
@@ -62,9 +89,9 @@ class _Crops(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Any, int] | str:
         try:
-            image = decoded(self.source.paths[index])
+            image = decode_image(self.source.paths[index])
         except RecipeError as error:
-            # As text, since an exception leaves a worker process wrapped in its traceback.
+            # Not raised here: DataLoader would put the worker's traceback into the message.
             return str(error)
         crop = self._centre(image) if self.key is None else self._random(image, self.key, index)
         return np.array(crop), self.source.labels[index]
@@ -80,12 +107,14 @@ class _Crops(Dataset[Any]):
         import_torchvision()
         from torchvision.transforms import RandomResizedCrop
 
+        # torchvision's transforms draw from the global generator, so seed it for each image. The
+        # crop then depends neither on the worker process nor on the images before it.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(keyed_seed(CROP, *key, index))
             return RandomResizedCrop(self.size)(image)
 
 
-def _collated(samples: list[Any]) -> tuple[Tensor, Tensor] | str:
+def _collate(samples: list[Any]) -> tuple[Tensor, Tensor] | str:
     unreadable = [sample for sample in samples if isinstance(sample, str)]
     if unreadable:
         return str(unreadable[0])

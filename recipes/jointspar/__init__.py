@@ -1,1 +1,1 @@
-"""JointSpar and JointSpar-LARS: bandit, traffic, backward time, accuracy, wall clock."""
+"""Experiments on JointSpar and JointSpar-LARS: bandit, traffic, backward time, accuracy."""

@@ -1,16 +1,18 @@
-"""What dropped layers save of the backward pass: kernels and processor time.
+"""The savings of dropped layers in the backward pass: kernels and processor time.
 
-    python -m recipes.jointspar.backward      # a few minutes on one core
+    python -m recipes.jointspar.backward
 
-One rank, one thread. In every round plain DDP and JointSpar at each budget take one step in turn,
-so that a busy machine is busy for all; times are of the thread that runs the backward pass, without
-what it waits for. "front dropped" and "back dropped" are the halves of the network by layers.
-Writes ``backward.csv`` and ``backward.png``.
+Takes a few minutes on one core. One rank with one thread runs plain DDP and JointSpar at each
+budget. Every round takes one step of each way in turn, so that other load on the machine affects
+all ways equally. Times are processor time of the thread of the backward pass, which excludes
+waiting. "front dropped" and "back dropped" drop one half of the network's layers. Writes
+``backward.csv`` and ``backward.png``.
 """
 
 import argparse
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,22 +24,32 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from recipes.errors import told_in_one_line
+from recipes.errors import exit_on_user_error
+from recipes.experiments import ResultTable
 from recipes.jointspar.networks import deep_mlp
+from recipes.jointspar.parts import part_parser
 from recipes.models import build_model
-from recipes.result_files import make_folder, pyplot, save_figure, write_csv
+from recipes.result_files import make_folder, pyplot, read_csv, save_figure
 from torchcomp.checks import check_count
 from torchcomp.jointspar import JointSpar, default_layers
 
 BUDGETS = (0.25, 0.5, 0.75)
-# By then each half of a network has been drawn alone, in a round with a clock and in one without.
+# With this many rounds each half of a network has been dropped in a timed and in a counted step.
 LEAST_ROUNDS = 15
+ROUNDS = 42
+# The fastest network to measure.
+QUICK_NETWORKS = ("MLP, 20 layers",)
+COLUMNS = (
+    *("network", "way", "steps", "layers_kept", "bytes_kept", "backward_ms"),
+    *("share_of_plain", "kernels"),
+)
 _KERNELS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::convolution_backward")
+_PLAIN = "plain DDP"
 _HALVES = {("back",): "front dropped", ("front",): "back dropped"}
 
 
 @dataclass(frozen=True)
-class Problem:
+class NetworkCase:
     """A network and a batch for it."""
 
     name: str
@@ -47,13 +59,13 @@ class Problem:
 
 @dataclass
 class Row:
-    """What is measured of one way to drop layers.
+    """The measurements of one way to drop layers.
 
     Attributes:
-        network: its name.
+        network: name of the network.
         way: which layers are dropped.
-        timed: of a step, the shares of layers and of bytes kept, and its milliseconds.
-        kernels: of each other step, the large kernels that it ran.
+        timed: for each timed step, the shares of layers and bytes kept, and its milliseconds.
+        kernels: for each counted step, the number of large kernels.
     """
 
     network: str
@@ -63,7 +75,7 @@ class Row:
 
     @property
     def means(self) -> tuple[float, float, float]:
-        """Mean shares of layers and of bytes kept, and mean milliseconds."""
+        """Mean shares of layers and bytes kept, and mean milliseconds."""
         layers, nbytes, milliseconds = (
             statistics.mean(values) for values in zip(*self.timed, strict=True)
         )
@@ -75,8 +87,8 @@ class Row:
         return statistics.mean(self.kernels)
 
 
-def problems() -> list[Problem]:
-    """ResNet-18 as for CIFAR, a ViT of twelve blocks, and an MLP of twenty layers."""
+def cases() -> list[NetworkCase]:
+    """Return ResNet-18 for CIFAR, a ViT of twelve blocks, and an MLP of twenty layers."""
 
     def resnet() -> nn.Module:
         return build_model("torchvision/resnet18", channels=3, classes=10, small_stem=True)
@@ -86,9 +98,9 @@ def problems() -> list[Problem]:
 
     generator = torch.Generator().manual_seed(0)
     return [
-        Problem("ResNet-18", resnet, torch.randn(8, 3, 32, 32, generator=generator)),
-        Problem("ViT-tiny", vit, torch.randn(2, 3, 224, 224, generator=generator)),
-        Problem(
+        NetworkCase("ResNet-18", resnet, torch.randn(8, 3, 32, 32, generator=generator)),
+        NetworkCase("ViT-tiny", vit, torch.randn(2, 3, 224, 224, generator=generator)),
+        NetworkCase(
             "MLP, 20 layers",
             lambda: deep_mlp(512, 512, 20, 10),
             torch.randn(128, 512, generator=generator),
@@ -96,19 +108,19 @@ def problems() -> list[Problem]:
     ]
 
 
-def measure(problem: Problem, rounds: int) -> list[Row]:
+def measure(case: NetworkCase, rounds: int) -> list[Row]:
     """Measure plain DDP, random sets at each budget, and halves of the network."""
     rows: dict[str, Row] = {}
-    ways = list(_ways(problem))
-    for place in range(rounds):
+    ways = list(_ways(case))
+    for index in range(rounds):
         for name, model, jointspar in ways:
             kept = jointspar.kept if jointspar is not None else ()
             way = _HALVES.get(kept, "") if name == "halves" else name
-            milliseconds, kernels = _step(model, problem.batch, counted=place % 5 == 4)
-            # Warm-up: memory is touched first, and JointSpar keeps everything.
-            if place < 2 or not way:
+            milliseconds, kernels = _step(model, case.batch, counted=index % 5 == 4)
+            # Skip warm-up: memory is touched for the first time, and JointSpar keeps all layers.
+            if index < 2 or not way:
                 continue
-            row = rows.setdefault(way, Row(problem.name, way))
+            row = rows.setdefault(way, Row(case.name, way))
             if kernels is None:
                 row.timed.append((*_shares(jointspar, kept, model), milliseconds))
             else:
@@ -119,22 +131,22 @@ def measure(problem: Problem, rounds: int) -> list[Row]:
 def _shares(
     jointspar: JointSpar | None, kept: tuple[str, ...], model: nn.Module
 ) -> tuple[float, float]:
-    """Shares of the layers and of the bytes that a step keeps."""
+    """Return the shares of the layers and of the bytes that a step keeps."""
     if jointspar is None:
         return 1.0, 1.0
-    # DDP puts "module." before the names.
+    # DDP adds "module." to the names.
     sizes = {name.partition(".")[2]: p.nbytes for name, p in model.named_parameters()}
     nbytes = sum(sizes[name] for layer in kept for name in jointspar.layers[layer])
     return len(kept) / len(jointspar.layers), nbytes / sum(sizes.values())
 
 
-def _ways(problem: Problem) -> Iterator[tuple[str, DistributedDataParallel, JointSpar | None]]:
-    yield "plain DDP", DistributedDataParallel(problem.build()), None
+def _ways(case: NetworkCase) -> Iterator[tuple[str, DistributedDataParallel, JointSpar | None]]:
+    yield _PLAIN, DistributedDataParallel(case.build()), None
     for budget in (1.0, *BUDGETS):
-        model = DistributedDataParallel(problem.build())
+        model = DistributedDataParallel(case.build())
         jointspar = JointSpar(model, budget=budget, rule=None, seed=1)
         yield f"budget {budget:.0%}", model, jointspar
-    model = DistributedDataParallel(problem.build())
+    model = DistributedDataParallel(case.build())
     layers = list(default_layers(model.module.named_parameters()).values())
     middle = len(layers) // 2
     halves = {
@@ -145,9 +157,10 @@ def _ways(problem: Problem) -> Iterator[tuple[str, DistributedDataParallel, Join
 
 
 def _step(model: DistributedDataParallel, batch: Tensor, counted: bool) -> tuple[float, int | None]:
-    """Milliseconds of the backward pass, or how many of the large kernels it ran."""
+    """Return the milliseconds of the backward pass, or its number of large kernels."""
     model.zero_grad()
     loss = model(batch).square().mean()
+    # The profiler is slow, so a step is either timed or counted.
     if counted:
         with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
             loss.backward()
@@ -158,8 +171,8 @@ def _step(model: DistributedDataParallel, batch: Tensor, counted: bool) -> tuple
 
 
 def cells_of(rows: list[Row]) -> list[list[object]]:
-    """The table: means over the steps, and the share of plain DDP's time."""
-    dense = {row.network: row.means[2] for row in rows if _is_dense(row)}
+    """Return the rows of the table: means over the steps, and the share of plain DDP's time."""
+    dense = {row.network: row.means[2] for row in rows if row.way == _PLAIN}
     cells: list[list[object]] = []
     for row in rows:
         layers, nbytes, milliseconds = row.means
@@ -169,52 +182,90 @@ def cells_of(rows: list[Row]) -> list[list[object]]:
     return cells
 
 
-def _is_dense(row: Row) -> bool:
-    return row.way == "plain DDP"
-
-
-def draw(rows: list[Row], path: Path) -> None:
-    """Every measured step: its time against what it kept."""
-    networks = list(dict.fromkeys(row.network for row in rows))
-    figure, axes = pyplot().subplots(1, len(networks), figsize=(15, 4.6), layout="constrained")
-    for each, network in zip(axes, networks, strict=True):
-        held = [row for row in rows if row.network == network]
-        dense = next(row for row in held if _is_dense(row)).means[2]
-        for row in held:
-            kept = [100 * share for share, _, _ in row.timed]
-            times = [100 * time / dense for _, _, time in row.timed]
-            each.plot(kept, times, ".", alpha=0.5, label=row.way)
+def draw(table: Path, path: Path) -> None:
+    """Draw the mean time of each way against the layers that it keeps."""
+    rows = read_csv(table)
+    networks = list(dict.fromkeys(row["network"] for row in rows))
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    figure, axes = pyplot().subplots(
+        1, len(networks), figsize=(5 * len(networks), 5), layout="constrained", squeeze=False
+    )
+    for each, network in zip(axes[0], networks, strict=True):
+        of_network = [row for row in rows if row["network"] == network]
+        for row in of_network:
+            style = {"color": f"C{ways.index(row['way'])}", "label": row["way"]}
+            # Hollow, because "budget 100%" would hide plain DDP behind it.
+            hollow = {"markerfacecolor": "none", "markersize": 11} if _is_plain(row) else {}
+            kept, time = (100 * float(row[name]) for name in ("layers_kept", "share_of_plain"))
+            each.plot(kept, time, "o", **style, **hollow)
         each.plot([0, 100], [0, 100], ":", color="black", label="in proportion")
-        each.set_ylim(0, 150)
-        each.set_title(f"{network}: plain DDP {dense:.0f} ms")
-        each.set_xlabel("layers kept, %")
+        plain = next(row for row in of_network if _is_plain(row))
+        each.set_ylim(0, 115)
+        each.set_title(f"{network}: plain DDP {float(plain['backward_ms']):.0f} ms", fontsize=10)
+        each.set_xlabel("layers kept, % (mean)")
         each.grid(True, alpha=0.3)
-    axes[0].set_ylabel("processor time of the backward pass, % of plain DDP's")
-    axes[-1].legend(fontsize=7)
+    axes[0][0].set_ylabel("backward pass, % of plain DDP's processor time")
+    figure.suptitle(_title(rows), fontsize=11)
+    handles = axes[0][0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=4, fontsize=8)
     save_figure(figure, path)
 
 
-@told_in_one_line()
+def _title(rows: list[dict[str, str]]) -> str:
+    shares = [
+        f"{float(row['share_of_plain']):.0%} ({row['network']})"
+        for row in rows
+        if row["way"] == "budget 50%"
+    ]
+    return (
+        f"JointSpar with a budget of 50%: the backward pass takes {', '.join(shares)} of plain "
+        "DDP's time"
+    )
+
+
+def _is_plain(row: dict[str, str]) -> bool:
+    return row["way"] == _PLAIN
+
+
+@exit_on_user_error()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    folder = Path(__file__).resolve().parent / "results"
-    parser.add_argument("--out", type=Path, default=folder, help="folder of the files [results]")
-    parser.add_argument("--rounds", type=int, default=42, help="steps of each way [42]")
-    arguments = parser.parse_args()
-    check_count("--rounds", arguments.rounds, LEAST_ROUNDS)
+    """Measure the missing networks, print the table, and draw the picture."""
+    arguments = parse(sys.argv[1:])
+    table = open_table(arguments)
     make_folder(arguments.out)
+    finished = {row["network"] for row in table.rows}
+    wanted = [case for case in cases() if case.name not in finished]
+    if arguments.quick:
+        wanted = [case for case in wanted if case.name in QUICK_NETWORKS]
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rows = [row for problem in problems() for row in measure(problem, arguments.rounds)]
+    for case in wanted:
+        table.add(*cells_of(measure(case, arguments.rounds)))
     dist.destroy_process_group()
-    header = ["network", "way", "steps", "layers_kept", "bytes_kept", "backward_ms"]
-    header += ["share_of_plain", "kernels"]
-    cells = cells_of(rows)
-    for line in [header, *cells]:
+    for line in [COLUMNS, *(row.values() for row in table.rows)]:
         print("  ".join(f"{cell!s:>15}" for cell in line))
-    write_csv(arguments.out / "backward.csv", header, cells)
-    draw(rows, arguments.out / "backward.png")
+    draw(table.path, arguments.out / "backward.png")
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = part_parser(__doc__)
+    parser.add_argument(
+        "--rounds", type=int, help=f"steps of each way [{ROUNDS}; with --quick: {LEAST_ROUNDS}]"
+    )
+    parsed = parser.parse_args(words)
+    if parsed.rounds is None:
+        parsed.rounds = LEAST_ROUNDS if parsed.quick else ROUNDS
+    check_count("--rounds", parsed.rounds, LEAST_ROUNDS)
+    parsed.out = parser.output_folder(parsed)
+    return parsed
+
+
+def open_table(arguments: argparse.Namespace) -> ResultTable:
+    """Open the table, with the finished networks if the experiment is resumed."""
+    task = f"{arguments.rounds} rounds"
+    return ResultTable(arguments.out / "backward.csv", COLUMNS, task, resume=arguments.resume)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Accuracy and bytes of JointSpar-LARS beside LARS, uniform dropping, and TopK at equal bytes.
+"""Accuracy and bytes of JointSpar-LARS, LARS, uniform dropping, and TopK at equal bytes.
 
-    python -m recipes.jointspar.large_batch               # twenty minutes on two cores
-    python -m recipes.jointspar.large_batch --quick       # a minute, to see that it works
-    python -m recipes.jointspar.large_batch --resume      # go on after an interruption
+    python -m recipes.jointspar.large_batch
+    python -m recipes.jointspar.large_batch --quick
+    python -m recipes.jointspar.large_batch --resume
     python -m recipes.jointspar.large_batch --dataset cifar10 --data FOLDER --network conv
 
-Two ranks over gloo. Every method trains with every rate and every seed; the rate is chosen by the
-accuracy on held-out images, and the table is of the test images. A run is in ``large_batch.csv`` as
-soon as it is over; then come ``accuracy.png`` and, of one run, ``metrics.jsonl`` and its heat map
-``probabilities.png``.
+Takes twenty minutes on two cores. Two ranks train over gloo, every method with every learning rate
+and every seed. The accuracy on held-out images selects the learning rate, and the test images
+measure the result. Each finished run is saved to ``large_batch.csv``. ``accuracy.png`` shows the
+summary. The metrics of one run are in ``metrics.jsonl``, and ``probabilities.png`` shows them.
 """
 
 import argparse
@@ -20,17 +20,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from recipes.errors import told_in_one_line
+from recipes.errors import exit_on_user_error
+from recipes.experiments import ResultTable
 from recipes.image_data.order import TrainOrder
 from recipes.jointspar.drawing import draw_accuracy, draw_probabilities
-from recipes.jointspar.image_sets import FACTS, Batches, Images, open_images
-from recipes.jointspar.layer_training import Course, Method, Outcome, train
+from recipes.jointspar.image_sets import SIZES, Batches, ImageSet, open_images
+from recipes.jointspar.layer_training import Hyperparameters, Method, Outcome, train
 from recipes.jointspar.networks import small_network
+from recipes.jointspar.parts import part_parser
 from recipes.jointspar.run_table import (
-    Run,
-    append_csv,
-    read_runs,
-    start_csv,
+    COLUMNS,
+    TABLE,
+    PlannedRun,
+    TrainingRun,
     summaries,
     summary_table,
 )
@@ -40,36 +42,25 @@ from recipes.result_files import make_folder
 RANKS = 2
 BUDGETS = (0.3, 0.45, 0.6, 0.75, 0.9)
 LOGGED = Method("jointspar", 0.6)
-TABLE = "large_batch.csv"
-_HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
-class Size:
-    """How much is run."""
+class ExperimentSize:
+    """The number and the length of the runs."""
 
-    seeds: int = 5
-    epochs: int = 60
-    batch: int = 400
-    rates: tuple[float, ...] = (0.3, 0.6)
-    budgets: tuple[float, ...] = BUDGETS
-
-
-WHOLE = Size()
-QUICK = Size(seeds=2, epochs=6, rates=(0.3,), budgets=(0.6,))
+    seeds: int
+    epochs: int
+    batch: int
+    lrs: tuple[float, ...]
+    budgets: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One run that is asked for."""
-
-    method: Method
-    rate: float
-    seed: int
+WHOLE = ExperimentSize(seeds=5, epochs=60, batch=400, lrs=(0.3, 0.6), budgets=BUDGETS)
+QUICK = ExperimentSize(seeds=1, epochs=6, batch=400, lrs=(0.3,), budgets=(0.6,))
 
 
 def methods(budgets: tuple[float, ...]) -> list[Method]:
-    """Everything that is compared."""
+    """Return all methods that are compared."""
     found = [Method("dense")]
     for budget in budgets:
         for kind in ("jointspar", "uniform"):
@@ -78,19 +69,19 @@ def methods(budgets: tuple[float, ...]) -> list[Method]:
     return [*found, Method("topk", 0.05), Method("jointspar+topk", 0.6)]
 
 
-@told_in_one_line()
+@exit_on_user_error()
 def main() -> None:
+    """Train the missing runs, print the summary, and draw the pictures."""
     arguments = parse(sys.argv[1:])
-    size = QUICK if arguments.quick else WHOLE
-    task = task_of(arguments.dataset, arguments.network, size)
-    path = arguments.out / TABLE
-    # Here first, so that a path that cannot be used is told before any process starts.
+    # Check all input before any process starts.
+    table = open_table(arguments)
     open_images(arguments.dataset, arguments.data)
     make_folder(arguments.out)
-    if not (arguments.resume and path.exists()):
-        start_csv(path, task)
-    run_on_ranks(RANKS, train_all, arguments, size, missing(size, read_runs(path, task)))
-    rows = summaries(read_runs(path, task))
+    table.save()
+    planned = missing(arguments.size, [TrainingRun.of(row) for row in table.rows])
+    if planned:
+        table.rows = run_on_ranks(RANKS, train_all, arguments, planned, table)[0]
+    rows = summaries([TrainingRun.of(row) for row in table.rows])
     print(summary_table(rows))
     draw_accuracy(rows, arguments.out / "accuracy.png")
     draw_probabilities(arguments.out / "metrics.jsonl", arguments.out / "probabilities.png")
@@ -98,74 +89,84 @@ def main() -> None:
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--quick", action="store_true", help="one budget, two seeds, six epochs")
-    parser.add_argument("--resume", action="store_true", help="leave out what is in the table")
-    parser.add_argument("--dataset", choices=sorted(set(FACTS) - {"imagenet"}), default="digits")
+    parser = part_parser(__doc__)
+    parser.add_argument("--dataset", choices=sorted(set(SIZES) - {"imagenet"}), default="digits")
     parser.add_argument("--data", type=Path, help="folder of the data set; digits needs none")
     parser.add_argument("--network", choices=("mlp", "conv"), default="mlp")
-    parser.add_argument("--out", type=Path, help="folder of the files [results; quick: runs]")
     parsed = parser.parse_args(words)
-    if parsed.out is None:
-        # The repository's results are of the digits; nothing else may overwrite them by default.
-        whole = parsed.dataset == "digits" and parsed.network == "mlp" and not parsed.quick
-        parsed.out = _HERE / "results" if whole else Path("runs/jointspar")
+    published = parsed.dataset == "digits" and parsed.network == "mlp"
+    parsed.out = parser.output_folder(parsed, published=published)
+    parsed.size = QUICK if parsed.quick else WHOLE
     return parsed
 
 
-def task_of(dataset: str, network: str, size: Size) -> str:
-    """Return what trains on what for how long: only runs of one task can be compared."""
+def open_table(arguments: argparse.Namespace) -> ResultTable:
+    """Open the table, with the finished runs if the experiment is resumed."""
+    task = task_of(arguments.dataset, arguments.network, arguments.size)
+    return ResultTable(arguments.out / TABLE, COLUMNS, task, resume=arguments.resume)
+
+
+def task_of(dataset: str, network: str, size: ExperimentSize) -> str:
+    """Return the settings that all rows share. Runs with other settings cannot be compared."""
     return f"{dataset}, {network}, {size.epochs} epochs of batches of {size.batch}, {RANKS} ranks"
 
 
-def missing(size: Size, runs: list[Run]) -> list[Plan]:
-    """Return what a table of these runs lacks."""
-    done = {Plan(run.method, run.rate, run.seed) for run in runs}
-    return [plan for plan in everything(size) if plan not in done]
+def missing(size: ExperimentSize, runs: list[TrainingRun]) -> list[PlannedRun]:
+    """Return the planned runs that are not finished."""
+    finished = {run.planned for run in runs}
+    return [planned for planned in everything(size) if planned not in finished]
 
 
-def everything(size: Size) -> Iterator[Plan]:
-    """All runs; the seeds come last, so that a run that is ended early has whole rounds."""
+def everything(size: ExperimentSize) -> Iterator[PlannedRun]:
+    """Yield all runs. The seed changes last, so an interrupted table has whole rounds."""
     for seed in range(size.seeds):
         for method in methods(size.budgets):
-            for rate in size.rates:
-                yield Plan(method, rate, seed)
+            for lr in size.lrs:
+                yield PlannedRun(method, lr, seed)
 
 
-def train_all(arguments: argparse.Namespace, size: Size, plans: list[Plan]) -> None:
-    """Train every plan together with the other rank; the first writes the table."""
+def train_all(
+    arguments: argparse.Namespace, runs: list[PlannedRun], table: ResultTable
+) -> list[dict[str, str]]:
+    """Train every run together with the other rank, and return the rows. Rank 0 saves them."""
     images = open_images(arguments.dataset, arguments.data)
-    for plan in plans:
-        data = batches_of(images, size, plan.seed)
-        # One log is enough: of the 60 % budget, at the first rate and seed.
-        logged = plan == Plan(LOGGED, size.rates[0], 0)
+    for planned in runs:
+        data = batches_of(images, arguments.size, planned.seed)
+        # One log is enough: budget 60 %, the first learning rate, the first seed.
+        logged = planned == PlannedRun(LOGGED, arguments.size.lrs[0], 0)
         log = arguments.out / "metrics.jsonl" if logged else None
-        torch.manual_seed(plan.seed)
-        module = small_network(arguments.network, FACTS[arguments.dataset])
-        course = course_of(size, data.steps_per_epoch, plan.rate)
-        outcome = train(module, data, plan.method, course, plan.seed, log)
+        # The same seed on both ranks gives the same weights.
+        torch.manual_seed(planned.seed)
+        module = small_network(arguments.network, SIZES[arguments.dataset])
+        hyperparameters = hyperparameters_of(arguments.size, data.steps_per_epoch, planned.lr)
+        outcome = train(module, data, planned.method, hyperparameters, planned.seed, log)
         if dist.get_rank() == 0:
-            append_csv(arguments.out / TABLE, Run(**vars(plan), outcome=outcome))
-            print(_told(plan, outcome), flush=True)
+            table.add(TrainingRun(planned, outcome).cells())
+            print(_described(planned, outcome), flush=True)
+    return table.rows
 
 
-def _told(plan: Plan, outcome: Outcome) -> str:
-    named = f"{plan.method.family} {plan.method.budget:.0%}, lr {plan.rate:g}, seed {plan.seed}"
+def _described(planned: PlannedRun, outcome: Outcome) -> str:
+    method = planned.method
+    named = f"{method.family} {method.budget:.0%}, lr {planned.lr:g}, seed {planned.seed}"
     share = f"{outcome.bytes_share:.0%} of the bytes, {outcome.seconds:.1f} s"
     return f"{named}: {outcome.test:.2f} %, {share}"
 
 
-def batches_of(images: Images, size: Size, seed: int) -> Batches:
-    """This rank's batches."""
+def batches_of(images: ImageSet, size: ExperimentSize, seed: int) -> Batches:
+    """Return this rank's batches."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     return Batches(images, TrainOrder(len(images.train.labels), size.batch, rank, ranks, seed))
 
 
-def course_of(size: Size, steps_per_epoch: int, rate: float, steps: int | None = None) -> Course:
-    """The paper's shape of a run, shortened: warm-up for 1/18, drops at 3/9, 5/9 and 7/9."""
+def hyperparameters_of(
+    size: ExperimentSize, steps_per_epoch: int, lr: float, steps: int | None = None
+) -> Hyperparameters:
+    """Return the paper's settings for a shorter run of ``steps`` steps, or of all epochs."""
     steps = steps or size.epochs * steps_per_epoch
+    # As in the paper: 5 of 90 epochs of warm-up, and drops at epochs 30, 50 and 70.
     drops = tuple(steps * part // 9 for part in (3, 5, 7))
-    return Course(steps, max(1, steps // 18), drops, rate)
+    return Hyperparameters(steps, max(1, steps // 18), drops, lr)
 
 
 if __name__ == "__main__":

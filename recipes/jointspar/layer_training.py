@@ -1,4 +1,4 @@
-"""One training run: LARS at a large batch with warm-up, its gradients exchanged by one method."""
+"""One training run of LARS with a large batch and warm-up, and one way to exchange gradients."""
 
 import json
 import math
@@ -22,13 +22,13 @@ INNER_SHARE = 0.05
 
 
 class TrainingData(Protocol):
-    """What a run trains on and is judged by."""
+    """The data that a run trains on and is tested on."""
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """This rank's images and labels at a step."""
+        """Return this rank's images and labels at a step."""
 
     def evaluate(self, model: nn.Module) -> tuple[float, float]:
-        """Accuracy in per cent on images held out and on the test's."""
+        """Return the accuracy in per cent on the held-out images and on the test images."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,11 @@ class Method:
     Attributes:
         kind: "dense", "jointspar" (learned p), "uniform" (the same p for all layers), "topk" with
             error feedback, or "jointspar+topk" (TopK with error feedback on the kept layers).
-        budget: share of dense DDP's bytes, for "jointspar+topk" that of the layers; 1 for dense.
-        norm: what LARS divides by: "running" norms of undivided gradients, which keeps the mean
-            update, or each gradient's "own" norm, which cancels 1 / p.
-        costs: what the budget counts, if not "bytes".
+        budget: share of dense DDP's bytes; for "jointspar+topk", share of the layers; 1 for dense.
+        norm: the norm that LARS divides by. "running" is a running norm of the gradients before
+            their division by p, which keeps the mean update. "own" is the norm of each gradient,
+            which cancels 1 / p.
+        costs: unit of the budget: "layers", "bytes" or "time".
     """
 
     kind: str
@@ -56,54 +57,54 @@ class Method:
 
     @property
     def samples(self) -> bool:
-        """Whether it keeps a random set of layers."""
+        """Whether the method keeps a random set of layers."""
         return self.kind in ("jointspar", "uniform", "jointspar+topk")
 
 
 @dataclass(frozen=True)
-class Course:
-    """The length and the rates of a run, in optimizer steps.
+class Hyperparameters:
+    """The length of a run in optimizer steps, and the settings of LARS and JointSpar.
 
     Attributes:
-        steps: of the whole run.
-        warmup: of them, with a rate that rises linearly to `rate`.
-        drops: steps at which the rate is divided by 10.
-        rate: the peak rate.
-        momentum: of LARS.
-        weight_decay: of LARS; none on biases and norms.
+        steps: steps of the whole run.
+        warmup: steps of the warm-up, during which the learning rate rises linearly to ``lr``.
+        drops: steps at which the learning rate is divided by 10.
+        lr: the peak learning rate.
+        momentum: momentum of LARS.
+        weight_decay: weight decay of LARS. Biases and norms have none.
         trust: LARS's trust coefficient.
-        p_min: JointSpar's least probability.
+        p_min: JointSpar's minimum probability of a layer.
         alpha: step size of its bandit.
     """
 
     steps: int
     warmup: int
     drops: tuple[int, ...]
-    rate: float
+    lr: float
     momentum: float = 0.9
     weight_decay: float = 5e-4
     trust: float = 0.01
     p_min: float = 0.0125
     alpha: float = 0.01
 
-    def rate_at(self, step: int) -> float:
-        """The rate of a step, counted from 0."""
+    def lr_at(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0."""
         if step < self.warmup:
-            return self.rate * (step + 1) / self.warmup
-        return float(self.rate * 0.1 ** sum(step >= drop for drop in self.drops))
+            return self.lr * (step + 1) / self.warmup
+        return float(self.lr * 0.1 ** sum(step >= drop for drop in self.drops))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to, on this rank.
+    """The measurements of a finished run on this rank.
 
     Attributes:
-        validation: accuracy on held-out images, per cent; NaN if training diverged.
-        test: the same of the test images.
+        validation: accuracy on the held-out images in per cent, or NaN if training diverged.
+        test: accuracy on the test images in per cent, or NaN if training diverged.
         bytes_share: bytes sent, as a share of dense DDP's.
-        step_ms: milliseconds of a step, median.
-        backward_ms: of its backward pass with the exchange, median.
-        seconds: of all steps, without evaluation.
+        step_ms: median milliseconds of a step.
+        backward_ms: median milliseconds of the backward pass, which includes the exchange.
+        seconds: duration of all steps, without evaluation.
     """
 
     validation: float
@@ -118,42 +119,44 @@ def train(
     module: nn.Module,
     data: TrainingData,
     method: Method,
-    course: Course,
+    hyperparameters: Hyperparameters,
     seed: int,
     log: Path | None = None,
 ) -> Outcome:
     """Train on this rank's part of every batch.
 
     Args:
-        module: the network, alike on all ranks.
-        data: to train on and to be judged by.
+        module: the network. All ranks must pass the same weights.
+        data: the data to train and test on.
         method: how gradients are exchanged.
-        course: length and rates.
-        seed: of JointSpar's draws.
-        log: file for a line of metrics a step; rank 0 writes it.
+        hyperparameters: length of the run, learning rate, and the optimizer's settings.
+        seed: seed of JointSpar's draws.
+        log: file for one line of metrics per step, written by rank 0.
     """
     model = DistributedDataParallel(module)
-    exchange = attach(method, model, course, seed)
-    optimizer = lars(model, course, exchange if _divides_by_running(method) else None)
+    exchange = attach(method, model, hyperparameters, seed)
+    optimizer = lars(model, hyperparameters, exchange if _divides_by_running(method) else None)
     with ExitStack() as stack:
         writing = log is not None and dist.get_rank() == 0
         file = stack.enter_context(log.open("w")) if log is not None and writing else None
-        run = _Run(model, optimizer, data, course)
-        for step in range(course.steps):
-            if not run.step(step):
+        trainer = _Trainer(model, optimizer, data, hyperparameters)
+        for step in range(hyperparameters.steps):
+            if not trainer.step(step):
                 break
             if file is not None:
                 row = exchange.stats.row() if method.samples else {}
-                file.write(json.dumps({**row, "step": step + 1, "loss": run.loss}) + "\n")
+                file.write(json.dumps({**row, "step": step + 1, "loss": trainer.loss}) + "\n")
     stats = exchange.stats
     share = stats.total_bytes_sent / max(stats.total_dense_bytes_sent, 1)
-    found = data.evaluate(model) if run.finite else (math.nan, math.nan)
+    found = data.evaluate(model) if trainer.finite else (math.nan, math.nan)
     exchange.close()
-    return run.outcome(found, share)
+    return trainer.outcome(found, share)
 
 
-def attach(method: Method, model: DistributedDataParallel, course: Course, seed: int) -> Any:
-    """Install a method; returns its handle."""
+def attach(
+    method: Method, model: DistributedDataParallel, hyperparameters: Hyperparameters, seed: int
+) -> Any:
+    """Install a method, and return its handle."""
     if method.kind == "dense":
         return torchcomp.register(model, "mean", seed=seed)
     if method.kind == "topk":
@@ -162,28 +165,29 @@ def attach(method: Method, model: DistributedDataParallel, course: Course, seed:
         model,
         budget=method.budget,
         costs=method.costs,
-        rule=None if method.kind == "uniform" else Baseline(course.alpha),
+        rule=None if method.kind == "uniform" else Baseline(hyperparameters.alpha),
         compress=topk_of_share(model, INNER_SHARE) if method.kind == "jointspar+topk" else "mean",
-        p_min=course.p_min,
+        p_min=hyperparameters.p_min,
         seed=seed,
     )
 
 
-def lars(model: nn.Module, course: Course, sampled: Any = None) -> LARS:
-    """LARS as the course wants it."""
+def lars(model: nn.Module, hyperparameters: Hyperparameters, sampled: Any = None) -> LARS:
+    """Return the LARS optimizer."""
     return LARS(
         model.parameters(),
-        course.rate,
-        momentum=course.momentum,
-        weight_decay=course.weight_decay,
-        trust_coefficient=course.trust,
+        hyperparameters.lr,
+        momentum=hyperparameters.momentum,
+        weight_decay=hyperparameters.weight_decay,
+        trust_coefficient=hyperparameters.trust,
         exclude_vectors=True,
         sampled=sampled,
     )
 
 
 def topk_of_share(model: DistributedDataParallel, share: float) -> str:
-    """TopK with error feedback that sends this share of dense DDP's bytes."""
+    """Return the spec of TopK with error feedback that sends this share of dense DDP's bytes."""
+    # Bytes depend on index coding and bucketing, so bisect for the ratio on the plan.
     low, high = 0.0, 1.0
     for _ in range(20):
         ratio = (low + high) / 2
@@ -197,14 +201,18 @@ def topk_of_share(model: DistributedDataParallel, share: float) -> str:
     return f"ef(topk({round(high, 6)!r}))"
 
 
-class _Run:
-    """The steps of one run, and the clocks on them."""
+class _Trainer:
+    """Takes the steps of one run, and measures their time."""
 
     def __init__(
-        self, model: nn.Module, optimizer: LARS, data: TrainingData, course: Course
+        self,
+        model: nn.Module,
+        optimizer: LARS,
+        data: TrainingData,
+        hyperparameters: Hyperparameters,
     ) -> None:
         self._model, self._optimizer = model, optimizer
-        self._data, self._course = data, course
+        self._data, self._hyperparameters = data, hyperparameters
         self._device = next(model.parameters()).device
         self._steps: list[float] = []
         self._backwards: list[float] = []
@@ -212,9 +220,9 @@ class _Run:
         self.loss = math.nan
 
     def step(self, step: int) -> bool:
-        """Take a step; returns whether all is still finite, on all ranks."""
+        """Take a step, and return whether the gradients of all ranks are finite."""
         for group in self._optimizer.param_groups:
-            group["lr"] = self._course.rate_at(step)
+            group["lr"] = self._hyperparameters.lr_at(step)
         images, labels = (part.to(self._device) for part in self._data.batch(step))
         begin = time.perf_counter()
         self._optimizer.zero_grad()
@@ -224,6 +232,7 @@ class _Run:
         try:
             loss.backward()
         except torchcomp.NonFiniteError:
+            # Raised on every rank at the same step, so all of them stop together.
             self.finite = False
             return False
         self._backwards.append(time.perf_counter() - computed)
@@ -232,7 +241,7 @@ class _Run:
         return True
 
     def outcome(self, found: tuple[float, float], share: float) -> Outcome:
-        """What the run came to."""
+        """Return the measurements of the run."""
         step_ms, backward_ms = (
             1000 * statistics.median(times or [math.nan])
             for times in (self._steps, self._backwards)

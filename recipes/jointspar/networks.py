@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from recipes.jointspar.image_sets import Facts
+from recipes.jointspar.image_sets import ImageSetSizes
 
 _BLOCKS = 3
 _WIDTHS = (16, 32, 64)
@@ -19,8 +19,8 @@ class ResidualNetwork(nn.Module):
         stages = []
         before = _WIDTHS[0]
         for width in _WIDTHS:
-            for place in range(_BLOCKS):
-                stride = 2 if place == 0 and width != before else 1
+            for index in range(_BLOCKS):
+                stride = 2 if index == 0 and width != before else 1
                 stages.append(Block(before, width, stride))
                 before = width
         self.blocks = nn.Sequential(*stages)
@@ -52,11 +52,12 @@ class Block(nn.Module):
 
 
 class ResidualMLP(nn.Module):
-    """A stem, ten residual blocks of two layers and a head; layers differ eightfold in size."""
+    """A stem, ten residual blocks of two layers, and a head. Layer sizes differ eightfold."""
 
     def __init__(self, inputs: int, classes: int, width: int = 64) -> None:
         super().__init__()
         self.stem = nn.Linear(inputs, width)
+        # Different sizes, so that a budget in bytes differs from a budget in layers.
         hidden = [32, 64, 128, 256, 128, 64, 32, 64, 128, 256]
         self.blocks = nn.ModuleList(
             nn.Sequential(
@@ -75,7 +76,7 @@ class ResidualMLP(nn.Module):
 
 
 def deep_mlp(inputs: int, width: int, depth: int, outputs: int) -> nn.Module:
-    """`depth` linear layers with ReLU in between."""
+    """Return ``depth`` linear layers with ReLU in between."""
     sizes = [inputs, *[width] * (depth - 1)]
     layers: list[nn.Module] = []
     for size, following in pairwise(sizes):
@@ -83,11 +84,11 @@ def deep_mlp(inputs: int, width: int, depth: int, outputs: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(width, outputs))
 
 
-def small_network(kind: str, facts: Facts) -> nn.Module:
-    """A network of 22 layers for a data set's images: "mlp" or "conv"."""
+def small_network(kind: str, sizes: ImageSetSizes) -> nn.Module:
+    """Return a network of 22 layers for a data set's images: "mlp" or "conv"."""
     if kind == "conv":
-        return ResidualNetwork(facts.channels, facts.classes)
-    return ResidualMLP(facts.channels * facts.size**2, facts.classes)
+        return ResidualNetwork(sizes.channels, sizes.classes)
+    return ResidualMLP(sizes.channels * sizes.size**2, sizes.classes)
 
 
 def _convolution(inputs: int, outputs: int, stride: int) -> list[nn.Module]:

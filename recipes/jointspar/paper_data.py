@@ -1,4 +1,4 @@
-"""What a run in the paper's setting trains on: images in memory, or photographs."""
+"""The data of a run in the paper's setting: images in memory, or photographs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,20 +7,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from recipes.distributed import Worker, threads_per_worker
 from recipes.errors import RecipeError
 from recipes.image_data import Batches as PhotographBatches
 from recipes.image_data import open_batches
 from recipes.image_data.augment import Augmentation
 from recipes.image_data.order import TrainOrder
 from recipes.image_data.presets import Preset
-from recipes.jointspar.image_sets import FACTS, Batches, open_images
+from recipes.jointspar.image_sets import SIZES, Batches, open_images
 from recipes.jointspar.paper_setting import Setting
-from recipes.ranks import Ranks, threads_of
 from recipes.settings import Settings
 
 
 class Photographs:
-    """ImageNet, decoded as it is asked for; the test images are shared out among the ranks."""
+    """ImageNet, decoded on the fly. Each rank evaluates a part of the test images."""
 
     def __init__(self, batches: PhotographBatches) -> None:
         self._batches = batches
@@ -32,16 +32,16 @@ class Photographs:
         return self._batches.order.steps_per_epoch
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """This rank's images and labels; steps are asked for in order."""
-        epoch, place_in_epoch = divmod(step, self.steps_per_epoch)
-        if not place_in_epoch:
+        """Return this rank's images and labels. Steps must be requested in order."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        if index == 0:
             self._stream = self._batches.train(epoch, 0)
         images, labels = next(self._stream)
         return images.contiguous(), labels
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> tuple[float, float]:
-        """Nothing is held out; per cent of the test images of all ranks."""
+        """Return NaN, since nothing is held out, and the accuracy on all test images."""
         model.eval()
         counts = torch.zeros(2, device=next(model.parameters()).device)
         for images, labels in self._batches.test():
@@ -52,41 +52,47 @@ class Photographs:
         return float("nan"), 100 * float(counts[0] / counts[1])
 
 
-def open_data(setting: Setting, ranks: Ranks) -> Batches | Photographs:
+def open_data(setting: Setting, worker: Worker) -> Batches | Photographs:
     """Open the data set for one rank.
 
     Raises:
-        RecipeError: if it does not lie where ``--data`` says.
+        RecipeError: If the data set is not found in ``--data``.
     """
-    batch = setting.batch * ranks.count
+    batch = setting.batch * worker.world_size
     if setting.dataset == "imagenet":
-        return _photographs(setting, batch, ranks)
+        return _photographs(setting, batch, worker)
     folder = Path(setting.data) if setting.data else None
     images = open_images(setting.dataset, folder, hold_out=0)
-    order = TrainOrder(len(images.train.labels), batch, ranks.rank, ranks.count, setting.seed)
+    order = TrainOrder(
+        len(images.train.labels), batch, worker.rank, worker.world_size, setting.seed
+    )
     return Batches(images, order, _augmentation(setting, order))
 
 
-def _photographs(setting: Setting, batch: int, ranks: Ranks) -> Photographs:
+def _photographs(setting: Setting, batch: int, worker: Worker) -> Photographs:
     if not setting.data:
-        raise RecipeError("--data is not given: imagenet is read from there, never downloaded")
+        raise RecipeError(
+            "--data is missing: name the folder of imagenet, which is never downloaded"
+        )
     options = Settings(
         dataset="imagenet", data_path=setting.data, batch_size=batch, seed=setting.seed
     )
-    workers = threads_of(options, ranks)
-    return Photographs(open_batches(options, ranks.rank, ranks.count, ranks.device, workers))
+    workers = threads_per_worker(options, worker)
+    return Photographs(
+        open_batches(options, worker.rank, worker.world_size, worker.device, workers)
+    )
 
 
 def _augmentation(setting: Setting, order: TrainOrder) -> Augmentation | None:
     if not (setting.shift or setting.mirror):
         return None
-    facts = FACTS[setting.dataset]
-    # Images are standardised before: what a shift brings in is the mean.
+    sizes = SIZES[setting.dataset]
+    # The images are already standardised, so a mean of 0 fills shifted borders with the mean.
     preset = Preset(
-        channels=facts.channels,
-        size=facts.size,
-        mean=(0.0,) * facts.channels,
-        std=(1.0,) * facts.channels,
+        channels=sizes.channels,
+        size=sizes.size,
+        mean=(0.0,) * sizes.channels,
+        std=(1.0,) * sizes.channels,
         shift=setting.shift,
         mirror=setting.mirror,
         photographs=False,

@@ -1,19 +1,22 @@
-"""Bytes of a selection that all ranks share, and of one that every rank draws for itself.
+"""Bytes of one selection that all ranks share, compared with a separate selection per rank.
 
-    python -m recipes.jointspar.selection     # seconds
+    python -m recipes.jointspar.selection
 
-An all-reduce carries every layer that any rank keeps. The sets are drawn by JointSpar's own
-sampling, for ResNet-18 (21 layers) with the same p on all ranks; bytes are those of a ring
-all-reduce over all ranks. Writes ``selection.csv`` and ``selection.png``.
+Takes seconds. An all-reduce carries every layer that at least one rank keeps. JointSpar's own
+sampling draws the layers of ResNet-18 (21 layers), with the same p for all layers and ranks. The
+bytes are those of a ring all-reduce. Writes ``selection.csv`` and ``selection.png``.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
 
-from recipes.errors import told_in_one_line
-from recipes.result_files import make_folder, pyplot, save_figure, write_csv
+from recipes.errors import exit_on_user_error
+from recipes.experiments import ResultTable
+from recipes.jointspar.parts import parse_common
+from recipes.result_files import make_folder, pyplot, read_csv, save_figure
 from recipes.torchvision_compat import import_torchvision
 from torchcomp.jointspar import default_layers, sample
 from torchcomp.keys import Key
@@ -22,61 +25,91 @@ from torchcomp.traffic import sum_bytes
 RANKS = (2, 4, 8, 16, 32, 64)
 BUDGETS = (0.3, 0.6)
 STEPS = 200
+QUICK_STEPS = 10
+COLUMNS = ("budget", "ranks", "union_of_layers", "per_rank_bytes", "shared_bytes")
+
+
+@exit_on_user_error()
+def main() -> None:
+    """Measure the missing rows, print the table, and draw the picture."""
+    arguments = parse(sys.argv[1:])
+    table = open_table(arguments)
+    make_folder(arguments.out)
+    finished = {(float(row["budget"]), int(row["ranks"])) for row in table.rows}
+    sizes = layer_bytes()
+    for budget in BUDGETS:
+        for ranks in RANKS:
+            if (budget, ranks) not in finished:
+                numbers = measure(sizes, budget, ranks, steps_of(arguments))
+                table.add([budget, ranks, *(f"{number:.4g}" for number in numbers)])
+    for line in [COLUMNS, *(row.values() for row in table.rows)]:
+        print("  ".join(f"{cell:>16}" for cell in line))
+    draw(table.path, arguments.out / "selection.png")
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    return parse_common(__doc__, words)
+
+
+def steps_of(arguments: argparse.Namespace) -> int:
+    """Return the number of draws for each row."""
+    return QUICK_STEPS if arguments.quick else STEPS
+
+
+def open_table(arguments: argparse.Namespace) -> ResultTable:
+    """Open the table, with the finished rows if the experiment is resumed."""
+    task = f"ResNet-18, {steps_of(arguments)} draws"
+    return ResultTable(arguments.out / "selection.csv", COLUMNS, task, resume=arguments.resume)
 
 
 def layer_bytes() -> np.ndarray:
-    """Bytes of each layer of torchvision's ResNet-18 with ten classes."""
+    """Return the bytes of each layer of torchvision's ResNet-18 with ten classes."""
     model = import_torchvision().models.resnet18(num_classes=10)
     parameters = dict(model.named_parameters())
     layers = default_layers(parameters.items())
     return np.array([sum(parameters[n].nbytes for n in names) for names in layers.values()])
 
 
-def measure(sizes: np.ndarray, budget: float, ranks: int) -> tuple[float, float, float]:
-    """Share of the layers in the union, and shares of dense bytes: per-rank and shared."""
+def measure(
+    sizes: np.ndarray, budget: float, ranks: int, steps: int = STEPS
+) -> tuple[float, float, float]:
+    """Return the union's share of the layers, and both selections' shares of dense bytes."""
     p = np.full(len(sizes), budget)
-    unions, own, shared = [], [], []
-    for step in range(STEPS):
+    unions, per_rank, shared = [], [], []
+    for step in range(steps):
         keys = [Key(0, step, rank=rank) for rank in range(ranks)]
         union = np.any([sample(p, key, shared=False) for key in keys], axis=0)
         unions.append(union.mean())
-        own.append(sum_bytes(int(sizes[union].sum()), ranks))
+        per_rank.append(sum_bytes(int(sizes[union].sum()), ranks))
         shared.append(sum_bytes(int(sizes[sample(p, keys[0])].sum()), ranks))
     dense = sum_bytes(int(sizes.sum()), ranks)
-    return float(np.mean(unions)), float(np.mean(own)) / dense, float(np.mean(shared)) / dense
+    return float(np.mean(unions)), float(np.mean(per_rank)) / dense, float(np.mean(shared)) / dense
 
 
-@told_in_one_line()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    folder = Path(__file__).resolve().parent / "results"
-    parser.add_argument("--out", type=Path, default=folder, help="folder of the files [results]")
-    out = parser.parse_args().out
-    make_folder(out)
-    sizes = layer_bytes()
-    rows = [(b, n, *measure(sizes, b, n)) for b in BUDGETS for n in RANKS]
-    header = ["budget", "ranks", "union_of_layers", "per_rank_bytes", "shared_bytes"]
-    print("  ".join(f"{cell:>16}" for cell in header))
-    for row in rows:
-        print("  ".join(f"{cell:>16.3f}" for cell in row))
-    write_csv(out / "selection.csv", header, [[f"{cell:.4g}" for cell in row] for row in rows])
-    draw(rows, out / "selection.png")
-
-
-def draw(rows: list[tuple[float, ...]], path: Path) -> None:
-    figure, axes = pyplot().subplots(figsize=(7, 4.5), layout="constrained")
-    for place, budget in enumerate(BUDGETS):
-        held = [row for row in rows if row[0] == budget]
-        ranks = [row[1] for row in held]
-        per_rank, shared = ([100 * row[column] for row in held] for column in (3, 4))
-        axes.plot(ranks, per_rank, "o-", color=f"C{place}", label=f"per rank, budget {budget:.0%}")
-        axes.plot(ranks, shared, "s--", color=f"C{place}", label=f"shared, budget {budget:.0%}")
+def draw(table: Path, path: Path) -> None:
+    """Draw the bytes of both selections against the number of ranks."""
+    rows = [{name: float(text) for name, text in row.items()} for row in read_csv(table)]
+    figure, axes = pyplot().subplots(figsize=(8, 4.8), layout="constrained")
+    for index, budget in enumerate(BUDGETS):
+        of_budget = [row for row in rows if row["budget"] == budget]
+        ranks = [row["ranks"] for row in of_budget]
+        for kind, style in (("per_rank", "o-"), ("shared", "s--")):
+            shares = [100 * row[f"{kind}_bytes"] for row in of_budget]
+            label = f'selection="{kind.replace("_", "-")}", budget={budget}'
+            axes.plot(ranks, shares, style, color=f"C{index}", label=label)
     axes.set_xscale("log", base=2)
     axes.set_xticks(RANKS, [str(n) for n in RANKS])
     axes.set_ylim(0, 105)
     axes.set_xlabel("ranks")
-    axes.set_ylabel("bytes that a rank sends, % of dense DDP's")
-    axes.set_title("ResNet-18: what an all-reduce of the kept layers carries")
+    axes.set_ylabel("bytes that a rank sends per step, % of dense DDP's")
+    last = next(row for row in rows if (row["budget"], row["ranks"]) == (BUDGETS[0], RANKS[-1]))
+    ratio = last["per_rank_bytes"] / last["shared_bytes"]
+    axes.set_title(
+        f"JointSpar, ResNet-18, budget {last['budget']:.0%}, {last['ranks']:.0f} ranks:\n"
+        f"a shared selection sends {ratio:.1f}x fewer bytes than one per rank",
+        fontsize=11,
+    )
     axes.grid(True, alpha=0.3)
     axes.legend(fontsize=8)
     save_figure(figure, path)

@@ -1,1 +1,1 @@
-"""QSR against other synchronization schedules."""
+"""QSR compared with other synchronization schedules."""

@@ -1,4 +1,4 @@
-"""The methods, the grid that each is tuned on, and what they end with."""
+"""Tune each method on a grid, then measure the best point of each."""
 
 import math
 import statistics
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from recipes.qsr.ledger import Ledger, Run
-from recipes.qsr.local_training import PARALLEL, Length, Outcome, run
+from recipes.qsr.ledger import Ledger, TrainingRun
+from recipes.qsr.local_training import PARALLEL, Length, Outcome, train
 from recipes.qsr.task import Task
 
 METHODS = ("parallel", "constant H", "linear", "QSR", "cubic", "post-local", "SWAP")
@@ -17,21 +17,21 @@ EXPONENTS = {"linear": 1, "QSR": 2, "cubic": 3}
 
 @dataclass(frozen=True)
 class Grid:
-    """What is tried.
+    """The points to try.
 
     Attributes:
-        rates: peak learning rates, of parallel training; the other methods take its best.
+        lrs: peak learning rates of parallel training. The other methods use the best of them.
         periods: H of constant H.
         bases: H_base of the three rules.
-        starts: the H that a rule gives at the peak rate, which fixes its coefficient.
-        switches: where post-local SGD and SWAP stop averaging every step, as shares of
-            what follows warm-up.
-        post_local_periods: H of post-local SGD from there on.
-        seeds: every point is run with these, and judged on the validation part. No seed that is
-            reported chooses anything.
+        starts: the H that a rule gives at the peak learning rate, which sets its coefficient.
+        switches: when post-local SGD and SWAP stop averaging every step, as a fraction of the steps
+            after warm-up.
+        post_local_periods: H of post-local SGD after the switch.
+        seeds: every point runs with these and is evaluated on the validation part. The reported
+            seeds are others, so that they choose nothing.
     """
 
-    rates: tuple[float, ...] = (0.1, 0.2, 0.4)
+    lrs: tuple[float, ...] = (0.1, 0.2, 0.4)
     periods: tuple[int, ...] = (2, 4, 8, 16)
     bases: tuple[int, ...] = (2, 4)
     starts: tuple[int, ...] = (1, 4, 16)
@@ -40,9 +40,10 @@ class Grid:
     seeds: tuple[int, ...] = (1000, 1001)
 
     def schedules(self, method: str, *, peak: float, total: int, warmup: int) -> list[str]:
-        """Return the points of a method; of T and W steps, at a peak rate."""
+        """Return the points of a method, for T = ``total`` and W = ``warmup`` steps."""
         if method in EXPONENTS:
             exponent = EXPONENTS[method]
+            # H = (coefficient / lr)^exponent equals `start` at the peak learning rate.
             return [
                 _rule(exponent, peak * start ** (1 / exponent), h_base)
                 for h_base in self.bases
@@ -68,7 +69,7 @@ def _rule(exponent: int, coefficient: float, h_base: int) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """A schedule of a method, and what it ended with: one outcome a seed."""
+    """A schedule of a method, with one outcome per seed."""
 
     method: str
     schedule: str
@@ -82,7 +83,7 @@ class Entry:
 
     @property
     def deviation(self) -> float:
-        """Sample standard deviation of the accuracy over the seeds; NaN of a single one."""
+        """Sample standard deviation of the accuracy over the seeds; NaN for a single seed."""
         return _deviation([outcome.accuracy for outcome in self.outcomes])
 
     @property
@@ -92,7 +93,7 @@ class Entry:
 
     @property
     def syncs(self) -> int:
-        """Synchronisations, which are the same with every seed."""
+        """Number of synchronisations, which does not depend on the seed."""
         return self.outcomes[0].syncs
 
     @property
@@ -103,7 +104,7 @@ class Entry:
     def ahead_of(self, other: "Entry") -> tuple[float, float]:
         """Return mean and standard error of the difference in accuracy, paired by seed."""
         pairs = zip(self.outcomes, other.outcomes, strict=True)
-        differences = [mine.accuracy - its.accuracy for mine, its in pairs]
+        differences = [mine.accuracy - theirs.accuracy for mine, theirs in pairs]
         error = _deviation(differences) / math.sqrt(len(differences))
         return statistics.fmean(differences), error
 
@@ -114,11 +115,11 @@ def _deviation(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came out.
+    """The results of all methods.
 
     Attributes:
         dataset: name.
-        label_noise: share of the training labels that were drawn anew.
+        label_noise: fraction of the training labels that were replaced by random ones.
         total_steps: T.
         warmup_steps: W.
         peak: peak learning rate of every method.
@@ -134,53 +135,59 @@ class Comparison:
     trials: list[Entry]
     entries: list[Entry]
 
+    def entry(self, method: str) -> Entry | None:
+        """Return the method's best point, or None if the method was not run."""
+        return next((entry for entry in self.entries if entry.method == method), None)
+
 
 def best(trials: list[Entry]) -> Entry:
-    """Return the trial of the highest validation accuracy; of equals, the one that sent least."""
+    """Return the trial of highest validation accuracy; among equals, the one with least traffic."""
     return max(trials, key=lambda trial: (trial.accuracy, -trial.nbytes))
 
 
 @dataclass(frozen=True)
 class Laboratory:
-    """Runs schedules on all ranks; what the ledger knows is not run again.
+    """Trains schedules on all ranks, unless the ledger has their outcome.
 
     Attributes:
         task: data and model.
         length: of every run.
-        ledger: keeps the outcomes.
-        say: is told each one.
+        ledger: stores the outcomes.
+        report: called with a line of text per measured schedule.
     """
 
     task: Task
     length: Length
     ledger: Ledger
-    say: Callable[[str], None]
+    report: Callable[[str], None]
 
     def measure(
         self, method: str, schedule: str, lr: float, seeds: Sequence[int], part: str
     ) -> Entry:
-        """Run a schedule with every seed and judge it on a part of the data; on all ranks."""
+        """Train a schedule with every seed and evaluate it on a part; all ranks call this."""
         outcomes = tuple(self._outcome(schedule, lr, seed, part) for seed in seeds)
         entry = Entry(method, schedule, lr, outcomes)
-        self.say(
-            f"{part:<11}{schedule:<40}rate {lr:<6g}{entry.accuracy:6.2f} %{entry.syncs:8,} syncs"
+        self.report(
+            f"{part:<11}{schedule:<40}lr {lr:<6g}{entry.accuracy:6.2f} %{entry.syncs:8,} syncs"
         )
         return entry
 
     def _outcome(self, schedule: str, lr: float, seed: int, part: str) -> Outcome:
-        length, judged = self.length, self.task.part(part)
+        length, evaluated = self.length, self.task.part(part)
         size = (dist.get_world_size(), length.batch, length.epochs, length.warmup_epochs)
-        key = Run(self.task.dataset, self.task.label_noise, *size, schedule, lr, seed, part)
+        run = TrainingRun(self.task.dataset, self.task.label_noise, *size, schedule, lr, seed, part)
         return self.ledger.outcome(
-            key,
-            lambda: _agreed(
-                run(self.task, schedule, lr=lr, seed=seed, length=length, judged=judged)
+            run,
+            lambda: _from_rank_0(
+                train(self.task, schedule, lr=lr, seed=seed, length=length, evaluated=evaluated)
             ),
         )
 
 
-def _agreed(outcome: Outcome) -> Outcome:
-    """Rank 0's, so that rounding on another rank cannot choose another point of the grid there."""
+def _from_rank_0(outcome: Outcome) -> Outcome:
+    """Return rank 0's outcome on all ranks."""
+    # Rounding can differ between ranks. Without this, two ranks could choose different points of
+    # the grid, and their next collectives would not match.
     box = [outcome]
     dist.broadcast_object_list(box, src=0)
     return box[0]
@@ -189,7 +196,7 @@ def _agreed(outcome: Outcome) -> Outcome:
 def compare(laboratory: Laboratory, methods: Sequence[str], grid: Grid, seeds: int) -> Comparison:
     """Tune every method on the validation part and run it with all seeds; all ranks call this.
 
-    The peak rate is that of parallel training and is the same for all methods, as in the paper.
+    The peak learning rate is that of parallel training. All methods use it, as in the paper.
     """
     task = laboratory.task
     samples = len(task.train.labels)
@@ -198,10 +205,11 @@ def compare(laboratory: Laboratory, methods: Sequence[str], grid: Grid, seeds: i
     def trial(method: str, schedule: str, lr: float) -> Entry:
         return laboratory.measure(method, schedule, lr, grid.seeds, "validation")
 
-    trials = [trial("parallel", PARALLEL, lr) for lr in grid.rates]
+    trials = [trial("parallel", PARALLEL, lr) for lr in grid.lrs]
     peak = best(trials).lr
     entries = []
     for method in methods:
+        # Parallel training has a single schedule, which was tried above.
         if method != "parallel":
             points = grid.schedules(method, peak=peak, total=total, warmup=warmup)
             trials += [trial(method, schedule, peak) for schedule in points]

@@ -1,18 +1,17 @@
-"""Every finished run, written down at once, so that ``--resume`` loses no more than one."""
+"""The outcomes of all finished runs, in a file that ``--resume`` reads."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from recipes.errors import RecipeError
-from recipes.qsr.local_training import Outcome
-from recipes.result_files import read_csv, write_csv
+from recipes.experiments import ResultTable
+from recipes.qsr.local_training import Length, Outcome
 
 
 @dataclass(frozen=True)
-class Run:
-    """All that a run depends on."""
+class TrainingRun:
+    """All settings that the outcome of a run depends on."""
 
     dataset: str
     label_noise: float
@@ -26,51 +25,52 @@ class Run:
     part: str
 
 
-_KEY = {field.name: field.type for field in fields(Run)}
-_VALUE = {field.name: field.type for field in fields(Outcome)}
+# Column names and the types that convert their text.
+_SETTINGS = {field.name: field.type for field in fields(TrainingRun)}
+_RESULTS = {field.name: field.type for field in fields(Outcome)}
+
+
+def open_table(
+    folder: Path, dataset: str, label_noise: float, ranks: int, length: Length, *, resume: bool
+) -> ResultTable:
+    """Open ``runs.csv``, with its finished runs if ``resume`` is set.
+
+    Raises:
+        RecipeError: if ``resume`` is set and the file was made with other settings.
+    """
+    epochs = f"{length.epochs} epochs of which {length.warmup_epochs} warm-up"
+    task = f"{dataset}, label noise {label_noise:g}, {ranks} ranks, batch {length.batch}, {epochs}"
+    return ResultTable(folder / "runs.csv", (*_SETTINGS, *_RESULTS), task, resume=resume)
+
+
+def read_outcomes(table: ResultTable) -> dict[TrainingRun, Outcome]:
+    """Return the outcomes of the table's runs."""
+    return {
+        TrainingRun(*_typed(row, _SETTINGS)): Outcome(*_typed(row, _RESULTS)) for row in table.rows
+    }
+
+
+def _typed(row: dict[str, str], types: dict[str, Callable[[str], Any]]) -> list[Any]:
+    return [convert(row[name]) for name, convert in types.items()]
 
 
 class Ledger:
-    """What every run ended with; alike on all ranks, and kept in a file by one of them."""
+    """The outcomes of all finished runs: the same on all ranks, and saved by one of them.
 
-    def __init__(self, path: Path | None, outcomes: dict[Run, Outcome]) -> None:
-        self._path = path
-        self._outcomes = dict(outcomes)
+    Args:
+        table: the file.
+        saves: whether this rank writes to it.
+    """
 
-    def outcome(self, run: Run, train: Callable[[], Outcome]) -> Outcome:
-        """Return what ``run`` ended with, and ``train`` if that is not known."""
+    def __init__(self, table: ResultTable, *, saves: bool) -> None:
+        self._table, self._saves = table, saves
+        self._outcomes = read_outcomes(table)
+
+    def outcome(self, run: TrainingRun, train: Callable[[], Outcome]) -> Outcome:
+        """Return the outcome of ``run``; call ``train`` if it is not there yet."""
         if run not in self._outcomes:
             self._outcomes[run] = train()
-            self._write()
+            if self._saves:
+                # After every run, so that an interruption loses one run at most.
+                self._table.add((*astuple(run), *astuple(self._outcomes[run])))
         return self._outcomes[run]
-
-    def _write(self) -> None:
-        if self._path is None:
-            return
-        rows = [
-            [*asdict(run).values(), *asdict(outcome).values()]
-            for run, outcome in self._outcomes.items()
-        ]
-        unfinished = self._path.with_suffix(".tmp")
-        write_csv(unfinished, [*_KEY, *_VALUE], rows)
-        unfinished.replace(self._path)
-
-
-def read_outcomes(path: Path) -> dict[Run, Outcome]:
-    """Read what :class:`Ledger` wrote.
-
-    Raises:
-        RecipeError: if there is no such file, or it is of another kind.
-    """
-    if not path.exists():
-        raise RecipeError(f"--resume finds no {path}: without it, the experiment starts afresh")
-    rows = read_csv(path)
-    if not rows or list(rows[0]) != [*_KEY, *_VALUE]:
-        raise RecipeError(
-            f"--resume cannot use {path}, whose columns are not {', '.join([*_KEY, *_VALUE])}"
-        )
-    return {Run(*_typed(row, _KEY)): Outcome(*_typed(row, _VALUE)) for row in rows}
-
-
-def _typed(row: dict[str, str], kinds: dict[str, Callable[[str], Any]]) -> list[Any]:
-    return [kind(row[name]) for name, kind in kinds.items()]

@@ -18,19 +18,20 @@ from recipes.image_data.order import TrainOrder
 from recipes.qsr.task import Part, Task
 from torchcomp.learning_rates import LRFunction, cosine, warmed_up
 
-FINAL_RATE = 1e-6
+FINAL_LR = 1e-6
 PARALLEL = "parallel"
+# As many training images re-estimate the statistics of BatchNorm after the last average.
 BN_IMAGES = 4096
 
 
 @dataclass(frozen=True)
 class Length:
-    """How long every run is.
+    """The batch and the epochs of every run.
 
     Attributes:
-        batch: images a step, over all ranks.
+        batch: images per step, summed over all ranks.
         epochs: passes over the training part.
-        warmup_epochs: of them, with a rising learning rate.
+        warmup_epochs: how many of them have a rising learning rate.
     """
 
     batch: int
@@ -38,23 +39,23 @@ class Length:
     warmup_epochs: int
 
     def steps(self, samples: int) -> int:
-        """T."""
+        """Return T, the number of steps."""
         return self.epochs * (samples // self.batch)
 
     def warmup_steps(self, samples: int) -> int:
-        """W."""
+        """Return W, the number of steps of warm-up."""
         return self.warmup_epochs * (samples // self.batch)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run ended with.
+    """The result of a run.
 
     Attributes:
         accuracy: of the averaged model, in per cent.
         loss: its mean cross-entropy.
-        syncs: averages of the parameters, or of the gradients.
-        nbytes: bytes that one rank sent, by the library's count.
+        syncs: number of averages of the parameters, or of the gradients.
+        nbytes: bytes that one rank sent, as the library counts them.
     """
 
     accuracy: float
@@ -63,28 +64,29 @@ class Outcome:
     nbytes: int
 
 
+# The worst outcome, so that no tuning chooses it.
 DIVERGED = Outcome(0.0, float("inf"), 0, 0)
 
 
-def rate_of(peak: float, total_steps: int, warmup_steps: int) -> LRFunction:
-    """Return the learning rate of every step: linear warm-up, then cosine decay."""
-    decay = partial(cosine, peak=peak, final=FINAL_RATE, total=total_steps - warmup_steps)
-    rate = partial(warmed_up, peak=peak, final=FINAL_RATE, steps=warmup_steps)
-    return partial(rate, rate=lambda step: decay(step - warmup_steps))
+def lr_function(peak: float, total_steps: int, warmup_steps: int) -> LRFunction:
+    """Return the learning rate as a function of the step: linear warm-up, then cosine decay."""
+    decay = partial(cosine, peak=peak, final=FINAL_LR, total=total_steps - warmup_steps)
+    warmup = partial(warmed_up, peak=peak, final=FINAL_LR, steps=warmup_steps)
+    return partial(warmup, after=lambda step: decay(step - warmup_steps))
 
 
-def run(
-    task: Task, schedule: str, *, lr: float, seed: int, length: Length, judged: Part
+def train(
+    task: Task, schedule: str, *, lr: float, seed: int, length: Length, evaluated: Part
 ) -> Outcome:
-    """Train on all ranks with one seed, and judge the averaged model; all ranks call this.
+    """Train with one seed and evaluate the averaged model; all ranks call this.
 
     Args:
         task: data and model.
-        schedule: "parallel", or when the parameters are averaged.
+        schedule: "parallel", or the spec string of a schedule of averages.
         lr: peak learning rate.
         seed: of weights, order and augmentation.
         length: batch and epochs.
-        judged: the part that accuracy and loss are of.
+        evaluated: the part that accuracy and loss are measured on.
     """
     samples = len(task.train.labels)
     total, warmup = length.steps(samples), length.warmup_steps(samples)
@@ -97,21 +99,23 @@ def run(
         horizon = {"total_steps": total, "warmup_steps": warmup}
         sync = torchcomp.LocalSGD(model, optimizer, schedule, **horizon)
     order = TrainOrder(samples, length.batch, dist.get_rank(), dist.get_world_size(), seed)
-    rate = rate_of(lr, total, warmup)
+    lr_at = lr_function(lr, total, warmup)
     try:
         for step, batch in enumerate(itertools.islice(batches(task, order), total)):
-            optimizer.param_groups[0]["lr"] = rate(step)
+            optimizer.param_groups[0]["lr"] = lr_at(step)
             train_step(model, optimizer, batch)
         syncs, nbytes = _traffic(sync, model, total)
     except torchcomp.NonFiniteError:
+        # It is raised on every rank, so all ranks return the same outcome.
         return DIVERGED
     finally:
         if sync is not None:
             sync.close()
+    # Local steps average no buffers of BatchNorm, so each rank has statistics of its own here.
     if sync is not None and task.normalises:
         images = (inputs for inputs, _ in batches(task, order, first_epoch=length.epochs))
         torchcomp.reestimate_batchnorm(model, images, BN_IMAGES)
-    return Outcome(*judge(model.module, task, judged), syncs, nbytes)
+    return Outcome(*evaluate(model.module, task, evaluated), syncs, nbytes)
 
 
 def batches(task: Task, order: TrainOrder, first_epoch: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
@@ -136,13 +140,14 @@ def train_step(
 def _traffic(sync: Any, model: DistributedDataParallel, steps: int) -> tuple[int, int]:
     if sync is not None:
         return sync.stats.syncs, sync.stats.total_bytes_sent
+    # DDP has no counter. Its traffic per step is what the plan of an uncompressed mean predicts.
     plan = torchcomp.explain("mean", model=model, world_size=dist.get_world_size())
     return steps, steps * plan.dense_bytes_sent
 
 
 @torch.no_grad()
-def judge(model: nn.Module, task: Task, part: Part) -> tuple[float, float]:
-    """Return accuracy, in per cent, and mean loss of a part of the data."""
+def evaluate(model: nn.Module, task: Task, part: Part) -> tuple[float, float]:
+    """Return accuracy in per cent and mean loss on a part of the data."""
     model.eval()
     scores = torch.cat([model(task.inputs(some)) for some in part.images.split(1000)])
     if not scores.isfinite().all():

@@ -1,4 +1,4 @@
-"""What the ranks train on: images as bytes in three parts, and a model of their size."""
+"""The data set, as images in three parts, and the model."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recipes.image_data.augment import normalised
+from recipes.image_data.augment import normalise
 from recipes.image_data.order import NOISE, keyed_seed
 from recipes.image_data.presets import PRESETS, Preset
 from recipes.image_data.public_sets import read_public
@@ -20,7 +20,7 @@ LABEL_NOISE = {"digits": 0.2, "cifar10": 0.0}
 
 @dataclass(frozen=True)
 class Part:
-    """Images (N, H, W, C) as bytes, and labels (N)."""
+    """Images (N, H, W, C) in uint8, and labels (N)."""
 
     images: Tensor
     labels: Tensor
@@ -39,7 +39,7 @@ class Task:
 
     @property
     def normalises(self) -> bool:
-        """Whether the model has batch normalisation, whose statistics no round averages."""
+        """Whether the model has BatchNorm layers."""
         return self.dataset != "digits"
 
     def part(self, name: str) -> Part:
@@ -48,6 +48,7 @@ class Task:
 
     def build(self, seed: int) -> nn.Module:
         """Return the model with fresh weights, the same for the same seed."""
+        # The caller's random state stays as it is.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if self.dataset == "digits":
@@ -55,21 +56,20 @@ class Task:
             return SmallCNN(self.preset.channels, self.preset.classes)
 
     def inputs(self, images: Tensor) -> Tensor:
-        """Turn bytes into what the model takes."""
-        return normalised(images, self.preset)
+        """Convert uint8 images to the model's normalised input."""
+        return normalise(images, self.preset)
 
 
 def open_task(dataset: str, data: Path | None, label_noise: float) -> Task:
-    """Read a data set; nothing is ever downloaded.
+    """Read a data set; nothing is downloaded.
 
     Args:
         dataset: "digits" or "cifar10".
         data: CIFAR-10's python archive; None for the digits, which are embedded.
-        label_noise: the share of training labels that is drawn anew from all classes.
+        label_noise: fraction of the training labels that are replaced by random classes.
 
     Raises:
-        RecipeError: if CIFAR-10's archive is not where ``data`` says, or the digits are to lie
-            anywhere.
+        RecipeError: if ``data`` is not CIFAR-10's archive, or is set for the digits.
     """
     task = _digits(data) if dataset == "digits" else _cifar10(data)
     train = _noisy(task.train, task.preset.classes, label_noise)
@@ -78,14 +78,15 @@ def open_task(dataset: str, data: Path | None, label_noise: float) -> Task:
 
 def _digits(data: Path | None) -> Task:
     whole = _joined(read_public("digits", data))
-    # Few to train and many to judge: an image of 719 is 0.14 points.
-    place = np.arange(len(whole)) % 5
-    chosen = (place == 0, place % 2 == 1, (place == 2) | (place == 4))
+    # A fifth to train on, and the rest to evaluate on: an image of 719 is 0.14 points.
+    fifth = np.arange(len(whole)) % 5
+    chosen = (fifth == 0, fifth % 2 == 1, (fifth == 2) | (fifth == 4))
     return Task("digits", PRESETS["digits"], *(_part(whole, those) for those in chosen))
 
 
 def _cifar10(data: Path | None) -> Task:
     arrays = read_public("cifar10", data)
+    # Every tenth training image is held out, so that the test images choose nothing.
     tuning = np.arange(len(arrays["train"])) % 10 == 9
     every = np.ones(len(arrays["test"]), dtype=bool)
     parts = [_part(arrays["train"], ~tuning), _part(arrays["train"], tuning)]
@@ -105,9 +106,11 @@ def _part(arrays: Arrays, chosen: "np.ndarray[tuple[int], np.dtype[np.bool_]]") 
 
 
 def _noisy(part: Part, classes: int, share: float) -> Part:
-    """The same wrong labels in every run: they belong to the data."""
+    """Replace a fraction of the labels by random classes."""
+    # The seed is constant, because wrong labels belong to the data: all runs share them.
     random = torch.Generator().manual_seed(keyed_seed(NOISE, 0))
     drawn = torch.rand(len(part.labels), generator=random) < share
+    # All classes, so that a tenth of the digits' replaced labels are right again.
     others = torch.randint(classes, part.labels.shape, generator=random)
     return replace(part, labels=torch.where(drawn, others, part.labels))
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from scipy import sparse
 
 from recipes.errors import RecipeError
-from recipes.image_data.in_memory import existing
+from recipes.image_data.in_memory import require_path
 from recipes.image_data.sources import cifar10
 
 REAL_SIM_FEATURES = 20_958
@@ -81,7 +81,7 @@ def open_samples(dataset: str, path: Path | None = None) -> Samples:
                 "or name the data set that lies there"
             )
         return _MADE_HERE[dataset]()
-    there = existing(
+    there = require_path(
         path,
         f"{dataset} is read from there, and nothing is downloaded; --dataset digits and "
         "--dataset synthetic need no path",

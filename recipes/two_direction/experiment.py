@@ -1,99 +1,167 @@
-"""2Direction beside the methods that it is compared with, on multinomial logistic regression.
+"""2Direction compared with EF21-P + DIANA, accelerated gradient descent and others.
 
     python -m recipes.two_direction.experiment
-    python -m recipes.two_direction.experiment --dataset cifar10 --data FOLDER --workers 100
+    python -m recipes.two_direction.experiment --quick
+    python -m recipes.two_direction.experiment --resume
+    python -m recipes.two_direction.experiment --only contest --dataset cifar10 --data FOLDER
 
-Each method gets its best step size 2^i, found with seed 0, and then runs with every seed, which
-shuffles the samples and draws the messages. Where a seed does not arrive with that step, the method
-gets the largest of the next three smaller ones with which all do, if there is one. What is counted
-is what one worker sends and receives until f is within the gap of its minimum.
+The parts are
+
+* contest: what a worker sends and receives in softmax regression until f is within a gap of its
+  minimum (``contest.py``).
+* scaling: iterations on quadratics by condition number, omega and number of workers
+  (``scaling.py``).
+* ranks: four real ranks over gloo, compared with the simulation bit for bit (``on_ranks.py``). The
+  exit status is 1 if they differ.
+
+In the contest, each method uses its best step size 2^i, found with seed 0, and then runs with every
+seed. A seed shuffles the samples and draws the messages. If a seed does not reach the gap, the
+method uses the largest of the next three smaller step sizes with which all seeds reach it, if there
+is one. Each part writes its tables as CSV files and draws pictures from them.
 """
 
 import argparse
-import statistics
 import sys
 import time
 from pathlib import Path
 
 import torch
 
-from recipes.errors import told_in_one_line
-from recipes.result_files import make_folder, write_csv
-from recipes.two_direction.contest import METHODS, Result, Setting, check, run_all
-from recipes.two_direction.curves import draw_curves, write_curves
+from recipes.errors import exit_on_user_error
+from recipes.experiments import ExperimentParser
+from recipes.result_files import make_folder
+from recipes.two_direction import on_ranks, scaling
+from recipes.two_direction.contest import METHODS, Setting, check
+from recipes.two_direction.contest_table import ContestTables, run_contest
 from recipes.two_direction.data_sets import DATASETS, open_samples
-from recipes.two_direction.tuning import POWERS, Point
+from recipes.two_direction.pictures import draw_contest, draw_sweep
+from recipes.two_direction.tuning import POWERS
 from torchcomp.checks import check_count, check_positive
 
+PARTS = ("contest", "scaling", "ranks")
 _HERE = Path(__file__).resolve().parent
-# Of the step sizes 2^i: these and their inverses are numbers of full precision.
+# A step size 2^i and its inverse are normal floats up to this i.
 _LARGEST_POWER = 1022
-# Total coordinates of a worker to a gap of 1e-6: digits, 10 workers, K = 65; an earlier program of
-# ours, of which nothing else is left.
-REFERENCE = {
-    (1e-4, "2Direction"): 333_125,
-    (1e-4, "AGD"): 523_900,
-    (1e-4, "EF21-P + DIANA"): 832_000,
-    (1e-2, "2Direction"): 104_650,
-    (1e-2, "AGD"): 79_300,
-    (1e-2, "EF21-P + DIANA"): 34_450,
+WHOLE = {
+    "dataset": "digits",
+    "workers": 10,
+    "mu": [1e-4, 1e-2],
+    "k": None,
+    "gap": 1e-6,
+    "budget": 3_000_000,
+    "every": 1,
+    "powers": [POWERS[0], POWERS[-1]],
+    "seeds": 5,
+    "methods": list(METHODS),
+}
+QUICK = WHOLE | {
+    "mu": [1e-2],
+    "gap": 1e-2,
+    "powers": [-2, 5],
+    "seeds": 2,
+    "methods": ["2Direction", "AGD", "EF21-P + DIANA"],
 }
 
 
-@told_in_one_line()
+@exit_on_user_error()
 def main() -> None:
-    """Run, show, and write what came out; bad input ends in one line."""
+    """Run the parts, print and save their results; bad input ends in one line."""
     arguments = parse(sys.argv[1:])
     torch.set_num_threads(1)
     started = time.monotonic()
-    given = settings(arguments)
-    for setting in given:
-        check(setting, arguments.methods)
+    # All input is checked before anything is computed and before any file is written.
+    contests = open_contests(arguments)
+    sweeps = open_sweeps(arguments)
+    shared = on_ranks.setting(arguments.gap) if "ranks" in arguments.only else None
+    options = {"resume": arguments.resume}
+    ranks_table = on_ranks.open_table(shared, arguments.out, **options) if shared else None
     make_folder(arguments.out)
-    for setting in given:
-        contest(setting, arguments.methods, arguments.seeds, arguments.out)
-    print(f"all together: {time.monotonic() - started:.0f} s")
+    for setting, tables in contests:
+        run_contest(setting, arguments.methods, arguments.seeds, tables)
+        draw_contest(tables.results.path, tables.curves.path, setting)
+    for sweep, table in sweeps:
+        scaling.run_sweep(sweep, table)
+        draw_sweep(table.path, sweep)
+    if shared and ranks_table:
+        on_ranks.run_ranks(shared, ranks_table)
+    print(f"\ntables and pictures are in {arguments.out}")
+    print(f"total time: {time.monotonic() - started:.0f} s")
+
+
+def open_contests(arguments: argparse.Namespace) -> list[tuple[Setting, ContestTables]]:
+    """Read the data and open the contest's tables, a pair for each mu."""
+    if "contest" not in arguments.only:
+        return []
+    settings = contest_settings(arguments)
+    for setting in settings:
+        check(setting, arguments.methods)
+    place = {"folder": arguments.out, "resume": arguments.resume}
+    return [(each, ContestTables.open(each, arguments.seeds, **place)) for each in settings]
+
+
+def open_sweeps(arguments: argparse.Namespace) -> list[tuple[scaling.Sweep, "scaling.ResultTable"]]:
+    """Open the tables of the sweeps that the flags name."""
+    if "scaling" not in arguments.only:
+        return []
+    return [
+        (sweep, scaling.open_table(sweep, arguments.out, resume=arguments.resume))
+        for sweep in scaling.sweeps(quick=arguments.quick)
+        if sweep.field in arguments.sweeps
+    ]
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
-    parsed = _parser().parse_args(words)
-    # What is named twice is run once.
-    parsed.mu, parsed.methods = (list(dict.fromkeys(x)) for x in (parsed.mu, parsed.methods))
+    parser = _parser()
+    parsed = parser.parse_args(words)
+    for name, value in (QUICK if parsed.quick else WHOLE).items():
+        if getattr(parsed, name) is None:
+            setattr(parsed, name, value)
+    # A value that is named twice runs once.
+    parsed.only = list(dict.fromkeys(parsed.only or PARTS))
+    for name in ("mu", "methods", "sweeps"):
+        setattr(parsed, name, list(dict.fromkeys(getattr(parsed, name))))
     _check_flags(parsed)
+    # The names of the files contain mu, so any choice of mu leaves the other files as they are.
+    published = all(getattr(parsed, name) == WHOLE[name] for name in WHOLE if name != "mu")
+    parsed.out = parser.output_folder(parsed, published=published)
     return parsed
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--dataset", choices=DATASETS, default="digits", help="[digits]")
-    parser.add_argument("--data", type=Path, help="where cifar10 or real-sim lies")
-    parser.add_argument("--workers", type=int, default=10, help="n, equal shards [10]")
-    parser.add_argument(
-        "--mu", type=float, nargs="+", default=[1e-4, 1e-2], help="regulariser [1e-4 1e-2]"
-    )
-    parser.add_argument("--k", type=int, help="values of a compressed message [d/10]")
-    parser.add_argument("--gap", type=float, default=1e-6, help="f - f* to reach [1e-6]")
-    parser.add_argument("--budget", type=int, default=3_000_000, help="coordinates a run [3e6]")
-    parser.add_argument("--every", type=int, default=1, help="iterations between looks at f [1]")
-    parser.add_argument(
+def _parser() -> ExperimentParser:
+    parser = ExperimentParser(__doc__.splitlines()[0], _HERE, PARTS)
+    contest = parser.add_argument_group("contest; --quick has other defaults")
+    contest.add_argument("--dataset", choices=DATASETS, help="[digits]")
+    contest.add_argument("--data", type=Path, help="path of cifar10 or real-sim")
+    contest.add_argument("--workers", type=int, help="n, with equal shards [10]")
+    contest.add_argument("--mu", type=float, nargs="+", help="regulariser [1e-4 1e-2]")
+    contest.add_argument("--k", type=int, help="values of a compressed message [d/10]")
+    contest.add_argument("--gap", type=float, help="f - f* to reach; also for ranks [1e-6]")
+    contest.add_argument("--budget", type=int, help="coordinates that a run can send [3e6]")
+    contest.add_argument("--every", type=int, help="iterations between evaluations of f [1]")
+    contest.add_argument(
         "--powers",
         nargs=2,
         metavar=("LOW", "HIGH"),
         type=int,
-        default=[POWERS[0], POWERS[-1]],
-        help="steps to try: 2^LOW to 2^HIGH [-20 20]",
+        help="step sizes to try: 2^LOW to 2^HIGH [-20 20]",
     )
-    parser.add_argument("--seeds", type=int, default=5, help="runs of a method [5]")
-    parser.add_argument(
+    contest.add_argument("--seeds", type=int, help="runs of a method [5]")
+    contest.add_argument(
         "--methods",
         nargs="+",
         metavar="METHOD",
         choices=METHODS,
-        default=list(METHODS),
         help=f"some of: {'; '.join(METHODS)} [all]",
     )
-    parser.add_argument("--out", type=Path, default=_HERE / "results", help="folder of the files")
+    sweeps = parser.add_argument_group("scaling")
+    sweeps.add_argument(
+        "--sweeps",
+        nargs="+",
+        choices=scaling.SWEEPS,
+        default=list(scaling.SWEEPS),
+        help="quantities to vary [all]",
+    )
     return parser
 
 
@@ -109,84 +177,13 @@ def _check_flags(parsed: argparse.Namespace) -> None:
     check_count("--powers HIGH", high, low, _LARGEST_POWER)
 
 
-def settings(arguments: argparse.Namespace) -> list[Setting]:
+def contest_settings(arguments: argparse.Namespace) -> list[Setting]:
     """Read the data, and return one setting for each mu."""
     samples = open_samples(arguments.dataset, arguments.data)
     k = max(1, samples.d // 10) if arguments.k is None else arguments.k
     low, high = arguments.powers
     limits = (k, arguments.gap, arguments.budget, arguments.every, range(low, high + 1))
     return [Setting(samples, arguments.workers, mu, *limits) for mu in arguments.mu]
-
-
-def contest(setting: Setting, methods: list[str], seeds: int, folder: Path) -> None:
-    """Tune and run the methods on one setting; write a table, curves and a picture.
-
-    All files are written anew after every method: a long run can be cut short.
-    """
-    print(heading(setting))
-    results: list[Result] = []
-    curves: dict[str, list[Point]] = {}
-    for method in methods:
-        power, runs = run_all(setting, method, seeds)
-        curves[method] = runs[0].curve
-        own = [Result.of(method, power, seed, run) for seed, run in enumerate(runs)]
-        print(row(setting, own), flush=True)
-        results += own
-        write(setting, results, curves, folder)
-
-
-def write(
-    setting: Setting, results: list[Result], curves: dict[str, list[Point]], folder: Path
-) -> None:
-    """Write the table, the curves of seed 0, and their picture."""
-    name = f"{setting.samples.name}_n{setting.n}_mu{setting.mu:g}"
-    header = ["method", "power", "seed", "reached", "iterations", "value"]
-    header += ["up", "down", "total", "bytes_up", "bytes_down"]
-    write_csv(folder / f"{name}.csv", header, [cells(result) for result in results])
-    write_curves(folder / f"{name}_curves.csv", curves, setting.least(0))
-    draw_curves(folder / f"{name}_curves.csv", title(setting), setting.gap)
-
-
-def cells(result: Result) -> list[object]:
-    """Return a result as a row of the CSV."""
-    last, traffic = result.last, result.last.traffic
-    named = [result.method, result.power, result.seed, result.reached]
-    counts = [traffic.up_coordinates, traffic.down_coordinates, traffic.coordinates]
-    return [*named, last.iterations, last.value, *counts, traffic.up_bytes, traffic.down_bytes]
-
-
-def title(setting: Setting) -> str:
-    """Return what a table or a picture is about."""
-    s = setting
-    return f"{s.samples.name}, {s.n} workers, d = {s.samples.d}, K = {s.k}, mu = {s.mu:g}"
-
-
-def heading(setting: Setting) -> str:
-    """Return the lines above the table of a setting."""
-    what = f"what a worker sends and receives until f - f* <= {setting.gap:g}"
-    columns = f"{'':<22}{'step':>6}{'iterations':>12}{'coordinates: median, range':>38}{'MB':>9}"
-    return f"\n{title(setting)}: {what}\n{columns}{'reference':>12}"
-
-
-def row(setting: Setting, results: list[Result]) -> str:
-    """Return a method's line of the table, over all seeds."""
-    first = results[0]
-    name = f"{first.method:<22}{f'2^{first.power}':>6}"
-    if not all(result.reached for result in results):
-        return f"{name}{'':>12}{f'not within {setting.budget:,}':>38}"
-    totals = [result.last.traffic.coordinates for result in results]
-    spread = f"{statistics.median(totals):,.0f} ({min(totals):,} to {max(totals):,})"
-    iterations = statistics.median(result.last.iterations for result in results)
-    megabytes = statistics.median(result.last.traffic.nbytes for result in results) / 1e6
-    comparable = (setting.samples.name, setting.n, setting.k, setting.gap) == (
-        "digits",
-        10,
-        65,
-        1e-6,
-    )
-    known = REFERENCE.get((setting.mu, first.method)) if comparable else None
-    reference = f"{known:,}" if known else ""
-    return f"{name}{iterations:>12,.0f}{spread:>38}{megabytes:>9.2f}{reference:>12}"
 
 
 if __name__ == "__main__":

@@ -1,36 +1,45 @@
-"""The digits experiment on four real ranks over gloo: it prints the simulation's table.
+"""The digits experiment on four real ranks over gloo, compared with the simulation bit for bit.
 
-    python -m recipes.two_direction.on_ranks
-
-One process a worker; each computes the gradients of its own shard and gathers the others' messages
-as bytes. Step sizes are those that experiment.py finds with ten workers. Printed are the table of
-the simulation and rank 0's own, and then what real links add: bytes and time. The exit status is 1
-if a bit of any rank's x, f or counts differs from the simulation's.
+Each rank is one worker. It computes the gradients of its own shard and gathers the other workers'
+messages as bytes. The step sizes are the ones that the contest finds with ten workers. The table
+also has what only real ranks show: the bytes that a rank receives, and the time.
 """
 
-import argparse
-import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
-import torch
-
-from recipes.errors import told_in_one_line
+from recipes.errors import RecipeError
+from recipes.experiments import ResultTable
 from recipes.local_ranks import run_on_ranks
 from recipes.two_direction.contest import Setting, run
 from recipes.two_direction.data_sets import digits
-from recipes.two_direction.tuning import Run
+from recipes.two_direction.tuning import MethodRun
 from torchcomp.algorithms.parameter_server import ParameterServer, Ranks, Simulated
-from torchcomp.checks import check_positive
 
 RANKS = 4
 # Step sizes 2^i at mu = 1e-4; see results/digits_n10_mu0.0001.csv.
 POWERS = {"2Direction": 2, "AGD": 2, "EF21-P + DIANA": 3}
+COLUMNS = (
+    *("method", "iterations", "up", "down", "total", "bytes_up", "bytes_down", "value"),
+    *("received_by_rank", "ms_ranks", "ms_simulated"),
+)
+_MILLISECONDS = 1000
 
 
 @dataclass(frozen=True)
-class Line:
-    """A method's line of the table, the digest of its last point, and how it was run."""
+class RankRun:
+    """A method's run, by the simulation or as seen by one rank.
+
+    Attributes:
+        method: its name.
+        iterations: until f - f* reached the gap.
+        value: the last f.
+        traffic: what a worker and a server would send each other.
+        x: the solution.
+        seconds: wall time.
+        received: bytes that this rank received; 0 in the simulation.
+    """
 
     method: str
     iterations: int
@@ -38,84 +47,92 @@ class Line:
     traffic: dict[str, int]
     x: tuple[float, ...]
     seconds: float
-    link: int
+    received: int
 
     @property
-    def facts(self) -> tuple[object, ...]:
-        """Return what both forms must agree on, to the last bit."""
+    def exact(self) -> tuple[object, ...]:
+        """What must be equal, to the last bit, on all ranks and in the simulation."""
         return self.method, self.iterations, self.value, self.traffic, self.x
 
-
-@told_in_one_line()
-def main() -> None:
-    """Run both forms, print both tables and compare them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--gap", type=float, default=1e-6, help="f - f* to reach [1e-6]")
-    gap = parser.parse_args().gap
-    check_positive("--gap", gap)
-    torch.set_num_threads(1)
-    given = setting(gap)
-    simulated = [line(method, given, Simulated(RANKS)) for method in POWERS]
-    real = run_on_ranks(RANKS, on_this_rank, gap)
-    print(f"\nsimulated, one process\n{table(simulated)}")
-    print(f"\n{RANKS} ranks over gloo\n{table(real[0])}")
-    for rank, own in enumerate(real):
-        if [each.facts for each in own] != [each.facts for each in simulated]:
-            sys.exit(f"error: rank {rank}'s table is not the simulation's")
-    print(f"\nall {RANKS} ranks and the simulation agree in every bit of x, f and the counts\n")
-    for ours, theirs in zip(simulated, real[0], strict=True):
-        print(links(ours, theirs))
+    @property
+    def pace(self) -> float:
+        """Milliseconds per iteration."""
+        return _MILLISECONDS * self.seconds / self.iterations
 
 
 def setting(gap: float) -> Setting:
-    """Return the digits on four workers, with f* found already."""
-    given = Setting(digits(), RANKS, 1e-4, 65, gap, 3_000_000)
-    given.least(0)
-    return given
+    """Return the digits on four workers, with f* computed."""
+    shared = Setting(digits(), RANKS, 1e-4, 65, gap, 3_000_000)
+    # Before the clock starts: f* is cached.
+    shared.least(0)
+    return shared
 
 
-def line(method: str, given: Setting, server: ParameterServer) -> Line:
-    """Run a method to the gap on four workers and their server."""
+def open_table(shared: Setting, folder: Path, *, resume: bool) -> ResultTable:
+    """Open the table, with the finished methods if the run is resumed."""
+    return ResultTable(folder / "on_ranks.csv", COLUMNS, shared.task(seeds=1), resume=resume)
+
+
+def run_ranks(shared: Setting, table: ResultTable) -> None:
+    """Run the methods that the table lacks in both forms, compare them, and print the table.
+
+    Raises:
+        RecipeError: if a rank's x, f or counts differ from the simulation's in any bit.
+    """
+    finished = {row["method"] for row in table.rows}
+    for method in POWERS:
+        if method in finished:
+            continue
+        simulated = run_method(method, shared, Simulated(RANKS))
+        on_ranks = run_on_ranks(RANKS, on_this_rank, method, shared.gap)
+        for rank, own in enumerate(on_ranks):
+            if own.exact != simulated.exact:
+                raise RecipeError(f"{method}: rank {rank} differs from the simulation")
+        table.add(cells(on_ranks[0], simulated))
+    print(f"\n{shared}, {RANKS} ranks over gloo\n{printed(table.rows)}")
+    print(f"all {RANKS} ranks and the simulation agree in every bit of x, f and the counts")
+
+
+def run_method(method: str, shared: Setting, server: ParameterServer) -> RankRun:
+    """Run a method to the gap on four workers."""
     started = time.monotonic()
-    done = run(given, method, POWERS[method], 0, server)
+    done = run(shared, method, POWERS[method], 0, server)
     seconds = time.monotonic() - started
-    link = server.exchange.take_traffic(0).received if isinstance(server, Ranks) else 0
-    return _line(method, done, seconds, link)
+    received = server.exchange.take_traffic(0).received if isinstance(server, Ranks) else 0
+    return _rank_run(method, done, seconds, received)
 
 
-def _line(method: str, done: Run, seconds: float, link: int) -> Line:
+def _rank_run(method: str, done: MethodRun, seconds: float, received: int) -> RankRun:
     last = done.curve[-1]
     x = tuple(done.method.solution.tolist())
-    return Line(method, last.iterations, last.value, asdict(last.traffic), x, seconds, link)
+    traffic = asdict(last.traffic)
+    return RankRun(method, last.iterations, last.value, traffic, x, seconds, received)
 
 
-def on_this_rank(gap: float) -> list[Line]:
-    """Run all methods as one rank of the default group."""
-    given = setting(gap)
-    return [line(method, given, Ranks()) for method in POWERS]
+def on_this_rank(method: str, gap: float) -> RankRun:
+    """Run a method as one rank of the default group."""
+    return run_method(method, setting(gap), Ranks())
 
 
-def table(lines: list[Line]) -> str:
-    """Return the table of one form."""
-    out = [f"{'':<16}{'iterations':>12}{'up':>10}{'down':>10}{'total':>10}{'bytes':>12}{'f':>18}"]
-    for each in lines:
-        t = each.traffic
-        up, down = t["up_coordinates"], t["down_coordinates"]
-        counts = f"{each.iterations:>12,}{up:>10,}{down:>10,}{up + down:>10,}"
-        nbytes = t["up_bytes"] + t["down_bytes"]
-        out.append(f"{each.method:<16}{counts}{nbytes:>12,}{each.value:>18.12f}")
-    return "\n".join(out)
+def cells(on_rank: RankRun, simulated: RankRun) -> list[object]:
+    """Return a method's row of the table."""
+    traffic = on_rank.traffic
+    up, down = traffic["up_coordinates"], traffic["down_coordinates"]
+    counts = [up, down, up + down, traffic["up_bytes"], traffic["down_bytes"]]
+    # 17 digits identify a float64.
+    named = [on_rank.method, on_rank.iterations, *counts, f"{on_rank.value:.17g}"]
+    return [*named, on_rank.received, f"{on_rank.pace:.1f}", f"{simulated.pace:.1f}"]
 
 
-def links(simulated: Line, real: Line) -> str:
-    """Return what a rank received, beside what a worker and a server would send each other."""
-    both = real.traffic["up_bytes"] + real.traffic["down_bytes"]
-    pace = [1000 * each.seconds / each.iterations for each in (simulated, real)]
-    return (
-        f"{real.method:<16} a rank received {real.link:,} bytes (a worker and a server: {both:,}); "
-        f"{pace[1]:.1f} ms an iteration, simulated {pace[0]:.1f} ms"
-    )
-
-
-if __name__ == "__main__":
-    main()
+def printed(rows: list[dict[str, str]]) -> str:
+    """Return the table as text."""
+    bytes_columns = f"{'MB, with a server':>19}{'MB, a rank receives':>21}"
+    times = f"{'ms':>7}{'simulated':>11}"
+    lines = [f"{'':<16}{'iterations':>12}{'coordinates':>13}{bytes_columns}{times}"]
+    for row in rows:
+        counts = f"{int(row['iterations']):>12,}{int(row['total']):>13,}"
+        with_server = (int(row["bytes_up"]) + int(row["bytes_down"])) / 1e6
+        traffic = f"{with_server:>19.2f}{int(row['received_by_rank']) / 1e6:>21.2f}"
+        pace = f"{row['ms_ranks']:>7}{row['ms_simulated']:>11}"
+        lines.append(f"{row['method']:<16}{counts}{traffic}{pace}")
+    return "\n".join(lines)

@@ -1,29 +1,26 @@
-"""How many iterations the methods take, by condition number, by omega and by the number of workers.
+"""How many iterations the methods take: by condition number, by omega, by number of workers.
 
-    python -m recipes.two_direction.scaling
+The functions are quadratics f_i(x) = 1/2 x'Sx - b_i'x with logarithmically spaced eigenvalues from
+1/kappa to 1. Hence L = Lmax = 1 and mu = 1/kappa. A run ends when f - f* has fallen to 1e-4 of its
+start.
 
-Quadratics f_i(x) = 1/2 x'Sx - b_i'x with logarithmically spaced eigenvalues from 1/kappa to 1, so
-that L = Lmax = 1 and mu = 1/kappa; a run ends when f - f* has fallen to 1e-4 of its start. Step
-sizes are the theory's times 2^i, with the best i: by condition number one for all, found in the
-middle, so that the tuning's grid leaves no trace in the slope; elsewhere one for each point, since
-there the theory's constants weigh its terms against each other. With many workers only the
-neighbours of the best i of the point before are tried.
+Step sizes are the theory's times 2^i, with the best i. The sweep by condition number uses one i for
+all points, found at the middle one, because a change of i between two points would bend the slope.
+The other sweeps use one i per point, because the theory's constants weigh its terms against each
+other there. With many workers, only the neighbours of the previous point's i are tried.
 """
 
-import argparse
 import math
 import statistics
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recipes.errors import told_in_one_line
-from recipes.result_files import make_folder, pyplot, write_csv
+from recipes.experiments import ResultTable
 from recipes.two_direction.tuning import tune
 from torchcomp.algorithms.agd import AGD
 from torchcomp.algorithms.ef21p_diana import EF21PDIANA
@@ -33,11 +30,12 @@ from torchcomp.algorithms.two_direction import TwoDirectionMethod
 from torchcomp.algorithms.two_direction.theory import lbar
 from torchcomp.compressors import Identity, RandK, TopK
 
-_HERE = Path(__file__).resolve().parent
 DIMENSIONS = 60
 FALL = 1e-4
 FACTORS = range(-3, 11)
+# Large enough for every run: a sweep without a result at one point is useless.
 _BUDGET = 10**9
+# Above this number of workers, an iteration costs too much to try all factors.
 _MANY = 16
 
 
@@ -52,12 +50,12 @@ class Quadratic:
 
     @property
     def omega(self) -> float:
-        """Relative variance of the way up."""
+        """Relative variance of the uplink compressor."""
         return DIMENSIONS / self.k_up - 1
 
     @property
     def alpha(self) -> float:
-        """Contraction of the way down."""
+        """Contraction of the downlink compressor."""
         return self.k_down / DIMENSIONS
 
     @property
@@ -72,7 +70,7 @@ class Quadratic:
 
     def functions(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], float]]:
         """Return the workers' gradients, and f - f* relative to the start."""
-        # A common part, so that the problem stays the same however many workers there are.
+        # The mean of all b_i is the common part, so f does not depend on the number of workers.
         generator = torch.Generator().manual_seed(0)
         common = torch.randn(DIMENSIONS, dtype=torch.float64, generator=generator)
         own = torch.randn(self.n, DIMENSIONS, dtype=torch.float64, generator=generator)
@@ -92,9 +90,9 @@ def _two_direction(
     constants = {"alpha": point.alpha, "omega": point.omega, "p": p, "tau": p}
     bound = lbar(1.0, 1.0, n=point.n, **constants, constant=1.0)
     up, down = _compressors(point)
-    # No theory asks for less than L; the tuning tries.
-    step = max(bound / factor, point.mu)
-    return TwoDirectionMethod(gradients, _x0(), server, up, down, lbar=step, mu=point.mu)
+    # lbar can fall below the theory's minimum L here, but the method requires at least mu.
+    scaled = max(bound / factor, point.mu)
+    return TwoDirectionMethod(gradients, _x0(), server, up, down, lbar=scaled, mu=point.mu)
 
 
 def _ef21p_diana(
@@ -124,7 +122,14 @@ METHODS = {"2Direction": _two_direction, "AGD": _agd, "EF21-P + DIANA": _ef21p_d
 
 @dataclass(frozen=True)
 class Sweep:
-    """One quantity varied, the others held."""
+    """Points along which one quantity varies.
+
+    Attributes:
+        label: the quantity's name on an axis.
+        field: the quantity's name in :class:`Quadratic`.
+        points: of each method.
+        one_step: whether all points of a method use the same factor of the step size.
+    """
 
     label: str
     field: str
@@ -132,12 +137,22 @@ class Sweep:
     one_step: bool
 
     def x(self, point: Quadratic) -> float:
-        """Return the quantity that is varied."""
+        """Return the quantity that varies."""
         return float(getattr(point, self.field))
+
+    @property
+    def task(self) -> str:
+        """All settings of the sweep, for the head of its table."""
+        all_points = [point for points in self.points.values() for point in points]
+        values = {name: {asdict(point)[name] for point in all_points} for name in _FIELDS}
+        fixed = [f"{name} = {own.pop():g}" for name, own in values.items() if len(own) == 1]
+        varied = " ".join(f"{x:g}" for x in sorted(set(map(self.x, all_points))))
+        problem = f"quadratics of {DIMENSIONS} dimensions, {', '.join(fixed)}"
+        return f"{problem}, f - f* to {FALL:g} of its start, at {self.field} = {varied}"
 
 
 def _two_direction_theory(q: Quadratic) -> float:
-    """The iterations of the paper's abstract, without logarithm and constant."""
+    """Return the iterations of the paper's abstract, without the logarithm and the constant."""
     up = math.sqrt(q.kappa * q.omega**2 / q.n)
     return math.sqrt(q.kappa * (q.omega + 1) / q.alpha) + up + 1 / q.alpha + q.omega
 
@@ -153,52 +168,84 @@ THEORY = {
 }
 
 
-def _sweeps() -> list[Sweep]:
+def sweeps(*, quick: bool = False) -> list[Sweep]:
+    """Return the three sweeps; the quick ones have few points at small condition numbers."""
     base = Quadratic()
-    steep = tuple(replace(base, kappa=10.0**e) for e in (3, 3.5, 4, 4.5, 5))
-    # Without acceleration the larger condition numbers take too long.
-    flat = tuple(replace(base, kappa=10.0**e) for e in (1, 1.5, 2, 2.5, 3))
-    by_kappa = {"2Direction": steep, "AGD": steep, "EF21-P + DIANA": flat}
-    # No compression down, so that the way up is what counts.
-    wide = replace(base, kappa=100.0, k_down=DIMENSIONS)
-    variances = tuple(replace(wide, k_up=k) for k in (30, 15, 8, 4, 2, 1))
-    crowds = tuple(replace(wide, k_up=2, n=n) for n in (1, 4, 16, 64, 250, 1000))
-    both = ("2Direction", "EF21-P + DIANA")
+    # Without acceleration, the larger condition numbers would take too long.
+    steep, flat = ((1, 1.5, 2), (0.5, 1)) if quick else ((3, 3.5, 4, 4.5, 5), (1, 1.5, 2, 2.5, 3))
+    accelerated = tuple(replace(base, kappa=10.0**e) for e in steep)
+    plain = tuple(replace(base, kappa=10.0**e) for e in flat)
+    by_kappa = {"2Direction": accelerated, "AGD": accelerated, "EF21-P + DIANA": plain}
+    # The downlink is not compressed, so that only the uplink's omega and n matter.
+    uplink = replace(base, kappa=10.0 if quick else 100.0, k_down=DIMENSIONS)
+    k_ups = (30, 8) if quick else (30, 15, 8, 4, 2, 1)
+    workers = (1, 4, 16) if quick else (1, 4, 16, 64, 250, 1000)
+    by_omega = tuple(replace(uplink, k_up=k) for k in k_ups)
+    by_n = tuple(replace(uplink, k_up=2, n=n) for n in workers)
+    compressed = ("2Direction", "EF21-P + DIANA")
     return [
         Sweep("condition number L/mu", "kappa", by_kappa, one_step=True),
-        Sweep("omega", "omega", dict.fromkeys(both, variances), one_step=False),
-        Sweep("number of workers n", "n", dict.fromkeys(both, crowds), one_step=False),
+        Sweep("omega", "omega", dict.fromkeys(compressed, by_omega), one_step=False),
+        Sweep("number of workers n", "n", dict.fromkeys(compressed, by_n), one_step=False),
     ]
 
 
-SWEEPS = _sweeps()
+_FIELDS = ("kappa", "n", "k_up", "k_down")
+SWEEPS = ("kappa", "omega", "n")
+"""The fields of the sweeps."""
 
 
 @dataclass(frozen=True)
 class Count:
-    """Iterations of one method at one point; its step size is the theory's times 2^power."""
+    """The iterations of one method at one point, and a row of the table.
+
+    Attributes:
+        method: its name.
+        x: the quantity that varies.
+        iterations: until f - f* has fallen.
+        theory: the theory's iterations, up to a constant.
+        power: the step size is the theory's times 2^power.
+    """
 
     method: str
-    point: Quadratic
-    power: int
+    x: float
     iterations: int
+    theory: float
+    power: int
+
+    @classmethod
+    def read(cls, field: str, row: dict[str, str]) -> "Count":
+        """Read a row of the table."""
+        numbers = (float(row[field]), int(row["iterations"]), float(row["theory"]))
+        return cls(row["method"], *numbers, int(row["power"]))
+
+    def cells(self) -> list[object]:
+        """Return the row of the table."""
+        method, x, iterations, theory, power = astuple(self)
+        return [method, f"{x:g}", iterations, f"{theory:.6g}", power]
 
 
-def measure(sweep: Sweep, method: str) -> list[Count]:
-    """Count along the sweep, with step sizes tuned as the sweep wants them."""
+def measure(sweep: Sweep, method: str, finished: Sequence[Count] = ()) -> Iterator[Count]:
+    """Yield the counts of the points that follow the finished ones."""
     points = sweep.points[method]
-    if sweep.one_step:
-        power = _tuned(points[len(points) // 2], method, FACTORS).power
-        return [_tuned(point, method, range(power, power + 1)) for point in points]
-    counts: list[Count] = []
-    for point in points:
-        power = counts[-1].power if counts else 0
-        near = range(power - 1, power + 2)
-        counts.append(_tuned(point, method, near if point.n > _MANY else FACTORS))
-    return counts
+    missing = points[len(finished) :]
+    if missing and sweep.one_step:
+        if finished:
+            power = finished[0].power
+        else:
+            power = _tuned(sweep, points[len(points) // 2], method, FACTORS).power
+        for point in missing:
+            yield _tuned(sweep, point, method, range(power, power + 1))
+        return
+    power = finished[-1].power if finished else 0
+    for point in missing:
+        neighbours = range(power - 1, power + 2)
+        count = _tuned(sweep, point, method, neighbours if point.n > _MANY else FACTORS)
+        power = count.power
+        yield count
 
 
-def _tuned(point: Quadratic, method: str, powers: range) -> Count:
+def _tuned(sweep: Sweep, point: Quadratic, method: str, powers: range) -> Count:
     gradients, fallen = point.functions()
     best = tune(
         lambda factor: METHODS[method](point, gradients, Simulated(point.n), factor),
@@ -208,8 +255,44 @@ def _tuned(point: Quadratic, method: str, powers: range) -> Count:
         powers=powers,
     )
     if not best.run.reached:
-        raise RuntimeError(f"{method} does not get there: {point}")
-    return Count(method, point, best.power, best.run.method.iterations)
+        raise RuntimeError(f"{method} does not reach {FALL:g} of f(x0) - f* at {point}")
+    iterations = best.run.method.iterations
+    return Count(method, sweep.x(point), iterations, THEORY[method](point), best.power)
+
+
+def open_table(sweep: Sweep, folder: Path, *, resume: bool) -> ResultTable:
+    """Open the sweep's table, with the finished points if the run is resumed."""
+    header = ("method", sweep.field, "iterations", "theory", "power")
+    return ResultTable(folder / f"scaling_{sweep.field}.csv", header, sweep.task, resume=resume)
+
+
+def run_sweep(sweep: Sweep, table: ResultTable) -> None:
+    """Measure the points that the table lacks; print each method's line as it ends."""
+    print(f"\n{sweep.label}: iterations until f - f* has fallen to {FALL:g} of its start")
+    for method in sweep.points:
+        # The rows of a method are a prefix of its points, because they are measured in order.
+        finished = _of_method(sweep, table, method)
+        for count in measure(sweep, method, finished):
+            table.add(count.cells())
+        print(line(_of_method(sweep, table, method)), flush=True)
+
+
+def _of_method(sweep: Sweep, table: ResultTable, method: str) -> list[Count]:
+    return [Count.read(sweep.field, row) for row in table.rows if row["method"] == method]
+
+
+def line(counts: list[Count]) -> str:
+    """Return a method's line of the printed table, with both exponents."""
+    measured, predicted = exponents(counts)
+    found = "  ".join(f"{count.x:g}: {count.iterations:,}" for count in counts)
+    return f"{counts[0].method:<16} slope {measured:+.2f} (theory {predicted:+.2f})   {found}"
+
+
+def exponents(counts: list[Count]) -> tuple[float, float]:
+    """Return the fitted exponent, and the exponent of the theory at the same points."""
+    xs = [count.x for count in counts]
+    measured = slope(xs, [count.iterations for count in counts])
+    return measured, slope(xs, [count.theory for count in counts])
 
 
 def slope(xs: Iterable[float], ys: Iterable[float]) -> float:
@@ -218,88 +301,7 @@ def slope(xs: Iterable[float], ys: Iterable[float]) -> float:
     return statistics.linear_regression(*logs).slope
 
 
-@told_in_one_line()
-def main() -> None:
-    """Measure, show and write; a file and a picture for each sweep."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    fields = [sweep.field for sweep in SWEEPS]
-    parser.add_argument("--sweeps", nargs="+", choices=fields, default=fields)
-    parser.add_argument("--out", type=Path, default=_HERE / "results", help="folder of the files")
-    arguments = parser.parse_args()
-    make_folder(arguments.out)
-    torch.set_num_threads(1)
-    for sweep in SWEEPS:
-        if sweep.field in arguments.sweeps:
-            started = time.monotonic()
-            print(f"\n{sweep.label}: iterations until f - f* has fallen to {FALL:g}")
-            counted = [_shown(sweep, measure(sweep, method)) for method in sweep.points]
-            write(sweep, counted, arguments.out)
-            print(f"in {time.monotonic() - started:.0f} s")
-
-
-def _shown(sweep: Sweep, counts: list[Count]) -> list[Count]:
-    print(line(sweep, counts), flush=True)
-    return counts
-
-
-def write(sweep: Sweep, counted: list[list[Count]], folder: Path) -> None:
-    """Write what each method counted, and draw it."""
-    header = ["method", sweep.field, "iterations", "theory", "power"]
-    rows = [cells(sweep, count) for counts in counted for count in counts]
-    path = folder / f"scaling_{sweep.field}.csv"
-    write_csv(path, header, rows)
-    draw(sweep, counted, path.with_suffix(".png"))
-
-
-def cells(sweep: Sweep, count: Count) -> list[object]:
-    """Return a count as a row of the CSV."""
-    theory = THEORY[count.method](count.point)
-    value = f"{sweep.x(count.point):g}"
-    return [count.method, value, count.iterations, f"{theory:.6g}", count.power]
-
-
-def line(sweep: Sweep, counts: list[Count]) -> str:
-    """Return a method's line of the table, with the exponents measured and in theory."""
-    ours, theirs = exponents(sweep, counts)
-    found = "  ".join(f"{sweep.x(c.point):g}: {c.iterations:,}" for c in counts)
-    return f"{counts[0].method:<16} slope {ours:+.2f} (theory {theirs:+.2f})   {found}"
-
-
-def exponents(sweep: Sweep, counts: list[Count]) -> tuple[float, float]:
-    """Return the fitted exponent, and that of the theory's line over the same points."""
-    xs = [sweep.x(count.point) for count in counts]
-    theory = [THEORY[count.method](count.point) for count in counts]
-    return slope(xs, [count.iterations for count in counts]), slope(xs, theory)
-
-
-def draw(sweep: Sweep, counted: list[list[Count]], path: Path) -> None:
-    """Draw the counts, and the theory's lines through their middle."""
-    figure, axes = pyplot().subplots(figsize=(6.5, 5), layout="constrained")
-    for counts in counted:
-        _draw_counts(axes, sweep, counts)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel(sweep.label)
-    axes.set_ylabel(f"iterations until f − f* has fallen to {FALL:g}")
-    axes.grid(True, which="both", alpha=0.2)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=90)
-    pyplot().close(figure)
-
-
-def _draw_counts(axes: Any, sweep: Sweep, counts: list[Count]) -> None:
-    method = counts[0].method
-    colour = f"C{list(METHODS).index(method)}"
-    xs = [sweep.x(count.point) for count in counts]
-    theory = [THEORY[method](count.point) for count in counts]
-    ratios = [count.iterations / bound for count, bound in zip(counts, theory, strict=True)]
-    scale = math.exp(statistics.fmean(map(math.log, ratios)))
-    ours, theirs = exponents(sweep, counts)
-    label = f"{method}: slope {ours:+.2f}"
-    axes.plot(xs, [count.iterations for count in counts], "o-", color=colour, label=label)
-    dashed = f"theory, times {scale:.2g}: slope {theirs:+.2f}"
-    axes.plot(xs, [scale * bound for bound in theory], "--", color=colour, label=dashed)
-
-
-if __name__ == "__main__":
-    main()
+def theory_factor(counts: list[Count]) -> float:
+    """Return the constant that fits the theory to the counts."""
+    ratios = [count.iterations / count.theory for count in counts]
+    return statistics.geometric_mean(ratios)

@@ -1,10 +1,12 @@
-"""Step sizes 2^i: all run side by side, and those that fall far behind are abandoned.
+"""Tuning of step sizes 2^i: run all candidates side by side and pause those that fall far behind.
 
-Always the run that has sent least goes on, unless the best one so far was better with an eighth of
-that: then it waits, and goes on only if that one fails, which is to diverge or to spend the budget
-without reaching the target. So few runs cost much more than the winner, and none is given up
-because of one that diverges later, or stalls. It is a rule of thumb: where the best one arrives
-late, one that waited might have been cheaper.
+Advance the cheapest candidate, in small portions. Pause it if the best one so far was better at an
+eighth of its cost. Resume it only if that best one fails, which means that it diverges or spends
+its budget without reaching the target. Few candidates therefore cost much more than the winner, and
+none is given up because of one that later diverges or stalls.
+
+This is a heuristic. If the best candidate reaches the target late, a paused one might have been
+cheaper.
 """
 
 import math
@@ -22,11 +24,13 @@ POWERS = range(-20, 21)
 """The paper's grid: step sizes 2^i for these i."""
 
 BEHIND = 8.0
-"""A run that has sent this many times as much as the best had when it was as good, waits."""
+"""Pause a run if the best one was as good with this many times less traffic."""
 
-# Accelerated methods swing at first: nobody is judged by fewer iterations.
+# Accelerated methods oscillate at first, so compare no run before this many iterations.
 _SETTLED = 100
+# Grow the portions geometrically: equal portions would compare all candidates far more often.
 _GROWTH = 1.5
+# f may rise by large factors and still converge, so a small limit would end good runs.
 _EXPLODED = 1e6
 
 
@@ -36,7 +40,7 @@ class Point:
 
     Attributes:
         iterations: done so far.
-        traffic: sent so far, by one worker and to it.
+        traffic: what one worker sent and received so far.
         value: f at the method's solution.
     """
 
@@ -46,15 +50,15 @@ class Point:
 
 
 @dataclass
-class Run:
-    """A method on its way.
+class MethodRun:
+    """A run of a method with one step size, which can be advanced in portions.
 
     Attributes:
         method: the method.
         value: f.
         target: the run ends when f is at most this.
-        every: f is looked at after this many iterations.
-        curve: what has been seen.
+        every: number of iterations between two evaluations of f.
+        curve: the points so far.
         best: the lowest f so far.
     """
 
@@ -66,7 +70,7 @@ class Run:
     best: float = field(default=math.inf, init=False)
 
     def __post_init__(self) -> None:
-        self._note(self.value(self.method.solution))
+        self._append(self.value(self.method.solution))
 
     @property
     def cost(self) -> int:
@@ -75,31 +79,34 @@ class Run:
 
     @property
     def reached(self) -> bool:
-        """Whether f has come down to the target."""
+        """Whether f is at or below the target."""
         return self.curve[-1].value <= self.target
 
     @property
     def broken(self) -> bool:
-        """Whether f is not a number any more, or far above where it started."""
+        """Whether f is NaN, or far above its initial value."""
+        # The negation is also true for NaN.
         return not self.curve[-1].value <= _EXPLODED * max(1.0, abs(self.curve[0].value))
 
     def advance(self, cost: float) -> None:
-        """Run until the target is reached, `cost` coordinates have been sent, or f explodes."""
+        """Run until the target is reached, ``cost`` coordinates have been sent, or f explodes."""
         while self.cost < cost and not self.reached and not self.broken:
             try:
                 for _ in range(self.every):
                     self.method.step()
             except NonFiniteError:
-                self._note(math.inf)
+                # The method raises before f is evaluated. Infinity marks the run as broken.
+                self._append(math.inf)
                 return
-            self._note(self.value(self.method.solution))
+            self._append(self.value(self.method.solution))
 
     def value_at(self, cost: float) -> float:
-        """The last value of the curve that took at most `cost` coordinates."""
-        seen = bisect_right(self.curve, cost, key=lambda point: point.traffic.coordinates)
-        return self.curve[seen - 1].value if seen else math.inf
+        """Return the last value of the curve that took at most ``cost`` coordinates."""
+        index = bisect_right(self.curve, cost, key=lambda point: point.traffic.coordinates)
+        return self.curve[index - 1].value if index else math.inf
 
-    def _note(self, value: float) -> None:
+    def _append(self, value: float) -> None:
+        # The server updates its traffic in place, so the point needs a copy.
         traffic = replace(self.method.server.traffic)
         self.curve.append(Point(self.method.iterations, traffic, value))
         self.best = min(self.best, value)
@@ -112,11 +119,11 @@ class Tuned:
     Attributes:
         power: the winner's i, of the step size 2^i.
         run: the winner's run.
-        abandoned: for each other i, the coordinates after which it was left.
+        abandoned: the coordinates that each other i had sent when the tuning ended.
     """
 
     power: int
-    run: Run
+    run: MethodRun
     abandoned: dict[int, int]
 
 
@@ -129,55 +136,57 @@ def tune(
     powers: Iterable[int] = POWERS,
     every: int = 1,
 ) -> Tuned:
-    """The step size 2^i that takes f to the target with the fewest coordinates.
+    """Return the step size 2^i that takes f to the target with the fewest coordinates.
 
-    Where none gets there within the budget, the one with the lowest f wins.
+    If none reaches it within the budget, the one with the lowest f wins.
 
     Args:
-        build: makes a fresh method of a step size.
+        build: makes a new method with a step size.
         value: f.
         target: value of f to reach.
-        budget: coordinates, up and down, that a run may send.
+        budget: coordinates, up and down, that a run can send.
         powers: the i to try.
-        every: iterations between two looks at f.
+        every: number of iterations between two evaluations of f.
 
     Raises:
-        SpecError: if there is nothing to try.
+        SpecError: if ``powers`` is empty, or every step size diverges.
     """
-    runs = {i: Run(build(2.0**i), value, target, every) for i in powers}
+    runs = {i: MethodRun(build(2.0**i), value, target, every) for i in powers}
     if not runs:
-        raise SpecError("powers is empty: there is no step size to try", "powers")
+        raise SpecError("powers is empty: expected at least one i of a step size 2^i", "powers")
     while racing := _racing(runs.values(), budget):
         run = min(racing, key=lambda run: run.cost)
+        # Add 1, because a run that has sent nothing would otherwise never start.
         run.advance(min(_cap(runs.values(), budget), _GROWTH * run.cost + 1))
-    sound = [i for i, run in runs.items() if not run.broken]
-    if not sound:
+    finite = [i for i, run in runs.items() if not run.broken]
+    if not finite:
         raise SpecError(f"every step size of 2^{sorted(runs)} diverged", "powers")
-    power = min(sound, key=lambda i: _rank(runs[i]))
+    power = min(finite, key=lambda i: _rank(runs[i]))
     return Tuned(power, runs[power], {i: run.cost for i, run in runs.items() if i != power})
 
 
-def _cap(runs: Collection[Run], budget: float) -> float:
-    """What a run may send that still wants to win."""
+def _cap(runs: Collection[MethodRun], budget: float) -> float:
+    """Return the cost at which a run can no longer win."""
     return min([budget, *(run.cost for run in runs if run.reached)])
 
 
-def _racing(runs: Collection[Run], budget: float) -> list[Run]:
+def _racing(runs: Collection[MethodRun], budget: float) -> list[MethodRun]:
     cap = _cap(runs, budget)
     going = [run for run in runs if not run.broken and not run.reached and run.cost < cap]
+    # A run that has spent its budget has failed, so it no longer pauses others.
     contenders = [*going, *(run for run in runs if run.reached)]
     leader = min(contenders, key=lambda run: run.curve[-1].value, default=None)
     return [run for run in going if not _behind(run, leader)]
 
 
-def _behind(run: Run, leader: Run | None) -> bool:
+def _behind(run: MethodRun, leader: MethodRun | None) -> bool:
     if leader is None or run.method.iterations < _SETTLED:
         return False
-    # Runs may swing. The leader must be as good now as it was then; the others, to be safe from
-    # waiting, need only have been so once.
+    # Runs can oscillate. The leader must still be as good as it was at an eighth of the cost. For
+    # the other run, its best value counts, so that one bad moment does not pause it.
     return run.best > max(leader.value_at(run.cost / BEHIND), leader.curve[-1].value)
 
 
-def _rank(run: Run) -> tuple[float, float]:
+def _rank(run: MethodRun) -> tuple[float, float]:
     last = run.curve[-1].value
     return (run.cost, last) if run.reached else (math.inf, last)

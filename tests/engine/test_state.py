@@ -199,7 +199,7 @@ def test_the_step_in_flight_can_be_undone_for_a_parameter(kind):
     write(state, ("a", "b"), 1.0, kind=kind)
     state.commit()
     write(state, ("a", "b"), 9.0, kind=kind)
-    state.keep(["a", "foreign"])
+    state.undo(["a", "foreign"])
     state.commit()
     assert held(state) == {"a": [1.0] * 2, "b": [10.0] * 3}
 
@@ -207,7 +207,7 @@ def test_the_step_in_flight_can_be_undone_for_a_parameter(kind):
 def test_a_step_is_not_undone_in_a_cache():
     state = State()
     write(state, ("a", "b"), 1.0, kind=Kind.CACHE)
-    state.keep(["a"])
+    state.undo(["a"])
     state.commit()
     assert held(state) == {"a": [1.0] * 2, "b": [2.0] * 3}
 

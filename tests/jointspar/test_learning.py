@@ -14,8 +14,8 @@ from tests.support.cases import some, thorough
 from tests.support.models import (
     Account,
     assert_conserved,
-    assert_residual,
     assert_replicas_equal,
+    assert_residual,
     kept,
     loss_of,
     mlp,

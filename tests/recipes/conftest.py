@@ -1,4 +1,4 @@
-"""What the tests of the recipes share: their modules, tiny data sets, and runs of the trainer."""
+"""Fixtures for the tests of the recipes: small data sets, and runs of the trainer."""
 
 import importlib.util
 import json
@@ -18,36 +18,34 @@ import numpy as np
 import pytest
 import torch
 
-from tests.recipes.forked_ranks import Launcher, Run
+from recipes.image_data.beton import INSTALL_FFCV
+from tests.recipes.forked_ranks import ForkedRun, Launcher
 from tests.support.patience import PATIENCE
 
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder of this test run, so that the user's own is left alone."""
+    """A cache folder for this test session, in place of the user's."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
 def needs_ffcv() -> None:
-    """Skip where ffcv is not installed."""
+    """Skip the test if ffcv is not installed."""
     if importlib.util.find_spec("ffcv") is None:
-        pytest.skip(
-            "ffcv is not installed: install pkg-config, libturbojpeg0-dev and libopencv-dev, "
-            "then pip install ffcv"
-        )
+        pytest.skip(f"ffcv is not installed: {INSTALL_FFCV}")
 
 
 @pytest.fixture
 def digits_flags(tmp_path: Path, cache: Path) -> list[str]:
-    """Flags of a small, fast run on the digits; torchvision's loader has nothing to compile."""
+    """Flags of a short run on the digits, with the loader that compiles nothing."""
     flags = ["--loader", "torchvision", "--data-cache", str(cache), "--threads", "1"]
     return [*flags, "--out", str(tmp_path / "run")]
 
 
 @pytest.fixture
 def cifar_archive(tmp_path: Path) -> Path:
-    """A folder in the format of CIFAR-10's python archive: 100 images to train, 20 to test."""
+    """A folder in the format of CIFAR-10's python archive: 100 training and 20 test images."""
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
     rng = np.random.default_rng(0)
@@ -60,7 +58,7 @@ def cifar_archive(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cifar_tarball(cifar_archive: Path) -> Path:
-    """The same as a .tar.gz."""
+    """The archive as a .tar.gz file."""
     path = cifar_archive.parent / "cifar-10-python.tar.gz"
     with tarfile.open(path, "w:gz") as archive:
         archive.add(cifar_archive, arcname=cifar_archive.name)
@@ -69,7 +67,7 @@ def cifar_tarball(cifar_archive: Path) -> Path:
 
 @pytest.fixture
 def photo_folder(tmp_path: Path) -> Path:
-    """An image folder of two classes with JPEGs of several sizes: 12 to train, 4 to test."""
+    """An image folder with two classes: 12 training and 4 test JPEGs of different sizes."""
     from PIL import Image
 
     rng = np.random.default_rng(0)
@@ -86,7 +84,7 @@ def photo_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def train_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[str, Any]]]:
-    """Train as the only rank, in this process, and return the summary."""
+    """Train as a single rank in this process, and return the summary."""
     from recipes import train
     from recipes.settings import read_settings
 
@@ -103,7 +101,7 @@ def train_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[s
                 torch.distributed.destroy_process_group()
         return summary_in(Path(settings.out))
 
-    # As they are, to be put back: train.py chooses its own.
+    # train.py changes them. Setting them to their own values lets monkeypatch restore them.
     for flag in ("deterministic", "benchmark"):
         monkeypatch.setattr(cudnn, flag, getattr(cudnn, flag))
     yield run
@@ -114,7 +112,7 @@ def train_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[s
 def shrink_here(
     train_here: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., str]]:
-    """Train a configuration's shrunken copy, in this process, and return what is printed."""
+    """Train a configuration's shrunken copy in this process, and return its output."""
     from recipes import train
     from recipes.settings import read_settings
 
@@ -122,7 +120,7 @@ def shrink_here(
     level = logger.level
 
     def run(*flags: str) -> str:
-        train.train_shrunken(read_settings([*flags, "--dry-run", "--shrink"]))
+        train.train_shrunken_copy(read_settings([*flags, "--dry-run", "--shrink"]))
         return capsys.readouterr().out
 
     yield run
@@ -132,7 +130,7 @@ def shrink_here(
 
 
 class TorchRun:
-    """Starts runs of recipes/train.py on several gloo ranks, and ends what it started."""
+    """Runs recipes/train.py on several gloo ranks with torchrun."""
 
     def __init__(self) -> None:
         self._started: list[subprocess.Popen[str]] = []
@@ -149,20 +147,20 @@ class TorchRun:
         return process
 
     def finish(self, process: "subprocess.Popen[str]") -> str:
-        """Wait for a run that must succeed; return what it printed."""
+        """Wait for a run, require that it succeeds, and return its output."""
         output, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, output
         return output
 
     def kill(self, process: "subprocess.Popen[str]") -> None:
-        """Kill every rank, and torchrun itself, without notice."""
+        """Kill all ranks and torchrun with SIGKILL."""
         for pid in _children(process.pid):
             os.kill(pid, signal.SIGKILL)
         process.kill()
         process.communicate(timeout=PATIENCE)
 
     def close(self) -> None:
-        """End whatever still runs."""
+        """Kill the runs that have not ended."""
         for process in self._started:
             if process.poll() is None:
                 self.kill(process)
@@ -170,7 +168,7 @@ class TorchRun:
 
 @pytest.fixture
 def torchrun() -> Iterator[TorchRun]:
-    """Start runs on several ranks; whatever is left of them ends with the test."""
+    """Start runs on several ranks. Those still running after the test are killed."""
     runs = TorchRun()
     yield runs
     runs.close()
@@ -178,20 +176,20 @@ def torchrun() -> Iterator[TorchRun]:
 
 @pytest.fixture
 def forked(tmp_path: Path) -> Iterator[Launcher]:
-    """Start runs on several ranks, in milliseconds; whatever is left of them ends with the test."""
+    """Like ``torchrun``, but a run starts in milliseconds."""
     launcher = Launcher(tmp_path)
     yield launcher
     launcher.close()
 
 
 def summary_in(folder: Path) -> dict[str, Any]:
-    """Read a finished run's summary."""
+    """Return the summary of a finished run."""
     summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return summary
 
 
-def wait_for_checkpoint(folder: Path, step: int, run: Run) -> None:
-    """Wait for a complete checkpoint of ``step`` or later, while its run is alive."""
+def wait_for_checkpoint(folder: Path, step: int, run: ForkedRun) -> None:
+    """Wait until ``run`` has written a complete checkpoint of ``step`` or later."""
     deadline = time.monotonic() + PATIENCE
     while not any(int(p.parent.name[5:]) >= step for p in folder.glob("step-*/complete.json")):
         if not run.is_alive() or time.monotonic() > deadline:

@@ -1,7 +1,7 @@
-"""Runs of recipes/train.py whose ranks are forked from one process that has imported it already.
+"""Run recipes/train.py on ranks that are forked from a process that has already imported it.
 
-A run starts in milliseconds, where torchrun's ranks each import torch for three seconds. What is
-not the same: a rank ends without Python's own tear-down, so tests of that use torchrun.
+A run starts in milliseconds. With torchrun, each rank imports torch, for three seconds. A forked
+rank exits without Python's shutdown, so tests of the shutdown use torchrun.
 """
 
 import multiprocessing
@@ -24,8 +24,8 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 @dataclass(frozen=True)
-class Run:
-    """The ranks of a run, the store that they meet at, and the file of what they print."""
+class ForkedRun:
+    """The processes of a run, the store for their rendezvous, and the file with their output."""
 
     ranks: list[BaseProcess]
     store: TCPStore
@@ -35,36 +35,37 @@ class Run:
         return all(rank.is_alive() for rank in self.ranks)
 
     def kill(self) -> None:
-        """End every rank without notice."""
+        """Kill all ranks with SIGKILL."""
         for rank in self.ranks:
             rank.kill()
         for rank in self.ranks:
             rank.join(PATIENCE)
 
     def finish(self) -> str:
-        """Wait for a run that must succeed; return what it printed."""
+        """Wait for the run, require that it succeeds, and return its output."""
         deadline = time.monotonic() + PATIENCE
         for rank in self.ranks:
             rank.join(deadline - time.monotonic())
-        said = self.printed.read_text()
-        assert [rank.exitcode for rank in self.ranks] == [0] * len(self.ranks), said
-        return said
+        output = self.printed.read_text()
+        assert [rank.exitcode for rank in self.ranks] == [0] * len(self.ranks), output
+        return output
 
 
 class Launcher:
-    """Starts runs, and ends what it started."""
+    """Starts runs, and kills those that have not ended."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._started = folder, list[Run]()
-        with _environment_of_the_server():
+        self._folder, self._started = folder, list[ForkedRun]()
+        with _server_environment():
             self._context = multiprocessing.get_context("forkserver")
             self._context.set_forkserver_preload([__name__, "recipes.train", "sklearn.datasets"])
             forkserver.ensure_running()
 
-    def start(self, *flags: str, ranks: int = 2) -> Run:
+    def start(self, *flags: str, ranks: int = 2) -> ForkedRun:
         """Start a run and return at once."""
         printed = self._folder / f"printed-{len(self._started)}"
-        # Held here, as torchrun does: a port that is free now may be taken when rank 0 comes to it.
+        # Created here, as torchrun does. If rank 0 created it, another process could take the port
+        # between now and then.
         store = TCPStore("127.0.0.1", port=0, is_master=True, wait_for_workers=False)
         processes = [
             self._context.Process(target=_rank_main, args=(flags, rank, ranks, store.port, printed))
@@ -72,17 +73,17 @@ class Launcher:
         ]
         for process in processes:
             process.start()
-        self._started.append(Run(processes, store, printed))
+        self._started.append(ForkedRun(processes, store, printed))
         return self._started[-1]
 
     def close(self) -> None:
-        """End whatever still runs."""
+        """Kill the runs that have not ended."""
         for run in self._started:
             run.kill()
 
 
 @contextmanager
-def _environment_of_the_server() -> Iterator[None]:
+def _server_environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(RECIPES.parent))
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -91,17 +92,18 @@ def _environment_of_the_server() -> Iterator[None]:
 
 
 def _rank_main(flags: tuple[str, ...], rank: int, ranks: int, port: int, printed: Path) -> None:
-    """What a rank does: torchrun's environment, and then the script."""
+    """Set torchrun's environment variables and call the script."""
     from recipes import train
 
     file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, sys.stdout.fileno())
     os.dup2(file, sys.stderr.fileno())
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    os.environ.update({name: str(value) for name, value in places.items()})
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({name: str(value) for name, value in variables.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(True)
-    # Not the fork server, which this process has inherited as the way to start its own.
+    # DataLoader starts its workers with the default method. This process has inherited the fork
+    # server's, which cannot be used from here.
     multiprocessing.set_start_method("fork", force=True)
     sys.argv = [str(RECIPES / "train.py"), *flags]
     train.main()

@@ -1,4 +1,4 @@
-"""Data sets, loaders and augmentation: what comes out, and what is said of bad input."""
+"""Data sets, loaders and augmentation, and errors for bad input."""
 
 import shutil
 import subprocess
@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from recipes.errors import RecipeError
-from recipes.image_data import beton, facts, open_batches, sources
-from recipes.image_data.augment import Augmentation, normalised
+from recipes.image_data import beton, dataset_sizes, open_batches, sources
+from recipes.image_data.augment import Augmentation, normalise
 from recipes.image_data.mixup import MixUp
 from recipes.image_data.order import TrainOrder
 from recipes.image_data.presets import PRESETS
@@ -33,9 +33,9 @@ def _same_threads() -> Iterator[None]:
     assert torch.get_num_threads() == threads
 
 
-def opened(rank: int = 0, ranks: int = 1, **changes: Any) -> Any:
+def opened(rank: int = 0, world_size: int = 1, **changes: Any) -> Any:
     settings = Settings(**{"loader": "torchvision", **changes})
-    return open_batches(settings, rank, ranks, CPU, workers=1)
+    return open_batches(settings, rank, world_size, CPU, workers=1)
 
 
 def all_of(batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
@@ -50,12 +50,13 @@ def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool
 # The digits.
 
 
-def test_digits_match_what_the_plan_says_of_them() -> None:
+def test_digits_match_their_preset() -> None:
     data, preset = sources.digits(), PRESETS["digits"]
     assert len(data["train"]) == preset.train_images
     assert len(data["test"]) == preset.test_images
     assert data["train"].images.mean() == pytest.approx(preset.mean[0], abs=0.01)
     assert data["train"].images.std() == pytest.approx(preset.std[0], abs=0.01)
+    # One fifth of each class are test images, a quarter of the number of training images.
     shares = np.bincount(data["test"].labels) / np.bincount(data["train"].labels)
     assert shares.min() > 0.22
     assert shares.max() < 0.26
@@ -73,7 +74,7 @@ def test_ranks_together_see_what_one_rank_sees(more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1, 21])
-def test_an_epoch_goes_on_bit_for_bit_from_any_step(step: int) -> None:
+def test_an_epoch_resumes_bit_for_bit_from_any_step(step: int) -> None:
     batches = opened()
     whole = list(batches.train(2, 0))
     rest = list(batches.train(2, step))
@@ -81,7 +82,7 @@ def test_an_epoch_goes_on_bit_for_bit_from_any_step(step: int) -> None:
     assert all(same(a, b) for a, b in zip(rest, whole[step:], strict=True))
 
 
-def test_every_test_image_is_seen_once_by_some_rank() -> None:
+def test_every_test_image_is_in_one_shard() -> None:
     labels = [all_of(opened(rank, 3, batch_size=60).test())[1] for rank in range(3)]
     assert sorted(torch.cat(labels).tolist()) == sorted(sources.digits()["test"].labels.tolist())
 
@@ -91,7 +92,7 @@ def test_both_loaders_give_the_same_digits_bit_for_bit(cache: Path) -> None:
     ffcv = opened(1, 2, loader="ffcv", data_cache=str(cache))
     plain = opened(1, 2)
     assert same(all_of(ffcv.train(0, 4)), all_of(plain.train(0, 4)))
-    # A shorter first epoch must not shorten the next.
+    # The first epoch, which began at step 4, must not shorten the next one.
     assert same(all_of(ffcv.train(1, 0)), all_of(plain.train(1, 0)))
     assert same(all_of(ffcv.test()), all_of(plain.test()))
 
@@ -107,10 +108,10 @@ def test_shifts_move_images_by_at_most_a_pixel() -> None:
     images = torch.zeros(20, 8, 8, 1, dtype=torch.uint8)
     images[:, 4, 4] = 9
     moved = augmentation("digits")(images, epoch=0, step=0)
-    places = moved.squeeze(-1).nonzero()
-    assert len(places) == 20
-    assert (places[:, 1:] - 4).abs().max() == 1
-    assert len(places[:, 1:].unique(dim=0)) > 4
+    positions = moved.squeeze(-1).nonzero()
+    assert len(positions) == 20
+    assert (positions[:, 1:] - 4).abs().max() == 1
+    assert len(positions[:, 1:].unique(dim=0)) > 4
 
 
 def test_colour_images_are_also_mirrored() -> None:
@@ -131,7 +132,7 @@ def test_augmentation_depends_on_epoch_and_step_and_not_on_ranks() -> None:
 
 def test_normalised_images_have_mean_0_and_deviation_1() -> None:
     digits = torch.from_numpy(sources.digits()["train"].images)
-    result = normalised(digits, PRESETS["digits"])
+    result = normalise(digits, PRESETS["digits"])
     assert result.shape == (1442, 1, 8, 8)
     assert result.mean().abs() < 0.01
     assert (result.std() - 1).abs() < 0.01
@@ -144,18 +145,18 @@ def random_ops(magnitude: int = 10, ranks: int = 1, rank: int = 0) -> RandAugmen
     return RandAugment(2, magnitude, TrainOrder(100, 20, rank, ranks, seed=3))
 
 
-# Our operations, in our order, by the names under which torchvision has them.
+# torchvision's names of our operations, in our order.
 NAMES = ["Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness"]
 NAMES += ["Color", "Contrast", "Sharpness", "Posterize", "Solarize", "AutoContrast", "Equalize"]
 
 
 @pytest.mark.parametrize("magnitude", [1, 10, 30])
-@pytest.mark.parametrize("place", range(len(NAMES)), ids=NAMES)
-def test_operations_are_torchvisions(place: int, magnitude: int) -> None:
+@pytest.mark.parametrize("index", range(len(NAMES)), ids=NAMES)
+def test_operations_equal_torchvisions(index: int, magnitude: int) -> None:
     import_torchvision()
     from torchvision.transforms import InterpolationMode, autoaugment
 
-    name = NAMES[place]
+    name = NAMES[index]
     images = torch.randint(0, 256, (3, 3, 40, 52), dtype=torch.uint8)
     images[:, :, :20] //= 3
     space = autoaugment.RandAugment()._augmentation_space(31, (40, 52))
@@ -164,8 +165,8 @@ def test_operations_are_torchvisions(place: int, magnitude: int) -> None:
     for sign in (-1, 1):
         strength = level * sign if signed else level
         expected = autoaugment._apply_op(images, name, strength, InterpolationMode.NEAREST, None)
-        found = OPERATIONS[place](functional(), images, magnitude / 30, sign)
-        # torchvision keeps strengths in float32, which may round a blended byte the other way.
+        found = OPERATIONS[index](functional(), images, magnitude / 30, sign)
+        # torchvision's strengths are float32, so a blended byte can round differently.
         assert (found.int() - expected.int()).abs().max() <= 1
 
 
@@ -177,15 +178,15 @@ def test_there_are_as_many_operations_as_torchvision_has() -> None:
     assert len(OPERATIONS) == len(NAMES)
 
 
-def test_operations_follow_one_another_on_each_image() -> None:
+def test_operations_are_applied_in_sequence_to_each_image() -> None:
     images = torch.randint(0, 256, (20, 32, 32, 3), dtype=torch.uint8)
     augment = random_ops()
-    chosen, signs = augment._drawn(1, 2)
+    chosen, signs = augment._draw(1, 2)
     expected = images.permute(0, 3, 1, 2).clone()
     for image in range(20):
-        for place, sign in zip(chosen[image], signs[image], strict=True):
+        for operation, sign in zip(chosen[image], signs[image], strict=True):
             one = expected[image : image + 1]
-            expected[image] = OPERATIONS[place](functional(), one, 1 / 3, int(sign))[0]
+            expected[image] = OPERATIONS[operation](functional(), one, 1 / 3, int(sign))[0]
     assert torch.equal(augment(images, 1, 2), expected.permute(0, 2, 3, 1))
     assert len(chosen.unique()) > 7
     assert set(signs.unique().tolist()) == {-1, 1}
@@ -200,7 +201,7 @@ def test_random_operations_depend_on_epoch_and_step_and_not_on_ranks() -> None:
     assert not torch.equal(random_ops()(images, 2, 2), whole)
 
 
-def test_no_operations_leave_images_alone() -> None:
+def test_without_operations_images_do_not_change() -> None:
     images = torch.randint(0, 256, (20, 8, 8, 1), dtype=torch.uint8)
     assert RandAugment(0, 10, TrainOrder(100, 20, 0, 1, seed=3))(images, 0, 0) is images
 
@@ -212,21 +213,21 @@ def mixing(ranks: int = 1, rank: int = 0, alpha: float = 0.2) -> MixUp:
     return MixUp(alpha, 4, TrainOrder(100, 20, rank, ranks, seed=3))
 
 
-def test_images_and_labels_of_a_pair_are_mixed_alike() -> None:
+def test_images_and_labels_of_a_pair_are_mixed_with_the_same_share() -> None:
     images, labels = torch.randn(20, 1, 2, 2), torch.arange(20) % 4
     shares = mixing().shares(1, 2).float()
     mixed, targets = mixing()(images, labels, 1, 2)
-    for place, share in enumerate(shares):
-        other = place + 1 if place % 2 == 0 else place - 1
-        expected = (1 - share) * images[place] + share * images[other]
-        torch.testing.assert_close(mixed[place], expected)
+    for index, share in enumerate(shares):
+        other = index + 1 if index % 2 == 0 else index - 1
+        expected = (1 - share) * images[index] + share * images[other]
+        torch.testing.assert_close(mixed[index], expected)
         weights = torch.zeros(4)
-        weights[labels[place]] += 1 - share
+        weights[labels[index]] += 1 - share
         weights[labels[other]] += share
-        torch.testing.assert_close(targets[place], weights)
+        torch.testing.assert_close(targets[index], weights)
 
 
-def test_shares_are_drawn_from_the_beta_law() -> None:
+def test_shares_have_the_beta_distribution() -> None:
     many = torch.cat([mixing().shares(0, step) for step in range(300)]).numpy()
     assert len(set(many)) == len(many)
     drawn = np.random.default_rng(0).beta(0.2, 0.2, 100_000)
@@ -269,7 +270,7 @@ def test_a_test_image_keeps_its_share_of_the_shorter_side(photo_folder: Path) ->
     whole = Image.open(file).resize((40, 32), Image.Resampling.BILINEAR).crop((4, 0, 36, 32))
     bytes_ = torch.from_numpy(np.array(whole))[None]
     preset = PRESETS["folder"]
-    torch.testing.assert_close(wide[:1], normalised(bytes_, preset))
+    torch.testing.assert_close(wide[:1], normalise(bytes_, preset))
     assert not torch.equal(narrow, wide)
 
 
@@ -285,14 +286,14 @@ def test_cifar_from_folder_parent_and_tarball(cifar_archive: Path, cifar_tarball
 
 def test_cifar_archive_that_lacks_a_batch(cifar_archive: Path) -> None:
     (cifar_archive / "data_batch_3").unlink()
-    with pytest.raises(RecipeError, match="lacks data_batch_3: expected CIFAR-10's python archive"):
+    with pytest.raises(RecipeError, match=r"data_batch_3.*CIFAR-10"):
         sources.cifar10(cifar_archive)
 
 
 def test_cifar_archive_that_is_cut_short(cifar_archive: Path) -> None:
     path = cifar_archive / "data_batch_3"
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(RecipeError, match="data_batch_3 is damaged"):
+    with pytest.raises(RecipeError, match=r"data_batch_3 .*\("):
         sources.cifar10(cifar_archive)
 
 
@@ -313,8 +314,10 @@ def test_photographs_are_cropped_reproducibly(photo_folder: Path) -> None:
     later = all_of(opened(**where).train(1, 1))
     assert same(later, tuple(part[4:] for part in whole))
     assert all_of(opened(**where).test())[0].shape == (4, 3, 224, 224)
-    assert facts(Settings(**where)) == facts(Settings(**where, loader="torchvision"))
-    assert facts(Settings(**where)).classes == 2
+    assert dataset_sizes(Settings(**where)) == dataset_sizes(
+        Settings(**where, loader="torchvision")
+    )
+    assert sizes.classes == 2
 
 
 def test_reading_photographs_leaves_the_global_generator_alone(photo_folder: Path) -> None:
@@ -329,50 +332,51 @@ def test_a_corrupt_photograph_is_named(photo_folder: Path) -> None:
     bad = photo_folder / "train" / "dog" / "3.jpg"
     bad.write_bytes(bad.read_bytes()[:300])
     batches = opened(dataset="folder", data_path=str(photo_folder), batch_size=4)
-    with pytest.raises(RecipeError, match=r"cannot decode the image .*dog/3.jpg"):
+    with pytest.raises(RecipeError, match=r"dog/3\.jpg"):
         all_of(batches.train(0, 0))
 
 
 def test_missing_class_folders(photo_folder: Path) -> None:
     where = {"dataset": "folder", "data_path": str(photo_folder), "batch_size": 4}
     shutil.rmtree(photo_folder / "val" / "dog")
-    with pytest.raises(RecipeError, match="same class folders; only one of them has dog"):
+    with pytest.raises(RecipeError, match=r"train/.*val/.* dog"):
         opened(**where)
     shutil.rmtree(photo_folder / "val")
-    with pytest.raises(RecipeError, match=r"val has no class folders: expected one sub-folder"):
+    with pytest.raises(RecipeError, match=r"val .*sub-folder"):
         opened(**where)
 
 
 def test_empty_data_set(photo_folder: Path) -> None:
     for image in (photo_folder / "train").rglob("*.jpg"):
         image.unlink()
-    with pytest.raises(RecipeError, match=r"train is empty: its class folders hold no .*jpg"):
+    with pytest.raises(RecipeError, match=r"train .*\.jpg"):
         opened(dataset="folder", data_path=str(photo_folder), batch_size=4)
 
 
 def test_images_of_one_size_keep_it() -> None:
-    with pytest.raises(RecipeError, match=r"--image-size 32 is for photographs: .* are 8 x 8"):
+    with pytest.raises(RecipeError, match=r"--image-size 32 .*digits .*8 x 8"):
         opened(image_size=32)
 
 
 def test_missing_data_path() -> None:
-    with pytest.raises(RecipeError, match="--data-path nowhere does not exist"):
+    with pytest.raises(RecipeError, match=r"--data-path nowhere .*cifar10"):
         opened(dataset="cifar10", data_path="nowhere")
 
 
 # .beton files.
 
 
-def test_ffcv_is_replaced_once_and_only_if_it_was_not_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_auto_falls_back_to_torchvision_without_ffcv(
+    # The message is printed on rank 0 only. --loader ffcv raises.
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "ffcv", None)
     assert len(list(opened(0, 2, loader="auto").train(0, 20))) == 2
     opened(1, 2, loader="auto")
-    said = capsys.readouterr().err
-    assert said.count("ffcv cannot be imported") == 1
-    assert "using --loader torchvision" in said
-    with pytest.raises(RecipeError, match=r"install the system packages .* libturbojpeg0-dev"):
+    printed = capsys.readouterr().err
+    assert printed.count("ffcv") == printed.count("--loader torchvision") == 1
+    with pytest.raises(RecipeError, match=r"--loader ffcv: .*libturbojpeg0-dev"):
         opened(loader="ffcv")
 
 
@@ -388,25 +392,25 @@ class TestCachedBeton:
         written = path.stat().st_ino
         assert beton.cached_beton(tmp_path, "tiny", tiny()).stat().st_ino == written
 
-    @pytest.mark.parametrize("harm", ["truncate", "forget", "other", "version"])
+    @pytest.mark.parametrize("change", ["truncate", "record", "source", "version"])
     def test_a_stale_file_is_written_again(
-        self, harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         path = beton.cached_beton(tmp_path, "tiny", tiny())
         good, written = path.read_bytes(), path.stat().st_ino
         source = tiny()
-        if harm == "truncate":
+        if change == "truncate":
             path.write_bytes(good[:-50])
-        elif harm == "forget":
+        elif change == "record":
             (tmp_path / "tiny.json").write_text("{")
-        elif harm == "other":
+        elif change == "source":
             source.images[0, 0, 0, 0] = 99
         else:
             monkeypatch.setattr(beton, "WRITER_VERSION", beton.WRITER_VERSION + 1)
         beton.cached_beton(tmp_path, "tiny", source)
         assert path.stat().st_ino != written
         beton.check_beton(path)
-        assert (path.read_bytes() == good) == (harm != "other")
+        assert (path.read_bytes() == good) == (change != "source")
 
     @pytest.mark.thorough
     def test_two_processes_at_once(self, tmp_path: Path) -> None:
@@ -415,7 +419,7 @@ class TestCachedBeton:
             "from pathlib import Path\n"
             "from recipes.image_data import beton, sources\n"
             "write = beton.write_beton\n"
-            "beton.write_beton = lambda *given: (print('written'), write(*given))\n"
+            "beton.write_beton = lambda *args: (print('written'), write(*args))\n"
             f"folder = Path({str(tmp_path)!r})\n"
             "sys.stdin.readline()\n"
             "path = beton.cached_beton(folder, 'digits', sources.digits()['test'])\n"
@@ -434,13 +438,13 @@ class TestCachedBeton:
             for process in started:
                 process.stdin.write("\n")
                 process.stdin.flush()
-            said = [process.communicate(timeout=PATIENCE)[0] for process in started]
+            printed = [process.communicate(timeout=PATIENCE)[0] for process in started]
         finally:
             for process in started:
                 process.kill()
                 process.wait()
         assert [process.returncode for process in started] == [0, 0]
-        assert sorted(said) == ["", "written\n"]
+        assert sorted(printed) == ["", "written\n"]
         names = {path.name for path in tmp_path.iterdir()}
         assert names == {"digits.beton", "digits.json", "digits.lock"}
 
@@ -460,30 +464,30 @@ class TestBadBeton:
     @pytest.mark.parametrize("left", [0, 10, 1000, -1])
     def test_cut_short(self, path: Path, left: int) -> None:
         path.write_bytes(path.read_bytes()[:left])
-        with pytest.raises(RecipeError, match=r"is damaged or cut short .*write it again with"):
+        with pytest.raises(RecipeError, match=r"train_tiny\.beton .*recipes\.write_beton"):
             beton.check_beton(path)
 
     def test_never_finished(self, path: Path) -> None:
         content = bytearray(path.read_bytes())
         content[16:24] = bytes(8)
         path.write_bytes(content)
-        with pytest.raises(RecipeError, match="is damaged or cut short"):
+        with pytest.raises(RecipeError, match=r"train_tiny\.beton .*recipes\.write_beton"):
             beton.check_beton(path)
 
     def test_not_a_beton_at_all(self, path: Path) -> None:
         path.write_bytes(b"\xff" * 10_000)
-        with pytest.raises(RecipeError, match="its format version is 65535"):
+        with pytest.raises(RecipeError, match=r"version .*65535"):
             beton.check_beton(path)
 
     def test_empty(self, path: Path) -> None:
         content = bytearray(path.read_bytes())
         content[8:16] = bytes(8)
         path.write_bytes(content)
-        with pytest.raises(RecipeError, match="is empty: it holds no samples"):
+        with pytest.raises(RecipeError, match="0 samples"):
             beton.check_beton(path)
 
     def test_one_split_missing(self, path: Path) -> None:
-        with pytest.raises(RecipeError, match=r"must hold one val\*.beton file, found none"):
+        with pytest.raises(RecipeError, match=r"--data-path .*val\*\.beton .*none"):
             opened(dataset="folder", loader="ffcv", data_path=str(path.parent))
 
     def test_photographs_that_were_not_converted(self, photo_folder: Path) -> None:

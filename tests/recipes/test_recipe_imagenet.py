@@ -1,4 +1,4 @@
-"""The published ImageNet configurations: the paper's settings, their counts, a shrunken copy."""
+"""The ImageNet configurations: the paper's settings, synchronisations, and shrunken copies."""
 
 import re
 from collections.abc import Callable
@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from recipes.errors import RecipeError
+from recipes.optimizers import build_optimizer
 from recipes.settings import Settings, read_settings
-from recipes.train import build_optimizer
 from tests.recipes.conftest import TorchRun
 from tests.recipes.forked_ranks import RECIPES
 from tests.support.cases import some, thorough
 
-# The paper's runs: T, the schedule, and, by hand from T, W, rates and rule, how often it averages.
+# The paper's runs: steps, schedule, and the number of synchronisations, which follows from steps,
+# warm-up, learning rates and the rule.
 PUBLISHED = {
     "resnet152_4096_parallel": (62_400, "none", 62_400),
     "resnet152_4096_every2": (62_400, "every(2)", 31_200),
@@ -24,7 +25,7 @@ PUBLISHED = {
     "resnet152_4096_qsr4": (62_400, "qsr(alpha=0.25, h_base=4)", 12_539),
     "resnet152_16384_parallel": (15_600, "none", 15_600),
     "resnet152_16384_every2": (15_600, "every(2)", 7_800),
-    # Ours: alpha in proportion to the rate.
+    # Not in the paper: alpha, which we scale like the learning rate.
     "resnet152_16384_qsr2": (15_600, "qsr(alpha=0.4, h_base=2)", 6_201),
     "vit_b16_4096_parallel": (93_600, "none", 93_600),
     "vit_b16_4096_every4": (93_600, "every(4)", 23_400),
@@ -33,14 +34,14 @@ PUBLISHED = {
     "vit_b16_4096_qsr8": (93_600, "qsr(alpha=0.0175, h_base=8)", 6_461),
     "vit_b16_16384_parallel": (23_400, "none", 23_400),
     "vit_b16_16384_every4": (23_400, "every(4)", 5_850),
-    # Ours: as at batch 4096.
+    # Not in the paper: alpha and h_base, which are those of batch 4096.
     "vit_b16_16384_qsr4": (23_400, "qsr(alpha=0.0175, h_base=4)", 3_771),
 }
 WEIGHTS = {"resnet152": 60_192_808, "vit_b16": 86_415_592}
 IMAGENET = RECIPES / "configs" / "imagenet"
 
 
-# What the paper says of each model, and of each model and batch: peak rate and steps of warm-up.
+# The paper's settings: of all runs, of each model, and peak lr and warm-up of each batch size.
 EVERYWHERE = {"dataset": "imagenet", "crop_ratio": 224 / 256, "schedule": "cosine", "amp": "fp16"}
 EVERYWHERE |= {"final_lr": 1e-6}
 MODELS: dict[str, dict[str, Any]] = {
@@ -55,9 +56,9 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"randaugment_ops": 2, "randaugment_magnitude": 10, "mixup": 0.2},
     },
 }
-RATE_AND_WARMUP = {
+LR_AND_WARMUP = {
     ("resnet152", 4096): (0.8, 1_560),
-    # The rate is ours.
+    # Not in the paper: the learning rate, twice that of batch 4096.
     ("resnet152", 16384): (1.6, 390),
     ("vit_b16", 4096): (0.008, 10_000),
     ("vit_b16", 16384): (0.016, 2_500),
@@ -67,8 +68,8 @@ RATE_AND_WARMUP = {
 def test_configurations_have_the_papers_settings() -> None:
     for name, (_, sync, _) in PUBLISHED.items():
         model, batch, method = parts_of(name)
-        rate, warmup = RATE_AND_WARMUP[model, batch]
-        expected = {**EVERYWHERE, **MODELS[model], "lr": rate, "warmup_steps": warmup}
+        lr, warmup = LR_AND_WARMUP[model, batch]
+        expected = {**EVERYWHERE, **MODELS[model], "lr": lr, "warmup_steps": warmup}
         expected |= {"batch_size": batch, "plan_ranks": batch // 256, "sync": sync}
         if model == "vit_b16":
             parallel = method == "parallel"
@@ -91,14 +92,14 @@ def configured(name: str) -> Settings:
     return read_settings(["--config", str(IMAGENET / f"{name}.yaml"), "--dry-run"])
 
 
-def test_every_published_configuration_says_its_counts_and_is_linked() -> None:
+def test_every_configuration_and_the_readme_have_the_synchronisations() -> None:
     assert {path.stem for path in IMAGENET.glob("*.yaml")} == PUBLISHED.keys()
     rows = (RECIPES / "README.md").read_text().splitlines()
     for name, (steps, _, syncs) in PUBLISHED.items():
-        said = (IMAGENET / f"{name}.yaml").read_text()
-        assert f"\n# {syncs:,} synchronisations in {steps:,} steps (" in said
-        assert "\n# Table: ImageNet" in said
-        assert "\n# Expected: " in said
+        text = (IMAGENET / f"{name}.yaml").read_text()
+        assert f"\n# {syncs:,} synchronisations in {steps:,} steps (" in text
+        assert "\n# Table: ImageNet" in text
+        assert "\n# Expected: " in text
         (row,) = (row for row in rows if f"| [`{name}`](configs/imagenet/{name}.yaml) |" in row)
         assert f"| {syncs:,}" in row
 
@@ -108,11 +109,11 @@ def test_published_configurations_dry_run(name: str, capsys: pytest.CaptureFixtu
     from recipes import train
 
     settings = configured(name)
-    train.plan(settings)
+    train.print_plan(settings)
     steps, _, syncs = PUBLISHED[name]
     weights = WEIGHTS[parts_of(name)[0]]
     ranks = settings.batch_size // 256
-    # A ring all-reduce of the float32 weights of all ranks, counted over them.
+    # A ring all-reduce of the float32 weights, as the mean over the ranks.
     nbytes = syncs * (2 * (ranks - 1) * 4 * weights // ranks)
     shown = " ".join(capsys.readouterr().out.split())
     assert f"{weights:,} parameters" in shown
@@ -128,10 +129,9 @@ def test_published_configurations_dry_run(name: str, capsys: pytest.CaptureFixtu
 def test_a_shrunken_copy_of_every_configuration_takes_a_step(
     config: Path, shrink_here: Callable[..., str]
 ) -> None:
-    said = shrink_here("--config", str(config), "--threads", "1", "--loader", "torchvision")
-    assert "a shrunken copy" in said
-    assert "1 ranks, 1 steps (1 an epoch)" in said
-    assert re.search(r"epoch +1/1: loss \d+\.\d+, test \d+\.\d%", said)
+    printed = shrink_here("--config", str(config), "--threads", "1", "--loader", "torchvision")
+    assert "1 ranks, 1 steps" in printed
+    assert re.search(r"epoch +1/1: loss \d+\.\d+, test \d+\.\d%", printed)
 
 
 @pytest.mark.parametrize(
@@ -142,20 +142,20 @@ def test_a_shrunken_copy_of_every_configuration_takes_a_step(
     ],
     ids=lambda flags: flags[1],
 )
-def test_a_shrunken_copy_of_what_changes_on_the_way_takes_two_steps(
+def test_a_shrunken_copy_of_a_two_phase_schedule_takes_two_steps(
     flags: list[str], shrink_here: Callable[..., str]
 ) -> None:
-    assert "2 steps (1 an epoch)" in shrink_here(*flags, "--threads", "1")
+    assert "1 ranks, 2 steps" in shrink_here(*flags, "--threads", "1")
 
 
 @pytest.mark.thorough
 def test_shrunken_copies_on_two_ranks_exchange_weights(torchrun: TorchRun) -> None:
     config = str(IMAGENET / "vit_b16_4096_qsr4.yaml")
-    said = torchrun.finish(torchrun.start("--config", config, "--dry-run", "--shrink"))
-    assert said.count("synchronisations  9,711\n") == 1
-    assert "simple_vit/ti16 on folder: 2 ranks, 1 steps (1 an epoch)" in said
-    assert "MB sent" in said
-    assert " 0 MB sent" not in said
+    printed = torchrun.finish(torchrun.start("--config", config, "--dry-run", "--shrink"))
+    assert printed.count("synchronisations  9,711\n") == 1
+    assert "simple_vit/ti16 on folder: 2 ranks, 1 steps" in printed
+    assert "MB sent" in printed
+    assert " 0 MB sent" not in printed
 
 
 @pytest.mark.parametrize("config", ["", str(IMAGENET / "vit_b16_4096_qsr4.yaml")], ids=["", "vit"])
@@ -163,5 +163,5 @@ def test_a_dry_run_sends_an_image_through_the_model(config: str) -> None:
     from recipes import train
 
     flags = ["--config", config, "--image-size", "40"] if config else ["--model", "simple_vit/b16"]
-    with pytest.raises(RecipeError, match=r"cannot take images of .*: patches of 16 x 16 do not"):
-        train.plan(read_settings([*flags, "--dry-run"]))
+    with pytest.raises(RecipeError, match=r"--model simple_vit/b16 .*patch size 16"):
+        train.print_plan(read_settings([*flags, "--dry-run"]))

@@ -1,4 +1,4 @@
-"""The learning rate of every step is the formula's, in float64."""
+"""The learning rate of every step equals the formula in float64."""
 
 import math
 from typing import Any
@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.lr_schedules import rate_of
+from recipes.lr_schedules import lr_function
+from recipes.optimizers import build_optimizer
 from recipes.settings import Settings
-from recipes.train import build_optimizer
 from tests.test_learning_rates import FINAL, by_hand
 from torchcomp.learning_rates import DECAYS
 
@@ -24,11 +24,9 @@ def settings(**changes: Any) -> Settings:
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("warmup", [0, 20])
 def test_schedule_of_the_settings_at_every_step(decay: str, warmup: int) -> None:
-    rate = rate_of(settings(schedule=decay, warmup_steps=warmup), STEPS_PER_EPOCH)
-    rates = [rate(t) for t in range(91)]
-    np.testing.assert_allclose(
-        rates, by_hand(decay, total=90, warmup=warmup, peak=PEAK), rtol=1e-12
-    )
+    lr_at = lr_function(settings(schedule=decay, warmup_steps=warmup), STEPS_PER_EPOCH)
+    lrs = [lr_at(t) for t in range(91)]
+    np.testing.assert_allclose(lrs, by_hand(decay, total=90, warmup=warmup, peak=PEAK), rtol=1e-12)
 
 
 def cosine_by_hand(step: int, total: int, warmup: int) -> float:
@@ -39,33 +37,33 @@ def cosine_by_hand(step: int, total: int, warmup: int) -> float:
 
 
 def test_cosine_with_warmup_at_every_step() -> None:
-    rate = rate_of(settings(), STEPS_PER_EPOCH)
-    assert [rate(t) for t in range(91)] == [cosine_by_hand(t, 90, 20) for t in range(91)]
-    assert rate(0) == FINAL
-    assert rate(20) == PEAK
-    assert rate(90) == FINAL
+    lr_at = lr_function(settings(), STEPS_PER_EPOCH)
+    assert [lr_at(t) for t in range(91)] == [cosine_by_hand(t, 90, 20) for t in range(91)]
+    assert lr_at(0) == FINAL
+    assert lr_at(20) == PEAK
+    assert lr_at(90) == FINAL
 
 
 def test_cosine_without_warmup_starts_at_the_peak() -> None:
-    rate = rate_of(settings(warmup_steps=0), STEPS_PER_EPOCH)
-    assert [rate(t) for t in range(91)] == [cosine_by_hand(t, 90, 0) for t in range(91)]
+    lr_at = lr_function(settings(warmup_steps=0), STEPS_PER_EPOCH)
+    assert [lr_at(t) for t in range(91)] == [cosine_by_hand(t, 90, 0) for t in range(91)]
 
 
 def test_step_schedule_at_every_step() -> None:
-    rate = rate_of(settings(schedule="step", milestones=(3, 6), gamma=0.1), STEPS_PER_EPOCH)
+    lr_at = lr_function(settings(schedule="step", milestones=(3, 6), gamma=0.1), STEPS_PER_EPOCH)
     for step in range(90):
-        warm = FINAL + (PEAK - FINAL) * step / 20
+        warmup = FINAL + (PEAK - FINAL) * step / 20
         dropped = PEAK * 0.1 ** ((step >= 30) + (step >= 60))
-        assert rate(step) == (warm if step < 20 else dropped)
+        assert lr_at(step) == (warmup if step < 20 else dropped)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_the_optimizer_gets_exactly_that_rate(optimizer: str) -> None:
+def test_the_optimizer_gets_exactly_this_learning_rate(optimizer: str) -> None:
     chosen = settings(optimizer=optimizer)
-    rate = rate_of(chosen, STEPS_PER_EPOCH)
+    lr_at = lr_function(chosen, STEPS_PER_EPOCH)
     made = build_optimizer(chosen, torch.nn.Linear(2, 2))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(made, rate)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(made, lr_at)
     for step in range(90):
-        assert made.param_groups[0]["lr"] == rate(step)
+        assert made.param_groups[0]["lr"] == lr_at(step)
         made.step()
         scheduler.step()

@@ -1,5 +1,6 @@
-"""The quickstart's table fits a narrow terminal, its picture is drawn, its failures are told."""
+"""The quickstart's table and plot, its flags, and runs that fail."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from recipes.quickstart import METHODS, Result, draw, table
 
 def results(seeds: int) -> dict[str, list[Result]]:
     return {
-        name: [
-            result(accuracy=0.97 + 0.01 * seed, sent=10.0 ** (6 - place)) for seed in range(seeds)
+        method: [
+            result(accuracy=0.97 + 0.01 * seed, sent=10.0 ** (6 - index)) for seed in range(seeds)
         ]
-        for place, name in enumerate(METHODS)
+        for index, method in enumerate(METHODS)
     }
 
 
@@ -30,24 +31,51 @@ def result(accuracy: float, sent: float) -> Result:
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
-def test_the_table_fits_sixty_columns(seeds: int) -> None:
+def test_the_table_fits_in_80_columns(seeds: int) -> None:
     lines = table(results(seeds)).splitlines()
-    assert [line.split()[0] for line in lines] == ["method", "dense", "ef(topk(0.01))", "QSR"]
-    assert max(map(len, lines)) <= 60
+    assert [re.split(r"  +", line)[0] for line in lines] == ["method", *METHODS]
+    assert max(map(len, lines)) <= 80
     assert "10.0x" in lines[2]
     assert ("±" in lines[1]) == (seeds > 1)
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
-def test_the_picture_is_drawn(seeds: int, tmp_path: Path) -> None:
-    draw(results(seeds), tmp_path / "runs" / "accuracy.png")
+def test_the_plot_is_written(seeds: int, tmp_path: Path) -> None:
+    draw(results(seeds), tmp_path / "runs" / "accuracy.png", ranks=2)
     assert (tmp_path / "runs" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_fails_or_hangs_is_ended(
+def test_a_run_that_fails_or_hangs_returns_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert quickstart.call([sys.executable, "-c", "raise SystemExit(3)"], {}) == 3
     monkeypatch.setattr(quickstart, "_TIMEOUT_SECONDS", 0.2)
     assert quickstart.call([sys.executable, "-c", "import time; time.sleep(60)"], {}) == 1
-    assert "no end after 0.2 s" in capsys.readouterr().err
+    assert "0.2 s" in capsys.readouterr().err
+
+
+def test_methods_are_spec_strings() -> None:
+    assert quickstart.flags_of("dense") == []
+    assert quickstart.flags_of("ef(topk(0.5))") == ["--compress", "ef(topk(0.5))"]
+    assert quickstart.flags_of("every(8)") == ["--sync", "every(8)"]
+    parsed = quickstart.parse(["--methods", "dense", "every(8)", "--ranks", "4", "--", "--lr", "1"])
+    assert (parsed.methods, parsed.ranks) == (["dense", "every(8)"], 4)
+    assert parsed.extra == ["--lr", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "names"), [(["--methods", "topkk"], ["topkk"]), (["--ranks", "0"], ["--ranks", "0"])]
+)
+def test_bad_input_exits_before_any_run(
+    words: list[str],
+    names: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["quickstart", *words, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        quickstart.main()
+    printed = f"{ended.value} {capsys.readouterr().err}"
+    assert all(name in printed for name in names)
+    assert list(tmp_path.iterdir()) == []

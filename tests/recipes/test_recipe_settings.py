@@ -1,4 +1,4 @@
-"""Every key is a flag and every flag a key; whatever else is given is refused by name."""
+"""All settings are both flags and keys of a file. Unknown and invalid ones raise."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from recipes.errors import RecipeError
-from recipes.options import read_yaml, resolved
+from recipes.options import as_plain_dict, read_yaml
 from recipes.settings import Settings, read_settings
 
 CONFIGS = sorted((Path(__file__).parents[2] / "recipes" / "configs").rglob("*.yaml"))
@@ -20,7 +20,7 @@ def written(tmp_path: Path, text: str) -> str:
 
 
 def other_value(spec: object) -> object:
-    """A legal value of a setting that is not its default."""
+    """Return a valid value of a setting that is not its default."""
     limits, default = spec.metadata, spec.default
     if "choices" in limits:
         return limits["choices"][-1 if default != limits["choices"][-1] else 0]
@@ -41,7 +41,7 @@ def flags_for(name: str, value: object) -> list[str]:
 
 
 def companions(name: str) -> list[str]:
-    """Further flags without which a setting makes no sense."""
+    """Return flags that a setting needs beside it."""
     needed = {
         "dataset": ["--data-path", "x"],
         "outer": ["--sync", "every(2)"],
@@ -56,7 +56,7 @@ def test_every_key_is_a_flag_and_back(spec: object, tmp_path: Path) -> None:
     value = other_value(spec)
     by_flag = read_settings(flags_for(spec.name, value) + companions(spec.name))
     assert getattr(by_flag, spec.name) == value
-    path = written(tmp_path, yaml.safe_dump(resolved(by_flag)))
+    path = written(tmp_path, yaml.safe_dump(as_plain_dict(by_flag)))
     assert read_settings(["--config", path]) == by_flag
 
 
@@ -70,7 +70,7 @@ def test_yaml_reads_small_numbers_without_a_dot(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_configurations_say_what_they_are_for_and_whether_they_were_run(path: Path) -> None:
+def test_configurations_are_valid_and_say_whether_they_were_run(path: Path) -> None:
     comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert any(line.startswith("# Run:") for line in comment)
     read_yaml(Settings, path)
@@ -79,30 +79,31 @@ def test_configurations_say_what_they_are_for_and_whether_they_were_run(path: Pa
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--learning-rat", "1"], "unknown flag '--learning-rat'; the nearest flag is"),
-        (["a.yaml"], "'a.yaml' is no flag; a configuration file is given as --config a.yaml"),
-        (["--momentun", "0.9"], "unknown flag '--momentun'; the nearest flag is --momentum"),
-        (["--lr", "fast"], "--lr: expected a finite number, found 'fast'"),
-        (["--lr", "nan"], "--lr: expected a finite number, found 'nan'"),
-        (["--lr", "0"], "--lr must be above 0, found 0.0"),
-        (["--lr"], "expected one argument"),
-        (["--epochs", "2.5"], "--epochs: expected a whole number, found '2.5'"),
-        (["--epochs", "0"], "--epochs must be at least 1, found 0"),
-        (["--momentum", "1"], "--momentum must be below 1, found 1.0"),
-        (["--optimizer", "adam"], "'adam' is not one of sgd, adamw; nearest: adamw"),
-        (["--dataset", "digit"], "'digit' is not one of .*; nearest: digits"),
-        (["--dataset", "cifar10"], "--dataset cifar10 needs --data-path"),
-        (["--schedule", "step"], "--milestones belongs to --schedule step"),
-        (["--schedule", "step", "--milestones", "5,3"], "must rise and lie between 1 and 19"),
-        (["--schedule", "step", "--milestones", "20"], "must rise and lie between 1 and 19"),
-        (["--milestones", "x"], "expected a list of epochs such as 30,60,80, found 'x'"),
-        (["--nesterov", "--momentum", "0"], "--nesterov needs --momentum above 0"),
-        (["--lr", "1e-9"], "--final-lr 1e-06 is above the peak --lr 1e-09"),
-        (["--crop-ratio", "1.5"], "--crop-ratio must be at most 1, found 1.5"),
-        (["--randaugment-magnitude", "31"], "--randaugment-magnitude must be at most 30, found 31"),
-        (["--dataset", "folder", "--dry-run"], "--dataset folder needs --data-path"),
-        (["--seed", str(2**63)], "--seed must be at most 9223372036854775807, found"),
-        (["--config", "nowhere.yaml"], "no configuration file nowhere.yaml"),
+        (["--learning-rat", "1"], "'--learning-rat'.*--"),
+        (["a.yaml"], r"'a\.yaml'.*--config a\.yaml"),
+        (["--momentun", "0.9"], "'--momentun'.*--momentum"),
+        (["--lr", "fast"], "--lr: .*'fast'"),
+        (["--lr", "nan"], "--lr: .*'nan'"),
+        (["--lr", "0"], r"--lr .* 0, .*0\.0"),
+        (["--lr"], "--lr: expected one argument"),
+        (["--epochs", "2.5"], r"--epochs: .*'2\.5'"),
+        (["--epochs", "0"], "--epochs .*1, .*0"),
+        (["--momentum", "1"], r"--momentum .*below 1, .*1\.0"),
+        (["--optimizer", "adam"], "--optimizer 'adam' .*sgd, adamw.* adamw"),
+        (["--dataset", "digit"], "--dataset 'digit' .* digits.$"),
+        (["--dataset", "cifar10"], "--dataset cifar10 .*--data-path"),
+        (["--schedule", "step"], "--schedule step .*--milestones"),
+        (["--schedule", "step", "--milestones", "5,3"], "--milestones 5,3.* 19.*--epochs 20"),
+        (["--schedule", "step", "--milestones", "20"], "--milestones 20.* 19.*--epochs 20"),
+        (["--milestones", "5"], "--milestones .*step.*cosine"),
+        (["--milestones", "x"], "--milestones: .*'x'"),
+        (["--nesterov", "--momentum", "0"], "--nesterov .*--momentum"),
+        (["--lr", "1e-9"], "--final-lr .*--lr 1e-09.* 1e-06"),
+        (["--crop-ratio", "1.5"], r"--crop-ratio .* 1, .*1\.5"),
+        (["--randaugment-magnitude", "31"], "--randaugment-magnitude .* 30, .*31"),
+        (["--dataset", "folder", "--dry-run"], "--dataset folder .*--data-path"),
+        (["--seed", str(2**63)], "--seed .* 9223372036854775807, .*9223372036854775808"),
+        (["--config", "nowhere.yaml"], r"--config nowhere\.yaml"),
     ],
 )
 def test_bad_flags(flags: list[str], message: str) -> None:
@@ -113,18 +114,18 @@ def test_bad_flags(flags: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("learning_rte: 1", "unknown key 'learning_rte' in .*some.yaml; the nearest setting is"),
-        ("epoch: 3", "unknown key 'epoch' in .*; the nearest setting is 'epochs'"),
-        ("config: a.yaml", "unknown key 'config'"),
-        ("amp: no", "amp: expected text .quote it., found False"),
-        ("epochs: true", "epochs: expected a whole number, found True"),
-        ("epochs: 1.0", "epochs: expected a whole number, found 1.0"),
-        ("nesterov: 1", "nesterov: expected true or false, found 1"),
-        ("lr: .inf", "lr: expected a finite number, found inf"),
-        ("milestones: 3", "expected a list of epochs"),
-        ("lr: {", "is not YAML"),
-        ("- lr", "holds no settings"),
-        ("", "holds no settings"),
+        ("learning_rte: 1", r"'learning_rte' .*some\.yaml"),
+        ("epoch: 3", r"'epoch' .*some\.yaml.*'epochs'"),
+        ("config: a.yaml", r"'config' .*some\.yaml"),
+        ("amp: no", "amp: .*quote.* False"),
+        ("epochs: true", "epochs: .*True"),
+        ("epochs: 1.0", r"epochs: .*1\.0"),
+        ("nesterov: 1", "nesterov: .*true or false.* 1"),
+        ("lr: .inf", "lr: .*inf"),
+        ("milestones: 3", "milestones: .* 3"),
+        ("lr: {", r"some\.yaml .*YAML"),
+        ("- lr", r"some\.yaml .*'key: value'"),
+        ("", r"some\.yaml .*'key: value'"),
     ],
 )
 def test_bad_files(text: str, message: str, tmp_path: Path) -> None:

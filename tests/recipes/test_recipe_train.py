@@ -1,7 +1,8 @@
-"""Runs of recipes/train.py: they learn, they repeat, and killed runs end as if never killed."""
+"""Runs of recipes/train.py: they learn, they are reproducible, and they resume bit for bit."""
 
 import copy
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -40,14 +41,14 @@ def test_a_short_run_learns_and_reports(train_here: TrainHere, digits_flags: lis
     assert [line["step"] for line in lines] == [22, 22, 44, 44, 66, 66]
     assert lines[-1]["test_accuracy"] == summary["test_accuracy"]
     assert {"loss", "lr", "bytes_sent", "ms"} <= lines[0].keys()
-    # The rate that the last step used, which is not yet the final one.
+    # The learning rate of the last step, which is not yet --final-lr.
     assert lines[-2]["lr"] > 1e-6
     weights = torch.load(folder / "weights.pt", weights_only=True)
     assert "features.0.weight" in weights
 
 
 def test_no_thread_of_gloo_outlives_the_run(train_here: TrainHere, digits_flags: list[str]) -> None:
-    # One that does aborts the process at its end now and then.
+    # Such a thread sometimes aborts the process at its exit.
     before = gloo_threads()
     train_here(*digits_flags, "--epochs", "1", "--compress", "ef(topk(0.1))")
     assert gloo_threads() == before
@@ -75,7 +76,7 @@ def gloo_threads() -> int:
 def test_options_train_repeat_and_resume(
     flags: list[str], train_here: TrainHere, digits_flags: list[str]
 ) -> None:
-    # 4 steps an epoch: every other checkpoint is inside one.
+    # 4 steps per epoch: every other checkpoint is inside an epoch.
     repeat_and_resume(train_here, [*digits_flags, "--epochs", "2", "--batch-size", "360", *flags])
 
 
@@ -89,17 +90,17 @@ def test_dropout_and_mirroring_repeat_and_resume(
 
 
 def repeat_and_resume(train_here: TrainHere, flags: list[str]) -> None:
-    """Train, train again with checkpoints, and go on from one in the middle of an epoch."""
+    """Train, train again with checkpoints, and resume from the middle of an epoch."""
     whole = train_here(*flags)
     shutil.rmtree(whole["settings"]["out"])
     again = train_here(*flags, "--checkpoint-every", "2")
     assert again["weights_sha256"] == whole["weights_sha256"]
-    forget_newest_checkpoint(Path(again["settings"]["out"]))
+    delete_newest_checkpoint(Path(again["settings"]["out"]))
     resumed = train_here(*flags, "--checkpoint-every", "2", "--resume")
     assert resumed["weights_sha256"] == whole["weights_sha256"]
 
 
-def forget_newest_checkpoint(out: Path) -> None:
+def delete_newest_checkpoint(out: Path) -> None:
     shutil.rmtree(sorted((out / "checkpoints").iterdir())[-1])
 
 
@@ -114,7 +115,8 @@ def test_another_seed_gives_other_weights(train_here: TrainHere, digits_flags: l
 def test_accumulation_changes_the_result_by_rounding_alone(
     train_here: TrainHere, digits_flags: list[str]
 ) -> None:
-    # One step and no batch normalisation in between: the loss is that of the whole batch.
+    # The whole epoch is one step. Batch statistics differ between micro-batches, so the losses of
+    # the step differ slightly.
     flags = [*digits_flags, "--epochs", "1", "--batch-size", "1440", "--log-every", "1"]
     losses = []
     for pieces in ("1", "4"):
@@ -123,14 +125,14 @@ def test_accumulation_changes_the_result_by_rounding_alone(
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
 
 
-def test_metrics_of_a_resumed_run_have_no_gap_and_no_double(
+def test_metrics_of_a_resumed_run_have_each_line_once(
     train_here: TrainHere, digits_flags: list[str]
 ) -> None:
     flags = [*digits_flags, "--epochs", "2", "--log-every", "5", "--checkpoint-every", "15"]
     whole = train_here(*flags)
     out = Path(whole["settings"]["out"])
     before = steps_and_losses(out)
-    forget_newest_checkpoint(out)
+    delete_newest_checkpoint(out)
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4')
     train_here(*flags, "--resume")
@@ -159,7 +161,7 @@ def test_photographs_with_ffcv(photo_folder: Path, tmp_path: Path) -> None:
     flags = ["--dataset", "folder", "--data-path", str(tmp_path / "b"), "--loader", "ffcv"]
     flags += ["--model", "smallcnn", "--batch-size", "4", "--epochs", "2", "--threads", "1"]
     flags += ["--image-size", "48", "--randaugment-ops", "2", "--mixup", "0.2"]
-    # In a process of its own: at its end, Numba stumbles over what it compiled for JPEGs.
+    # In a separate process: at exit, Numba fails in the code that it compiled for JPEGs.
     done = run_script(*flags, "--out", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("random crops cannot be seeded") == 1
@@ -170,7 +172,7 @@ def test_photographs_with_ffcv(photo_folder: Path, tmp_path: Path) -> None:
 def test_a_corrupt_photograph_stops_the_conversion(photo_folder: Path, tmp_path: Path) -> None:
     for name in ("0.jpg", "3.jpg"):
         (photo_folder / "train" / "cat" / name).write_bytes(b"not a photograph")
-    with pytest.raises(RecipeError, match=r"cannot decode .*cat/[03].jpg .*2 of 12 images are bad"):
+    with pytest.raises(RecipeError, match=r"cat/[03].jpg .*2 of 12"):
         convert("--dataset", "folder", "--source", str(photo_folder), "--out", str(tmp_path / "b"))
     assert not list((tmp_path / "b").iterdir())
 
@@ -179,9 +181,9 @@ def test_a_corrupt_photograph_stops_the_conversion(photo_folder: Path, tmp_path:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--jpeg-share", "2"], "JPEG share must be 0 to 1"),
-        (["--quality", "0"], "JPEG quality must be 1 to 100"),
-        (["--max-resolution", "5000"], "resolution must be 1 to 1672"),
+        (["--jpeg-share", "2"], r"--jpeg-share.* 0 to 1.* 2\.0"),
+        (["--quality", "0"], r"--quality.* 1 to 100.* 0"),
+        (["--max-resolution", "5000"], r"--max-resolution.* 1 to 1672.* 5000"),
     ],
 )
 def test_bad_formats(flags: list[str], message: str, photo_folder: Path, tmp_path: Path) -> None:
@@ -196,37 +198,37 @@ def convert(*flags: str) -> None:
     write_beton.convert(write_beton.parse([*flags, "--workers", "2"]))
 
 
-# Bad input that only a run can find.
+# Bad input that is found when the run begins.
 
 
 @pytest.mark.parametrize(
     ("flags", "error", "message"),
     [
-        (["--batch-size", "64", "--accumulate", "3"], RecipeError, "into 3 micro-batches .1 ranks"),
-        (["--warmup-steps", "440"], RecipeError, "leaves nothing of the run's 440 steps"),
-        (["--batch-size", "2000"], RecipeError, "exceeds the 1442 training images"),
-        (["--amp", "fp16", "--device", "cpu"], RecipeError, "--amp fp16 needs a CUDA device"),
+        (["--batch-size", "64", "--accumulate", "3"], RecipeError, "--batch-size 64.* 3 .*1 ranks"),
+        (["--warmup-steps", "440"], RecipeError, "--warmup-steps 440.* 440 steps"),
+        (["--batch-size", "2000"], RecipeError, "--batch-size.* 1442 .*2000"),
+        (["--amp", "fp16", "--device", "cpu"], RecipeError, "--amp fp16"),
         (
             ["--lr", "1e30", "--threads", "1"],
             RecipeError,
-            "diverged: .* epoch 1 is nan; lower --lr",
+            "epoch 1 .*nan.* --lr",
         ),
-        (["--resume"], RecipeError, "--resume: no complete checkpoint"),
+        (["--resume"], RecipeError, "--resume: .*checkpoints"),
         (["--compress", "ef(topkk(0.01))"], torchcomp.SpecError, "topk"),
         (["--sync", "qsr(alpha=0, h_base=4)"], torchcomp.SpecError, "alpha"),
         (["--sync", "topk(0.1)"], torchcomp.SpecError, "schedule"),
-        (["--outer", "slowmo"], RecipeError, "--outer slowmo follows the averages of --sync"),
-        (["--sync", "every(2)", "--outer", "mean"], torchcomp.SpecError, "outer step"),
+        (["--outer", "slowmo"], RecipeError, "--outer slowmo .*--sync"),
+        (["--sync", "every(2)", "--outer", "mean"], torchcomp.SpecError, r"mean.*outer step"),
         (
             ["--compress", "every(2)"],
             torchcomp.SpecError,
-            "is a schedule, and here a gradient method",
+            r"every\(2\).*schedule",
         ),
-        (["--sync", "swap(switch=440)"], torchcomp.SpecError, r"before the end of the run \(440\)"),
+        (["--sync", "swap(switch=440)"], torchcomp.SpecError, r"switch.*440"),
         (
             ["--mixup", "0.2", "--batch-size", "63"],
             RecipeError,
-            "over 1 ranks gives each 63",
+            "--mixup.* --batch-size 63 .*1 ranks 63 ",
         ),
     ],
 )
@@ -246,18 +248,20 @@ def test_resuming_another_run_and_overwriting_one(
 ) -> None:
     flags = [*digits_flags, "--epochs", "1", "--checkpoint-every", "10"]
     train_here(*flags)
-    with pytest.raises(RecipeError, match="holds checkpoints of an earlier run: add --resume"):
+    with pytest.raises(RecipeError, match=r"--out .*--resume"):
         train_here(*flags)
-    with pytest.raises(RecipeError, match=r"has lr 0\.1 and this run has 0\.2"):
+    with pytest.raises(RecipeError, match=r"lr 0\.1 .*0\.2"):
         train_here(*flags, "--resume", "--lr", "0.2")
-    with pytest.raises(RecipeError, match="has compress 'none' and this run has 'ef"):
+    with pytest.raises(RecipeError, match=r"compress 'none' .*'ef"):
         train_here(*flags, "--resume", "--compress", "ef(topk(0.5))")
 
 
 def test_the_command_line_shows_one_line_and_no_traceback() -> None:
     done = run_script("--lr", "fast")
     assert done.returncode == 1
-    assert done.stderr == "error (rank 0): --lr: expected a finite number, found 'fast'\n"
+    assert done.stderr.startswith("error: --lr: ")
+    assert "'fast'" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def run_script(*flags: str) -> "subprocess.CompletedProcess[str]":
@@ -276,17 +280,17 @@ def test_configurations_dry_run(
     from recipes.settings import read_settings
 
     flags = ["--config", str(config), "--dry-run", "--plan-ranks", "4", *METHODS[method]]
-    train.plan(read_settings(flags))
+    train.print_plan(read_settings(flags))
     shown = capsys.readouterr().out
     assert "\nplan\n" in shown
     assert "sent per step" in shown
     assert "synchronisations" in shown
 
 
-def test_local_steps_are_evaluated_with_statistics_estimated_anew(
+def test_local_steps_are_evaluated_with_reestimated_statistics(
     train_here: TrainHere, digits_flags: list[str]
 ) -> None:
-    # One rank has nothing to average: the statistics are all that --bn-images can change.
+    # A single rank has nothing to average, so --bn-images changes the statistics only.
     weights = []
     for images in ("0", "360"):
         flags = ["--epochs", "1", "--sync", "every(2)", "--bn-images", images]
@@ -296,7 +300,7 @@ def test_local_steps_are_evaluated_with_statistics_estimated_anew(
     assert differing == {name for name in weights[0] if "running" in name or "num_b" in name}
 
 
-def test_statistics_are_those_of_the_next_epochs_images(
+def test_statistics_are_estimated_from_images_of_the_next_epoch(
     train_here: TrainHere, digits_flags: list[str]
 ) -> None:
     from recipes.image_data import open_batches
@@ -318,15 +322,15 @@ def test_statistics_are_those_of_the_next_epochs_images(
 
 def test_gradients_are_clipped(train_here: TrainHere, digits_flags: list[str]) -> None:
     flags = ["--epochs", "1", "--batch-size", "1440", "--momentum", "0", "--weight-decay", "0"]
-    moved = []
+    changes = []
     for norm in ("0", "0.01"):
         out = Path(train_here(*digits_flags, *flags, "--clip-norm", norm)["settings"]["out"])
         weights = torch.load(out / "weights.pt", weights_only=True)
         seeded = fresh_weights()
         change = [(weights[name] - value).square().sum() for name, value in seeded.items()]
-        moved.append(float(torch.stack(change).sum().sqrt()) / 0.1)
-    assert moved[0] > 0.1
-    assert moved[1] == pytest.approx(0.01, rel=1e-3)
+        changes.append(float(torch.stack(change).sum().sqrt()) / 0.1)
+    assert changes[0] > 0.1
+    assert changes[1] == pytest.approx(0.01, rel=1e-3)
 
 
 def fresh_weights() -> dict[str, torch.Tensor]:
@@ -337,18 +341,20 @@ def fresh_weights() -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in SmallCNN(1, 10).named_parameters()}
 
 
-def test_local_steps_compute_again_what_overflows_in_float16(
+def test_local_steps_repeat_micro_batches_that_overflow_in_float16(
     train_here: TrainHere, digits_flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     linear = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
     monkeypatch.setattr("recipes.train.build_model", lambda *args, **kwargs: copy.deepcopy(linear))
-    monkeypatch.setattr("recipes.ranks._device", lambda settings, local_rank: torch.device("cpu"))
+    # --amp fp16 is refused on a CPU.
+    cpu = torch.device("cpu")
+    monkeypatch.setattr("recipes.distributed._device", lambda settings, local_rank: cpu)
     flags = [*digits_flags, "--epochs", "1", "--batch-size", "720", "--accumulate", "2"]
     flags += ["--sync", "every(2)", "--amp", "fp16", "--clip-norm", "0.5"]
     moved = []
     for scale in (2.0**10, 2.0**30):
         with monkeypatch.context() as patch:
-            patch.setattr("torch.amp.GradScaler", scaler_that_starts_at(scale))
+            patch.setattr("torch.amp.GradScaler", scaler_with_init_scale(scale))
             out = Path(train_here(*flags)["settings"]["out"])
         weights = torch.load(out / "weights.pt", weights_only=True)
         moved.append(weights["1.weight"] - linear[1].weight.detach())
@@ -356,7 +362,7 @@ def test_local_steps_compute_again_what_overflows_in_float16(
     torch.testing.assert_close(moved[0], moved[1], atol=1e-5, rtol=1e-3)
 
 
-def scaler_that_starts_at(scale: float) -> type[torch.amp.GradScaler]:
+def scaler_with_init_scale(scale: float) -> type[torch.amp.GradScaler]:
     class Scaler(torch.amp.GradScaler):
         def __init__(self, device: str, *, enabled: bool) -> None:
             super().__init__(device, init_scale=scale, enabled=enabled)
@@ -379,7 +385,7 @@ def test_a_dry_run_does_not_train(tmp_path: Path) -> None:
 def test_a_killed_run_resumes_and_ends_with_the_same_weights(
     method: str, forked: Launcher, tmp_path: Path, digits_flags: list[str]
 ) -> None:
-    # 22 steps an epoch: step 25 is inside the second epoch, and inside a round of qsr (4, 8, ...).
+    # 22 steps per epoch: step 25 is inside the second epoch and inside a round (4, 8, ...).
     flags = [*digits_flags, "--epochs", "3", "--log-every", "1", *METHODS[method]]
     whole = forked.start(*flags, "--out", str(tmp_path / "whole"))
     killed_flags = [*flags, "--out", str(tmp_path / "killed"), "--checkpoint-every", "5"]
@@ -388,8 +394,8 @@ def test_a_killed_run_resumes_and_ends_with_the_same_weights(
     killed.kill()
     assert not (tmp_path / "killed" / "summary.json").exists()
     whole.finish()
-    said = forked.start(*killed_flags, "--resume").finish()
-    assert "resumed after step" in said
+    printed = forked.start(*killed_flags, "--resume").finish()
+    assert re.search(r"resumed after step \d+", printed)
     one, other = summary_in(tmp_path / "whole"), summary_in(tmp_path / "killed")
     assert one["weights_sha256"] == other["weights_sha256"]
     assert one["bytes_sent"] == other["bytes_sent"]
@@ -402,18 +408,18 @@ def test_a_killed_run_resumes_and_ends_with_the_same_weights(
 def test_three_dense_ranks_resume_bit_for_bit(
     forked: Launcher, tmp_path: Path, digits_flags: list[str]
 ) -> None:
-    # With three ranks, where a gradient lies in DDP's buckets decides how its sum is rounded.
+    # From three ranks on, the position of a gradient in DDP's buckets affects how its sum rounds.
     flags = [*digits_flags, "--epochs", "1", "--batch-size", "240", "--checkpoint-every", "2"]
     forked.start(*flags, ranks=3).finish()
     whole = summary_in(tmp_path / "run")
-    forget_newest_checkpoint(tmp_path / "run")
+    delete_newest_checkpoint(tmp_path / "run")
     forked.start(*flags, "--resume", ranks=3).finish()
     assert summary_in(tmp_path / "run")["weights_sha256"] == whole["weights_sha256"]
 
 
 @pytest.mark.usefixtures("needs_ffcv")
 @pytest.mark.thorough
-def test_two_ranks_with_ffcv_give_what_torchvision_gives(
+def test_two_ranks_train_the_same_with_ffcv_and_torchvision(
     torchrun: TorchRun, tmp_path: Path, cache: Path
 ) -> None:
     common = ["--data-cache", str(cache / "fresh"), "--threads", "1", "--epochs", "2"]
@@ -427,7 +433,8 @@ def test_two_ranks_with_ffcv_give_what_torchvision_gives(
 @pytest.mark.thorough
 def test_an_error_on_every_rank_ends_the_run(torchrun: TorchRun, digits_flags: list[str]) -> None:
     process = torchrun.start(*digits_flags, "--batch-size", "63")
-    said, _ = process.communicate(timeout=PATIENCE)
+    printed, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0
-    assert "--batch-size 63 cannot be divided into 2 micro-batches (2 ranks" in said
-    assert "Traceback" not in said.split("recipes/train.py FAILED")[0].split("error (rank")[0]
+    assert re.search(r"error \(rank [01]\): --batch-size 63 .*2 ranks", printed)
+    # torchrun itself prints a traceback after the ranks' messages.
+    assert "Traceback" not in printed.split("recipes/train.py FAILED")[0].split("error (rank")[0]

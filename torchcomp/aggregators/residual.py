@@ -47,7 +47,7 @@ class Residual(Aggregator):
         return Slot("error", Kind.DEBT, shape.names, shape.sizes, self.residual_dtype(shape.dtype))
 
     def shows(self, compressor: Compressor, gradient: torch.dtype) -> bool:
-        """Return :meth:`Aggregator.residual_shows_nonfinite` for an aggregator with this compressor."""
+        """Whether the residual shows NaN and infinities of a gradient, with this compressor."""
         # A selecting compressor leaves NaN and infinities in place when it subtracts its message.
         # A residual wider than the gradient gets those of other ranks too, through `write_mean`.
         wide = torch.promote_types(gradient, self.residual_dtype(gradient))

@@ -50,7 +50,7 @@ class UnusedWatch:
         for name in unused:
             part, before = self._before[name]
             part.copy_(before)
-        state.keep(unused)
+        state.undo(unused)
 
     def reset(self) -> None:
         """Start tracking for the next exchange."""
