@@ -155,7 +155,7 @@ _CONVERTERS: dict[Any, Any] = {
 }
 _EXPECTED: dict[Any, str] = {
     bool: "true or false",
-    int: "a whole number",
+    int: "an integer",
     float: "a finite number",
     str: "text (quote it)",
     tuple[int, ...]: "a list of epochs such as 30,60,80",

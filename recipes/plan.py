@@ -49,6 +49,7 @@ def check_micro_batches(settings: Settings, world_size: int) -> None:
             "--batch-size counts the images of all ranks"
         )
     per_rank = settings.batch_size // world_size
+    # MixUp pairs images of one rank, so that no image is sent for it.
     if settings.mixup and per_rank % 2:
         raise RecipeError(
             f"--mixup {settings.mixup:g} mixes pairs of images, but --batch-size "
@@ -62,6 +63,7 @@ def describe(settings: Settings, world_size: int) -> str:
     check_specs(settings)
     check_micro_batches(settings, world_size)
     sizes = dataset_sizes(settings)
+    # For its checks and its number of steps; the rank does not matter.
     order = TrainOrder(sizes.train_images, settings.batch_size, 0, world_size, settings.seed)
     per_epoch = order.steps_per_epoch
     total = total_steps(settings, per_epoch)
@@ -90,6 +92,7 @@ def dense_bytes(model: nn.Module, world_size: int) -> int:
 
 def averaging_method(settings: Settings) -> str:
     """Return the spec that averages gradients or, with ``--sync``, pseudo-gradients."""
+    # "mean" is the spec of an uncompressed average.
     return "mean" if settings.compress == "none" else settings.compress
 
 
@@ -158,6 +161,7 @@ def as_text(configuration: dict[str, Any], rows: dict[str, str]) -> str:
     """Return a configuration in YAML, followed by the rows of a plan."""
     width = max(map(len, rows))
     plan = "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+    # In the order of the fields, and valid as a configuration file.
     settings = yaml.safe_dump(configuration, sort_keys=False)
     return f"configuration\n{_indented(settings)}\nplan\n{_indented(plan)}"
 

@@ -26,8 +26,9 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecipeError(
-            f"--out {path}: expected a folder, which could not be created ({error.strerror})"
+            f"--out {path} must be a folder; it could not be created ({error.strerror})"
         ) from None
+    # An existing folder can belong to another user.
     if not os.access(path, os.W_OK | os.X_OK):
         raise RecipeError(f"--out {path}: no permission to write there; choose another folder")
 
@@ -39,6 +40,7 @@ def write_csv(
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         file.writelines(f"# {key}: {text}\n" for key, text in (provenance() | notes).items())
+        # The default is CRLF, which diff tools show as ^M.
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(header)
         writer.writerows(rows)

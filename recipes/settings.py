@@ -10,6 +10,7 @@ from recipes.options import check_epochs, check_limits, option, read_options
 class Settings:
     """The settings of a run: defaults, overridden by the configuration file, then by flags."""
 
+    # Data.
     dataset: str = option(
         "digits",
         "digits comes with scikit-learn; the others are read from --data-path",
@@ -35,6 +36,7 @@ class Settings:
     randaugment_magnitude: int = option(10, "RandAugment: magnitude, 0 to 30", min=0, max=30)
     mixup: float = option(0.0, "MixUp: alpha of Beta(alpha, alpha) (0: none)", min=0)
 
+    # Model and loss.
     model: str = option(
         "smallcnn", "smallcnn, simple_vit/b16 or ti16, torchvision/NAME or timm/NAME"
     )
@@ -46,6 +48,7 @@ class Settings:
         0.0, "share of a label's probability that is spread over all classes", min=0, below=1
     )
 
+    # Optimizer and learning rate.
     epochs: int = option(20, "passes over the training set", min=1)
     batch_size: int = option(64, "images per optimizer step, summed over all ranks", min=1)
     accumulate: int = option(1, "micro-batches per optimizer step on each rank", min=1)
@@ -71,6 +74,7 @@ class Settings:
     )
     gamma: float = option(0.1, "step schedule: factor of each drop", above=0)
 
+    # torchcomp: "none" for both compress and sync is plain DDP.
     compress: str = option(
         "none",
         'compress gradients (with --sync: pseudo-gradients), e.g. "ef(topk(0.01))"',
@@ -84,6 +88,7 @@ class Settings:
         min=0,
     )
 
+    # Device, precision and reproducibility.
     device: str = option("auto", "auto: cuda if available", choices=("auto", "cpu", "cuda"))
     amp: str = option("off", "autocast to bf16 or fp16", choices=("off", "bf16", "fp16"))
     threads: int = option(0, "CPU threads per rank (0: an equal share of the cores)", min=0)
@@ -92,6 +97,7 @@ class Settings:
     )
     seed: int = option(0, "seed of weights, data order and augmentation", min=0, max=2**63 - 1)
 
+    # Output, checkpoints and dry runs.
     out: str = option("runs/train", "folder for metrics, summary, weights and checkpoints")
     checkpoint_every: int = option(0, "steps between checkpoints (0: none)", min=0)
     resume: bool = option(False, "resume from the newest complete checkpoint in --out")
@@ -112,6 +118,7 @@ def read_settings(argv: list[str]) -> Settings:
 
 
 def _check_together(settings: Settings) -> None:
+    # torch.optim.SGD raises for this too, but only after the data and the model are ready.
     if settings.nesterov and settings.momentum == 0:
         raise RecipeError("--nesterov needs --momentum above 0, found 0")
     if settings.final_lr > settings.lr:

@@ -22,6 +22,7 @@ SMALLER = {
     "simple_vit/b16": "simple_vit/ti16",
 }
 _CLASSES = 2
+# The smallest multiple of ViT's patch size 16 with more than one patch per side.
 _PIXELS = 32
 _MICRO_BATCH = 2
 
@@ -35,11 +36,13 @@ def shrink(settings: Settings, folder: Path) -> Settings:
     world_size = env_world_size()
     switching, drops = _switching_early(settings.sync), settings.schedule == "step"
     images = _MICRO_BATCH * settings.accumulate * world_size
+    # One batch of training images, and test images for every rank and class.
     _write_photographs(folder / "photographs", train=images, test=max(_CLASSES, world_size))
     return replace(
         settings,
         dataset="folder",
         data_path=str(folder / "photographs"),
+        # The photographs are not converted to .beton files.
         loader="torchvision",
         image_size=_PIXELS,
         model=SMALLER.get(settings.model, settings.model),

@@ -117,7 +117,7 @@ def attach_torchcomp(
 
 
 def main() -> None:
-    """Train, or print the plan, as the command line says."""
+    """Read the command line, then train or print the plan."""
     with exit_on_user_error(*_TORCHCOMP_ERRORS):
         settings = read_settings(sys.argv[1:])
         if settings.dry_run:

@@ -175,7 +175,7 @@ def _accuracy_title(rows: list[dict[str, str]]) -> str:
     means: dict[str, dict[str, float]] = {}
     for row in rows:
         means.setdefault(row["model"], {})[row["method"]] = float(row["mean"])
-    # A resumed table may lack a method of some model.
+    # A table of other models can lack a method.
     differences = [
         f"{of['bidirectional'] - of['dense']:+.2f} points ({model})"
         for model, of in means.items()

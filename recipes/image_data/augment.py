@@ -24,6 +24,7 @@ class Augmentation:
     def __call__(self, images: Tensor, epoch: int, step: int) -> Tensor:
         """Augment this rank's images of one step."""
         seed = keyed_seed(AUGMENT, self.order.seed, epoch, step)
+        # On the CPU, whose random numbers do not depend on the GPU's model.
         random = torch.Generator().manual_seed(seed)
         batch, own = self.order.batch_size, self.order.rank_slice
         # Always draw both, so that the mirroring does not depend on whether there are shifts.

@@ -22,6 +22,7 @@ from recipes.image_data.randaugment import RandAugment
 from recipes.image_data.torchvision_reader import TorchvisionReader
 from recipes.settings import Settings
 
+# Test accuracy does not depend on it.
 _TEST_BATCH = 256
 
 
@@ -72,6 +73,7 @@ class Batches:
             # After the loader, on the device: the same operations for both loaders.
             images = augmentation(images.to(self.device), epoch, step)
             images = normalise(self.randaugment(images, epoch, step), self.preset)
+            # Last, because the operations above work on bytes and MixUp needs floats.
             yield self.mixup(images, labels.to(self.device), epoch, step)
 
     def test(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -141,6 +143,7 @@ def dataset_sizes(settings: Settings) -> DatasetSizes:
     preset = preset_of(settings)
     if preset.train_images:
         return DatasetSizes(preset.train_images, preset.test_images, preset.classes)
+    # Counting files needs no ffcv, and no .beton files.
     train, test = _torchvision_readers(settings, preset, workers=0)
     return DatasetSizes(train.samples, test.samples, train.classes)
 
@@ -163,7 +166,9 @@ def _without_ffcv(settings: Settings, rank: int, error: Exception) -> str:
             "--loader torchvision"
         )
     if rank == 0:
-        print(f"ffcv cannot be imported ({error}): using --loader torchvision", file=sys.stderr)
+        print(
+            f"note: --loader torchvision, because ffcv is not available ({error})", file=sys.stderr
+        )
     return "torchvision"
 
 
@@ -193,6 +198,7 @@ def _torchvision_readers(
 
 
 def _ffcv_readers(settings: Settings, preset: Preset, workers: int) -> list[FfcvReader]:
+    # Files that the user wrote come first, also for CIFAR-10.
     files = _beton_files(settings) or _cached_beton_files(settings)
     return [
         FfcvReader(files[split], preset, train=split == "train", workers=workers)
@@ -229,6 +235,7 @@ def _cached_beton_files(settings: Settings) -> dict[str, Path]:
             f"no .beton files in --data-path {settings.data_path}: write them with "
             "python -m recipes.write_beton, or use --loader torchvision with the image folder"
         )
+    # Read the source in each run: the cached file is valid for its content only.
     folder, source = _cache_folder(settings), _source(settings)
     return {
         split: cached_beton(folder, f"{settings.dataset}-{split}", source[split])
@@ -245,6 +252,7 @@ def _cache_folder(settings: Settings) -> Path:
 
 
 def _check_classes(settings: Settings, train: Any, test: Any) -> None:
+    # A label that the model has no output for would fail inside the loss, on the device.
     if train.classes < test.classes:
         raise RecipeError(
             f"--dataset {settings.dataset}: the test images have {test.classes} classes but the "

@@ -103,6 +103,7 @@ def write_beton(
         with contextlib.nullcontext() if progress else _silent():
             writer.from_indexed_dataset(safe_source)
         safe_source.raise_first_error()
+        # Only now is the file complete, and an error above leaves the old one.
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -218,6 +219,7 @@ def cached_beton(folder: Path, name: str, source: Arrays) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     path, record = folder / f"{name}.beton", folder / f"{name}.json"
+    # The same content, written by the same code in the same format version.
     wanted = {"source": source.fingerprint(), "writer": _writer_version()}
     with _locked(folder / f"{name}.lock"):
         if not _is_fresh(path, record, wanted):

@@ -57,5 +57,6 @@ def require_path(path: Path | None, advice: str) -> Path:
 
 
 def _split(arrays: Arrays, mean: float, std: float) -> Split:
+    # NHWC in the file formats, NCHW in torch.
     images = torch.from_numpy(arrays.images).permute(0, 3, 1, 2).float()
     return Split(((images - mean) / std).contiguous(), torch.from_numpy(arrays.labels))

@@ -46,7 +46,7 @@ class MixUp:
         random = np.random.default_rng((MIXUP, self.order.seed, epoch, step))
         drawn = random.beta(self.alpha, self.alpha, self.order.batch_size)
         # Beta(alpha, alpha) is symmetric. The smaller part goes to the other image.
-        return torch.from_numpy(np.minimum(drawn, 1 - drawn)[self.order.mine])
+        return torch.from_numpy(np.minimum(drawn, 1 - drawn)[self.order.rank_slice])
 
 
 def _mix(values: Tensor, shares: Tensor) -> Tensor:

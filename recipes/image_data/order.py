@@ -47,6 +47,7 @@ class TrainOrder:
                 f"{self.world_size} ranks are too many for {self.samples} training images: every "
                 "rank needs at least one per step"
             )
+        # With unequal slices, the mean over the ranks would not be the mean over the images.
         if self.batch_size % self.world_size:
             raise RecipeError(
                 f"--batch-size {self.batch_size} must be a multiple of {self.world_size} ranks: it "
@@ -71,6 +72,7 @@ class TrainOrder:
 
     def batches(self, epoch: int, first_step: int = 0) -> Indices:
         """Return the indices of this rank's images, one row per step from ``first_step`` on."""
+        # NumPy seeds a generator from several numbers, so epochs need no state between them.
         rng = np.random.default_rng((ORDER, self.seed, epoch))
         whole = rng.permutation(self.samples)[: self.steps_per_epoch * self.batch_size]
         rows: Indices = whole.reshape(self.steps_per_epoch, self.batch_size)[
@@ -86,4 +88,5 @@ def test_shard(samples: int, rank: int, world_size: int) -> Indices:
             f"{world_size} ranks are too many for {samples} test images: every rank needs at "
             "least one"
         )
+    # Shards can differ by one image. The sums of Meter.all_reduce() take that into account.
     return np.arange(rank, samples, world_size)

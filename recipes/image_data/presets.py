@@ -52,6 +52,7 @@ PRESETS = {
         mean=(4.884,),
         std=(6.017,),
         shift=1,
+        # A mirrored digit is not a digit.
         mirror=False,
         photographs=False,
         train_images=1442,
@@ -63,6 +64,7 @@ PRESETS = {
         size=32,
         mean=(125.31, 122.95, 113.87),
         std=(62.99, 62.09, 66.70),
+        # The usual augmentation of CIFAR-10: pad by 4, crop, mirror.
         shift=4,
         mirror=True,
         photographs=False,
@@ -71,5 +73,6 @@ PRESETS = {
         classes=10,
     ),
     "imagenet": replace(_PHOTOGRAPHS, train_images=1_281_167, test_images=50_000, classes=1000),
+    # Its sizes are known when it is opened.
     "folder": _PHOTOGRAPHS,
 }

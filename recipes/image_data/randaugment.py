@@ -62,6 +62,7 @@ class RandAugment:
 def _apply(images: Tensor, chosen: Tensor, signs: Tensor, strength: float) -> None:
     functions = functional()
     for number, operation in enumerate(OPERATIONS):
+        # One call per operation and sign: torchvision's functions take one strength per call.
         for sign in (-1, 1):
             rows = ((chosen == number) & (signs == sign)).nonzero().squeeze(1).to(images.device)
             if len(rows):

@@ -23,6 +23,7 @@ _CIFAR_BYTES = 3 * 32 * 32
 _CIFAR_FILES = {"train": [f"data_batch_{i}" for i in range(1, 6)], "test": ["test_batch"]}
 # ImageNet's folders and FFCV's files are called "val", not "test".
 FILE_WORDS = {"train": "train", "test": "val"}
+# Other files in a class folder, such as thumbnails' databases, are ignored.
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 
 
@@ -76,6 +77,7 @@ def decode_image(path: Path) -> Image.Image:
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
+    # PIL raises SyntaxError for some broken PNG files.
     except (OSError, SyntaxError, ValueError) as error:
         raise RecipeError(
             f"cannot decode the image {path} ({error}); replace or delete it"
@@ -121,6 +123,7 @@ def cifar10(path: Path) -> dict[str, Arrays]:
 def _cifar_batches(path: Path) -> Iterator[tuple[str, dict[bytes, Any]]]:
     wanted = {name for names in _CIFAR_FILES.values() for name in names}
     if path.is_file():
+        # Read from the archive without unpacking it to disk.
         with tarfile.open(path) as archive:
             for member in archive:
                 stream = archive.extractfile(member)
@@ -137,6 +140,7 @@ class _ArraysOnly(pickle.Unpickler):
     """Unpickles NumPy arrays only, so that a manipulated archive cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
+        # Python 3 pickles bytes through _codecs.encode if the protocol is 2, as in the archive.
         if module.split(".")[0] == "numpy" or (module, name) == ("_codecs", "encode"):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"unexpected {module}.{name}")
@@ -192,6 +196,7 @@ def photographs(path: Path) -> dict[str, Photographs]:
 
 
 def _class_names(folder: Path) -> list[str]:
+    # Sorted, so that a class has the same label on all ranks and machines.
     names = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
     if not names:
         raise RecipeError(
@@ -204,6 +209,7 @@ def _list_images(folder: Path, names: list[str]) -> Photographs:
     found = [
         (file, label)
         for label, name in enumerate(names)
+        # Sorted for the same reason: an index must mean the same file everywhere.
         for file in sorted((folder / name).rglob("*"))
         if file.suffix.lower() in _SUFFIXES
     ]

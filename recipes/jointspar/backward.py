@@ -3,7 +3,7 @@
     python -m recipes.jointspar.backward
 
 Takes a few minutes on one core. One rank with one thread runs plain DDP and JointSpar at each
-budget. Every round takes one step of each way in turn, so that other load on the machine affects
+budget. Every round takes one step of each way, so that other load on the machine affects
 all ways equally. Times are processor time of the thread of the backward pass, which excludes
 waiting. "front dropped" and "back dropped" drop one half of the network's layers. Writes
 ``backward.csv`` and ``backward.png``.

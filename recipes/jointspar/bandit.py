@@ -33,7 +33,7 @@ LAYERS, SHARE, P_MIN = 54, 0.6, 0.0125
 ALPHAS = (0.003, 0.01, 0.03)
 # In units of p_min^3 / L^2, for which the exponent of a kept layer at p_min is about 1.
 LITERAL_ALPHAS = (1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0, 1000.0)
-# A point of the curves is the mean over so many steps, about one pixel of the picture.
+# Number of steps that one point of the curves averages, about one pixel of the picture.
 BLOCK = 20
 
 Curve = NDArray[np.float64]

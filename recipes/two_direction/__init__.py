@@ -1,1 +1,1 @@
-"""2Direction against EF21-P + DIANA, accelerated gradient descent and others."""
+"""2Direction compared with EF21-P + DIANA, accelerated gradient descent and others."""

@@ -1,4 +1,4 @@
-"""What the experiments train on: samples in n equal shards; nothing is ever downloaded."""
+"""Data sets, in n equal shards. Nothing is downloaded."""
 
 import bz2
 import itertools
@@ -24,13 +24,13 @@ REAL_SIM_SAMPLES = 72_309
 _REAL_SIM_ENTRIES = 51
 _DIGITS_MOST = 16.0
 _CIFAR_MOST = 255.0
-# LIBSVM itself holds an index in 32 bits.
+# LIBSVM stores an index in 32 bits.
 _HIGHEST_INDEX = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples with a column of ones: features (N, f), dense or CSR, float64, and labels (N)."""
+    """Features (N, f) in float64, dense or CSR, with a column of ones, and labels (N)."""
 
     name: str
     features: Any
@@ -41,13 +41,13 @@ class Samples:
         rows = self.features.shape[0]
         if len(self.labels) != rows:
             raise RecipeError(
-                f"{self.name} has {len(self.labels)} labels for {rows} samples: some are missing"
+                f"{self.name} has {len(self.labels)} labels for {rows} samples, expected as many"
             )
         strange = [int(x) for x in np.unique(self.labels) if not 0 <= x < self.classes]
         if strange:
             raise RecipeError(
-                f"{self.name} has the labels {strange}, and its {self.classes} classes are counted "
-                "from 0"
+                f"{self.name} has the labels {strange}, expected labels from 0 to "
+                f"{self.classes - 1} for its {self.classes} classes"
             )
 
     def __len__(self) -> int:
@@ -55,32 +55,32 @@ class Samples:
 
     @property
     def d(self) -> int:
-        """Number of coordinates of a linear model of these classes."""
+        """Number of coordinates of a linear model for these classes."""
         return int(self.features.shape[1]) * self.classes
 
     def shards(self, n: int, seed: int) -> list["Samples"]:
-        """Shuffle, and cut into ``n`` shards of one size; up to n - 1 samples are left over."""
+        """Shuffle the samples and cut them into ``n`` equal shards; drop up to n - 1 samples."""
         size = len(self) // n
         if not size:
-            raise RecipeError(f"{len(self)} samples cannot be cut into {n} shards: n is too large")
+            raise RecipeError(f"{len(self)} samples cannot be cut into {n} shards: choose fewer")
         order = np.random.default_rng(seed).permutation(len(self))
         rows = [order[i * size : (i + 1) * size] for i in range(n)]
         return [Samples(self.name, self.features[r], self.labels[r], self.classes) for r in rows]
 
 
 def open_samples(dataset: str, path: Path | None = None) -> Samples:
-    """Read a data set; cifar10 and real-sim are read from ``path``, and the others from nowhere.
+    """Read a data set; cifar10 and real-sim need a path, and the others refuse one.
 
     Raises:
-        RecipeError: if the data set does not lie there, or is to lie anywhere without need.
+        RecipeError: if ``path`` does not have the data set, or the data set needs no path.
     """
-    if dataset in _MADE_HERE:
+    if dataset in _WITHOUT_PATH:
         if path is not None:
             raise RecipeError(
-                f"--data {path}: --dataset {dataset} reads nothing from there; leave out --data, "
-                "or name the data set that lies there"
+                f"--data {path}: --dataset {dataset} needs no path; leave out --data, or choose "
+                "the data set of that path with --dataset"
             )
-        return _MADE_HERE[dataset]()
+        return _WITHOUT_PATH[dataset]()
     there = require_path(
         path,
         f"{dataset} is read from there, and nothing is downloaded; --dataset digits and "
@@ -90,7 +90,7 @@ def open_samples(dataset: str, path: Path | None = None) -> Samples:
 
 
 def digits() -> Samples:
-    """scikit-learn's digits: 1,797 images of 64 pixels, divided by 16."""
+    """Return scikit-learn's digits: 1,797 images of 64 pixels, divided by 16."""
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
@@ -98,7 +98,7 @@ def digits() -> Samples:
 
 
 def cifar(path: Path) -> Samples:
-    """CIFAR-10's training images from its python archive or folder, divided by 255."""
+    """Return CIFAR-10's training images from its python archive or folder, divided by 255."""
     try:
         train = cifar10(path)["train"]
     except (tarfile.TarError, OSError, EOFError, KeyError, ValueError) as error:
@@ -113,10 +113,9 @@ def cifar(path: Path) -> Samples:
 def synthetic(
     samples: int = REAL_SIM_SAMPLES, features: int = REAL_SIM_FEATURES, seed: int = 0
 ) -> Samples:
-    """Two classes in documents of real-sim's number and size, with words of Zipf's frequencies.
+    """Return made-up documents of two classes, with real-sim's shape and Zipf's word frequencies.
 
-    A hyperplane of normal weights tells the classes apart, but for the tenth of the labels that
-    are turned over.
+    A hyperplane with normal weights separates the classes. A tenth of the labels is then flipped.
     """
     rng = np.random.default_rng(seed)
     frequency = 1.0 / np.arange(1, features + 1)
@@ -132,22 +131,22 @@ def synthetic(
 
 
 def libsvm(path: Path, features: int | None = None) -> Samples:
-    """Read a file of LIBSVM's format, also one compressed as .bz2.
+    """Read a file in LIBSVM's format, plain or compressed as .bz2.
 
-    A line is ``label index:value index:value ...``; indices count from 1 and ascend. Labels may be
-    any numbers; classes are numbered in their order.
+    A line is ``label index:value index:value ...``; indices count from 1 and ascend. Labels can
+    be any numbers. Classes are numbered in ascending order of the labels.
 
     Args:
         path: the file.
-        features: how many there are; by default the highest index, of 2^31 - 1 at most.
+        features: number of features; by default the highest index, which is below 2^31.
 
     Raises:
-        RecipeError: naming the file and the line, if one is not as above.
+        RecipeError: if a line has another form. The message names the file and the line.
     """
     labels, values = array("d"), array("d")
     columns, ends = array("q"), array("q", [0])
-    for place, line in _lines(path):
-        label, entries = _parsed(line, place, _HIGHEST_INDEX if features is None else features)
+    for location, line in _lines(path):
+        label, entries = _parsed(line, location, _HIGHEST_INDEX if features is None else features)
         labels.append(label)
         columns.extend(index - 1 for index, _ in entries)
         values.extend(value for _, value in entries)
@@ -159,7 +158,7 @@ def libsvm(path: Path, features: int | None = None) -> Samples:
     matrix = sparse.csr_matrix(parts, shape=(len(labels), width))
     known, numbered = np.unique(labels, return_inverse=True)
     if len(known) < 2:
-        raise RecipeError(f"{path}: every label is {known[0]:g}, and it takes two to tell apart")
+        raise RecipeError(f"{path}: every label is {known[0]:g}, expected at least two classes")
     return _sparse(path.stem, matrix, numbered.astype(np.int64), len(known))
 
 
@@ -172,50 +171,52 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
                 if text:
                     yield f"{path}, line {number}", text
     except (OSError, EOFError) as error:
-        # An archive is unpacked block by block: the damage lies in what follows these lines.
-        place = f"beyond its first {number:,} lines" if number else "at all"
-        raise RecipeError(f"{path} cannot be read {place}: {error}") from None
+        # An archive is unpacked block by block, so the damage is somewhere after these lines.
+        extent = f"beyond its first {number:,} lines" if number else "at all"
+        raise RecipeError(f"{path} cannot be read {extent}: {error}") from None
 
 
 def _opened(path: Path) -> IO[str]:
-    # What is no text at all becomes a word that the parser refuses, with its line.
+    # Bytes that are not ASCII become a character that the parser refuses, with the line number.
     opener = bz2.open if path.suffix == ".bz2" else open
     return opener(path, "rt", encoding="ascii", errors="replace")
 
 
-def _parsed(line: str, place: str, features: int) -> tuple[float, list[tuple[int, float]]]:
+def _parsed(line: str, location: str, features: int) -> tuple[float, list[tuple[int, float]]]:
     label, *words = line.split()
-    entries = [_entry(word, place) for word in words]
+    entries = [_entry(word, location) for word in words]
     indices = [index for index, _ in entries]
     for before, index in itertools.pairwise(indices):
         if index <= before:
-            raise RecipeError(f"{place}: indices must ascend, and {index} follows {before}")
+            raise RecipeError(f"{location}: indices must ascend, but {index} follows {before}")
     if indices and indices[0] < 1:
-        raise RecipeError(f"{place}: index {indices[0]}, but indices count from 1")
+        raise RecipeError(f"{location}: index {indices[0]}, but indices count from 1")
     if indices and indices[-1] > features:
-        raise RecipeError(f"{place}: index {indices[-1]}, but {features} is the highest possible")
-    return _finite(label, "the label", place), entries
+        raise RecipeError(
+            f"{location}: index {indices[-1]}, but {features} is the highest possible"
+        )
+    return _finite(label, "the label", location), entries
 
 
-def _entry(word: str, place: str) -> tuple[int, float]:
+def _entry(word: str, location: str) -> tuple[int, float]:
     index, colon, value = word.partition(":")
-    # A longer one is above any limit, and Python need not convert it.
+    # A longer number is above any limit, and Python refuses to convert thousands of digits.
     if not colon or not index.isdecimal() or len(index) > len(str(_HIGHEST_INDEX)):
         raise RecipeError(
-            f"{place}: {reprlib.repr(word)} is not index:value, such as 17:0.5, with an "
+            f"{location}: {reprlib.repr(word)} is not index:value, such as 17:0.5, with an "
             "index below 2^31"
         )
-    return int(index), _finite(value, f"the value of feature {index}", place)
+    return int(index), _finite(value, f"the value of feature {index}", location)
 
 
-def _finite(word: str, what: str, place: str) -> float:
+def _finite(word: str, what: str, location: str) -> float:
     try:
-        # Python would read 1_000 as a number.
+        # float() accepts 1_000, which is not a number in this format.
         number = math.nan if "_" in word else float(word)
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise RecipeError(f"{place}: {what} must be a finite number, not {reprlib.repr(word)}")
+        raise RecipeError(f"{location}: {what} must be a finite number, not {reprlib.repr(word)}")
     return number
 
 
@@ -229,5 +230,5 @@ def _sparse(name: str, features: Any, labels: Any, classes: int) -> Samples:
     return Samples(name, sparse.hstack([features, ones], format="csr"), labels, classes)
 
 
-_MADE_HERE = {"digits": digits, "synthetic": synthetic}
-DATASETS = (*_MADE_HERE, "cifar10", "real-sim")
+_WITHOUT_PATH = {"digits": digits, "synthetic": synthetic}
+DATASETS = (*_WITHOUT_PATH, "cifar10", "real-sim")

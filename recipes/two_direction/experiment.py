@@ -57,7 +57,7 @@ WHOLE = {
 QUICK = WHOLE | {
     "mu": [1e-2],
     "gap": 1e-2,
-    "powers": [-2, 5],
+    "powers": [0, 5],
     "seeds": 2,
     "methods": ["2Direction", "AGD", "EF21-P + DIANA"],
 }

@@ -3,10 +3,11 @@
 The features of worker i are a matrix A_i of m rows; all shards have the same number of rows. Both
 functions are f_i(x) = loss + l2/2 |x|^2, with the loss averaged over the rows.
 
-Of dense shards with at most :data:`EXACT` features the eigenvalues are exact, to rounding. Of all
-others the largest comes from a power iteration, which approaches it from below: L and Lmax are then
-lower estimates. Where eigenvalues crowd at the top they stay short by about the width of the crowd
-(30 within 1e-4 of the largest: short by 3e-5 of it), and a step size of 1/L wants a margin.
+For dense shards with at most :data:`EXACT` features, the eigenvalues are exact up to rounding.
+Otherwise, the largest one comes from a power iteration, which approaches it from below. L and Lmax
+are then lower estimates. If many eigenvalues are close to the largest, the estimate is too low by
+about the width of that cluster (30 within 1e-4 of the largest: too low by 3e-5 of it). In that
+case, choose a step size somewhat below 1/L.
 """
 
 import math
@@ -21,7 +22,7 @@ from torchcomp.errors import SpecError
 from torchcomp.keys import Key
 
 EXACT = 1000
-"""Up to so many features of dense shards, all eigenvalues are calculated."""
+"""Compute all eigenvalues of dense shards with at most this many features."""
 
 _TOLERANCE = 1e-10
 _MOST_PRODUCTS = 10_000
@@ -29,12 +30,12 @@ _MOST_PRODUCTS = 10_000
 
 @dataclass(frozen=True)
 class Smoothness:
-    """What theory asks of f.
+    """The constants of f that the theory needs.
 
     Attributes:
-        smoothness: L, of f.
+        smoothness: L, the smoothness of f.
         lmax: Lmax, the largest smoothness of an f_i.
-        mu: strong convexity of f.
+        mu: the strong convexity of f.
     """
 
     smoothness: float
@@ -43,22 +44,22 @@ class Smoothness:
 
 
 def least_squares(shards: Sequence[Tensor], l2: float = 0.0) -> Smoothness:
-    """Of f_i(x) = 1/(2m) |A_i x - b_i|^2 + l2/2 |x|^2.
+    """Return the constants of f_i(x) = 1/(2m) |A_i x - b_i|^2 + l2/2 |x|^2.
 
     Args:
         shards: A_i, each (m, features), dense, of floats.
         l2: weight of the regularisation, at least 0.
 
     Raises:
-        SpecError: if the shards are no dense, finite matrices of one size, or l2 is negative.
+        SpecError: if the shards are not dense, finite matrices of one size, or l2 is negative.
     """
     _check(shards)
     check_at_least_0("l2", l2)
     for i, shard in enumerate(shards):
         if not _dense(shard):
             raise SpecError(
-                f"shards[{i}] must be dense, because the smallest eigenvalue is wanted as well, "
-                f"and is {shard.layout}: hand over its to_dense()",
+                f"shards[{i}] is {shard.layout}, expected a dense matrix, because mu needs the "
+                "smallest eigenvalue: pass its to_dense()",
                 "shards",
             )
     smallest = float(torch.linalg.eigvalsh(_gram(shards))[0])
@@ -68,7 +69,9 @@ def least_squares(shards: Sequence[Tensor], l2: float = 0.0) -> Smoothness:
 def logistic_regression(
     shards: Sequence[Tensor], l2: float = 0.0, *, one_logit: bool = False
 ) -> Smoothness:
-    """Of multinomial logistic regression, f_i(x) = -mean log softmax + l2/2 |x|^2.
+    """Return the constants of multinomial logistic regression.
+
+    The functions are f_i(x) = -mean log softmax + l2/2 |x|^2.
 
     The curvature of the softmax is at most 1/2, so L <= 1/2 lambda_max(A^T A / m) + l2; that of
     log(1 + exp(-label a'x)) is at most 1/4. The loss itself is not strongly convex.
@@ -76,10 +79,10 @@ def logistic_regression(
     Args:
         shards: A_i, each (m, features), dense or sparse, of floats.
         l2: weight of the regularisation, at least 0.
-        one_logit: there are two classes, told apart by one logit a'x instead of a softmax.
+        one_logit: whether the model of two classes has one logit a'x instead of a softmax.
 
     Raises:
-        SpecError: if the shards are no finite matrices of one size, or l2 is negative.
+        SpecError: if the shards are not finite matrices of one size, or l2 is negative.
     """
     _check(shards)
     check_at_least_0("l2", l2)
@@ -87,13 +90,13 @@ def logistic_regression(
 
 
 def largest_eigenvalue(shards: Sequence[Tensor]) -> float:
-    """The largest eigenvalue of the mean of A_i^T A_i / m; a lower estimate where not exact.
+    """Return the largest eigenvalue of the mean of A_i^T A_i / m, or a lower estimate of it.
 
     Args:
         shards: A_i, each (m, features), dense or sparse, of floats.
 
     Raises:
-        SpecError: if the shards are no finite matrices of one size.
+        SpecError: if the shards are not finite matrices of one size.
     """
     _check(shards)
     return _largest(shards)
@@ -111,7 +114,8 @@ def _largest(shards: Sequence[Tensor]) -> float:
 
 
 def _gram(shards: Sequence[Tensor]) -> Tensor:
-    """The mean of A_i^T A_i / m, in float64: what is small in it would be lost in float32."""
+    """Return the mean of A_i^T A_i / m."""
+    # In float64: small eigenvalues would be lost in the rounding of float32.
     rows, features = shards[0].shape
     total = shards[0].new_zeros((features, features), dtype=torch.float64)
     for shard in shards:
@@ -141,8 +145,8 @@ def _check(shards: Sequence[Tensor]) -> None:
     kinds = {(*shard.shape, shard.dtype) for shard in shards}
     if len(kinds) != 1:
         raise SpecError(
-            "shards must be matrices of one size and dtype, because f is the plain mean of the "
-            f"f_i, not {sorted(map(str, kinds)) or 'none at all'}",
+            "shards must be matrices of one size and dtype, because f is the unweighted mean of "
+            f"the f_i, not {sorted(map(str, kinds)) or 'none at all'}",
             "shards",
         )
 
@@ -158,7 +162,7 @@ def _check_shard(name: str, shard: Tensor) -> None:
         )
     if not math.isfinite(_entries(shard).square().sum()):
         raise SpecError(
-            f"{name} must hold finite features, whose squares are finite in {shard.dtype} too",
+            f"{name} must contain finite features, whose squares are finite in {shard.dtype}",
             "shards",
         )
 

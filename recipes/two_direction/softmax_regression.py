@@ -8,15 +8,16 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from recipes.two_direction.data_sets import RecipeError, Samples
+from recipes.errors import RecipeError
+from recipes.two_direction.data_sets import Samples
 from torchcomp.algorithms.method import Gradients
 
-# How far above its minimum minimise() may stop.
+# Largest error of the value that minimise() returns.
 CERTAINTY = 1e-10
 
 
 class Problem(Protocol):
-    """The mean of n functions, of which each worker knows one."""
+    """The mean of n functions, one per worker."""
 
     d: int
     n: int
@@ -32,16 +33,16 @@ class Problem(Protocol):
 def problem(shards: Sequence[Samples], mu: float) -> "Problem":
     """Return the problem on these shards, in the form that suits their features.
 
-    A class that a worker has no sample of is no fault: its f_i is what it is.
+    A shard can lack samples of some classes.
 
     Raises:
-        RecipeError: if the shards are not of one shape.
+        RecipeError: if the shards differ in shape.
     """
     sizes = {len(shard) for shard in shards}
     if len(sizes) > 1:
         raise RecipeError(
-            f"the shards have {sorted(sizes)} samples: they must be equal, because f is the plain "
-            "mean of the f_i"
+            f"the shards have {sorted(sizes)} samples, expected equal shards, because f is the "
+            "unweighted mean of the f_i"
         )
     kinds = {(shard.features.shape[1], shard.classes) for shard in shards}
     if len(kinds) > 1:
@@ -50,7 +51,7 @@ def problem(shards: Sequence[Samples], mu: float) -> "Problem":
 
 
 class Dense:
-    """Features as one array (n, m, f): all workers at once."""
+    """The problem with dense features (n, m, f), evaluated for all workers in one batch."""
 
     def __init__(self, shards: Sequence[Samples], mu: float) -> None:
         self.features = torch.from_numpy(np.stack([shard.features for shard in shards]))
@@ -79,7 +80,7 @@ class Dense:
 
 
 class Sparse:
-    """Features as CSR matrices: a gradient costs as much as there are entries."""
+    """The problem with CSR features, whose gradients cost time per stored entry."""
 
     def __init__(self, shards: Sequence[Samples], mu: float) -> None:
         self.features = [shard.features for shard in shards]
@@ -104,9 +105,10 @@ class Sparse:
 
     def _slope(self, i: int, weights: Any) -> Any:
         scores = self.features[i] @ weights
-        shares = np.exp(scores - scores.max(1, keepdims=True))
-        shares /= shares.sum(1, keepdims=True)
-        return self.features[i].T @ (shares - self.chosen[i]) / self.m
+        # Subtract the maximum, because exp overflows above 709.
+        softmax = np.exp(scores - scores.max(1, keepdims=True))
+        softmax /= softmax.sum(1, keepdims=True)
+        return self.features[i].T @ (softmax - self.chosen[i]) / self.m
 
     def _loss(self, i: int, weights: Any) -> float:
         scores = self.features[i] @ weights
@@ -115,30 +117,39 @@ class Sparse:
         return float(np.mean(total - (scores * self.chosen[i]).sum(1)))
 
 
-def minimise(given: Problem) -> float:
-    """Return the least value, by L-BFGS; strong convexity bounds its error by |grad|^2 / (2 mu)."""
-    gradients = given.gradients(range(given.n))
-    x = torch.zeros(given.d, dtype=torch.float64, requires_grad=True)
+def minimise(f: Problem) -> float:
+    """Return f*, found by L-BFGS.
+
+    Raises:
+        RecipeError: if its error can exceed :data:`CERTAINTY`.
+    """
+    gradients = f.gradients(range(f.n))
+    x = torch.zeros(f.d, dtype=torch.float64, requires_grad=True)
     solver = torch.optim.LBFGS(
         [x],
         max_iter=20_000,
         max_eval=100_000,
         history_size=30,
+        # Without tolerances: the default ones stop far above the required error.
         tolerance_grad=0,
         tolerance_change=0,
         line_search_fn="strong_wolfe",
     )
-    solver.step(_closure(given, gradients, x))
+    solver.step(_closure(f, gradients, x))
+    # Strong convexity bounds the error of f* by |grad f|^2 / (2 mu).
     slope = float(gradients(x.detach()).mean(0).norm())
-    certainty = slope**2 / (2 * given.mu)
+    certainty = slope**2 / (2 * f.mu)
     if not certainty <= CERTAINTY:
-        raise RecipeError(f"f* is only known to {certainty:.1e}: mu = {given.mu:g} is too small")
-    return given.value(x.detach())
+        raise RecipeError(
+            f"f* is only known to {certainty:.1e}, expected {CERTAINTY:g}: choose a larger mu than "
+            f"{f.mu:g}"
+        )
+    return f.value(x.detach())
 
 
-def _closure(given: Problem, gradients: Gradients, x: Tensor) -> Callable[[], float]:
+def _closure(f: Problem, gradients: Gradients, x: Tensor) -> Callable[[], float]:
     def evaluate() -> float:
         x.grad = gradients(x.detach()).mean(0)
-        return given.value(x.detach())
+        return f.value(x.detach())
 
     return evaluate

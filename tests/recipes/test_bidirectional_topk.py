@@ -378,7 +378,7 @@ def test_missing_data_is_an_error(dataset: str, folder: str | None, tmp_path: Pa
     ("words", "message"),
     [
         (["--dataset", "mnist", "--data", "."], r"error: --data \..*MNIST"),
-        (["--data", "/nowhere"], "error: --data /nowhere: --dataset digits"),
+        (["--data", "/nowhere"], r"error: --data /nowhere\b.*--dataset digits"),
         (["--out", __file__], f"error: --out {re.escape(__file__)}"),
         (["--processes", "0"], "error: --processes.*at least 1.*0"),
         (["--only", "workers"], "error: .*--only.*'workers'"),

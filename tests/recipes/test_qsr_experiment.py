@@ -1,4 +1,4 @@
-"""The experiment that compares schedules: real ranks, exact counts, files, and going on."""
+"""The comparison of schedules: real ranks, exact counts, files, resuming, and bad input."""
 
 import argparse
 import csv
@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import nn
 
+from recipes import result_files
 from recipes.errors import RecipeError
+from recipes.experiments import ResultTable
 from recipes.image_data.sources import digits
 from recipes.qsr import comparison, experiment, figures, ledger, local_training, processes, task
 from tests.recipes.forked_ranks import RECIPES
 from tests.support.ranks import on_threads
-from torchcomp.errors import SpecError
 
 FOLDER = RECIPES / "qsr"
 
@@ -35,7 +36,7 @@ PUBLISHED = [
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    # Sums of a batch are split among threads, and round by their number.
+    # Torch splits sums among threads, so the rounding depends on their number.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -44,7 +45,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_model_at_a_time() -> Iterator[None]:
-    # Weights are drawn from torch's own random numbers, which threads share and processes do not.
+    # Threads share torch's global random generator, from which the weights are drawn.
     build, lock = task.Task.build, threading.Lock()
 
     def alone(opened: Any, seed: int) -> nn.Module:
@@ -56,21 +57,21 @@ def _one_model_at_a_time() -> Iterator[None]:
         yield
 
 
-# --- The rules, as the paper writes them ----------------------------------------------------------
+# --- The rules, as the paper defines them ---------------------------------------------------------
 
 
 def counted(schedule: str, peak: float, total: int, warmup: int) -> int:
-    """Synchronisations of a run, by going through its rounds."""
+    """Count the synchronisations of a run, round by round."""
     name, *words = re.findall(r"[a-z_]+|[\d.]+", schedule)
     numbers = [float(word) for word in words if word[0].isdigit()]
     syncs = step = 0
     while step < total:
-        step += min(period(name, numbers, rate(step, peak, total, warmup), step, warmup), total)
+        step += min(period(name, numbers, lr_at(step, peak, total, warmup), step, warmup), total)
         syncs += 1
     return syncs
 
 
-def rate(step: int, peak: float, total: int, warmup: int) -> float:
+def lr_at(step: int, peak: float, total: int, warmup: int) -> float:
     if step < warmup:
         return 1e-6 + (peak - 1e-6) * step / warmup
     done = (step - warmup) / (total - warmup)
@@ -98,15 +99,20 @@ def test_the_counts_by_hand() -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[argparse.Namespace, Any]:
-    """A whole experiment of 22 steps a run, with every method and two seeds."""
+    """Run the whole experiment with 22 steps per run, every method and two seeds."""
     out = tmp_path_factory.mktemp("qsr")
     arguments = experiment.parse(["--quick", "--epochs", "2", "--out", str(out)])
     arguments.grid = SMALL_GRID
     torch.set_num_threads(1)
-    everyone = on_threads(RANKS, processes.on_this_rank, arguments, {})
-    assert all(other == everyone[0] for other in everyone)
-    experiment.save(everyone[0], out)
-    return arguments, everyone[0]
+    by_rank = on_threads(RANKS, processes.on_this_rank, arguments, open_runs(arguments))
+    assert all(other == by_rank[0] for other in by_rank)
+    experiment.save(by_rank[0], out)
+    return arguments, by_rank[0]
+
+
+def open_runs(arguments: argparse.Namespace, *, resume: bool = False) -> ResultTable:
+    data = (arguments.dataset, arguments.label_noise)
+    return ledger.open_table(arguments.out, *data, RANKS, arguments.length, resume=resume)
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -118,16 +124,18 @@ def rows(path: Path) -> list[dict[str, str]]:
 def test_every_count_is_exact(finished: tuple[argparse.Namespace, Any]) -> None:
     arguments, _ = finished
     runs = rows(arguments.out / "runs.csv")
-    # Parallel is tuned at one rate; then each of seven methods runs with two seeds.
+    # Parallel is tuned at one learning rate. Then each of seven methods runs with two seeds.
     assert len(runs) == (1 + 1 + 3 * 2 + 1 + 1) + 7 * 2
     for run in runs:
         syncs = counted(run["schedule"], 0.1, 22, 11)
         assert int(run["syncs"]) == syncs, run["schedule"]
-        # In an all-reduce each of two ranks sends half of the model twice.
+        # In an all-reduce, each of two ranks sends half of the model twice.
         assert int(run["nbytes"]) == syncs * NUMEL * 4
 
 
-def test_the_tables_say_what_the_runs_ended_with(finished: tuple[argparse.Namespace, Any]) -> None:
+def test_the_tables_contain_the_runs_results(
+    finished: tuple[argparse.Namespace, Any],
+) -> None:
     arguments, outcome = finished
     runs = rows(arguments.out / "runs.csv")
     tuning = rows(arguments.out / "tuning.csv")
@@ -156,25 +164,26 @@ def test_the_pictures_are_drawn(finished: tuple[argparse.Namespace, Any]) -> Non
     assert lengths[:3] == [2, 2, 2]
 
 
-def test_an_experiment_that_was_cut_off_goes_on(
+def test_resume_trains_only_the_missing_runs(
     finished: tuple[argparse.Namespace, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments, whole = finished
-    known = ledger.read_outcomes(arguments.out / "runs.csv")
-    lost = [run for run in known if (run.schedule, run.part) == ("parallel", "test")]
+    table = open_runs(arguments, resume=True)
+    known = ledger.read_outcomes(table)
+    lost = [row for row in table.rows if (row["schedule"], row["part"]) == ("parallel", "test")]
     trained: list[str] = []
-    train: Callable[..., Any] = local_training.run
+    train: Callable[..., Any] = local_training.train
 
-    def noted(task: Any, schedule: str, **options: Any) -> Any:
+    def recorded(task: Any, schedule: str, **options: Any) -> Any:
         trained.append(schedule)
         return train(task, schedule, **options)
 
-    monkeypatch.setattr(comparison, "run", noted)
-    kept = {run: outcome for run, outcome in known.items() if run not in lost}
-    again = on_threads(RANKS, processes.on_this_rank, arguments, kept)[0]
+    monkeypatch.setattr(comparison, "train", recorded)
+    table.rows = [row for row in table.rows if row not in lost]
+    again = on_threads(RANKS, processes.on_this_rank, arguments, table)[0]
     assert trained == ["parallel"] * (RANKS * len(lost))
     assert again == whole
-    assert ledger.read_outcomes(arguments.out / "runs.csv") == known
+    assert ledger.read_outcomes(open_runs(arguments, resume=True)) == known
 
 
 @pytest.mark.thorough
@@ -182,11 +191,16 @@ def test_the_command_starts_its_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--quick", "--epochs", "2", "--seeds", "1", "--ranks", "1", "--methods", "SWAP"]
-    monkeypatch.setattr(sys, "argv", ["recipes/qsr/experiment.py", *words, "--out", str(tmp_path)])
+    words += ["--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["recipes/qsr/experiment.py", *words])
     experiment.main()
     (row,) = rows(tmp_path / "results.csv")
     assert (row["method"], row["bytes"], row["ahead"]) == ("SWAP", "0", "nan")
-    assert "0 runs were known" in capsys.readouterr().out
+    assert row["schedule"] in capsys.readouterr().out
+    before = (tmp_path / "runs.csv").read_bytes()
+    monkeypatch.setattr(sys, "argv", ["recipes/qsr/experiment.py", *words, "--resume"])
+    experiment.main()
+    assert (tmp_path / "runs.csv").read_bytes() == before
 
 
 @pytest.mark.parametrize(("folder", "methods"), PUBLISHED)
@@ -199,7 +213,7 @@ def test_the_published_results_are_whole_and_their_counts_exact(
     for run in runs:
         syncs = counted(run["schedule"], float(run["lr"]), total, warmup)
         assert int(run["syncs"]) == syncs, run["schedule"]
-        # Four ranks: each sends 2 * 3/4 of the model.
+        # Each of four ranks sends 2 * 3/4 of the model.
         assert int(run["nbytes"]) == syncs * NUMEL * 4 * 6 // 4
     results = rows(FOLDER / "results" / folder / "results.csv")
     assert tuple(row["method"] for row in results) == methods
@@ -224,12 +238,12 @@ def test_cifar10_is_read_from_its_archive(
     length = local_training.Length(batch=10, epochs=1, warmup_epochs=0)
     outcomes = on_threads(
         2,
-        lambda: local_training.run(
-            opened, "every(4)", lr=0.1, seed=0, length=length, judged=opened.test
+        lambda: local_training.train(
+            opened, "every(4)", lr=0.1, seed=0, length=length, evaluated=opened.test
         ),
     )
     assert outcomes[0].syncs == 3
-    # Weights and re-estimated statistics are alike on both ranks.
+    # Weights and re-estimated statistics are equal on both ranks.
     assert outcomes[0] == outcomes[1]
 
 
@@ -243,7 +257,7 @@ def test_the_parts_of_the_digits_are_disjoint_and_only_training_labels_are_wrong
     clean = task._joined(digits())
     order = {"train": slice(0, None, 5), "odd": slice(1, None, 5)}
     wrong = (opened.train.labels != torch.from_numpy(clean.labels[order["train"]])).float().mean()
-    # A tenth of the labels that are drawn anew are right again.
+    # A tenth of the replaced labels are right again.
     assert 0.12 < float(wrong) < 0.24
     assert torch.equal(opened.validation.labels[::2], torch.from_numpy(clean.labels[order["odd"]]))
 
@@ -251,53 +265,61 @@ def test_the_parts_of_the_digits_are_disjoint_and_only_training_labels_are_wrong
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--dataset", "cifar10"], "--data is not given: cifar10 is read from there"),
-        (["--data", "nowhere"], "--data nowhere: --dataset digits is embedded"),
-        (["--out", __file__], "must be a folder, and cannot be made: File exists"),
-        (["--resume", "--out", "nowhere"], "--resume finds no nowhere/runs.csv"),
-        (["--resume", "--out", str(RECIPES / "qsr")], "--resume finds no"),
+        (["--dataset", "cifar10"], "--data.*cifar10"),
+        (["--data", "nowhere"], "--data nowhere.*digits"),
+        (["--out", __file__], "--out .*test_qsr_experiment.py"),
+        (["--quick", "--out", str(FOLDER / "results")], "--quick.*--out .*results"),
+        (["--resume", "--epochs", "9", "--out", str(FOLDER / "results")], "--resume.*160.* 9 "),
+        (["--ranks", "3"], "--ranks 3.* 32 "),
+        (["--epochs", "8"], "--epochs 8.* 8 "),
+        (["--label-noise", "1.5"], r"--label-noise.*1\.5"),
+        (["--seeds", "0"], "--seeds.* 0"),
+        (["--methods", "SGD"], "--methods.*SGD"),
     ],
 )
-def test_what_is_missing_is_told_before_anything_starts(
+def test_bad_input_ends_in_one_line_before_anything_starts(
     words: list[str], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["experiment.py", *words])
-    with pytest.raises(SystemExit, match=problem):
+    monkeypatch.setattr(experiment, "on_processes", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(result_files, "write_csv", lambda *_, **__: pytest.fail("it wrote"))
+    with pytest.raises(SystemExit, match=rf"^error[^\n]*: [^\n]*{problem}[^\n]*$"):
         experiment.main()
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["--ranks", "3"], "--ranks must divide the batch of 32 images"),
-        (["--epochs", "8"], "--epochs must exceed the 8 of warm-up"),
-    ],
-)
-def test_numbers_that_cannot_be_used_are_refused(
-    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        experiment.parse(words)
-    assert problem in capsys.readouterr().err
+def test_quick_and_unpublished_settings_do_not_write_to_the_committed_results() -> None:
+    assert experiment.parse([]).out == FOLDER / "results"
+    assert experiment.parse(["--quick"]).out == Path("runs/qsr-quick")
+    assert experiment.parse(["--seeds", "1"]).out == Path("runs/qsr")
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["--label-noise", "1.5"], "--label-noise must be a number from 0 to 1, not 1.5"),
-        (["--seeds", "0"], "--seeds must be a whole number of at least 1, not 0"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(words: list[str], problem: str) -> None:
-    with pytest.raises(SpecError, match=problem):
-        experiment.parse(words)
-
-
-def test_a_method_that_is_named_twice_is_run_once() -> None:
+def test_a_method_that_is_named_twice_runs_once() -> None:
     assert experiment.parse(["--methods", "SWAP", "QSR", "SWAP"]).methods == ["SWAP", "QSR"]
 
 
-def test_runs_of_another_kind_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "runs.csv").write_text("# command: other\nmethod,accuracy\n")
-    with pytest.raises(RecipeError, match="whose columns are not dataset, label_noise, ranks"):
-        ledger.read_outcomes(tmp_path / "runs.csv")
+def test_resume_refuses_a_file_with_other_columns(tmp_path: Path) -> None:
+    arguments = experiment.parse(["--out", str(tmp_path)])
+    open_runs(arguments).save()
+    path = tmp_path / "runs.csv"
+    notes = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    path.write_text("\n".join([*notes, "method,accuracy", "QSR,90", ""]))
+    with pytest.raises(
+        RecipeError, match=r"--resume.*runs.csv.*method, accuracy.*dataset, label_n"
+    ):
+        open_runs(arguments, resume=True)
+
+
+def test_the_titles_are_computed_from_the_results() -> None:
+    def entry(method: str, schedule: str, nbytes: int, *accuracies: float) -> comparison.Entry:
+        outcomes = [local_training.Outcome(value, 0.5, 10, nbytes) for value in accuracies]
+        return comparison.Entry(method, schedule, 0.1, tuple(outcomes))
+
+    parallel = entry("parallel", "parallel", 900, 80.0, 82.0)
+    qsr = entry("QSR", "qsr(alpha=0.1, h_base=2)", 200, 81.0, 81.0)
+    found = comparison.Comparison("digits", 0.2, 100, 10, 0.1, [], [parallel, qsr])
+    title = figures.accuracy_title(found)
+    for number in ("4.5x", "81.00 %", "+0.00 ± 1.00"):
+        assert number in title
+    assert "10 times in 100 steps, 10.0x" in figures.schedules_title(found)
+    alone = comparison.Comparison("digits", 0.2, 100, 10, 0.1, [], [parallel])
+    assert "QSR" not in figures.accuracy_title(alone) + figures.schedules_title(alone)

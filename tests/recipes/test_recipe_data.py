@@ -314,9 +314,8 @@ def test_photographs_are_cropped_reproducibly(photo_folder: Path) -> None:
     later = all_of(opened(**where).train(1, 1))
     assert same(later, tuple(part[4:] for part in whole))
     assert all_of(opened(**where).test())[0].shape == (4, 3, 224, 224)
-    assert dataset_sizes(Settings(**where)) == dataset_sizes(
-        Settings(**where, loader="torchvision")
-    )
+    sizes = dataset_sizes(Settings(**where))
+    assert sizes == dataset_sizes(Settings(**where, loader="torchvision"))
     assert sizes.classes == 2
 
 
@@ -367,15 +366,15 @@ def test_missing_data_path() -> None:
 
 
 def test_auto_falls_back_to_torchvision_without_ffcv(
-    # The message is printed on rank 0 only. --loader ffcv raises.
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ffcv", None)
     assert len(list(opened(0, 2, loader="auto").train(0, 20))) == 2
     opened(1, 2, loader="auto")
+    # Rank 0 prints a note, and rank 1 does not.
     printed = capsys.readouterr().err
-    assert printed.count("ffcv") == printed.count("--loader torchvision") == 1
+    assert "ffcv" in printed
+    assert printed.count("--loader torchvision") == 1
     with pytest.raises(RecipeError, match=r"--loader ffcv: .*libturbojpeg0-dev"):
         opened(loader="ffcv")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recipes.two_direction.smoothness import largest_eigenvalue, least_squares, logistic_regression
-from recipes.two_direction.tuning import Run, tune
+from recipes.two_direction.tuning import MethodRun, tune
 from tests.algorithms.two_direction.quadratics import quadratics
 from torchcomp.algorithms import (
     AGD,
@@ -27,7 +27,7 @@ F = quadratics(condition=5.0)
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    # Vectors are short here: more threads would only wait for each other.
+    # Vectors are short here, so more threads would only wait for each other.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -90,9 +90,9 @@ def test_crowded_eigenvalues_are_exact_where_they_can_be():
         (torch.ones(4, 3, dtype=torch.int64), r"matrix .* of floats.* of torch.int64"),
         (normal(4), r"matrix \(rows, features\) .* not \(4,\)"),
         (normal(0, 3), r"with one row or more, not \(0, 3\)"),
-        (normal(4, 3) * torch.nan, r"shards\[1\] must hold finite features"),
-        (normal(4, 3) * 1e200, r"whose squares are finite in torch.float64"),
-        (torch.full((4, 3), torch.inf).to_sparse(), r"shards\[1\] must hold finite features"),
+        (normal(4, 3) * torch.nan, r"shards\[1\] .*finite"),
+        (normal(4, 3) * 1e200, r"squares.*torch.float64"),
+        (torch.full((4, 3), torch.inf).to_sparse(), r"shards\[1\] .*finite"),
         (normal(4, 3).float(), "of one size and dtype"),
         (normal(5, 3), "of one size and dtype"),
     ],
@@ -104,7 +104,7 @@ def test_shards_that_are_no_features_are_refused(estimate, shard, told):
 
 
 def test_what_an_estimate_cannot_use_is_refused():
-    with pytest.raises(SpecError, match=r"shards\[0\] must be dense.*to_dense\(\)"):
+    with pytest.raises(SpecError, match=r"shards\[0\] .*to_dense\(\)"):
         least_squares([normal(4, 3).to_sparse()])
     with pytest.raises(SpecError, match="not none at all"):
         largest_eigenvalue([])
@@ -164,10 +164,10 @@ def test_converges_to_1e_10_on_data(kind, name):
 
 
 def exhaustive(build, target, powers):
-    """The plain way: every step size to its end."""
+    """Run every step size to its end."""
     costs = {}
     for i in powers:
-        run = Run(build(2.0**i), F.gap, target)
+        run = MethodRun(build(2.0**i), F.gap, target)
         run.advance(6_000)
         if run.reached:
             costs[i] = run.cost
@@ -192,12 +192,12 @@ def test_tuning_finds_what_trying_everything_finds(name):
     tuned = tune(BUILDS[name], F.gap, target=1e-6, budget=6_000, powers=powers)
     assert (tuned.power, tuned.run.cost) == expected
     assert sorted([*tuned.abandoned, tuned.power]) == list(powers)
-    # Nobody was let run on for long after the winner had arrived.
+    # No run went much further than the winner.
     assert max(tuned.abandoned.values()) <= 1.5 * tuned.run.cost + 100
 
 
 def test_tuning_outlives_a_leader_that_diverges():
-    """Large steps are ahead of all others at first, and then explode."""
+    """Large steps are ahead of all others at first and then explode."""
     one = quadratics(n=1, d=30, condition=30.0)
     up, down = RandK(k=1, unbiased=True), TopK(k=30)
 
@@ -212,7 +212,7 @@ def test_tuning_outlives_a_leader_that_diverges():
 
 
 def test_tuning_outlives_a_leader_that_stalls():
-    """EF14's large steps are ahead at first, and then stay above the target for good."""
+    """EF14's large steps are ahead at first and then never reach the target."""
     two = quadratics(n=2, d=4, condition=3.0)
 
     def build(step):
@@ -223,7 +223,7 @@ def test_tuning_outlives_a_leader_that_stalls():
     assert tuned.abandoned[-3] >= 4000
 
 
-def test_tuning_takes_the_lowest_where_nobody_arrives():
+def test_tuning_takes_the_lowest_if_no_run_reaches_the_target():
     tuned = tune(BUILDS["AGD"], F.gap, target=0.0, budget=1000, powers=[-3, -1])
     assert tuned.power == -1
     assert not tuned.run.reached
@@ -233,14 +233,14 @@ def test_a_run_ends_where_the_function_does():
     def broken(x):
         return F.gradients(x) * (torch.nan if x.norm() > 1 else 1)
 
-    run = Run(AGD(broken, F.x0, Simulated(F.n), lbar=0.2, mu=F.mu), F.gap, 0.0)
+    run = MethodRun(AGD(broken, F.x0, Simulated(F.n), lbar=0.2, mu=F.mu), F.gap, 0.0)
     run.advance(10_000)
     assert run.broken
     assert run.curve[-1].value == math.inf
 
 
 def test_tuning_without_candidates_or_survivors_is_refused():
-    with pytest.raises(SpecError, match="no step size to try"):
+    with pytest.raises(SpecError, match="^powers "):
         tune(BUILDS["AGD"], F.gap, target=0.0, budget=10, powers=[])
-    with pytest.raises(SpecError, match="diverged"):
+    with pytest.raises(SpecError, match=r"19, 20"):
         tune(BUILDS["EF21-P + DIANA"], F.gap, target=0.0, budget=10**6, powers=[19, 20])

@@ -1,0 +1,21 @@
+"""The flags that all parts of the experiment have."""
+
+import argparse
+from pathlib import Path
+
+from recipes.experiments import ExperimentParser
+
+HOME = Path(__file__).resolve().parent
+
+
+def part_parser(description: str | None) -> ExperimentParser:
+    """Return a parser with the common flags; its help is the first line of a docstring."""
+    return ExperimentParser((description or "").splitlines()[0], HOME)
+
+
+def parse_common(description: str | None, words: list[str]) -> argparse.Namespace:
+    """Parse the flags of a part that has only the common ones."""
+    parser = part_parser(description)
+    parsed = parser.parse_args(words)
+    parsed.out = parser.output_folder(parsed)
+    return parsed
