@@ -141,7 +141,7 @@ def test_a_cifar_batch_without_its_labels_is_refused(cifar_archive: Path) -> Non
     batch = cifar_archive / "data_batch_3"
     content = pickle.loads(batch.read_bytes())
     batch.write_bytes(pickle.dumps({b"data": content[b"data"]}, protocol=2))
-    with pytest.raises(RecipeError, match="data_batch_3 lacks its labels"):
+    with pytest.raises(RecipeError, match=r"data_batch_3 .*labels"):
         data_sets.open_samples("cifar10", cifar_archive)
     batch.write_bytes(pickle.dumps({**content, b"labels": [0] * 19}, protocol=2))
     with pytest.raises(RecipeError, match=r"cifar10.* 99 .* 100 "):
@@ -149,23 +149,23 @@ def test_a_cifar_batch_without_its_labels_is_refused(cifar_archive: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "told"),
+    ("key", "value", "found"),
     [
-        (b"labels", [None] * 20, r"whole numbers as its labels, and found \(20,\) of object"),
-        (b"labels", [1.5] * 20, "of float64"),
-        (b"labels", ["a"] * 20, "of <U1"),
-        (b"data", np.full((20, 3072), np.nan), r"bytes .* found \(20, 3072\) of float64"),
-        (b"data", np.full((20, 3072), 900), "of int64"),
-        (b"data", np.zeros((20, 3000), np.uint8), r"3072 bytes an image .* found \(20, 3000\)"),
-        (b"data", None, r"bytes .* found \(\) of object"),
+        (b"labels", [None] * 20, r"labels.* \(20,\) .*object"),
+        (b"labels", [1.5] * 20, "labels.* float64"),
+        (b"labels", ["a"] * 20, "labels.* <U1"),
+        (b"data", np.full((20, 3072), np.nan), r"data.* \(20, 3072\) .*float64"),
+        (b"data", np.full((20, 3072), 900), "data.* int64"),
+        (b"data", np.zeros((20, 3000), np.uint8), r"data.*3072.* \(20, 3000\)"),
+        (b"data", None, r"data.* \(\) .*object"),
     ],
 )
 def test_a_cifar_batch_of_other_than_bytes_and_integers_is_refused(
-    cifar_archive: Path, key: bytes, value: object, told: str
+    cifar_archive: Path, key: bytes, value: object, found: str
 ) -> None:
     batch = cifar_archive / "data_batch_3"
     batch.write_bytes(pickle.dumps({**pickle.loads(batch.read_bytes()), key: value}))
-    with pytest.raises(RecipeError, match=f"data_batch_3: expected .*{told}"):
+    with pytest.raises(RecipeError, match=f"data_batch_3: .*{found}"):
         data_sets.open_samples("cifar10", cifar_archive)
 
 

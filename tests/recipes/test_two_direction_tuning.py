@@ -240,7 +240,7 @@ def test_a_run_ends_where_the_function_does():
 
 
 def test_tuning_without_candidates_or_survivors_is_refused():
-    with pytest.raises(SpecError, match="^powers "):
+    with pytest.raises(SpecError, match=r"^powers "):
         tune(BUILDS["AGD"], F.gap, target=0.0, budget=10, powers=[])
     with pytest.raises(SpecError, match=r"19, 20"):
         tune(BUILDS["EF21-P + DIANA"], F.gap, target=0.0, budget=10**6, powers=[19, 20])
