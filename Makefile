@@ -22,7 +22,7 @@ experiment-qsr: setup ## QSR and the schedules of its paper on the digits, four 
 experiment-jointspar: setup ## JointSpar: bandit, bytes, backward time, accuracy, wall clock: half an hour
 	@.venv/bin/python -m recipes.jointspar.experiment $(ARGS)
 
-experiment-2direction: setup ## 2Direction, EF21-P + DIANA, AGD and others on the digits: half an hour
+experiment-2direction: setup ## 2Direction, EF21-P + DIANA, AGD and others on the digits: an hour
 	@.venv/bin/python -m recipes.two_direction.experiment $(ARGS)
 
 # A file's tests stay together: they share compiled kernels and what their fixtures make.

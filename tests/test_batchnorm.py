@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.models import assert_replicas_equal, seeded
+from tests.support.models import seeded
+from tests.support.outcomes import assert_replicas_equal
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import LocalSGD, NonFiniteError, RankMismatchError, SpecError, UnsupportedModelError
 from torchcomp.batchnorm import _warn_that_nothing_is_done, reestimate_batchnorm
@@ -317,17 +318,17 @@ def nan_images():
 @pytest.mark.parametrize(
     ("loader", "images", "error", "problem"),
     [
-        (shard, 49, SpecError, r"loader .* 48 images, .* 49 .*images=49 over 1 ranks"),
-        (list, 4096, SpecError, r"loader .* 0 images, .* 4,096 .*images=4096 over 1 ranks"),
-        (shard, 0, SpecError, r"^images .* 1, not 0$"),
-        (shard, -3, SpecError, r"^images .* 1, not -3$"),
-        (shard, 4.5, SpecError, r"^images .* 1, not 4\.5$"),
-        (shard, True, SpecError, r"^images .* 1, not True$"),
+        (shard, 49, SpecError, r"loader .* 48 .* 49 .*images=49\b.*\b1\b"),
+        (list, 4096, SpecError, r"loader .* 0 .* 4,096 .*images=4096\b.*\b1\b"),
+        (shard, 0, SpecError, r"^images .* 1, .* 0$"),
+        (shard, -3, SpecError, r"^images .* 1, .* -3$"),
+        (shard, 4.5, SpecError, r"^images .* 1, .* 4\.5$"),
+        (shard, True, SpecError, r"^images .* 1, .* True$"),
         (lambda: None, 6, SpecError, r"^loader .* NoneType$"),
         (lambda: [{"image": 1}], 6, SpecError, r"batch .* dict$"),
         (lambda: [()], 6, SpecError, r"batch .* tuple$"),
         (lambda: [("a.jpeg", 1)], 6, SpecError, r"batch .* str$"),
-        (nan_images, 6, NonFiniteError, r"2 BatchNorm layers \('1', '4'\)"),
+        (nan_images, 6, NonFiniteError, r"\b2 BatchNorm.*'1', '4'"),
     ],
 )
 def test_bad_input_is_refused_and_changes_nothing(loader, images, error, problem):
@@ -338,7 +339,9 @@ def test_bad_input_is_refused_and_changes_nothing(loader, images, error, problem
 
 @pytest.mark.parametrize("model", [None, "resnet", network])
 def test_an_argument_that_is_not_a_module_is_refused(model):
-    with pytest.raises(UnsupportedModelError, match=r"torch\.nn\.Module"):
+    with pytest.raises(
+        UnsupportedModelError, match=rf"torch\.nn\.Module.*\b{type(model).__name__}$"
+    ):
         reestimate_batchnorm(model, shard())
 
 
@@ -355,6 +358,6 @@ def one_short_shard(kind, batches):
 @pytest.mark.parametrize("batches", [(0, 2), (1, 2)])
 def test_too_few_images_on_one_rank_raise_on_every_rank(kind, batches):
     for message in on_threads(2, one_short_shard, kind, batches):
-        assert re.search(rf"loader .* {6 * batches[0]} images, .* 12 .* on rank 0", message)
+        assert re.search(rf"loader .* {6 * batches[0]} .* 12 .* on rank 0", message)
         assert "none on rank 1" in message
         assert "next_sync is None" in message

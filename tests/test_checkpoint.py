@@ -1,6 +1,7 @@
 """Checkpoints: slots in their parameters' shapes, refused states, other numbers of ranks."""
 
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -260,16 +261,14 @@ def test_check_engine_names_every_difference():
     with pytest.raises(CheckpointError) as caught:
         checkpoint.check_engine(state_of(parameters=layout(linear=[5, 3], gone=[1])), parameters)
     gone, new, linear = str(caught.value).split("; ")
-    assert "'gone'" in gone
-    assert "'new'" in new
-    assert "'linear'" in linear
-    assert "[5, 3] in the checkpoint" in linear
-    assert "[3, 5] in the model" in linear
+    assert re.search(r"'gone'.*\bmodel\b", gone)
+    assert re.search(r"'new'.*\bcheckpoint\b", new)
+    assert re.search(r"'linear'.*\[5, 3\].*\bcheckpoint\b.*\[3, 5\].*\bmodel\b", linear)
 
 
 def test_check_engine_names_five_differences_and_counts_the_rest():
     foreign = layout(**{f"p{i}": [1] for i in range(8)})
-    with pytest.raises(CheckpointError, match=r"'p4' [^;]*; and 3 more$") as caught:
+    with pytest.raises(CheckpointError, match=r"'p4' [^;]*; .*\b3\b") as caught:
         checkpoint.check_engine(state_of(parameters=foreign), {})
     assert "'p5'" not in str(caught.value)
 
@@ -291,7 +290,7 @@ def test_check_engine_accepts_the_same_model_in_another_order():
 )
 @pytest.mark.parametrize("division", ["groups", "buckets"])
 def test_groups_must_hold_every_parameter_once(division, groups, problem):
-    with pytest.raises(CheckpointError, match=problem):
+    with pytest.raises(CheckpointError, match=rf"\b{division}\b.*{problem}"):
         checkpoint.check_engine(state_of(**{division: groups}), model_parameters())
 
 
@@ -408,7 +407,7 @@ TWO = [state_of(0), state_of(1)]
 @pytest.mark.parametrize(
     ("states", "world_size", "problem"),
     [
-        ([], 2, "states must be"),
+        ([], 2, r"\bstates\b"),
         (TWO[:1], 2, r"\b2 ranks.* \[0\]"),
         ([TWO[0], TWO[0]], 2, r"\b2 ranks.* \[0, 0\]"),
         ([*TWO, TWO[1]], 2, r"\b2 ranks.* \[0, 1, 1\]"),
@@ -417,9 +416,9 @@ TWO = [state_of(0), state_of(1)]
         ([TWO[0], state_of(1, scale=2.0)], 2, r": scale\b"),
         ([TWO[0], state_of(1, parameters={})], 2, r": parameters\b"),
         ([state_of(0, world_size=2**62), TWO[1]], 2, rf"\b{2**62} ranks.* \[0, 1\]"),
-        (TWO, 0, r"world_size .* 1, not 0$"),
-        (TWO, -1, r"world_size .* 1, not -1$"),
-        (TWO, True, r"world_size .* 1, not True$"),
+        (TWO, 0, r"world_size .* 0$"),
+        (TWO, -1, r"world_size .* -1$"),
+        (TWO, True, r"world_size .* True$"),
     ],
     ids=range(12),
 )

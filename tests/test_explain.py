@@ -46,6 +46,10 @@ def rows(plan):
     return title, {line[2:19].strip(): line[20:] for line in lines}
 
 
+def numbers(text):
+    return re.findall(r"\d[\d,.]*", text)
+
+
 def saving(plan):
     return plan.dense_bytes_sent / plan.bytes_sent
 
@@ -169,7 +173,8 @@ def test_dtype_is_that_of_the_gradient(dtype, message, memory):
 def test_one_rank_sends_nothing():
     plan = topk(world_size=1)
     assert (plan.bytes_sent, plan.bytes_received, plan.dense_bytes_sent) == (0, 0, 0)
-    assert rows(plan)[1]["traffic"] == "nothing is sent"
+    # There is no ratio of 0 to 0 bytes.
+    assert not re.search(r"\d", rows(plan)[1]["traffic"])
 
 
 def test_no_elements_cost_nothing():
@@ -328,19 +333,20 @@ def test_the_time_model_does_not_cover_compressed_averages():
 
 def test_table_shows_the_whole_plan_of_a_method():
     title, table = rows(topk(world_size=8))
-    assert title == "ef(topk(0.01)), per rank"
+    assert title.startswith("ef(topk(0.01))")
     assert list(table) == METHOD_ROWS
-    assert table == {
-        "elements": "25,557,032",
-        "ranks": "8",
-        "collective": "all-gather",
-        "message": "1.3 MB (1,295,826 bytes)",
-        "sent per step": "9.07 MB (9,070,936 bytes)",
-        "received per step": "9.07 MB (9,070,936 bytes)",
-        "plain DDP sends": "179 MB (178,899,224 bytes)",
-        "traffic": "19.7x less than plain DDP",
-        "break-even": "158 ranks (from there, plain DDP sends no more)",
-        "state per rank": "204 MB (204,456,256 bytes)",
+    assert table["collective"] == "all-gather"
+    assert {name: numbers(value) for name, value in table.items()} == {
+        "elements": ["25,557,032"],
+        "ranks": ["8"],
+        "collective": [],
+        "message": ["1.3", "1,295,826"],
+        "sent per step": ["9.07", "9,070,936"],
+        "received per step": ["9.07", "9,070,936"],
+        "plain DDP sends": ["179", "178,899,224"],
+        "traffic": ["19.7"],
+        "break-even": ["158"],
+        "state per rank": ["204", "204,456,256"],
     }
 
 
@@ -351,17 +357,17 @@ def test_time_model_adds_the_wall_clocks_of_a_schedule():
     assert plan.wall_clock.exchange_seconds == 900 * 1.0
     assert plan.parallel_wall_clock.exchange_seconds == 3600 * 0.5
     _, table = rows(plan)
-    assert table["wall clock"] == "1.25 h, of which 0.25 h for 900 exchanges"
-    assert table["plain DDP takes"] == "1.5 h, of which 0.5 h for 3,600 exchanges"
+    assert numbers(table["wall clock"]) == ["1.25", "0.25", "900"]
+    assert numbers(table["plain DDP takes"]) == ["1.5", "0.5", "3,600"]
     assert explain("every(4)", **options).wall_clock is None
 
 
 def test_table_shows_the_whole_plan_of_a_schedule():
     title, table = rows(explain("every(4)", numel=1000, world_size=8, total_steps=10))
-    assert title == "every(4), per rank"
+    assert title.startswith("every(4)")
     assert list(table) == [*METHOD_ROWS[:4], "synchronisations", *METHOD_ROWS[4:]]
-    assert table["synchronisations"] == "3 of 10 steps (30.0%)"
-    assert table["message"] == "4 kB (4,000 bytes)"
+    assert numbers(table["synchronisations"]) == ["3", "10", "30.0"]
+    assert numbers(table["message"]) == ["4", "4,000"]
 
 
 @pytest.mark.parametrize("numel", [0, RESNET50, 10**12, *thorough([1])])

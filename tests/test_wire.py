@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from tests.support.codecs import codec_of, packed
+from tests.support.threads import torch_threads
+from tests.support.vectors import normal
 from tests.test_compressors import COMPRESSOR_EXAMPLES
 from torchcomp import wire
 from torchcomp.compressors import Cast, Identity, Quantize, RandK, TopK
@@ -22,14 +24,8 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread():
     """For vectors this short, one thread is faster than several."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def gaussian(n, dtype):
-    return torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
+    with torch_threads(1):
+        yield
 
 
 def decoded(codec, message, dtype=torch.float32):
@@ -59,7 +55,7 @@ def unaligned(raw):
 def test_vector_is_equal_after_packing_and_unpacking(compressor, dtype):
     for n in SIZES:
         codec = codec_of(compressor, [n], dtype)
-        message = codec.encode(gaussian(n, dtype), KEY)
+        message = codec.encode(normal(n, dtype=dtype), KEY)
         raw = packed(codec, message)
         assert (raw.dtype, raw.shape) == (torch.uint8, (codec.nbytes,)), n
         (received,) = codec.unpack(raw)
@@ -72,7 +68,7 @@ def test_vector_is_equal_after_packing_and_unpacking(compressor, dtype):
 def test_parts_are_equal_after_an_unaligned_buffer(compressor, dtype):
     for n in (0, 1, 2, 7, 257):
         layout = compressor.layout(n, dtype)
-        parts = compressor.encode(gaussian(n, dtype), KEY).parts
+        parts = compressor.encode(normal(n, dtype=dtype), KEY).parts
         raw = unaligned(torch.zeros(wire.nbytes(layout), dtype=torch.uint8))
         wire.pack(parts, layout, raw)
         assert all(map(torch.equal, wire.unpack(raw, layout), parts)), n
@@ -83,7 +79,7 @@ def test_parts_are_equal_after_an_unaligned_buffer(compressor, dtype):
 @every_compressor
 def test_bucket_of_odd_parameters_is_equal_after_packing_and_unpacking(compressor, dtype, sizes):
     codec = codec_of(compressor, sizes, dtype)
-    message = codec.encode(gaussian(sum(sizes), dtype), KEY)
+    message = codec.encode(normal(sum(sizes), dtype=dtype), KEY)
     received = codec.unpack(unaligned(packed(codec, message)))
     assert bits(decoded(codec, received, dtype)) == bits(decoded(codec, message, dtype))
 
@@ -92,7 +88,7 @@ def test_bucket_of_odd_parameters_is_equal_after_packing_and_unpacking(compresso
 def test_bucket_decodes_to_each_vectors_own_output(compressor):
     sizes = (5, 0, 64, 1)
     codec = codec_of(compressor, sizes)
-    x = gaussian(sum(sizes), torch.float32)
+    x = normal(sum(sizes))
     expected = torch.cat(
         [
             compressor.decode(compressor.encode(part, key).parts, torch.empty_like(part), key)
@@ -110,7 +106,7 @@ def whole_or_parts(codec, x):
 @every_compressor
 def test_accumulating_received_messages_adds_their_dense_outputs_in_order(compressor):
     codec = codec_of(compressor, (5, 0, 64, 1))
-    sent = [codec.encode(gaussian(70, torch.float32) * scale, KEY) for scale in (1.0, 1e6, 1.0)]
+    sent = [codec.encode(normal(70) * scale, KEY) for scale in (1.0, 1e6, 1.0)]
     out = torch.full((70,), 0.5)
     codec.accumulate([codec.unpack(packed(codec, message)) for message in sent], out, KEY)
     expected = torch.full((70,), 0.5)
@@ -140,7 +136,12 @@ def test_scope_tensor_draws_differently_for_each_parameter():
 @every_compressor
 def test_length_depends_only_on_the_shape(compressor, dtype):
     codec = codec_of(compressor, (5, 0, 64, 1), dtype)
-    values = [torch.zeros(70), torch.full((70,), 1e4), gaussian(70, dtype), torch.arange(70.0) % 2]
+    values = [
+        torch.zeros(70),
+        torch.full((70,), 1e4),
+        normal(70, dtype=dtype),
+        torch.arange(70.0) % 2,
+    ]
     keys = [KEY, Key(8), Key(7, step=4, rank=3), Key(7, rank=1)]
     lengths = {
         packed(codec, codec.encode(x.to(dtype), key)).numel()
@@ -194,7 +195,7 @@ def decode_topk(raw, n, k, low, values):
 @pytest.mark.parametrize(("n", "low"), [(64, 3), (65535, 14), (65536, 14), (65537, 12)])
 @pytest.mark.parametrize(("dtype", "values"), [(torch.float32, "<f4"), (torch.float16, "<f2")])
 def test_topk_message_is_read_by_an_independent_decoder(n, low, dtype, values):
-    x = gaussian(n, dtype)
+    x = normal(n, dtype=dtype)
     # The last element is the largest, so it is sent: its index needs every bit of the code.
     x[-1] = 60_000
     codec = codec_of(TopK(k=5), [n], dtype)
@@ -226,7 +227,7 @@ def test_bucket_message_is_its_vectors_messages_one_after_another():
 
 
 def test_dense_bytes_are_the_values():
-    x = gaussian(7, torch.float32)
+    x = normal(7)
     for compressor, dtype in ((Identity(), torch.float32), (Cast("bf16"), torch.bfloat16)):
         codec = codec_of(compressor, [7])
         assert packed(codec, codec.encode(x, KEY)).numpy().tobytes() == bits(x.to(dtype))

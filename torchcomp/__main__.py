@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="torchcomp", description="Data-parallel training with less network traffic."
     )
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     summary = "show the bytes sent and the state kept by a method or schedule"
     command = commands.add_parser("explain", help=summary, description=f"{summary}.".capitalize())
     command.add_argument(
@@ -96,7 +96,7 @@ def _count(text: str) -> int:
     except ValueError:
         number = math.nan
     if not number.is_integer():
-        raise argparse.ArgumentTypeError(f"expected a whole number such as 8 or 25.6e6, not {text}")
+        raise argparse.ArgumentTypeError(f"expected an integer such as 8 or 25.6e6, not {text}")
     return int(number)
 
 

@@ -55,7 +55,7 @@ class Averager:
             be averaged. They must match on all ranks.
         groups: names of the parameters that are compressed together. By default, groups of up to
             25 MiB.
-        seed: seed of the method's random choices, a whole number of at least 0.
+        seed: seed of the method's random choices, an integer of at least 0.
         merged: whether a method that works on the whole model gets all groups as one bucket.
         what: what is averaged ("a gradient"), for error messages.
         unchanged: a sentence on what a discarded step leaves unchanged, for error messages.
@@ -116,7 +116,7 @@ class Averager:
 
     @property
     def grouped(self) -> bool:
-        """Whether the result depends on :attr:`buckets`. If not, any bucketing may be used."""
+        """Whether the result depends on :attr:`buckets`. If not, any bucketing can be used."""
         return self._active.depends_on_grouping
 
     # One step.
@@ -129,7 +129,8 @@ class Averager:
 
         Raises:
             RankMismatchError: if the ranks differ in a value that must match, such as the spec or
-                the step. They are compared at the first step, and at the first one after loading.
+                the step. They are compared at the first step, and again after loading a checkpoint
+                or :meth:`regroup`.
         """
         self.state.rollback()
         self.exchange.reset()
@@ -143,7 +144,7 @@ class Averager:
             values["thresholds"] = sorted(thresholds)
             self.exchange.verify("the first step", values, checkpoint.ONE_STEP)
             self._verified = True
-        # Residuals and estimates are sums of scaled gradients.
+        # Residuals and estimates have the unit of the scaled gradients.
         if scale != self._scale:
             self.state.scale(scale / self._scale)
             self._scale = scale
@@ -187,8 +188,8 @@ class Averager:
             Whether the step counts.
 
         Raises:
-            NonFiniteError: on all ranks if there is a NaN or an infinity; names the ranks and the
-                parameters.
+            NonFiniteError: on all ranks if there is a NaN or an infinity, unless `may_skip`; names
+                the ranks and the parameters.
             WireError: on all ranks if a message was damaged; names its sender.
         """
         if dense_bytes is None:
@@ -200,7 +201,7 @@ class Averager:
             counts = self._watch.conclude(where, self._unchanged)
             if not counts and not may_skip:
                 advice = f"{self._unchanged} {advice}".strip()
-                raise self._watch.error(f"{self._what} of {where}", advice, self._traces())
+                raise self._watch.error(f"{self._what} at {where}", advice, self._traces())
         except Exception:
             self.state.rollback()
             raise
@@ -265,7 +266,7 @@ class Averager:
     def use(self, aggregator: str | Component) -> str:
         """Change the method between two steps. All ranks must make the same call.
 
-        If the new method has the same residual slots, it continues with the residual. Otherwise,
+        If the new method has slots for the whole residual, it continues with it. Otherwise,
         ``ef(identity)`` runs first, until the residual has been sent.
 
         Returns:
@@ -285,8 +286,8 @@ class Averager:
         self._flushing = True
         self._install(_FLUSH)
         return (
-            f"{method} has no such residual: the next steps send it with {_FLUSH}, as far as the "
-            "dtype of the gradients can represent it."
+            f"{method} cannot continue with the residual: the next steps send it with {_FLUSH}, as "
+            "far as the dtype of the gradients can represent it."
         )
 
     def regroup(self, groups: Sequence[Group]) -> None:
@@ -433,7 +434,7 @@ class Averager:
         method = _FLUSH if state["flushing"] else self._aggregator
         slots: dict[str, tuple[Kind, bool, dict[str, Tensor]]] = {}
         for slot in self._declared(method, _groups(state["buckets"])):
-            # `redistribute` drops caches, so they may be missing. They never change a result.
+            # `redistribute` drops caches, so they can be missing. They never change a result.
             if slot.kind is not Kind.CACHE or slot.name in state["slots"]:
                 parts = checkpoint.load_slot(slot, state, self.parameters)
                 slots.setdefault(slot.name, (slot.kind, slot.sharded, {}))[2].update(parts)
@@ -474,7 +475,7 @@ class Averager:
 def average_in_place(exchange: Exchange, values: Tensor) -> None:
     """Replace `values` (1-D, contiguous) with their exact mean over the ranks."""
     exchange.all_reduce(values)
-    # Not a multiplication by the reciprocal before the sum, as for gradients. The reciprocal is
+    # Divide last. Gradients are multiplied by the reciprocal before the sum, as in plain DDP. It is
     # rounded, always to the same side: weights that are averaged thousands of times would drift.
     values.div_(exchange.world_size)
 

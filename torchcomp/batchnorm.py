@@ -106,7 +106,7 @@ def _fresh_statistics(module: nn.Module) -> Iterator[Layers]:
     At the end, restore modes and momenta, and the statistics of layers that no batch reached. On
     error, restore all statistics.
     """
-    # `module.training` of each module: the model can be partly in evaluation mode.
+    # Saved for each module, because a model can be partly in evaluation mode.
     modes = [(each, each.training) for each in module.modules()]
     module.train()
     layers = {
@@ -123,7 +123,7 @@ def _fresh_statistics(module: nn.Module) -> Iterator[Layers]:
     try:
         for layer in layers.values():
             layer.reset_running_stats()
-            # To torch, None means a cumulative average: 1 / num_batches_tracked.
+            # In PyTorch, None means a cumulative average: 1 / num_batches_tracked.
             layer.momentum = None
         with torch.no_grad():
             yield layers

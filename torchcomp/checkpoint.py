@@ -19,13 +19,13 @@ from torchcomp.errors import CheckpointError
 from torchcomp.exchange import Exchange
 from torchcomp.state import Kind, Slot
 
-ONE_STEP = "Load checkpoints of the same step on all ranks, each rank its own, or on no rank."
+ONE_STEP = "Load checkpoints of the same step on all ranks (each rank its own), or on none."
 """Advice for ranks that are not at the same step."""
 
 VERSION = 3
 """Version of the format. A state dict of another version is refused."""
 
-# Floats of 8 bits are left out: torch implements few operations for them.
+# Without the 8-bit floats: torch does not implement `isfinite` for them.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Form = Callable[[Any, str], None]
 
@@ -39,9 +39,9 @@ def _require(valid: bool, where: str, expected: str, value: object) -> None:
 
 
 def count(value: Any, where: str) -> None:
-    """Require a whole number of at least 0."""
-    # Below 2^63, because torch and the collectives have no larger integers than int64.
-    _require(is_whole(value) and 0 <= value < 2**63, where, "a whole number of at least 0", value)
+    """Require an integer of at least 0 that fits into an int64."""
+    valid = is_whole(value) and 0 <= value < 2**63
+    _require(valid, where, "an integer from 0 to 2^63 - 1", value)
 
 
 def number(value: Any, where: str) -> None:
@@ -209,7 +209,7 @@ def check_header(state: Any, spec: str, exchange: Exchange, advice: Mapping[str,
     for name in ("version", "spec", "world_size", "rank"):
         if state[name] != wanted[name]:
             raise CheckpointError(
-                f"the checkpoint has {name} {state[name]!r}, and this run has {wanted[name]!r}: "
+                f"the checkpoint has {name} {state[name]!r}, but this run has {wanted[name]!r}: "
                 f"{advice.get(name, '')}"
             )
 
@@ -386,7 +386,8 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
             # One entry per rank, or one mean for all ranks. Cloned, so that they share no memory.
             own = split[rank % len(split)]
             slots[name] = {**slot, "tensors": {n: t.detach().clone() for n, t in own.items()}}
-    # All other entries are equal on all ranks, except for the traffic counters: rank 0's are kept.
+    # All other entries of an Averager are equal on all ranks, except for the traffic counters. Of
+    # those, and of the clients' sections, rank 0's are kept.
     return [
         {**first, "world_size": world_size, "rank": rank, "slots": slots}
         for rank, slots in enumerate(fresh)
@@ -463,7 +464,8 @@ def _complete(states: list[dict[str, Any]], world_size: int) -> list[dict[str, A
 def _kinds(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what must match on all ranks, by slot.
 
-    That is the kind and, unless the slot is sharded or a cache, the shape and dtype of each tensor.
+    That is the kind and whether the slot is sharded. Unless it is sharded or a cache, the shape and
+    dtype of each tensor must match as well.
     """
     return {
         name: (

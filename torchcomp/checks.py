@@ -32,10 +32,10 @@ def is_number(value: object) -> TypeGuard[float]:
 def check_count(
     name: str, value: object, least: int = 1, most: int | None = None, *, owner: str = ""
 ) -> None:
-    """Require a whole number of at least `least` and, if `most` is not None, of at most `most`."""
+    """Require an integer of at least `least` and, if `most` is not None, of at most `most`."""
     bounds = f"of at least {least}" if most is None else f"from {least} to {most:,}"
     valid = is_whole(value) and least <= value and (most is None or value <= most)
-    _require(valid, name, f"a whole number {bounds}", value, owner)
+    _require(valid, name, f"an integer {bounds}", value, owner)
 
 
 def check_positive(name: str, value: object, *, owner: str = "") -> None:

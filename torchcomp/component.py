@@ -34,7 +34,7 @@ class Component:
         arguments: list[str] = []
         for index, field in enumerate(fields(self)):
             value = getattr(self, field.name)
-            # Options with their default value are left out: equal components print alike.
+            # Leave out options with their default value: equal components print the same text.
             if value != field.default:
                 # Once an option was left out, later ones need their names, as in a Python call.
                 bare = index == len(arguments) < self.positional

@@ -1,4 +1,4 @@
-"""The errors that users can catch. Each message has what was wrong, what was expected, and why."""
+"""The errors that users can catch. Each states what was wrong, what was expected, and why."""
 
 
 class SpecError(ValueError):

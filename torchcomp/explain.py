@@ -90,7 +90,8 @@ def explain(
     shapes = _shapes(numel, model, dtype, average.whole_model)
     if total_steps is None:
         raise SpecError(
-            f"'{built}' is a schedule and needs total_steps, the optimizer steps of the run"
+            f"'{built}' is a schedule and needs total_steps, the optimizer steps of the run "
+            "(on the command line: --total-steps)"
         )
     horizon = Horizon(total_steps, warmup_steps)
     plan = _explain_schedule(built, lr, horizon, average, extra, shapes, world_size, rank)
@@ -195,7 +196,7 @@ def _explain_schedule(
 
 
 def _break_even(collective: str, sent: int, world_size: int, dense: int | Fraction) -> int | None:
-    """Return the number of ranks from which on an all-gather sends at least as much as plain DDP.
+    """Return the smallest world size at which an all-gather sends at least as much as plain DDP.
 
     `dense` is the number of gradient bytes that plain DDP reduces per exchange of the method.
     """

@@ -34,8 +34,8 @@ class Key:
 
     def private(self) -> np.random.Generator:
         """Return a generator whose draws are independent between ranks."""
-        # One number more than `shared`, so that no rank draws the shared numbers. SeedSequence
-        # pads with zeros: [seed, step, tensor, 0] would be [seed, step, tensor]. Hence rank + 1.
+        # One number more than `shared`, so that no rank draws the shared numbers. Use rank + 1:
+        # SeedSequence pads with zeros, so [seed, step, tensor, 0] equals [seed, step, tensor].
         return _generator(self.seed, self.step, self.tensor, self.rank + 1)
 
 
@@ -54,4 +54,4 @@ def _generator(*entropy: int) -> np.random.Generator:
 def check_seed(seed: object) -> None:
     """Require a seed that keys can use."""
     if not is_whole(seed) or not 0 <= seed < 2**63:
-        raise SpecError(f"seed must be a whole number from 0 to 2^63 - 1, not {seed!r}")
+        raise SpecError(f"seed must be an integer from 0 to 2^63 - 1, not {seed!r}")

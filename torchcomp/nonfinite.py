@@ -56,13 +56,13 @@ class FiniteWatch:
     def error(
         self, where: str, advice: str, traces: Iterable[tuple[str, Tensor]] = ()
     ) -> NonFiniteError:
-        """Return the error that all ranks raise. It names ranks and parameters. A collective call.
+        """Return the error that names ranks and parameters. All ranks must call this and raise it.
 
         Args:
             where: what contains the NaN or infinity.
             advice: what to do about it.
-            traces: further tensors by parameter name. If this rank caused the error, they are not
-                finite.
+            traces: further tensors by parameter name. If this rank caused the error with a
+                parameter, its tensor is not finite.
         """
         own = [
             name
@@ -75,5 +75,6 @@ class FiniteWatch:
         by_rank = self._exchange.gather_objects(own)
         found = [f"{listed(names)} on rank {rank}" for rank, names in enumerate(by_rank) if names]
         # Finite values on every rank can still overflow when they are added.
-        cause = "; ".join(found) or "on no single rank (their sum, or its rounding, overflowed)"
+        overflow = "the values of each rank are finite, but their sum, or its rounding, overflowed"
+        cause = "; ".join(found) or overflow
         return NonFiniteError(f"NaN or infinity in {where}: {cause}. {advice}")

@@ -1,8 +1,8 @@
 """Outer steps: update the shared parameters with the mean pseudo-gradient of a round.
 
-All ranks start a round from the same parameters x. Their local steps move x by m, averaged over the
-ranks, and a plain average is x + m. An outer step uses the pseudo-gradient -m as the gradient of an
-outer optimizer. Its momentum u starts at 0 and is the same on all ranks.
+All ranks start a round from the same parameters x. Their mean pseudo-gradient m is how far local
+steps have moved x, averaged over the ranks. A plain average is x + m. An outer step uses -m as the
+gradient of an outer optimizer. Its momentum u starts at 0 and is the same on all ranks.
 """
 
 from abc import abstractmethod
@@ -33,7 +33,7 @@ class OuterStep(Component):
 
         Args:
             x: parameters at the start of the round, 1-D.
-            m: mean change of the parameters in the round, the negative pseudo-gradient; 1-D.
+            m: mean pseudo-gradient of the round, 1-D.
             u: momentum, 1-D.
             lr: mean learning rate of the round's local steps; meaningful only with `reads_lr`.
         """
@@ -50,8 +50,8 @@ class SlowMo(OuterStep):
     2. x <- x - alpha gamma u
 
     In the paper gamma is constant within a round. Here it is the mean learning rate of the round's
-    steps: the tiny learning rate at the start of warm-up would make m / gamma huge. All parameter
-    groups use the largest group's learning rate, because a factor common to all gammas cancels.
+    steps: the tiny learning rate at the start of warm-up would make m / gamma huge. The largest
+    learning rate serves for all parameter groups, because a factor common to all gammas cancels.
     beta = 0 and alpha = 1 give the plain average. The local momentum is not changed (the paper's
     "maintain").
 

@@ -49,7 +49,7 @@ class Plan:
         # On one rank, nothing is sent and there is no ratio.
         if self.bytes_sent:
             factor = self.dense_bytes_sent / self.bytes_sent
-            # A method that sends more says so, instead of "0.39x less".
+            # Print "2.6x more" instead of "0.39x less".
             word = "less" if factor >= 1 else "more"
             traffic = f"{_three_digits(max(factor, 1 / factor))}x {word} than plain DDP"
         if self.break_even_world_size is not None:

@@ -146,7 +146,8 @@ class _Parser:
                 value = self._value(node.operand, wanted)
                 if isinstance(value, int | float):
                     return -value
-        raise self._error("expected a name, a call or a literal", node)
+        problem = "expected a name such as mean, a call such as topk(0.01), a number, or a string"
+        raise self._error(problem, node)
 
     def _component(self, node: ast.expr, call: ast.Call, wanted: Wanted) -> Component:
         name = call.func
@@ -175,7 +176,7 @@ class _Parser:
         if isinstance(node, ast.Name) and str in (option.type, *get_args(option.type)):
             problem = (
                 f"{cls.name}: {option.name} is a string and needs quotes, '{node.id}' (in a shell, "
-                "put one kind of quotes around the spec and use the other kind inside it)"
+                "use one kind of quotes around the spec and the other kind inside it)"
             )
             raise self._error(problem, node)
         value = self._value(node, _COMPRESSORS)

@@ -28,9 +28,9 @@ class Kind(Enum):
       it is sent if the next method has no slot for it. When the number of ranks changes, every rank
       gets the mean, which keeps the mean over the ranks unchanged.
     * An *estimate* is an estimate of the gradients, such as a momentum. A swap drops it unless the
-      next method has the slot as well. A new number of ranks gets the mean.
-    * A *cache* saves work and never changes a result. A swap treats it like an estimate. A new
-      number of ranks drops it.
+      next method has the slot as well. When the number of ranks changes, every rank gets the mean.
+    * A *cache* saves work and never changes a result. A swap treats it like an estimate. A change
+      of the number of ranks drops it.
 
     The values of a sharded slot are split into new shards when the number of ranks changes. Debts
     and estimates are in the unit of the gradients, so they are rescaled with the loss scale.
@@ -179,7 +179,7 @@ class State:
         self._stores[name] = _Store(kind, sharded, loose=parts)
 
     def drop(self, names: Iterable[str]) -> None:
-        """Remove slots, with their part of a step in flight."""
+        """Remove slots, including what the step in flight wrote to them."""
         for name in names:
             store = self._stores.pop(name, None)
             if store is not None:

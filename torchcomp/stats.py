@@ -31,7 +31,7 @@ class Stats:
     total_dense_bytes_sent: int
 
     def __str__(self) -> str:
-        # One rank sends nothing, and then there is no ratio.
+        # A single rank sends nothing, so there is no ratio.
         saved = ""
         if self.total_bytes_sent:
             saved = f" ({self.total_dense_bytes_sent / self.total_bytes_sent:.3g}x less)"

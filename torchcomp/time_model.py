@@ -99,7 +99,7 @@ class TimeModel:
             world_size: number of ranks.
 
         Raises:
-            SpecError: if an argument is not a whole number above 0, or the ranks do not fill
+            SpecError: if an argument is not an integer above 0, or the ranks do not fill
                 their machines.
         """
         check_count("nbytes", nbytes)

@@ -10,7 +10,7 @@ def sum_bytes(nbytes: int, world_size: int) -> int:
 
 
 class _Counters:
-    """A dataclass of counters that can be added field by field."""
+    """Base class of counters that can be added field by field."""
 
     def add(self, other: "_Counters") -> None:
         """Add the counts of `other` to these."""
@@ -40,6 +40,6 @@ class Load(_Counters):
 class Traffic(_Counters):
     """Payload bytes that this rank sent and received."""
 
-    sent: int = 0  # bytes sent
-    received: int = 0  # bytes received
+    sent: int = 0
+    received: int = 0
     dense: int = 0  # bytes that plain DDP would have sent instead

@@ -51,7 +51,7 @@ class Field:
 HEADER = 16
 """Number of bytes of a frame before the message."""
 
-# INTACT must be the least: findings are combined with a maximum, on a rank and over the ranks.
+# INTACT must be the smallest: findings are combined with a maximum, on a rank and over the ranks.
 INTACT, OTHER_VERSION, OTHER_LENGTH, DAMAGED = range(4)
 """The results of :func:`inspect`."""
 

@@ -16,14 +16,13 @@ from tests.support.models import (
     local_gradients,
     loss_of,
     mlp,
-    raised_by,
     rebuilt_buckets,
-    reloaded,
     rows,
     seeded,
     weights,
     wrap,
 )
+from tests.support.outcomes import raised_by, reloaded
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import NonFiniteError
 

@@ -17,30 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import torchcomp
-from tests.support.models import (
-    Branches,
-    loss_of,
-    mlp,
-    raised_by,
-    residual_norm,
-    rows,
-    seeded,
-    wrap,
-)
+from tests.support.models import Branches, loss_of, mlp, residual_norm, rows, seeded, wrap
+from tests.support.outcomes import assert_refused, raised_by
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import RankMismatchError, SpecError, UnsupportedModelError
 
 TOPK = "ef(topk(0.1))"
-
-
-def refuses(kind: type[Exception], message: str, body: Callable[[], Any], ranks: int = 2) -> None:
-    """Require that `body` raises `kind` on every rank, matching the regular expression `message`.
-
-    A message is matched by the names and values in it, not by its sentences.
-    """
-    for rank, error in enumerate(on_threads(ranks, body, catch=True)):
-        assert type(error) is kind, f"rank {rank}: {error!r}"
-        assert re.search(message, str(error)), f"rank {rank}: {error}"
 
 
 def registering(build: Callable[[], Any], spec: Any = TOPK, **options: Any) -> Callable[[], Any]:
@@ -73,7 +55,7 @@ def sharded() -> nn.Module:
 )
 def test_not_a_ddp_module(build: Callable[[], Any], message: str) -> None:
     expected = rf"torch\.nn\.parallel\.DistributedDataParallel .*{message}"
-    refuses(UnsupportedModelError, expected, registering(build))
+    assert_refused(2, registering(build), UnsupportedModelError, match=expected)
 
 
 def test_second_registration() -> None:
@@ -83,7 +65,7 @@ def test_second_registration() -> None:
         torchcomp.register(model, "mean")
 
     message = r"torchcomp\.register\('ef\(topk\(0\.1\)\)'\).* handle\.swap\(spec\).* sync\.close"
-    refuses(UnsupportedModelError, message, body)
+    assert_refused(2, body, UnsupportedModelError, match=message)
 
 
 def test_registration_after_a_hook_of_pytorch() -> None:
@@ -92,7 +74,7 @@ def test_registration_after_a_hook_of_pytorch() -> None:
         model.register_comm_hook(None, default_hooks.allreduce_hook)
         torchcomp.register(model, TOPK)
 
-    refuses(UnsupportedModelError, "'allreduce_hook'", body)
+    assert_refused(2, body, UnsupportedModelError, match="'allreduce_hook'")
 
 
 def test_hook_of_pytorch_after_registration() -> None:
@@ -102,7 +84,7 @@ def test_hook_of_pytorch_after_registration() -> None:
         model.register_comm_hook(None, default_hooks.allreduce_hook)
 
     # PyTorch's own error, from register_comm_hook.
-    refuses(RuntimeError, "register_comm_hook", body)
+    assert_refused(2, body, RuntimeError, match="register_comm_hook")
 
 
 @pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters", "none"])
@@ -112,7 +94,9 @@ def test_registration_after_the_first_backward(option: str) -> None:
         loss_of(model(rows(0), ("left", "right"))).backward()
         torchcomp.register(model, TOPK)
 
-    refuses(UnsupportedModelError, r"backward .*DistributedDataParallel\(\.\.\.\)", body)
+    assert_refused(
+        2, body, UnsupportedModelError, match=r"backward .*DistributedDataParallel\(\.\.\.\)"
+    )
 
 
 def test_registration_after_many_steps() -> None:
@@ -122,7 +106,9 @@ def test_registration_after_many_steps() -> None:
             loss_of(model(rows(step))).backward()
         torchcomp.register(model, TOPK)
 
-    refuses(UnsupportedModelError, r"backward .*DistributedDataParallel\(\.\.\.\)", body)
+    assert_refused(
+        2, body, UnsupportedModelError, match=r"backward .*DistributedDataParallel\(\.\.\.\)"
+    )
 
 
 def test_registration_after_evaluation_and_no_sync_is_fine() -> None:
@@ -144,7 +130,7 @@ def test_mixed_precision_of_ddp() -> None:
         return wrap(mlp(torch.float32), mixed_precision=_MixedPrecision(torch.bfloat16))
 
     message = r"mixed_precision .*torch\.autocast"
-    refuses(UnsupportedModelError, message, registering(build), ranks=1)
+    assert_refused(1, registering(build), UnsupportedModelError, match=message)
 
 
 def test_python_reducer() -> None:
@@ -154,7 +140,9 @@ def test_python_reducer() -> None:
         with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
             return wrap(mlp())
 
-    refuses(UnsupportedModelError, "'python_reducer' .*'ddp_optimizer'", registering(build), 1)
+    assert_refused(
+        1, registering(build), UnsupportedModelError, match="'python_reducer' .*'ddp_optimizer'"
+    )
 
 
 def test_optimizer_in_backward() -> None:
@@ -167,7 +155,9 @@ def test_optimizer_in_backward() -> None:
         _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
         return wrap(module)
 
-    refuses(UnsupportedModelError, "_apply_optimizer_in_backward", registering(build))
+    assert_refused(
+        2, registering(build), UnsupportedModelError, match="_apply_optimizer_in_backward"
+    )
 
 
 def test_delayed_all_reduce() -> None:
@@ -180,14 +170,18 @@ def test_delayed_all_reduce() -> None:
         }
         return wrap(module, **options)
 
-    refuses(UnsupportedModelError, "delay_all_reduce_named_params", registering(build))
+    assert_refused(
+        2, registering(build), UnsupportedModelError, match="delay_all_reduce_named_params"
+    )
 
 
 def test_reduction_that_skips_unused_parameters() -> None:
     def build() -> DistributedDataParallel:
         return wrap(mlp(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
 
-    refuses(UnsupportedModelError, "skip_all_reduce_unused_params", registering(build))
+    assert_refused(
+        2, registering(build), UnsupportedModelError, match="skip_all_reduce_unused_params"
+    )
 
 
 def test_uneven_inputs_of_join() -> None:
@@ -197,7 +191,7 @@ def test_uneven_inputs_of_join() -> None:
         with model.join():
             loss_of(model(rows(0))).backward()
 
-    refuses(UnsupportedModelError, r"model\.join\(\)", body)
+    assert_refused(2, body, UnsupportedModelError, match=r"model\.join\(\)")
 
 
 @pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
@@ -206,7 +200,7 @@ def test_sparse_gradients(cls: type[nn.Module]) -> None:
         return wrap(nn.ModuleDict({"words": cls(5, 3, sparse=True), "head": nn.Linear(3, 1)}))
 
     message = "'words' .*sparse=True.* sparse=False"
-    refuses(UnsupportedModelError, message, registering(build))
+    assert_refused(2, registering(build), UnsupportedModelError, match=message)
 
 
 def test_complex_parameter() -> None:
@@ -216,7 +210,7 @@ def test_complex_parameter() -> None:
         return wrap(module)
 
     message = r"'phase' .*torch\.complex64.* torch\.view_as_real"
-    refuses(UnsupportedModelError, message, registering(build))
+    assert_refused(2, registering(build), UnsupportedModelError, match=message)
 
 
 # --- The arguments --------------------------------------------------------------------------------
@@ -240,25 +234,25 @@ def test_complex_parameter() -> None:
     ],
 )
 def test_spec_that_is_wrong_on_all_ranks(spec: Any, message: str) -> None:
-    refuses(SpecError, message, registering(lambda: wrap(mlp()), spec))
+    assert_refused(2, registering(lambda: wrap(mlp()), spec), SpecError, match=message)
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, True, "7", None, 2**63])
 def test_bad_seed(seed: Any) -> None:
     message = r"seed .*0 .*2\^63 - 1.* " + re.escape(repr(seed))
-    refuses(SpecError, message, registering(lambda: wrap(mlp()), seed=seed))
+    assert_refused(2, registering(lambda: wrap(mlp()), seed=seed), SpecError, match=message)
 
 
 @pytest.mark.parametrize("scaler", [True, "scaler"])
 def test_bad_scaler(scaler: Any) -> None:
     message = rf"scaler .*torch\.amp\.GradScaler.* {type(scaler).__name__}$"
-    refuses(SpecError, message, registering(lambda: wrap(mlp()), scaler=scaler))
+    assert_refused(2, registering(lambda: wrap(mlp()), scaler=scaler), SpecError, match=message)
 
 
 def test_errors_are_raised_before_a_process_group_is_created() -> None:
     """If one rank has raised, the others would wait for it forever when they create a group."""
     with mock.patch("torchcomp.ddp.register.transport") as transport:
-        refuses(SpecError, "'topq'", registering(lambda: wrap(mlp()), "topq(0.1)"))
+        assert_refused(2, registering(lambda: wrap(mlp()), "topq(0.1)"), SpecError, match="'topq'")
     transport.assert_not_called()
 
 
@@ -313,7 +307,12 @@ def test_error_of_different_models_lists_the_parameters() -> None:
         name = f"head{dist.get_rank()}"
         return wrap(nn.ModuleDict({name: nn.Linear(4, 4)}))
 
-    refuses(RankMismatchError, "parameters: .*'head0.weight'.*'head1.weight'", registering(build))
+    assert_refused(
+        2,
+        registering(build),
+        RankMismatchError,
+        match="parameters: .*'head0.weight'.*'head1.weight'",
+    )
 
 
 def test_swap_to_different_methods_raises_on_every_rank_and_changes_nothing() -> None:
@@ -406,7 +405,9 @@ def test_pickling_a_handle_raises_with_advice() -> None:
     def body() -> None:
         torch.save({"handle": torchcomp.register(wrap(mlp()), TOPK)}, io.BytesIO())
 
-    refuses(TypeError, r"handle\.state_dict\(\).* model\.module\.state_dict\(\)", body)
+    assert_refused(
+        2, body, TypeError, match=r"handle\.state_dict\(\).* model\.module\.state_dict\(\)"
+    )
 
 
 def test_closed_handle_still_has_its_statistics_and_state() -> None:
@@ -431,4 +432,4 @@ def test_an_error_in_an_exchange_is_raised_unchanged() -> None:
         ):
             loss_of(model(rows(0))).backward()
 
-    refuses(ValueError, "^no luck$", body, ranks=1)
+    assert_refused(1, body, ValueError, match="^no luck$")

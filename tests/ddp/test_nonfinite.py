@@ -21,12 +21,12 @@ from tests.support.models import (
     kept,
     loss_of,
     mlp,
-    raised_by,
     residual_norm,
     rows,
     weights,
     wrap,
 )
+from tests.support.outcomes import raised_by
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import NonFiniteError
 

@@ -8,16 +8,8 @@ from torch import Tensor
 
 import torchcomp
 from tests.support.cases import only, thorough
-from tests.support.models import (
-    METHODS,
-    THROUGH_DDP,
-    assert_replicas_equal,
-    loss_of,
-    mlp,
-    rows,
-    weights,
-    wrap,
-)
+from tests.support.models import METHODS, THROUGH_DDP, loss_of, mlp, rows, weights, wrap
+from tests.support.outcomes import assert_replicas_equal
 from tests.support.ranks import on_processes, on_threads
 from torchcomp.aggregators import AGGREGATORS
 from torchcomp.compressors import COMPRESSORS

@@ -13,7 +13,6 @@ from tests.support.models import (
     CONSERVING,
     Account,
     assert_conserved,
-    assert_replicas_equal,
     assert_residual,
     kept,
     loss_of,
@@ -23,6 +22,7 @@ from tests.support.models import (
     weights,
     wrap,
 )
+from tests.support.outcomes import assert_replicas_equal
 from tests.support.ranks import on_processes, on_threads
 
 TOPK = "ef(topk(0.1))"

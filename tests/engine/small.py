@@ -3,8 +3,10 @@
 import torch
 
 import torchcomp
+from tests.support.models import unsent_gradients
+from tests.support.outcomes import same
 from torchcomp import Averager
-from torchcomp.bucket import Bucket, memory_order
+from torchcomp.bucket import Bucket
 
 GROUPS = (("bias", "conv", "empty"), ("matrix", "gain"))
 """Buckets that `partition` would not make for any size."""
@@ -52,41 +54,11 @@ def train(averager, first, last, dtype=torch.float64):
 
 
 def residual(averager):
-    """Return this rank's unsent gradient by parameter; its mean over the ranks is conserved.
-
-    The server residual is part of that mean, so it is multiplied by the number of ranks.
-    """
-    state, rank = averager.state_dict(), averager.exchange.rank
-    ranks, unsent = averager.exchange.world_size, {}
-    for name, parameter in averager.parameters.items():
-        unsent[name] = torch.zeros(parameter.shape, dtype=torch.float64)
-    slots = {name: slot["tensors"] for name, slot in state["slots"].items()}
-    for name, part in slots.get("error", {}).items():
-        unsent[name] += part.double()
-    for group in averager.buckets if "server_error" in slots else ():
-        shard = averager.shape_of(group).shards(ranks)[rank]
-        for name, at, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
-            parameter = averager.parameters[name]
-            flat = torch.zeros(parameter.numel(), dtype=torch.float64)
-            flat[at : at + size] = slots["server_error"][name].double() * ranks
-            unsent[name] += memory_order(parameter, flat)
-    return {name: part / state["scale"] for name, part in unsent.items()}
-
-
-def same(one, other):
-    """Whether two results or state dicts are equal bit for bit, including their types."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        like = one.dtype == other.dtype and one.shape == other.shape
-        # By bytes, because `equal` takes -0.0 for 0.0 and no NaN for another.
-        bits = (t.contiguous().view(-1).view(torch.uint8) for t in (one, other))
-        return like and torch.equal(*bits)
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+    """Return this rank's unsent gradients, with zeros for the parameters that have none."""
+    found = unsent_gradients(averager.parameters, averager.state_dict())
+    shapes = {name: p.shape for name, p in averager.parameters.items()}
+    zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    return zeros | found
 
 
 def assert_conserved(books, tolerance=1e-12):
@@ -114,15 +86,6 @@ def book(averager, first, last, dtype=torch.float64):
     rank = averager.exchange.rank
     dense = total([gradients(i, rank, dtype) for i in range(first, last)])
     return dense, total(train(averager, first, last, dtype)), residual(averager)
-
-
-def caught(call):
-    """Return the error that `call` raises, or None."""
-    try:
-        call()
-    except Exception as error:
-        return error
-    return None
 
 
 on_ranks = torchcomp.run_in_process

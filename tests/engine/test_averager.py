@@ -5,9 +5,9 @@ import torch
 
 import torchcomp
 from tests.engine import small
-from tests.engine.small import caught
 from tests.support.cases import thorough
 from tests.support.models import CONSERVING, METHODS, WITH_RESIDUAL
+from tests.support.outcomes import caught, same
 from torchcomp import NonFiniteError, RankMismatchError, SpecError
 from torchcomp.bucket import Bucket
 
@@ -30,7 +30,7 @@ def test_replicas_are_equal_bit_for_bit_and_a_run_is_repeated_bit_for_bit(method
         return small.train(averager, 0, 3, dtype), small.train(averager, 3, 5, dtype), averager
 
     first = small.on_ranks(3, body)
-    assert all(small.same(outcome[:2], first[0][:2]) for outcome in first)
+    assert all(same(outcome[:2], first[0][:2]) for outcome in first)
     assert all(t.isfinite().all() for means in first[0][0] for t in means.values())
 
     def resumed(exchange):
@@ -42,8 +42,8 @@ def test_replicas_are_equal_bit_for_bit_and_a_run_is_repeated_bit_for_bit(method
 
     second = small.on_ranks(3, resumed)
     for (_, one, averager), (other, again) in zip(first, second, strict=True):
-        assert small.same(one, other)
-        assert small.same(averager.state_dict(), again.state_dict())
+        assert same(one, other)
+        assert same(averager.state_dict(), again.state_dict())
         assert averager.stats == again.stats
 
 
@@ -96,9 +96,9 @@ def test_a_nan_on_one_rank_raises_on_every_rank_and_changes_no_state(method, dty
         if averager.aggregator.transparent:
             return error, None, None
         after = averager.state_dict()
-        kept = {key for key in before if not small.same(before[key], after[key])}
+        kept = {key for key in before if not same(before[key], after[key])}
         counts, _ = small.step(averager, tensors, may_skip=True)
-        skipped = {k for k, v in averager.state_dict().items() if not small.same(before[k], v)}
+        skipped = {k for k, v in averager.state_dict().items() if not same(before[k], v)}
         return error, kept, (counts, skipped, small.train(averager, 3, 4, dtype))
 
     for error, changed, later in small.on_ranks(2, body):
@@ -155,7 +155,7 @@ def test_a_step_that_was_not_finished_is_rolled_back():
         return small.train(averager, 2, 4), averager.state_dict()["slots"]
 
     whole, broken = (small.on_ranks(2, lambda e, b=b: body(e, b)) for b in (False, True))
-    assert small.same(whole, broken)
+    assert same(whole, broken)
 
 
 # --- The loss scale -------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_the_state_follows_a_loss_scale_of_powers_of_two_bit_for_bit(method):
         return means, averager.state_dict()["slots"]
 
     plain = small.on_ranks(2, lambda e: body(e, [1.0] * len(SCALES)))
-    assert small.same(small.on_ranks(2, lambda e: body(e, SCALES)), plain)
+    assert same(small.on_ranks(2, lambda e: body(e, SCALES)), plain)
 
 
 def test_a_loaded_state_follows_the_scale_it_was_saved_at():
@@ -303,7 +303,7 @@ def test_a_flush_is_saved_and_resumed():
         return small.train(averager, 3, 6), averager.state_dict()
 
     whole, resumed = (small.on_ranks(3, lambda e, r=r: body(e, r)) for r in (False, True))
-    assert small.same(whole, resumed)
+    assert same(whole, resumed)
 
 
 # --- Other groups, later parameters ---------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_average_all_leaves_the_tensors_of_a_step_that_does_not_count(may_skip):
         tensors = poisoned(0, exchange.rank, torch.float64, float("inf"))
         before = {name: tensor.clone() for name, tensor in tensors.items()}
         error = caught(lambda: averager.average_all(tensors, may_skip=may_skip))
-        return error, small.same(tensors, before)
+        return error, same(tensors, before)
 
     for error, untouched in small.on_ranks(2, body):
         assert untouched
@@ -400,7 +400,7 @@ def test_the_loop_of_the_docstring_trains():
         return [p.detach().clone() for p in model.parameters()]
 
     first, second = small.on_ranks(2, body)
-    assert small.same(first, second)
+    assert same(first, second)
 
 
 # --- Counters, norms and client slots -------------------------------------------------------------
@@ -475,7 +475,7 @@ def test_a_clients_slots_are_rolled_back_saved_and_restored():
         state = averager.state_dict()
         again = small.averager(exchange, "ef(topk(0.3))", client_slots=declared)
         again.load_state_dict(state)
-        assert small.same(again.state_dict(), state)
+        assert same(again.state_dict(), state)
         plain = small.averager(exchange, "ef(topk(0.3))")
         error = caught(lambda: plain.load_state_dict(state))
         assert type(error) is torchcomp.CheckpointError

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.engine import small
-from tests.engine.small import caught
+from tests.support.outcomes import caught, same
 from torchcomp import (
     Exchange,
     InProcessExchange,
@@ -74,7 +74,7 @@ def test_a_damaged_frame_raises_on_every_rank_and_changes_no_state(method, recei
         error = caught(lambda: small.step(averager, mine, may_skip=True))
         assert calls == []
         after = averager.state_dict()
-        changed = {key for key in before if not small.same(before[key], after[key])}
+        changed = {key for key in before if not same(before[key], after[key])}
         if exchange.rank == receiver:
             del exchange.receive
         return error, changed, small.train(averager, 2, 4, torch.float32)
@@ -93,7 +93,7 @@ def test_a_damaged_frame_raises_on_every_rank_and_changes_no_state(method, recei
         assert "step 3" in str(error)
         assert changed == {"traffic"}
         # With intact messages again, the run continues as if there had been no damage.
-        assert small.same(later, expected[rank])
+        assert same(later, expected[rank])
 
 
 @pytest.mark.parametrize(
@@ -257,5 +257,5 @@ def test_bytes_of_both_levels_are_counted_together_and_replicas_are_equal():
     outcomes = on_grid(body)
     nbytes = 8 * (35 + 6 + 24 + 1)
     for means, stats in outcomes:
-        assert small.same(means, outcomes[0][0])
+        assert same(means, outcomes[0][0])
         assert stats.bytes_sent == 2 * nbytes

@@ -9,6 +9,7 @@ import torch
 
 from tests.engine import small
 from tests.support.cases import only
+from tests.support.outcomes import same
 from torchcomp import CheckpointError, InProcessExchange, RankMismatchError, redistribute
 
 GIANT = 2**70
@@ -124,7 +125,7 @@ def outcome(averager, before, changed):
     try:
         averager.load_state_dict(changed)
     except CheckpointError:
-        return None if small.same(averager.state_dict(), before) else "refused, but changed"
+        return None if same(averager.state_dict(), before) else "refused, but changed"
     except Exception as error:
         return repr(error)
     after = averager.state_dict()

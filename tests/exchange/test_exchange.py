@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.outcomes import caught
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import (
     InProcessExchange,
@@ -166,13 +167,7 @@ def test_arguments_do_not_change_and_results_do_not_share_their_memory(kind):
 
 
 def refusals(kind, world_size, body):
-    def caught(exchange):
-        try:
-            return body(exchange), None
-        except Exception as error:
-            return None, error
-
-    return [error for _, error in ranks_of(kind, world_size, caught)]
+    return ranks_of(kind, world_size, lambda exchange: caught(lambda: body(exchange)))
 
 
 @on_both

@@ -14,7 +14,6 @@ from tests.support.cases import some, thorough
 from tests.support.models import (
     Account,
     assert_conserved,
-    assert_replicas_equal,
     assert_residual,
     kept,
     loss_of,
@@ -23,6 +22,7 @@ from tests.support.models import (
     weights,
     wrap,
 )
+from tests.support.outcomes import assert_replicas_equal
 from tests.support.ranks import on_threads
 from torchcomp.errors import SpecError
 from torchcomp.jointspar import (

@@ -1,6 +1,5 @@
 """Checkpoints and statistics of JointSpar."""
 
-import io
 import json
 import re
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from tests.jointspar.script import backward
 from tests.support.models import mlp, rows, weights, wrap
+from tests.support.outcomes import reloaded
 from tests.support.ranks import on_threads
 from torchcomp.checkpoint import redistribute
 from torchcomp.errors import CheckpointError, RankMismatchError
@@ -44,15 +44,12 @@ class Run:
 
     def state(self):
         """Return the state after saving it to a file and loading it with weights_only=True."""
-        file = io.BytesIO()
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "jointspar": self.jointspar.state_dict(),
         }
-        torch.save(state, file)
-        file.seek(0)
-        return torch.load(file, weights_only=True)
+        return reloaded(state)
 
 
 @pytest.mark.parametrize("compress", COMPRESS)

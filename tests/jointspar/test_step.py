@@ -21,13 +21,13 @@ from tests.support.models import (
     local_gradients,
     loss_of,
     mlp,
-    raised_by,
     rebuilt_buckets,
     rows,
     seeded,
     weights,
     wrap,
 )
+from tests.support.outcomes import raised_by
 from tests.support.ranks import on_processes, on_threads
 from torchcomp.jointspar import JointSpar
 

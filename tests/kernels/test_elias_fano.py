@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchcomp.kernels import backend, elias_fano
+from tests.kernels.forms import use_form
+from torchcomp.kernels import elias_fano
 
 BACKENDS = ["torch", "numba"]
 BIG = 2**31 + 5
@@ -22,16 +23,8 @@ def device(request, monkeypatch):
     """Run a test on every backend. The value is the device for its tensors."""
     if request.param == "cuda":
         return "cuda"
-    use(request.param, monkeypatch)
+    use_form(request.param, "elias_fano", monkeypatch)
     return "cpu"
-
-
-def use(form, monkeypatch):
-    if form == "numba":
-        pytest.importorskip("numba")
-        assert backend.fast_form("elias_fano", "cpu") is not None
-    else:
-        monkeypatch.setattr(backend, "fast_form", lambda stem, device: None)
 
 
 def indices(*values, device="cpu"):
@@ -151,7 +144,7 @@ def subsets(draw):
 def test_every_set_survives(form, subset):
     n, chosen = subset
     with pytest.MonkeyPatch.context() as patch:
-        use(form, patch)
+        use_form(form, "elias_fano", patch)
         code = elias_fano.encode(chosen, n)
         index, intact = elias_fano.decode(code, n, chosen.numel())
     assert code.numel() == elias_fano.nbytes(n, chosen.numel())
@@ -215,7 +208,7 @@ def test_every_flipped_bit_gives_another_set_or_is_found(device, n, k):
 @pytest.mark.parametrize("form", BACKENDS)
 @pytest.mark.parametrize("chosen", [[-1, 3], [3, 3], [4, 3], [3, 100], [0, -1], [-(2**63), 0]])
 def test_indices_out_of_order_or_range_are_refused(form, monkeypatch, chosen):
-    use(form, monkeypatch)
+    use_form(form, "elias_fano", monkeypatch)
     with pytest.raises(ValueError, match=r"Elias-Fano.*\[0, 100\)"):
         elias_fano.encode(indices(*chosen), 100)
 
@@ -228,7 +221,7 @@ def both(call):
     made = []
     for form in BACKENDS:
         with pytest.MonkeyPatch.context() as patch:
-            use(form, patch)
+            use_form(form, "elias_fano", patch)
             made.append(call())
     return made
 

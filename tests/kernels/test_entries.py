@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from torchcomp.kernels import backend, elias_fano, entries, quantize
+from tests.kernels.forms import use_form
+from tests.support.threads import torch_threads
+from tests.support.vectors import normal
+from torchcomp.kernels import elias_fano, entries, quantize
 
 BACKENDS = ["torch", "numba", *(["cuda"] if torch.cuda.is_available() else [])]
 FORMATS = [None, *quantize.FORMATS]
@@ -17,24 +20,16 @@ SHAPES = [(5000, 70), (400_003, 140_011), (5000, 4000), (50, 50), (50, 0), (1, 1
 @pytest.fixture(params=BACKENDS)
 def device(request, monkeypatch):
     """Run a test on every backend. The value is the device for its tensors."""
-    if request.param == "torch":
-        monkeypatch.setattr(backend, "fast_form", lambda stem, device: None)
-    elif request.param == "numba":
-        pytest.importorskip("numba")
-        assert backend.fast_form("entries", "cpu") is not None
-    return "cuda" if request.param == "cuda" else "cpu"
+    if request.param == "cuda":
+        return "cuda"
+    use_form(request.param, "entries", monkeypatch)
+    return "cpu"
 
 
 @pytest.fixture(params=[1, 3])
 def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
-def normal(count, seed=0, dtype=torch.float32):
-    return torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    with torch_threads(request.param):
+        yield request.param
 
 
 def some_of(n, k, seed=0):
@@ -44,7 +39,7 @@ def some_of(n, k, seed=0):
 
 def message(n, k, fmt, seed=0, dtype=torch.float32):
     """Return the indices and the fields of a message."""
-    index, values = some_of(n, k, seed), normal(k, seed, dtype)
+    index, values = some_of(n, k, seed), normal(k, dtype=dtype, seed=seed)
     return index, (*quantize.encode(values, fmt, None), elias_fano.encode(index, n))
 
 
@@ -70,7 +65,7 @@ def same_bits(a, b):
 @pytest.mark.parametrize("weight", [1.0, 1 / 3])
 def test_subtract_subtracts_the_decoded_values(device, n, k, fmt, dtype, weight):
     index, parts = message(n, k, fmt)
-    x = normal(n, 1, dtype)
+    x = normal(n, dtype=dtype, seed=1)
     expected = x.clone()
     expected[index] -= decoded(parts, k, dtype) * weight
     residual = x.to(device)
@@ -95,7 +90,7 @@ def test_subtract_works_on_a_strided_vector(device):
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_accumulate_is_index_add_of_one_message_after_the_other(device, n, k, fmt, dtype):
     made = [message(n, k, fmt, seed) for seed in range(3)]
-    out = normal(n, 7, dtype)
+    out = normal(n, dtype=dtype, seed=7)
     expected = out.clone()
     for index, parts in made:
         expected.index_add_(0, index, decoded(parts, k, dtype), alpha=1 / 3)
@@ -118,7 +113,7 @@ def test_the_number_of_threads_and_of_messages_per_call_does_not_matter(threads,
 
 def test_values_of_another_dtype_are_converted_first(device):
     index, parts = message(5000, 70, None, dtype=torch.float64)
-    out = normal(5000, 1).to(device)
+    out = normal(5000, seed=1).to(device)
     expected = out.index_add(0, index.to(device), parts[0].to(device).float(), alpha=1 / 3)
     entries.accumulate([moved(parts, device)], 70, out, 1 / 3)
     assert same_bits(out, expected)

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels.forms import use_form
 from tests.support.cases import thorough
-from torchcomp import kernels, wire
+from tests.support.vectors import normal
+from torchcomp import wire
 from torchcomp.kernels import quantize
-from torchcomp.kernels.backend import fast_form
 from torchcomp.kernels.quantize import BLOCK, FORMATS, LEVELS
 
 COUNTS = [0, 1, 2, 127, 128, 129, 255, 256, 1001]
@@ -22,20 +23,7 @@ BACKENDS = ["torch", "numba"]
 @pytest.fixture(autouse=True, params=BACKENDS)
 def backend(request, monkeypatch):
     """Run every test on every form for the CPU."""
-    use(request.param, monkeypatch)
-
-
-def use(backend, monkeypatch):
-    if backend == "numba":
-        pytest.importorskip("numba")
-        monkeypatch.setattr(kernels.backend, "fast_form", fast_form)
-        assert fast_form("quantize", "cpu") is not None
-    else:
-        monkeypatch.setattr(kernels.backend, "fast_form", lambda stem, device: None)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    use_form(request.param, "quantize", monkeypatch)
 
 
 def roundings(fmt):
@@ -307,7 +295,7 @@ def both(call):
     made = []
     for backend in BACKENDS:
         with pytest.MonkeyPatch.context() as patch:
-            use(backend, patch)
+            use_form(backend, "quantize", patch)
             made.append(call())
     return made
 

@@ -15,8 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kernels.forms import use_form
 from tests.support.cases import thorough
 from tests.support.patience import PATIENCE
+from tests.support.threads import torch_threads
+from tests.support.vectors import normal
 from torchcomp.kernels import backend, pool, select
 from torchcomp.kernels.select import Scratch, add_and_select, largest
 
@@ -34,11 +37,7 @@ def sorted_out(x, k):
 @pytest.fixture(params=["torch", "numba"])
 def form(request, monkeypatch):
     """Run a test on each form for the CPU."""
-    if request.param == "torch":
-        monkeypatch.setattr(backend, "fast_form", lambda stem, device: None)
-    else:
-        pytest.importorskip("numba", reason='needs pip install "torchcomp-ddp[kernels]"')
-        assert backend.fast_form("select", "cpu") is not None
+    use_form(request.param, "select", monkeypatch)
     return request.param
 
 
@@ -50,13 +49,9 @@ def _several_chunks(monkeypatch):
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
 
-def gaussian(n, dtype=torch.float32, seed=0):
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def awkward(n, dtype):
     """Ties, both zeros, denormals, infinities of both signs and NaN among ordinary numbers."""
-    x = gaussian(n, dtype)
+    x = normal(n, dtype=dtype)
     tiny = torch.finfo(dtype).smallest_normal / 4
     odd = [0.0, -0.0, tiny, -tiny, 1.5, -1.5, torch.inf, -torch.inf, torch.nan, -torch.nan]
     for at, value in enumerate(odd):
@@ -97,18 +92,18 @@ def test_ties_across_chunks(form):
 
 def test_a_vector_mostly_of_zeros(form):
     x = torch.zeros(300_000)
-    x[::1000] = gaussian(300)
+    x[::1000] = normal(300)
     assert torch.equal(largest(x, 3000), sorted_out(x, 3000))
 
 
 def test_all_of_the_largest_in_one_chunk(form):
-    x = gaussian(400_000)
+    x = normal(400_000)
     x[100_000:104_000] *= 1e6
     assert torch.equal(largest(x, 4000), sorted_out(x, 4000))
 
 
 def test_a_pattern_that_would_mislead_a_regular_sample(form):
-    x = gaussian(1 << 20) * 1e-3
+    x = normal(1 << 20) * 1e-3
     x[:: (1 << 20) // (1 << 15)] = 1.0
     for k in (100, 1 << 15, 1 << 16):
         assert torch.equal(largest(x, k), sorted_out(x, k))
@@ -132,7 +127,7 @@ def test_any_strides(form, view):
 
 
 def test_a_parameter(form):
-    x = gaussian(100).requires_grad_()
+    x = normal(100).requires_grad_()
     assert torch.equal(largest(x, 10), sorted_out(x.detach(), 10))
 
 
@@ -143,7 +138,7 @@ def test_a_parameter(form):
 @pytest.mark.parametrize("gradient", DTYPES)
 @pytest.mark.parametrize("n", [0, 65, *thorough([140_003])])
 def test_sums(form, n, gradient, residual):
-    g, e = awkward(n, gradient), gaussian(n, residual, seed=1)
+    g, e = awkward(n, gradient), normal(n, dtype=residual, seed=1)
     out, expected = torch.full((n,), 7.0, dtype=residual), torch.empty(n, dtype=residual)
     torch.add(g, e, out=expected)
     for k in {0, n // 50, n}:
@@ -154,7 +149,7 @@ def test_sums(form, n, gradient, residual):
 
 
 def test_summands_are_only_read(form):
-    g, e, out = gaussian(20_000), gaussian(20_000, seed=1), torch.empty(20_000)
+    g, e, out = normal(20_000), normal(20_000, seed=1), torch.empty(20_000)
     before = g.clone(), e.clone()
     add_and_select(g, e, out, 200)
     assert torch.equal(g, before[0])
@@ -162,7 +157,7 @@ def test_summands_are_only_read(form):
 
 
 def test_sums_of_any_strides(form):
-    g, e, out = gaussian(4000)[::2], gaussian(2000, seed=1), torch.empty(4000)[1::2]
+    g, e, out = normal(4000)[::2], normal(2000, seed=1), torch.empty(4000)[1::2]
     chosen = add_and_select(g, e, out, 20)
     assert torch.equal(out, g + e)
     assert torch.equal(chosen, sorted_out(g + e, 20))
@@ -172,7 +167,7 @@ def test_sums_of_any_strides(form):
 @pytest.mark.parametrize("start", [0, 1, 5, 15])
 @pytest.mark.parametrize("n", [20_000, 20_479, 140_003])
 def test_sums_that_begin_and_end_within_a_cache_line(form, n, start, dtype):
-    g, e = gaussian(n + start, dtype), gaussian(n + start, dtype, seed=1)
+    g, e = normal(n + start, dtype=dtype), normal(n + start, dtype=dtype, seed=1)
     for end in (n + start, n + start - 1):
         out = torch.full((n + start + 9,), 7.0, dtype=dtype)
         part = slice(start, end)
@@ -190,7 +185,7 @@ def drift(n, steps):
     """Yield gradients and residuals as in training with error feedback."""
     e, out = torch.zeros(n), torch.empty(n)
     for step in range(steps):
-        g = gaussian(n, seed=step) * 3.0 ** (step // 2)
+        g = normal(n, seed=step) * 3.0 ** (step // 2)
         yield g, e, out
         e = out.clone()
         e[sorted_out(out, n // 100)] = 0.0
@@ -210,7 +205,7 @@ def test_step_after_step(form, n):
 @pytest.mark.parametrize("n", [20_000, 140_003])
 def test_no_bound_changes_the_result(n, bound, dtype):
     pytest.importorskip("numba")
-    x, scratch = gaussian(n, dtype), Scratch()
+    x, scratch = normal(n, dtype=dtype), Scratch()
     expected = sorted_out(x, n // 100)
     largest(x, n // 100, scratch)
     infinity = int(torch.tensor(torch.inf, dtype=dtype).view(_integer(dtype)))
@@ -254,7 +249,7 @@ def test_with_scratch_one_pass_is_enough(n, passes):
     scratch = Scratch()
     for seed in range(5):
         del passes[:]
-        add_and_select(gaussian(n, seed=seed), torch.zeros(n), torch.empty(n), n // 100, scratch)
+        add_and_select(normal(n, seed=seed), torch.zeros(n), torch.empty(n), n // 100, scratch)
         assert len(passes) == 1
     assert n // 100 <= scratch.kept.counts.sum() < 1.6 * (n // 100)
 
@@ -264,7 +259,7 @@ def test_bounds_adapt_to_vectors_that_change_from_step_to_step(n, passes):
     scratch, twice = Scratch(), 0
     for step in range(30):
         del passes[:]
-        x = gaussian(n, seed=step) * (1.0, 0.9, 1.1, 0.95)[step % 4]
+        x = normal(n, seed=step) * (1.0, 0.9, 1.1, 0.95)[step % 4]
         assert torch.equal(largest(x, n // 100, scratch), sorted_out(x, n // 100))
         twice += len(passes) > 1
     assert twice <= 6  # with the initial tight bound, it would be every second step
@@ -274,7 +269,7 @@ def test_bounds_adapt_to_vectors_that_change_from_step_to_step(n, passes):
 def test_in_steady_state_only_the_result_is_allocated():
     pytest.importorskip("numba")
     n, scratch = 1 << 20, Scratch()
-    g, e, out = gaussian(n), gaussian(n, seed=1), torch.empty(n)
+    g, e, out = normal(n), normal(n, seed=1), torch.empty(n)
     for _ in range(3):
         add_and_select(g, e, out, n // 100, scratch)
     kept = scratch.kept
@@ -291,7 +286,7 @@ def test_in_steady_state_only_the_result_is_allocated():
 
 def test_threads_do_not_disturb_each_other(form):
     n = 140_003
-    jobs = [(gaussian(n, seed=seed), n // (10 + seed)) for seed in range(4)]
+    jobs = [(normal(n, seed=seed), n // (10 + seed)) for seed in range(4)]
     expected = [sorted_out(x, k) for x, k in jobs]
 
     def rank(job):
@@ -308,10 +303,8 @@ def test_threads_do_not_disturb_each_other(form):
 
 @pytest.fixture
 def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(2):
+        yield
 
 
 def test_the_pool_makes_every_call_once(two_threads):
@@ -387,7 +380,7 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 @pytest.mark.usefixtures("uncached_fast_forms")
 def test_without_numba_it_warns_once(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "torchcomp.kernels.select_numba", None)
-    x = gaussian(1000)
+    x = normal(1000)
     with caplog.at_level(logging.WARNING, logger="torchcomp"):
         assert torch.equal(largest(x, 10), sorted_out(x, 10))
         largest(x, 10)
@@ -401,7 +394,7 @@ def test_if_numba_fails_it_warns_once(monkeypatch, caplog, error):
         raise error
 
     monkeypatch.setattr(backend.importlib, "import_module", fail)
-    x = gaussian(1000)
+    x = normal(1000)
     with caplog.at_level(logging.WARNING, logger="torchcomp"):
         assert torch.equal(largest(x, 10), sorted_out(x, 10))
         largest(x, 10)
@@ -419,12 +412,12 @@ def test_the_form_for_any_device(n, dtype):
 
 TRITON = """
 import torch
-from tests.kernels.test_select import DTYPES, awkward, gaussian, sorted_out
+from tests.kernels.test_select import DTYPES, awkward, normal, sorted_out
 from torchcomp.kernels import select_triton
 
 for dtype in DTYPES[:3]:
     for n in (2, 65, 4097, 9000):
-        x, e, out = awkward(n, dtype), gaussian(n, seed=1), torch.empty(n)
+        x, e, out = awkward(n, dtype), normal(n, seed=1), torch.empty(n)
         assert dtype in select_triton.DTYPES and (dtype, e.dtype, out.dtype) in select_triton.SUMS
         for k in {n // 50, n // 3, n - 1} - {0, n}:
             chosen = select_triton.select(x, k, None, None)

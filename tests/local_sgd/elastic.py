@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from tests.local_sgd.script import batch, constant, flat, loss_of, mlp, momentum
+from tests.local_sgd.script import batch, constant, loss_of, mlp, momentum
 from tests.support.models import seeded
+from tests.support.outcomes import flat
 
 TOTAL, SPEC = 18, "every(3)"
 

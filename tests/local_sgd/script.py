@@ -1,7 +1,7 @@
 """A small training script that the tests of local steps run on every rank."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import torchcomp
 from tests.support.models import kept, seeded
-from tests.support.ranks import on_threads
+from tests.support.outcomes import equal_on_all, flat
 
 sgd = partial(torch.optim.SGD, lr=1.0)
 momentum = partial(torch.optim.SGD, lr=1.0, momentum=0.9, weight_decay=0.01)
@@ -77,12 +77,6 @@ def unsent(states: list[dict[str, Any]]) -> dict[str, Tensor]:
         shards = [shard[name] for shard in server if name in shard]
         found[name] = mean + torch.cat(shards) if shards else mean
     return found
-
-
-@torch.no_grad()
-def flat(tensors: Iterable[Tensor]) -> Tensor:
-    """A copy of all values in one float64 vector."""
-    return torch.cat([tensor.reshape(-1).double() for tensor in tensors])
 
 
 class Script:
@@ -201,37 +195,8 @@ def trained(steps: int, **options: Any) -> list[Tensor]:
     return Script(**options).train(0, steps)
 
 
-def equal_on_all(values: Iterable[Tensor]) -> bool:
-    """Whether all tensors are equal, bit for bit."""
-    first, *others = values
-    return all(torch.equal(first, other) for other in others)
-
-
 def synchronised_steps(runs: list[list[Tensor]]) -> list[int]:
     """The steps, counted from 1, after which all ranks have the same weights."""
     return [
         step for step, weights in enumerate(zip(*runs, strict=True), 1) if equal_on_all(weights)
     ]
-
-
-def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def assert_refused(
-    world_size: int,
-    body: Callable[..., Any],
-    error: type[Exception],
-    *words: str,
-    field: str | None = None,
-) -> None:
-    """Require that every rank raises exactly `error`, with all `words` in its message.
-
-    With `field`, the error must also be a SpecError about that option.
-    """
-    for rank, outcome in enumerate(on_threads(world_size, body, catch=True)):
-        assert type(outcome) is error, f"rank {rank}: {outcome!r}"
-        if field is not None:
-            assert outcome.field == field, f"rank {rank}: {outcome.field}"
-        for word in words:
-            assert word in str(outcome), f"rank {rank}: {outcome}"

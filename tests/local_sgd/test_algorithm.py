@@ -12,16 +12,15 @@ from tests.local_sgd import reference
 from tests.local_sgd.script import (
     Script,
     adamw,
-    assert_close,
     constant,
     cosine,
-    equal_on_all,
     float32_mlp,
     momentum,
     sgd,
     synchronised_steps,
     trained,
 )
+from tests.support.outcomes import assert_close, equal_on_all
 from tests.support.ranks import on_processes, on_threads
 
 TOTAL, WARMUP = 40, 6

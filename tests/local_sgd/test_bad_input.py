@@ -11,18 +11,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from tests.local_sgd.script import (
-    Script,
-    assert_refused,
-    mlp,
-    momentum,
-    sgd,
-    spied,
-    synchronised_steps,
-    trained,
-)
+from tests.local_sgd.script import Script, mlp, momentum, sgd, spied, synchronised_steps, trained
 from tests.support.cases import thorough
 from tests.support.models import seeded
+from tests.support.outcomes import assert_refused
 from tests.support.ranks import on_threads
 from torchcomp.local_sgd import local_sgd
 
@@ -97,7 +89,7 @@ def test_a_gradient_method_instead_of_a_schedule(spec):
         ("qsr(alpha=inf, h_base=4)", "qsr: alpha"),
         ("qsr(alpha=0.1, h_base=0)", "qsr: h_base"),
         ("qsr(0.1)", "'h_base'"),
-        ("", "spec"),
+        ("", "empty"),
     ],
 )
 def test_a_schedule_that_cannot_be_built(spec, word):

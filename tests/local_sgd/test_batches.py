@@ -7,15 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import torchcomp
-from tests.local_sgd.script import (
-    Script,
-    assert_refused,
-    batch,
-    flat,
-    loss_of,
-    sgd,
-    synchronised_steps,
-)
+from tests.local_sgd.script import Script, batch, loss_of, sgd, synchronised_steps
+from tests.support.outcomes import assert_refused, flat
 from tests.support.ranks import on_threads
 
 

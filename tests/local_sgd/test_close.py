@@ -9,15 +9,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import torchcomp
-from tests.local_sgd.script import (
-    Script,
-    constant,
-    equal_on_all,
-    mlp,
-    momentum,
-    sgd,
-    synchronised_steps,
-)
+from tests.local_sgd.script import Script, constant, mlp, momentum, sgd, synchronised_steps
+from tests.support.outcomes import equal_on_all
 from tests.support.ranks import on_processes, on_threads
 
 LOGGER = "torchcomp.local_sgd"

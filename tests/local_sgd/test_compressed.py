@@ -12,11 +12,7 @@ import torchcomp
 from tests.local_sgd import reference
 from tests.local_sgd.script import (
     Script,
-    assert_close,
-    assert_refused,
     constant,
-    equal_on_all,
-    flat,
     float32_mlp,
     mlp,
     momentum,
@@ -28,6 +24,7 @@ from tests.local_sgd.script import (
 )
 from tests.support.cases import some, thorough
 from tests.support.models import kept
+from tests.support.outcomes import assert_close, assert_refused, equal_on_all, flat
 from tests.support.ranks import on_processes, on_threads
 
 CONSERVING = (
@@ -303,7 +300,7 @@ def test_bytes_that_a_failed_synchronisation_has_sent_are_counted():
         ("every(4)", "'every(4)'"),
         ("ef(topkk(0.1))", "'topkk'"),
         ("ef(randk(0.1, unbiased=True))", "contractive"),
-        (None, "compress"),
+        (None, "None"),
     ],
 )
 def test_a_compress_that_is_not_a_method(spec, word):

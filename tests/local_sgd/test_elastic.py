@@ -13,19 +13,11 @@ import torch.distributed as dist
 
 import torchcomp
 from tests.local_sgd import elastic, reference
-from tests.local_sgd.script import (
-    Script,
-    assert_close,
-    constant,
-    equal_on_all,
-    flat,
-    spied,
-    synchronised_steps,
-    unsent,
-)
+from tests.local_sgd.script import Script, constant, spied, synchronised_steps, unsent
 from tests.local_sgd.script import momentum as sgd_with_momentum
 from tests.support.cases import thorough
 from tests.support.models import kept
+from tests.support.outcomes import assert_close, equal_on_all, flat
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_threads
 

@@ -13,11 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torchcomp
 from tests.local_sgd.script import (
     Script,
-    assert_close,
     constant,
     convnet,
-    equal_on_all,
-    flat,
     half_frozen,
     mlp,
     momentum,
@@ -26,6 +23,7 @@ from tests.local_sgd.script import (
     synchronised_steps,
     trained,
 )
+from tests.support.outcomes import assert_close, equal_on_all, flat
 from tests.support.ranks import on_threads
 
 IMAGE = (3, 4, 4)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from tests.local_sgd.script import assert_close, equal_on_all
+from tests.support.outcomes import assert_close, equal_on_all
 from tests.support.ranks import on_processes, on_threads
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8}

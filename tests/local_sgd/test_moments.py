@@ -9,10 +9,7 @@ import torchcomp
 from tests.local_sgd.script import (
     Script,
     adamw,
-    assert_close,
-    assert_refused,
     batch,
-    equal_on_all,
     loss_of,
     mlp,
     momentum,
@@ -20,6 +17,7 @@ from tests.local_sgd.script import (
     spied,
     synchronised_steps,
 )
+from tests.support.outcomes import assert_close, assert_refused, equal_on_all
 from tests.support.ranks import on_threads
 
 

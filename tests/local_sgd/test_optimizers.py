@@ -11,18 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torchcomp
-from tests.local_sgd.script import (
-    Script,
-    assert_close,
-    assert_refused,
-    batch,
-    equal_on_all,
-    flat,
-    loss_of,
-    mlp,
-    synchronised_steps,
-)
+from tests.local_sgd.script import Script, batch, loss_of, mlp, synchronised_steps
 from tests.support.models import seeded
+from tests.support.outcomes import assert_close, assert_refused, equal_on_all, flat
 from tests.support.ranks import on_processes, on_threads
 
 TOTAL = 8

@@ -7,16 +7,9 @@ import torch
 
 import torchcomp
 from tests.local_sgd import reference
-from tests.local_sgd.script import (
-    Script,
-    assert_close,
-    assert_refused,
-    cosine,
-    equal_on_all,
-    momentum,
-    synchronised_steps,
-)
+from tests.local_sgd.script import Script, cosine, momentum, synchronised_steps
 from tests.support.models import kept, seeded
+from tests.support.outcomes import assert_close, assert_refused, equal_on_all
 from tests.support.ranks import on_threads
 from torchcomp.local_sgd import Nesterov, SlowMo
 from torchcomp.spec import parse_outer_step

@@ -6,15 +6,8 @@ import pytest
 import torch
 
 import torchcomp
-from tests.local_sgd.script import (
-    Script,
-    assert_refused,
-    batch,
-    loss_of,
-    mlp,
-    synchronised_steps,
-    trained,
-)
+from tests.local_sgd.script import Script, batch, loss_of, mlp, synchronised_steps, trained
+from tests.support.outcomes import assert_refused
 from tests.support.ranks import on_threads
 
 TOTAL = 8

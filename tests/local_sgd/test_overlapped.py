@@ -10,17 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import torchcomp
-from tests.local_sgd.script import (
-    Script,
-    assert_refused,
-    batch,
-    equal_on_all,
-    flat,
-    mlp,
-    momentum,
-    spied,
-    synchronised_steps,
-)
+from tests.local_sgd.script import Script, batch, mlp, momentum, spied, synchronised_steps
+from tests.support.outcomes import assert_refused, equal_on_all, flat
 from tests.support.ranks import on_processes, on_threads
 from torchcomp.local_sgd import Nesterov
 

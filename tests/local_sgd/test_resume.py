@@ -2,7 +2,6 @@
 
 import copy
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,14 +10,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import torchcomp
-from tests.local_sgd.script import (
-    Script,
-    adamw,
-    assert_refused,
-    convnet,
-    cosine,
-)
+from tests.local_sgd.script import Script, adamw, convnet, cosine
 from tests.support.cases import some, thorough
+from tests.support.outcomes import assert_refused, reloaded
 from tests.support.ranks import on_processes, on_threads
 from torchcomp.local_sgd import Nesterov, SlowMo
 
@@ -41,12 +35,7 @@ def everything(script):
     return [*parts, torch.tensor(script.optimizer.param_groups[0]["lr"], dtype=torch.float64)]
 
 
-def through_a_file(saved, path):
-    torch.save(saved, path)
-    return torch.load(path, weights_only=True)
-
-
-def resumed(cut, folder, first="model", **changes):
+def resumed(cut, first="model", **changes):
     """Whether a run that is saved at `cut` and loaded into new objects equals a whole run."""
     options = OPTIONS | changes
     whole = Script(**options)
@@ -54,7 +43,7 @@ def resumed(cut, folder, first="model", **changes):
 
     interrupted = Script(**options)
     before = interrupted.train(0, cut)
-    saved = through_a_file(interrupted.save(), Path(folder) / f"{whole.rank}.pt")
+    saved = reloaded(interrupted.save())
     again = Script(**options)
     if first == "sync":
         again.sync.load_state_dict(saved["sync"])
@@ -79,8 +68,8 @@ def test_the_setting_has_rounds_of_several_lengths():
     [4, 6, *thorough([0, 1, 2, 11])],
     ids=["middle", "end2", "start", "warm-up", "end", "last-round"],
 )
-def test_a_resumed_run_is_bit_identical(cut, first, tmp_path):
-    assert on_threads(3, resumed, cut, tmp_path, first) == [True] * 3
+def test_a_resumed_run_is_bit_identical(cut, first):
+    assert on_threads(3, resumed, cut, first) == [True] * 3
 
 
 METHODS = {
@@ -100,9 +89,9 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", some(METHODS, of=3))
-def test_a_run_with_residual_and_momentum_resumes_bit_identical(method, tmp_path):
+def test_a_run_with_residual_and_momentum_resumes_bit_identical(method):
     body = partial(resumed, local=METHODS[method])
-    assert on_threads(3, body, 4, tmp_path) == [True] * 3
+    assert on_threads(3, body, 4) == [True] * 3
 
 
 def through_dcp(saved, fresh, folder):
@@ -169,16 +158,16 @@ def wide():
     return convnet(16)
 
 
-def test_a_run_resumed_by_processes_is_bit_identical(tmp_path):
-    assert on_processes(2, resumed, 4, str(tmp_path)) == [True] * 2
+def test_a_run_resumed_by_processes_is_bit_identical():
+    assert on_processes(2, resumed, 4) == [True] * 2
 
 
-def test_a_run_in_progress_can_go_back_to_a_checkpoint(tmp_path):
+def test_a_run_in_progress_can_go_back_to_a_checkpoint():
     def body():
         script = Script(**OPTIONS)
         script.train(0, 4)
-        # Through a file, because later steps change the live state in place.
-        saved = through_a_file(script.save(), tmp_path / f"{script.rank}.pt")
+        # Reloaded, because later steps change the live state in place.
+        saved = reloaded(script.save())
         expected = script.train(4, TOTAL)
         script.load(saved)
         return torch.equal(torch.stack(script.train(4, TOTAL)), torch.stack(expected))

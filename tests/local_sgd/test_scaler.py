@@ -7,17 +7,9 @@ import torch
 
 import torchcomp
 from tests.local_sgd import reference
-from tests.local_sgd.script import (
-    Script,
-    assert_close,
-    assert_refused,
-    constant,
-    flat,
-    mlp,
-    sgd,
-    synchronised_steps,
-)
+from tests.local_sgd.script import Script, constant, mlp, sgd, synchronised_steps
 from tests.support.models import seeded
+from tests.support.outcomes import assert_close, assert_refused, flat
 from tests.support.ranks import on_processes, on_threads
 
 TOTAL = 8

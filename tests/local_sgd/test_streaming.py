@@ -7,17 +7,9 @@ import torch
 
 import torchcomp
 from tests.local_sgd import reference
-from tests.local_sgd.script import (
-    Script,
-    assert_close,
-    assert_refused,
-    constant,
-    mlp,
-    momentum,
-    spied,
-    synchronised_steps,
-)
+from tests.local_sgd.script import Script, constant, mlp, momentum, spied, synchronised_steps
 from tests.support.models import kept
+from tests.support.outcomes import assert_close, assert_refused
 from tests.support.ranks import on_threads
 from torchcomp.local_sgd import Nesterov
 from torchcomp.local_sgd.rounds import piece_bounds

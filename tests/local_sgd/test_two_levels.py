@@ -11,20 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
 from tests.local_sgd import reference
-from tests.local_sgd.script import (
-    assert_close,
-    assert_refused,
-    batch,
-    constant,
-    equal_on_all,
-    flat,
-    float32_mlp,
-    half_frozen,
-    loss_of,
-    mlp,
-    momentum,
-)
+from tests.local_sgd.script import batch, constant, float32_mlp, half_frozen, loss_of, mlp, momentum
 from tests.support.models import seeded
+from tests.support.outcomes import assert_close, assert_refused, equal_on_all, flat
 from tests.support.ranks import on_processes, on_threads
 
 NODES, PER_NODE, TOTAL = 2, 2, 8

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.engine import small
+from tests.support.outcomes import same
 from torchcomp import run_in_process
 from torchcomp.aggregators import EF, Mean, one_way
 from torchcomp.bucket import BucketShape
@@ -51,8 +52,8 @@ def test_gathering_and_sharding_give_the_same_mean(compressor, world_size, dtype
         for way in ("allgather", "sharded")
     ]
     for gathered, sharded in zip(*outcomes, strict=True):
-        assert small.same(gathered, sharded)
-        assert small.same(gathered[1], outcomes[0][0][1])
+        assert same(gathered, sharded)
+        assert same(gathered[1], outcomes[0][0][1])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -66,7 +67,7 @@ def test_reducing_and_gathering_give_the_same_mean_on_a_power_of_two_of_ranks(
         run_in_process(world_size, lambda e, w=way: routed(e, Mean(compressor, w))[1:])
         for way in ("allreduce", "allgather")
     )
-    assert small.same(reduced, gathered)
+    assert same(reduced, gathered)
 
 
 @pytest.mark.parametrize("compressor", [Identity(), RandK(0.2), Cast("fp16")], ids=str)

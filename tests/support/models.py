@@ -1,9 +1,8 @@
 """Small models, the specs to train them with, and the bookkeeping of their gradients."""
 
 import copy
-import io
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import torchcomp
+from tests.support.outcomes import flat
 from torchcomp.aggregators import Mean
 from torchcomp.bucket import BucketShape, memory_order
 
@@ -221,7 +221,7 @@ def local_gradients(model: nn.Module, batch: Batch) -> Gradients:
 
 
 def weights(module: nn.Module) -> Tensor:
-    return torch.cat([p.detach().double().flatten() for p in module.parameters()])
+    return flat(module.parameters())
 
 
 @dataclass
@@ -264,18 +264,8 @@ class Account:
     def close(self, handle: torchcomp.Handle) -> "Account":
         """Store the residuals of `handle`, and return this account."""
         state = handle.state_dict()
-        # The residual follows the loss scale.
-        self.residual = {name: e.double() / state["scale"] for name, e in kept(state).items()}
-        _add(self.residual, server_residuals(handle, state))
+        self.residual = unsent_gradients(handle.averager.parameters, state)
         return self
-
-
-def reloaded(state: Any) -> Any:
-    """Return a state dict after saving it to a file and loading it with weights_only=True."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def kept(state: dict[str, Any], slot: str = "error") -> dict[str, Tensor]:
@@ -288,24 +278,23 @@ def residual_norm(handle: Any, slot: str = "error") -> float:
     return math.hypot(*handle.residual_norms(slot).values())
 
 
-def server_residuals(handle: torchcomp.Handle, state: dict[str, Any]) -> Gradients:
-    """Return a rank's server residual by parameter, times the number of ranks.
+def unsent_gradients(parameters: Mapping[str, Tensor], state: dict[str, Any]) -> Gradients:
+    """Return a rank's unsent gradients by parameter, from the state dict of its averager.
 
-    The server residual is part of the mean. With this factor, it has the same weight in a mean over
-    the ranks.
+    The server residual is part of the mean, so it is multiplied by the number of ranks. Then the
+    mean of the result over the ranks is all that the run has not applied.
     """
-    residuals = {}
-    rank, world_size = state["rank"], state["world_size"]
-    parameters, saved = handle.averager.parameters, kept(state, "server_error")
+    found = {name: part.double() for name, part in kept(state).items()}
+    rank, world_size, server = state["rank"], state["world_size"], kept(state, "server_error")
     for names in state["buckets"]:
         shard = BucketShape.of(names, parameters).shards(world_size)[rank]
         for name, at, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
-            if name in saved:
-                parameter = parameters[name]
-                flat = torch.zeros(parameter.numel(), dtype=torch.float64)
-                flat[at : at + size] = saved[name].double() * world_size / state["scale"]
-                residuals[name] = memory_order(parameter, flat).clone()
-    return residuals
+            if name in server:
+                whole = torch.zeros(parameters[name].numel(), dtype=torch.float64)
+                whole[at : at + size] = server[name].double() * world_size
+                _add(found, {name: memory_order(parameters[name], whole).clone()})
+    # Residuals follow the loss scale.
+    return {name: part / state["scale"] for name, part in found.items()}
 
 
 def _add(total: Gradients, more: Gradients) -> None:
@@ -338,17 +327,3 @@ def assert_conserved(accounts: list[Account], tolerance: float = 1e-12) -> None:
 def assert_residual(accounts: list[Account]) -> None:
     """Require a residual that is not negligible. Without one, conservation would be trivial."""
     assert sum(float(e.abs().sum()) for a in accounts for e in a.residual.values()) > 0.1
-
-
-def assert_replicas_equal(values: list[Tensor]) -> None:
-    for rank, value in enumerate(values):
-        assert torch.equal(value, values[0]), f"rank {rank} differs from rank 0"
-
-
-def raised_by(call: Callable[[], Any]) -> Exception:
-    """Return the exception that `call` raises."""
-    try:
-        call()
-    except Exception as error:
-        return error
-    raise AssertionError("no exception")

@@ -1,4 +1,4 @@
-"""Aggregator: replace a bucket by an estimate of its mean over the ranks, in place."""
+"""Aggregator: replace a bucket with an estimate of its mean over the ranks, in place."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class Cost:
 
     collective: str  # route of the messages: "allreduce", "allgather" or "sharded"
     message_bytes: int  # size of one rank's message for its bucket, without frame headers
-    load: Load = field(default_factory=Load)  # bytes over the rank's link, per step
+    load: Load = field(default_factory=Load)  # bytes of its collectives, per step
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Aggregator(Component):
     :meth:`slots` declares the slots, and the caller passes the :class:`State` that stores them.
     """
 
-    kind: ClassVar[str] = "aggregator"
+    kind: ClassVar[str] = "method"
 
     @property
     def depends_on_grouping(self) -> bool:
@@ -74,7 +74,7 @@ class Aggregator(Component):
 
     @abstractmethod
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
-        """Replace ``bucket.flat`` by the estimate of its mean.
+        """Replace ``bucket.flat`` with the estimate of its mean.
 
         Args:
             bucket: this rank's gradients, overwritten.

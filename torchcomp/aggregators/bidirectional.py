@@ -94,7 +94,7 @@ class Bidirectional(Residual):
 
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
         error, owned = self.error_slot(shape), shape.shards(world_size)[rank]
-        # DEBT because it is unsent gradient too: a change of method must not drop it.
+        # DEBT, because it is also unsent gradient: a change of method must not drop it.
         server = Slot("server_error", Kind.DEBT, owned.names, owned.sizes, error.dtype, True)
         _, down = self._directions(shape, world_size)
         if not down.exact:

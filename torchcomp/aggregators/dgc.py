@@ -91,7 +91,7 @@ class DGC(Residual, OneWay):
 
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
         error = self.error_slot(shape)
-        # ESTIMATE because u is not unsent gradient: v has already taken it up in step 2.
+        # ESTIMATE, because u is not unsent gradient: step 2 has already added it to v.
         return (error, replace(error, name="momentum", kind=Kind.ESTIMATE))
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:

@@ -19,7 +19,7 @@ class EF21(OneWay):
     """``ef21(C)``: error feedback by estimates, around a contractive compressor C.
 
     Let s be the estimate of this rank's gradient g, and m the mean of all ranks' s. Both start at
-    0, so the first steps are too short until s has grown to the size of g.
+    0, so the steps are too short until s has grown to the size of g.
 
     1. message = C(g - s)
     2. s <- s + message

@@ -20,7 +20,7 @@ from torchcomp.state import State
 from torchcomp.traffic import Load
 
 COLLECTIVES = ("auto", "allreduce", "allgather", "sharded")
-# Earlier versions used these names. Specs in old checkpoints and scripts still contain them.
+# Earlier versions used these names. Specs in old checkpoints and scripts can still contain them.
 _OLD_NAMES = {"sum": "allreduce", "gather": "allgather"}
 _DENSE = Identity()
 
@@ -32,7 +32,7 @@ class OneWay(Aggregator):
     Attributes:
         compressor: applied to what a rank sends.
         exchange: "allreduce", "allgather", "sharded" or "auto". "auto" uses allreduce if messages
-            can be added, and otherwise allgather or sharded, the one that moves fewer bytes. The
+            can be added, and otherwise allgather or sharded, whichever moves fewer bytes. The
             result is the same. "sum" and "gather" are old names of the first two.
     """
 
@@ -115,8 +115,8 @@ def _load(method: OneWay, collective: str, shape: BucketShape, world_size: int, 
 
 @lru_cache(maxsize=1024)
 def _directions(method: OneWay, shape: BucketShape, world_size: int) -> tuple[Direction, Direction]:
-    # Owners send the mean in the dtype of their sum. A residual, if there is one, then sees the
-    # rounding to the gradient's dtype, which happens after the exchange (`write_mean`).
+    # Owners send the mean in the dtype of their sum. It is rounded to the gradient's dtype only
+    # after the exchange, where a residual can record the error (`write_mean`).
     dtype = torch.promote_types(shape.dtype, method.sum_dtype(shape.dtype))
     wide = BucketShape(shape.names, shape.shapes, dtype, shape.strides)
     return (

@@ -89,7 +89,7 @@ class PowerSGD(Residual):
         p = dict(zip(g, torch.split(first, [part.numel() for part in sent]), strict=True))
         for name in m:
             p[name] = torch.linalg.qr(p[name].view(len(q[name]), -1).T).Q
-            # Step 3. R must be subtracted before the all-reduce replaces it by its mean.
+            # Step 3. R must be subtracted before the all-reduce replaces it with its mean.
             torch.mm(p[name].T, m[name], out=r[name])
             m[name].addmm_(p[name], r[name], alpha=-1)
         if m:

@@ -35,6 +35,6 @@ class EF21P(Method):
     def _iterate(self, t: int) -> None:
         _, g = self.server.uplink(self.gradients_at(self.w), DENSE, t)
         self.x = self.x - self.gamma * g  # x' = x - gamma grad f(w)
-        # w' = w + C(x' - w). The error of w needs no state of its own: it is part of the next
+        # w' = w + C(x' - w). The error of w needs no separate state: it is part of the next
         # difference.
         self.w = self.w + self.server.down(self.x - self.w, self.down, t)

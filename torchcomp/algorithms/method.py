@@ -109,7 +109,7 @@ class CompressedMethod(Method):
 
     @abstractmethod
     def _start(self, declared: float) -> None:
-        """Create the state besides x. `declared` is the alpha or omega that `up` declares."""
+        """Create all state other than x. `declared` is the alpha or omega that `up` declares."""
 
     # One row per worker of this process, such as the residuals at the start.
     def _zero_rows(self) -> Tensor:

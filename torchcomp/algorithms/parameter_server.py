@@ -236,8 +236,8 @@ class Ranks(ParameterServer):
         codec.pack([message.encoded[0] for message in messages], frame)
         frames = enumerate(self.exchange.all_gather(frame))
         received = [self.exchange.receive(i, each, codec.nbytes) for i, each in frames]
-        # A rank with a fault has sent its frame all the same, so that no rank waits forever. This
-        # is the first collective in which all ranks learn of the fault, and all of them raise.
+        # A rank with a fault has also sent its frame, so that no rank waits forever. The collective
+        # in conclude() reports the fault to all ranks, and all of them raise.
         if not self.exchange.conclude(torch.tensor(not faults), "the uplink", _ADVICE):
             by_rank = self.exchange.gather_objects(faults)
             raise _unusable({i: why for own in by_rank for i, why in own.items()})
@@ -246,7 +246,7 @@ class Ranks(ParameterServer):
         return [self._decoded(*each) for each in zip(messages, by_message, strict=True)]
 
     def _decoded(self, message: Uplink, by_worker: Sequence[Parts]) -> Iterator[Tensor]:
-        # A generator, so that only one worker's vector is in memory besides the running sum.
+        # A generator, so that only one worker's vector and the running sum are in memory.
         for worker, parts in enumerate(by_worker):
             out = torch.empty_like(message.decoded[0])
             yield message.compressor.decode(parts, out, self._uplink_key(worker, message.call))
@@ -255,7 +255,7 @@ class Ranks(ParameterServer):
 def _unusable(faults: Faults) -> NonFiniteError:
     """Return the error that lists these workers and their faults."""
     workers = [f"worker {i} ({why or 'NaN or infinity'})" for i, why in sorted(faults.items())]
-    # The advice does not apply if every fault has a description of its own.
+    # The advice does not apply if every fault has its own description.
     advice = "Use a smaller step size, and check that the function is finite at this point"
     return NonFiniteError(
         f"cannot use the gradient of {', '.join(workers)}, so no part of this step was applied"

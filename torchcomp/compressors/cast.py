@@ -18,7 +18,7 @@ from torchcomp.wire import Layout, Parts
 class Cast(Compressor):
     """``cast("bf16")`` or ``cast("fp16")``: round to nearest, 2 bytes per value.
 
-    fp16 clamps larger magnitudes to 65,504 and loses precision below 6.1e-5. The declared alpha is
+    fp16 clamps magnitudes above 65,504 and loses precision below 6.1e-5. The declared alpha is
     valid between these two. An all-reduce (``exchange="allreduce"``) rounds the partial sum at
     every hop, and this loss reaches no residual. Error feedback then conserves the gradient only
     up to that rounding. With ``exchange="allgather"`` it conserves the gradient exactly, at

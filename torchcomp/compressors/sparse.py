@@ -42,7 +42,7 @@ class Sparsifier(Compressor):
             )
         if self.k is not None:
             check_count("k", self.k, owner=self.name)
-        # topk(1) could mean all entries or one entry, so a whole number needs its name.
+        # topk(1) could mean all entries or one entry, so an integer needs its name.
         elif is_whole(self.ratio):
             raise SpecError(
                 f"{self.name}: ratio={self.ratio} is ambiguous. Write a fraction with a decimal "

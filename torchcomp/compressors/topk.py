@@ -81,8 +81,8 @@ class TopK(Selector):
     def alpha(self, numel: int) -> float:
         if not numel:  # nothing is lost of an empty vector
             return 1.0
-        # |C(x) - x|^2 is |x|^2 - |y|^2 for the entries not sent, plus at most delta |y|^2 for the
-        # rounding of the entries y that are sent, with |y|^2 >= (k/n) |x|^2.
+        # y are the entries that are sent, with |y|^2 >= (k/n) |x|^2. |C(x) - x|^2 is |x|^2 - |y|^2
+        # for the others, plus at most delta |y|^2 for the rounding of y.
         k = self.kept(numel)
         return k / numel * (1.0 - quantize.error_bound(self.values, k))
 

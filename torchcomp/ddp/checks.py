@@ -89,9 +89,10 @@ def check_before_backward(model: DistributedDataParallel) -> None:
 
 
 def trained_parameters(model: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
-    """Return (name, parameter) of all gradients that DDP reduces, in registration order."""
+    """Return (name, parameter) pairs of what DDP reduces, in registration order."""
     ignored = model.parameters_to_ignore
-    # torch.compile puts `_orig_mod.` into the names. Without it, a checkpoint fits both models.
+    # torch.compile puts `_orig_mod.` into the names. Remove it: a checkpoint then fits both the
+    # compiled and the plain model.
     return [
         (name.replace("_orig_mod.", ""), parameter)
         for name, parameter in model.module.named_parameters()
@@ -147,7 +148,7 @@ def _check_free(model: DistributedDataParallel) -> None:
 
 
 def _check_options(model: DistributedDataParallel) -> None:
-    # Each of these makes gradients bypass the hook, or changes them behind its back.
+    # Each of these makes gradients bypass the hook, or changes them outside of it.
     problems = {
         "DDP's mixed_precision installs its own hooks, which replace the gradients. Use "
         "torch.autocast in the forward pass instead": model.mixed_precision is not None,

@@ -101,7 +101,7 @@ def transport(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Ex
     users: Any = group or dist.group.WORLD
     # Pass the timeout of the user's group. The default of new_group is 30 minutes.
     timeout = users._get_backend(device).options._timeout
-    # Local synchronization, because ranks outside `group` do not make this call.
+    # `use_local_synchronization`, because ranks outside `group` do not make this call.
     private = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
     return ProcessGroupExchange(private, device), ThreadExecutor()
 

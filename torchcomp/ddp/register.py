@@ -36,7 +36,7 @@ def register(
     seed: int = 0,
     scaler: "torch.amp.GradScaler | None" = None,
 ) -> Handle:
-    """Replace the gradient all-reduce of a DDP model by a compressed exchange.
+    """Replace the gradient all-reduce of a DDP model with a compressed exchange.
 
     Call this on every rank with the same arguments, after ``DistributedDataParallel(...)`` and
     before the first backward pass. The training loop does not change, and ``no_sync`` works
@@ -54,7 +54,7 @@ def register(
         A handle for statistics, checkpoints and changes of the method.
 
     Raises:
-        SpecError: if the spec, the seed or the scaler is invalid.
+        SpecError: on every rank, if the spec, the seed or the scaler is invalid.
         UnsupportedModelError: if the model is not DDP, has a hook, uses an option of DDP that
             bypasses hooks, has complex parameters or sparse gradients, or has trained already.
         RankMismatchError: if specs, seeds or models differ between ranks, or only some ranks fail.

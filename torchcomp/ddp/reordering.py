@@ -6,7 +6,7 @@ on the iteration. A resumed run starts again with the first buckets, and would d
 therefore work on groups that never change. All other methods use DDP's buckets directly.
 
 After the rebuild, most of DDP's buckets still contain the parameters of one group. Only small
-neighbors have swapped positions, such as the weight and bias of a normalization layer. These are
+neighbours have swapped positions, such as the weight and bias of a normalisation layer. These are
 reordered in place. A group that is spread over several buckets is copied to one tensor.
 """
 

@@ -48,7 +48,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def _all_reduce(self, values: Tensor) -> None:
-        """Replace `values` (1-D, contiguous) by their sum over the ranks."""
+        """Replace `values` (1-D, contiguous) with their sum over the ranks."""
 
     @abstractmethod
     def _all_gather(self, mine: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class Exchange(ABC):
     # --- Collectives ---
 
     def all_reduce(self, values: Tensor) -> None:
-        """Replace `values` (1-D, contiguous) by their sum over the ranks."""
+        """Replace `values` (1-D, contiguous) with their sum over the ranks."""
         self._all_reduce(values)
         self._load.summed += values.nbytes
 
@@ -154,7 +154,7 @@ class Exchange(ABC):
             WireError: on every rank, if a frame received since the last call was not intact. It
                 names the senders and the findings.
         """
-        # Without frames, every rank has checked the whole mean. `finite` is then equal already.
+        # Without frames, every rank has checked the whole mean, so `finite` matches already.
         if len(self._levels) == 1 and not self.must_conclude:
             return bool(finite)
         found = [(level, *entry) for level in self._levels for entry in level._found]
@@ -238,7 +238,8 @@ class Exchange(ABC):
         common = [name for name in mine if all(name in theirs for theirs in by_rank)]
         lines = [_ranks_by_value(name, [theirs[name] for theirs in by_rank]) for name in common]
         differing = "; ".join(line for line in lines if line)
-        raise RankMismatchError(f"{what}: ranks disagree. {differing}. {advice}".strip())
+        problem = f"{what}: values that must match on all ranks differ: {differing}"
+        raise RankMismatchError(f"{problem}. {advice}".strip())
 
     def build(
         self,
@@ -254,7 +255,7 @@ class Exchange(ABC):
             arguments: name -> printable argument of the call on this rank; must match across
                 ranks.
             make: returns the object, and values that must match across ranks. A value replaces
-                the argument of the same name, such as a parsed spec its string.
+                the argument of the same name, as a parsed spec replaces its string.
             advice: what the user can do if they do not match.
 
         Raises:
@@ -271,7 +272,7 @@ class Exchange(ABC):
         for level in reversed(self._levels):
             summary = "none" if problem is None else str(problem).partition("\n")[0]
             try:
-                level.verify(what, {**arguments, "problem": summary, **values}, advice)
+                level.verify(what, {**arguments, "error": summary, **values}, advice)
             except RankMismatchError as mismatch:
                 # Pass it on to the other level, whose ranks are about to verify as well.
                 problem, values = mismatch, {}

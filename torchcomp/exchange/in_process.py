@@ -29,12 +29,12 @@ class _Board:
         # at every small operation. That takes several times as long.
         self.running = threading.Lock()
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT_SECONDS)
-        # Two rows, used alternately: a rank can be at most one call ahead of another, so one
-        # barrier per call is enough to keep it from overwriting a row that is still being read.
+        # Two rows, used alternately. A rank can be at most one call ahead of another. With one
+        # barrier per call, it therefore never overwrites a row that another rank still reads.
         self._rows: list[list[Any]] = [[None] * size, [None] * size]
 
     def share(self, call: int, rank: int, value: Any) -> list[Any]:
-        """Return every rank's value in rank order; `call` is the number of this rank's call."""
+        """Return every rank's value in rank order; `call` counts this rank's calls."""
         row = self._rows[call % 2]
         row[rank] = value
         self.running.release()

@@ -60,7 +60,7 @@ class Baseline:
     def exponent(self, bandit: "Bandit", kept: Mask, norms: Vector) -> Vector:
         """Return the change of log p, before the projection."""
         p, level = bandit.p, bandit.level
-        # There is no baseline until a step has had a norm above 0.
+        # No step has had a norm above 0 yet, so there is no baseline.
         if level == 0:
             return np.zeros(len(p))
         # Line 1.
@@ -158,9 +158,9 @@ class Bandit:
         """
         # Gradients of dropped layers were not computed, so their entries can be NaN.
         norms = np.where(kept, np.asarray(norms, dtype=np.float64), 0.0)
-        sound = (norms >= 0) & (norms <= _LARGEST_NORM)
-        if not sound.all():
-            d = sound.argmin()
+        valid = (norms >= 0) & (norms <= _LARGEST_NORM)
+        if not valid.all():
+            d = valid.argmin()
             raise NonFiniteError(
                 f"the gradient norm of layer {d} is {norms[d]} but must be from 0 to "
                 f"{_LARGEST_NORM:g}: the probabilities were not updated"
@@ -191,7 +191,7 @@ class Bandit:
             raise SpecError(f"the state of the bandit lacks {', '.join(missing)}")
         p = check_vector(state["p"], "p", len(self.p), self.p_min, 1.0)
         spent = float(self.costs @ p)
-        # kl_project meets the budget to float64 rounding, so 1e-6 rejects no sound state.
+        # kl_project meets the budget to float64 rounding, so 1e-6 rejects no valid state.
         if not math.isclose(spent, self.budget, rel_tol=1e-6):
             raise SpecError(f"p has cost {spent:g} but the budget is {self.budget:g}", "p")
         check_at_least_0("largest", state["largest"])
@@ -330,7 +330,7 @@ def _check_budget(budget: float, p_min: float, costs: Vector) -> None:
     check_positive("budget", budget)
     check_fraction("p_min", p_min)
     most = float(costs.sum())
-    # The slack admits budgets at either end that were computed by another order of summation.
+    # The slack admits budgets at either end whose terms were summed in another order.
     least, slack = p_min * most, 1e-12 * most
     if not least - slack <= budget <= most + slack:
         raise SpecError(

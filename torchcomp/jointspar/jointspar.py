@@ -194,7 +194,7 @@ class JointSpar:
         method = Sampled(inner, self._sampler)
         self._handle = register(model, method, seed=seed, scaler=scaler)
         averager = self._handle.averager
-        # A bucket of DDP can have several layers, of which other ones are kept in each step.
+        # A DDP bucket can contain several layers, and each step keeps different ones.
         averager.regroup(by_layer(averager.groups, self._sampler.layer_of))
         averager.on_finish(self._sampler.finish)
         if self._scaler is not None and self._to_none:
@@ -252,7 +252,7 @@ class JointSpar:
             )
         return "\n".join(lines)
 
-    # The following three methods are the protocol torchcomp.jointspar.Sampling, which LARS uses.
+    # These three methods implement the protocol torchcomp.jointspar.Sampling, which LARS uses.
 
     def probability(self, parameter: Tensor) -> float:
         """Return the p that divided this parameter's gradient in the last step.

@@ -36,8 +36,8 @@ class LARS(Optimizer):
 
     JointSpar gives the optimizer g / p in a share p of the steps, and None or zeros in the others.
     Plain LARS would divide by the norm of g / p and cancel the factor 1 / p. With `sampled`, LARS
-    changes two things for tensors with p < 1, which make the mean update on a fixed gradient equal
-    to the dense one:
+    changes two things for tensors with p < 1. The mean update on a fixed gradient then equals the
+    dense one:
 
     - |g| is the running average of the norm before the division by p.
     - wd is divided by the share of steps that have a gradient: p with None, 1 with zeros.

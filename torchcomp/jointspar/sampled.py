@@ -25,9 +25,9 @@ class Sampled(Aggregator):
        sent.
     3. Return 0 for the layers that no rank keeps. Their residuals do not change.
 
-    Some aggregators give other results if parameters are grouped otherwise. With these, each bucket
-    must be a layer or a part of one (see :func:`by_layer`). Otherwise the parameters that are
-    compressed together would change from step to step.
+    Some aggregators give different results if parameters are grouped differently. With these, each
+    bucket must be a layer or a part of one (see :func:`by_layer`). Otherwise the parameters that
+    are compressed together would change from step to step.
 
     Args:
         inner: averages the kept layers.

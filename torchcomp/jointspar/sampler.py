@@ -38,7 +38,8 @@ _FORM = record(
 class SamplingOptions:
     """The options of JointSpar that decide how layers are chosen.
 
-    Checkpoints and ranks compare their ``str``. :class:`torchcomp.JointSpar` documents each option.
+    Their ``str`` is compared across ranks and with checkpoints. :class:`torchcomp.JointSpar`
+    documents each option.
 
     Raises:
         SpecError: if an option is out of its range.
@@ -72,7 +73,7 @@ class SamplingOptions:
         if not is_whole(steps) or steps < least:
             why = ' with costs="time", which is measured during the warm-up' if least else ""
             raise SpecError(
-                f"warmup_steps must be a whole number of at least {least}{why}, not {steps!r}",
+                f"warmup_steps must be an integer of at least {least}{why}, not {steps!r}",
                 "warmup_steps",
             )
 
@@ -268,7 +269,7 @@ class Sampler:
             self.step, self.applied, self.bandit = section["step"], applied, bandit
             self._averages = averages
             # The seed is the checkpoint's, so that the run continues with the layers it would have
-            # drawn. The rank is this run's, whose number of ranks can be another.
+            # drawn. The rank is this run's, because the number of ranks can have changed.
             self._key = Key(state["seed"], rank=self._key.rank)
             self.committed = None
             self.draw()

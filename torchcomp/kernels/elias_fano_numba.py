@@ -36,7 +36,7 @@ _NARROW = 16
 def encode(index: Array, n: int, low: int, out: Array) -> None:
     """Write the code of 0 < k < n indices to `out`. Both arrays are contiguous."""
     k, chunks = index.size, pool.chunks(index.size)
-    # Every task writes whole bytes of its own, so tasks need no locks.
+    # No two tasks write to the same byte, so tasks need no locks.
     words = (k + (n >> low)) // 64 + 2 if low else (n + 63) // 64
 
     def work(chunk: int) -> None:
@@ -52,8 +52,8 @@ def encode(index: Array, n: int, low: int, out: Array) -> None:
 # --- Words ----------------------------------------------------------------------------------------
 
 
-# LLVM compiles each of these functions to one instruction, but only if no index can be negative.
-# This is why the indices below are np.uint64.
+# LLVM compiles each loop over 8 bytes, and _ones, to one instruction. For the loops it does so only
+# if no index can be negative. This is why the indices below are np.uint64.
 
 
 @njit(nogil=True, cache=True, inline="always")

@@ -14,8 +14,8 @@ Special values:
 
 - A NaN or an infinity in a block makes its scale NaN, so the whole block decodes to NaN.
 - A scale below 2^-126 counts as 0, so a block with all values below L 2^-126 decodes to zeros.
-  float32 has no full accuracy there, and the result does not depend on whether the processor
-  flushes subnormal numbers.
+  float32 has no full accuracy there. The result must not depend on whether the processor flushes
+  subnormal numbers.
 - bf16 and fp16 clamp finite values to their largest finite value (3.39e38 and 65,504). NaN and
   infinities stay.
 

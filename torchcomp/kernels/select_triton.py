@@ -20,7 +20,8 @@ from torch import Tensor
 from torchcomp.kernels.select import Scratch
 
 _BLOCK = 4096
-# From and to which bit: digits of 11, 10 and 10 bits. Bit 31, the sign, is not part of a magnitude.
+# Each digit is the bits below the first number, down to the second: 11, 10 and 10 bits. Bit 31, the
+# sign, is not part of a magnitude.
 _DIGITS = ((31, 20), (20, 10), (10, 0))
 _BINS = 2048
 

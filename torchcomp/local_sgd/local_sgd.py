@@ -76,8 +76,8 @@ class LocalSGD:
         total_steps: T, the optimizer steps of the run. If the run continues without
             :meth:`load_state_dict`, the steps that remain.
         warmup_steps: W, steps of learning-rate warm-up.
-        scaler: the loop's ``GradScaler``. The first step raises if an enabled scaler was not
-            passed.
+        scaler: the loop's ``GradScaler``. The first step raises if it is taken by an enabled scaler
+            that was not passed.
         compress: how pseudo-gradients are averaged: any method for :func:`torchcomp.register`.
             ``"mean"`` is the exact mean of the parameters.
         outer: an outer step, ``"slowmo(beta=0.7, alpha=1.0)"`` or ``"nesterov(lr=0.7,
@@ -96,7 +96,7 @@ class LocalSGD:
         process_group: for two levels, a group that contains one rank of each node. A mesh of one
             dimension, such as ``mesh["node"]``, works as well. Parameters are averaged over this
             group. DDP reduces gradients at every step in its own group, the node.
-        seed: seed of the random choices of ``compress``, a whole number of at least 0.
+        seed: seed of the random choices of ``compress``, an integer of at least 0.
 
     Raises:
         SpecError: on every rank, if an option cannot be used, or if the first step is taken by a
@@ -147,7 +147,7 @@ class LocalSGD:
             lambda: check_arguments(model, optimizers, scaler, two_levels, options),
         )
         # The optimizer's hooks own this object. It refers to model and optimizer weakly, because a
-        # cycle would keep the process group and gloo's threads alive after the interpreter's end.
+        # cycle would keep the process group and gloo's threads alive after the interpreter ends.
         self._steps = LocalSteps(model, optimizers, method, exchange, scaler)
         # How many calls of step() are nested in each optimizer (see _before_step).
         self._depths = [0] * len(optimizers)
@@ -271,7 +271,7 @@ class LocalSGD:
     def close(self) -> None:
         """Remove every hook and restore plain DDP; a second call does nothing.
 
-        Close between rounds. DDP assumes that all replicas start equal, and inside a round they do
+        Close between rounds. DDP assumes that all replicas are equal, and inside a round they are
         not. Closing there logs a warning. To continue with plain DDP, use ``moments="average"`` or
         a new optimizer. Otherwise the ranks' moments differ, and the replicas drift apart without a
         warning.
@@ -476,7 +476,8 @@ def wait_in_forward(model: nn.Module, averages: OverlappedAverages) -> Iterator[
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    # A hook inside a compiled module would break its graph, so wait in front of the whole module.
+    # Wait in front of a whole compiled module. A hook inside it would break its graph. If
+    # torch.compile(module) has already compiled it, the hook is not even called (torch 2.13).
     compiled = isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
     if compiled or any(True for _ in module.parameters(recurse=False)):
         yield module

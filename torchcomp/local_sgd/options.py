@@ -286,8 +286,8 @@ def check_no_other_scaler(
     for kind in kinds:
         kinds += kind.__subclasses__()  # the list grows during the loop: subclasses of subclasses
     # An optimizer has no reference to its scaler, but a scaler records the optimizers that it has
-    # unscaled. Searching all scalers once takes some hundredths of a second. A patch of
-    # GradScaler.step would be global.
+    # unscaled. Searching all scalers once takes some hundredths of a second. Patching
+    # GradScaler.step instead would affect scalers of other loops.
     for found in gc.get_referrers(*kinds):
         if not isinstance(found, torch.amp.GradScaler) or found is scaler:
             continue

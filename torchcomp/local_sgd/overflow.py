@@ -32,7 +32,8 @@ def backward_until_finite(
     finite = False
     try:
         # A disabled scaler has no scale to lower, so a second try would give the same result.
-        for _ in range(tries if scaler.is_enabled() else 1):
+        tries = tries if scaler.is_enabled() else 1
+        for _ in range(tries):
             for parameter in parameters:
                 parameter.grad = None
             loss = compute()
@@ -57,7 +58,7 @@ def backward_until_finite(
             parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
     if not finite:
         raise NonFiniteError(
-            f"the gradients of a micro-batch were not finite in {tries} tries; the scale is now "
-            f"{scaler.get_scale():g}. A smaller scale will not help: check the loss and the data"
+            f"the gradients of a micro-batch were not finite in {tries} tries, and the scale is "
+            f"now {scaler.get_scale():g}: check the loss and the data"
         )
     return loss

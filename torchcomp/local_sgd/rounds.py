@@ -55,7 +55,7 @@ class Fragment:
     end: int = 0  # the step, counted from 1, after which it synchronises
     synced: int = 0  # the step after which it synchronised last
     lrs: list[float] = field(default_factory=list)  # by parameter group, at the first step
-    lr_sum: float = 0.0  # over the steps since `synced`, of the largest learning rate of each
+    lr_sum: float = 0.0  # sum of each step's largest learning rate, over the steps since `synced`
 
     def __str__(self) -> str:
         return f"{self.start} to {self.end}"
@@ -75,7 +75,7 @@ class Fragment:
         lr, total = max(lrs, default=0.0), method.horizon.total_steps
         end = self.schedule.round_end(step, lr, method.horizon)
         if step == 0:
-            # Rounded up, so that even a round of one step has at least one step in each phase.
+            # Rounded up, so that the round has at least one step.
             numerator, denominator = self.phase
             end = -(-end * numerator // denominator)
         self.start, self.end, self.lrs = step, end, lrs
@@ -197,8 +197,8 @@ class LocalSteps:
         self._known |= set(map(id, parameters.values()))
         self._added: list[str] = []  # late parameters since the last synchronisation
         self._expected_weights: int | None = None  # checksum of a loaded checkpoint's parameters
-        # Whether the ranks have been compared. False on every rank at the start, not only after a
-        # load: if only some ranks load a checkpoint, a comparison needs all ranks to find that.
+        # Whether the ranks have been compared. Also False at the start of a run: if only some ranks
+        # load a checkpoint, the others must take part in the comparison that finds this.
         self._verified = False
 
     @property
@@ -228,9 +228,9 @@ class LocalSteps:
         if step >= total:
             raise ScheduleError(
                 f"optimizer step {step + 1} exceeds total_steps={total}, after which nothing is "
-                "averaged: pass a larger total_steps, or call close() and continue with plain DDP "
-                "(with moments='average' or a new optimizer, or the ranks' moments differ and "
-                "their parameters drift apart)"
+                "averaged: pass a larger total_steps, or call close() and continue with plain DDP. "
+                "For plain DDP, use moments='average' or a new optimizer: otherwise the ranks' "
+                "moments differ and their parameters drift apart"
             )
         self._add_late()
         if self._verified:
@@ -266,7 +266,7 @@ class LocalSteps:
             self._synchronise(due)
 
     def _begin_rounds(self) -> None:
-        # Now and not in end(): a scheduler sets the new learning rate after the optimizer's step.
+        # Here, not in end(): a scheduler sets the new learning rate after the optimizer's step.
         for fragment in self.clock.fragments:
             if fragment.end == self.clock.step:
                 fragment.begin_round(self.clock.step, self._lrs(fragment), self.method)
@@ -338,7 +338,7 @@ class LocalSteps:
             return mine, {
                 "steps": step,
                 "round": ", ".join(map(str, due)),
-                "steps without forward passes in training": self._missing,
+                "optimizer steps without forward passes in training mode": self._missing,
                 "learning rates at its start": [each.lrs for each in due],
                 "sum of the learning rates of its steps": [each.lr_sum for each in due],
                 "parameters added": ", ".join(self._added) or "none",
@@ -398,10 +398,8 @@ class LocalSteps:
             )
         check_values(model)
         groups = partition(new.items(), bucket_caps(model))
-        # The last fragment with this optimizer's schedule. Cutting the pieces again would break
-        # the rounds in progress.
-        home = [fragment for fragment in self.clock.fragments if index in fragment.owners][-1]
-        home.groups = (*home.groups, *groups)
+        last = [fragment for fragment in self.clock.fragments if index in fragment.owners][-1]
+        last.groups = (*last.groups, *groups)
         self._known |= set(map(id, new.values()))
         self._averager.add(new, groups)
         self.averages.start(groups)

@@ -57,10 +57,10 @@ class Direction:
     """
 
     role: str  # "up" or "down"; part of the key, so that the two draw different random numbers
-    compressor: Compressor  # compressor of this direction
+    compressor: Compressor
     exact: bool  # whether entries are selected from whole vectors of the bucket
     shape: BucketShape  # shape of the bucket, with the dtype of the values on the wire
-    world_size: int  # number of ranks
+    world_size: int
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -358,7 +358,7 @@ class ShardedRoute:
 
 
 def sharded_load(up: Direction, down: Direction, rank: int) -> Load:
-    """Return the bytes of one bucket over a rank's link, per step. Exact selections: estimated."""
+    """Return the bytes of one bucket per rank and step; an estimate for exact selections."""
     others = [owner for owner in range(up.world_size) if owner != rank]
     load = Load(
         sent=sum(up.framed(o) for o in others) + len(others) * down.framed(rank),

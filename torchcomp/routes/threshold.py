@@ -35,7 +35,9 @@ class Query:
     candidates: Tensor  # candidates of this rank, from order_bits
     sizes: Sequence[int]  # number of candidates of each rank
     k: int  # number of entries to select
-    guess: int = 0  # start of the search, equal on all ranks; affects only the number of rounds
+    # Where the search starts, or 0 for no guess. Equal on all ranks. It affects only the number of
+    # rounds.
+    guess: int = 0
 
 
 @dataclass(frozen=True)

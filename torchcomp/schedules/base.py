@@ -1,7 +1,8 @@
 """Schedule: after which local steps the ranks synchronise.
 
-A schedule is a pure function of the step at which a round begins, the learning rate of its first
-step, and the lengths of warm-up and run. All ranks compute the same result without communication.
+A schedule is a pure function. Its arguments are the step at which a round begins, the learning rate
+of its first step, and the lengths of warm-up and run. All ranks compute the same result without
+communication.
 """
 
 import math

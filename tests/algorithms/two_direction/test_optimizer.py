@@ -1,7 +1,6 @@
 """The torch optimizer: equals the method, resumes bit for bit, raises on every rank."""
 
 import copy
-import io
 import re
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
 
+from tests.support.outcomes import reloaded
 from tests.support.ranks import on_threads
 from torchcomp.algorithms import Simulated, TwoDirection, TwoDirectionMethod
 from torchcomp.compressors import RandK, TopK
@@ -509,10 +509,7 @@ def test_a_state_is_saved_by_the_names_of_its_parameters_and_loads_as_weights_on
         net = model()
         optimizer = TwoDirection(net.named_parameters(), UP, DOWN, **OPTIONS)
         optimizer.step(closure_of(net, optimizer, dist.get_rank()))
-        file = io.BytesIO()
-        torch.save(optimizer.state_dict(), file)
-        file.seek(0)
-        state = torch.load(file, weights_only=True)
+        state = reloaded(optimizer.state_dict())
         assert state["slots"]["h_i"]["tensors"].keys() == {"weight", "bias"}
         optimizer.load_state_dict(state)
 

@@ -61,7 +61,7 @@ class TwoDirectionMethod(Method):
             :func:`~torchcomp.algorithms.two_direction.theory.constants`.
 
     Attributes:
-        u, v, h: the server's vectors besides x; (d,).
+        u, v, h: the server's vectors other than x; (d,).
         w, z, k: vectors of the server that the workers rebuild from downlink messages; (d,).
         h_i: (workers of this process, d).
         grad_z: gradients at z, shaped like h_i. None after z has moved, until they are computed.
