@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from torchcomp.time_model import WallClock
+from torchcomp.traffic import compared, three_digits
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,12 @@ class Plan:
     parallel_wall_clock: WallClock | None = None
 
     def __str__(self) -> str:
-        traffic, even = "nothing is sent", "none: it does not grow with the number of ranks"
-        # On one rank, nothing is sent and there is no ratio.
-        if self.bytes_sent:
-            factor = self.dense_bytes_sent / self.bytes_sent
-            # Print "2.6x more" instead of "0.39x less".
-            word = "less" if factor >= 1 else "more"
-            traffic = f"{_three_digits(max(factor, 1 / factor))}x {word} than plain DDP"
+        traffic, even = "nothing is sent", "none: traffic does not grow with the number of ranks"
+        # On one rank, DDP would send nothing either, so there is no ratio.
+        if self.bytes_sent and self.dense_bytes_sent:
+            traffic = f"{compared(self.bytes_sent, self.dense_bytes_sent)} than plain DDP"
         if self.break_even_world_size is not None:
-            even = f"{self.break_even_world_size:,} ranks (from there, plain DDP sends no more)"
+            even = f"{self.break_even_world_size:,} ranks (no saving from there on)"
         rows = [
             ("elements", f"{self.numel:,}"),
             ("ranks", f"{self.world_size:,}"),
@@ -90,10 +88,5 @@ def _bytes(count: int) -> str:
     # Decimal units, like the bandwidths of links, and the exact number for comparisons.
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
-            return f"{_three_digits(count / size)} {unit} ({count:,} bytes)"
+            return f"{three_digits(count / size)} {unit} ({count:,} bytes)"
     return f"{count:,} bytes"
-
-
-def _three_digits(number: float) -> str:
-    # From 100 on, `.3g` would round away digits or switch to an exponent.
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

@@ -146,7 +146,9 @@ class _Parser:
                 value = self._value(node.operand, wanted)
                 if isinstance(value, int | float):
                     return -value
-        problem = "expected a name such as mean, a call such as topk(0.01), a number, or a string"
+        problem = (
+            "expected a name such as mean, a call such as topk(0.01), or a literal such as 0.01"
+        )
         raise self._error(problem, node)
 
     def _component(self, node: ast.expr, call: ast.Call, wanted: Wanted) -> Component:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 
-from torchcomp.traffic import Traffic
+from torchcomp.traffic import Traffic, compared
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Stats:
     total_dense_bytes_sent: int
 
     def __str__(self) -> str:
-        # A single rank sends nothing, so there is no ratio.
+        # A single rank sends nothing, and neither would DDP, so there is no ratio.
         saved = ""
-        if self.total_bytes_sent:
-            saved = f" ({self.total_dense_bytes_sent / self.total_bytes_sent:.3g}x less)"
+        if self.total_bytes_sent and self.total_dense_bytes_sent:
+            saved = f" ({compared(self.total_bytes_sent, self.total_dense_bytes_sent)})"
         return (
             f"{self.steps} steps, {self.syncs} exchanges, {self.total_bytes_sent:,} bytes sent "
             f"instead of {self.total_dense_bytes_sent:,}{saved}"

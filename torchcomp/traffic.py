@@ -9,6 +9,18 @@ def sum_bytes(nbytes: int, world_size: int) -> int:
     return 2 * (world_size - 1) * nbytes // world_size
 
 
+def compared(sent: int, dense: int) -> str:
+    """Return "19.7x less" or "2.5x more", for `sent` bytes instead of `dense`; neither is 0."""
+    factor = three_digits(max(sent, dense) / min(sent, dense))
+    return f"{factor}x less" if dense >= sent else f"{factor}x more"
+
+
+def three_digits(number: float) -> str:
+    """Return a number of at least 1 with three digits, or all of its digits from 100 on."""
+    # From 100 on, `.3g` would round away digits or switch to an exponent.
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
 class _Counters:
     """Base class of counters that can be added field by field."""
 

@@ -31,7 +31,7 @@ class Aggregator(Component):
     :meth:`slots` declares the slots, and the caller passes the :class:`State` that stores them.
     """
 
-    kind: ClassVar[str] = "method"
+    kind: ClassVar[str] = "aggregator"
 
     @property
     def depends_on_grouping(self) -> bool:
