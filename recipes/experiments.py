@@ -13,7 +13,7 @@ from typing import NoReturn
 from recipes.errors import RecipeError
 from recipes.result_files import provenance, read_csv, read_notes, write_csv
 
-QUICK_HELP = "a few small runs, about a minute on two cores, to see that it works"
+QUICK_HELP = "a few small runs, two minutes or so on two cores, to see that it works"
 RESUME_HELP = "keep the finished rows of an interrupted run, and compute only the missing ones"
 
 

@@ -243,10 +243,11 @@ def test_slot_of_another_shape_dtype_or_name_is_refused(changes, problem):
 def test_slot_of_another_kind_is_refused():
     parameters = model_parameters()
     tensors = saved(residuals(parameters), parameters)
-    for foreign in (slot_of(tensors, kind="estimate"), slot_of(tensors, sharded=True)):
-        with pytest.raises(CheckpointError, match=r"slots\['error'\]"):
+    for kind, sharded in (("estimate", False), ("debt", True)):
+        foreign = slot_of(tensors, kind, sharded)
+        with pytest.raises(CheckpointError, match=rf"slots\['error'\].*'{kind}', {sharded}"):
             load_slot(error_slot(parameters), state_of(slots={"error": foreign}), parameters)
-    with pytest.raises(CheckpointError, match=r"slots\['error'\]"):
+    with pytest.raises(CheckpointError, match=r"slots\['error'\][^.]*$"):
         load_slot(error_slot(parameters), state_of(slots={}) | {"slots": {}}, parameters)
 
 
@@ -319,12 +320,12 @@ def test_header_of_the_same_run_and_rank_is_accepted():
 @pytest.mark.parametrize(
     ("state", "problem"),
     [
-        (state_of(spec="mean"), r"spec 'mean', .* 'ef\(topk\(0\.01\)\)': advice on spec$"),
-        (state_of(rank=1), r"\brank 1, .* 0: "),
-        (state_of(world_size=4), r"world_size 4, .* 2: advice on world_size$"),
-        (state_of(version=99), r"version 99, .* 3: "),
-        (state_of(version=2), r"version 2, .* 3: "),
-        ({}, "'version', 'spec', 'rank' and 1 more"),
+        (state_of(spec="mean"), r"\bspec 'mean'.* 'ef\(topk\(0\.01\)\)': advice on spec$"),
+        (state_of(rank=1), r"\brank 1\b.* 0\b"),
+        (state_of(world_size=4), r"\bworld_size 4\b.* 2: advice on world_size$"),
+        (state_of(version=99), r"\bversion 99\b.* 3\b"),
+        (state_of(version=2), r"\bversion 2\b.* 3\b"),
+        ({}, r"'version', 'spec', 'rank'.*\b1\b"),
         ({"model": 1, "version": 3, "spec": SPEC}, "'rank', 'world_size'$"),
         (state_of() | {"rank": False}, r"\.rank .* False"),
         (state_of(world_size=torch.tensor(2)), r"\.world_size .* tensor"),
@@ -407,7 +408,7 @@ TWO = [state_of(0), state_of(1)]
 @pytest.mark.parametrize(
     ("states", "world_size", "problem"),
     [
-        ([], 2, r"\bstates\b"),
+        ([], 2, r"^states\b"),
         (TWO[:1], 2, r"\b2 ranks.* \[0\]"),
         ([TWO[0], TWO[0]], 2, r"\b2 ranks.* \[0, 0\]"),
         ([*TWO, TWO[1]], 2, r"\b2 ranks.* \[0, 1, 1\]"),

@@ -97,7 +97,7 @@ def test_arguments_that_differ_across_ranks_raise_on_all_ranks(first, second, me
     ("build", "options", "error", "message"),
     [
         (mlp, {"static_graph": True}, UnsupportedModelError, "static_graph=True"),
-        (lambda: nn.Linear(16, 4), {}, SpecError, r"\b1\b.*''"),
+        (lambda: nn.Linear(16, 4), {}, SpecError, r"\b1\b.*'\(model\)'"),
     ],
 )
 def test_models_that_cannot_skip_are_refused(build, options, error, message):

@@ -164,13 +164,13 @@ def test_another_runs_state_is_refused_and_changes_nothing(options, message):
         ({"costs": [1.0]}, r"jointspar.*costs.*\b4\b.*\b1\b"),
         ({"costs": None}, r"jointspar.*costs.*1-D.*\(\)"),
         ({"costs": [1.0, 1.0, 0.0, 1.0]}, r"jointspar.*costs.* 0\.0"),
-        ({"bandit": None}, r"jointspar.*bandit.*\bp\b"),
-        ({"bandit": {"p": [7.0] * 4}}, r"jointspar.*bandit.*largest"),
+        ({"bandit": None}, r"jointspar.*bandit.*\bp, largest, average, updates"),
+        ({"bandit": {"p": [7.0] * 4}}, r"jointspar.*bandit.*'largest'"),
         ({"p": [7.0] * 4}, r"jointspar.*p\[0\].*7\.0.*0\.1.*1"),
         ({"p": [float("nan")] * 4}, r"jointspar.*p.*nan"),
         ({"applied": [0.0] * 4}, r"jointspar.*applied\[0\].*0\.0.*0\.1.*1"),
-        ({"averages": {"0.weight": [1.0]}}, r"jointspar.*averages.*0.weight.*"),
-        ({"averages": {"0.weight": [-1.0, 1.0]}}, r"jointspar.*0.weight.*-1.0"),
+        ({"averages": {"0.weight": [1.0]}}, r"jointspar.*averages.*0\.weight.*\b2\b.*\[1\.0\]"),
+        ({"averages": {"0.weight": [-1.0, 1.0]}}, r"jointspar.*averages.*0\.weight.*-1\.0"),
         ({"averages": 3}, r"jointspar.*averages.*3"),
     ],
 )
@@ -193,13 +193,13 @@ def test_a_damaged_section_is_refused_and_changes_nothing(damage, message):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ({"seed": -1}, "seed"),
-        ({"seed": 2**64}, "seed"),
-        ({"step": "x"}, "step"),
-        ({"slots": None}, "slots"),
-        ({"jointspar": {}}, "jointspar"),
-        ({"jointspar": None}, "jointspar"),
-        ({"rank": 1}, "rank 1"),
+        ({"seed": -1}, r"\bseed\b.*-1$"),
+        ({"seed": 2**64}, rf"\bseed\b.*{2**64}$"),
+        ({"step": "x"}, r"\bstep\b.*'x'$"),
+        ({"slots": None}, r"\bslots\b.*None$"),
+        ({"jointspar": {}}, r"\bjointspar\b.*'step', 'layers', 'costs'"),
+        ({"jointspar": None}, r"\bjointspar\b.*None$"),
+        ({"rank": 1}, r"\brank 1\b.* 0\b"),
     ],
 )
 def test_a_damaged_state_is_refused_and_changes_nothing(damage, message):
@@ -227,8 +227,8 @@ def test_options_of_numpy_numbers_equal_those_of_python_numbers():
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (None, "NoneType"),
-        ([], "list"),
+        (None, r"\bNoneType$"),
+        ([], r"\blist$"),
         ({"jointspar": 1}, "'version'"),
     ],
 )
@@ -245,7 +245,7 @@ def test_the_state_of_a_handle_alone_is_refused():
         run = Run()
         state = run.state()["jointspar"]
         del state["jointspar"]
-        with pytest.raises(CheckpointError, match="jointspar"):
+        with pytest.raises(CheckpointError, match=r"\bjointspar\b.*None$"):
             run.jointspar.load_state_dict(state)
 
     on_threads(1, body)

@@ -384,7 +384,7 @@ def test_parameters_that_cannot_form_one_vector_are_refused():
             with pytest.raises(SpecError, match=parts):
                 TwoDirection(parameters, UP, DOWN, **OPTIONS)
         optimizer = TwoDirection([first], UP, DOWN, **OPTIONS)
-        with pytest.raises(SpecError, match=r"TwoDirection.*\bgroup\b"):
+        with pytest.raises(SpecError, match=r"TwoDirection.*\badd\b.*\bgroup\b"):
             optimizer.add_param_group({"params": [second]})
 
     on_threads(2, build)
@@ -393,13 +393,14 @@ def test_parameters_that_cannot_form_one_vector_are_refused():
 def test_other_objects_are_refused_as_states():
     def load():
         optimizer = TwoDirection(model().parameters(), UP, DOWN, **OPTIONS)
+        with pytest.raises(CheckpointError, match=r"NoneType$"):
+            optimizer.load_state_dict(None)
         for state in (
-            None,
             {},
             {"method": None},
             torch.optim.SGD(model().parameters()).state_dict(),
         ):
-            with pytest.raises(CheckpointError, match="state dict"):
+            with pytest.raises(CheckpointError, match="'version'"):
                 optimizer.load_state_dict(state)
 
     on_threads(1, load)
@@ -465,12 +466,12 @@ def test_a_damaged_state_is_refused_and_changes_nothing():
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        ({"step": 1000}, r"\d round trips"),
+        ({"step": 1000}, r"\b4 round trips"),
         ({"step": 0}, r"\bstep 0\b"),
         ({"evaluations": 2}, r"\b2 evaluations"),
         ({"rho": 2.0}, r"\brho 2\.0"),
         ({"slots": {}}, r"\bslots\b.*'h'"),
-        ({"two_direction": None}, r"\bslots\b.*'h'"),
+        ({"two_direction": None}, r"\bslots\b.*\bunknown\b.*'h'"),
     ],
 )
 def test_an_impossible_state_is_refused(change, parts):
