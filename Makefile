@@ -4,33 +4,42 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart experiment-bidirectional-topk experiment-qsr experiment-jointspar experiment-2direction test test-thorough lint setup clean
+.PHONY: help quickstart experiment-bidirectional-topk experiment-qsr experiment-jointspar experiment-2direction test test-fast test-thorough lint setup clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /  make \1@/p' Makefile | awk -F@ '{ printf "%-36s %s\n", $$1, $$2 }'
-	@echo '  PYTHON=python3.12                  the interpreter that first makes .venv'
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /  make \1@/p' Makefile | awk -F@ '{ printf "%-35s %s\n", $$1, $$2 }'
+	@echo '  PYTHON=python3.12                 the interpreter for a new .venv'
 
-quickstart: setup ## train three ways on real data with two ranks: a table and a plot, in minutes
+quickstart: setup ## three methods, two ranks: a table and a plot
 	@.venv/bin/python -m recipes.quickstart $(ARGS)
 
-experiment-bidirectional-topk: setup ## counterexample, bytes and accuracy, 2 to 100 workers: half an hour
+experiment-bidirectional-topk: setup ## counterexample, bytes, accuracy (30 min)
 	@.venv/bin/python -m recipes.bidirectional_topk.experiment $(ARGS)
 
-experiment-qsr: setup ## QSR and the schedules of its paper on the digits, four ranks: 25 minutes
+experiment-qsr: setup ## QSR and other schedules, 4 ranks (25 min)
 	@.venv/bin/python -m recipes.qsr.experiment $(ARGS)
 
-experiment-jointspar: setup ## JointSpar: bandit, bytes, backward time, accuracy, wall clock: half an hour
+experiment-jointspar: setup ## bandit, bytes, time, accuracy (30 min)
 	@.venv/bin/python -m recipes.jointspar.experiment $(ARGS)
 
-experiment-2direction: setup ## 2Direction, EF21-P + DIANA, AGD and others on the digits: an hour
+experiment-2direction: setup ## 2Direction, AGD and others (an hour)
 	@.venv/bin/python -m recipes.two_direction.experiment $(ARGS)
 
+# Components, the engine and the DDP hook on threads. What takes longest is left to `make test`: local
+# steps, JointSpar, kernels, recipes, and the DDP tests that train for many steps.
+FAST = $(filter-out tests/test_docs.py,$(wildcard tests/test_*.py)) \
+	tests/aggregators tests/engine tests/exchange tests/routes tests/ddp $(addprefix --ignore=tests/ddp/test_,$(addsuffix .py,\
+	bidirectional conservation replicas resume))
+
+test-fast: setup ## the core's tests, in about a minute
+	@.venv/bin/python -m pytest -n 2 --dist loadfile $(FAST) $(ARGS)
+
 # A file's tests stay together: they share compiled kernels and what their fixtures make.
-test: setup ## run the tests; make test ARGS="-k topk" runs some of them
+test: setup ## all tests; ARGS="-k topk" runs some
 	@sh tools/setup.sh --triton
 	@.venv/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-test-thorough: setup ## run more cases of what the tests check, for a quarter of an hour
+test-thorough: setup ## more cases of the same tests
 	@sh tools/setup.sh --triton
 	@.venv/bin/python -m pytest -n 2 --dist loadfile -m thorough $(ARGS)
 
@@ -39,9 +48,9 @@ lint: setup ## ruff (rules and format) and mypy --strict
 	@.venv/bin/python -m ruff format --check .
 	@.venv/bin/python -m mypy
 
-setup: ## only set up .venv; does nothing when nothing changed
+setup: ## only set up .venv
 	@PYTHON='$(PYTHON)' sh tools/setup.sh
 
-clean: ## remove caches and build products; keeps .venv and your runs
+clean: ## remove caches; keep .venv and your runs
 	@rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find . -path ./.venv -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +

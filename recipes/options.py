@@ -194,7 +194,10 @@ def _parser(cls: type[Any]) -> _Parser:
             action = argparse.BooleanOptionalAction
             parser.add_argument(_flag(spec.name), action=action, help=text)
         else:
-            parser.add_argument(_flag(spec.name), metavar="VALUE", help=text)
+            # The metavar lists the choices; `check_limits` checks them, in files and flags.
+            choices = spec.metadata.get("choices")
+            metavar = "{" + ",".join(choices) + "}" if choices else "VALUE"
+            parser.add_argument(_flag(spec.name), metavar=metavar, help=text)
     return parser
 
 

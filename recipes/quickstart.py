@@ -71,7 +71,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     # Half of the configuration's epochs: enough for all three methods.
     parser.add_argument("--epochs", type=int, default=12, help="passes over the data [12]")
     parser.add_argument("--seeds", type=int, default=1, help="repeat with this many seeds [1]")
-    parser.add_argument("--out", type=Path, default=Path("runs/quickstart"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/quickstart"), help="folder [runs/quickstart]"
+    )
     parser.add_argument("extra", nargs="*", help="after --: further flags of recipes.train")
     parsed = parser.parse_args(arguments)
     for name in ("ranks", "epochs", "seeds"):

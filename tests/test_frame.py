@@ -149,7 +149,7 @@ def test_environment_is_the_pinned_one():
 
 def test_make_lists_its_targets():
     listed = run(["make"]).stdout
-    for target in ("help", "quickstart", "test", "lint", "clean"):
+    for target in ("help", "quickstart", "test", "test-fast", "lint", "clean"):
         assert re.search(rf"^  make {target} +\S", listed, re.MULTILINE), target
 
 
@@ -166,6 +166,15 @@ def test_target_sets_up_first(target, command):
     steps = run(["make", "-n", target, "ARGS=--seeds 2"]).stdout.splitlines()
     assert steps[0].endswith("sh tools/setup.sh")
     assert steps[-1].strip() == command
+
+
+def test_fast_tests_name_files_that_exist():
+    steps = run(["make", "-n", "test-fast", "ARGS=--seeds 2"]).stdout.splitlines()
+    assert steps[0].endswith("sh tools/setup.sh")
+    assert steps[-1].endswith(" --seeds 2")
+    paths = re.findall(r"(?<=[ =])tests/\S+", steps[-1])
+    assert {"tests/ddp", "tests/test_spec.py", "tests/ddp/test_resume.py"} <= set(paths)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize(
