@@ -25,11 +25,13 @@ experiment-jointspar: setup ## bandit, bytes, time, accuracy (30 min)
 experiment-2direction: setup ## 2Direction, AGD and others (an hour)
 	@.venv/bin/python -m recipes.two_direction.experiment $(ARGS)
 
-# Components, the engine and the DDP hook on threads. What takes longest is left to `make test`: local
-# steps, JointSpar, kernels, recipes, and the DDP tests that train for many steps.
-FAST = $(filter-out tests/test_docs.py,$(wildcard tests/test_*.py)) \
-	tests/aggregators tests/engine tests/exchange tests/routes tests/ddp $(addprefix --ignore=tests/ddp/test_,$(addsuffix .py,\
-	bidirectional conservation replicas resume))
+# Components, the state of the engine and the DDP hook on threads. What takes longest is left to
+# `make test`: local steps, JointSpar, kernels, recipes, and the files that train for many steps.
+LONG = test_batchnorm test_docs test_frame aggregators/test_contract engine/test_averager \
+	$(addprefix ddp/test_,bidirectional conservation nonfinite reference replicas resume)
+FAST = $(filter-out $(LONG:%=tests/%.py),$(wildcard tests/test_*.py)) \
+	tests/aggregators tests/ddp tests/engine tests/exchange tests/routes \
+	$(LONG:%=--ignore=tests/%.py)
 
 test-fast: setup ## the core's tests, in about a minute
 	@.venv/bin/python -m pytest -n 2 --dist loadfile $(FAST) $(ARGS)
