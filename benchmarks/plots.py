@@ -189,7 +189,7 @@ def accuracy(path: Path) -> Any:
     panels = figure.subplots(max(1, len(speeds)), squeeze=False)[:, 0]
     for axes, mbit in zip(panels, speeds, strict=False):
         bars = [result for result in found if result.mbit == mbit][::-1]
-        # A method that missed the target in some run is no candidate for the fastest.
+        # A method that missed the target in some run does not count as the fastest.
         reached = {bar.method: bar.seconds for bar in bars if not bar.missed}
         colors = ["#bbbbbb" if bar.missed else "#4c72b0" for bar in bars]
         axes.barh(range(len(bars)), [bar.seconds for bar in bars], color=colors)

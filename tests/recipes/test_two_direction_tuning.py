@@ -84,38 +84,38 @@ def test_crowded_eigenvalues_are_exact_where_they_can_be():
 
 
 @pytest.mark.parametrize(
-    ("shard", "told"),
+    ("shard", "named"),
     [
-        (normal(4, 3).numpy(), r"shards\[1\] must be a torch.Tensor, not ndarray"),
-        (torch.ones(4, 3, dtype=torch.int64), r"matrix .* of floats.* of torch.int64"),
-        (normal(4), r"matrix \(rows, features\) .* not \(4,\)"),
-        (normal(0, 3), r"with one row or more, not \(0, 3\)"),
+        (normal(4, 3).numpy(), r"shards\[1\] .*torch\.Tensor.* ndarray"),
+        (torch.ones(4, 3, dtype=torch.int64), r"shards\[1\] .*torch\.int64"),
+        (normal(4), r"shards\[1\] .*\(4,\)"),
+        (normal(0, 3), r"shards\[1\] .*\(0, 3\)"),
         (normal(4, 3) * torch.nan, r"shards\[1\] .*finite"),
         (normal(4, 3) * 1e200, r"squares.*torch.float64"),
         (torch.full((4, 3), torch.inf).to_sparse(), r"shards\[1\] .*finite"),
-        (normal(4, 3).float(), "of one size and dtype"),
-        (normal(5, 3), "of one size and dtype"),
+        (normal(4, 3).float(), r"^shards .*float32.*float64"),
+        (normal(5, 3), r"^shards .*4.*5"),
     ],
 )
 @pytest.mark.parametrize("estimate", [least_squares, logistic_regression, largest_eigenvalue])
-def test_shards_that_are_no_features_are_refused(estimate, shard, told):
-    with pytest.raises(SpecError, match=told):
+def test_shards_that_are_no_features_are_refused(estimate, shard, named):
+    with pytest.raises(SpecError, match=named):
         estimate([normal(4, 3), shard])
 
 
 def test_what_an_estimate_cannot_use_is_refused():
     with pytest.raises(SpecError, match=r"shards\[0\] .*to_dense\(\)"):
         least_squares([normal(4, 3).to_sparse()])
-    with pytest.raises(SpecError, match="not none at all"):
+    with pytest.raises(SpecError, match=r"^shards .*none"):
         largest_eigenvalue([])
 
 
 def test_unequal_shards_are_refused():
     unequal = [torch.ones(4, 2), torch.ones(3, 2)]
     for estimate in (least_squares, logistic_regression):
-        with pytest.raises(SpecError, match="matrices of one size"):
+        with pytest.raises(SpecError, match=r"^shards .*3.*4"):
             estimate(unequal)
-        with pytest.raises(SpecError, match="l2 must be a finite number of at least 0"):
+        with pytest.raises(SpecError, match=r"l2 .*-1\.0"):
             estimate(unequal[:1], l2=-1.0)
 
 
