@@ -27,8 +27,8 @@ experiment-2direction: setup ## 2Direction, AGD and others (an hour)
 
 # Components, the state of the engine and the DDP hook on threads. What takes longest is left to
 # `make test`: local steps, JointSpar, kernels, recipes, and the files that train for many steps.
-LONG = test_batchnorm test_docs test_frame aggregators/test_contract engine/test_averager \
-	$(addprefix ddp/test_,bidirectional conservation nonfinite reference replicas resume)
+LONG = test_batchnorm test_docs test_frame aggregators/test_contract aggregators/test_ddp engine/test_averager \
+	$(addprefix ddp/test_,bidirectional conservation nonfinite reference replicas resume settings)
 FAST = $(filter-out $(LONG:%=tests/%.py),$(wildcard tests/test_*.py)) \
 	tests/aggregators tests/ddp tests/engine tests/exchange tests/routes \
 	$(LONG:%=--ignore=tests/%.py)
