@@ -26,15 +26,15 @@ experiment-2direction: setup ## 2Direction, AGD and others (an hour)
 	@.venv/bin/python -m recipes.two_direction.experiment $(ARGS)
 
 # Components, the state of the engine and the DDP hook on threads. What takes longest is left to
-# `make test`: local steps, JointSpar, kernels, recipes, and the files that train for many steps.
-LONG = test_batchnorm test_docs test_frame aggregators/test_contract aggregators/test_ddp engine/test_averager \
+# `make test`: aggregators, local steps, JointSpar, kernels, recipes, and files that train for long.
+LONG = test_batchnorm test_docs test_frame engine/test_averager \
 	$(addprefix ddp/test_,bidirectional conservation nonfinite reference replicas resume settings)
 FAST = $(filter-out $(LONG:%=tests/%.py),$(wildcard tests/test_*.py)) \
-	tests/aggregators tests/ddp tests/engine tests/exchange tests/routes \
+	tests/ddp tests/engine tests/exchange tests/routes \
 	$(LONG:%=--ignore=tests/%.py)
 
 test-fast: setup ## the core's tests, in about a minute
-	@.venv/bin/python -m pytest -n 2 --dist loadfile $(FAST) $(ARGS)
+	@.venv/bin/python -m pytest -n 2 --dist worksteal $(FAST) $(ARGS)
 
 # A file's tests stay together: they share compiled kernels and what their fixtures make.
 test: setup ## all tests; ARGS="-k topk" runs some
