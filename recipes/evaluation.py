@@ -65,7 +65,7 @@ class Evaluator:
         world_size: number of ranks.
 
     Attributes:
-        averaged: the copy. :meth:`average` updates it.
+        averaged: the copy. :meth:`evaluate` updates it.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class Evaluator:
 
     def evaluate(self, module: nn.Module, next_epoch: int) -> tuple[float, float]:
         """Average the models and return the loss and accuracy on the whole test set."""
-        self.average(module, next_epoch)
+        self._average(module, next_epoch)
         return self._test()
 
-    def average(self, module: nn.Module, next_epoch: int) -> None:
+    def _average(self, module: nn.Module, next_epoch: int) -> None:
         """Copy the average of the ranks' models into :attr:`averaged`.
 
         Args:

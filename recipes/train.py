@@ -395,13 +395,11 @@ class Trainer:
 
     def evaluate(self) -> tuple[float, float]:
         """Return the loss and accuracy of the averaged model on the whole test set."""
-        return self.evaluator.evaluate(self.model.module, self._next_epoch())
-
-    def _next_epoch(self) -> int:
-        return (self.step - 1) // self.steps_per_epoch + 1
+        next_epoch = (self.step - 1) // self.steps_per_epoch + 1
+        return self.evaluator.evaluate(self.model.module, next_epoch)
 
     def _save_results(self, accuracy: float) -> None:
-        self.evaluator.average(self.model.module, self._next_epoch())
+        # The model as it was evaluated after the last step.
         weights = self.evaluator.averaged.state_dict()
         equal = parameters_are_equal(self.model.module, self.worker.world_size)
         if self.worker.is_main:

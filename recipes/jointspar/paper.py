@@ -26,7 +26,7 @@ from recipes.distributed import (
     this_worker,
     threads_per_worker,
 )
-from recipes.errors import RecipeError
+from recipes.errors import exit_on_user_error
 from recipes.jointspar.layer_training import train
 from recipes.jointspar.paper_data import open_data
 from recipes.jointspar.paper_plan import describe
@@ -38,14 +38,12 @@ from recipes.settings import Settings
 
 def main() -> None:
     """Train, or print the plan. Bad input ends in one line."""
-    try:
+    with exit_on_user_error(torchcomp.UnsupportedModelError):
         setting = read_options(Setting, sys.argv[1:])
         if setting.dry_run:
             print_plan(setting)
         else:
             run(setting)
-    except (RecipeError, torchcomp.SpecError, torchcomp.UnsupportedModelError) as error:
-        sys.exit(f"error (rank {env_rank()}): {error}")
 
 
 def print_plan(setting: Setting) -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from recipes.errors import exit_on_user_error
-from recipes.experiments import ExperimentParser
+from recipes.experiments import ExperimentParser, ResultTable
 from recipes.result_files import make_folder
 from recipes.two_direction import on_ranks, scaling
 from recipes.two_direction.contest import METHODS, Setting, check
@@ -73,8 +73,9 @@ def main() -> None:
     contests = open_contests(arguments)
     sweeps = open_sweeps(arguments)
     shared = on_ranks.setting(arguments.gap) if "ranks" in arguments.only else None
-    options = {"resume": arguments.resume}
-    ranks_table = on_ranks.open_table(shared, arguments.out, **options) if shared else None
+    ranks_table = (
+        on_ranks.open_table(shared, arguments.out, resume=arguments.resume) if shared else None
+    )
     make_folder(arguments.out)
     for setting, tables in contests:
         run_contest(setting, arguments.methods, arguments.seeds, tables)
@@ -95,11 +96,13 @@ def open_contests(arguments: argparse.Namespace) -> list[tuple[Setting, ContestT
     settings = contest_settings(arguments)
     for setting in settings:
         check(setting, arguments.methods)
-    place = {"folder": arguments.out, "resume": arguments.resume}
-    return [(each, ContestTables.open(each, arguments.seeds, **place)) for each in settings]
+    return [
+        (each, ContestTables.open(each, arguments.seeds, arguments.out, resume=arguments.resume))
+        for each in settings
+    ]
 
 
-def open_sweeps(arguments: argparse.Namespace) -> list[tuple[scaling.Sweep, "scaling.ResultTable"]]:
+def open_sweeps(arguments: argparse.Namespace) -> list[tuple[scaling.Sweep, ResultTable]]:
     """Open the tables of the sweeps that the flags name."""
     if "scaling" not in arguments.only:
         return []

@@ -48,13 +48,7 @@ SIMULATED = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    # The number of threads changes how a batch is summed, and therefore its rounding.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- The counterexample ---------------------------------------------------------------------------

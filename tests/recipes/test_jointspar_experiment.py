@@ -57,12 +57,7 @@ CONFIGS = sorted((FOLDER / "configs").glob("*.yaml"))
 SIX = {"mnist", "fashion-mnist", "svhn", "cifar10", "cifar100", "imagenet"}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def setting_of(*words: str) -> Setting:

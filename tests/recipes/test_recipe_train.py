@@ -437,4 +437,4 @@ def test_an_error_on_every_rank_ends_the_run(torchrun: TorchRun, digits_flags: l
     assert process.returncode != 0
     assert re.search(r"error \(rank [01]\): --batch-size 63 .*2 ranks", printed)
     # torchrun itself prints a traceback after the ranks' messages.
-    assert "Traceback" not in printed.split("recipes/train.py FAILED")[0].split("error (rank")[0]
+    assert "Traceback" not in printed.split("recipes.train FAILED")[0].split("error (rank")[0]

@@ -6,7 +6,6 @@ import pickle
 import re
 import statistics
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,13 +38,7 @@ FOLDER = RECIPES / "two_direction"
 RESULTS = FOLDER / "results"
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    # Torch splits sums among threads, so the rounding depends on their number.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

@@ -25,13 +25,7 @@ from torchcomp.errors import SpecError
 F = quadratics(condition=5.0)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    # Vectors are short here, so more threads would only wait for each other.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def normal(*shape):
