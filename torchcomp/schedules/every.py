@@ -9,7 +9,7 @@ from torchcomp.schedules.base import Horizon, Schedule
 
 @dataclass(frozen=True)
 class Every(Schedule):
-    """``every(h)``: average after every h local steps, also during warm-up.
+    """``every(4)``: average after every 4 local steps, also during warm-up.
 
     ``every(1)`` averages the parameters after each step. Reference: Stich, "Local SGD converges
     fast and communicates little", ICLR 2019.

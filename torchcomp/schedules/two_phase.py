@@ -37,13 +37,12 @@ class TwoPhase(Schedule):
 
 @dataclass(frozen=True)
 class PostLocal(TwoPhase):
-    """``post_local(switch=30000, h=8)``: average every step up to `switch`, then every h steps.
+    """``post_local(switch=30000, h=8)``: average every step, later every 8 steps.
 
     Source: Lin, Stich, Patel, Jaggi, "Don't use large mini-batches, use local SGD", ICLR 2020
     (post-local SGD).
 
     Attributes:
-        switch: the last step of the first phase; see TwoPhase.
         h: local steps between synchronisations after the switch.
     """
 
@@ -62,7 +61,7 @@ class PostLocal(TwoPhase):
 
 @dataclass(frozen=True)
 class Swap(TwoPhase):
-    """``swap(switch=30000)``: average every step up to `switch`, then once at the end of the run.
+    """``swap(switch=30000)``: average every step, later once at the end of the run.
 
     Source: Gupta, Akle Serrano, DeCoste, "Stochastic weight averaging in parallel: large-batch
     training that generalizes well", ICLR 2020 (SWAP).
