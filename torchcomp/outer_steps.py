@@ -41,7 +41,7 @@ class OuterStep(Component):
 
 @dataclass(frozen=True)
 class SlowMo(OuterStep):
-    """``slowmo(beta=0.7)``: slow momentum, scaled by the local learning rate.
+    """``slowmo(beta=0.7)``: slow momentum over rounds.
 
     Algorithm 1 of Wang, Tantia, Ballas and Rabbat, "SlowMo", ICLR 2020 (arXiv 1910.00643), with
     gamma the learning rate of the local ("fast") steps:
@@ -80,7 +80,7 @@ class SlowMo(OuterStep):
 
 @dataclass(frozen=True)
 class Nesterov(OuterStep):
-    """``nesterov(lr=0.7, momentum=0.9)``: DiLoCo's outer step, Nesterov momentum.
+    """``nesterov(lr=0.7, momentum=0.9)``: DiLoCo's outer step.
 
     Algorithm 1 of Douillard et al., "DiLoCo", 2023 (arXiv 2311.08105), with Nesterov momentum in
     the form of :class:`torch.optim.SGD`:

@@ -27,7 +27,7 @@ from torchcomp.state import Kind, Slot, State
 
 @dataclass(frozen=True)
 class Bidirectional(Residual):
-    """``bidirectional(topk(0.01), topk(0.01))``: compress both ways, with error feedback.
+    """``bidirectional(topk(0.01), topk(0.01))``: error feedback in both directions.
 
     C and D are the two compressors. Traffic per rank does not grow with the number of ranks W. Each
     rank is a worker, and also the parameter server (owner) of one shard of the bucket. Let g be its

@@ -24,7 +24,7 @@ from torchcomp.state import Kind, Slot, State
 
 @dataclass(frozen=True)
 class DGC(Residual, OneWay):
-    """``dgc(topk(0.05), momentum=0.9)``: error feedback with momentum, for plain SGD.
+    """``dgc(topk(0.05), momentum=0.9)``: error feedback with momentum, for SGD.
 
     Let g be the gradient of this rank, u its velocity and v its residual. Both start at 0.
 

@@ -20,7 +20,7 @@ from torchcomp.state import Slot, State
 
 @dataclass(frozen=True)
 class EF(Residual, OneWay):
-    """``ef(topk(0.01))``: error feedback, which adds what was not sent to the next step.
+    """``ef(topk(0.01))``: error feedback around a compressor.
 
     C is the compressor. Let g be the gradient of this rank and e its residual, which starts at 0.
 

@@ -16,7 +16,7 @@ from torchcomp.state import Kind, Slot, State
 
 @dataclass(frozen=True)
 class EF21(OneWay):
-    """``ef21(topk(0.05))``: send the change of each rank's estimate of its gradient.
+    """``ef21(topk(0.05))``: changes of an estimate of the gradient.
 
     C is the compressor. Let s be the estimate of this rank's gradient g, and m the mean of all
     ranks' s. Both start at 0, so the steps are too short until s has grown to the size of g.

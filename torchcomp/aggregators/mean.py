@@ -17,7 +17,9 @@ _LARGE = 10**6
 
 @dataclass(frozen=True)
 class Mean(OneWay):
-    """``mean``: what plain DDP does; mean(C), or C for short, averages C(gradient).
+    """``mean``: do what plain DDP does.
+
+    ``mean(C)``, or ``C`` for short, averages C(gradient).
 
     1. message = C(g)
     2. g <- mean of the decoded messages

@@ -32,9 +32,9 @@ class OneWay(Aggregator):
 
     Attributes:
         compressor: applied to what a rank sends.
-        exchange: "allreduce", "allgather", "sharded" or "auto". "auto" uses allreduce if messages
-            can be added, and otherwise allgather or sharded, whichever moves fewer bytes. The
-            result is the same. "sum" and "gather" are old names of the first two.
+        exchange: collective that carries the messages. "auto" uses allreduce if messages can be
+            added, and otherwise allgather or sharded, whichever moves fewer bytes. The result is
+            the same. "sum" and "gather" are old names of allreduce and allgather.
     """
 
     compressor: Compressor

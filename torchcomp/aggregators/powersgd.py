@@ -21,7 +21,7 @@ from torchcomp.traffic import Load
 
 @dataclass(frozen=True)
 class PowerSGD(Residual):
-    """``powersgd(rank=2)``: send low-rank matrices, with error feedback and warm start.
+    """``powersgd(rank=2)``: low-rank matrices with error feedback.
 
     A parameter is viewed as a matrix: its first dimension by all others. Let g be its gradient on
     this rank and e its residual, which starts at 0. Q has `rank` columns and starts random.

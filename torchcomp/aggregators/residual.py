@@ -27,8 +27,8 @@ class Residual(Aggregator):
     """An aggregator with a residual, and an option for its dtype.
 
     Attributes:
-        memory_dtype: "fp32", "fp64", "bf16" or "fp16". The default is fp32, or the gradient's
-            dtype if that is wider. A 16-bit residual loses only its own rounding error.
+        memory_dtype: dtype of the residual. The default is fp32, or the gradient's dtype if that is
+            wider. A 16-bit residual loses only its own rounding error.
     """
 
     # Not a dataclass field here: subclasses declare it after their own options, so it comes last.

@@ -16,16 +16,16 @@ from torchcomp.wire import Layout, Parts
 
 @dataclass(frozen=True)
 class Quantize(Compressor):
-    """``quantize("int8")``: round every value to 8 or 4 bits, with a scale per 128 values.
+    """``quantize("int8")``: round every value to 8 or 4 bits.
 
-    The levels are evenly spaced, up to the largest magnitude of the block. Contractive; with
-    ``rounding="stochastic"`` also unbiased. alpha and omega are valid if the largest magnitude of
-    each block is between 127 * 2^-126 and the largest float32. Reference: Alistarh et al., "QSGD",
-    NeurIPS 2017, where the scale is the Euclidean norm.
+    A block of 128 values has one scale. The levels are evenly spaced, up to the largest magnitude
+    of the block. Contractive; with ``rounding="stochastic"`` also unbiased. alpha and omega are
+    valid if the largest magnitude of each block is between 127 * 2^-126 and the largest float32.
+    Reference: Alistarh et al., "QSGD", NeurIPS 2017, where the scale is the Euclidean norm.
 
     Attributes:
         format: "int8" (levels -127 to 127) or "int4" (-7 to 7).
-        rounding: "nearest" or "stochastic".
+        rounding: "stochastic" is unbiased.
     """
 
     name: ClassVar[str] = "quantize"

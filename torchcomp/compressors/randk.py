@@ -18,7 +18,7 @@ from torchcomp.wire import Field, Layout, Parts
 
 @dataclass(frozen=True)
 class RandK(Sparsifier):
-    """``randk(0.01)``: keep a random 1 % of the entries, the same on all ranks.
+    """``randk(0.01)``: random entries, the same on all ranks.
 
     k of n entries are drawn uniformly, without replacement. Every rank draws the same entries from
     the shared key. No indices are sent, and an all-reduce can add the messages. Contractive with

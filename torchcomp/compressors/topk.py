@@ -19,7 +19,7 @@ from torchcomp.wire import Field, Layout, Parts
 
 @dataclass(frozen=True)
 class TopK(Selector):
-    """``topk(0.01)``: keep the 1 % of the entries with the largest magnitudes.
+    """``topk(0.01)``: keep the entries of largest magnitude.
 
     Contractive with alpha = k/n. Among equal magnitudes the lowest index wins: the result is the
     same on every machine. NaN and infinities rank above every number. Indices are sent as an
@@ -27,10 +27,9 @@ class TopK(Selector):
     2018.
 
     Attributes:
-        values: the format of the values sent: "bf16", "fp16", "int8" or "int4" (the last two with
-            one scale per 128 values); by default the gradient's dtype. With a format, the rounding
-            error lowers alpha.
-        rounding: "nearest" or "stochastic" (unbiased), for "int8" and "int4".
+        values: format of the values sent, by default the gradient's dtype. "int8" and "int4" have
+            one scale per 128 values. With a format, the rounding error lowers alpha.
+        rounding: of "int8" and "int4"; "stochastic" is unbiased.
     """
 
     name: ClassVar[str] = "topk"

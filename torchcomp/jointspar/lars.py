@@ -92,8 +92,8 @@ class LARS(Optimizer):
             check(name, options[name], owner="LARS")
         super().add_param_group(param_group)
 
-    @torch.no_grad() def step(self, closure: Callable[[], float] | None = None) -> float | None:  #
-    type: ignore[override]
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Perform one optimizer step.
 
         Args:

@@ -12,7 +12,7 @@ from torchcomp.schedules.base import Horizon, Schedule
 
 @dataclass(frozen=True)
 class Power(Schedule):
-    """``power(coef=0.03, exponent=1, h_base=4)``: rounds grow as a power of 1 / lr.
+    """``power(coef=0.03, exponent=1, h_base=4)``: rounds grow with a power of 1 / lr.
 
     A round takes H = max(h_base, floor((coef / eta)^exponent)) steps. eta is the learning rate of
     the round's first step. During warm-up H = h_base. Gu, Lyu, Arora, Zhang, Huang, ICLR 2024
