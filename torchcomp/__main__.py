@@ -5,7 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torchcomp._version import __version__
 from torchcomp.aggregators import Aggregator
@@ -91,8 +91,16 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Wraps its errors at 80 columns, like everything else that is printed."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(2, wrapped("", f"{self.prog}: error: {message}") + "\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="torchcomp", description="Data-parallel training with less network traffic."
     )
     parser.add_argument("--version", action="version", version=__version__)
