@@ -131,15 +131,16 @@ def test_break_even_does_not_depend_on_the_number_of_ranks(world_size):
 
 
 def test_a_method_that_changes_its_exchange_has_no_break_even():
-    # From about 100 ranks on, "auto" is sharded, which stays below plain DDP.
+    # From about 80 ranks on, "auto" is sharded, which stays below plain DDP.
     assert topk(2).break_even_world_size is None
     assert saving(topk(158)) > 1
 
 
 def test_small_shards_have_a_break_even():
     # A frame has 16 bytes, which is more than the four values of a shard.
-    even = topk(2, "ef(topk(0.5), exchange='sharded')", 1000).break_even_world_size
-    at, below = (topk(n, "ef(topk(0.5), exchange='sharded')", 1000) for n in (even, even - 1))
+    options = {"spec": "ef(topk(0.5), exchange='sharded')", "numel": 1000}
+    even = explain(world_size=2, **options).break_even_world_size
+    below, at = (explain(world_size=n, rank=n - 1, **options) for n in (even - 1, even))
     assert saving(at) <= 1 < saving(below)
 
 

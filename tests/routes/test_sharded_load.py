@@ -52,7 +52,7 @@ def listed_load(up, down, rank):
 sizes = st.lists(st.integers(0, 40) | st.sampled_from([64, 1000]), max_size=8)
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=100)
 @given(
     sizes,
     st.integers(1, 70),
