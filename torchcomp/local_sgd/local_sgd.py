@@ -186,6 +186,14 @@ class LocalSGD:
         """
         return self._steps.stats
 
+    @property
+    def seconds_waited(self) -> float:
+        """Time that this rank has spent in synchronisations, including the wait for other ranks.
+
+        With ``overlap``, the time in which layers wait for their averages is not included.
+        """
+        return self._steps.seconds_waited
+
     def residual_norms(self, slot: str = "error") -> dict[str, float]:
         """Euclidean norms by parameter, as in :meth:`torchcomp.Averager.residual_norms`.
 

@@ -1,6 +1,7 @@
 """Rounds: the clock, the rounds of the fragments, synchronisations, and late parameters."""
 
 import logging
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -163,6 +164,7 @@ class LocalSteps:
 
     Attributes:
         stats: the counters after the last step.
+        seconds_waited: time of all synchronisations.
         forward: whether a forward pass in training has begun since the last step. Ranks can run
             different numbers of them per step, but a step without any had no batch.
     """
@@ -180,6 +182,7 @@ class LocalSteps:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self.method, self.scaler = method, scaler
         self.forward = False
+        self.seconds_waited = 0.0
         self._missing = 0  # steps without a forward pass before them
         self._stepped: set[int] = set()  # indices of the optimizers that have taken this step
         trained = dict(trained_parameters(model))
@@ -289,10 +292,12 @@ class LocalSteps:
             fragment.lr_sum += max(lrs, default=0.0)
             if fragment.end == self.clock.step:
                 due.append(fragment)
+        start = time.perf_counter()
         try:
             if due:
                 self._synchronise(due)
         finally:
+            self.seconds_waited += time.perf_counter() - start
             # A synchronisation that failed has sent bytes, and its step counts.
             self._update_stats()
 
