@@ -111,9 +111,7 @@ def _step_panel(
         left = [start + width for start, width in zip(left, widths, strict=True)]
     ends = dict(zip(methods, left, strict=True))
     # The factor leaves space on the right for the text behind the longest bar.
-    limit = 1.5 * max(
-        end for method, end in ends.items() if len(ends) == 1 or method not in _DENSE
-    )
+    limit = 1.5 * max(end for method, end in ends.items() if len(ends) == 1 or method not in _DENSE)
     measured = {m: steps.milliseconds(*link, m) or end for m, end in ends.items()}
     for position, (method, end) in enumerate(ends.items()):
         note = f"{measured[method]:,.0f} ms"
