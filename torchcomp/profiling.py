@@ -30,8 +30,8 @@ def bucket_number(number: int) -> Iterator[None]:
 @contextmanager
 def label(name: str) -> Iterator[None]:
     """Label a block or, as a decorator, a function: "torchcomp::encode bucket 3" in a trace."""
-    # torch's record_function costs 5 to 20 us even if no profiler runs. If a torch lacks the flag,
-    # which is private, pay that.
+    # torch's record_function takes 7 us even if no profiler runs, and this test 1 us. The flag is
+    # private: a torch without it gets all labels at their price.
     if not getattr(profiler, "_is_profiler_enabled", True):
         yield
         return

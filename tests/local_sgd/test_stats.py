@@ -131,10 +131,10 @@ def test_local_steps_have_no_residual():
 @pytest.mark.parametrize("overlap", [False, True])
 def test_another_thread_reads_the_counters_of_whole_steps_only(overlap):
     def body():
-        script = Script(spec="every(2)", total_steps=100, overlap=overlap)
+        script = Script(spec="every(2)", total_steps=30, local={"overlap": overlap})
         finished = {script.sync.stats}
         with snapshots(lambda: script.sync.stats) as seen:
-            for step in range(100):
+            for step in range(30):
                 script.step(step)
                 finished.add(script.sync.stats)
         assert len(seen) > 1
@@ -148,7 +148,8 @@ def test_another_thread_reads_the_counters_of_whole_steps_only(overlap):
 
 def test_the_constructor_logs_schedule_steps_and_bytes_on_rank_0(caplog):
     caplog.set_level(logging.INFO, "torchcomp")
-    on_threads(2, lambda: Script(spec="every(3)", total_steps=STEPS, compress="ef(topk(0.1))"))
+    local = {"compress": "ef(topk(0.1))"}
+    on_threads(2, lambda: Script(spec="every(3)", total_steps=STEPS, local=local))
     (record,) = [record for record in caplog.records if record.levelno == logging.INFO]
     plan = torchcomp.explain("ef(topk(0.1))", model=mlp(), world_size=2)
     for value in ("every(3)", "ef(topk(0.1))", f"total_steps={STEPS}", plan.bytes_sent, NBYTES):

@@ -32,7 +32,7 @@ def snapshots(read: Callable[[], Stats]) -> Iterator[set[Stats]]:
 
     thread = threading.Thread(target=reader)
     # Switch threads often: the default of 5 ms is longer than a step.
-    sys.setswitchinterval(1e-6)
+    sys.setswitchinterval(1e-5)
     thread.start()
     try:
         yield seen
