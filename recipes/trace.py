@@ -26,7 +26,8 @@ from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, recor
 import torchcomp
 from recipes.errors import RecipeError, exit_on_user_error
 from recipes.local_ranks import run_on_ranks
-from recipes.result_files import pyplot, save_figure
+from recipes.result_files import make_folder, pyplot, save_figure
+from torchcomp.spec import parse_aggregator
 
 METHODS = ("dense", "ef(topk(0.01))")
 RANKS = 2
@@ -69,15 +70,17 @@ def main() -> None:
     with exit_on_user_error():
         arguments = parse(sys.argv[1:])
         for method in set(arguments.methods) - {"dense"}:
-            torchcomp.parse(method)
+            parse_aggregator(method)
         all_threads()
+        make_folder(arguments.out)
     paths = {}
     for number, method in enumerate(arguments.methods):
-        folder = arguments.out / f"{number}-{folder_name(method)}"
-        folder.mkdir(parents=True, exist_ok=True)
+        # Without the method's arguments, which contain characters that a folder's name should not.
+        folder = arguments.out / f"{number}-{method.partition('(')[0]}"
+        folder.mkdir(exist_ok=True)
         paths[method] = run_on_ranks(RANKS, trace, method, str(folder))[0]
     picture = arguments.out / "overlap.png"
-    draw({method: read(path) for method, path in paths.items()}, picture)
+    draw({method: read(Path(path)) for method, path in paths.items()}, picture)
     print(f"traces: {arguments.out}/*/rank*.json, for https://ui.perfetto.dev")
     print(f"picture: {picture}")
 
@@ -90,11 +93,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/trace"), help="folder [runs/trace]")
     return parser.parse_args(arguments)
-
-
-def folder_name(method: str) -> str:
-    """Return the name of a method without its arguments, for a folder."""
-    return method.partition("(")[0]
 
 
 def all_threads() -> _ExperimentalConfig:
@@ -159,9 +157,9 @@ def network() -> nn.Module:
 # --- The picture ----------------------------------------------------------------------------------
 
 
-def read(path: str) -> list[Span]:
+def read(path: Path) -> list[Span]:
     """Return the labelled blocks of a trace, outer blocks before the blocks inside them."""
-    events = [e for e in json.loads(Path(path).read_text())["traceEvents"] if e["ph"] == "X"]
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
     (whole,) = [event for event in events if event["name"] == "step"]
     # In plain DDP, only gloo's own labels show the all-reduce.
     other = "torchcomp::" if any("torchcomp::" in e["name"] for e in events) else "gloo:"
