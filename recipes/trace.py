@@ -207,7 +207,9 @@ def _draw_step(axes: Any, method: str, spans: list[Span]) -> None:
         axes.barh(row, span.length, height, span.start, color=_COLOURS[span.name], label=meaning)
         if span.name == "average" and span.bucket is not None:
             middle = span.start + span.length / 2
-            axes.text(middle, 0.42, f"bucket {span.bucket}", ha="center", va="bottom", fontsize=8)
+            # The word only once: short buckets have no space for it.
+            text = str(span.bucket) if span.bucket else "bucket 0"
+            axes.text(middle, 0.42, text, ha="center", va="bottom", fontsize=8)
     ends = {span.name: span.start + span.length for span in spans}
     # Plain DDP has no label for the time in which it waits.
     waits = [span.length for span in spans if span.name == "wait"]
