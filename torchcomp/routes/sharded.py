@@ -28,6 +28,7 @@ from torchcomp.compressors.sparse import Selector
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.cast import narrow
 from torchcomp.keys import Key
+from torchcomp.profiling import label
 from torchcomp.routes.base import add_frames
 from torchcomp.routes.threshold import Query, chosen, find_largest, order_bits
 from torchcomp.state import Slot, State
@@ -197,6 +198,7 @@ class ShardedRoute:
         self._up, self._down, self._exchange, self._key = up, down, exchange, key
         self._state, self._dtype, self._server, self._thresholds = state, dtype, server, thresholds
 
+    @label("encode")
     def send(self, x: Tensor) -> None:
         if self._up.exact:
             self._send_selected(x, [v.compressor.select(x[v.span]) for v in self._up.whole.vectors])  # type: ignore[attr-defined]
@@ -205,6 +207,7 @@ class ShardedRoute:
         shards = zip(self._codecs, self._up.shards, strict=True)
         self._pack([c.encode(x[part.span], self._key) for c, part in shards], x.device)
 
+    @label("encode")
     def send_sum(self, g: Tensor, e: Tensor, x: Tensor) -> None:
         up, key, state = self._up, self._key, self._state
         if up.exact:
@@ -295,6 +298,7 @@ class ShardedRoute:
             add_frames(codecs[0], exchange, held, total, self._key)
         return total
 
+    @label("encode downlink")
     def _downlink(self, mean: Tensor) -> tuple[Sequence[Codec], Tensor]:
         """Return the codecs of all owners' downlink messages, and this owner's framed message."""
         down, rank, key = self._down, self._exchange.rank, self._key
