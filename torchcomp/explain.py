@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Aggregator
+from torchcomp.batchnorm import statistics_of, updated_layers
 from torchcomp.bucket import BucketShape, Caps, merge, partition
 from torchcomp.checks import check_count
 from torchcomp.comparison import MOST_RANKS, break_even, hints
@@ -89,7 +90,9 @@ def explain(
             f"'{built}' is a schedule and needs total_steps, the optimizer steps of the run"
         )
     horizon = Horizon(total_steps, warmup_steps)
-    plan = _explain_schedule(built, lr, horizon, average, extra, shapes, world_size, rank)
+    statistics = {} if model is None else statistics_of(updated_layers(model))
+    averaged = sum(each.numel() * max(4, each.itemsize) for each in statistics.values())
+    plan = _explain_schedule(built, lr, horizon, average, extra, shapes, averaged, world_size, rank)
     if time is None:
         return plan
     # The time model has the formula of an all-reduce only.
@@ -172,6 +175,7 @@ def _explain_schedule(
     average: Aggregator,
     extra: dict[str, Component],
     shapes: list[BucketShape],
+    statistics: int,
     world_size: int,
     rank: int,
 ) -> Plan:
@@ -185,11 +189,13 @@ def _explain_schedule(
     # State per rank: the parameters at the start of the round, if they are needed, and the outer
     # momentum, if there is an outer step.
     copies = bool(extra) + ("outer" in extra)
+    # BatchNorm's statistics are all-reduced with the parameters.
+    more = sum_bytes(statistics, world_size)
     return replace(
         once,
         spec=f"{schedule} with {options}" if options else str(schedule),
-        bytes_sent=round(once.bytes_sent / per_sync),
-        bytes_received=round(once.bytes_received / per_sync),
+        bytes_sent=round((once.bytes_sent + more) / per_sync),
+        bytes_received=round((once.bytes_received + more) / per_sync),
         dense_bytes_sent=sum_bytes(_nbytes(shapes), world_size),
         memory_bytes=once.memory_bytes + copies * _nbytes(wide),
         break_even_world_size=break_even(average, wide, dense),

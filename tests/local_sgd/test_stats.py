@@ -105,6 +105,8 @@ def test_64_ranks(build):
     sent = [*build().parameters(), *(b for b in build().buffers() if b.is_floating_point())]
     once = 2 * 63 * sum(tensor.nbytes for tensor in sent) // 64
     ends = torchcomp.sync_steps(spec, lr=lr, **options)
+    plan = torchcomp.explain(spec, world_size=64, model=build(), lr=lr, **options)
+    assert plan.bytes_sent == round(once * len(ends) / 20)
     assert [step for step in range(1, 21) if seen[step].syncs > seen[step - 1].syncs] == ends
     assert seen[-1].total_bytes_sent == once * len(ends)
 
