@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Aggregator
-from torchcomp.bucket import BucketShape, Caps, merge, partition
+from torchcomp.bucket import DEFAULT_CAPS, BucketShape, merge, partition
 from torchcomp.checks import check_count
 from torchcomp.component import Component
 from torchcomp.ddp.checks import bucket_caps, check_is_module, trained_parameters
@@ -225,7 +225,7 @@ def _shapes(
         parameters, caps = dict(trained_parameters(model)), bucket_caps(model)
     else:
         named = model.named_parameters()
-        parameters, caps = {name: p for name, p in named if p.requires_grad}, Caps()
+        parameters, caps = {name: p for name, p in named if p.requires_grad}, DEFAULT_CAPS
     groups = partition(parameters.items(), caps)
     wanted = merge(groups, parameters) if merged else groups
     return [BucketShape.of(group, parameters) for group in wanted]
