@@ -93,8 +93,7 @@ def defined(tree):
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if isinstance(node.value, ast.Name) and node.value.id == "self":
-                yield node.attr
+            yield from [node.attr] if ast.unparse(node.value) == "self" else []
 
 
 PATHS = [path for path in PACKAGE.rglob("*.py") if path.name != "compat.py"]

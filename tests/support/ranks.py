@@ -180,7 +180,7 @@ def _outcome(folder: Path, rank: int, code: int | None) -> Any:
 
 
 def _note(error: BaseException, note: str) -> None:
-    """Add a note, as ``add_note`` of Python 3.11 does. Python 3.10 keeps it, but does not print it."""
+    """As Python 3.11's ``add_note``. Python 3.10 keeps the note, but does not print it."""
     error.__notes__ = [*getattr(error, "__notes__", []), note]
 
 
