@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart experiment-bidirectional-topk experiment-qsr experiment-jointspar experiment-2direction test test-fast test-thorough lint setup clean
+.PHONY: help quickstart experiment-bidirectional-topk experiment-qsr experiment-jointspar experiment-2direction test test-fast test-thorough lint setup docs docs-check dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /  make \1@/p' Makefile | awk -F@ '{ printf "%-35s %s\n", $$1, $$2 }'
@@ -49,6 +49,23 @@ lint: setup ## ruff (rules and format) and mypy --strict
 	@.venv/bin/python -m ruff check .
 	@.venv/bin/python -m ruff format --check .
 	@.venv/bin/python -m mypy
+
+docs: .venv-docs/ready ## the documentation site, in build/docs
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
+
+docs-check: docs ## links, widths, contrast and requests of the site, in Chromium
+	@sh tools/docs-check.sh $(ARGS)
+
+# In an isolated environment, as pip builds it. The file pins setuptools there as well.
+dist: .venv-dist/ready ## wheel and source distribution, checked, in dist
+	@rm -rf dist
+	@PIP_CONSTRAINT=tools/dist-requirements.txt .venv-dist/bin/python -m build
+	@.venv-dist/bin/python -m twine check --strict dist/*
+
+.venv-%/ready: tools/%-requirements.txt
+	@$(PYTHON) -m venv --clear .venv-$*
+	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
 
 setup: ## only set up .venv
 	@PYTHON='$(PYTHON)' sh tools/setup.sh
