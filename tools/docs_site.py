@@ -22,7 +22,9 @@ FOLDERS = ("docs", "recipes", "benchmarks")
 SHOWN = {".md", ".png", ".svg", ".css"}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 ROLE = re.compile(r":(?:attr|class|exc|func|meth|mod):`~?([\w.]+)`")
-MATH = re.compile(r'<(?:span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</(?:span|div)>', re.DOTALL)
+MATH = re.compile(
+    r'<(?:span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</(?:span|div)>', re.DOTALL
+)
 
 
 # --- Pages ----------------------------------------------------------------------------------------
@@ -116,7 +118,11 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     def shown(link: re.Match[str]) -> str:
         target = _target(page.file.src_uri, link[0])
         shows = (ROOT / target).exists() and not files.get_file_from_path(target)
-        return posixpath.relpath(_source_uri(target), posixpath.dirname(page.file.src_uri)) if shows else link[0]
+        return (
+            posixpath.relpath(_source_uri(target), posixpath.dirname(page.file.src_uri))
+            if shows
+            else link[0]
+        )
 
     return LINK.sub(shown, markdown)
 
@@ -128,7 +134,9 @@ def on_page_content(content: str, **_: object) -> str:
     """Turn formulas into MathML, which browsers draw without scripts."""
 
     def mathml(formula: re.Match[str]) -> str:
-        return convert(html.unescape(formula[2]), display="block" if formula[1] == "[" else "inline")
+        return convert(
+            html.unescape(formula[2]), display="block" if formula[1] == "[" else "inline"
+        )
 
     return MATH.sub(mathml, content)
 
@@ -136,7 +144,7 @@ def on_page_content(content: str, **_: object) -> str:
 class Roles(Extension):
     """Sphinx's roles in docstrings, such as :func:`torchcomp.parse`, as links where there is one."""
 
-    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802 (Markdown's name)
+    def extendMarkdown(self, md: Markdown) -> None:
         md.preprocessors.register(_Roles(md), "roles", 25)
 
 
