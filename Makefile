@@ -53,14 +53,18 @@ lint: setup ## ruff (rules and format) and mypy --strict
 docs: .venv-docs/ready ## the documentation site, in build/docs
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
 
-docs-check: docs ## links, widths, contrast and requests of the site, in Chromium
-	@sh tools/docs-check.sh $(ARGS)
+docs-check: docs .docs-check/ready ## links, widths and contrast of the site, in Chromium
+	@NODE_PATH=.docs-check/node_modules node tools/docs_check.js build/docs $(ARGS)
 
 # In an isolated environment, as pip builds it. The file pins setuptools there as well.
 dist: .venv-dist/ready ## wheel and source distribution, checked, in dist
 	@rm -rf dist
 	@PIP_CONSTRAINT=tools/dist-requirements.txt .venv-dist/bin/python -m build
 	@.venv-dist/bin/python -m twine check --strict dist/*
+
+.docs-check/ready: tools/docs-check-requirements.txt
+	@npm install --prefix .docs-check --no-audit --no-fund --silent $$(cat $<)
+	@touch $@
 
 .venv-%/ready: tools/%-requirements.txt
 	@$(PYTHON) -m venv --clear .venv-$*

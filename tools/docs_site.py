@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("docs", "recipes", "benchmarks")
 SHOWN = {".md", ".png", ".svg", ".css"}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
-ROLE = re.compile(r":(?:attr|class|exc|func|meth|mod):`~?([\w.]+)`")
+ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):`~?([\w.]+)`")
 MATH = re.compile(
     r'<(?:span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</(?:span|div)>', re.DOTALL
 )
@@ -39,7 +39,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def _expanded(entry: object, named: set[str]) -> object:
-    """Return an entry of the navigation with every pattern replaced by the pages that it matches."""
+    """Return an entry of the navigation with the pages that its patterns match."""
     if isinstance(entry, list):
         return [page for part in entry for page in _pages(part, named)]
     if isinstance(entry, dict):
@@ -142,7 +142,7 @@ def on_page_content(content: str, **_: object) -> str:
 
 
 class Roles(Extension):
-    """Sphinx's roles in docstrings, such as :func:`torchcomp.parse`, as links where there is one."""
+    """Sphinx's roles in docstrings, such as :func:`torchcomp.parse`, as links."""
 
     def extendMarkdown(self, md: Markdown) -> None:
         md.preprocessors.register(_Roles(md), "roles", 25)
