@@ -45,9 +45,18 @@ function serve() {
   return new Promise((ready) => server.listen(0, "127.0.0.1", () => ready(server)));
 }
 
-// What a page contains, once at each width: violations, overflow, and at the first width its links.
+// Colours, names and roles are the same at every width.
+async function checkAccess(page, name) {
+  await page.evaluate(AXE);
+  const { violations } = await page.evaluate((rules) => axe.run(rules), RULES);
+  for (const { id, nodes } of violations) {
+    report(name, `${id}, ${nodes.length} times: ${nodes[0].html.slice(0, 160)}`);
+  }
+}
+
+// Checks a page at one width, and returns its anchors and links.
 async function look(page, name, width, base) {
-  await page.goto(base + name, { waitUntil: "networkidle" });
+  await page.goto(base + name, { waitUntil: "load" });
   const wide = await page.evaluate(() => {
     const edge = document.documentElement.clientWidth;
     if (document.documentElement.scrollWidth <= edge) return null;
@@ -55,11 +64,7 @@ async function look(page, name, width, base) {
     return past ? past.outerHTML.slice(0, 120) : "unknown element";
   });
   if (wide) report(name, `wider than ${width} pixels: ${wide}`);
-  await page.evaluate(AXE);
-  const { violations } = await page.evaluate((rules) => axe.run(rules), RULES);
-  for (const { id, nodes } of violations) {
-    report(name, `${id} at ${width} pixels, ${nodes.length} times: ${nodes[0].html.slice(0, 160)}`);
-  }
+  if (width === WIDTHS.desktop) await checkAccess(page, name);
   if (SHOTS) await page.screenshot({ path: path.join(SHOTS, `${name.replaceAll("/", "_")}.${width}.png`), fullPage: true });
   return page.evaluate(() => ({
     ids: [...document.querySelectorAll("[id]")].map((e) => e.id),
