@@ -22,6 +22,11 @@ FOLDERS = ("docs", "recipes", "benchmarks")
 SHOWN = {".md", ".png", ".svg", ".css"}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):`~?([\w.]+)`")
+# Functions that are named like their module, for which the static analysis takes the module.
+MOVED = {
+    "torchcomp.register": "torchcomp.ddp.register.register",
+    "torchcomp.explain": "torchcomp.explain.explain",
+}
 MATH = re.compile(
     r'<(?:span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</(?:span|div)>', re.DOTALL
 )
@@ -154,4 +159,5 @@ class _Roles(Preprocessor):
 
     @staticmethod
     def _link(role: re.Match[str]) -> str:
-        return f'<autoref optional identifier="{role[1]}"><code>{role[1]}</code></autoref>'
+        name = MOVED.get(role[1], role[1])
+        return f'<autoref optional identifier="{name}"><code>{role[1]}</code></autoref>'
