@@ -182,7 +182,7 @@ def test_environment_is_the_pinned_one():
 
 def test_make_lists_its_targets():
     listed = run(["make"]).stdout
-    for target in ("quickstart", "test", "test-fast", "lint", "docs", "docs-check", "dist", "clean"):
+    for target in ("quickstart", "test", "test-fast", "lint", "docs-check", "docs", "dist"):
         assert re.search(rf"^  make {target} +\S", listed, re.MULTILINE), target
 
 
