@@ -1,10 +1,10 @@
-# `make` alone lists what there is. Every target but help, clean and test-versions first sets up
-# .venv, which takes two minutes or so the first time and no time after that: see tools/setup.sh.
+# `make` alone lists what there is. Most targets first set up .venv, which takes two
+# minutes or so the first time and no time after that: see tools/setup.sh.
 PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart experiment-bidirectional-topk experiment-qsr experiment-jointspar experiment-2direction test test-fast test-thorough test-versions lint setup clean
+.PHONY: help quickstart experiment-bidirectional-topk experiment-qsr experiment-jointspar experiment-2direction test test-fast test-thorough test-versions lint setup docs docs-check dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /  make \1@/p' Makefile | awk -F@ '{ printf "%-35s %s\n", $$1, $$2 }'
@@ -53,6 +53,27 @@ lint: setup ## ruff (rules and format) and mypy --strict
 	@.venv/bin/python -m ruff check .
 	@.venv/bin/python -m ruff format --check .
 	@.venv/bin/python -m mypy
+
+docs: .venv-docs/ready ## the documentation site, in build/docs
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
+
+docs-check: docs .docs-check/ready ## links, widths and contrast of the site, in Chromium
+	@NODE_PATH=.docs-check/node_modules node tools/docs_check.js build/docs $(ARGS)
+
+# In an isolated environment, as pip builds it. The file pins setuptools there as well.
+dist: .venv-dist/ready ## wheel and source distribution, checked, in dist
+	@rm -rf dist
+	@PIP_CONSTRAINT=tools/dist-requirements.txt .venv-dist/bin/python -m build
+	@.venv-dist/bin/python -m twine check --strict dist/*
+
+.docs-check/ready: tools/docs-check-requirements.txt
+	@npm install --prefix .docs-check --no-audit --no-fund --silent $$(cat $<)
+	@touch $@
+
+.venv-%/ready: tools/%-requirements.txt
+	@$(PYTHON) -m venv --clear .venv-$*
+	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
 
 setup: ## only set up .venv
 	@PYTHON='$(PYTHON)' sh tools/setup.sh

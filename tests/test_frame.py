@@ -10,7 +10,9 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -56,24 +58,55 @@ def run(command, *, cwd=ROOT, check=True, **env):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    tree = tmp_path_factory.mktemp("wheel") / "tree"
+def tree(tmp_path_factory):
+    """Return a copy of the repository without hidden files and build outputs."""
+    tree = tmp_path_factory.mktemp("tree") / "tree"
     left_out = shutil.ignore_patterns(
         ".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "outputs", "data", "*.beton"
     )
-    shutil.copytree(ROOT, tree, ignore=left_out)
+    return shutil.copytree(ROOT, tree, ignore=left_out)
+
+
+@pytest.fixture(scope="module")
+def sources(tree):
+    """Return the files of the copy, before anything is built in it."""
+    return {path.relative_to(tree).as_posix() for path in tree.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def wheel(tree, sources):
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "."]
     run([*build, "--wheel-dir", str(tree / "out")], cwd=tree)
     (path,) = (tree / "out").glob("*.whl")
     return path
 
 
-def test_wheel_contains_only_torchcomp(wheel):
+def test_wheel_contains_only_torchcomp(wheel, sources):
     names = zipfile.ZipFile(wheel).namelist()
     packed = {name for name in names if ".dist-info/" not in name}
-    sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "torchcomp").rglob("*.py")}
-    assert packed == sources | {"torchcomp/py.typed"}
+    assert packed == {name for name in sources if name.startswith("torchcomp/")}
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_source_distribution_contains_the_repository(tree, sources):
+    build = "from setuptools import build_meta; print(build_meta.build_sdist('out'))"
+    name = run([sys.executable, "-c", build], cwd=tree).stdout.split()[-1]
+    with tarfile.open(tree / "out" / name) as archive:
+        packed = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    assert sources - packed == set()
+    added = {path for path in packed - sources if ".egg-info/" not in path}
+    assert added == {"PKG-INFO", "setup.cfg"}
+
+
+def test_description_of_the_wheel_has_no_link_into_the_repository(wheel):
+    (name,) = [n for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".dist-info/METADATA")]
+    metadata = message_from_bytes(zipfile.ZipFile(wheel).read(name))
+    description = metadata.get_payload()
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert "https://" in description
+    assert re.findall(r"\]\((?!https:)[^)]*\)|^\[.+\]: (?!https:).*", description, re.M) == []
+    for target in re.findall(r"\]\(([^):#]+)", (ROOT / "README.md").read_text()):
+        assert f"(`{target}`)" in description
 
 
 def test_version_is_defined_once(wheel):
@@ -157,7 +190,8 @@ def test_environment_is_the_pinned_one():
 
 def test_make_lists_its_targets():
     listed = run(["make"]).stdout
-    for target in ("help", "quickstart", "test", "test-fast", "test-versions", "lint", "clean"):
+    targets = ("quickstart", "test", "test-fast", "test-versions", "lint", "docs", "dist", "clean")
+    for target in targets:
         assert re.search(rf"^  make {target} +\S", listed, re.MULTILINE), target
 
 

@@ -33,16 +33,13 @@ class Bidirectional(Residual):
     rank is a worker, and also the parameter server (owner) of one shard of the bucket. Let g be its
     gradient, e its residual as a worker and d its server residual. Both residuals start at 0.
 
-    worker
-      1. x = g + e
-      2. message = C(x); each owner gets the entries of its shard
-      3. e <- x - message
-    owner
-      4. s = sum of all ranks' messages / W + d
-      5. downlink message = D(s)
-      6. d <- s - downlink message
-    all ranks
-      7. g <- the downlink messages of all owners
+    1. worker: x = g + e
+    2. worker: message = C(x); each owner gets the entries of its shard
+    3. worker: e <- x - message
+    4. owner: s = sum of all ranks' messages / W + d
+    5. owner: downlink message = D(s)
+    6. owner: d <- s - downlink message
+    7. all ranks: g <- the downlink messages of all owners
 
     Nothing is lost, up to the rounding of the residual's dtype: the sum of all applied means, plus
     the mean of e, plus d equals the sum of all mean gradients.

@@ -51,7 +51,9 @@ class TwoDirectionMethod(Method):
     """Algorithm 1, with a numerically stable form of Algorithm 2's learning rates.
 
     Args:
-        gradients, x0, server: see :class:`~torchcomp.algorithms.method.Method`.
+        gradients: see :class:`~torchcomp.algorithms.method.Method`, as for the next two.
+        x0: the start.
+        server: the parameter server.
         up: unbiased compressor of the workers.
         down: contractive compressor of the server.
         coin: replaces the coin that is drawn from the server's seed.

@@ -1,0 +1,108 @@
+"""The pages of the documentation: navigation, links, API reference, costs and pictures.
+
+`make docs` builds the site and checks more. These tests need none of its packages.
+"""
+
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchcomp
+from recipes.torchvision_compat import import_torchvision
+from torchcomp import spec
+from torchcomp.schedules import Schedule
+from torchcomp.traffic import compared, three_digits
+
+yaml = pytest.importorskip("yaml")
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("docs", "recipes", "benchmarks")
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in [*ROOT.glob("*.md"), *(p for f in FOLDERS for p in (ROOT / f).rglob("*.md"))]
+)
+CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+
+
+def leaves(entry: Any) -> Iterator[str]:
+    if isinstance(entry, str):
+        yield entry
+    else:
+        for part in entry.values() if isinstance(entry, dict) else entry:
+            yield from leaves(part)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as code hosts and the site name them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
+
+
+def test_navigation_contains_every_page_and_no_other() -> None:
+    entries = list(leaves(CONFIG["nav"]))
+    assert [page for page in PAGES if not any(fnmatch(page, entry) for entry in entries)] == []
+    assert [entry for entry in entries if "*" not in entry and entry not in PAGES] == []
+    assert len(entries) == len(set(entries))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_headings_that_exist(page: str) -> None:
+    broken = []
+    for link in re.findall(r"\]\((?![a-z]+:)([^)\s]+)\)", (ROOT / page).read_text()):
+        file, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / file if file else ROOT / page
+        checked = anchor and not anchor.startswith("torchcomp.")  # a docstring's heading
+        if not target.exists() or (checked and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_reference_contains_all_public_names_and_components() -> None:
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    listed = {
+        name.rpartition(".")[2] for name in re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE)
+    }
+    named = {name for name in torchcomp.__all__ if not name.startswith("_")}
+    assert named | {component.__name__ for component in spec.COMPONENTS.values()} <= listed
+
+
+def test_costs_on_the_pages_of_methods_are_those_of_explain() -> None:
+    with torch.device("meta"):
+        model = import_torchvision().models.resnet50()
+    rows = [
+        (page.name, *row)
+        for page in sorted((ROOT / "docs" / "methods").glob("*.md"))
+        for row in re.findall(r"^\| `(.+)` \| (.+ MB, .+) \| (.+) \|$", page.read_text(), re.M)
+    ]
+    assert len({page for page, *_ in rows}) == 8
+    for page, method, *shown in rows:
+        run = {"total_steps": 1000} if isinstance(torchcomp.parse(method), Schedule) else {}
+        plans = [torchcomp.explain(method, model=model, world_size=n, **run) for n in (8, 64)]
+        assert shown == [
+            f"{three_digits(plan.bytes_sent / 1e6)} MB, "
+            f"{compared(plan.bytes_sent, plan.dense_bytes_sent)}"
+            for plan in plans
+        ], (page, method)
+
+
+def test_pictures_of_methods_are_those_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tools import method_pictures
+
+    monkeypatch.setattr("sys.argv", ["method_pictures", "--out", str(tmp_path)])
+    method_pictures.main()
+    kept = {path.name: path.read_text() for path in (ROOT / "docs" / "methods").glob("*.svg")}
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+
+    def words(pictures: dict[str, str]) -> dict[str, list[str]]:
+        # Not the coordinates: another processor can round the last digit differently.
+        return {name: re.findall(r">([^<]+)</", svg) for name, svg in pictures.items()}
+
+    assert words(drawn) == words(kept)
