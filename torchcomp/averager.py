@@ -148,6 +148,7 @@ class Averager:
         if scale != self._scale:
             self.state.scale(scale / self._scale)
             self._scale = scale
+        self._now = self._active.at(self.step)
 
     def average(self, bucket: Bucket) -> None:
         """Replace the values of a bucket with the method's estimate of their mean, in place.
@@ -155,9 +156,10 @@ class Averager:
         All ranks must average the same buckets in the same order. If :attr:`grouped`, these must be
         the :attr:`buckets`.
         """
-        method = self._active
-        # `mean` passes NaN and infinities on as plain DDP does, so there is nothing to check.
-        guarded = not method.transparent
+        method = self._now
+        # `mean` passes NaN and infinities on as plain DDP does, so there is nothing to check. A
+        # method that is dense for its first steps only is checked in all of them.
+        guarded = not self._active.transparent
         # If the method's residual shows which parameters were non-finite, this pass over the
         # gradients is not needed.
         if guarded and not method.residual_shows_nonfinite(bucket.flat.dtype):
@@ -359,7 +361,7 @@ class Averager:
     def _traces(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the residuals that show a NaN of a gradient, by parameter name."""
         for name, part in self.state.pending("error"):
-            if self._active.residual_shows_nonfinite(self.parameters[name].dtype):
+            if self._now.residual_shows_nonfinite(self.parameters[name].dtype):
                 yield name, part
 
     # Counters and checkpoints.
