@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import torchcomp
 from torchcomp.aggregators import AGGREGATORS, DGC, EF, EF21, Bidirectional, Mean, PowerSGD
 from torchcomp.aggregators.one_way import COLLECTIVES
-from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, TopK
+from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, TopK, Warmup
 from torchcomp.errors import SpecError
 from torchcomp.outer_steps import OUTER_STEPS, Nesterov, SlowMo
 from torchcomp.schedules import QSR, SCHEDULES, Every, PostLocal, Power, Swap
@@ -46,10 +46,20 @@ randks = st.builds(
     scopes,
     st.booleans(),
 )
+
+
+def warmups(sparsifiers, **start):
+    """Warm-ups of sparsifiers with a ratio below their start."""
+    below = sparsifiers.filter(lambda each: (each.ratio or 1.0) < start.get("start", 1.0))
+    return st.builds(lambda each, steps: Warmup(each, steps, **start), below, counts)
+
+
 compressors = st.one_of(
     st.just(Identity()),
     topks,
     randks,
+    warmups(topks),
+    warmups(randks, start=0.5),
     quantizes,
     st.builds(Cast, st.sampled_from(["bf16", "fp16"])),
 )
@@ -80,7 +90,10 @@ def one_way_aggregators(draw):
 
 def aggregators():
     powersgds = st.builds(PowerSGD, counts, positive, memory_dtypes)
-    dgcs = st.builds(DGC, topks, st.just("auto"), shares, st.booleans(), st.just(0), memory_dtypes)
+    selected = topks | warmups(topks, start=0.5)
+    dgcs = st.builds(
+        DGC, selected, st.just("auto"), shares, st.booleans(), st.just(0), memory_dtypes
+    )
     return one_way_aggregators() | bidirectionals | powersgds | dgcs | st.builds(EF21, contractive)
 
 

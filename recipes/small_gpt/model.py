@@ -68,7 +68,7 @@ class SmallGPT(nn.Module):
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         for module in self.modules():
-            # The default of a Linear keeps the scale of its input; that of an Embedding is too wide.
+            # The default of a Linear keeps the scale of its input. That of an Embedding is 1.
             if isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=0.1)
 
