@@ -154,7 +154,7 @@ def test_a_bare_compressor_means_its_mean(compressor):
 
 
 def test_random_specs_cover_the_registry():
-    covered = {Identity, TopK, RandK, Cast, Quantize, Mean, EF, Bidirectional}
+    covered = {Identity, TopK, RandK, Cast, Quantize, Warmup, Mean, EF, Bidirectional}
     covered |= {PowerSGD, EF21, DGC}
     covered |= {Every, QSR, Power, PostLocal, Swap}
     covered |= {SlowMo, Nesterov}
@@ -237,7 +237,7 @@ def refusal(text, parse=torchcomp.parse):
         ("^topkk(0.1)", "'topkk'.*'topk'"),
         ("ef(^topp(0.1))", "'topp'.*'topk'"),
         ("^zzz", "'zzz'.*methods: bidirectional, cast, dgc, ef, ef21, identity, mean"),
-        ("ef(^zzz)", "'zzz'.*compressors: cast, identity, quantize, randk, topk$"),
+        ("ef(^zzz)", "'zzz'.*compressors: cast, identity, quantize, randk, topk, warmup$"),
         ("ef(^power1)", "'power1'.*compressors: "),
         ("topk(0.1, ^scop='tensor')", "^topk .*'scop'.*'scope'"),
         ("ef(randk(0.1, ^unbiase=True))", "^randk .*'unbiase'.*'unbiased'"),

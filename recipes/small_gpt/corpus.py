@@ -33,9 +33,10 @@ class Corpus:
 @lru_cache(maxsize=1)
 def open_corpus() -> Corpus:
     """Return the text without repeated paragraphs."""
+    text = "\n\n".join(topic for _, topic in sorted(topics.items()))
+    known = "".join(character for character in text if character in _CHARACTERS)
     # Topics quote each other. A repeated paragraph could be in both parts.
-    paragraphs = dict.fromkeys(p for _, text in sorted(topics.items()) for p in text.split("\n\n"))
-    texts = ["".join(c for c in p if c in _CHARACTERS) for p in paragraphs]
+    texts = list(dict.fromkeys(paragraph.strip("\n") for paragraph in known.split("\n\n")))
     held_out = texts[::_HELD_OUT]
     kept = [text for index, text in enumerate(texts) if index % _HELD_OUT]
     checksum = zlib.crc32("\n\n".join(texts).encode())

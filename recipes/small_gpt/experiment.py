@@ -61,7 +61,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         "--methods",
         nargs="+",
         default=list(METHODS),
-        help='"dense", spec strings, and schedules, also with options: "every(8) with compress=..."',
+        help='"dense", spec strings, schedules, and "every(8) with compress=..., outer=..."',
     )
     parser.add_argument("--seeds", type=int, help=f"runs of every method [{SEEDS}; quick: 1]")
     parser.add_argument("--steps", type=int, help=f"of every run [{STEPS}; quick: {QUICK_STEPS}]")

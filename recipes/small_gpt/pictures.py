@@ -31,6 +31,7 @@ def draw_tradeoff(compared: list[Summary], title: str, path: Path) -> None:
     axes.axvline(_TARGET_SAVING, color="C3", linestyle="--", linewidth=1)
     axes.set_xscale("log")
     axes.set_xlim(left=1)
+    axes.set_xticks([1, 2, 5, 10, 20, 50, 100], minor=False)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
     axes.set_xlabel("traffic: how many times fewer bytes than plain DDP (log scale)")
     axes.set_ylabel("validation loss above plain DDP, %")
