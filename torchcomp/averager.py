@@ -108,6 +108,7 @@ class Averager:
         # True while _FLUSH is active instead of the method that the user chose.
         self._flushing = False
         self.use(aggregator)
+        self._now = self._active
 
     @property
     def aggregator(self) -> Aggregator:
@@ -148,7 +149,11 @@ class Averager:
         if scale != self._scale:
             self.state.scale(scale / self._scale)
             self._scale = scale
-        self._now = self._active.at(self.step)
+        now = self._active.at(self.step)
+        if now != self._now:
+            # A stage has workspaces of its own, and those of a high ratio are large.
+            self.state.free_scratch()
+            self._now = now
 
     def average(self, bucket: Bucket) -> None:
         """Replace the values of a bucket with the method's estimate of their mean, in place.

@@ -32,7 +32,19 @@ _HERE = Path(__file__).resolve().parent
 COLUMNS = ("method", "seed", "loss", "bytes", "dense_bytes")
 RANKS, STEPS, SEEDS = 2, 200, 5
 QUICK_STEPS = 10
-METHODS = (DENSE,)
+METHODS = (
+    DENSE,
+    'every(4) with compress=ef(quantize("int4"))',
+    "ef(topk(0.01))",
+    "ef(warmup(topk(0.01), steps=20))",
+    'ef(warmup(topk(0.02, values="int4"), steps=20))',
+    'ef(quantize("int8"))',
+    'every(2) with compress=ef(topk(0.1, values="int8"))',
+    'every(4) with compress=ef(topk(0.1, values="int8"))',
+    'every(8) with compress=quantize("int8")',
+    "ef(topk(0.1))",
+    "powersgd(rank=1)",
+)
 
 
 @exit_on_user_error()

@@ -20,10 +20,10 @@ class Shape:
     """
 
     vocabulary: int
-    context: int = 64
+    context: int = 32
     layers: int = 2
-    heads: int = 4
-    width: int = 96
+    heads: int = 2
+    width: int = 64
 
 
 class Attention(nn.Module):

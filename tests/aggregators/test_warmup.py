@@ -1,5 +1,6 @@
 """warmup(...): the stages, what they send, and that residuals pass from one to the next."""
 
+import weakref
 from itertools import pairwise
 from typing import Any
 
@@ -222,6 +223,24 @@ def test_a_nan_is_found_in_every_stage(spec: str, at: int) -> None:
             step(engine, spoiled)
 
     on_ranks(2, body)
+
+
+def test_workspaces_of_a_stage_are_freed() -> None:
+    class Workspace:
+        pass
+
+    def body(exchange: Any) -> None:
+        engine = averager(f"ef({UP})", exchange)
+        steps(engine, range(2))
+        workspace = weakref.ref(engine.state.scratch("workspace", Workspace))
+        assert workspace() is not None
+        steps(engine, range(2, 3))
+        assert workspace() is None
+        workspace = weakref.ref(engine.state.scratch("workspace", Workspace))
+        steps(engine, range(3, 4))
+        assert workspace() is not None
+
+    on_ranks(1, body)
 
 
 # --- Costs ----------------------------------------------------------------------------------------
