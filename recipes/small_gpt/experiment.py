@@ -34,6 +34,7 @@ RANKS, STEPS, SEEDS = 2, 200, 5
 QUICK_STEPS = 10
 METHODS = (
     DENSE,
+    'every(3) with compress=ef(quantize("int4"))',
     'every(4) with compress=ef(quantize("int4"))',
     "ef(topk(0.01))",
     "ef(warmup(topk(0.01), steps=20))",
@@ -147,8 +148,7 @@ def text_table(compared: list[Summary]) -> str:
     """Return the comparison as text."""
     lines = [f"{'loss':>6}{'excess, %':>15}{'traffic':>13}  method"]
     for each in compared:
-        excess = f"{each.excess:+.1f} ± {each.deviation:.1f}"
-        lines.append(f"{each.loss:>6.3f}{excess:>15}{each.saving:>7.1f}x less  {each.method}")
+        lines.append(f"{each.loss:>6.3f}{each.spread:>15}{each.saving:>7.1f}x less  {each.method}")
     lines.append("excess: validation loss above that of plain DDP, by seed: mean and deviation")
     return "\n".join(lines)
 

@@ -21,7 +21,7 @@ def draw_tradeoff(compared: list[Summary], title: str, path: Path) -> None:
         color = "C2" if good else "C0"
         point, spread = (each.saving, each.excess), each.deviation
         axes.errorbar(*point, yerr=spread, color=color, alpha=0.4, capsize=3, linewidth=1)
-        axes.plot(*point, "o", color=color, markersize=15, label=f"{number}  {each.method}")
+        axes.plot(*point, "o", color=color, markersize=15, label=f"{number:>2}  {each.method}")
         axes.annotate(
             str(number), point, ha="center", va="center", color="white", fontweight="bold", size=9
         )

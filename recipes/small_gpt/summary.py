@@ -24,6 +24,12 @@ class Summary:
     deviation: float
     saving: float
 
+    @property
+    def spread(self) -> str:
+        """The excess as text, with its deviation."""
+        # Adding 0 turns -0.0 into 0.0.
+        return f"{round(self.excess, 1) + 0.0:+.1f} ± {self.deviation:.1f}"
+
 
 def summaries(rows: list[dict[str, str]]) -> list[Summary]:
     """Summarise rows of ``runs.csv`` by method, in the order of its first seed."""
