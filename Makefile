@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart experiment-bidirectional-topk experiment-qsr experiment-jointspar experiment-2direction test test-fast test-thorough test-versions lint setup docs docs-check dist clean
+.PHONY: help quickstart experiment-bidirectional-topk experiment-qsr experiment-jointspar experiment-2direction experiment-small-gpt test test-fast test-thorough test-versions lint setup docs docs-check dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /  make \1@/p' Makefile | awk -F@ '{ printf "%-35s %s\n", $$1, $$2 }'
@@ -24,6 +24,9 @@ experiment-jointspar: setup ## bandit, bytes, time, accuracy (30 min)
 
 experiment-2direction: setup ## 2Direction, AGD and others (an hour)
 	@.venv/bin/python -m recipes.two_direction.experiment $(ARGS)
+
+experiment-small-gpt: setup ## methods with AdamW, a small GPT (20 min)
+	@.venv/bin/python -m recipes.small_gpt.experiment $(ARGS)
 
 # Components, the state of the engine and the DDP hook on threads. What takes longest is left to
 # `make test`: aggregators, local steps, JointSpar, kernels, recipes, and files that train for long.

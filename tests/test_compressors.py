@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, TopK
+from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, TopK, Warmup
 from torchcomp.kernels import select
 from torchcomp.kernels.select import Scratch
 from torchcomp.keys import Key
@@ -56,6 +56,8 @@ EXAMPLES = [
     Example(TopK(k=3, values="int4", rounding="stochastic"), lowest=FINE, highest=FP32.max),
     Example(Quantize("int8"), lowest=FINE, highest=FP32.max),
     Example(Quantize("int4", rounding="stochastic"), lowest=FINE, highest=FP32.max),
+    Example(Warmup(TopK(0.25), steps=5)),
+    Example(Warmup(RandK(0.25, unbiased=True), steps=5, start=0.5)),
 ]
 COMPRESSOR_EXAMPLES = [example.compressor for example in EXAMPLES]
 

@@ -278,7 +278,12 @@ def test_parameters_are_averaged_in_float32_or_wider():
 
 
 @pytest.mark.parametrize(
-    "method", ["ef(topk(0.2))", 'bidirectional(topk(0.2), topk(0.2), selection="shard")']
+    "method",
+    [
+        "ef(topk(0.2))",
+        "ef(warmup(topk(0.2), steps=2))",
+        'bidirectional(topk(0.2), topk(0.2), selection="shard")',
+    ],
 )
 def test_compressed_averages_are_counted_as_a_run_counts_them(method):
     def run():

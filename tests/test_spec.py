@@ -14,7 +14,7 @@ import torchcomp
 from torchcomp import other_names
 from torchcomp.aggregators import AGGREGATORS, DGC, EF, EF21, Bidirectional, Mean, PowerSGD
 from torchcomp.aggregators.one_way import COLLECTIVES
-from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, TopK
+from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, TopK, Warmup
 from torchcomp.errors import SpecError
 from torchcomp.outer_steps import OUTER_STEPS, Nesterov, SlowMo
 from torchcomp.schedules import QSR, SCHEDULES, Every, PostLocal, Power, Swap
@@ -47,10 +47,20 @@ randks = st.builds(
     scopes,
     st.booleans(),
 )
+
+
+def warmups(sparsifiers, **start):
+    """Warm-ups of sparsifiers with a ratio below their start."""
+    below = sparsifiers.filter(lambda each: (each.ratio or 1.0) < start.get("start", 1.0))
+    return st.builds(lambda each, steps: Warmup(each, steps, **start), below, counts)
+
+
 compressors = st.one_of(
     st.just(Identity()),
     topks,
     randks,
+    warmups(topks),
+    warmups(randks, start=0.5),
     quantizes,
     st.builds(Cast, st.sampled_from(["bf16", "fp16"])),
 )
@@ -81,7 +91,10 @@ def one_way_aggregators(draw):
 
 def aggregators():
     powersgds = st.builds(PowerSGD, counts, positive, memory_dtypes)
-    dgcs = st.builds(DGC, topks, st.just("auto"), shares, st.booleans(), st.just(0), memory_dtypes)
+    selected = topks | warmups(topks, start=0.5)
+    dgcs = st.builds(
+        DGC, selected, st.just("auto"), shares, st.booleans(), st.just(0), memory_dtypes
+    )
     return one_way_aggregators() | bidirectionals | powersgds | dgcs | st.builds(EF21, contractive)
 
 
@@ -148,7 +161,7 @@ def test_a_bare_compressor_means_its_mean(compressor):
 
 
 def test_random_specs_cover_the_registry():
-    covered = {Identity, TopK, RandK, Cast, Quantize, Mean, EF, Bidirectional}
+    covered = {Identity, TopK, RandK, Cast, Quantize, Warmup, Mean, EF, Bidirectional}
     covered |= {PowerSGD, EF21, DGC}
     covered |= {Every, QSR, Power, PostLocal, Swap}
     covered |= {SlowMo, Nesterov}
@@ -241,7 +254,7 @@ def refusal(text, parse=torchcomp.parse):
         ("^topkk(0.1)", "'topkk'.*'topk'"),
         ("ef(^topp(0.1))", "'topp'.*'topk'"),
         ("^zzz", "'zzz'.*methods: bidirectional, cast, dgc, ef, ef21, identity, mean"),
-        ("ef(^zzz)", "'zzz'.*compressors: cast, identity, quantize, randk, topk$"),
+        ("ef(^zzz)", "'zzz'.*compressors: cast, identity, quantize, randk, topk, warmup$"),
         ("ef(^power1)", "'power1'.*compressors: "),
         ("topk(0.1, ^scop='tensor')", "^topk .*'scop'.*'scope'"),
         ("ef(randk(0.1, ^unbiase=True))", "^randk .*'unbiase'.*'unbiased'"),

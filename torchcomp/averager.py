@@ -111,6 +111,7 @@ class Averager:
         # True while _FLUSH is active instead of the method that the user chose.
         self._flushing = False
         self.use(aggregator)
+        self._now = self._active
 
     @property
     def aggregator(self) -> Aggregator:
@@ -152,6 +153,11 @@ class Averager:
         if scale != self._scale:
             self.state.scale(scale / self._scale)
             self._scale = scale
+        now = self._active.at(self.step)
+        if now != self._now:
+            # A stage has workspaces of its own, and those of a high ratio are large.
+            self.state.free_scratch()
+            self._now = now
 
     def average(self, bucket: Bucket) -> None:
         """Replace the values of a bucket with the method's estimate of their mean, in place.
@@ -164,9 +170,10 @@ class Averager:
         self._averaged += 1
 
     def _average(self, bucket: Bucket) -> None:
-        method = self._active
-        # `mean` passes NaN and infinities on as plain DDP does, so there is nothing to check.
-        guarded = not method.transparent
+        method = self._now
+        # `mean` passes NaN and infinities on as plain DDP does, so there is nothing to check. A
+        # method that is dense for its first steps only is checked in all of them.
+        guarded = not self._active.transparent
         # If the method's residual shows which parameters were non-finite, this pass over the
         # gradients is not needed.
         if guarded and not method.residual_shows_nonfinite(bucket.flat.dtype):
@@ -374,7 +381,7 @@ class Averager:
     def _traces(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the residuals that show a NaN of a gradient, by parameter name."""
         for name, part in self.state.pending("error"):
-            if self._active.residual_shows_nonfinite(self.parameters[name].dtype):
+            if self._now.residual_shows_nonfinite(self.parameters[name].dtype):
                 yield name, part
 
     # Counters and checkpoints.

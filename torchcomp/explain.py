@@ -1,8 +1,9 @@
 """explain: compute what a method sends, stores and costs, without a run."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from fractions import Fraction
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from torchcomp.schedules import Horizon, Schedule, synchronisations
 from torchcomp.spec import parse, parse_aggregator, parse_outer_step, parse_schedule
 from torchcomp.state import Kind
 from torchcomp.time_model import TimeModel
-from torchcomp.traffic import Load, sum_bytes
+from torchcomp.traffic import Load, Traffic, sum_bytes
 
 
 def explain(
@@ -143,10 +144,12 @@ def sync_steps(
 def _explain_method(
     aggregator: Aggregator, shapes: list[BucketShape], world_size: int, rank: int
 ) -> Plan:
-    costs = [aggregator.cost(shape, world_size, rank) for shape in shapes]
+    warmup_steps = aggregator.stages[-1]
+    final = aggregator.at(warmup_steps)
+    costs = [final.cost(shape, world_size, rank) for shape in shapes]
     dense = _nbytes(shapes)
-    load = Load.total(cost.load for cost in costs)
-    moved = load.traffic(world_size, sum_bytes(dense, world_size))
+    moved = _moved(final, shapes, world_size, rank, 1)
+    warmup = _moved(aggregator, shapes, world_size, rank, warmup_steps)
     collective = " and ".join(sorted({cost.collective for cost in costs}))
     kept = [slot for shape in shapes for slot in aggregator.slots(shape, world_size, rank)]
     return Plan(
@@ -163,9 +166,25 @@ def _explain_method(
         memory_bytes=sum(
             2 * slot.numel * slot.dtype.itemsize for slot in kept if slot.kind is not Kind.CACHE
         ),
-        break_even_world_size=break_even(aggregator, shapes, dense),
+        break_even_world_size=break_even(final, shapes, dense),
         hints=hints(aggregator, shapes, world_size, dense),
+        warmup_steps=warmup_steps or None,
+        warmup_bytes_sent=round(warmup.sent / warmup_steps) if warmup_steps else None,
     )
+
+
+def _moved(
+    aggregator: Aggregator, shapes: list[BucketShape], world_size: int, rank: int, exchanges: int
+) -> Traffic:
+    """Return the traffic of the first `exchanges` exchanges of a run."""
+    total = Traffic()
+    starts = [start for start in aggregator.stages if start < exchanges]
+    for start, stop in pairwise([*starts, exchanges]):
+        stage = aggregator.at(start)
+        load = Load.total(stage.cost(shape, world_size, rank).load for shape in shapes)
+        once = load.traffic(world_size, sum_bytes(_nbytes(shapes), world_size))
+        total.add(Traffic(*((stop - start) * count for count in astuple(once))))
+    return total
 
 
 def _explain_schedule(
@@ -184,6 +203,7 @@ def _explain_schedule(
     # LocalSGD averages parameters in float32 or wider.
     wide = [shape.wide() for shape in shapes]
     once = _explain_method(average, wide, world_size, rank)
+    moved = _moved(average, wide, world_size, rank, syncs)
     dense = int(_nbytes(shapes) * per_sync)  # what plain DDP reduces from one average to the next
     options = ", ".join(f"{name}={option}" for name, option in extra.items())
     # State per rank: the parameters at the start of the round, if they are needed, and the outer
@@ -194,12 +214,14 @@ def _explain_schedule(
     return replace(
         once,
         spec=f"{schedule} with {options}" if options else str(schedule),
-        bytes_sent=round((once.bytes_sent + more) / per_sync),
-        bytes_received=round((once.bytes_received + more) / per_sync),
+        bytes_sent=round(Fraction(moved.sent + syncs * more, horizon.total_steps)),
+        bytes_received=round(Fraction(moved.received + syncs * more, horizon.total_steps)),
         dense_bytes_sent=sum_bytes(_nbytes(shapes), world_size),
         memory_bytes=once.memory_bytes + copies * _nbytes(wide),
         break_even_world_size=break_even(average, wide, dense),
         hints=tuple(f"compress={hint}" for hint in hints(average, wide, world_size, dense)),
+        warmup_steps=None,
+        warmup_bytes_sent=None,
         syncs=syncs,
         total_steps=horizon.total_steps,
     )

@@ -25,6 +25,9 @@ class Plan:
         memory_bytes: bytes of state that a rank stores in addition to the model.
         break_even_world_size: smallest number of ranks at which the method sends at least as much
             as plain DDP. None if there is none up to a million, or if all messages are all-reduced.
+        warmup_steps: length of a method's warm-up in steps, else None. The other fields are those
+            of the steps after it. A schedule has None: its averages include the warm-up.
+        warmup_bytes_sent: payload bytes that a rank sends per step of the warm-up, on average.
         syncs: number of synchronisations of the whole run, for a schedule; else None.
         total_steps: number of optimizer steps of the whole run, for a schedule; else None.
         wall_clock: wall-clock time of the whole run, for a schedule with a time model; else None.
@@ -42,6 +45,8 @@ class Plan:
     dense_bytes_sent: int
     memory_bytes: int
     break_even_world_size: int | None
+    warmup_steps: int | None = None
+    warmup_bytes_sent: int | None = None
     syncs: int | None = None
     total_steps: int | None = None
     wall_clock: WallClock | None = None
@@ -64,6 +69,9 @@ class Plan:
         if self.syncs is not None and self.total_steps is not None:
             share = f"{self.syncs:,} of {self.total_steps:,} steps"
             rows.append(("synchronisations", f"{share} ({self.syncs / self.total_steps:.1%})"))
+        if self.warmup_steps is not None and self.warmup_bytes_sent is not None:
+            sent = f"{_bytes(self.warmup_bytes_sent)} sent per step"
+            rows.append(("warm-up", f"{sent}, mean of the first {self.warmup_steps:,} steps"))
         rows += [
             ("sent per step", _bytes(self.bytes_sent)),
             ("received per step", _bytes(self.bytes_received)),

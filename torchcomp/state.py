@@ -154,6 +154,10 @@ class State:
             workspace = self._scratch[key] = make()
         return workspace  # type: ignore[return-value]
 
+    def free_scratch(self) -> None:
+        """Drop all workspaces."""
+        self._scratch.clear()
+
     def items(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Iterate over a slot: parameter name and 1-D values (a view)."""
         if name in self._stores:

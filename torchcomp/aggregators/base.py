@@ -2,13 +2,14 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
 import torch
 
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.component import Component
+from torchcomp.compressors import Compressor
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
 from torchcomp.state import Slot, State
@@ -33,6 +34,28 @@ class Aggregator(Component):
     """
 
     kind: ClassVar[str] = "aggregator"
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The steps from which on :meth:`at` returns another method, ascending from 0."""
+        return tuple(sorted({0}.union(*(part.stages for part in self._parts().values()))))
+
+    def at(self, step: int) -> "Aggregator":
+        """Return the method to use at a step: itself, unless one of its compressors changes.
+
+        All stages have the same slots, so a run goes from one to the next without a swap.
+
+        Args:
+            step: index of the exchange, counted from 0.
+        """
+        parts = self._parts()
+        now = {name: part.at(step) for name, part in parts.items()}
+        return self if now == parts else replace(self, **now)
+
+    def _parts(self) -> "dict[str, Compressor | Aggregator]":
+        """Return the compressors, and the aggregators, that this method is built of."""
+        values = {option.name: getattr(self, option.name) for option in fields(self)}
+        return {n: v for n, v in values.items() if isinstance(v, Compressor | Aggregator)}
 
     @property
     def depends_on_grouping(self) -> bool:
@@ -69,6 +92,7 @@ class Aggregator(Component):
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0) -> Cost:
         """Return the communication of one bucket, per rank and step.
 
+        Of a method that changes during a run, call the cost of a stage: ``method.at(step).cost``.
         The numbers are exact with one exception: a sharded selection from a whole bucket. There
         the number of entries per shard depends on the values, and an even spread is assumed.
         """
@@ -76,6 +100,8 @@ class Aggregator(Component):
     @abstractmethod
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
         """Replace ``bucket.flat`` with the estimate of its mean.
+
+        Called on what :meth:`at` returns for the step.
 
         Args:
             bucket: this rank's gradients, overwritten.

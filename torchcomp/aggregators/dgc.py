@@ -1,6 +1,5 @@
 """DGC: deep gradient compression. Every rank applies momentum before it selects entries."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -15,11 +14,13 @@ from torchcomp.aggregators.residual import (
 )
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.checks import check_count, check_flag, check_momentum
-from torchcomp.compressors.sparse import Sparsifier
+from torchcomp.compressors import Compressor, Warmup
 from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
 from torchcomp.state import Kind, Slot, State
+
+_START = 0.25  # the paper's first ratio
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,9 @@ class DGC(Residual, OneWay):
     needs the norm of the whole gradient, and a bucket is only a part. Clip the averaged gradient
     after the backward pass instead.
 
-    The first `warmup_steps` steps send more: first a quarter of the entries, then a sixteenth, and
-    further powers of 1/4 down to the compressor's ratio. All stages have the same length.
-    ``explain`` reports the steps after the warm-up.
+    The first `warmup_steps` steps send more, as in the paper: ``dgc(C, warmup_steps=100)`` is short
+    for ``dgc(warmup(C, steps=100, start=0.25))``. Without effect for ratios of 0.25 and more. A
+    warm-up that begins dense is refused: step 4 would set every u to 0.
 
     Nothing is lost, up to the rounding of v's dtype: the sum of all applied means plus the mean v
     equals the sum of all mean velocities. Here, a velocity is what step 2 adds to v. With
@@ -76,10 +77,13 @@ class DGC(Residual, OneWay):
         check_flag("nesterov", self.nesterov, owner=self.name)
         check_count("warmup_steps", self.warmup_steps, least=0, owner=self.name)
         check_contractive(self, "compressor")
-        if not self.compressor.selects:
+        if not self.compressor.at(0).selects:
+            dense = " in its first stage" if self.compressor.selects else ""
+            advice = "a start below 1, such as warmup(topk(0.05), steps=100, start=0.25)"
             raise SpecError(
-                f"dgc cannot use {self.compressor}, which does not select entries by magnitude: "
-                "dgc masks the momentum of the entries that a rank selects. Use topk",
+                f"dgc cannot use {self.compressor}, which does not select entries by magnitude"
+                f"{dense}: dgc masks the momentum of the entries that a rank selects. Use "
+                f"{advice if dense else 'topk'}",
                 "compressor",
             )
         if self.warmup_steps and getattr(self.compressor, "ratio", None) is None:
@@ -88,6 +92,21 @@ class DGC(Residual, OneWay):
                 f"topk(0.05), and {self.compressor} has a count",
                 "warmup_steps",
             )
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return self._warmed_up().stages
+
+    def at(self, step: int) -> "DGC":
+        if len(self.stages) == 1:
+            return self
+        return replace(self, compressor=self._warmed_up().at(step), warmup_steps=0)
+
+    def _warmed_up(self) -> Compressor:
+        """Return the compressor, in the warm-up that `warmup_steps` is short for."""
+        if not self.warmup_steps or getattr(self.compressor, "ratio", _START) >= _START:
+            return self.compressor
+        return Warmup(self.compressor, self.warmup_steps, _START)
 
     def sum_dtype(self, gradient: torch.dtype) -> torch.dtype:
         return self.residual_dtype(gradient)
@@ -108,21 +127,10 @@ class DGC(Residual, OneWay):
         torch.add(g, u, alpha=self.momentum, out=u_next)  # step 1
         # Step 2 without g, which `send_sum` adds in the same pass as it selects entries.
         without_g = torch.add(v, u_next if self.nesterov else u, alpha=self.momentum)
-        route = self._stage(key.step).route(bucket.shape, exchange, state, key)
+        route = self.route(bucket.shape, exchange, state, key)
         route.send_sum(g, without_g, v_next)  # steps 2 and 3
         route.sent(v_next, -1.0)  # step 4, for v
         # Step 4, for u. `without_g` is no longer needed: reuse it for the sent entries.
         route.sent(without_g.zero_())
         u_next.masked_fill_(without_g != 0, 0.0)
         write_mean(route, g, v_next)  # step 5
-
-    def _stage(self, step: int) -> "DGC":
-        """Return this method with the ratio of a warm-up step."""
-        if step >= self.warmup_steps or not isinstance(self.compressor, Sparsifier):
-            return self
-        # The number of powers of 1/4 that are larger than the final ratio.
-        stages = math.ceil(-math.log2(self.compressor.ratio or 1.0) / 2) - 1
-        if stages < 1:
-            return self
-        ratio = 0.25 ** (1 + step * stages // self.warmup_steps)
-        return replace(self, compressor=replace(self.compressor, ratio=ratio), warmup_steps=0)

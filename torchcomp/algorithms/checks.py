@@ -80,8 +80,12 @@ def require(kind: str, compressor: Compressor, d: int, role: str) -> float:
         raise SpecError(f"{role} must be a compressor such as TopK(k=65), not {compressor!r}", role)
     constant, advice = _KINDS[kind]
     declared: float | None = getattr(compressor, constant)(d)
+    if len(compressor.stages) > 1:
+        problem = (
+            "changes during a run, and the theory is for one compressor; leave out warmup(...)"
+        )
     # All parameters are one vector here, so there are no tensors to compress separately.
-    if compressor.per_tensor:
+    elif compressor.per_tensor:
         problem = (
             "compresses each parameter separately, but here all parameters are one vector; remove "
             'scope="tensor"'

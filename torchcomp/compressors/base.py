@@ -66,6 +66,21 @@ class Compressor(Component):
         """Whether all gradients of the model are compressed as one vector."""
         return False
 
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The steps from which on :meth:`at` returns another compressor, ascending from 0."""
+        return (0,)
+
+    def at(self, step: int) -> "Compressor":
+        """Return the compressor to use at a step: itself, unless it changes during a run.
+
+        Args:
+            step: index of the exchange, counted from 0.
+        """
+        # A function of the step alone, so that ranks agree without a message. Few stages, because
+        # codecs and routes are cached for each compressor and shape.
+        return self
+
     @abstractmethod
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         """Return the fields of the message for a vector of `numel` elements of `dtype`."""

@@ -1,0 +1,1 @@
+"""A small GPT trained with AdamW: what compression costs on short runs."""

@@ -1,0 +1,132 @@
+"""One training run on this rank: plain DDP, compressed gradients, or local steps."""
+
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import torchcomp
+from recipes.small_gpt.corpus import VOCABULARY, Corpus, open_corpus, windows
+from recipes.small_gpt.model import Shape, SmallGPT
+from torchcomp.learning_rates import decaying
+from torchcomp.schedules import Schedule
+
+DENSE = "dense"
+SHAPE = Shape(VOCABULARY)
+# Sequences per step, of all ranks together.
+BATCH = 16
+LR, BETA2, WEIGHT_DECAY, CLIP = 6e-3, 0.99, 0.1, 1.0
+_WARMUP_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Run:
+    """The settings of a run.
+
+    Attributes:
+        method: "dense" for plain DDP, a spec string for :func:`torchcomp.register`, or a schedule
+            for :class:`torchcomp.LocalSGD` and its options, as :func:`torchcomp.explain` prints
+            them: ``every(8) with compress=ef(quantize("int8")), outer=nesterov(lr=0.7)``.
+        steps: optimizer steps.
+        seed: of weights and batches.
+        lr: peak learning rate of AdamW.
+    """
+
+    method: str
+    steps: int
+    seed: int
+    lr: float = LR
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a run.
+
+    Attributes:
+        loss: mean cross-entropy on the validation text after the last step, in nats per character.
+        nbytes: bytes that one rank sent in the run, as the library counts them.
+        dense_bytes: bytes that plain DDP would have sent.
+    """
+
+    loss: float
+    nbytes: int
+    dense_bytes: int
+
+
+def train(run: Run) -> Outcome:
+    """Train once, and evaluate the model that the ranks share at the end; all ranks call this."""
+    corpus = open_corpus()
+    torch.manual_seed(run.seed)
+    model = DistributedDataParallel(SmallGPT(SHAPE))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=(0.9, BETA2), weight_decay=WEIGHT_DECAY, fused=True
+    )
+    warmup_steps = int(_WARMUP_SHARE * run.steps)
+    lr_at = decaying(
+        "cosine", peak=run.lr, final=run.lr / 10, total_steps=run.steps, warmup_steps=warmup_steps
+    )
+    plan = torchcomp.explain("mean", model=model, world_size=dist.get_world_size())
+    dense_bytes = run.steps * plan.dense_bytes_sent
+    batches = torch.Generator().manual_seed(run.seed)
+    handle = attach(model, optimizer, run)
+    with closing(handle) if handle else nullcontext():
+        for step in range(run.steps):
+            optimizer.param_groups[0]["lr"] = lr_at(step)
+            train_step(model, optimizer, draw(corpus.train, batches))
+        sent = handle.stats.total_bytes_sent if handle else dense_bytes
+    return Outcome(evaluate(model.module, corpus), sent, dense_bytes)
+
+
+def attach(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, run: Run) -> Any:
+    """Attach the method to the model, and return its handle; None for plain DDP."""
+    spec, options = split(run.method)
+    if spec == DENSE:
+        return None
+    if isinstance(torchcomp.parse(spec), Schedule):
+        return torchcomp.LocalSGD(model, optimizer, spec, total_steps=run.steps, **options)
+    return torchcomp.register(model, spec)
+
+
+def split(method: str) -> tuple[str, dict[str, str]]:
+    """Return the spec of a method, and the options of :class:`torchcomp.LocalSGD` after it."""
+    spec, _, options = method.partition(" with ")
+    compress, _, outer = options.partition("outer=")
+    compress = compress.removeprefix("compress=").removesuffix(", ")
+    named = {"compress": compress, "outer": outer}
+    return spec, {name: value for name, value in named.items() if value}
+
+
+def draw(text: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw the batch of a step, and return this rank's share of it."""
+    # Every rank draws the whole batch, so that it does not depend on the number of ranks.
+    starts = torch.randint(len(text) - SHAPE.context, (BATCH,), generator=generator)
+    return windows(text, starts[dist.get_rank() :: dist.get_world_size()], SHAPE.context)
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]
+) -> None:
+    """Take one step of this rank's optimizer."""
+    inputs, targets = batch
+    optimizer.zero_grad()
+    cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, corpus: Corpus) -> float:
+    """Return the mean loss on the validation text, cut into windows."""
+    text, total, count = corpus.validation, 0.0, 0
+    starts = torch.arange(0, len(text) - SHAPE.context, SHAPE.context)
+    for some in starts.split(64):
+        inputs, targets = windows(text, some, SHAPE.context)
+        logits = model(inputs).flatten(0, 1)
+        total += float(cross_entropy(logits, targets.flatten(), reduction="sum"))
+        count += targets.numel()
+    return total / count
