@@ -10,7 +10,7 @@ import numpy as np
 
 _SIDE = 32
 _TEST_SHARE = 5
-_SYMBOLS = 32
+_SYMBOLS = 64
 _TOKENS = {"train": 200_000, "val": 20_000}
 
 
@@ -32,18 +32,19 @@ def write_image_folder(folder: Path) -> None:
 
 
 def write_tokens(folder: Path) -> None:
-    """Write ``train.bin``, ``val.bin`` (uint16) and ``meta.pkl``: a random Markov chain of order 2.
+    """Write ``train.bin``, ``val.bin`` (uint16) and ``meta.pkl``: a random Markov chain.
 
-    The two symbols before it say much about the next of the 32, so there is something to learn.
+    A symbol says much about the next one. Guessing costs 4.16 nats per symbol, knowing the chain
+    1.79.
     """
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(0)
-    chances = generator.dirichlet(np.full(_SYMBOLS, 0.05), size=(_SYMBOLS, _SYMBOLS))
+    chances = generator.dirichlet(np.full(_SYMBOLS, 0.05), size=_SYMBOLS)
     cumulative = chances.cumsum(-1)
     for split, length in _TOKENS.items():
         tokens = np.zeros(length, dtype=np.uint16)
-        for index, draw in enumerate(generator.random(length - 2), start=2):
-            row = cumulative[tokens[index - 2], tokens[index - 1]]
+        for index, draw in enumerate(generator.random(length - 1), start=1):
+            row = cumulative[tokens[index - 1]]
             # Rounding can leave the last sum below the draw.
             tokens[index] = min(int(row.searchsorted(draw)), _SYMBOLS - 1)
         tokens.tofile(folder / f"{split}.bin")
