@@ -1,9 +1,7 @@
 """Elias-Fano: the bytes, the size, and the one-to-one match of sets and intact strings."""
 
 import itertools
-import logging
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -268,15 +266,6 @@ def test_backends_make_the_same_bytes(n, k):
     chosen = some_of(n, k)
     reference, fast = both(lambda: elias_fano.encode(chosen, n))
     assert reference.equal(fast)
-
-
-@pytest.mark.usefixtures("uncached_fast_forms")
-def test_without_numba_it_warns_once(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "torchcomp.kernels.elias_fano_numba", None)
-    with caplog.at_level(logging.INFO, logger="torchcomp"):
-        codes = [elias_fano.encode(indices(5, 40, 41, 120), 128) for _ in range(3)]
-    assert bytes(codes[0].tolist()) == bytes.fromhex("85 89 19 04")
-    assert ["elias_fano" in record.message for record in caplog.records] == [True]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

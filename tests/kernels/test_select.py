@@ -1,6 +1,5 @@
 """Selection: every form gives the result of a plain sort, with any scratch."""
 
-import logging
 import os
 import subprocess
 import sys
@@ -377,30 +376,6 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 # --- Other forms ----------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("uncached_fast_forms")
-def test_without_numba_it_warns_once(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "torchcomp.kernels.select_numba", None)
-    x = normal(1000)
-    with caplog.at_level(logging.WARNING, logger="torchcomp"):
-        assert torch.equal(largest(x, 10), sorted_out(x, 10))
-        largest(x, 10)
-    assert ['torchcomp-ddp[kernels]"' in r.getMessage() for r in caplog.records] == [True]
-
-
-@pytest.mark.usefixtures("uncached_fast_forms")
-@pytest.mark.parametrize("error", [AttributeError("print"), RuntimeError("cannot cache function")])
-def test_if_numba_fails_it_warns_once(monkeypatch, caplog, error):
-    def fail(name):
-        raise error
-
-    monkeypatch.setattr(backend.importlib, "import_module", fail)
-    x = normal(1000)
-    with caplog.at_level(logging.WARNING, logger="torchcomp"):
-        assert torch.equal(largest(x, 10), sorted_out(x, 10))
-        largest(x, 10)
-    assert [str(error) in r.getMessage() for r in caplog.records] == [True]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", SIZES)
 def test_the_form_for_any_device(n, dtype):
@@ -437,11 +412,3 @@ def test_triton():
     pytest.importorskip("triton", reason=reason)
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", TRITON], check=True, timeout=PATIENCE, env=env)
-
-
-def test_only_cuda_looks_for_triton(monkeypatch):
-    modules = []
-    monkeypatch.setattr(backend.importlib, "import_module", modules.append)
-    find = backend.fast_form.__wrapped__
-    assert [find("select", device) for device in ("cpu", "cuda", "meta")] == [None] * 3
-    assert modules == [f"torchcomp.kernels.select_{form}" for form in ("numba", "triton")]

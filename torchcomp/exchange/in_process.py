@@ -57,6 +57,14 @@ class InProcessExchange(Exchange):
         self._calls = 0
 
     @classmethod
+    def alone(cls, device: torch.device) -> "InProcessExchange":
+        """Return the exchange of a single rank, whose thread is already running."""
+        exchange = cls(_Board(1), 0, 1)
+        exchange.device = device
+        exchange._board.running.acquire()
+        return exchange
+
+    @classmethod
     def ranks(cls, world_size: int) -> "list[InProcessExchange]":
         """Return the exchanges of `world_size` ranks, in rank order."""
         board = _Board(world_size)

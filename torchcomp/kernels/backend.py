@@ -1,12 +1,18 @@
 """Find the fast form of a kernel that can run here. Import it only when it is first used."""
 
+import builtins
 import functools
 import importlib
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 _log = logging.getLogger(__name__)
 _LIBRARY = {"cpu": "numba", "cuda": "triton"}
+# Device types whose fast forms failed in this process.
+_failed: set[str] = set()
+_print = builtins.print
 
 
 @functools.cache
@@ -17,19 +23,45 @@ def fast_form(stem: str, device: str) -> ModuleType | None:
         stem: name of the kernel. "select" on "cpu" gives the module ``select_numba``.
         device: device type, such as "cpu" or "cuda".
     """
-    if device not in _LIBRARY:
+    if device not in _LIBRARY or device in _failed:
         return None
     # Imported here, not at the top: importing Numba takes long, and it is an optional dependency.
     try:
-        return importlib.import_module(f"torchcomp.kernels.{stem}_{_LIBRARY[device]}")
-    except ImportError as error:
-        advice = f'pip install "torchcomp-ddp[kernels]" ({error})'
-    except Exception as error:  # Numba's import and its cache can raise any type of exception
-        if device != "cpu":
-            raise
-        advice = f"its import failed with {type(error).__name__}: {error}"
-    # No warning for CUDA: PyTorch's CUDA builds install Triton wherever Triton exists.
-    # functools.cache limits this to one warning per kernel.
-    if device == "cpu":
-        _log.warning("CPU kernel %s runs slowly without Numba: %s", stem, advice)
+        with _builtin_print():
+            return importlib.import_module(f"torchcomp.kernels.{stem}_{_LIBRARY[device]}")
+    except ModuleNotFoundError as error:
+        # No kernel has all forms. If this module exists, what it imports is missing.
+        missing = error.name != f"torchcomp.kernels.{stem}_{_LIBRARY[device]}"
+        # No warning for CUDA: PyTorch's CUDA builds install Triton wherever Triton exists.
+        if missing and device == "cpu":
+            without_fast_forms(device, f'pip install "torchcomp-ddp[kernels]" ({error})')
+    except Exception as error:  # importing Numba or Triton can raise any type of exception
+        without_fast_forms(device, f"{type(error).__name__}: {error}")
     return None
+
+
+def without_fast_forms(device: str, reason: str) -> bool:
+    """From now on, run all kernels of a device type in plain torch, and log one warning.
+
+    Returns:
+        Whether this changes anything.
+    """
+    if device not in _LIBRARY or device in _failed:
+        return False
+    _failed.add(device)
+    fast_form.cache_clear()
+    library = _LIBRARY[device].capitalize()
+    _log.warning("%s kernels run slowly, without %s: %s", device, library, reason)
+    return True
+
+
+@contextmanager
+def _builtin_print() -> Iterator[None]:
+    """Run with the `print` that this module found when it was imported."""
+    # Many training scripts silence all ranks but one by replacing `print` with a nested function.
+    # Numba looks `print` up by its module and name, and cannot be imported then.
+    replaced, builtins.print = builtins.print, _print
+    try:
+        yield
+    finally:
+        builtins.print = replaced

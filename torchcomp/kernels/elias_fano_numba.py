@@ -13,11 +13,11 @@ Each step is a short loop, of which the processor overlaps several iterations.
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numba.cpython.unsafe import numbers
 from numpy.typing import NDArray
 
 from torchcomp.kernels import pool
+from torchcomp.kernels.numba_jit import kernel
 
 Array = NDArray[Any]
 
@@ -56,7 +56,7 @@ def encode(index: Array, n: int, low: int, out: Array) -> None:
 # if no index can be negative. This is why the indices below are np.uint64.
 
 
-@njit(nogil=True, cache=True, inline="always")
+@kernel(inline="always")
 def _whole_word_at(raw: Array, byte: int) -> Any:
     """Read 64 bits starting at a byte. All 8 bytes must exist."""
     at, word = np.uint64(byte), np.uint64(0)
@@ -65,7 +65,7 @@ def _whole_word_at(raw: Array, byte: int) -> Any:
     return word
 
 
-@njit(nogil=True, cache=True, inline="always")
+@kernel(inline="always")
 def _word_at(raw: Array, byte: int) -> Any:
     """Read 64 bits starting at a byte, with zeros beyond the end."""
     if byte + 8 <= raw.size:
@@ -76,7 +76,7 @@ def _word_at(raw: Array, byte: int) -> Any:
     return word
 
 
-@njit(nogil=True, cache=True, inline="always")
+@kernel(inline="always")
 def _put_word(out: Array, byte: int, word: Any) -> None:
     """Write 64 bits starting at a byte."""
     at = np.uint64(byte)
@@ -84,7 +84,7 @@ def _put_word(out: Array, byte: int, word: Any) -> None:
         out[at + i] = (word >> (i << np.uint64(3))) & np.uint64(255)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@kernel(inline="always")
 def _ones(word: Any) -> Any:
     """Return the number of set bits."""
     # Add neighbouring counts of 1, 2 and 4 bits in place. The product sums the 8 bytes.
@@ -98,7 +98,7 @@ def _ones(word: Any) -> Any:
 # --- Encode and decode ----------------------------------------------------------------------------
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _encode_entries(chosen: Array, low: int, out: Array, start: int, stop: int) -> None:
     """Write the low parts of entries `start` to `stop`; `start` is a multiple of 64."""
     mask = (np.uint64(1) << np.uint64(low)) - np.uint64(1)
@@ -120,7 +120,7 @@ def _encode_entries(chosen: Array, low: int, out: Array, start: int, stop: int) 
         filled -= 8
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _encode_words(chosen: Array, low: int, out: Array, start: int, stop: int) -> None:
     """Write words `start` to `stop` of the high part, as far as they exist."""
     k, nbytes = chosen.size, out.size
@@ -148,7 +148,7 @@ def _encode_words(chosen: Array, low: int, out: Array, start: int, stop: int) ->
                 out[first + i] = (word >> np.uint64(8 * i)) & np.uint64(255)
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def decode(raw: Array, n: int, low: int, index: Array) -> bool:
     """Write the indices to `index`. Return False if the code is damaged.
 
@@ -183,7 +183,7 @@ def fits_32_bits(n: int, k: int, low: int) -> bool:
     return n + ((k + 64) << low) <= 1 << 32
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _find_ones(raw: Array, cut: int, index: Array) -> bool:
     """Write the positions of the bits that are set from byte `cut` on.
 
@@ -210,7 +210,7 @@ def _find_ones(raw: Array, cut: int, index: Array) -> bool:
     return rank == k
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _add_low_parts(raw: Array, low: int, index: Array) -> None:
     """Turn the positions of bits in the high part into indices."""
     # Bit (x_i div 2^l) + i is set for entry i, so x_i = ((position - i) << l) | low part.

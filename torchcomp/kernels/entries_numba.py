@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, types  # type: ignore[attr-defined]  # it does export carray
+from numba import carray, types  # type: ignore[attr-defined]  # it does export carray
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
 from torchcomp.kernels import pool
 from torchcomp.kernels.elias_fano_numba import decode, fits_32_bits
+from torchcomp.kernels.numba_jit import kernel
 from torchcomp.kernels.quantize_numba import value_at
 
 Array = NDArray[Any]
@@ -102,7 +103,7 @@ def _make_pointer(typing_context: Any, address: Any) -> Any:
 _pointer: Any = intrinsic(_make_pointer)
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _subtract(
     x: Array, index: Array, values: Array, scales: Array, weight: float, start: int, stop: int
 ) -> None:
@@ -114,7 +115,7 @@ def _subtract(
             x[np.uint64(index[i])] += factor * value
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _decode(
     table: Array,
     like: Array,
@@ -130,7 +131,7 @@ def _decode(
         intact[i] = decode(code, n, low, index[i])
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _add_up(
     index: Array,
     intact: Array,
@@ -156,7 +157,7 @@ def _add_up(
             position[i] = _add_below(index[i], position[i], stop, values, scales, out, factor)
 
 
-@njit(nogil=True, cache=True, inline="always")
+@kernel(inline="always")
 def _add_below(
     index: Array, position: int, stop: int, values: Array, scale: Array, out: Array, weight: Any
 ) -> Any:

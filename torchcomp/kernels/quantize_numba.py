@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torchcomp.kernels.numba_jit import kernel
 from torchcomp.kernels.quantize import BLOCK, largest_scale
 
 Array = NDArray[Any]
@@ -44,7 +45,7 @@ def decode(scale: Tensor, codes: Tensor, count: int) -> Tensor:
     return out
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel(error_model="numpy")
 def _encode(
     x: Array, index: Any, levels: int, cap: float, uniform: Any, scales: Array, codes: Array
 ) -> None:
@@ -68,14 +69,14 @@ def _encode(
             _store_pairs(singles, codes[start >> 1 : (stop + 1) >> 1])
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _gather(x: Array, index: Array, block: Array) -> Array:
     for i in range(index.size):
         block[i] = x[np.uint64(index[i])]
     return block[: index.size]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel(error_model="numpy")
 def _scale(values: Array, levels: Any, cap: Any) -> Any:
     # Without the sign, the bits of floats order as the magnitudes do, with NaN above infinity.
     # Comparing integers, which have no NaN, lets LLVM vectorize the search.
@@ -89,7 +90,7 @@ def _scale(values: Array, levels: Any, cap: Any) -> Any:
     return scale if scale >= _SMALLEST else np.float32(0.0)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel(error_model="numpy")
 def _to_nearest(values: Array, step: Any, line: Array) -> None:
     # No clamp here: a quotient exceeds the last level by at most a rounding error, which rint
     # removes.
@@ -97,7 +98,7 @@ def _to_nearest(values: Array, step: Any, line: Array) -> None:
         line[i] = np.int8(np.rint(values[i] / step))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel(error_model="numpy")
 def _at_random(values: Array, step: Any, levels: Any, uniform: Array, line: Array) -> None:
     for i in range(values.size):
         # Clamp: with floor, a rounding error beyond the last level could give a code beyond it.
@@ -106,7 +107,7 @@ def _at_random(values: Array, step: Any, levels: Any, uniform: Array, line: Arra
         line[i] = np.int8(lower) + (uniform[i] < quotient - lower)
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _store_pairs(line: Array, codes: Array) -> None:
     for i in range(codes.size):
         codes[i] = (line[2 * i] & 15) | ((line[2 * i + 1] & 15) << 4)
@@ -142,7 +143,7 @@ def _choose_value(values: Any, scale: Any, i: Any) -> Any:
     return {types.int8: single, types.uint8: of_a_pair}.get(values.dtype, plain)
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _decode(scale: Array, codes: Array, out: Array) -> None:
     for i in range(out.size):
         out[i] = value_at(codes, scale, i)

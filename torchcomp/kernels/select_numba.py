@@ -21,13 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
 from torchcomp.kernels import pool
 from torchcomp.kernels.elias_fano_numba import trailing_zeros
+from torchcomp.kernels.numba_jit import kernel
 from torchcomp.kernels.select import Scratch
 
 Array = NDArray[Any]
@@ -259,7 +260,7 @@ _passing_all = _passing(_WORD)
 _passing_one = _passing(1)
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _collect(
     g: Any,
     e: Any,
@@ -303,12 +304,12 @@ def _collect(
     counts[chunk] = count if count <= key.size else -1
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _magnitude(bits: Any, mask: Any, infinity: Any) -> Any:
     return np.uint64(min(bits & mask, infinity))
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _choose(
     keys: Array,
     positions: Any,

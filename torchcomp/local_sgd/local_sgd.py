@@ -300,6 +300,7 @@ class LocalSGD:
             # forward pass. Either makes every rank wait for all others at every step.
             yield override(model, "require_backward_grad_sync", False)
             yield override(model, "require_forward_param_sync", False)
+            yield override(model, "reducer", IdleReducer(model.reducer))
             yield override(model, "broadcast_buffers", False)
         for index, optimizer in enumerate(steps.optimizers):
             before, after = partial(self._before_step, index), partial(self._after_step, index)
@@ -383,6 +384,23 @@ class LocalSGD:
             self._depths[index] = 0
             if self._counts:
                 self._steps.end(index)
+
+
+class IdleReducer:
+    """DDP's reducer, except that it never prepares for a backward pass, so it reduces nothing.
+
+    DDP itself asks for it only if ``require_backward_grad_sync`` is set. Other code calls it
+    directly, such as Accelerate's ``trigger_sync_in_backward``.
+    """
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        """Do nothing, in place of the reducer's method."""
 
 
 def override(owner: object, name: str, value: Any) -> Undo:

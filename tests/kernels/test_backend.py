@@ -1,0 +1,155 @@
+"""The choice between plain torch and the fast forms, and what happens when those fail."""
+
+import builtins
+import logging
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import torchcomp
+from tests.support.patience import PATIENCE
+from torchcomp.aggregators.rehearsal import rehearse
+from torchcomp.kernels import backend, elias_fano, select
+
+NUMBA = "select_numba", "elias_fano_numba", "entries_numba", "quantize_numba"
+
+
+@pytest.fixture
+def log(caplog):
+    with caplog.at_level(logging.WARNING, logger="torchcomp"):
+        yield caplog
+
+
+def use_two_kernels():
+    x = torch.arange(1000.0)
+    assert select.largest(x, 3).tolist() == [997, 998, 999]
+    code = elias_fano.encode(torch.tensor([5, 40, 41, 120]), 128)
+    assert bytes(code.tolist()) == bytes.fromhex("85 89 19 04")
+
+
+@pytest.mark.usefixtures("uncached_fast_forms")
+def test_without_numba_one_warning_says_how_to_install_it(monkeypatch, log):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    for name in NUMBA:
+        monkeypatch.delitem(sys.modules, f"torchcomp.kernels.{name}", raising=False)
+    use_two_kernels()
+    assert ['torchcomp-ddp[kernels]"' in record.getMessage() for record in log.records] == [True]
+
+
+@pytest.mark.usefixtures("uncached_fast_forms")
+@pytest.mark.parametrize("error", [AttributeError("print"), OSError("no LLVM"), ImportError("ABI")])
+def test_any_error_of_the_import_ends_in_one_warning(monkeypatch, log, error):
+    def fail(name):
+        raise error
+
+    monkeypatch.setattr(backend.importlib, "import_module", fail)
+    use_two_kernels()
+    assert [str(error) in record.getMessage() for record in log.records] == [True]
+
+
+@pytest.mark.usefixtures("uncached_fast_forms")
+def test_a_kernel_that_fails_is_found_before_training(monkeypatch, log):
+    def fail(*arguments):
+        raise TypeError("failed at nopython frontend")
+
+    method, cpu = torchcomp.parse("ef(topk(0.01))"), torch.device("cpu")
+    broken = SimpleNamespace(select=fail, DTYPES=(torch.float32,), LIMIT=2**31, SUMS=())
+    monkeypatch.setitem(sys.modules, "torchcomp.kernels.select_numba", broken)
+    rehearse.cache_clear()
+    rehearse(method, torch.float32, cpu)
+    assert ["nopython frontend" in record.getMessage() for record in log.records] == [True]
+    use_two_kernels()
+    rehearse.cache_clear()
+
+
+@pytest.mark.usefixtures("uncached_fast_forms")
+def test_an_error_of_the_method_itself_is_raised(log):
+    class Broken(torchcomp.parse("mean").__class__):
+        def aggregate(self, *arguments):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        rehearse(Broken(), torch.float32, torch.device("cpu"))
+
+
+def test_only_cuda_looks_for_triton(monkeypatch):
+    modules = []
+    monkeypatch.setattr(backend.importlib, "import_module", modules.append)
+    find = backend.fast_form.__wrapped__
+    assert [find("select", device) for device in ("cpu", "cuda", "meta")] == [None] * 3
+    assert modules == [f"torchcomp.kernels.select_{form}" for form in ("numba", "triton")]
+
+
+# As many training scripts do to silence all ranks but one: a nested function, in a module `utils`.
+REPLACED_PRINT = """
+import builtins, logging, sys, types
+import torch
+import torchcomp
+
+utils = types.ModuleType("utils")
+sys.modules["utils"] = utils
+exec('''
+def setup_for_distributed(is_master):
+    import builtins
+    builtin_print = builtins.print
+
+    def print(*args, **kwargs):
+        if is_master or kwargs.pop("force", False):
+            builtin_print(*args, **kwargs)
+
+    builtins.print = print
+''', utils.__dict__)
+utils.setup_for_distributed(False)
+replaced = builtins.print
+logging.getLogger("torchcomp").addHandler(logging.StreamHandler(sys.stdout))
+
+from torchcomp.kernels import backend
+averager = torchcomp.Averager(
+    'ef(topk(0.01, values="int8"))',
+    torchcomp.InProcessExchange.alone(torch.device("cpu")),
+    {"w": torch.zeros(10_000)},
+)
+assert builtins.print is replaced
+assert "torchcomp.kernels.select_numba" in sys.modules  # before the first backward pass
+averager.average_all({"w": torch.randn(10_000)})
+assert backend.fast_form("select", "cpu") is not None
+"""
+
+NO_FOLDER_FOR_THE_CACHE = """
+import logging, sys
+from numba.core import caching
+
+# What Numba finds in a package folder that cannot be written, without a home folder.
+caching.CacheImpl._locator_classes = []
+caching.CodeLibraryCacheImpl._locator_classes = []
+logging.getLogger("torchcomp").addHandler(logging.StreamHandler(sys.stdout))
+
+import torch
+from torchcomp.kernels import backend, select
+
+assert select.largest(torch.arange(100_000.0), 2).tolist() == [99_998, 99_999]
+assert backend.fast_form("select", "cpu") is not None
+assert backend.fast_form("quantize", "cpu") is not None
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "lines"), [(REPLACED_PRINT, 0), (NO_FOLDER_FOR_THE_CACHE, 1)], ids=["print", "cache"]
+)
+def test_the_fast_forms_run_all_the_same(script, lines):
+    pytest.importorskip("numba", reason='needs pip install "torchcomp-ddp[kernels]"')
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        check=False,
+        timeout=PATIENCE,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) == lines, done.stdout
+    assert builtins.print is print
