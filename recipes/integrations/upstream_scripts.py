@@ -146,7 +146,7 @@ _TORCHVISION = Script(
     folder="references/classification",
     flags=(
         *("--data-path", "data", "--output-dir", ".", "--device", "cpu", "--workers", "1"),
-        *("--model", "resnet18", "--batch-size", "32", "--epochs", "4", "--lr", "0.05"),
+        *("--model", "shufflenet_v2_x0_5", "--batch-size", "32", "--epochs", "4", "--lr", "0.1"),
         *("--lr-scheduler", "cosineannealinglr", "--print-freq", "10"),
         *("--train-crop-size", "32", "--val-resize-size", "32", "--val-crop-size", "32"),
     ),
@@ -192,8 +192,8 @@ _TIMM = Script(
     folder=".",
     flags=(
         *("--data-dir", "data", "--output", ".", "--experiment", "run", "--device", "cpu"),
-        *("--model", "resnet18", "--num-classes", "10", "--input-size", "3", "32", "32"),
-        *("--batch-size", "32", "--epochs", "4", "--warmup-epochs", "1", "--lr", "0.05"),
+        *("--model", "test_resnet", "--num-classes", "10", "--input-size", "3", "32", "32"),
+        *("--batch-size", "32", "--epochs", "4", "--warmup-epochs", "1", "--lr", "0.1"),
         *("--sched-on-updates", "--no-aug", "--workers", "1", "--log-interval", "10"),
     ),
     data="data",

@@ -21,6 +21,7 @@ from tests.support.outcomes import same
 from tests.support.ranks import on_processes
 
 STAND_INS = Path(__file__).parent / "stand_ins"
+DOCS = Path(__file__).parents[2] / "docs" / "integrations"
 RANKS = 2
 # The arguments of a whole run, of one that is interrupted, and of one that resumes.
 RUNS = {
@@ -116,6 +117,15 @@ def test_a_script_with_local_steps_resumes_inside_a_round(name, tmp_path):
 
 
 # --- The inserted lines ---
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("method", [("--compress", "ef(topk(0.01))"), ("--local", "every(4)")])
+def test_the_page_of_a_script_shows_every_inserted_line(name, method):
+    page = (DOCS / f"{name}.md").read_text()
+    shown = {line[1:].strip() for line in page.splitlines() if line.startswith("+")}
+    edits = edits_of(SCRIPTS[name], parse([name, "--source", ".", *method]))
+    assert {line.strip() for edit in edits for line in edit.lines} <= shown | {"..."}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
