@@ -5,8 +5,9 @@
 
 The program copies the script out of a clone of its repository, inserts the lines of torchcomp,
 prints them as a diff, makes a small data set, and starts the script with torchrun. Flags after
-``--`` go to the script. Without ``--compress`` and ``--local``, plain DDP trains. Lines that a CPU
-needs are a diff of their own. The pages in ``docs/integrations`` say what was run.
+``--`` go to the script. Without ``--compress`` and ``--local``, plain DDP trains. What the script
+needs to run at all, or on a CPU, is a diff of its own. The pages in ``docs/integrations`` say what
+was run.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def main() -> None:
         arguments = parse(sys.argv[1:])
         script, out = SCRIPTS[arguments.script], arguments.out or Path("runs", arguments.script)
         upstream = read(arguments.source / script.folder)
-        plain = edited(upstream, script.cpu if arguments.device == "cpu" else ())
+        plain = edited(upstream, script.fixes + (script.cpu if arguments.device == "cpu" else ()))
         files = edited(plain, edits_of(script, arguments))
     print(diff(upstream, plain), diff(plain, files), sep="\n", flush=True)
     write(out, files)

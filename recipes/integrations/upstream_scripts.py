@@ -78,7 +78,8 @@ class Script:
         flags: flags of a small run on CPU. The user's flags follow, and win.
         data: the folder of the data of these flags, next to the script.
         write_data: writes them.
-        cpu: what the script needs to run on CPU and gloo.
+        fixes: what the script needs to run at all.
+        cpu: what it needs to run on CPU and gloo.
         imports: ``import torchcomp``.
         compress: the line that registers a method.
         local: the line that takes local steps.
@@ -94,6 +95,7 @@ class Script:
     flags: tuple[str, ...]
     data: str
     write_data: Callable[[Path], None]
+    fixes: tuple[Edit, ...]
     cpu: tuple[Edit, ...]
     imports: Edit
     compress: Edit
@@ -152,6 +154,13 @@ _TORCHVISION = Script(
     ),
     data="data",
     write_data=write_image_folder,
+    # It saves its arguments, which weights_only=True refuses to load.
+    fixes=(
+        Edit(
+            "checkpoint = torch.load(args.resume",
+            ('checkpoint = torch.load(args.resume, map_location="cpu", weights_only=False)',),
+        ),
+    ),
     cpu=(
         before("import presets", *_COMPAT),
         Edit(
@@ -198,6 +207,7 @@ _TIMM = Script(
     ),
     data="data",
     write_data=write_image_folder,
+    fixes=(),
     cpu=(
         before("import torchvision.utils", *_COMPAT),
         Edit(
@@ -239,6 +249,7 @@ _NANOGPT = Script(
     ),
     data="data/chain",
     write_data=write_tokens,
+    fixes=(),
     cpu=(
         Edit("device = f'cuda:{ddp_local_rank}'", ()),
         Edit("torch.cuda.set_device(device)", ()),
