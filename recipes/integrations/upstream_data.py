@@ -4,6 +4,7 @@ Both are the same on every machine with the same library versions.
 """
 
 import pickle
+from colorsys import hsv_to_rgb
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ def write_image_folder(folder: Path) -> None:
     """Write scikit-learn's handwritten digits as JPEG files, one sub-folder per class.
 
     ``train`` has 1,437 images and ``val`` 360, in 10 classes. Each shows its digit of 8 x 8 pixels
-    16 times, so that something is left of it in any random crop.
+    16 times, in the colour of its class: random crops and flips leave something to recognise.
     """
     from PIL import Image
     from sklearn.datasets import load_digits
@@ -27,8 +28,9 @@ def write_image_folder(folder: Path) -> None:
         split = "train" if index % _TEST_SHARE else "val"
         path = folder / split / str(label) / f"{index}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        tiles = np.tile(pixels.reshape(8, 8) * 255 / 16, (4, 4)).astype(np.uint8)
-        Image.fromarray(tiles).convert("RGB").save(path)
+        colour = np.array(hsv_to_rgb(label / 10, 1, 1)) * 255 / 16
+        tiles = np.tile(pixels.reshape(8, 8, 1), (4, 4, 1)) * colour
+        Image.fromarray(tiles.astype(np.uint8)).save(path)
 
 
 def write_tokens(folder: Path) -> None:

@@ -148,7 +148,7 @@ _TORCHVISION = Script(
     folder="references/classification",
     flags=(
         *("--data-path", "data", "--output-dir", ".", "--device", "cpu", "--workers", "1"),
-        *("--model", "shufflenet_v2_x0_5", "--batch-size", "32", "--epochs", "4", "--lr", "0.1"),
+        *("--model", "shufflenet_v2_x0_5", "--batch-size", "32", "--epochs", "4", "--lr", "0.05"),
         *("--lr-scheduler", "cosineannealinglr", "--print-freq", "10"),
         *("--train-crop-size", "32", "--val-resize-size", "32", "--val-crop-size", "32"),
     ),
