@@ -425,7 +425,7 @@ def test_learning_rates_within_the_last_round_are_not_read():
     [
         (0, 0, "^total_steps .* 0$"),
         (-5, 0, "^total_steps .*-5$"),
-        (10.0, 0, r"^total_steps .*10\.0$"),
+        (10.5, 0, r"^total_steps .*10\.5$"),
         (True, 0, "^total_steps .*True$"),
         (None, 0, "^total_steps .*None$"),
         ("10", 0, "^total_steps .*'10'$"),

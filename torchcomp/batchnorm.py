@@ -27,8 +27,9 @@ Layers = dict[str, _BatchNorm]
 def reestimate_batchnorm(model: nn.Module, loader: Iterable[Any], images: int = 4096) -> None:
     """Re-estimate the running mean and variance of every BatchNorm layer, before an evaluation.
 
-    Local steps average parameters but not BatchNorm's buffers. The buffers then belong to the
-    weights before the average. As in Gu et al., ICLR 2024 (arXiv 2310.14423), every rank
+    Local steps average the running statistics together with the parameters. The mean of statistics
+    of different weights fits the averaged weights only approximately. As in Gu et al., ICLR 2024
+    (arXiv 2310.14423), every rank therefore
 
     1. runs `model` in training mode, without gradients, on batches of its own shard of the
        training set, augmented as in training;
@@ -79,7 +80,7 @@ def reestimate_batchnorm(model: nn.Module, loader: Iterable[Any], images: int = 
         elif not dist.is_initialized():
             _forward_passes(module, layers, _batches(loader, images, 1))
         else:
-            statistics = _statistics(layers)
+            statistics = statistics_of(layers)
             exchange = ProcessGroupExchange(group, next(iter(statistics.values())).device)
             batches = _batches(loader, images, exchange.world_size)
             passes = partial(_forward_passes, module, layers, batches)
@@ -109,11 +110,7 @@ def _fresh_statistics(module: nn.Module) -> Iterator[Layers]:
     # Saved for each module, because a model can be partly in evaluation mode.
     modes = [(each, each.training) for each in module.modules()]
     module.train()
-    layers = {
-        name: layer
-        for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm) and layer.training and layer.track_running_stats
-    }
+    layers = updated_layers(module)
     # Clones, because the buffers are reset in place.
     before = [
         (layer, layer.momentum, [(each, each.clone()) for each in layer.buffers(recurse=False)])
@@ -149,14 +146,14 @@ def _forward_passes(
     module: nn.Module, layers: Layers, batches: Iterator[Tensor]
 ) -> tuple[None, dict[str, Any]]:
     """Run this rank's forward passes. Return None, and the values that must match on all ranks."""
-    device = next(iter(_statistics(layers).values())).device
+    device = next(iter(statistics_of(layers).values())).device
     for inputs in batches:
         module(inputs.to(device))
     reached = {name: layer for name, layer in layers.items() if layer.num_batches_tracked}
     bad = [
         name
         for name, layer in reached.items()
-        if not all(values.isfinite().all() for values in _statistics({name: layer}).values())
+        if not all(values.isfinite().all() for values in statistics_of({name: layer}).values())
     ]
     if bad:
         raise NonFiniteError(
@@ -194,7 +191,17 @@ def _batches(loader: Iterable[Any], images: int, world_size: int) -> Iterator[Te
     )
 
 
-def _statistics(layers: Layers) -> dict[str, Tensor]:
+def updated_layers(module: nn.Module) -> Layers:
+    """Return the BatchNorm layers whose running statistics a forward pass of `module` updates."""
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and layer.training and layer.track_running_stats
+    }
+
+
+def statistics_of(layers: Layers) -> dict[str, Tensor]:
+    """Return the running means and variances, by name."""
     return {
         f"{name}.{kind}": layer.get_buffer(kind)
         for name, layer in layers.items()

@@ -3,6 +3,7 @@
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -97,7 +98,7 @@ def test_a_schedule_that_cannot_be_built(spec, word):
     assert_constructor_refuses(lambda model, rank: change, torchcomp.SpecError, word)
 
 
-@pytest.mark.parametrize("total", [0, -1, 8.0, math.inf, "8", None, True])
+@pytest.mark.parametrize("total", [0, -1, 8.5, math.inf, "8", None, True])
 def test_an_invalid_number_of_steps(total):
     change = {"total_steps": total}
     assert_constructor_refuses(
@@ -105,7 +106,7 @@ def test_an_invalid_number_of_steps(total):
     )
 
 
-@pytest.mark.parametrize("warmup", [-1, 2.0, None, True])
+@pytest.mark.parametrize("warmup", [-1, 2.5, None, True])
 def test_an_invalid_warm_up(warmup):
     change = {"warmup_steps": warmup}
     assert_constructor_refuses(
@@ -386,17 +387,57 @@ def test_a_learning_rate_of_zero_within_a_round_is_no_error():
     on_threads(2, partial(trained, 4, spec="every(2)", lr=lr, total_steps=4))
 
 
-def test_a_step_beyond_the_end():
-    def body():
-        script = Script("every(2)", total_steps=3)
-        script.train(0, 3)
-        untouched = [script.weights(), script.moments()]
-        with pytest.raises(torchcomp.ScheduleError, match=r"step 4.*total_steps=3.*close\(\)"):
-            script.step(3)
-        assert all(map(torch.equal, untouched, [script.weights(), script.moments()]))
-        return script.sync.stats.steps
+def test_beyond_the_announced_end_the_ranks_average_after_every_step(caplog):
+    """nanoGPT takes max_iters + 1 steps."""
 
-    assert on_threads(2, body) == [3, 3]
+    def body():
+        script = Script("every(4)", total_steps=6)
+        weights = script.train(0, 9)
+        # The checkpoint of such a run can be resumed.
+        again = Script("every(4)", total_steps=6)
+        again.load(script.save())
+        weights += again.train(9, 11)
+        return weights, again.sync.stats
+
+    runs = on_threads(2, body)
+    assert synchronised_steps([weights for weights, _ in runs]) == [4, 6, 7, 8, 9, 10, 11]
+    assert [(stats.steps, stats.syncs) for _, stats in runs] == [(11, 7)] * 2
+    said = [each.getMessage() for each in caplog.records if "total_steps=6" in each.getMessage()]
+    assert len(said) == 1
+    assert "step 7" in said[0]
+
+
+RARE = [
+    # (alpha / lr)^2 = 16 steps at the peak, 36 = 16 + 16 + 4.
+    ("qsr(alpha=0.2, h_base=4)", 36, {"lr": 0.05}, ["at most 3 ", "36 steps", "0.05", "16 steps"]),
+    ("qsr(alpha=0.2, h_base=4)", 36, {"lr": 1e-6, "initial_lr": 0.05}, ["at most 3 ", "0.05"]),
+    ("qsr(alpha=0.2, h_base=4)", 36, {"lr": 0.1}, ["at most 9 "]),
+    ("qsr(alpha=0.2, h_base=4)", 40, {"lr": 0.1}, None),
+    ("every(18)", 36, {"lr": 0.05}, None),
+]
+
+
+@pytest.mark.parametrize(("spec", "total", "group", "words"), RARE)
+def test_a_schedule_that_hardly_ever_averages_says_so_at_construction(
+    caplog, spec, total, group, words
+):
+    def body():
+        model = DistributedDataParallel(mlp())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer.param_groups[0] |= group
+        torchcomp.LocalSGD(model, optimizer, spec, total_steps=total)
+
+    on_threads(2, body)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (words is not None)
+    for word in words or ():
+        assert word in said[0]
+
+
+@pytest.mark.parametrize("number", [float, np.float64])
+def test_whole_floats_are_numbers_of_steps(number):
+    body = partial(trained, 6, spec="every(4)", total_steps=number(6), warmup_steps=number(0))
+    assert synchronised_steps(on_threads(2, body)) == [4, 6]
 
 
 def test_learning_rates_that_differ_between_ranks():

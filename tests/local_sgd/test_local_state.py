@@ -1,6 +1,7 @@
 """What stays local during local steps, and what is averaged."""
 
 import copy
+import math
 from contextlib import nullcontext
 from functools import partial
 
@@ -23,7 +24,7 @@ from tests.local_sgd.script import (
     synchronised_steps,
     trained,
 )
-from tests.support.outcomes import assert_close, equal_on_all, flat
+from tests.support.outcomes import assert_close, assert_refused, equal_on_all, flat
 from tests.support.ranks import on_threads
 
 IMAGE = (3, 4, 4)
@@ -49,13 +50,85 @@ def tags():
     return seen, tag[0].item()
 
 
-def test_buffers_are_neither_averaged_nor_broadcast_until_close():
+def test_other_buffers_are_neither_averaged_nor_broadcast_until_close():
     for rank, (during, _) in enumerate(on_threads(3, tags)):
         assert during == [rank] * 4
 
 
 def test_the_first_forward_pass_after_close_broadcasts_buffers_again():
     assert [after for _, after in on_threads(3, tags)] == [0, 0, 0]
+
+
+def around_the_averages(frozen=False, **options):
+    """BatchNorm's running statistics before and after each optimizer step, of one rank."""
+    seen = []
+
+    def statistics():
+        layer = script.model.module[1]
+        return torch.cat([layer.running_mean, layer.running_var])
+
+    script = Script(
+        "every(2)",
+        total_steps=4,
+        build=convnet,
+        shape=IMAGE,
+        optimizer=spied(momentum, lambda: seen.append(statistics().clone())),
+        local=options,
+    )
+    script.model.module[1].train(not frozen)
+    after = []
+    for step in range(4):
+        script.step(step)
+        script.sync.wait()
+        after.append(statistics().clone())
+    return seen, after
+
+
+STATISTICS_OPTIONS = [{}, {"compress": "ef(topk(0.1))"}, {"overlap": True}, {"moments": "average"}]
+
+
+@pytest.mark.parametrize("options", STATISTICS_OPTIONS, ids=str)
+def test_running_statistics_are_averaged_with_the_parameters(options):
+    runs = on_threads(3, partial(around_the_averages, **options))
+    for step in range(4):
+        before = [seen[step] for seen, _ in runs]
+        after = [after[step] for _, after in runs]
+        assert not equal_on_all(before)
+        wanted = [torch.stack(before).mean(0)] * 3 if step % 2 else before
+        assert_close(torch.stack(after), torch.stack(wanted))
+        assert equal_on_all(after) == bool(step % 2)
+
+
+def test_statistics_of_frozen_layers_are_left_alone():
+    for seen, after in on_threads(3, partial(around_the_averages, frozen=True)):
+        assert torch.equal(torch.stack(seen), torch.stack(after))
+
+
+def test_statistics_that_are_not_finite_raise_on_all_ranks():
+    def body():
+        script = Script("every(2)", total_steps=4, build=convnet, shape=IMAGE)
+        script.step(0)
+        if script.rank == 1:
+            script.model.module[1].running_var[2] = math.nan
+        script.step(1)
+
+    assert_refused(3, body, torchcomp.NonFiniteError, "1.running_var")
+
+
+def test_an_evaluation_inside_a_round_is_explained_once(caplog):
+    def body():
+        script = Script("every(2)", total_steps=6, build=convnet, shape=IMAGE)
+        for step in range(6):
+            script.step(step)
+            script.model.eval()
+            script.model(torch.zeros(1, *IMAGE, dtype=torch.float64))
+            script.model.train()
+
+    on_threads(1, body)
+    said = [each.getMessage() for each in caplog.records if "next_sync" in each.getMessage()]
+    assert len(said) == 1
+    assert "step 1" in said[0]
+    assert "step 2" in said[0]
 
 
 @pytest.mark.parametrize("optimizer", [momentum, torch.optim.AdamW])
@@ -178,16 +251,31 @@ def test_gradients_may_be_accumulated_with_and_without_no_sync():
         assert equal_on_all([torch.stack(mine), torch.stack(wanted)])
 
 
-def test_a_script_can_set_require_backward_grad_sync_itself():
+def set_the_flag(model, last):
     """nanoGPT does this to accumulate gradients without no_sync()."""
+    model.require_backward_grad_sync = last
 
+
+def trigger(model, last):
+    """Accelerate's trigger_sync_in_backward does this between the two passes."""
+    if last:
+        model.require_backward_grad_sync = model.require_forward_param_sync = True
+        model.reducer.prepare_for_backward([])
+
+
+@pytest.mark.parametrize("idiom", [set_the_flag, trigger])
+def test_ddp_reduces_nothing_in_scripts_that_ask_for_it_themselves(idiom):
     def body():
         script, weights = Script("every(2)", total_steps=4), []
+        forward = script.model.module.register_forward_hook
         for step in range(4):
             script.optimizer.zero_grad()
             for micro in range(3):
-                script.model.require_backward_grad_sync = micro == 2
+                last = micro == 2
+                idiom(script.model, last)
+                between = forward(lambda *_, last=last: idiom(script.model, last))
                 script.backward(10 * step + micro)
+                between.remove()
             script.optimizer_step()
             weights.append(script.weights())
             script.scheduler.step()

@@ -222,16 +222,6 @@ def test_wrong_weights_on_all_ranks_are_found_at_the_next_step():
     assert_refused(3, body, torchcomp.CheckpointError, "DistributedDataParallel")
 
 
-def test_a_run_that_has_ended_stays_ended():
-    def body():
-        script, again = Script(**OPTIONS), Script(**OPTIONS)
-        script.train(0, TOTAL)
-        again.load(script.save())
-        again.step(TOTAL)
-
-    assert_refused(2, body, torchcomp.ScheduleError, "total_steps=12")
-
-
 OTHERS = {
     "schedule": ({"spec": "every(4)"}, "every(4)", "qsr(alpha=0.2, h_base=2)"),
     "total_steps": ({"total_steps": 20}, "20", "12"),

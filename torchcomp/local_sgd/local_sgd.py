@@ -16,7 +16,13 @@ from torchcomp.component import Component
 from torchcomp.ddp.checks import OWNER, check_is_ddp
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.local_sgd.averages import OverlappedAverages
-from torchcomp.local_sgd.options import ProcessGroup, Specs, check_arguments, ranks_of
+from torchcomp.local_sgd.options import (
+    ProcessGroup,
+    Specs,
+    check_arguments,
+    ranks_of,
+    warn_if_rarely_averaged,
+)
 from torchcomp.local_sgd.overflow import backward_until_finite
 from torchcomp.local_sgd.rounds import LocalSteps
 from torchcomp.outer_steps import OuterStep
@@ -51,9 +57,10 @@ class LocalSGD:
     Any other change to the parameters becomes part of the next pseudo-gradient. After every
     synchronisation, all ranks have the same parameters, bit for bit.
 
-    Momentum and Adam moments stay local by default; see ``moments``. BatchNorm buffers stay local
-    as well, because DDP's broadcast is off until :meth:`close`. Call
-    :func:`torchcomp.reestimate_batchnorm` to fit them to the averaged weights. A moving average of
+    Momentum and Adam moments stay local by default; see ``moments``. BatchNorm's running statistics
+    are averaged at every synchronisation. :func:`torchcomp.reestimate_batchnorm` fits them to the
+    averaged weights, as in the paper. Other buffers stay local, because DDP's broadcast is off
+    until :meth:`close`. A moving average of
     the weights (EMA) is the same on all ranks if it is updated between rounds, where
     :attr:`next_sync` is None. A parameter that is added to an optimizer later, or unfrozen, is
     averaged from its first step on. DDP does not reduce its gradient after :meth:`close`.
@@ -74,7 +81,8 @@ class LocalSGD:
             reads the largest learning rate of the parameter groups. A list gives one schedule to
             each optimizer, and the parameters of each then have their own rounds.
         total_steps: T, the optimizer steps of the run. If the run continues without
-            :meth:`load_state_dict`, the steps that remain.
+            :meth:`load_state_dict`, the steps that remain. Beyond T, the ranks average after every
+            step, and one warning is logged. A float must be whole.
         warmup_steps: W, steps of learning-rate warm-up.
         scaler: the loop's ``GradScaler``. The first step raises if it is taken by an enabled scaler
             that was not passed.
@@ -106,8 +114,7 @@ class LocalSGD:
         RankMismatchError: if the arguments differ between ranks. At the first step, if learning
             rates differ, or, with ``compress``, ``outer`` or ``process_group``, parameters. At a
             synchronisation, if the ranks have taken different steps.
-        ScheduleError: from ``optimizer.step()``, after ``total_steps`` or at a learning rate that
-            the schedule cannot use.
+        ScheduleError: from ``optimizer.step()``, at a learning rate that the schedule cannot use.
         NonFiniteError, WireError: on every rank, at a synchronisation, if a rank's parameters are
             not finite or a message is damaged. No parameter has been averaged then, and the
             residual is unchanged.
@@ -146,6 +153,8 @@ class LocalSGD:
             {**options, "process_group": "set" if two_levels else "none"},
             lambda: check_arguments(model, optimizers, scaler, two_levels, options),
         )
+        if exchange.rank == 0:
+            warn_if_rarely_averaged(method, optimizers)
         # The optimizer's hooks own this object. It refers to model and optimizer weakly, because a
         # cycle would keep the process group and gloo's threads alive after the interpreter ends.
         self._steps = LocalSteps(model, optimizers, method, exchange, scaler)
@@ -300,7 +309,7 @@ class LocalSGD:
             # forward pass. Either makes every rank wait for all others at every step.
             yield override(model, "require_backward_grad_sync", False)
             yield override(model, "require_forward_param_sync", False)
-            yield override(model, "reducer", IdleReducer(model.reducer))
+            yield idle(model)
             yield override(model, "broadcast_buffers", False)
         for index, optimizer in enumerate(steps.optimizers):
             before, after = partial(self._before_step, index), partial(self._after_step, index)
@@ -328,6 +337,8 @@ class LocalSGD:
             # Not for evaluation, which often runs on rank 0 alone.
             if module.training and torch.is_grad_enabled():
                 sync._steps.forward = True
+            elif not module.training:
+                sync._steps.clock.warn_of_evaluation()
             if not sync._evaluating:
                 # No optimizer is inside step() here, unless a closure runs this forward pass. Torch
                 # calls no hook after a step that raises, so its depth is still above 0: reset it.
@@ -401,6 +412,22 @@ class IdleReducer:
 
     def prepare_for_backward(self, outputs: Any) -> None:
         """Do nothing, in place of the reducer's method."""
+
+
+def idle(model: DistributedDataParallel) -> Undo:
+    """Make DDP's reducer idle, and return a function that undoes it."""
+    owner: Any = model
+    owner.reducer = IdleReducer(owner.reducer)
+    model_ref = weakref.ref(owner)
+
+    # It must not refer to the reducer, which keeps the parameters alive where Python's garbage
+    # collector cannot see it.
+    def undo() -> None:
+        alive: Any = model_ref()
+        if alive is not None:
+            alive.reducer = alive.reducer._reducer
+
+    return undo
 
 
 def override(owner: object, name: str, value: Any) -> Undo:

@@ -72,7 +72,7 @@ def mean_state(exchange: Exchange, mine: Mapping[str, Tensor], step: int) -> dic
     finite = torch.ones((), dtype=torch.bool, device=device)
     for mean in means.values():
         finite &= mean.isfinite().all().to(device)
-    where = f"the optimizers' state after step {step}"
+    where = f"the averages of optimizer state or BatchNorm statistics after step {step}"
     if not exchange.conclude(finite, where, UNCHANGED):
         raise FiniteWatch(exchange).error(where, UNCHANGED, sorted(tensors.items()))
     return means

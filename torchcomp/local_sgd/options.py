@@ -1,9 +1,11 @@
 """Options of local steps: parse them, and refuse before training what cannot work."""
 
 import gc
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -16,19 +18,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Aggregator
 from torchcomp.bucket import Group
-from torchcomp.checks import check_choice, check_count, check_flag
+from torchcomp.checks import check_choice, check_count, check_flag, is_number
 from torchcomp.component import Component
 from torchcomp.ddp.checks import OWNER, check_model, check_scaler, trained_parameters
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.keys import check_seed
 from torchcomp.outer_steps import OuterStep
-from torchcomp.schedules import Horizon, Schedule
+from torchcomp.schedules import Horizon, Schedule, synchronisations
 from torchcomp.spec import parse_aggregator, parse_outer_step, parse_schedule
 
 Specs = str | Component | Sequence[str | Component]
 ProcessGroup = dist.ProcessGroup | DeviceMesh
 Parameters = dict[str, nn.Parameter]
+_log = logging.getLogger(__package__)
+_RARELY = 10
+"""Below this many averages in the whole run, a schedule is probably a mistake."""
+
 Parts = tuple[tuple[Group, tuple[int, ...]], ...]
 
 
@@ -201,6 +207,36 @@ def _method(
             "pseudo-gradients need the result of the last average before the next round"
         )
     return method
+
+
+def warn_if_rarely_averaged(
+    method: LocalMethod, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Log what a schedule comes to that hardly ever averages even at the peak learning rate."""
+    horizon = method.horizon
+    for (_, indices), schedule in zip(method.parts, method.schedules, strict=True):
+        groups = [group for index in indices for group in optimizers[index].param_groups]
+        # torch's schedulers store the peak in one of the first two. "lr" can be that of warm-up.
+        lrs = [group.get(key) for group in groups for key in ("max_lr", "initial_lr", "lr")]
+        peak = max((lr for lr in lrs if is_number(lr)), default=0.0)
+        if not schedule.reads_lr or peak <= 0:
+            continue
+        # Only more often than in the run, whose rounds grow as the learning rate decays.
+        syncs = len(synchronisations(schedule, partial(_constant, peak), horizon))
+        if syncs < _RARELY:
+            _log.warning(
+                "'%s' averages at most %d times in the %d steps of the run: at the peak learning "
+                "rate %g a round takes %d steps. Compare its coefficient with the learning rate",
+                schedule,
+                syncs,
+                horizon.total_steps,
+                peak,
+                schedule.period(horizon.warmup_steps, peak, horizon),
+            )
+
+
+def _constant(lr: float, step: int) -> float:
+    return lr
 
 
 def _divided(optimizers: list[torch.optim.Optimizer], parameters: Parameters) -> Parts:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import checkpoint
+from torchcomp.batchnorm import statistics_of, updated_layers
 from torchcomp.bucket import Caps, Group, merge, partition
 from torchcomp.ddp.checks import bucket_caps, check_not_joined, trained_parameters
 from torchcomp.errors import CheckpointError, ScheduleError, UnsupportedModelError
@@ -73,7 +74,9 @@ class Fragment:
         """
         # The paper has one learning rate for all parameters. The largest gives the shortest round.
         lr, total = max(lrs, default=0.0), method.horizon.total_steps
-        end = self.schedule.round_end(step, lr, method.horizon)
+        # Beyond the announced end, the run can stop after any step.
+        beyond = step >= total
+        end = step + 1 if beyond else self.schedule.round_end(step, lr, method.horizon)
         if step == 0:
             # Rounded up, so that the round has at least one step.
             numerator, denominator = self.phase
@@ -103,11 +106,24 @@ class Clock:
     total_steps: int
     fragments: list[Fragment]
     step: int = 0  # optimizer steps, including those that a GradScaler skipped
+    warned: bool = False  # whether the log says what an evaluation inside a round means
 
     @property
     def next_sync(self) -> int | None:
         """The earliest end of the rounds in progress, or None if there are none."""
         return min((each.end for each in self.fragments if self.step > each.synced), default=None)
+
+    def warn_of_evaluation(self) -> None:
+        """Log a warning, once, if the model is evaluated inside a round."""
+        if self.next_sync is not None and not self.warned:
+            self.warned = True
+            _log.warning(
+                "the model is evaluated after step %d, inside a round: until the ranks average "
+                "after step %d, every rank has its own model. Evaluate and save where "
+                "sync.next_sync is None",
+                self.step,
+                self.next_sync,
+            )
 
     def warn_inside_round(self) -> None:
         """Log a warning if a round is in progress, because then every rank has its own model."""
@@ -225,12 +241,12 @@ class LocalSteps:
         model, step, total = self._model(), self.clock.step, self.clock.total_steps
         if model is not None and model._join_config.enable:
             check_not_joined(model)
-        if step >= total:
-            raise ScheduleError(
-                f"optimizer step {step + 1} exceeds total_steps={total}, after which nothing is "
-                "averaged: pass a larger total_steps, or call close() and continue with plain DDP. "
-                "For plain DDP, use moments='average' or a new optimizer: otherwise the ranks' "
-                "moments differ and their parameters drift apart"
+        if step == total and self._averager.exchange.rank == 0:
+            _log.warning(
+                "optimizer step %d is beyond total_steps=%d: from here on, the ranks average after "
+                "every step. Pass a larger total_steps if the run is longer",
+                step + 1,
+                total,
             )
         self._add_late()
         if self._verified:
@@ -330,15 +346,20 @@ class LocalSteps:
         step, optimizers, policy = self.clock.step, self.optimizers, self.method.moments
         averager, held = self._averager, self._averager.parameters
         exchange, parameters = averager.exchange, {n: held[n] for each in due for n in each.names}
+        model = self._model()
+        statistics = {} if model is None else statistics_of(updated_layers(model.module))
 
         # 1. Verify that all ranks are at the same step with the same learning rates. A rank that
         #    was stepped once too often would otherwise average a different round.
         def state_and_shared() -> tuple[dict[str, Tensor], dict[str, Any]]:
-            mine = state_to_average(parameters, optimizers) if policy == "average" else {}
+            mine = dict(statistics)
+            if policy == "average":
+                mine |= state_to_average(parameters, optimizers)
             return mine, {
                 "steps": step,
                 "round": ", ".join(map(str, due)),
                 "optimizer steps without forward passes in training mode": self._missing,
+                "BatchNorm statistics": len(statistics),
                 "learning rates at its start": [each.lrs for each in due],
                 "sum of the learning rates of its steps": [each.lr_sum for each in due],
                 "parameters added": ", ".join(self._added) or "none",
@@ -346,8 +367,9 @@ class LocalSteps:
 
         mine = exchange.build("synchronisation", {}, state_and_shared, _LOST_STEP)
         averager.begin()
-        # 2. Compute the means of the optimizers' state, which can raise. Nothing is written yet.
-        means = mean_state(exchange, mine, step) if policy == "average" else {}
+        # 2. Compute the means of BatchNorm's statistics and the optimizers' state, which can raise.
+        #    Nothing is written yet.
+        means = mean_state(exchange, mine, step) if statistics or policy == "average" else {}
         groups, dense_bytes = [], 0
         for fragment in due:
             steps = step - fragment.synced
@@ -357,7 +379,7 @@ class LocalSteps:
             dense_bytes += steps * sum_bytes(nbytes, exchange.world_size)
         # 3. Average the parameters. This raises on every rank, or on none.
         self.averages.synchronise(groups, step, dense_bytes)
-        # 4. Now that every rank has succeeded, change the optimizers' state and close the rounds.
+        # 4. Now that every rank has succeeded, change the other state and close the rounds.
         for name, tensor in mine.items():
             tensor.copy_(means[name])
         for optimizer in optimizers if policy == "reset" else ():
@@ -366,7 +388,7 @@ class LocalSteps:
         for fragment in due:
             fragment.synced, fragment.lr_sum = step, 0.0
         self._added.clear()
-        if step == self.clock.total_steps:
+        if step >= self.clock.total_steps:
             self.averages.wait()  # the run is over: no later step could overlap with this average
 
     # --- Parameters that are trained only later ---
@@ -488,8 +510,9 @@ class LocalSteps:
                     f"{name}={value}"
                 )
         step, total = section["step"], section["total_steps"]
+        last = max(total, step)  # a run that took more steps than it announced ends at any step
         for each in rounds:
-            in_order = each["start"] <= step <= each["end"] <= total and each["synced"] <= step
+            in_order = each["start"] <= step <= each["end"] <= last and each["synced"] <= step
             if not in_order or each["lr_sum"] < 0 or section["syncs"] > step:
                 raise CheckpointError(
                     f"a damaged checkpoint: its values contradict each other: step {step} of "

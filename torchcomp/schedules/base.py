@@ -10,7 +10,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torchcomp.checks import check_count
+from torchcomp.checks import check_count, is_number, is_whole
 from torchcomp.component import Component
 from torchcomp.errors import ScheduleError, SpecError
 from torchcomp.learning_rates import LRFunction
@@ -24,6 +24,11 @@ class Horizon:
     warmup_steps: int = 0  # W, from 0 to T; the first W steps have warm-up learning rates
 
     def __post_init__(self) -> None:
+        # Scripts compute these, as in 0.1 * total_steps, and get floats. Take those that are whole.
+        for name in ("total_steps", "warmup_steps"):
+            value = getattr(self, name)
+            if is_number(value) and not is_whole(value) and float(value).is_integer():
+                object.__setattr__(self, name, int(value))
         check_count("total_steps", self.total_steps)
         check_count("warmup_steps", self.warmup_steps, least=0)
         if self.warmup_steps > self.total_steps:
