@@ -11,14 +11,14 @@ from tests.support.ranks import on_processes
 
 
 def trained(folders, method):
-    """Train twice: in one go, and with an interruption. Return the accuracies and last states."""
+    """Train in one go, and with an interruption. Compare the accuracies; return the last states."""
     whole, interrupted = (SimpleNamespace(out=folder, stop=100, **method) for folder in folders)
-    accuracies = [plain_torchrun.train(whole)]
+    expected = plain_torchrun.train(whole)
     for interrupted.stop in (25, 100):
-        accuracies.append(plain_torchrun.train(interrupted))
+        accuracy = plain_torchrun.train(interrupted)
     rank = torch.distributed.get_rank()
     states = [torch.load(f"{folder}/rank{rank}.pt", weights_only=True) for folder in folders]
-    return accuracies, states
+    return accuracy == expected, states
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,6 @@ def test_the_script_resumes_bit_for_bit(method, tmp_path):
     folders = tmp_path / "whole", tmp_path / "interrupted"
     for folder in folders:
         folder.mkdir()
-    for (whole, early, resumed), states in on_processes(2, trained, folders, method):
-        assert whole == resumed > early
+    for equal, states in on_processes(2, trained, folders, method):
+        assert equal
         assert same(*states)
