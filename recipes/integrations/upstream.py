@@ -126,7 +126,8 @@ def run(arguments: argparse.Namespace, script: Script, folder: Path) -> int:
     """Run the script with torchrun, in its folder, and return its exit code."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(arguments.ranks), "train.py"]
-    command += [*script.flags, *arguments.flags]
+    command += [*script.flags, *(script.cpu_flags if arguments.device == "cpu" else ())]
+    command += arguments.flags
     source = arguments.source.resolve() / script.folder
     path = [str(source), str(_ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {

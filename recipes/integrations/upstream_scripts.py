@@ -75,7 +75,8 @@ class Script:
 
     Attributes:
         folder: the folder of ``train.py`` in a clone.
-        flags: flags of a small run on CPU. The user's flags follow, and win.
+        flags: flags of a small run. The user's flags follow, and win.
+        cpu_flags: further flags on CPU.
         data: the folder of the data of these flags, next to the script.
         write_data: writes them.
         fixes: what the script needs to run at all.
@@ -93,6 +94,7 @@ class Script:
 
     folder: str
     flags: tuple[str, ...]
+    cpu_flags: tuple[str, ...]
     data: str
     write_data: Callable[[Path], None]
     fixes: tuple[Edit, ...]
@@ -147,11 +149,12 @@ _COMPAT = (
 _TORCHVISION = Script(
     folder="references/classification",
     flags=(
-        *("--data-path", "data", "--output-dir", ".", "--device", "cpu", "--workers", "1"),
+        *("--data-path", "data", "--output-dir", ".", "--workers", "1"),
         *("--model", "shufflenet_v2_x0_5", "--batch-size", "32", "--epochs", "4", "--lr", "0.05"),
         *("--lr-scheduler", "cosineannealinglr", "--print-freq", "10"),
         *("--train-crop-size", "32", "--val-resize-size", "32", "--val-crop-size", "32"),
     ),
+    cpu_flags=("--device", "cpu"),
     data="data",
     write_data=write_image_folder,
     # It saves its arguments, which weights_only=True refuses to load.
@@ -200,11 +203,12 @@ _TIMM_SCALER = 'scaler=getattr(loss_scaler, "_scaler", None)'
 _TIMM = Script(
     folder=".",
     flags=(
-        *("--data-dir", "data", "--output", ".", "--experiment", "run", "--device", "cpu"),
+        *("--data-dir", "data", "--output", ".", "--experiment", "run"),
         *("--model", "test_resnet", "--num-classes", "10", "--input-size", "3", "32", "32"),
         *("--batch-size", "32", "--epochs", "4", "--warmup-epochs", "1", "--lr", "0.1"),
         *("--sched-on-updates", "--no-aug", "--workers", "1", "--log-interval", "10"),
     ),
+    cpu_flags=("--device", "cpu"),
     data="data",
     write_data=write_image_folder,
     fixes=(),
@@ -241,12 +245,12 @@ _TIMM = Script(
 _NANOGPT = Script(
     folder=".",
     flags=(
-        *("--backend=gloo", "--device=cpu", "--dtype=float32", "--compile=False"),
         *("--dataset=chain", "--out_dir=.", "--batch_size=16", "--gradient_accumulation_steps=4"),
         *("--n_layer=2", "--n_head=4", "--n_embd=64", "--block_size=32", "--max_iters=200"),
         *("--lr_decay_iters=200", "--warmup_iters=10", "--learning_rate=3e-3", "--min_lr=3e-4"),
-        *("--eval_interval=50", "--eval_iters=20", "--log_interval=10"),
+        *("--eval_interval=50", "--eval_iters=20", "--log_interval=10", "--compile=False"),
     ),
+    cpu_flags=("--backend=gloo", "--device=cpu", "--dtype=float32"),
     data="data/chain",
     write_data=write_tokens,
     fixes=(),
