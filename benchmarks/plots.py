@@ -2,14 +2,14 @@
 
 Titles are computed from the rows: the speed-up of torchcomp's best method among those that reached
 the target accuracy. A method that is fast but was never trained to an accuracy proves nothing.
-Labels are the specs as the rows store them, so they can be pasted into a script.
+Labels of torchcomp's methods are specs as the rows store them, so they can be pasted into a script.
 """
 
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.net.names import BASELINES, BF16, FLOOR, PLAIN
+from benchmarks.net.names import BASELINES, BF16, FLOOR, NAIVE_TOPK, PLAIN, POWERSGD
 from benchmarks.report_accuracy import times_to_accuracy
 from benchmarks.report_data import StepRows, read
 
@@ -17,6 +17,13 @@ NAMES = ("step_time.png", "bytes.png", "time_to_accuracy.png")
 # On slow links these two are so long that no other bar would be visible. Their bars are cut off.
 _DENSE = (PLAIN, BF16)
 _PARTS = {"compute": "#4c72b0", "encode": "#dd8452", "sockets": "#c7b299", "wait": "#c44e52"}
+_BASELINE_LABELS = {
+    FLOOR: "no exchange (lower bound)",
+    PLAIN: "plain DDP",
+    BF16: "DDP's bf16 hook",
+    POWERSGD: "DDP's PowerSGD hook, rank 1",
+    NAIVE_TOPK: "TopK 1 % with torch.topk",
+}
 _LABELS = {"family": "monospace", "fontsize": 8}
 
 
@@ -44,13 +51,19 @@ def best_of(costs: dict[str, float], trained: Collection[str]) -> str | None:
     return min(candidates, key=costs.get, default=None)
 
 
-def speed_up(costs: dict[str, float], trained: Collection[str], better: str = "faster") -> str:
-    """How much the best method saves, compared with plain DDP."""
+def finding(costs: dict[str, float], trained: Collection[str], better: str = "faster") -> str:
+    """How much the best method saves: "31x faster than plain DDP with ef(topk(0.01))"."""
     best = best_of(costs, trained)
     if PLAIN not in costs or best is None:
-        return "not compared with DDP"
+        return "not compared with plain DDP"
     factor = costs[PLAIN] / costs[best]
-    return f"{times(factor)} {better} than DDP" if factor > 1 else f"not {better} than DDP"
+    degree = f"{times(factor)} {better}" if factor > 1 else f"not {better}"
+    return f"{degree} than plain DDP with\n{label(best)}"
+
+
+def compared(factor: float) -> str:
+    """A ratio of times in words: "31x faster" or "1.5x slower"."""
+    return f"{times(factor)} faster" if factor >= 1 else f"{times(1 / factor)} slower"
 
 
 def times(factor: float) -> str:
@@ -62,6 +75,8 @@ def times(factor: float) -> str:
 def label(method: str) -> str:
     """The spec, on two lines if it is long. It also parses with the line break."""
     half = method.find("), ")
+    if method in BASELINES:
+        return _BASELINE_LABELS[method]
     return method if half < 0 else f"{method[: half + 2]}\n{method[half + 3 :]}"
 
 
@@ -96,21 +111,21 @@ def _step_panel(
         left = [start + width for start, width in zip(left, widths, strict=True)]
     ends = dict(zip(methods, left, strict=True))
     # The factor leaves space on the right for the text behind the longest bar.
-    limit = 1.35 * max(
-        end for method, end in ends.items() if len(ends) == 1 or method not in _DENSE
-    )
+    limit = 1.5 * max(end for method, end in ends.items() if len(ends) == 1 or method not in _DENSE)
     measured = {m: steps.milliseconds(*link, m) or end for m, end in ends.items()}
     for position, (method, end) in enumerate(ends.items()):
         note = f"{measured[method]:,.0f} ms"
         if method != PLAIN and PLAIN in measured:
-            note += f" ({times(measured[PLAIN] / measured[method])})"
+            note += f", {compared(measured[PLAIN] / measured[method])}"
+        # It can be the fastest, but is not in the title.
+        note += "" if method in {*BASELINES, *trained} else " (accuracy not measured)"
         weight = "bold" if method == best_of(measured, trained) else "normal"
         _label_bar(axes, position, min(end, limit), note, weight, is_cut=end >= limit)
     axes.set_yticks(range(len(methods)), [label(method) for method in methods], **_LABELS)
     model, hosts, mbit = link
-    title = f"{model}, {hosts} ranks at {mbit:,} Mbit/s: {speed_up(measured, trained)}"
+    title = f"{model}, {hosts} ranks at {mbit:,} Mbit/s: {finding(measured, trained)}"
     axes.set_title(title, fontsize=11)
-    axes.set(xlim=(0, limit), xlabel="milliseconds per step (in brackets: plain DDP / method)")
+    axes.set(xlim=(0, limit), xlabel="milliseconds per step")
 
 
 def _label_bar(
@@ -157,7 +172,7 @@ def _traffic_title(steps: StepRows, model: str, trained: Collection[str]) -> str
     hosts = max(steps.values(1))
     sent = {method: steps.payload(model, hosts, method) for method in steps.methods()}
     known = {method: value for method, value in sent.items() if value}
-    return f"{model}, {hosts} ranks: {speed_up(known, trained, 'fewer bytes')}"
+    return f"{model}, {hosts} ranks: {finding(known, trained, 'fewer bytes')}"
 
 
 def _no_ticks() -> Any:
@@ -197,12 +212,13 @@ def accuracy(path: Path) -> Any:
         for position, bar in enumerate(bars):
             missed = f", missed in {bar.missed} of {bar.runs} runs" if bar.missed else ""
             note = f"{bar.seconds:.2f} s, {bar.steps:.0f} steps{missed}"
+            if bar.method != PLAIN and {bar.method, PLAIN} <= reached.keys():
+                note += f", {compared(reached[PLAIN] / bar.seconds)}"
             weight = "bold" if bar.method == best_of(reached, reached) else "normal"
             _label_bar(axes, position, bar.seconds, note, weight)
         hosts, target = rows[0]["hosts"], 100 * float(rows[0]["target"])
-        title = (
-            f"{hosts} ranks at {mbit:,} Mbit/s: {target:g} % accuracy {speed_up(reached, reached)}"
-        )
+        best = finding(reached, reached)
+        title = f"{hosts} ranks at {mbit:,} Mbit/s: {target:g} % accuracy {best}"
         axes.set_title(title, fontsize=11)
         axes.set_xlim(0, 1.65 * max(bar.seconds for bar in bars))
         axes.set_xlabel("seconds of training until the target accuracy (median)")

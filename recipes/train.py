@@ -172,6 +172,38 @@ def configure_cudnn(settings: Settings) -> None:
     torch.backends.cudnn.benchmark = not settings.deterministic
 
 
+class Speed:
+    """The speed of one epoch's training steps, measured on this rank.
+
+    Args:
+        method: torchcomp's handle, or None for plain DDP.
+    """
+
+    def __init__(self, method: torchcomp.Handle | torchcomp.LocalSGD | None) -> None:
+        self._method = method
+        self._started, self._waited = time.perf_counter(), self._seconds_waited()
+        self.images = 0  # of all ranks, until now
+
+    def measured(self) -> dict[str, float | None]:
+        """Return images per second of all ranks, and the share of the time spent waiting.
+
+        With compressed gradients, a rank waits from its last gradient to the end of the exchange.
+        With local steps, a rank waits in every average of the weights. The share is None if it is
+        not known: plain DDP does not measure it, and on CUDA the stream waits, not this process.
+        """
+        seconds, waited = time.perf_counter() - self._started, self._seconds_waited()
+        share = (waited - self._waited) / seconds if waited else None
+        return {"images_per_second": self.images / seconds, "wait_share": share}
+
+    def _seconds_waited(self) -> float:
+        return 0.0 if self._method is None else self._method.seconds_waited
+
+
+def waiting(share: float | None) -> str:
+    """Return the end of a progress line."""
+    return "" if share is None else f", {share:.0%} of the time waiting for other ranks"
+
+
 class Trainer:
     """One rank's training run.
 
@@ -283,9 +315,11 @@ class Trainer:
 
     def _train_epoch(self, epoch: int, first_step: int) -> None:
         self.model.train()
+        self.speed = Speed(self.method)
         for images, targets in self.batches.train(epoch, first_step):
             loss = self._train_step(images.clone(memory_format=self.memory_format), targets)
             self.step += 1
+            self.speed.images += self.settings.batch_size
             self.report.advance()
             if self.step % self.settings.log_every == 0:
                 self._log_step(epoch, loss)
@@ -382,14 +416,17 @@ class Trainer:
                 "--lr or raise --warmup-steps"
             )
         self.meter = Meter.zeros(self.device)
-        values: dict[str, Any] = {"train_loss": loss, "train_accuracy": accuracy}
+        # After the all-reduce of the meter, which waits for the device.
+        speed = self.speed.measured()
+        values: dict[str, Any] = {"train_loss": loss, "train_accuracy": accuracy, **speed}
         sent = self._bytes_sent()
         if (epoch + 1) % self.settings.eval_every == 0 or self.step == self.total_steps:
             test_loss, self.test_accuracy = self.evaluate()
             values |= {"test_loss": test_loss, "test_accuracy": self.test_accuracy}
             self.report.print(
                 f"epoch {epoch + 1:>3}/{self.settings.epochs}: loss {loss:.3f}, "
-                f"test {self.test_accuracy:.1%}, {sent / 1e6:,.3g} MB sent"
+                f"test {self.test_accuracy:.1%}, {sent / 1e6:,.3g} MB sent, "
+                f"{speed['images_per_second']:,.0f} images/s{waiting(speed['wait_share'])}"
             )
         self.report.log_metrics(step=self.step, epoch=epoch, bytes_sent=sent, **values)
 

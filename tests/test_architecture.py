@@ -27,10 +27,10 @@ PACKAGE = Path(torchcomp.__file__).parent
 
 # From the bottom up. A module (or sub-package) imports from lower layers or from its own layer.
 LAYERS = [
-    {"errors", "_version"},
+    {"errors", "profiling", "_version"},
     {"checks"},
     {"learning_rates"},
-    {"component", "keys", "wire"},
+    {"component", "keys", "wire", "other_names"},
     {"kernels"},
     {"compressors", "schedules", "outer_steps"},
     {"bucket", "traffic", "codec"},
@@ -41,8 +41,8 @@ LAYERS = [
     {"spec", "stats", "nonfinite", "checkpoint"},
     {"averager"},
     {"ddp", "time_model", "batchnorm", "algorithms"},
-    {"plan"},
-    {"explain", "local_sgd", "jointspar"},
+    {"plan", "comparison", "named_models"},
+    {"explain", "catalogue", "local_sgd", "jointspar"},
     {"__init__"},
     {"__main__"},
 ]

@@ -1,16 +1,27 @@
 """Command line: its output, its error messages and its exit status."""
 
+import importlib
 import re
 import subprocess
 import sys
+from dataclasses import MISSING, fields
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 import torchcomp
+from recipes.torchvision_compat import import_torchvision
 from tests.support.patience import PATIENCE
 from torchcomp.__main__ import main
+from torchcomp.component import choices_of
+from torchcomp.named_models import build_named
+from torchcomp.outer_steps import OuterStep
+from torchcomp.spec import COMPONENTS, parse_outer_step
 
 SIZE = ["--numel", "25557032", "--world-size", "8"]
+QSR = ["explain", "qsr(0.1, 4)", *SIZE, "--total-steps", "9"]
+TINY = SimpleNamespace(list_models=lambda: ["resnet50", "vit_base"])
 
 
 def refused(arguments, capsys):
@@ -63,28 +74,43 @@ def test_bad_spec_is_shown_with_its_caret_and_exits_2(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["explain", "mean", "--numel", "5", "--world-size", "0"], ["world_size", " 0"]),
-        (["explain", "mean", "--numel", "-5", "--world-size", "2"], ["numel", "-5"]),
+        (["explain", "mean", "--numel", "5", "--world-size", "0"], ["--world-size", " 0"]),
+        (["explain", "mean", "--numel", "5", "--world-size", "1e20"], ["--world-size", "1e20"]),
+        (["explain", "mean", "--numel", "-5", "--world-size", "2"], ["--numel", "-5"]),
         (["explain", "mean", "--numel", "2.5", "--world-size", "2"], ["--numel", "2.5"]),
         (["explain", "mean", "--numel", "nan", "--world-size", "2"], ["--numel", "nan"]),
         (["explain", "mean", "--numel", "inf", "--world-size", "2"], ["--numel", "inf"]),
         (["explain", "mean", "--numel", "many", "--world-size", "2"], ["--numel", "many"]),
         (["explain", "mean", "--numel", "5", "--world-size", "two"], ["--world-size", "two"]),
         (["explain", "mean", "--numel", "5"], ["required", "--world-size"]),
-        (["explain", "mean", "--world-size", "2"], ["required", "--numel"]),
+        (["explain", "mean", "--world-size", "2"], ["required", "--numel", "--model"]),
+        (["explain", "mean", *SIZE, "--model", "timm/x"], ["--numel", "--model", "not allowed"]),
         (["explain", *SIZE], ["required", "spec"]),
-        (["explain", "every(4)", *SIZE], ["'every(4)'", "total_steps"]),
-        (["explain", "every(4)", *SIZE, "--total-steps", "0"], ["total_steps", " 0"]),
+        (["explain", "every(4)", *SIZE], ["'every(4)'", "--total-steps"]),
+        (["explain", "every(4)", *SIZE, "--total-steps", "0"], ["--total-steps", " 0"]),
+        (
+            ["explain", "every(4)", *SIZE, "--total-steps", "6", "--warmup-steps", "7"],
+            ["--total-steps 6", "--warmup-steps 7"],
+        ),
         (["explain", "qsr(0.1, 4)", *SIZE, "--total-steps", "9"], ["qsr", "--lr"]),
-        (["explain", "qsr(0.1, 4)", *SIZE, "--total-steps", "9", "--lr", "-1"], ["peak", "-1"]),
+        (["explain", "qsr(0.1, 4)", *SIZE, "--total-steps", "9", "--lr", "-1"], ["--lr", "-1"]),
+        (["explain", "qsr(0.1, 4)", *SIZE, "--total-steps", "9", "--lr", "nan"], ["--lr", "nan"]),
         (
             ["explain", "qsr(0.1, 4)", *SIZE, "--total-steps", "9", "--lr", "1e-9"],
-            ["final", "1e-06", "peak", "1e-09"],
+            ["--final-lr 1e-06", "--lr 1e-09"],
         ),
+        (
+            [*QSR, "--lr", "1", "--decay", "step-cosine", "--final-lr", "0"],
+            ["--final-lr", "--decay step-cosine"],
+        ),
+        (["explain", "every(2)", *SIZE, "--total-steps", "9", "--final-lr", "0.1"], ["--lr"]),
+        (["explain", "post_local(switch=9, h=2)", *SIZE, "--total-steps", "9"], ["switch=9"]),
         (
             ["explain", "every(2)", *SIZE, "--total-steps", "9", "--outer", "mean"],
             ["outer step", "'mean'"],
         ),
+        (["methods", "topkk"], ["'topkk'", "'topk'"]),
+        (["methods", "diloco"], ["nesterov(lr=0.7, momentum=0.9)"]),
         (["explain", "", *SIZE], ["torchcomp", "empty"]),
         (["explian", "mean", *SIZE], ["'explian'"]),
         ([], ["required", "command"]),
@@ -95,9 +121,127 @@ def test_bad_arguments_are_explained_on_stderr_and_exit_2(arguments, words, caps
     status, printed = refused(arguments, capsys)
     assert status == 2
     # argparse prints the usage, with the names of all options, in front of its error.
-    message = printed.partition("error: ")[2] or printed
+    message = " ".join((printed.partition("error: ")[2] or printed).split())
     assert [word for word in words if word not in message] == []
+    # Flags, not Python's arguments. Python calls in an answer, f(total_steps=...), are meant.
+    python = r"\b(total_steps(?!=\.)|warmup_steps|world_size|peak (?!learning)|final=|numel=)"
+    assert not re.search(python, message)
+    assert max(map(len, printed.split("\n"))) <= 80
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--total-steps", "9"),
+        ("--warmup-steps", "0"),
+        ("--compress", "mean"),
+        ("--outer", "nesterov"),
+        ("--lr", "0.1"),
+        ("--decay", "cosine"),
+        ("--final-lr", "1e-6"),
+    ],
+)
+def test_a_method_takes_no_flag_of_schedules_not_even_with_its_default(flag, value, capsys):
+    status, printed = refused(["explain", "ef(topk(0.01))", *SIZE, flag, value], capsys)
+    assert status == 2
+    assert printed.startswith(f"torchcomp: {flag} ")
+    assert "'ef(topk(0.01))'" in printed
+
+
+# --- Models by name -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "numel"),
+    [
+        ("torchvision/resnet50", 25_557_032),
+        pytest.param("timm/vit_base_patch16_224", 86_567_656, marks=pytest.mark.thorough),
+    ],
+)
+def test_explain_counts_the_parameters_of_a_named_model(name, numel, capsys):
+    import_torchvision()  # declares the operators that a CUDA build misses beside a CPU torch
+    plan = ["explain", "ef(topk(0.01, scope=tensor))", "--model", name, "--world-size", "8"]
+    assert main(plan) == 0
+    printed = capsys.readouterr().out
+    assert re.search(rf"^  elements +{numel:,}$", printed, re.MULTILINE)
+    # As in training: a selection from each parameter.
+    assert "1.3 MB" in printed or numel > 25_557_032
+
+
+def test_named_models_have_shapes_and_keep_shared_parameters(monkeypatch):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+    library = SimpleNamespace(list_models=lambda: ["tied"], create_model=lambda *_, **__: Tied())
+    monkeypatch.setitem(sys.modules, "timm", library)
+    model = build_named("timm/tied")
+    assert model.head.weight is model.embed.weight
+    assert model.head.weight.is_meta
+    assert isinstance(nn.Linear(1, 1).weight.item(), float), "later models have values again"
+
+
+def unknown_library(name, *_):
+    raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+
+
+def broken_library(name, *_):
+    raise RuntimeError("operator torchvision::nms does not exist")
+
+
+@pytest.mark.parametrize(
+    ("load", "model", "words"),
+    [
+        (unknown_library, "timm/x", ["pip install timm", "--numel"]),
+        (broken_library, "torchvision/x", ["torchvision::nms", "build", "--numel"]),
+        (lambda _: TINY, "timm/resnet5", ["'resnet5'", "resnet50"]),
+        (lambda _: TINY, "timm/zzz", ["'zzz'"]),
+        (unknown_library, "resnet50", ["'resnet50'", "torchvision/NAME", "timm/NAME"]),
+        (unknown_library, "timm/", ["'timm/'", "timm/NAME"]),
+    ],
+)
+def test_a_model_that_cannot_be_built_says_why(load, model, words, capsys, monkeypatch):
+    monkeypatch.setattr(importlib, "import_module", load)
+    arguments = ["explain", "mean", "--model", model, "--world-size", "2"]
+    status, printed = refused(arguments, capsys)
+    assert status == 2
+    message = " ".join(printed.split())
+    assert [word for word in words if word not in message] == []
+
+
+# --- The list of methods --------------------------------------------------------------------------
+
+
+def test_methods_lists_every_component_with_an_example_that_can_be_pasted(capsys):
+    assert main(["methods"]) == 0
+    printed = capsys.readouterr().out
+    lines = printed.split("\n")
+    assert max(map(len, lines)) <= 80
+    for name, cls in COMPONENTS.items():
+        (line,) = [line for line in lines if line.startswith(f"  {cls.example or name}  ")]
+        example, summary = re.split(r" {2,}", line.strip(), maxsplit=1)
+        parse = parse_outer_step if issubclass(cls, OuterStep) else torchcomp.parse
+        assert example.startswith(name)
+        assert parse(example)
+        assert summary
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_methods_shows_every_option_with_its_default_and_meaning(name, capsys):
+    assert main(["methods", name]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.split("\n"))) <= 80
+    blocks = re.split(r"^  (\w+) \((required|default: .*)\)$", printed, flags=re.MULTILINE)
+    options = {blocks[i]: blocks[i + 1 : i + 3] for i in range(1, len(blocks), 3)}
+    assert list(options) == [field.name for field in fields(COMPONENTS[name])]
+    for field in fields(COMPONENTS[name]):
+        default, meaning = options[field.name]
+        assert (default == "required") == (field.default is MISSING)
+        assert meaning.strip(), "every option is explained"
+        assert all(choice in meaning for choice in choices_of(field) or ())
 
 
 def test_a_narrow_terminal_still_shows_everything(capsys, monkeypatch):
@@ -114,11 +258,15 @@ def test_a_narrow_terminal_still_shows_everything(capsys, monkeypatch):
     assert capsys.readouterr().out == f"{plan}\n"
 
 
-def test_help_names_the_commands(capsys):
+@pytest.mark.parametrize("command", [[], ["explain"], ["methods"]])
+def test_help_fits_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stopped:
-        main(["--help"])
+        main([*command, "--help"])
     assert stopped.value.code == 0
-    assert "explain" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.split("\n"))) <= 80
+    assert command or all(name in printed for name in ("explain", "methods"))
 
 
 def test_version_is_that_of_the_package(capsys):

@@ -1,6 +1,7 @@
 """explain: its numbers against hand calculations, and the table that it prints."""
 
 import re
+import time
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ METHOD_ROWS = [
     "traffic",
     "break-even",
     "state per rank",
+    "hint",
 ]
 
 
@@ -42,7 +44,8 @@ def topk(world_size, spec="ef(topk(0.01))", numel=RESNET50):
 
 def rows(plan):
     """The title of the table, and its rows as name -> value."""
-    title, *lines = str(plan).split("\n")
+    # A row that is wrapped goes on below its value.
+    title, *lines = re.sub(r"\n {20}", " ", str(plan)).split("\n")
     return title, {line[2:19].strip(): line[20:] for line in lines}
 
 
@@ -120,8 +123,25 @@ def test_break_even_is_the_first_world_size_without_a_saving(spec, numel):
     assert below.bytes_sent < below.dense_bytes_sent or even == 2
 
 
-def test_break_even_of_one_percent_is_158_ranks():
-    assert topk(2).break_even_world_size == topk(64).break_even_world_size == 158
+@pytest.mark.parametrize("world_size", [1, 2, 64, 1000])
+def test_break_even_does_not_depend_on_the_number_of_ranks(world_size):
+    gathered = topk(world_size, 'ef(topk(0.01), exchange="allgather")')
+    assert gathered.break_even_world_size == 158
+    assert re.search(r"\b158\b", rows(gathered)[1]["break-even"])
+
+
+def test_a_method_that_changes_its_exchange_has_no_break_even():
+    # From about 80 ranks on, "auto" is sharded, which stays below plain DDP.
+    assert topk(2).break_even_world_size is None
+    assert saving(topk(158)) > 1
+
+
+def test_small_shards_have_a_break_even():
+    # A frame has 16 bytes, which is more than the four values of a shard.
+    options = {"spec": "ef(topk(0.5), exchange='sharded')", "numel": 1000}
+    even = explain(world_size=2, **options).break_even_world_size
+    below, at = (explain(world_size=n, rank=n - 1, **options) for n in (even - 1, even))
+    assert saving(at) <= 1 < saving(below)
 
 
 @pytest.mark.parametrize(
@@ -288,8 +308,17 @@ def test_the_plan_of_compressed_averages():
     assert (plan.collective, plan.message_bytes) == ("allgather", TOPK_MESSAGE)
     # Two copies of the residual, and the parameters of the last synchronisation.
     assert plan.memory_bytes == (8 + 4) * RESNET50
+    assert plan.break_even_world_size is None
+
+
+def test_break_even_of_averages_counts_the_steps_between_them():
+    compress = 'ef(topk(0.01), exchange="allgather")'
+    options = {"numel": RESNET50, "total_steps": 100, "compress": compress}
+    plan = explain("every(4)", world_size=8, **options)
     # One all-gather per 4 steps of plain DDP.
     assert plan.break_even_world_size == -(-4 * 2 * 4 * RESNET50 // TOPK_FRAME)
+    (hint,) = plan.hints
+    assert hint.startswith("compress=bidirectional(topk(0.01), topk(0.01)) ")
 
 
 @pytest.mark.parametrize(
@@ -345,8 +374,9 @@ def test_table_shows_the_whole_plan_of_a_method():
         "received per step": ["9.07", "9,070,936"],
         "plain DDP sends": ["179", "178,899,224"],
         "traffic": ["19.7"],
-        "break-even": ["158"],
+        "break-even": [],
         "state per rank": ["204", "204,456,256"],
+        "hint": ["0.01", "0.01", "4"],
     }
 
 
@@ -365,7 +395,7 @@ def test_time_model_adds_the_wall_clocks_of_a_schedule():
 def test_table_shows_the_whole_plan_of_a_schedule():
     title, table = rows(explain("every(4)", numel=1000, world_size=8, total_steps=10))
     assert title.startswith("every(4)")
-    assert list(table) == [*METHOD_ROWS[:4], "synchronisations", *METHOD_ROWS[4:]]
+    assert list(table) == [*METHOD_ROWS[:4], "synchronisations", *METHOD_ROWS[4:-1]]
     assert numbers(table["synchronisations"]) == ["3", "10", "30.0"]
     assert numbers(table["message"]) == ["4", "4,000"]
 
@@ -374,7 +404,13 @@ def test_table_shows_the_whole_plan_of_a_schedule():
 @pytest.mark.parametrize("world_size", [1, 2, 1000, *thorough([10_000])])
 @pytest.mark.parametrize(
     "spec",
-    ["mean", "ef(topk(0.001))", "ef(topk(k=5, scope='tensor'), memory_dtype='fp32')", "every(7)"],
+    [
+        "mean",
+        "ef(topk(0.001))",
+        "ef(quantize(int8), memory_dtype=fp32)",
+        "bidirectional(topk(0.01, values=int8), topk(0.01, values=int8), selection=exact)",
+        "every(7)",
+    ],
 )
 def test_table_fits_80_columns(spec, world_size, numel):
     run = {"total_steps": 99_999} if spec.startswith("every") else {}
@@ -387,6 +423,69 @@ def test_table_fits_80_columns(spec, world_size, numel):
 )
 def test_table_writes_large_numbers_out(spec, numel):
     assert not re.search(r"\de[+-]\d", str(topk(2, spec, numel)))
+
+
+# --- Hints ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "world_size", "better"),
+    [
+        ("mean", 64, []),
+        ("ef(topk(0.01))", 1, []),
+        ("ef(topk(0.01))", 2, []),
+        ("powersgd(2)", 64, []),
+        ("ef(topk(0.01))", 8, ["bidirectional(topk(0.01), topk(0.01))"]),
+        (
+            "ef(topk(0.01), exchange=allgather, memory_dtype=bf16)",
+            64,
+            ['bidirectional(topk(0.01), topk(0.01), memory_dtype="bf16")'],
+        ),
+        (
+            "ef(topk(0.01), exchange=allgather)",
+            200,
+            [
+                'ef(topk(0.01), exchange="sharded")',
+                "bidirectional(topk(0.01), topk(0.01))",
+                'ef(cast("bf16"))',
+            ],
+        ),
+        ("dgc(topk(0.01), exchange=allgather)", 200, ['dgc(topk(0.01), exchange="sharded")']),
+        ("quantize(int8)", 7, ['bidirectional(quantize("int8"), quantize("int8"))']),
+        (
+            "quantize(int8)",
+            8,
+            ['bidirectional(quantize("int8"), quantize("int8"))', 'mean(cast("bf16"))'],
+        ),
+        # Not contractive, so it cannot be sent both ways.
+        ("randk(0.5, unbiased=True)", 64, []),
+    ],
+)
+def test_hints_name_what_would_send_less(spec, world_size, better):
+    plan = topk(world_size, spec)
+    assert len(plan.hints) == len(better)
+    for hint, method in zip(plan.hints, better, strict=True):
+        assert hint.startswith(f"{method} sends ")
+        assert "x less" in hint
+        times = float(numbers(hint.removeprefix(method))[0].rstrip("."))
+        assert times == pytest.approx(
+            plan.bytes_sent / topk(world_size, method).bytes_sent, rel=0.01
+        )
+        assert times >= 1.5
+
+
+# --- Many ranks -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("selection", ["exact", "shard"])
+def test_a_million_ranks_are_planned_at_once(selection):
+    model = nn.Sequential(nn.Linear(2000, 1001, device="meta"), nn.Linear(1001, 7, device="meta"))
+    spec = f"bidirectional(topk(0.1, scope=tensor), topk(0.01), selection={selection})"
+    start = time.perf_counter()
+    plan = explain(spec, model=model, world_size=10**6, rank=10**6 - 1)
+    # 200 s if it listed all shards.
+    assert time.perf_counter() - start < 20
+    assert plan.bytes_sent > 0
 
 
 # --- Bad input ------------------------------------------------------------------------------------
@@ -402,6 +501,8 @@ def test_table_writes_large_numbers_out(spec, numel):
         ("mean", {"numel": True}, "numel.*True$"),
         ("mean", {"numel": 5, "world_size": 0}, "world_size.* 0$"),
         ("mean", {"numel": 5, "world_size": 2.0}, r"world_size.* 2\.0$"),
+        ("mean", {"numel": 5, "world_size": 10**20}, r"world_size.* 1,000,000, .* 10{20}$"),
+        ("mean", {"numel": 5, "rank": 2}, "rank.* 0 to 1, .* 2$"),
         ("meen", {"numel": 5}, "'meen'.*'mean'"),
         ("every(4)", {"numel": 5}, r"'every\(4\)'.*total_steps"),
         ("every(4)", {"numel": 5, "total_steps": 0}, "total_steps.* 0$"),

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import torchcomp
+from torchcomp import other_names
 from torchcomp.aggregators import AGGREGATORS, DGC, EF, EF21, Bidirectional, Mean, PowerSGD
 from torchcomp.aggregators.one_way import COLLECTIVES
 from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, TopK
@@ -126,6 +127,12 @@ def test_all_options_can_be_passed_by_name_in_any_order(component):
 
 
 @fast
+@given(st.one_of(aggregators(), schedules))
+def test_choices_need_no_quotes(component):
+    assert torchcomp.parse(str(component).replace('"', "")) == component
+
+
+@fast
 @given(st.one_of(aggregators(), schedules), st.sampled_from([" ", "  ", "\n", "\t", "\r\n"]))
 def test_whitespace_between_words_does_not_matter(component, space):
     text = str(component)
@@ -185,6 +192,16 @@ def test_random_specs_cover_the_registry():
             'bidirectional(topk(0.5), identity, selection="exact")',
         ),
         ("ef(cast('bf16'))", EF(Cast("bf16")), 'ef(cast("bf16"))'),
+        (
+            "ef(cast(bf16), gather)",
+            EF(Cast("bf16"), "allgather"),
+            'ef(cast("bf16"), exchange="allgather")',
+        ),
+        (
+            "bidirectional(topk(.5, values=int8), identity, exact)",
+            Bidirectional(TopK(0.5, values="int8"), Identity(), "exact"),
+            'bidirectional(topk(0.5, values="int8"), identity, selection="exact")',
+        ),
         ("every(4)", Every(4), "every(4)"),
         ("every(h=4)", Every(4), "every(4)"),
         ("qsr(0.0175, 4)", QSR(0.0175, 4), "qsr(alpha=0.0175, h_base=4)"),
@@ -266,8 +283,20 @@ def refusal(text, parse=torchcomp.parse):
         ("topk(0.1, scope=^'layer')", "^topk: scope .*bucket.*tensor.*model.*'layer'$"),
         ("cast(^'fp8')", "^cast: dtype .*bf16.*fp16.*'fp8'$"),
         ("cast(^None)", "^cast: dtype .*None$"),
-        ("cast(^bf16)", "^cast: dtype .*quotes.*'bf16'"),
-        ("ef(topk(0.1), memory_dtype=^fp16)", "^ef: memory_dtype .*quotes.*'fp16'"),
+        # Without quotes.
+        ("cast(^bf1)", "^cast: dtype .*fp16.*'bf1'.*\"bf16\"?"),
+        ("ef(topk(0.1), memory_dtype=^nan)", "^ef: memory_dtype .*fp64.*'nan'"),
+        ("mean(exchange=^mean)", "^mean: exchange .*sharded.*'mean'"),
+        ("bidirectional(topk(0.1), ^exact)", "'exact'.*compressors: "),
+        # Known by another name, or of another kind.
+        ("^int8", r"'int8'.*quantize\(\"int8\"\)"),
+        ("ef(^BF16)", r"'BF16'.*cast\(\"bf16\"\)"),
+        ("^Sign_SGD(0.1)", r"'Sign_SGD'.*not available.*ef\(quantize"),
+        ("^1bit", r"^'1bit'.*not available"),
+        ("ef(^1-bit)", r"^'1-bit'.*not available"),
+        ("^Power_SGD(4)", "'Power_SGD'.*'powersgd'"),
+        ("^post_locl(1)", "'post_locl'.*'post_local'"),
+        ("ef(^powersdg)", "'powersdg'; compressors: .*the aggregator 'powersgd'"),
         ("mean(exchange=^'ring')", "^mean: exchange .*auto.*allreduce.*allgather.*sharded.*'ring'"),
         ("ef(topk(0.1), memory_dtype=^'fp8')", "^ef: memory_dtype .*'fp8'"),
         ("ef(^0.01)", r"^ef .*compressor.* 0\.01$"),
@@ -327,6 +356,8 @@ def test_errors_for_decimal_commas_and_percent_show_how_to_write_them(text):
     ("text", "parse", "hint"),
     [
         ("qsrs(1)", torchcomp.parse, "'qsr'"),
+        ("PowerSGD(4)", parse_schedule, "schedules: every, post_local, power, "),
+        ("power_sgd(4)", parse_schedule, "the aggregator 'powersgd'"),
         ("qsrs(1)", parse_aggregator, "methods: bidirectional, "),
         ("tpk(0.1)", parse_aggregator, "'topk'"),
         ("tpk(0.1)", parse_schedule, "schedules: every, "),
@@ -378,6 +409,27 @@ def test_a_schedule_is_refused_where_a_method_is_needed(text):
     for word in (f"'{text}'", "'ef(topk(0.01))'", "torchcomp.LocalSGD"):
         assert word in message
     assert parse_schedule(text) == torchcomp.parse(text)
+
+
+# --- Names of other projects ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*other_names.SAME, *other_names.NEAREST])
+def test_an_answer_is_a_spec_or_a_call_with_specs(name):
+    assert other_names.plain(name) == name
+    assert name not in map(other_names.plain, COMPONENTS)
+    written = (other_names.SAME | other_names.NEAREST)[name]
+    call = ast.parse(written, mode="eval").body
+    known = getattr(call, "func", call).id
+    assert written in refusal(name)
+    if known in COMPONENTS:
+        parse(written)
+        return
+    assert callable(getattr(torchcomp, known))
+    constants = [node.value for node in ast.walk(call) if isinstance(node, ast.Constant)]
+    for text in constants:
+        if isinstance(text, str):
+            parse(text)
 
 
 # --- Nothing is evaluated -------------------------------------------------------------------------

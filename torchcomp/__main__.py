@@ -4,29 +4,35 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from torchcomp._version import __version__
+from torchcomp.aggregators import Aggregator
+from torchcomp.catalogue import described, listed
+from torchcomp.checks import is_number
+from torchcomp.comparison import MOST_RANKS
 from torchcomp.errors import ScheduleError, SpecError
-from torchcomp.explain import explain
-from torchcomp.learning_rates import DECAYS, decaying
+from torchcomp.explain import explain, refuse_for_methods
+from torchcomp.learning_rates import DECAYS, LRFunction, decaying
+from torchcomp.named_models import build_named
+from torchcomp.plan import wrapped
+from torchcomp.schedules import Schedule
+from torchcomp.spec import parse
+
+# Options of explain that apply to schedules only. They default to None: those given show.
+_OF_SCHEDULES = ("total_steps", "warmup_steps", "compress", "outer")
+_OF_LEARNING_RATES = ("lr", "decay", "final_lr")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0, or 2 for bad input."""
     options = _parser().parse_args(arguments)
-    run = {"total_steps": options.total_steps, "warmup_steps": options.warmup_steps}
-    average = {"compress": options.compress, "outer": options.outer}
-    size = {"numel": options.numel, "world_size": options.world_size}
-    lr = None
     try:
-        # Without --total-steps no decay can be built, and explain() reports what is missing.
-        if options.lr is not None and options.total_steps is not None:
-            lr = decaying(options.decay, peak=options.lr, final=options.final_lr, **run)
-        print(explain(options.spec, lr=lr, **size, **run, **average), flush=True)
+        print(options.command(options), flush=True)
     except (SpecError, ScheduleError) as error:
-        # The caret lines follow the message, so it is printed as it is, without a traceback.
-        print(f"torchcomp: {error}", file=sys.stderr)
+        message, *spec_and_caret = f"torchcomp: {error}".split("\n")
+        print("\n".join([wrapped("", message), *spec_and_caret]), file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader closed the pipe early, as `head` does. Replace stdout: Python flushes it again
@@ -35,69 +41,138 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _methods(options: argparse.Namespace) -> str:
+    return listed() if options.name is None else described(options.name)
+
+
+def _explain(options: argparse.Namespace) -> str:
+    built = parse(options.spec)
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    if isinstance(built, Aggregator):
+        flags = [_flag(name) for name in (*_OF_SCHEDULES, *_OF_LEARNING_RATES) if name in given]
+        refuse_for_methods(built, flags)
+        run: dict[str, Any] = {}
+    else:
+        run = {name: given[name] for name in _OF_SCHEDULES if name in given}
+        run["lr"] = _learning_rate(built, options)
+    if options.model is None:
+        size: dict[str, Any] = {"numel": options.numel}
+    else:
+        size = {"model": build_named(options.model)}
+    return str(explain(built, world_size=options.world_size, **size, **run))
+
+
+def _learning_rate(schedule: Schedule, options: argparse.Namespace) -> LRFunction | None:
+    """Check the options of a run together, and return its learning rate if there is one."""
+    # decaying() and explain() check the same, but their errors name arguments instead of flags.
+    total, warmup, peak = options.total_steps, options.warmup_steps or 0, options.lr
+    decay, final = options.decay or "cosine", options.final_lr
+    if total is None:
+        raise SpecError(f"'{schedule}' is a schedule and needs --total-steps, the steps of the run")
+    if warmup >= total:
+        raise SpecError(f"--warmup-steps {warmup} must be below --total-steps {total}")
+    if peak is None:
+        needed = [_flag(name) for name in _OF_LEARNING_RATES if vars(options)[name] is not None]
+        if schedule.reads_lr:
+            needed = [f"'{schedule}'"]
+        if needed:
+            raise SpecError(f"{needed[0]} needs --lr, the learning rate at the end of warm-up")
+        return None
+    if final is None:
+        final = 1e-6
+    if final > peak:
+        raise SpecError(f"--final-lr {final:g} must be at most --lr {peak:g}")
+    if decay == "step-cosine" and final == 0:
+        raise SpecError("--final-lr must be above 0 with --decay step-cosine, which takes its log")
+    return decaying(decay, peak=peak, total_steps=total, warmup_steps=warmup, final=final)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wraps its errors at 80 columns, like everything else that is printed."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(2, wrapped("", f"{self.prog}: error: {message}") + "\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="torchcomp", description="Data-parallel training with less network traffic."
     )
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    commands = parser.add_subparsers(metavar="command", required=True)
+    summary = "list the methods, compressors, schedules and outer steps"
+    command = commands.add_parser("methods", help=summary, description=f"{summary}.".capitalize())
+    command.set_defaults(command=_methods)
+    command.add_argument("name", nargs="?", help="show the options of this one, such as topk")
     summary = "show the bytes sent and the state kept by a method or schedule"
     command = commands.add_parser("explain", help=summary, description=f"{summary}.".capitalize())
-    command.add_argument(
-        "spec", help='a method, "ef(topk(0.01))", or a schedule, "qsr(alpha=0.0175, h_base=4)"'
-    )
-    command.add_argument(
-        "--numel",
-        type=_count,
-        required=True,
-        metavar="N",
-        help="parameters of the model, such as 25.6e6",
-    )
-    command.add_argument(
-        "--world-size", type=_count, required=True, metavar="N", help="number of ranks"
-    )
-    run = command.add_argument_group("for schedules")
-    run.add_argument(
-        "--total-steps", type=_count, metavar="N", help="optimizer steps of the run (required)"
-    )
-    run.add_argument(
-        "--warmup-steps", type=_count, default=0, metavar="N", help="steps of warm-up (default: 0)"
-    )
-    run.add_argument(
-        "--compress",
-        default="mean",
-        metavar="METHOD",
-        help="method that averages the parameters (default: mean)",
-    )
-    run.add_argument(
-        "--outer", metavar="STEP", help="outer step after each average (default: none)"
-    )
-    decay = command.add_argument_group("for schedules that depend on the learning rate")
-    decay.add_argument(
-        "--lr", type=float, help="peak learning rate, at the end of warm-up (required)"
-    )
-    decay.add_argument(
-        "--decay", default="cosine", choices=DECAYS, help="decay after warm-up (default: cosine)"
-    )
-    decay.add_argument(
-        "--final-lr",
-        type=float,
-        default=1e-6,
-        metavar="LR",
-        help="learning rate at the end of the run (default: 1e-6)",
-    )
+    command.set_defaults(command=_explain)
+    _add_options_of_explain(command)
     return parser
 
 
-def _count(text: str) -> int:
-    # int() would reject 25.6e6. float() accepts nan and inf, which is_integer() rejects.
+def _add_options_of_explain(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("spec", help='a method, "ef(topk(0.01))", or a schedule, "qsr(alpha=0.0175, h_base=4)"')
+    add = command.add_mutually_exclusive_group(required=True).add_argument
+    add("--numel", type=_whole(0), metavar="N", help="parameters of the model, such as 25.6e6")
+    add("--model", metavar="NAME", help="torchvision/resnet50, timm/vit_base_patch16_224, ...")
+    ranks = _whole(1, MOST_RANKS)
+    command.add_argument(
+        "--world-size", type=ranks, required=True, metavar="N", help="number of ranks"
+    )
+    add = command.add_argument_group("for schedules").add_argument
+    add("--total-steps", type=_whole(1), metavar="N", help="optimizer steps of the run (required)")
+    add("--warmup-steps", type=_whole(0), metavar="N", help="steps of warm-up (default: 0)")
+    add("--compress", metavar="METHOD", help="method that averages the weights (default: mean)")
+    add("--outer", metavar="STEP", help="outer step after each average (default: none)")
+    title = "for schedules that depend on the learning rate"
+    add = command.add_argument_group(title).add_argument
+    add(
+        "--lr", type=_number("above 0"), help="peak learning rate, at the end of warm-up (required)"
+    )
+    add("--decay", choices=DECAYS, help="decay after warm-up (default: cosine)")
+    help_text = "learning rate at the end of the run (default: 1e-6)"
+    add("--final-lr", type=_number("of at least 0"), metavar="LR", help=help_text)
+
+
+def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return a reader of integers with bounds. They can be written as 25.6e6."""
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most:,}"
+
+    def read(text: str) -> int:
+        number = _float(text)
+        if not number.is_integer() or number < least or (most is not None and number > most):
+            problem = f"expected an integer {bounds}, such as 8 or 25.6e6, not {text}"
+            raise argparse.ArgumentTypeError(problem)
+        return int(number)
+
+    return read
+
+
+def _number(bound: str) -> Callable[[str], float]:
+    """Return a reader of finite numbers, "above 0" or "of at least 0"."""
+
+    def read(text: str) -> float:
+        number = _float(text)
+        if not is_number(number) or number < 0 or (number == 0 and bound == "above 0"):
+            raise argparse.ArgumentTypeError(f"expected a finite number {bound}, not {text}")
+        return number
+
+    return read
+
+
+def _float(text: str) -> float:
+    # nan and inf fail is_integer() and is_number().
     try:
-        number = float(text)
+        return float(text)
     except ValueError:
-        number = math.nan
-    if not number.is_integer():
-        raise argparse.ArgumentTypeError(f"expected an integer such as 8 or 25.6e6, not {text}")
-    return int(number)
+        return math.nan
 
 
 if __name__ == "__main__":

@@ -17,10 +17,11 @@ from torchcomp.errors import CheckpointError, SpecError
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key, check_seed
 from torchcomp.nonfinite import FiniteWatch
+from torchcomp.profiling import bucket_number, label
 from torchcomp.spec import parse_aggregator
 from torchcomp.state import Kind, Slot, State
 from torchcomp.stats import Meter, Stats
-from torchcomp.traffic import Traffic, sum_bytes
+from torchcomp.traffic import sum_bytes
 
 UNCHANGED = "This step was discarded: the residual and the parameters did not change."
 
@@ -101,6 +102,7 @@ class Averager:
         self._nbytes = sum(parameter.nbytes for parameter in self.parameters.values())
         self._scale = 1.0
         self._meter = Meter()
+        self._averaged = 0  # buckets of the step in flight, for the labels of a trace
         self._callbacks: list[Callable[[bool], None]] = []
         self._watch = FiniteWatch(exchange)
         # The ranks are compared in the first `begin`, not here: loading a checkpoint is a local
@@ -135,6 +137,7 @@ class Averager:
         """
         self.state.rollback()
         self.exchange.reset()
+        self._averaged = 0
         self._watch = FiniteWatch(self.exchange)
         if not self._verified:
             values = {"spec": self._aggregator, "step": self.step, "seed": self.seed}
@@ -156,6 +159,11 @@ class Averager:
         All ranks must average the same buckets in the same order. If :attr:`grouped`, these must be
         the :attr:`buckets`.
         """
+        with bucket_number(self._averaged), label("average"):
+            self._average(bucket)
+        self._averaged += 1
+
+    def _average(self, bucket: Bucket) -> None:
         method = self._active
         # `mean` passes NaN and infinities on as plain DDP does, so there is nothing to check.
         guarded = not method.transparent
@@ -168,6 +176,7 @@ class Averager:
         if guarded:
             self._watch.after(bucket)
 
+    @label("finish")
     def finish(
         self,
         *,
@@ -195,8 +204,7 @@ class Averager:
         """
         if dense_bytes is None:
             dense_bytes = sum_bytes(self._nbytes, self.exchange.world_size)
-        # Recorded first: a step that is discarded has sent its bytes all the same.
-        self._meter.record(self.exchange.take_traffic(dense_bytes))
+        traffic = self.exchange.take_traffic(dense_bytes)
         where = where or f"step {self.step + 1}"
         try:
             counts = self._watch.conclude(where, self._unchanged)
@@ -205,6 +213,8 @@ class Averager:
                 raise self._watch.error(f"{self._what} at {where}", advice, self._traces())
         except Exception:
             self.state.rollback()
+            # A step that is discarded has sent its bytes all the same.
+            self._meter.record(traffic, self.step)
             raise
         if counts:
             # `_flushed` changes the values that are about to be committed.
@@ -218,6 +228,7 @@ class Averager:
         else:
             self.state.rollback()
         self.step += 1
+        self._meter.record(traffic, self.step)
         for callback in self._callbacks:
             callback(counts)
         return counts
@@ -370,13 +381,11 @@ class Averager:
 
     @property
     def stats(self) -> Stats:
-        """Counters of this rank: bytes of the last step, and totals."""
-        return self._meter.snapshot(self.step, self.step)
+        """Counters of this rank after its last step: bytes of that step, and totals.
 
-    def count(self, late: Traffic) -> None:
-        """Add bytes that the last step exchanged after :meth:`finish`."""
-        self._meter.last.add(late)
-        self._meter.total.add(late)
+        Any thread can read them at any time.
+        """
+        return self._meter.stats
 
     def residual_norms(self, slot: str = "error") -> dict[str, float]:
         """Return the Euclidean norm of this rank's residual by parameter name.
@@ -456,9 +465,9 @@ class Averager:
         state: Mapping[str, Any],
         slots: Mapping[str, tuple[Kind, bool, dict[str, Tensor]]],
     ) -> None:
-        self._meter.load_state_dict(state["traffic"])
         self.groups, self.buckets = _groups(state["groups"]), _groups(state["buckets"])
         self.step, self.seed, self._scale = state["step"], state["seed"], float(state["scale"])
+        self._meter.load_state_dict(state["traffic"], self.step)
         self._flushing = state["flushing"]
         self._active = _FLUSH if self._flushing else self._aggregator
         # A fresh one: workspaces and a step in flight must not outlive the old state.

@@ -80,6 +80,11 @@ class BucketShape:
         """Return each rank's part: rank r of W owns [r n / W, (r + 1) n / W) of n elements."""
         return _shards(self.names, self.sizes, world_size)
 
+    def shard(self, world_size: int, rank: int) -> "Shard":
+        """Return one of :meth:`shards`, without listing the others."""
+        start, stop = (cut(self.numel, world_size, each) for each in (rank, rank + 1))
+        return _shard(self.names, self.sizes, start, stop)
+
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
     """Return the strides of a parameter's part of a bucket; see :func:`memory_order`."""
@@ -153,18 +158,23 @@ class Shard:
 
 @lru_cache(maxsize=1024)
 def _shards(names: Names, sizes: tuple[int, ...], world_size: int) -> tuple[Shard, ...]:
-    total = sum(sizes)
+    cuts = [cut(sum(sizes), world_size, rank) for rank in range(world_size + 1)]
+    return tuple(_shard(names, sizes, start, stop) for start, stop in pairwise(cuts))
+
+
+def cut(numel: int, world_size: int, rank: int) -> int:
+    """Return the first element of a rank's shard of a bucket with `numel` elements."""
     # In integers, so that all ranks cut at the same elements and shard sizes differ by at most 1.
-    cuts = [rank * total // world_size for rank in range(world_size + 1)]
-    shards = []
-    for start, stop in pairwise(cuts):
-        contents = []
-        for name, size, end in zip(names, sizes, accumulate(sizes), strict=True):
-            first, last = max(end - size, start), min(end, stop)
-            if first < last:
-                contents.append((name, last - first, first - (end - size)))
-        shards.append(Shard(start, stop, *(list(zip(*contents, strict=True)) or [(), (), ()])))
-    return tuple(shards)
+    return rank * numel // world_size
+
+
+def _shard(names: Names, sizes: tuple[int, ...], start: int, stop: int) -> Shard:
+    contents = []
+    for name, size, end in zip(names, sizes, accumulate(sizes), strict=True):
+        first, last = max(end - size, start), min(end, stop)
+        if first < last:
+            contents.append((name, last - first, first - (end - size)))
+    return Shard(start, stop, *(list(zip(*contents, strict=True)) or [(), (), ()]))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ option belongs to, if there is one. A check raises SpecError with the option and
 numbers are accepted as numbers. Booleans are not.
 """
 
+import difflib
 import math
 from collections.abc import Iterable
 from numbers import Integral, Real
@@ -78,11 +79,21 @@ def check_choice(name: str, value: object, choices: Iterable[str], *, owner: str
     """Require a string that is one of `choices`."""
     known = tuple(choices)  # read twice below, and `choices` can be an iterator
     listed = ", ".join(f'"{choice}"' for choice in known)
+    meant = closest(value, known) if isinstance(value, str) else None
+    hint = f'; did you mean "{meant}"?' if meant else ""
     # The type first: comparing an array with a string does not give a bool.
-    _require(isinstance(value, str) and value in known, name, f"one of {listed}", value, owner)
+    valid = isinstance(value, str) and value in known
+    _require(valid, name, f"one of {listed}", value, owner, hint)
 
 
-def _require(valid: bool, name: str, expected: str, value: object, owner: str) -> None:
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word that is spelled most like `word`, or None if none is close."""
+    return next(iter(difflib.get_close_matches(word.lower(), sorted(known), n=1)), None)
+
+
+def _require(
+    valid: bool, name: str, expected: str, value: object, owner: str, hint: str = ""
+) -> None:
     if not valid:
         option = f"{owner}: {name}" if owner else name
-        raise SpecError(f"{option} must be {expected}, not {value!r}", name)
+        raise SpecError(f"{option} must be {expected}, not {value!r}{hint}", name)

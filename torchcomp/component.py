@@ -4,31 +4,54 @@ Compressors, aggregators and schedules are all components. ``str(component)`` is
 :func:`torchcomp.parse`.
 """
 
-import difflib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import Field, dataclass, fields
+from typing import Any, ClassVar, get_args
 
-from torchcomp.checks import is_number, is_whole
+from torchcomp.checks import check_choice, closest, is_number, is_whole
 from torchcomp.errors import SpecError
+
+
+class Choices(tuple[str, ...]):
+    """The only values of an option, as a part of its type: ``Annotated[str, Choices(...)]``.
+
+    :class:`Component` checks them, spec strings take them without quotes, and ``python -m torchcomp
+    methods`` lists them. With ``str | None`` instead of ``str``, None is a value as well.
+    """
+
+
+def choices_of(option: Field[Any]) -> Choices | None:
+    """Return the choices that the type of an option declares, or None if it declares none."""
+    found = getattr(option.type, "__metadata__", ())
+    return next((each for each in found if isinstance(each, Choices)), None)
 
 
 @dataclass(frozen=True)
 class Component:
     """Base class of everything that a spec string can name.
 
+    The first line of a subclass's docstring has the form "``example``: what it does". The section
+    "Attributes" explains each option. ``python -m torchcomp methods`` prints both.
+
     Class attributes:
         name: the name in spec strings.
         kind: what the component is, for error messages ("compressor", "schedule", ...).
         positional: how many leading options are printed without their names.
-        example: a spec that builds one, shown in errors about missing options.
+        example: a spec that builds one, shown in lists and in errors about missing options.
     """
 
     name: ClassVar[str]
     kind: ClassVar[str]
     positional: ClassVar[int] = 1
     example: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            choices, value = choices_of(option), getattr(self, option.name)
+            # The first argument of Annotated is the type itself: `str` or `str | None`.
+            if choices and not (value is None and isinstance(value, get_args(option.type)[0])):
+                check_choice(option.name, value, choices, owner=self.name)
 
     def __str__(self) -> str:
         arguments: list[str] = []
@@ -57,9 +80,9 @@ def _literal(value: Any) -> str:
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return a hint: the known word closest to `word`, or a list of all if none is close."""
     names = sorted(known)
-    close = difflib.get_close_matches(word.lower(), names, n=1)
-    if close:
-        return f"did you mean '{close[0]}'?"
+    close = closest(word, names)
+    if close is not None:
+        return f"did you mean '{close}'?"
     return f"known: {', '.join(names)}" if names else "it takes no options"
 
 

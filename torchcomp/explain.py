@@ -1,6 +1,6 @@
 """explain: compute what a method sends, stores and costs, without a run."""
 
-import math
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -9,8 +9,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Aggregator
+from torchcomp.batchnorm import statistics_of, updated_layers
 from torchcomp.bucket import BucketShape, Caps, merge, partition
 from torchcomp.checks import check_count
+from torchcomp.comparison import MOST_RANKS, break_even, hints
 from torchcomp.component import Component
 from torchcomp.ddp.checks import bucket_caps, check_is_module, trained_parameters
 from torchcomp.errors import SpecError
@@ -48,7 +50,7 @@ def explain(
 
     Args:
         spec: a method, ``"ef(topk(0.01))"``, or a schedule, ``"qsr(alpha=0.0175, h_base=4)"``.
-        world_size: number of ranks.
+        world_size: number of ranks, at most :data:`MOST_RANKS`.
         numel: number of gradient elements, as one vector; pass either `numel` or `model`.
         model: a module or a DDP model. Its parameters are grouped as in training.
         dtype: gradient dtype, used with `numel`.
@@ -69,7 +71,8 @@ def explain(
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise SpecError(f"dtype must be a floating-point torch.dtype, not {dtype!r}")
-    check_count("world_size", world_size)
+    check_count("world_size", world_size, 1, MOST_RANKS)
+    check_count("rank", rank, 0, world_size - 1)
     built, average = parse(spec), parse_aggregator(compress)
     # What a synchronisation does in addition to a plain average, by LocalSGD's argument names.
     extra: dict[str, Component] = {} if average.transparent else {"compress": average}
@@ -79,22 +82,17 @@ def explain(
         shapes = _shapes(numel, model, dtype, built.whole_model)
         run = {"lr": lr, "total_steps": total_steps, "warmup_steps": warmup_steps or None}
         options = {**extra, **run, "time": time}
-        # Silently ignoring an argument would let a wrong plan look right.
-        foreign = [name for name, value in options.items() if value is not None]
-        if foreign:
-            raise SpecError(
-                f"{foreign[0]} applies to schedules only, but '{built}' is a gradient method: "
-                f"leave {foreign[0]} out, or pass a schedule such as 'every(4)'"
-            )
+        refuse_for_methods(built, [name for name, value in options.items() if value is not None])
         return _explain_method(built, shapes, world_size, rank)
     shapes = _shapes(numel, model, dtype, average.whole_model)
     if total_steps is None:
         raise SpecError(
-            f"'{built}' is a schedule and needs total_steps, the optimizer steps of the run "
-            "(on the command line: --total-steps)"
+            f"'{built}' is a schedule and needs total_steps, the optimizer steps of the run"
         )
     horizon = Horizon(total_steps, warmup_steps)
-    plan = _explain_schedule(built, lr, horizon, average, extra, shapes, world_size, rank)
+    statistics = {} if model is None else statistics_of(updated_layers(model))
+    averaged = sum(each.numel() * max(4, each.itemsize) for each in statistics.values())
+    plan = _explain_schedule(built, lr, horizon, average, extra, shapes, averaged, world_size, rank)
     if time is None:
         return plan
     # The time model has the formula of an all-reduce only.
@@ -111,6 +109,16 @@ def explain(
         wall_clock=time.local(built, lr=lr, warmup_steps=warmup_steps, nbytes=wide, **size),
         parallel_wall_clock=time.parallel(nbytes=_nbytes(shapes), **size),
     )
+
+
+def refuse_for_methods(method: Aggregator, given: Sequence[str]) -> None:
+    """Raise SpecError if options of schedules, by the names in `given`, come with a method."""
+    # Silently ignoring an option would let a wrong plan look right.
+    if given:
+        raise SpecError(
+            f"{given[0]} applies to schedules only, but '{method}' is a gradient method: "
+            f"leave {given[0]} out, or pass a schedule such as 'every(4)'"
+        )
 
 
 def sync_steps(
@@ -136,10 +144,8 @@ def _explain_method(
     aggregator: Aggregator, shapes: list[BucketShape], world_size: int, rank: int
 ) -> Plan:
     costs = [aggregator.cost(shape, world_size, rank) for shape in shapes]
-    load = Load()
-    for cost in costs:
-        load.add(cost.load)
     dense = _nbytes(shapes)
+    load = Load.total(cost.load for cost in costs)
     moved = load.traffic(world_size, sum_bytes(dense, world_size))
     collective = " and ".join(sorted({cost.collective for cost in costs}))
     kept = [slot for shape in shapes for slot in aggregator.slots(shape, world_size, rank)]
@@ -157,7 +163,8 @@ def _explain_method(
         memory_bytes=sum(
             2 * slot.numel * slot.dtype.itemsize for slot in kept if slot.kind is not Kind.CACHE
         ),
-        break_even_world_size=_break_even(collective, moved.sent, world_size, dense),
+        break_even_world_size=break_even(aggregator, shapes, dense),
+        hints=hints(aggregator, shapes, world_size, dense),
     )
 
 
@@ -165,9 +172,10 @@ def _explain_schedule(
     schedule: Schedule,
     lr: LRFunction | None,
     horizon: Horizon,
-    aggregator: Aggregator,
+    average: Aggregator,
     extra: dict[str, Component],
     shapes: list[BucketShape],
+    statistics: int,
     world_size: int,
     rank: int,
 ) -> Plan:
@@ -175,37 +183,26 @@ def _explain_schedule(
     per_sync = Fraction(horizon.total_steps, syncs)
     # LocalSGD averages parameters in float32 or wider.
     wide = [shape.wide() for shape in shapes]
-    once = _explain_method(aggregator, wide, world_size, rank)
+    once = _explain_method(average, wide, world_size, rank)
+    dense = int(_nbytes(shapes) * per_sync)  # what plain DDP reduces from one average to the next
     options = ", ".join(f"{name}={option}" for name, option in extra.items())
     # State per rank: the parameters at the start of the round, if they are needed, and the outer
     # momentum, if there is an outer step.
     copies = bool(extra) + ("outer" in extra)
+    # BatchNorm's statistics are all-reduced with the parameters.
+    more = sum_bytes(statistics, world_size)
     return replace(
         once,
         spec=f"{schedule} with {options}" if options else str(schedule),
-        bytes_sent=round(once.bytes_sent / per_sync),
-        bytes_received=round(once.bytes_received / per_sync),
+        bytes_sent=round((once.bytes_sent + more) / per_sync),
+        bytes_received=round((once.bytes_received + more) / per_sync),
         dense_bytes_sent=sum_bytes(_nbytes(shapes), world_size),
         memory_bytes=once.memory_bytes + copies * _nbytes(wide),
-        break_even_world_size=_break_even(
-            once.collective, once.bytes_sent, world_size, _nbytes(shapes) * per_sync
-        ),
+        break_even_world_size=break_even(average, wide, dense),
+        hints=tuple(f"compress={hint}" for hint in hints(average, wide, world_size, dense)),
         syncs=syncs,
         total_steps=horizon.total_steps,
     )
-
-
-def _break_even(collective: str, sent: int, world_size: int, dense: int | Fraction) -> int | None:
-    """Return the smallest world size at which an all-gather sends at least as much as plain DDP.
-
-    `dense` is the number of gradient bytes that plain DDP reduces per exchange of the method.
-    """
-    # Only the traffic of an all-gather grows with the number of ranks.
-    if collective != "allgather" or world_size < 2 or not sent:
-        return None
-    # For V ranks instead of W:
-    # (V - 1) sent / (W - 1) >= 2 (V - 1) dense / V  <=>  V >= 2 dense (W - 1) / sent
-    return math.ceil(Fraction(2 * dense * (world_size - 1), sent))
 
 
 def _shapes(

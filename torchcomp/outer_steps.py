@@ -41,7 +41,7 @@ class OuterStep(Component):
 
 @dataclass(frozen=True)
 class SlowMo(OuterStep):
-    """Slow momentum: ``slowmo(beta=0.7, alpha=1.0)``.
+    """``slowmo(beta=0.7)``: slow momentum over rounds.
 
     Algorithm 1 of Wang, Tantia, Ballas and Rabbat, "SlowMo", ICLR 2020 (arXiv 1910.00643), with
     gamma the learning rate of the local ("fast") steps:
@@ -61,6 +61,7 @@ class SlowMo(OuterStep):
     """
 
     name: ClassVar[str] = "slowmo"
+    example: ClassVar[str] = "slowmo(beta=0.7)"
     reads_lr: ClassVar[bool] = True
 
     beta: float = 0.7
@@ -79,7 +80,7 @@ class SlowMo(OuterStep):
 
 @dataclass(frozen=True)
 class Nesterov(OuterStep):
-    """DiLoCo's outer optimizer, SGD with Nesterov momentum: ``nesterov(lr=0.7, momentum=0.9)``.
+    """``nesterov(lr=0.7, momentum=0.9)``: DiLoCo's outer step.
 
     Algorithm 1 of Douillard et al., "DiLoCo", 2023 (arXiv 2311.08105), with Nesterov momentum in
     the form of :class:`torch.optim.SGD`:
@@ -95,6 +96,7 @@ class Nesterov(OuterStep):
     """
 
     name: ClassVar[str] = "nesterov"
+    example: ClassVar[str] = "nesterov(lr=0.7, momentum=0.9)"
 
     lr: float = 0.7
     momentum: float = 0.9

@@ -1,6 +1,8 @@
 """Plan: the result of explain, and its table."""
 
+import textwrap
 from dataclasses import dataclass
+from typing import Any
 
 from torchcomp.time_model import WallClock
 from torchcomp.traffic import compared, three_digits
@@ -22,12 +24,12 @@ class Plan:
         dense_bytes_sent: payload bytes that a rank sends per step under plain DDP.
         memory_bytes: bytes of state that a rank stores in addition to the model.
         break_even_world_size: smallest number of ranks at which the method sends at least as much
-            as plain DDP. None on one rank, and unless all groups are all-gathered: only the traffic
-            of an all-gather grows with the number of ranks.
+            as plain DDP. None if there is none up to a million, or if all messages are all-reduced.
         syncs: number of synchronisations of the whole run, for a schedule; else None.
         total_steps: number of optimizer steps of the whole run, for a schedule; else None.
         wall_clock: wall-clock time of the whole run, for a schedule with a time model; else None.
         parallel_wall_clock: the same for plain DDP; else None.
+        hints: similar methods that would send less, as sentences.
     """
 
     spec: str
@@ -44,9 +46,10 @@ class Plan:
     total_steps: int | None = None
     wall_clock: WallClock | None = None
     parallel_wall_clock: WallClock | None = None
+    hints: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        traffic, even = "nothing is sent", "none: traffic does not grow with the number of ranks"
+        traffic, even = "nothing is sent", "none (up to a million ranks)"
         # On one rank, DDP would send nothing either, so there is no ratio.
         if self.bytes_sent and self.dense_bytes_sent:
             traffic = f"{compared(self.bytes_sent, self.dense_bytes_sent)} than plain DDP"
@@ -71,9 +74,10 @@ class Plan:
         ]
         clocks = {"wall clock": self.wall_clock, "plain DDP takes": self.parallel_wall_clock}
         rows += [(name, str(clock)) for name, clock in clocks.items() if clock is not None]
+        rows += [("hint", hint) for hint in self.hints]
         # One column wider than "synchronisations", the longest name.
-        lines = [f"  {name:<17} {value}" for name, value in rows]
-        return "\n".join([f"{self.spec}, per rank", *lines])
+        lines = [wrapped(f"  {name:<17} ", value) for name, value in rows]
+        return "\n".join([wrapped("", f"{self.spec}, per rank"), *lines])
 
 
 # For the table. Joined names, of groups that differ, are printed unchanged.
@@ -82,6 +86,14 @@ _COLLECTIVES = {
     "allgather": "all-gather",
     "sharded": "sharded (all-to-all, then all-gather)",
 }
+
+
+def wrapped(head: str, text: str) -> str:
+    """Return `head` and then `text`, in lines of at most 80 columns that begin below `text`."""
+    indent = " " * (len(head) or 2)
+    # At spaces only: specs in the text are copied from the terminal.
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, 80, initial_indent=head, subsequent_indent=indent, **options)
 
 
 def _bytes(count: int) -> str:

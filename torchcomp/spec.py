@@ -5,15 +5,18 @@ literals only. Nothing is evaluated.
 """
 
 import ast
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from threading import Lock
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from torchcomp.aggregators import AGGREGATORS, Aggregator, Mean
-from torchcomp.component import Component, nearest
+from torchcomp.checks import closest
+from torchcomp.component import Component, choices_of, nearest
 from torchcomp.compressors import COMPRESSORS, Compressor
 from torchcomp.errors import SpecError
+from torchcomp.other_names import answer, plain
 from torchcomp.outer_steps import OUTER_STEPS, OuterStep
 from torchcomp.schedules import SCHEDULES, Schedule
 
@@ -130,7 +133,10 @@ class _Parser:
             elif "%" in self.text:
                 problem += "; write 1 % as 0.01"
             column = (getattr(error, "offset", None) or 1) - 1
-            raise self._error(f"cannot parse the spec: {problem}", column) from None
+            # A name such as 1bit is not a name in Python.
+            word = re.match(r"\w*", self.text[column:])
+            known = answer(word.group()) if word else None
+            raise self._error(known or f"cannot parse the spec: {problem}", column) from None
 
     def _value(self, node: ast.expr, wanted: Wanted) -> Any:
         match node:
@@ -149,18 +155,20 @@ class _Parser:
         problem = (
             "expected a name such as mean, a call such as topk(0.01), or a literal such as 0.01"
         )
-        raise self._error(problem, node)
+        # A name such as 1-bit is a subtraction in Python.
+        word = ast.get_source_segment(self.text, node) or ""
+        raise self._error(answer(word) or problem, node)
 
     def _component(self, node: ast.expr, call: ast.Call, wanted: Wanted) -> Component:
         name = call.func
         if not isinstance(name, ast.Name):
             raise self._error("expected the name of a method or schedule", name)
         if name.id not in COMPONENTS:
-            raise self._error(f"unknown name '{name.id}'; {_nearest(name.id, wanted)}", name)
+            raise self._error(unknown_name(name.id, wanted), name)
         cls = COMPONENTS[name.id]
         known = {field.name: field for field in fields(cls)}
         options = self._options(cls, list(known), call)
-        values = {each: self._option(cls, known[each], value) for each, value in options.items()}
+        values = {each: self._option(known[each], value) for each, value in options.items()}
         # A field with a default_factory has no `default`, but it is optional all the same.
         required = [f for f in known.values() if f.default is f.default_factory is MISSING]
         missing = " and ".join(repr(f.name) for f in required if f.name not in values)
@@ -172,15 +180,11 @@ class _Parser:
             # Point the caret at the option at fault if the error names one.
             raise self._error(str(error), options.get(error.field or "", node)) from None
 
-    def _option(self, cls: type[Component], option: Field[Any], node: ast.expr) -> Any:
+    def _option(self, option: Field[Any], node: ast.expr) -> Any:
         """Return an option's value. A compressor can also be in quotes: ``down="identity"``."""
-        # A shell removes the inner quotes of "ef(cast("bf16"))", and the parser reads a bare name.
-        if isinstance(node, ast.Name) and str in (option.type, *get_args(option.type)):
-            problem = (
-                f"{cls.name}: {option.name} is a string and needs quotes, '{node.id}' (in a shell, "
-                "use one kind of quotes around the spec and the other kind inside it)"
-            )
-            raise self._error(problem, node)
+        # ``cast(bf16)`` needs no quotes: the name cannot be that of a component.
+        if isinstance(node, ast.Name) and choices_of(option):
+            return node.id
         value = self._value(node, _COMPRESSORS)
         if option.type is not Compressor or not isinstance(value, str):
             return value
@@ -214,12 +218,21 @@ class _Parser:
         return SpecError(f"{problem}\n  {self.text}\n  {' ' * column}^")
 
 
-def _nearest(word: str, wanted: Wanted) -> str:
-    names = {kind: sorted(component.name for component in wanted[kind]) for kind in wanted}
-    hint = nearest(word, [name for kind in names.values() for name in kind])
-    if hint.startswith("did you mean"):
-        return hint
-    return "; ".join(f"{kind}: {', '.join(each)}" for kind, each in names.items())
+def unknown_name(word: str, wanted: Wanted) -> str:
+    """Return the message for a name that is not a component's: what to write, or what is known."""
+    if known := answer(word):
+        return known
+    names = {plain(name): name for name in COMPONENTS}
+    close = names.get(closest(plain(word), names) or "")
+    if close and COMPONENTS[close] in [cls for kind in wanted.values() for cls in kind]:
+        return f"unknown name '{word}'; did you mean '{close}'?"
+    listed = "; ".join(
+        f"{kind}: {', '.join(sorted(component.name for component in each))}"
+        for kind, each in wanted.items()
+    )
+    # Not what is expected here, but perhaps what was meant.
+    elsewhere = f"; elsewhere: the {COMPONENTS[close].kind} '{close}'" if close else ""
+    return f"unknown name '{word}'; {listed}{elsewhere}"
 
 
 def _owners(option: str) -> str:

@@ -1,7 +1,7 @@
 """Stats: counters of steps, synchronisations and bytes."""
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 
 from torchcomp.traffic import Traffic, compared
 
@@ -30,38 +30,60 @@ class Stats:
     total_bytes_received: int
     total_dense_bytes_sent: int
 
+    def as_dict(self, prefix: str = "torchcomp/") -> dict[str, int | float]:
+        """Return the counters as scalars by name, as TensorBoard and Weights & Biases log them.
+
+        Derived from them are ``traffic_ratio`` and ``total_traffic_ratio``: how many times fewer
+        bytes than plain DDP this rank sent in the last step and since the start; 31.0 is "31x
+        less". They are left out while this rank has sent nothing.
+
+        Args:
+            prefix: put in front of every name.
+        """
+        scalars: dict[str, int | float] = asdict(self)
+        for ratio, kind in (("traffic_ratio", ""), ("total_traffic_ratio", "total_")):
+            if sent := scalars[f"{kind}bytes_sent"]:
+                scalars[ratio] = scalars[f"{kind}dense_bytes_sent"] / sent
+        return {prefix + name: value for name, value in scalars.items()}
+
     def __str__(self) -> str:
-        # A single rank sends nothing, and neither would DDP, so there is no ratio.
-        saved = ""
-        if self.total_bytes_sent and self.total_dense_bytes_sent:
-            saved = f" ({compared(self.total_bytes_sent, self.total_dense_bytes_sent)})"
         return (
-            f"{self.steps} steps, {self.syncs} exchanges, {self.total_bytes_sent:,} bytes sent "
-            f"instead of {self.total_dense_bytes_sent:,}{saved}"
+            f"{self.steps} steps, {self.syncs} exchanges, "
+            f"{sent_instead(self.total_bytes_sent, self.total_dense_bytes_sent)}"
         )
 
 
+def sent_instead(sent: int, dense: int) -> str:
+    """Return "1,000 bytes sent instead of 10,000 (10x less)"; `dense` is what DDP would send."""
+    # A single rank sends nothing, and neither would DDP, so there is no ratio.
+    saved = f" ({compared(sent, dense)})" if sent and dense else ""
+    return f"{sent:,} bytes sent instead of {dense:,}{saved}"
+
+
 class Meter:
-    """Counts the traffic of the last step and of the whole run."""
+    """Counts the traffic of the last step and of the whole run.
+
+    Attributes:
+        stats: the counters after the last step. Other threads can read this attribute.
+    """
 
     def __init__(self) -> None:
-        self.last = Traffic()
-        self.total = Traffic()
+        self._total = Traffic()
+        self.record(Traffic(), 0)
 
-    def record(self, step: Traffic) -> None:
-        """Add the traffic of one step."""
-        self.last = step
-        self.total.add(step)
-
-    def snapshot(self, steps: int, syncs: int) -> Stats:
-        """Return a snapshot of the counters."""
-        # After `steps` and `syncs`, Stats has the fields of two Traffic objects, in their order.
-        return Stats(steps, syncs, *astuple(self.last), *astuple(self.total))
+    def record(self, traffic: Traffic, steps: int) -> None:
+        """Add the traffic of one step, after which the run has taken `steps` steps."""
+        self._total.add(traffic)
+        # One assignment of an immutable object: a thread that reads in between gets the counters
+        # of one step, never a mixture. After `steps` and `syncs`, Stats has the fields of two
+        # Traffic objects, in their order.
+        self.stats = Stats(steps, steps, *astuple(traffic), *astuple(self._total))
 
     def state_dict(self) -> dict[str, int]:
         """Return the totals, for a checkpoint."""
-        return dict(vars(self.total))
+        return dict(vars(self._total))
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore the totals. The counters of the last step are not saved."""
-        self.total = Traffic(**state)
+    def load_state_dict(self, state: Mapping[str, int], steps: int) -> None:
+        """Restore the totals after `steps` steps. The counters of the last step are not saved."""
+        self._total = Traffic(**state)
+        self.record(Traffic(), steps)

@@ -1,5 +1,6 @@
 """Traffic: bytes that a rank sends and receives, computed from its collectives."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -41,6 +42,14 @@ class Load(_Counters):
     summed: int = 0  # bytes of the tensors that were all-reduced
     sent: int = 0  # bytes sent by other collectives
     received: int = 0  # bytes received by other collectives
+
+    @classmethod
+    def total(cls, loads: Iterable["Load"]) -> "Load":
+        """Return the sum of several loads."""
+        total = cls()
+        for load in loads:
+            total.add(load)
+        return total
 
     def traffic(self, world_size: int, dense: int) -> "Traffic":
         """Return the traffic of this rank; `dense` is what plain DDP would have sent."""

@@ -8,11 +8,11 @@ from recipes.two_direction.contest import METHODS, Setting
 from recipes.two_direction.contest_table import CURVE_COLUMNS, ContestRow, median_totals
 from recipes.two_direction.scaling import FALL, Count, Sweep, exponents, theory_factor
 
+# Bytes are left out: their curves have the shapes of those of all coordinates.
 _AXES = {
     "up": "coordinates up",
     "down": "coordinates down",
     "total": "coordinates, up and down",
-    "bytes": "bytes of the messages, up and down",
 }
 # Every method has the same colour in all pictures.
 _COLOURS = {method: f"C{index}" for index, method in enumerate(METHODS)}
@@ -22,23 +22,21 @@ _PAPER = ("2Direction", "AGD", "EF21-P + DIANA")
 
 
 def draw_contest(results: Path, curves: Path, setting: Setting) -> None:
-    """Draw f and its gap against coordinates and bytes."""
+    """Draw the gap of f against coordinates. Thick lines are the methods of the paper."""
     rows = [ContestRow.read(row) for row in read_csv(results)]
     by_method = _read_curves(curves)
-    figure, axes = pyplot().subplots(2, 4, figsize=(20, 9), sharey="row", layout="constrained")
-    for column, (quantity, label) in enumerate(_AXES.items()):
+    figure, panels = pyplot().subplots(1, 3, figsize=(15, 5.4), sharey=True, layout="constrained")
+    for axes, (quantity, label) in zip(panels, _AXES.items(), strict=True):
         for method, curve in by_method.items():
-            colour = _COLOURS[method]
-            axes[0, column].plot(curve[quantity], curve["value"], colour, label=method)
             # The last point can lie anywhere below the gap, and even at f* or below it.
             heights = [max(height, setting.gap / 10) for height in curve["gap"]]
-            axes[1, column].plot(curve[quantity], heights, colour, label=method)
+            is_paper = method in _PAPER
+            style = {"linewidth": 2.5 if is_paper else 1.3, "alpha": 1 if is_paper else 0.8}
+            axes.plot(curve[quantity], heights, _COLOURS[method], label=method, **style)
         ends = [curve[quantity][-1] for method, curve in by_method.items() if method in _PAPER]
-        for each in axes[:, column]:
-            _finish(each, label, max(ends, default=None))
-    axes[0, 0].set_ylabel("f(x)")
-    axes[1, 0].set_ylabel("f(x) − f*")
-    axes[0, 0].legend(fontsize=9)
+        _finish(axes, label, max(ends, default=None))
+    panels[0].set_ylabel("f(x) − f*")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=8)
     figure.suptitle(f"{contest_title(rows, setting.gap)}\n{_conditions(rows, setting)}")
     save_figure(figure, results.with_suffix(".png"), dpi=80)
 
@@ -68,7 +66,8 @@ def _conditions(rows: list[ContestRow], setting: Setting) -> str:
 def _finish(axes: Any, label: str, most: float | None) -> None:
     axes.set_yscale("log")
     axes.set_xlabel(label)
-    axes.ticklabel_format(axis="x", style="sci", scilimits=(0, 4))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.locator_params(axis="x", nbins=5)
     axes.grid(True, alpha=0.3)
     if most is not None:
         axes.set_xlim(0, 1.05 * most)

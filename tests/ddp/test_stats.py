@@ -1,5 +1,6 @@
 """Statistics: counted bytes equal those of the plan, and norms are those of the residual."""
 
+import logging
 import math
 
 import pytest
@@ -21,6 +22,7 @@ from tests.support.models import (
     wrap,
 )
 from tests.support.ranks import on_threads, with_fake_ranks
+from tests.support.threads import snapshots
 from torchcomp.exchange import ProcessGroupExchange
 
 STEPS = 3
@@ -147,3 +149,59 @@ def test_a_method_without_a_residual_reports_no_norms() -> None:
         assert handle.residual_norms() == {}
 
     on_threads(2, body)
+
+
+def test_another_thread_reads_the_counters_of_whole_steps_only() -> None:
+    def body(exchange: torchcomp.InProcessExchange) -> None:
+        tensors = {"w": torch.ones(1000)}
+        averager = torchcomp.Averager("mean", exchange, tensors)
+        finished = {averager.stats}
+        with snapshots(lambda: averager.stats) as seen:
+            for _ in range(100):
+                averager.average_all(tensors)
+                finished.add(averager.stats)
+        assert len(seen) > 1
+        assert seen <= finished
+        for stats in seen:
+            assert stats.total_bytes_sent == stats.steps * stats.bytes_sent
+            assert stats.total_dense_bytes_sent == stats.steps * stats.dense_bytes_sent
+
+    torchcomp.run_in_process(2, body)
+
+
+def test_as_dict_has_every_counter_and_the_ratios() -> None:
+    stats = torchcomp.Stats(2, 2, 10, 20, 310, 40, 50, 620)
+    assert stats.as_dict() == {
+        "torchcomp/steps": 2,
+        "torchcomp/syncs": 2,
+        "torchcomp/bytes_sent": 10,
+        "torchcomp/bytes_received": 20,
+        "torchcomp/dense_bytes_sent": 310,
+        "torchcomp/total_bytes_sent": 40,
+        "torchcomp/total_bytes_received": 50,
+        "torchcomp/total_dense_bytes_sent": 620,
+        "torchcomp/traffic_ratio": 31.0,
+        "torchcomp/total_traffic_ratio": 15.5,
+    }
+    assert set(stats.as_dict(prefix="")) >= {"steps", "traffic_ratio"}
+
+
+def test_as_dict_has_no_ratio_before_anything_was_sent() -> None:
+    scalars = torchcomp.Stats(3, 0, 0, 0, 0, 0, 0, 0).as_dict("")
+    assert scalars["steps"] == 3
+    assert not {"traffic_ratio", "total_traffic_ratio"} & set(scalars)
+
+
+def test_register_logs_the_method_and_its_bytes_on_rank_0(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "torchcomp")
+    spec = "ef(topk(0.1))"
+
+    def body() -> torchcomp.Plan:
+        model = wrap(mlp(torch.float32))
+        torchcomp.register(model, spec)
+        return torchcomp.explain(spec, model=model, world_size=2)
+
+    plan = on_threads(2, body)[0]
+    (record,) = [record for record in caplog.records if record.levelno == logging.INFO]
+    for value in (spec, plan.numel, plan.bytes_sent, plan.dense_bytes_sent):
+        assert (f"{value:,}" if isinstance(value, int) else value) in record.getMessage()

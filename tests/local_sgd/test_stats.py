@@ -1,5 +1,6 @@
 """The byte counters: bytes of a synchronisation, and bytes that plain DDP would have sent."""
 
+import logging
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torchcomp
 from tests.local_sgd.script import Script, constant, convnet, cosine, half_frozen, mlp
 from tests.support.ranks import on_threads, with_fake_ranks
+from tests.support.threads import snapshots
 
 STEPS = 8
 # 83 elements of float64; 83 is not divisible by 2, 3 or 4 ranks.
@@ -103,6 +105,8 @@ def test_64_ranks(build):
     sent = [*build().parameters(), *(b for b in build().buffers() if b.is_floating_point())]
     once = 2 * 63 * sum(tensor.nbytes for tensor in sent) // 64
     ends = torchcomp.sync_steps(spec, lr=lr, **options)
+    plan = torchcomp.explain(spec, world_size=64, model=build(), lr=lr, **options)
+    assert plan.bytes_sent == round(once * len(ends) / 20)
     assert [step for step in range(1, 21) if seen[step].syncs > seen[step - 1].syncs] == ends
     assert seen[-1].total_bytes_sent == once * len(ends)
 
@@ -126,3 +130,31 @@ def test_local_steps_have_no_residual():
         return script.sync.residual_norms()
 
     assert on_threads(2, body) == [{}, {}]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_another_thread_reads_the_counters_of_whole_steps_only(overlap):
+    def body():
+        script = Script(spec="every(2)", total_steps=30, local={"overlap": overlap})
+        finished = {script.sync.stats}
+        with snapshots(lambda: script.sync.stats) as seen:
+            for step in range(30):
+                script.step(step)
+                finished.add(script.sync.stats)
+        assert len(seen) > 1
+        assert seen <= finished
+        for stats in seen:
+            assert stats.syncs == stats.steps // 2
+            assert stats.total_bytes_sent == stats.syncs * stats.bytes_sent
+
+    on_threads(2, body)
+
+
+def test_the_constructor_logs_schedule_steps_and_bytes_on_rank_0(caplog):
+    caplog.set_level(logging.INFO, "torchcomp")
+    local = {"compress": "ef(topk(0.1))"}
+    on_threads(2, lambda: Script(spec="every(3)", total_steps=STEPS, local=local))
+    (record,) = [record for record in caplog.records if record.levelno == logging.INFO]
+    plan = torchcomp.explain("ef(topk(0.1))", model=mlp(), world_size=2)
+    for value in ("every(3)", "ef(topk(0.1))", f"total_steps={STEPS}", plan.bytes_sent, NBYTES):
+        assert str(value) in record.getMessage()

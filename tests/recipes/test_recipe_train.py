@@ -41,6 +41,8 @@ def test_a_short_run_learns_and_reports(train_here: TrainHere, digits_flags: lis
     assert [line["step"] for line in lines] == [22, 22, 44, 44, 66, 66]
     assert lines[-1]["test_accuracy"] == summary["test_accuracy"]
     assert {"loss", "lr", "bytes_sent", "ms"} <= lines[0].keys()
+    assert lines[-1]["images_per_second"] > 0
+    assert lines[-1]["wait_share"] is None  # plain DDP does not show it
     # The learning rate of the last step, which is not yet --final-lr.
     assert lines[-2]["lr"] > 1e-6
     weights = torch.load(folder / "weights.pt", weights_only=True)
@@ -52,6 +54,21 @@ def test_no_thread_of_gloo_outlives_the_run(train_here: TrainHere, digits_flags:
     before = gloo_threads()
     train_here(*digits_flags, "--epochs", "1", "--compress", "ef(topk(0.1))")
     assert gloo_threads() == before
+
+
+@pytest.mark.parametrize("method", [["--compress", "mean"], ["--sync", "every(8)"]])
+def test_an_epoch_reports_the_share_of_time_spent_waiting(
+    train_here: TrainHere,
+    digits_flags: list[str],
+    method: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    summary = train_here(*digits_flags, "--epochs", "1", *method)
+    lines = (Path(summary["settings"]["out"]) / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    assert 0 < last["wait_share"] < 1
+    (progress,) = [line for line in capsys.readouterr().out.splitlines() if "images/s" in line]
+    assert f"{last['images_per_second']:,.0f} images/s, {last['wait_share']:.0%}" in progress
 
 
 def gloo_threads() -> int:

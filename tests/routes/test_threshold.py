@@ -183,8 +183,8 @@ def test_an_interval_of_one_value_is_not_gathered():
 def test_the_planned_load_is_about_the_counted_one(ranks):
     x, k = gaussian(50_000).float(), 500
     parts = [part.contiguous() for part in x.chunk(ranks)]
-    for rank, outcome in enumerate(search(ranks, [(parts, k, threshold_of(x, k))])):
-        planned = search_load([([k] * ranks, k)], 4, rank)
+    for outcome in search(ranks, [(parts, k, threshold_of(x, k))]):
+        planned = search_load([(k, k * ranks, k)], 4, ranks)
         # The plan counts only histograms, because it cannot know how many candidates a bin has.
         assert planned.sent <= outcome[3].sent <= 3 * planned.sent
         assert planned.received <= outcome[3].received <= 3 * planned.received

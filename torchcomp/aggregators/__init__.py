@@ -1,6 +1,6 @@
 """Aggregators, one method per file. To add a method, write its file and list it here."""
 
-from torchcomp.aggregators.base import Aggregator
+from torchcomp.aggregators.base import Aggregator, planned_traffic
 from torchcomp.aggregators.bidirectional import Bidirectional
 from torchcomp.aggregators.dgc import DGC
 from torchcomp.aggregators.ef import EF
@@ -17,4 +17,14 @@ AGGREGATORS: tuple[type[Aggregator], ...] = (
     DGC,
 )
 
-__all__ = ["AGGREGATORS", "DGC", "EF", "EF21", "Aggregator", "Bidirectional", "Mean", "PowerSGD"]
+__all__ = [
+    "AGGREGATORS",
+    "DGC",
+    "EF",
+    "EF21",
+    "Aggregator",
+    "Bidirectional",
+    "Mean",
+    "PowerSGD",
+    "planned_traffic",
+]

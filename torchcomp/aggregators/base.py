@@ -1,6 +1,7 @@
 """Aggregator: replace a bucket with an estimate of its mean over the ranks, in place."""
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ from torchcomp.component import Component
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
 from torchcomp.state import Slot, State
-from torchcomp.traffic import Load
+from torchcomp.traffic import Load, Traffic, sum_bytes
 
 
 @dataclass(frozen=True)
@@ -82,3 +83,14 @@ class Aggregator(Component):
             state: stores the slots. The caller commits it or rolls it back.
             key: seed, step and rank of this exchange.
         """
+
+
+def planned_traffic(
+    method: Aggregator, shapes: Iterable[BucketShape], world_size: int, rank: int = 0
+) -> Traffic:
+    """Return the bytes of a step in which one rank averages buckets of these shapes."""
+    load, dense = Load(), 0
+    for shape in shapes:
+        load.add(method.cost(shape, world_size, rank).load)
+        dense += shape.nbytes
+    return load.traffic(world_size, sum_bytes(dense, world_size))

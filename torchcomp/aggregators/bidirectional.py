@@ -1,32 +1,37 @@
 """Bidirectional: compress the messages to the owners of shards, and their messages back."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 
 from torchcomp.aggregators.base import Cost
-from torchcomp.aggregators.residual import Residual, check_contractive, write_mean
+from torchcomp.aggregators.residual import (
+    Residual,
+    ResidualDtype,
+    check_contractive,
+    write_mean,
+)
 from torchcomp.bucket import Bucket, BucketShape
-from torchcomp.checks import check_choice
 from torchcomp.codec import codec
-from torchcomp.component import check_kind
+from torchcomp.component import Choices, check_kind
 from torchcomp.compressors import Compressor
 from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
 from torchcomp.routes import ShardedRoute
-from torchcomp.routes.sharded import Direction, direction, sharded_load
+from torchcomp.routes.sharded import Direction, direction
+from torchcomp.routes.sharded_load import sharded_load
 from torchcomp.state import Kind, Slot, State
 
 
 @dataclass(frozen=True)
 class Bidirectional(Residual):
-    """``bidirectional(C, D)``: error feedback in both directions.
+    """``bidirectional(topk(0.01), topk(0.01))``: error feedback in both directions.
 
-    Traffic per rank does not grow with the number of ranks W. Each rank is a worker, and also the
-    parameter server (owner) of one shard of the bucket. Let g be its gradient, e its residual as
-    a worker and d its server residual. Both residuals start at 0.
+    C and D are the two compressors. Traffic per rank does not grow with the number of ranks W. Each
+    rank is a worker, and also the parameter server (owner) of one shard of the bucket. Let g be its
+    gradient, e its residual as a worker and d its server residual. Both residuals start at 0.
 
     worker
       1. x = g + e
@@ -56,7 +61,8 @@ class Bidirectional(Residual):
             owners then search for a common threshold, starting from the threshold of the previous
             step. The first step has no such threshold, and can send several times the bytes that
             :func:`torchcomp.explain` reports per step.
-        memory_dtype: dtype of both residuals (see Residual).
+        memory_dtype: dtype of both residuals. The default is fp32, or the gradient's dtype if that
+            is wider.
     """
 
     name: ClassVar[str] = "bidirectional"
@@ -65,14 +71,13 @@ class Bidirectional(Residual):
 
     up: Compressor
     down: Compressor
-    selection: str = "shard"
-    memory_dtype: str | None = None
+    selection: Annotated[str, Choices(("exact", "shard"))] = "shard"
+    memory_dtype: ResidualDtype = None
 
     def __post_init__(self) -> None:
         for way in ("up", "down"):
             check_kind(self, way, Compressor)
             check_contractive(self, way)
-        check_choice("selection", self.selection, ("exact", "shard"), owner=self.name)
         super().__post_init__()
         for way in ("up", "down"):
             compressor: Compressor = getattr(self, way)
@@ -93,7 +98,7 @@ class Bidirectional(Residual):
         return self.shows(self.up, dtype)
 
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
-        error, owned = self.error_slot(shape), shape.shards(world_size)[rank]
+        error, owned = self.error_slot(shape), shape.shard(world_size, rank)
         # DEBT, because it is also unsent gradient: a change of method must not drop it.
         server = Slot("server_error", Kind.DEBT, owned.names, owned.sizes, error.dtype, True)
         _, down = self._directions(shape, world_size)

@@ -7,7 +7,12 @@ from typing import ClassVar
 import torch
 
 from torchcomp.aggregators.one_way import OneWay
-from torchcomp.aggregators.residual import Residual, check_contractive, write_mean
+from torchcomp.aggregators.residual import (
+    Residual,
+    ResidualDtype,
+    check_contractive,
+    write_mean,
+)
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.checks import check_count, check_flag, check_momentum
 from torchcomp.compressors.sparse import Sparsifier
@@ -19,7 +24,7 @@ from torchcomp.state import Kind, Slot, State
 
 @dataclass(frozen=True)
 class DGC(Residual, OneWay):
-    """``dgc(topk(0.05), momentum=0.9)``: error feedback that sums velocities, not gradients.
+    """``dgc(topk(0.05), momentum=0.9)``: error feedback with momentum, for SGD.
 
     Let g be the gradient of this rank, u its velocity and v its residual. Both start at 0.
 
@@ -45,14 +50,16 @@ class DGC(Residual, OneWay):
     Reference: Lin, Han, Mao, Wang, Dally, "Deep gradient compression: Reducing the communication
     bandwidth for distributed training", ICLR 2018.
 
+    ``exchange`` is that of OneWay.
+
     Attributes:
         compressor: selects entries by magnitude, such as topk.
-        exchange: "allgather", "sharded" or "auto" (see OneWay).
         momentum: at least 0 and below 1.
         nesterov: Nesterov's momentum, as in torch.optim.SGD.
         warmup_steps: number of steps, from the start of training, until the compressor's ratio is
             reached.
-        memory_dtype: dtype of u and v, as in ``ef``.
+        memory_dtype: dtype of u and v. The default is fp32, or the gradient's dtype if that is
+            wider.
     """
 
     name: ClassVar[str] = "dgc"
@@ -61,15 +68,14 @@ class DGC(Residual, OneWay):
     momentum: float = 0.9
     nesterov: bool = False
     warmup_steps: int = 0
-    memory_dtype: str | None = None
+    memory_dtype: ResidualDtype = None
 
     def __post_init__(self) -> None:
-        OneWay.__post_init__(self)
+        super().__post_init__()
         check_momentum("momentum", self.momentum, owner=self.name)
         check_flag("nesterov", self.nesterov, owner=self.name)
         check_count("warmup_steps", self.warmup_steps, least=0, owner=self.name)
         check_contractive(self, "compressor")
-        Residual.__post_init__(self)
         if not self.compressor.selects:
             raise SpecError(
                 f"dgc cannot use {self.compressor}, which does not select entries by magnitude: "

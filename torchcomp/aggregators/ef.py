@@ -6,7 +6,12 @@ from typing import ClassVar
 import torch
 
 from torchcomp.aggregators.one_way import OneWay
-from torchcomp.aggregators.residual import Residual, check_contractive, write_mean
+from torchcomp.aggregators.residual import (
+    Residual,
+    ResidualDtype,
+    check_contractive,
+    write_mean,
+)
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
@@ -15,9 +20,9 @@ from torchcomp.state import Slot, State
 
 @dataclass(frozen=True)
 class EF(Residual, OneWay):
-    """``ef(C)``: error feedback around a contractive compressor C.
+    """``ef(topk(0.01))``: error feedback around a compressor.
 
-    Let g be the gradient of this rank and e its residual, which starts at 0.
+    C is the compressor. Let g be the gradient of this rank and e its residual, which starts at 0.
 
     1. x = g + e
     2. message = C(x)
@@ -33,21 +38,20 @@ class EF(Residual, OneWay):
     fixes SignSGD", ICML 2019. Unlike in the latter, the residual does not include the learning
     rate, so any optimizer works.
 
+    The other options are those of OneWay and Residual.
+
     Attributes:
-        compressor: must be contractive.
-        exchange: "allreduce", "allgather", "sharded" or "auto" (see OneWay).
-        memory_dtype: dtype of the residual (see Residual).
+        compressor: C, applied to what a rank sends; contractive, such as topk(0.01).
     """
 
     name: ClassVar[str] = "ef"
     example: ClassVar[str] = "ef(topk(0.01))"
 
-    memory_dtype: str | None = None
+    memory_dtype: ResidualDtype = None
 
     def __post_init__(self) -> None:
-        OneWay.__post_init__(self)
+        super().__post_init__()
         check_contractive(self, "compressor")
-        Residual.__post_init__(self)
 
     def sum_dtype(self, gradient: torch.dtype) -> torch.dtype:
         return self.residual_dtype(gradient)

@@ -16,10 +16,10 @@ from torchcomp.state import Kind, Slot, State
 
 @dataclass(frozen=True)
 class EF21(OneWay):
-    """``ef21(C)``: error feedback by estimates, around a contractive compressor C.
+    """``ef21(topk(0.05))``: changes of an estimate of the gradient.
 
-    Let s be the estimate of this rank's gradient g, and m the mean of all ranks' s. Both start at
-    0, so the steps are too short until s has grown to the size of g.
+    C is the compressor. Let s be the estimate of this rank's gradient g, and m the mean of all
+    ranks' s. Both start at 0, so the steps are too short until s has grown to the size of g.
 
     1. message = C(g - s)
     2. s <- s + message
@@ -34,9 +34,10 @@ class EF21(OneWay):
     Reference: Richtárik, Sokolov, Fatkhullin, "EF21: A new, simpler, theoretically better, and
     practically faster error feedback", NeurIPS 2021.
 
+    The other option is that of OneWay.
+
     Attributes:
-        compressor: must be contractive.
-        exchange: "allreduce", "allgather", "sharded" or "auto" (see OneWay).
+        compressor: C, applied to what a rank sends; contractive, such as topk(0.05).
     """
 
     name: ClassVar[str] = "ef21"

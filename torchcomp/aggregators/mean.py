@@ -17,16 +17,16 @@ _LARGE = 10**6
 
 @dataclass(frozen=True)
 class Mean(OneWay):
-    """``mean`` does what DDP does. ``mean(C)``, or ``C`` for short, averages C(gradient).
+    """``mean``: do what plain DDP does.
+
+    ``mean(C)``, or ``C`` for short, averages C(gradient).
 
     1. message = C(g)
     2. g <- mean of the decoded messages
 
     What C does not send is lost. Wrap a biased C (topk, randk) in ``ef`` instead.
 
-    Attributes:
-        compressor: applied to each rank's gradient.
-        exchange: "allreduce", "allgather", "sharded" or "auto" (see OneWay).
+    The options are those of OneWay.
     """
 
     name: ClassVar[str] = "mean"

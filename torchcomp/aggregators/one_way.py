@@ -2,24 +2,25 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated
 
 import torch
 
 from torchcomp.aggregators.base import Aggregator, Cost
 from torchcomp.bucket import BucketShape
-from torchcomp.checks import check_choice
 from torchcomp.codec import codec
-from torchcomp.component import check_kind
+from torchcomp.component import Choices, check_kind
 from torchcomp.compressors import Compressor, Identity
 from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
 from torchcomp.routes import AllGatherRoute, AllReduceRoute, Route, ShardedRoute
-from torchcomp.routes.sharded import Direction, direction, sharded_load
+from torchcomp.routes.sharded import Direction, direction
+from torchcomp.routes.sharded_load import sharded_load
 from torchcomp.state import State
 from torchcomp.traffic import Load
 
-COLLECTIVES = ("auto", "allreduce", "allgather", "sharded")
+COLLECTIVES = Choices(("auto", "allreduce", "allgather", "sharded"))
 # Earlier versions used these names. Specs in old checkpoints and scripts can still contain them.
 _OLD_NAMES = {"sum": "allreduce", "gather": "allgather"}
 _DENSE = Identity()
@@ -31,20 +32,20 @@ class OneWay(Aggregator):
 
     Attributes:
         compressor: applied to what a rank sends.
-        exchange: "allreduce", "allgather", "sharded" or "auto". "auto" uses allreduce if messages
-            can be added, and otherwise allgather or sharded, whichever moves fewer bytes. The
-            result is the same. "sum" and "gather" are old names of the first two.
+        exchange: collective that carries the messages. "auto" uses allreduce if messages can be
+            added, and otherwise allgather or sharded, whichever moves fewer bytes. The result is
+            the same. "sum" and "gather" are old names of allreduce and allgather.
     """
 
     compressor: Compressor
-    exchange: str = "auto"
+    exchange: Annotated[str, COLLECTIVES] = "auto"
 
     def __post_init__(self) -> None:
         check_kind(self, "compressor", Compressor)
         if isinstance(self.exchange, str):
             # The dataclass is frozen. Store the current name, so that equal methods compare equal.
             object.__setattr__(self, "exchange", _OLD_NAMES.get(self.exchange, self.exchange))
-        check_choice("exchange", self.exchange, COLLECTIVES, owner=self.name)
+        super().__post_init__()
         if self.exchange == "allreduce" and not self.compressor.summable:
             raise SpecError(
                 f'{self.name}: exchange="allreduce" needs messages that can be added, and those of '

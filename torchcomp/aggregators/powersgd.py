@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from torchcomp.aggregators.base import Cost
-from torchcomp.aggregators.residual import Residual
+from torchcomp.aggregators.residual import Residual, ResidualDtype
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.checks import check_count, check_positive
 from torchcomp.exchange import Exchange
@@ -21,7 +21,7 @@ from torchcomp.traffic import Load
 
 @dataclass(frozen=True)
 class PowerSGD(Residual):
-    """``powersgd(rank=2)``: error feedback with low-rank messages and all-reduces.
+    """``powersgd(rank=2)``: low-rank matrices with error feedback.
 
     A parameter is viewed as a matrix: its first dimension by all others. Let g be its gradient on
     this rank and e its residual, which starts at 0. Q has `rank` columns and starts random.
@@ -45,19 +45,21 @@ class PowerSGD(Residual):
     Attributes:
         rank: number of columns of P and Q, reduced for a matrix with fewer rows or columns.
         min_ratio: compress a matrix if that makes it more than this many times smaller.
-        memory_dtype: dtype of the residual (see Residual). P and Q are float32 or wider.
+        memory_dtype: dtype of the residual. The default is fp32, or the gradient's dtype if that is
+            wider. P and Q are float32 or wider.
     """
 
     name: ClassVar[str] = "powersgd"
+    example: ClassVar[str] = "powersgd(rank=2)"
 
     rank: int = 2
     min_ratio: float = 1.0
-    memory_dtype: str | None = None
+    memory_dtype: ResidualDtype = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_count("rank", self.rank, owner=self.name)
         check_positive("min_ratio", self.min_ratio, owner=self.name)
-        super().__post_init__()
 
     @property
     def depends_on_grouping(self) -> bool:

@@ -1,12 +1,13 @@
 """Base of the aggregators that keep a residual: the part of the gradient that was not sent."""
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from torchcomp.aggregators.base import Aggregator
 from torchcomp.bucket import BucketShape
-from torchcomp.checks import check_choice
-from torchcomp.component import Component
+from torchcomp.component import Choices, Component
 from torchcomp.compressors import Compressor
 from torchcomp.errors import SpecError
 from torchcomp.kernels.cast import narrow
@@ -19,22 +20,19 @@ _DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+ResidualDtype = Annotated[str | None, Choices(_DTYPES)]
 
 
 class Residual(Aggregator):
     """An aggregator with a residual, and an option for its dtype.
 
     Attributes:
-        memory_dtype: "fp32", "fp64", "bf16" or "fp16". The default is fp32, or the gradient's
-            dtype if that is wider. A 16-bit residual loses only its own rounding error.
+        memory_dtype: dtype of the residual. The default is fp32, or the gradient's dtype if that is
+            wider. A 16-bit residual loses only its own rounding error.
     """
 
     # Not a dataclass field here: subclasses declare it after their own options, so it comes last.
-    memory_dtype: str | None
-
-    def __post_init__(self) -> None:
-        if self.memory_dtype is not None:
-            check_choice("memory_dtype", self.memory_dtype, _DTYPES, owner=self.name)
+    memory_dtype: ResidualDtype
 
     def residual_dtype(self, gradient: torch.dtype) -> torch.dtype:
         """Return the dtype of the residual, for gradients of dtype `gradient`."""

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from torchcomp.checks import check_choice
+from torchcomp.component import Choices
 from torchcomp.compressors.base import Compressor, Encoded
 from torchcomp.kernels import quantize
 from torchcomp.keys import Key
@@ -16,13 +16,13 @@ from torchcomp.wire import Layout, Parts
 
 @dataclass(frozen=True)
 class Cast(Compressor):
-    """``cast("bf16")`` or ``cast("fp16")``: round to nearest, 2 bytes per value.
+    """``cast("bf16")``: round every value to 16 bits.
 
-    fp16 clamps magnitudes above 65,504 and loses precision below 6.1e-5. The declared alpha is
-    valid between these two. An all-reduce (``exchange="allreduce"``) rounds the partial sum at
-    every hop, and this loss reaches no residual. Error feedback then conserves the gradient only
-    up to that rounding. With ``exchange="allgather"`` it conserves the gradient exactly, at
-    world_size / 2 times the traffic.
+    Values are rounded to nearest. fp16 clamps magnitudes above 65,504 and loses precision below
+    6.1e-5. The declared alpha is valid between these two. An all-reduce (``exchange="allreduce"``)
+    rounds the partial sum at every hop, and this loss reaches no residual. Error feedback then
+    conserves the gradient only up to that rounding. With ``exchange="allgather"`` it conserves the
+    gradient exactly, at world_size / 2 times the traffic.
 
     Attributes:
         dtype: "bf16" (range of float32, 8 bits of precision) or "fp16" (11 bits).
@@ -33,10 +33,7 @@ class Cast(Compressor):
     summable: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
 
-    dtype: str
-
-    def __post_init__(self) -> None:
-        check_choice("dtype", self.dtype, quantize.CASTS, owner=self.name)
+    dtype: Annotated[str, Choices(quantize.CASTS)]
 
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         return quantize.layout(self.dtype, numel, dtype)

@@ -14,7 +14,10 @@ from torchcomp.wire import Field, Layout, Parts
 
 @dataclass(frozen=True)
 class Identity(Compressor):
-    """``identity``: the dense vector, with alpha = 1 and omega = 0."""
+    """``identity``: send every value unchanged.
+
+    alpha = 1 and omega = 0.
+    """
 
     name: ClassVar[str] = "identity"
     summable: ClassVar[bool] = True

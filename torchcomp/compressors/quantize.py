@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from torchcomp.checks import check_choice
+from torchcomp.component import Choices
 from torchcomp.compressors.base import Compressor, Encoded
 from torchcomp.kernels import quantize
 from torchcomp.keys import Key
@@ -16,26 +16,23 @@ from torchcomp.wire import Layout, Parts
 
 @dataclass(frozen=True)
 class Quantize(Compressor):
-    """``quantize("int8")`` or ``quantize("int4")``: evenly spaced levels up to a block's maximum.
+    """``quantize("int8")``: round every value to 8 or 4 bits.
 
-    Contractive; with ``rounding="stochastic"`` also unbiased. alpha and omega are valid if the
-    largest magnitude of each block is between 127 * 2^-126 and the largest float32. Reference:
-    Alistarh et al., "QSGD", NeurIPS 2017, where the scale is the Euclidean norm.
+    A block of 128 values has one scale. The levels are evenly spaced, up to the largest magnitude
+    of the block. Contractive; with ``rounding="stochastic"`` also unbiased. alpha and omega are
+    valid if the largest magnitude of each block is between 127 * 2^-126 and the largest float32.
+    Reference: Alistarh et al., "QSGD", NeurIPS 2017, where the scale is the Euclidean norm.
 
     Attributes:
         format: "int8" (levels -127 to 127) or "int4" (-7 to 7).
-        rounding: "nearest" or "stochastic".
+        rounding: "stochastic" is unbiased.
     """
 
     name: ClassVar[str] = "quantize"
     example: ClassVar[str] = 'quantize("int8")'
 
-    format: str
-    rounding: str = "nearest"
-
-    def __post_init__(self) -> None:
-        check_choice("format", self.format, quantize.LEVELS, owner=self.name)
-        check_choice("rounding", self.rounding, ("nearest", "stochastic"), owner=self.name)
+    format: Annotated[str, Choices(quantize.LEVELS)]
+    rounding: Annotated[str, Choices(quantize.ROUNDINGS)] = "nearest"
 
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         return quantize.layout(self.format, numel, dtype)

@@ -18,17 +18,19 @@ from torchcomp.wire import Field, Layout, Parts
 
 @dataclass(frozen=True)
 class RandK(Sparsifier):
-    """``randk(0.01)`` or ``randk(k=5)``: k of n entries, drawn uniformly without replacement.
+    """``randk(0.01)``: random entries, the same on all ranks.
 
-    Every rank draws the same entries from the shared key. No indices are sent, and an all-reduce
-    can add the messages. Contractive with alpha = k/n. ``unbiased=True`` multiplies the kept values
-    by n/k: the compressor is then unbiased with omega = n/k - 1, and not contractive.
+    k of n entries are drawn uniformly, without replacement. Every rank draws the same entries from
+    the shared key. No indices are sent, and an all-reduce can add the messages. Contractive with
+    alpha = k/n. ``unbiased=True`` multiplies the kept values by n/k: the compressor is then
+    unbiased with omega = n/k - 1, and not contractive.
 
     Attributes:
         unbiased: multiply the kept values by n/k.
     """
 
     name: ClassVar[str] = "randk"
+    example: ClassVar[str] = "randk(0.01)"
     summable: ClassVar[bool] = True
 
     unbiased: bool = False

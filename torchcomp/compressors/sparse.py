@@ -5,12 +5,13 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from torchcomp.checks import check_choice, check_count, is_whole
+from torchcomp.checks import check_count, is_whole
+from torchcomp.component import Choices
 from torchcomp.compressors.base import Compressor, Encoded
 from torchcomp.errors import SpecError
 from torchcomp.kernels.cast import narrow
@@ -32,9 +33,10 @@ class Sparsifier(Compressor):
 
     ratio: float | None = None
     k: int | None = None
-    scope: str = "bucket"
+    scope: Annotated[str, Choices(("bucket", "tensor", "model"))] = "bucket"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.ratio is None) == (self.k is None):
             raise SpecError(
                 f"{self.name} takes either a ratio, as in {self.name}(0.01), or a count k, as in "
@@ -53,7 +55,6 @@ class Sparsifier(Compressor):
         elif not isinstance(self.ratio, float) or not 0 < self.ratio <= 1:
             problem = f"ratio must be a fraction above 0 and at most 1, not {self.ratio!r}"
             raise SpecError(f"{self.name}: {problem}", "ratio")
-        check_choice("scope", self.scope, ("bucket", "tensor", "model"), owner=self.name)
 
     @property
     def per_tensor(self) -> bool:

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from torchcomp.checks import check_choice
+from torchcomp.component import Choices
 from torchcomp.compressors.base import Encoded
 from torchcomp.compressors.sparse import Selector
 from torchcomp.errors import SpecError
@@ -19,29 +19,27 @@ from torchcomp.wire import Field, Layout, Parts
 
 @dataclass(frozen=True)
 class TopK(Selector):
-    """``topk(0.01)`` or ``topk(k=5)``: contractive with alpha = k/n.
+    """``topk(0.01)``: keep the entries of largest magnitude.
 
-    Among equal magnitudes the lowest index wins: the result is the same on every machine. NaN and
-    infinities rank above every number. Indices are sent as an Elias-Fano code. Reference: Stich,
-    Cordonnier, Jaggi, "Sparsified SGD with memory", NeurIPS 2018.
+    Contractive with alpha = k/n. Among equal magnitudes the lowest index wins: the result is the
+    same on every machine. NaN and infinities rank above every number. Indices are sent as an
+    Elias-Fano code. Reference: Stich, Cordonnier, Jaggi, "Sparsified SGD with memory", NeurIPS
+    2018.
 
     Attributes:
-        values: the format of the values sent: "bf16", "fp16", "int8" or "int4" (the last two with
-            one scale per 128 values); by default the gradient's dtype. With a format, the rounding
-            error lowers alpha.
-        rounding: "nearest" or "stochastic" (unbiased), for "int8" and "int4".
+        values: format of the values sent, by default the gradient's dtype. "int8" and "int4" have
+            one scale per 128 values. With a format, the rounding error lowers alpha.
+        rounding: of "int8" and "int4"; "stochastic" is unbiased.
     """
 
     name: ClassVar[str] = "topk"
+    example: ClassVar[str] = "topk(0.01)"
 
-    values: str | None = None
-    rounding: str = "nearest"
+    values: Annotated[str | None, Choices(quantize.FORMATS)] = None
+    rounding: Annotated[str, Choices(quantize.ROUNDINGS)] = "nearest"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.values is not None:
-            check_choice("values", self.values, quantize.FORMATS, owner=self.name)
-        check_choice("rounding", self.rounding, ("nearest", "stochastic"), owner=self.name)
         if self.rounding == "stochastic" and self.values not in quantize.LEVELS:
             raise SpecError(
                 f'topk: rounding="stochastic" needs values="int8" or values="int4", not '

@@ -2,6 +2,7 @@
 
 # DDP inspects the hook's signature, so this module must not postpone the evaluation of annotations.
 
+import time
 import weakref
 from functools import partial
 from typing import Any, NoReturn
@@ -19,6 +20,7 @@ from torchcomp.ddp.checks import AFTER_CLOSE, check_not_joined
 from torchcomp.ddp.executors import Executor, after_backward
 from torchcomp.ddp.reordering import Reordering
 from torchcomp.ddp.unused import UnusedWatch
+from torchcomp.profiling import label
 from torchcomp.spec import parse_aggregator
 from torchcomp.stats import Stats
 
@@ -38,6 +40,9 @@ class Handle:
 
     Attributes:
         averager: the engine, with the method, its state and the counters.
+        seconds_waited: time for which backward passes of this rank have waited for the worker
+            thread after the last gradient was computed, in total. 0 on CUDA, where the stream
+            waits and the host does not.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class Handle:
         self._unused = UnusedWatch(averager.parameters) if may_leave_unused else None
         self._reordering, self._reordered = Reordering(None), (False, averager.buckets)
         self._closed = False
+        self.seconds_waited = 0.0
         self._running = False
         # DDP's buckets of the current backward pass, and the first error of their exchange.
         self._received: list[tuple[Bucket, Future]] = []
@@ -81,7 +87,10 @@ class Handle:
 
     @property
     def stats(self) -> Stats:
-        """Counters of this rank: bytes of the last step, and in total."""
+        """Counters of this rank after its last step: bytes of that step, and in total.
+
+        Any thread can read them at any time, for example one that logs during a backward pass.
+        """
         return self.averager.stats
 
     def residual_norms(self, slot: str = "error") -> dict[str, float]:
@@ -254,7 +263,10 @@ class Handle:
     # --- Called at the end of the backward pass ---
 
     def _finish_backward(self) -> None:
-        self._executor.join()
+        start = time.perf_counter()
+        with label("wait"):
+            self._executor.join()
+        self.seconds_waited += time.perf_counter() - start
         self._running = False
         if self._failure is not None:
             # Raise after DDP's own final callback, so that DDP is ready for another iteration.

@@ -7,7 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import wire
-from torchcomp.aggregators import Aggregator, Mean
+from torchcomp.aggregators import Aggregator, Mean, planned_traffic
 from torchcomp.averager import Averager
 from torchcomp.bucket import Group, partition
 from torchcomp.component import Component
@@ -25,6 +25,7 @@ from torchcomp.ddp.handle import Handle, hook
 from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.keys import check_seed
 from torchcomp.spec import parse_aggregator
+from torchcomp.stats import sent_instead
 
 _log = logging.getLogger(__name__)
 
@@ -75,15 +76,31 @@ def register(
     # A plain function with the handle as its state: DDP refuses partials and callable objects.
     model.register_comm_hook(handle, hook)
     setattr(model, OWNER, f"torchcomp.register('{aggregator}')")
-    if isinstance(aggregator, Mean) and aggregator.loses and exchange.rank == 0:
-        # On one rank only: the message would be the same on all ranks.
+    # On one rank only: the messages would be the same on all ranks.
+    if exchange.rank == 0:
+        _log_method(averager)
+    return handle
+
+
+def _log_method(averager: Averager) -> None:
+    """Log what was registered, and a warning if the method loses much of the gradient."""
+    aggregator, shapes = averager.aggregator, [averager.shape_of(g) for g in averager.buckets]
+    planned = planned_traffic(aggregator, shapes, averager.exchange.world_size)
+    _log.info(
+        "registered %s: %d parameters with %s elements in %d groups, per step %s",
+        aggregator,
+        len(averager.parameters),
+        f"{sum(shape.numel for shape in shapes):,}",
+        len(shapes),
+        sent_instead(planned.sent, planned.dense),
+    )
+    if isinstance(aggregator, Mean) and aggregator.loses:
         _log.warning(
             "%s keeps no residual, so the part of the gradient that it does not send is lost. "
             "Use ef(%s) to send it in later steps",
             aggregator,
             aggregator.compressor,
         )
-    return handle
 
 
 def _check(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchcomp import wire
 from torchcomp.errors import RankMismatchError, WireError
+from torchcomp.profiling import label
 from torchcomp.traffic import Load, Traffic
 
 Built = TypeVar("Built")
@@ -69,11 +70,13 @@ class Exchange(ABC):
 
     # --- Collectives ---
 
+    @label("all_reduce")
     def all_reduce(self, values: Tensor) -> None:
         """Replace `values` (1-D, contiguous) with their sum over the ranks."""
         self._all_reduce(values)
         self._load.summed += values.nbytes
 
+    @label("all_gather")
     def all_gather(self, message: Tensor) -> list[Tensor]:
         """Return every rank's `message` (1-D, same length on all ranks), in rank order."""
         rows = self._all_gather(message)
@@ -93,6 +96,7 @@ class Exchange(ABC):
         copies = [mine.numel()] * self.world_size
         return self.all_to_all(mine.repeat(self.world_size), copies, sizes)
 
+    @label("all_to_all")
     def all_to_all(
         self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]
     ) -> list[Tensor]:
@@ -113,6 +117,7 @@ class Exchange(ABC):
         self._load.received += itemsize * (sum(arriving) - arriving[rank])
         return list(torch.split(received, list(arriving)))
 
+    @label("any_of")
     def any_of(self, flags: Tensor) -> Tensor:
         """Return the elementwise maximum of all ranks' `flags` (1-D integers)."""
         # Uncounted: these are control messages, and the statistics count payload.
@@ -183,6 +188,10 @@ class Exchange(ABC):
         for level in self._levels:
             level._found.clear()
             level.must_conclude = False
+
+    def count(self, load: Load) -> None:
+        """Count bytes that another exchange of the same ranks moves for this one."""
+        self._load.add(load)
 
     def take_traffic(self, dense_bytes: int) -> Traffic:
         """Return the bytes of payload since the last call, and reset the counters.

@@ -43,6 +43,7 @@ CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Bits of the significand, with the implicit leading one.
 _PRECISION = {"bf16": 8, "fp16": 11}
 FORMATS = (*CASTS, *LEVELS)
+ROUNDINGS = ("nearest", "stochastic")  # for LEVELS
 _SMALLEST = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(torch.float32).max
 

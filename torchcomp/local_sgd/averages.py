@@ -15,7 +15,9 @@ from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.keys import Key
 from torchcomp.local_sgd.options import LocalMethod, Parameters
 from torchcomp.nonfinite import FiniteWatch
+from torchcomp.profiling import bucket_number, label
 from torchcomp.state import Kind, Slot, State
+from torchcomp.traffic import Load
 
 UNCHANGED = "No rank has averaged its parameters, and the residual is unchanged."
 
@@ -192,8 +194,11 @@ class OverlappedAverages(Averages):
         # Check before sending: once optimizer.step() has returned, there is no call in which all
         # ranks could still raise together.
         self._require_finite(buckets, where)
+        # Counted now, although they move later: the counters of a step do not change after it.
+        nbytes = sum(bucket.flat.nbytes for bucket in buckets)
+        self.averager.exchange.count(Load(summed=nbytes))
         self.averager.finish(dense_bytes=dense_bytes, where=where)
-        self._running = [(bucket, self._mean(bucket)) for bucket in buckets]
+        self._running = [(bucket, self._mean(i, bucket)) for i, bucket in enumerate(buckets)]
         # Parameters added after the start can belong to modules without a waiting hook.
         self.wait(set(self.averager.parameters) - self._of_layers)
 
@@ -201,15 +206,13 @@ class OverlappedAverages(Averages):
         running, self._running = self._running, []
         for bucket, mean in running:
             if names is None or not names.isdisjoint(bucket.names):
-                mean.wait()
+                with label("wait"):
+                    mean.wait()
                 bucket.write(self.averager.parameters)
             else:
                 self._running.append((bucket, mean))
-        # The executor still adds to these counters while any all-reduce is running.
-        if names is None:
-            self.averager.count(self.async_exchange.take_traffic(0))
 
-    def _mean(self, bucket: Bucket) -> Future:
+    def _mean(self, number: int, bucket: Bucket) -> Future:
         """Start the async all-reduce of a bucket."""
         device = bucket.flat.device
         # A future with a device records CUDA events: wait() then blocks the stream, not the host.
@@ -217,7 +220,8 @@ class OverlappedAverages(Averages):
 
         def make() -> None:
             try:
-                average_in_place(self.async_exchange, bucket.flat)
+                with bucket_number(number), label("average"):
+                    average_in_place(self.async_exchange, bucket.flat)
                 future.set_result(bucket.flat)
             except Exception as error:
                 # An uncaught error would end the executor's thread, and wait() would hang.

@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -190,10 +189,19 @@ class LocalSGD:
 
     @property
     def stats(self) -> Stats:
-        """Counters of this rank: bytes of the last synchronisation and of the run."""
-        # An all-reduce that is still running has not counted its bytes yet.
-        self.wait()
-        return replace(self._steps.averages.averager.stats, steps=self._steps.clock.step)
+        """Counters of this rank: bytes of the last synchronisation and of the run.
+
+        Any thread can read them at any time.
+        """
+        return self._steps.stats
+
+    @property
+    def seconds_waited(self) -> float:
+        """Time that this rank has spent in synchronisations, including the wait for other ranks.
+
+        With ``overlap``, the time in which layers wait for their averages is not included.
+        """
+        return self._steps.seconds_waited
 
     def residual_norms(self, slot: str = "error") -> dict[str, float]:
         """Euclidean norms by parameter, as in :meth:`torchcomp.Averager.residual_norms`.

@@ -1,6 +1,7 @@
 """Rounds: the clock, the rounds of the fragments, synchronisations, and late parameters."""
 
 import logging
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,10 +10,12 @@ from numbers import Real
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import checkpoint
+from torchcomp.aggregators import planned_traffic
 from torchcomp.batchnorm import statistics_of, updated_layers
 from torchcomp.bucket import Caps, Group, merge, partition
 from torchcomp.ddp.checks import bucket_caps, check_not_joined, trained_parameters
@@ -27,6 +30,7 @@ from torchcomp.local_sgd.options import (
     check_no_other_scaler,
     check_values,
 )
+from torchcomp.profiling import label
 from torchcomp.schedules import Schedule
 from torchcomp.traffic import sum_bytes
 
@@ -175,6 +179,8 @@ class LocalSteps:
     """Local steps of one model; the hooks of LocalSGD call :meth:`begin` and :meth:`end`.
 
     Attributes:
+        stats: the counters after the last step.
+        seconds_waited: time of all synchronisations.
         forward: whether a forward pass in training has begun since the last step. Ranks can run
             different numbers of them per step, but a step without any had no batch.
     """
@@ -192,6 +198,7 @@ class LocalSteps:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self.method, self.scaler = method, scaler
         self.forward = False
+        self.seconds_waited = 0.0
         self._missing = 0  # steps without a forward pass before them
         self._stepped: set[int] = set()  # indices of the optimizers that have taken this step
         trained = dict(trained_parameters(model))
@@ -204,6 +211,7 @@ class LocalSteps:
         kind = OverlappedAverages if method.overlap else kind
         self.averages = kind(method, exchange, parameters, groups)
         self._averager = self.averages.averager
+        self._update_stats()
         self._reads_lr = method.outer is not None and method.outer.reads_lr
         # Parameters whose gradients DDP reduces.
         self._reduced = set(map(id, trained.values()))
@@ -216,11 +224,33 @@ class LocalSteps:
         # Whether the ranks have been compared. Also False at the start of a run: if only some ranks
         # load a checkpoint, the others must take part in the comparison that finds this.
         self._verified = False
+        # On one rank only: with two levels, each rank of a node is in another exchange.
+        if dist.get_rank(model.process_group) == 0 == exchange.rank:
+            self._log_method()
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers that still exist."""
         return [each for held in self._optimizers if (each := held()) is not None]
+
+    def _log_method(self) -> None:
+        averager, method = self._averager, self.method
+        shapes = [averager.shape_of(group) for group in averager.groups]
+        wide, ranks = [shape.wide() for shape in shapes], averager.exchange.world_size
+        _log.info(
+            "local steps with %s, total_steps=%d, compress=%s, outer=%s: %d parameters with %s "
+            "elements in %d groups; averaging all of them sends %s bytes, and a step of plain DDP "
+            "%s",
+            method.spec,
+            self.clock.total_steps,
+            method.aggregator,
+            method.outer,
+            len(averager.parameters),
+            f"{sum(shape.numel for shape in shapes):,}",
+            len(shapes),
+            f"{planned_traffic(method.aggregator, wide, ranks).sent:,}",
+            f"{planned_traffic(method.aggregator, shapes, ranks).dense:,}",
+        )
 
     # --- A step ---
 
@@ -278,8 +308,18 @@ class LocalSteps:
             fragment.lr_sum += max(lrs, default=0.0)
             if fragment.end == self.clock.step:
                 due.append(fragment)
-        if due:
-            self._synchronise(due)
+        start = time.perf_counter()
+        try:
+            if due:
+                self._synchronise(due)
+        finally:
+            self.seconds_waited += time.perf_counter() - start
+            # A synchronisation that failed has sent bytes, and its step counts.
+            self._update_stats()
+
+    def _update_stats(self) -> None:
+        # One assignment of an immutable object, because other threads can read it.
+        self.stats = replace(self._averager.stats, steps=self.clock.step)
 
     def _begin_rounds(self) -> None:
         # Here, not in end(): a scheduler sets the new learning rate after the optimizer's step.
@@ -338,6 +378,7 @@ class LocalSteps:
 
     # --- A synchronisation ---
 
+    @label("synchronise")
     def _synchronise(self, due: list[Fragment]) -> None:
         """Average the `due` fragments and end their rounds.
 
@@ -475,6 +516,7 @@ class LocalSteps:
             )
         restore()
         self.clock.fragments, self.clock.step = fragments, section["step"]
+        self._update_stats()
         # The weights are checked at the next step: users load them before or after this state.
         self._expected_weights, self._verified = section["weights"], False
 

@@ -9,6 +9,7 @@ from torchcomp.codec import Codec, Message
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.select import Scratch
 from torchcomp.keys import Key
+from torchcomp.profiling import label
 from torchcomp.routes.base import add_frames
 
 
@@ -27,9 +28,11 @@ class AllGatherRoute:
     ) -> None:
         self._codec, self._exchange, self._key, self._scratch = codec, exchange, key, scratch
 
+    @label("encode")
     def send(self, x: Tensor) -> None:
         self._pack(self._codec.encode(x, self._key), x.device)
 
+    @label("encode")
     def send_sum(self, g: Tensor, e: Tensor, x: Tensor) -> None:
         message = self._codec.encode_sum(g, e, x, self._key, self._scratch, g.dtype)
         self._pack(message, x.device)

@@ -7,6 +7,7 @@ from torchcomp.codec import Codec
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.cast import narrow, saturate
 from torchcomp.keys import Key
+from torchcomp.profiling import label
 
 
 class AllReduceRoute:
@@ -21,6 +22,7 @@ class AllReduceRoute:
     def __init__(self, codec: Codec, exchange: Exchange, key: Key) -> None:
         self._codec, self._exchange, self._key = codec, exchange, key
 
+    @label("encode")
     def send(self, x: Tensor) -> None:
         for vector in self._codec.vectors[:1]:
             # Saturate before the division, so that the sum over the ranks stays in range as well.
@@ -44,7 +46,8 @@ class AllReduceRoute:
         total = values[0] if len(values) == 1 else torch.cat(values)
         self._exchange.all_reduce(total)
         summed = torch.split(total, [value.numel() for value in values])
-        self._codec.decode([(value,) for value in summed], out, self._key)
+        with label("decode"):
+            self._codec.decode([(value,) for value in summed], out, self._key)
 
 
 def _share(dtype: torch.dtype, world_size: int) -> float:

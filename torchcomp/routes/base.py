@@ -8,6 +8,7 @@ from torch import Tensor
 from torchcomp.codec import Codec
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
+from torchcomp.profiling import label
 
 
 class Route(Protocol):
@@ -33,6 +34,7 @@ class Route(Protocol):
         """Exchange the messages and write their mean over the ranks to `out`."""
 
 
+@label("decode")
 def add_frames(
     codec: Codec, exchange: Exchange, frames: Sequence[tuple[int, Tensor]], out: Tensor, key: Key
 ) -> None:

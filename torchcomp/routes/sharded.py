@@ -28,10 +28,10 @@ from torchcomp.compressors.sparse import Selector
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.cast import narrow
 from torchcomp.keys import Key
+from torchcomp.profiling import label
 from torchcomp.routes.base import add_frames
-from torchcomp.routes.threshold import Query, chosen, find_largest, order_bits, search_load
+from torchcomp.routes.threshold import Query, chosen, find_largest, order_bits
 from torchcomp.state import Slot, State
-from torchcomp.traffic import Load
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,11 @@ class Direction:
     exact: bool  # whether entries are selected from whole vectors of the bucket
     shape: BucketShape  # shape of the bucket, with the dtype of the values on the wire
     world_size: int
+
+    @property
+    def selector(self) -> Selector:
+        """The compressor, if `exact`."""
+        return self.compressor  # type: ignore[return-value]
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -109,9 +114,14 @@ class Direction:
         return table
 
     @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """By vector of the whole bucket, the number of its elements."""
+        return tuple(vector.span.stop - vector.span.start for vector in self.whole.vectors)
+
+    @cached_property
     def kept(self) -> list[int]:
         """By vector of the whole bucket, the number of entries to keep."""
-        return [self.compressor.kept(sum(widths)) for widths in self.widths]
+        return [self.compressor.kept(size) for size in self.sizes]
 
     @cached_property
     def candidates(self) -> list[list[int]]:
@@ -127,7 +137,7 @@ class Direction:
         vectors = []
         for piece, count in zip(self.pieces[owner], counts, strict=True):
             if count:  # a compressor keeps at least one entry, so an empty piece has no vector
-                exactly = self._selector.exactly(count)
+                exactly = self.selector.exactly(count)
                 layout = exactly.layout(piece.stop - piece.start, self.shape.dtype)
                 vectors.append(Vector(piece.name, piece.span, exactly, layout))
         return Codec(tuple(vectors))
@@ -140,20 +150,6 @@ class Direction:
             v.compressor.encode_selected(x[v.span], index, key.of_tensor(v.name))  # type: ignore[attr-defined]
             for v, index in zip(shard.vectors, chosen, strict=True)
         ]
-
-    def framed(self, owner: int) -> int:
-        """Return the bytes of a shard's frame. If `exact`, assume an even spread of the entries."""
-        if not self.exact:
-            return self.fixed[owner].framed
-        even = [
-            self.kept[p.vector] * (p.stop - p.start) // sum(self.widths[p.vector])
-            for p in self.pieces[owner]
-        ]
-        return self.counted(owner, even).framed
-
-    @property
-    def _selector(self) -> Selector:
-        return self.compressor  # type: ignore[return-value]  # a Selector if `exact`
 
 
 @lru_cache(maxsize=1024)
@@ -202,6 +198,7 @@ class ShardedRoute:
         self._up, self._down, self._exchange, self._key = up, down, exchange, key
         self._state, self._dtype, self._server, self._thresholds = state, dtype, server, thresholds
 
+    @label("encode")
     def send(self, x: Tensor) -> None:
         if self._up.exact:
             self._send_selected(x, [v.compressor.select(x[v.span]) for v in self._up.whole.vectors])  # type: ignore[attr-defined]
@@ -210,6 +207,7 @@ class ShardedRoute:
         shards = zip(self._codecs, self._up.shards, strict=True)
         self._pack([c.encode(x[part.span], self._key) for c, part in shards], x.device)
 
+    @label("encode")
     def send_sum(self, g: Tensor, e: Tensor, x: Tensor) -> None:
         up, key, state = self._up, self._key, self._state
         if up.exact:
@@ -300,6 +298,7 @@ class ShardedRoute:
             add_frames(codecs[0], exchange, held, total, self._key)
         return total
 
+    @label("encode downlink")
     def _downlink(self, mean: Tensor) -> tuple[Sequence[Codec], Tensor]:
         """Return the codecs of all owners' downlink messages, and this owner's framed message."""
         down, rank, key = self._down, self._exchange.rank, self._key
@@ -339,7 +338,7 @@ class ShardedRoute:
             # A vector without elements in this shard still needs a query: all ranks take part in
             # the search of every vector.
             span = spans.get(i, slice(0, 0))
-            exactly = down._selector.exactly(max(1, sizes[rank]))
+            exactly = down.selector.exactly(max(1, sizes[rank]))
             local = exactly.select_sum(mean[span], e[span], x[span], scratch[i])
             locals_.append(local)
             queries.append(Query(order_bits(x[span][local]), sizes, down.kept[i], guess))
@@ -355,20 +354,3 @@ class ShardedRoute:
             for owner, pieces in enumerate(down.pieces)
         ]
         return codecs, indices
-
-
-def sharded_load(up: Direction, down: Direction, rank: int) -> Load:
-    """Return the bytes of one bucket per rank and step; an estimate for exact selections."""
-    others = [owner for owner in range(up.world_size) if owner != rank]
-    load = Load(
-        sent=sum(up.framed(o) for o in others) + len(others) * down.framed(rank),
-        received=len(others) * up.framed(rank) + sum(down.framed(o) for o in others),
-    )
-    if up.exact:  # the counts, which are int32
-        load.sent += 4 * sum(len(up.pieces[o]) for o in others)
-        load.received += 4 * len(others) * len(up.pieces[rank])
-    if down.exact:
-        vectors = list(zip(down.candidates, down.kept, strict=True))
-        # `order_bits` makes candidates of at least 4 bytes, also from 16-bit values.
-        load.add(search_load(vectors, max(4, down.shape.dtype.itemsize), rank))
-    return load

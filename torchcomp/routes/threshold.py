@@ -12,7 +12,7 @@ to the lowest rank, and within a rank to the lowest index. The result is therefo
 one rank that has the whole vector.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -171,22 +171,21 @@ def find_largest(exchange: Exchange, queries: Sequence[Query]) -> list[Selection
     ]
 
 
-def search_load(vectors: Sequence[tuple[Sequence[int], int]], itemsize: int, rank: int) -> Load:
+def search_load(vectors: Iterable[tuple[int, int, int]], itemsize: int, world_size: int) -> Load:
     """Estimate the bytes of :func:`find_largest` over a rank's link, for good guesses.
 
     Args:
-        vectors: for each vector, the number of candidates of each rank, and k.
+        vectors: for each vector, the number of candidates of this rank and of all ranks, and k.
         itemsize: bytes of a candidate.
-        rank: rank of the link.
+        world_size: number of ranks.
     """
-    load = Load()
-    for sizes, k in vectors:
-        others, histogram = len(sizes) - 1, 4 * _bins(k, len(sizes))
+    load, others = Load(), world_size - 1
+    for own, total, k in vectors:
+        histogram = 4 * _bins(k, world_size)
         # Few candidates are exchanged without a histogram. If all are selected, nothing is sent.
-        if k < sum(sizes) and itemsize * sum(sizes) <= histogram * len(sizes):
-            load.sent += itemsize * others * sizes[rank]
-            load.received += itemsize * (sum(sizes) - sizes[rank])
-        elif k < sum(sizes):
+        if k < total and itemsize * total <= histogram * world_size:
+            load.add(Load(sent=itemsize * others * own, received=itemsize * (total - own)))
+        elif k < total:
             load.add(Load(sent=others * histogram, received=others * histogram))
     return load
 

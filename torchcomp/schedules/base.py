@@ -92,8 +92,7 @@ def synchronisations(schedule: Schedule, lr: LRFunction | None, horizon: Horizon
     schedule.check(horizon)
     if lr is None and schedule.reads_lr:
         raise SpecError(
-            f"'{schedule}' depends on the learning rate: pass lr, a function of the step (on the "
-            "command line: --lr)"
+            f"'{schedule}' depends on the learning rate: pass lr, a function of the step"
         )
     if lr is not None and not callable(lr):
         raise SpecError(f"lr must be a function of the step, such as lambda step: 0.1, not {lr!r}")

@@ -9,10 +9,10 @@ from torchcomp.schedules.base import Horizon, Schedule
 
 @dataclass(frozen=True)
 class Every(Schedule):
-    """``every(h)``: average after every h local steps, also during warm-up.
+    """``every(4)``: average after every 4 local steps.
 
-    ``every(1)`` averages the parameters after each step. Reference: Stich, "Local SGD converges
-    fast and communicates little", ICLR 2019.
+    Also during warm-up. ``every(1)`` averages the parameters after each step. Reference: Stich,
+    "Local SGD converges fast and communicates little", ICLR 2019.
 
     Attributes:
         h: local steps between synchronisations.

@@ -12,11 +12,12 @@ from torchcomp.schedules.base import Horizon, Schedule
 
 @dataclass(frozen=True)
 class Power(Schedule):
-    """``power(coef=0.03, exponent=1, h_base=4)``: H = max(h_base, floor((coef / eta)^exponent)).
+    """``power(coef=0.03, exponent=1, h_base=4)``: rounds grow with a power of 1 / lr.
 
-    eta is the learning rate of the round's first step. During warm-up H = h_base. Gu, Lyu, Arora,
-    Zhang, Huang, ICLR 2024 (arXiv 2310.14423), compare three exponents: 1, the linear rule
-    H = beta / eta; 2, their quadratic rule (``qsr``); and 3, the cubic rule H = (gamma / eta)^3.
+    A round takes H = max(h_base, floor((coef / eta)^exponent)) steps. eta is the learning rate of
+    the round's first step. During warm-up H = h_base. Gu, Lyu, Arora, Zhang, Huang, ICLR 2024
+    (arXiv 2310.14423), compare three exponents: 1, the linear rule H = beta / eta; 2, their
+    quadratic rule (``qsr``); and 3, the cubic rule H = (gamma / eta)^3.
 
     Attributes:
         coef: growth coefficient (beta, alpha or gamma), in units of the learning rate.

@@ -10,11 +10,11 @@ from torchcomp.schedules.power import Power, check_bounds
 
 @dataclass(frozen=True)
 class QSR(Schedule):
-    """``qsr(alpha=0.0175, h_base=4)``: the Quadratic Synchronization Rule.
+    """``qsr(alpha=0.0175, h_base=4)``: rounds grow with the square of 1 / lr.
 
-    A round that begins at learning rate eta takes H = max(h_base, floor((alpha / eta)^2)) steps.
-    During warm-up it takes h_base steps. Source: Gu, Lyu, Arora, Zhang, Huang, ICLR 2024
-    (arXiv 2310.14423), Algorithm 2 with its rule for H.
+    This is the Quadratic Synchronization Rule. A round that begins at learning rate eta takes H =
+    max(h_base, floor((alpha / eta)^2)) steps. During warm-up it takes h_base steps. Source: Gu,
+    Lyu, Arora, Zhang, Huang, ICLR 2024 (arXiv 2310.14423), Algorithm 2 with its rule for H.
 
     Attributes:
         alpha: growth coefficient, in units of the learning rate.

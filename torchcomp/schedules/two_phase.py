@@ -13,8 +13,8 @@ class TwoPhase(Schedule):
     """A schedule that averages after every step up to step `switch`.
 
     Attributes:
-        switch: the last step, counted from 1, of the first phase; at least `warmup_steps` and
-            below `total_steps`.
+        switch: the last step, counted from 1, of the first phase, which includes warm-up; before
+            the end of the run.
     """
 
     positional: ClassVar[int] = 0
@@ -29,21 +29,20 @@ class TwoPhase(Schedule):
         # Warm-up belongs to the first phase, and the second needs at least one step.
         if not horizon.warmup_steps <= self.switch < horizon.total_steps:
             raise SpecError(
-                f"{self.name}: switch={self.switch} must be at least warmup_steps="
-                f"{horizon.warmup_steps} and below total_steps={horizon.total_steps}",
+                f"{self.name}: switch={self.switch} must be at or after the end of warm-up, step "
+                f"{horizon.warmup_steps}, and before the end of the run, {horizon.total_steps}",
                 "switch",
             )
 
 
 @dataclass(frozen=True)
 class PostLocal(TwoPhase):
-    """``post_local(switch=30000, h=8)``: average every step up to `switch`, then every h steps.
+    """``post_local(switch=30000, h=8)``: every step, later every 8 steps.
 
     Source: Lin, Stich, Patel, Jaggi, "Don't use large mini-batches, use local SGD", ICLR 2020
     (post-local SGD).
 
     Attributes:
-        switch: the last step of the first phase; see TwoPhase.
         h: local steps between synchronisations after the switch.
     """
 
@@ -62,7 +61,7 @@ class PostLocal(TwoPhase):
 
 @dataclass(frozen=True)
 class Swap(TwoPhase):
-    """``swap(switch=30000)``: average every step up to `switch`, then once at the end of the run.
+    """``swap(switch=30000)``: every step, later once at the end.
 
     Source: Gupta, Akle Serrano, DeCoste, "Stochastic weight averaging in parallel: large-batch
     training that generalizes well", ICLR 2020 (SWAP).

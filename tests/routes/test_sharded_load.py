@@ -1,0 +1,91 @@
+"""Bytes of a sharded exchange: the closed form against a sum over all owners."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchcomp import wire
+from torchcomp.bucket import BucketShape
+from torchcomp.compressors import Cast, Identity, Quantize, RandK, TopK
+from torchcomp.routes.sharded import direction
+from torchcomp.routes.sharded_load import sharded_load
+from torchcomp.routes.threshold import search_load
+from torchcomp.traffic import Load
+
+SELECTING = [TopK(0.1), TopK(k=3, scope="tensor"), TopK(0.5, scope="tensor", values="int4")]
+OTHERS = [Identity(), Cast("bf16"), Quantize("int8"), RandK(0.3, scope="tensor")]
+
+
+def frames(each):
+    """The bytes of every owner's frame."""
+    if not each.exact:
+        return [codec.framed for codec in each.fixed]
+    sizes = [sum(widths) for widths in each.widths]
+    even = [
+        [each.kept[p.vector] * (p.stop - p.start) // sizes[p.vector] for p in pieces]
+        for pieces in each.pieces
+    ]
+    return [each.counted(owner, counts).framed for owner, counts in enumerate(even)]
+
+
+def listed_load(up, down, rank):
+    """The load of a rank, from the codecs that a run uses."""
+    uplink, downlink, others = frames(up), frames(down), up.world_size - 1
+    load = Load(
+        sent=sum(uplink) - uplink[rank] + others * downlink[rank],
+        received=others * uplink[rank] + sum(downlink) - downlink[rank],
+    )
+    if up.exact:
+        pieces = [len(each) for each in up.pieces]
+        load.add(Load(sent=4 * (sum(pieces) - pieces[rank]), received=4 * others * pieces[rank]))
+    if down.exact:
+        vectors = [
+            (counts[rank], sum(counts), k)
+            for counts, k in zip(down.candidates, down.kept, strict=True)
+        ]
+        itemsize = max(4, down.shape.dtype.itemsize)
+        load.add(search_load(vectors, itemsize, down.world_size))
+    return load
+
+
+sizes = st.lists(st.integers(0, 40) | st.sampled_from([64, 1000]), max_size=8)
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(
+    sizes,
+    st.integers(1, 70),
+    st.sampled_from([*SELECTING, *OTHERS]),
+    st.sampled_from([*SELECTING, *OTHERS]),
+    st.sampled_from(["exact", "shard"]),
+    st.sampled_from([torch.float32, torch.float64, torch.float16]),
+    st.data(),
+)
+def test_the_closed_form_is_the_sum_over_the_owners(
+    sizes, world_size, up, down, selection, dtype, data
+):
+    names = tuple(f"p{i}" for i in range(len(sizes)))
+    shape = BucketShape(names, tuple((size,) for size in sizes), dtype)
+    if selection == "exact" and not (up.selects or up.elementwise):
+        selection = "shard"
+    rank = data.draw(st.integers(0, world_size - 1))
+    ways = [
+        direction(role, each, selection, shape, world_size)
+        for role, each in (("up", up), ("down", down))
+    ]
+    assert sharded_load(*ways, rank) == listed_load(*ways, rank)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 70])
+def test_a_shard_is_one_of_the_shards(world_size):
+    shape = BucketShape(("a", "b", "c"), ((10,), (0,), (57,)), torch.float32)
+    shards = shape.shards(world_size)
+    assert tuple(shape.shard(world_size, rank) for rank in range(world_size)) == shards
+
+
+def test_an_empty_bucket_sends_nothing():
+    shape = BucketShape((), (), torch.float32)
+    way = direction("up", Identity(), "shard", shape, 5)
+    assert sharded_load(way, way, 0) == Load()
+    assert wire.framed(0) > 0, "a frame has a header, but an empty message has no frame"

@@ -1,0 +1,67 @@
+"""Answers to names that people know from papers and other libraries.
+
+They are not names of components, so that every method has one name. Errors say what to write.
+"""
+
+_ERROR_FEEDBACK = "ef(topk(0.01))"
+_LOCAL_STEPS = 'LocalSGD(model, optimizer, "every(8)", total_steps=...)'
+_DILOCO = (
+    'LocalSGD(model, optimizer, "every(500)", outer="nesterov(lr=0.7, momentum=0.9)", '
+    "total_steps=...)"
+)
+
+# Keys as returned by `plain`. Values are specs, or Python calls with specs in quotes.
+SAME = {
+    "int8": 'quantize("int8")',
+    "8bit": 'quantize("int8")',
+    "int4": 'quantize("int4")',
+    "4bit": 'quantize("int4")',
+    "bf16": 'cast("bf16")',
+    "bfloat16": 'cast("bf16")',
+    "fp16": 'cast("fp16")',
+    "float16": 'cast("fp16")',
+    "half": 'cast("fp16")',
+    "none": "mean",
+    "dense": "mean",
+    "ddp": "mean",
+    "allreduce": "mean",
+    "errorfeedback": _ERROR_FEEDBACK,
+    "memsgd": _ERROR_FEEDBACK,
+    "randomk": "randk(0.01)",
+    "lowrank": "powersgd(rank=2)",
+    "localsgd": _LOCAL_STEPS,
+    "fedavg": _LOCAL_STEPS,
+    "diloco": _DILOCO,
+    "jointspar": "JointSpar(model, budget=0.5)",
+}
+NEAREST = {
+    "1bit": 'ef(quantize("int4"))',
+    "1bitadam": 'ef(quantize("int4"))',
+    "onebit": 'ef(quantize("int4"))',
+    "onebitadam": 'ef(quantize("int4"))',
+    "sign": 'ef(quantize("int4"))',
+    "signsgd": 'ef(quantize("int4"))',
+    "signum": 'ef(quantize("int4"))',
+    "efsignsgd": 'ef(quantize("int4"))',
+    "terngrad": 'quantize("int4", rounding="stochastic")',
+    "qsgd": 'quantize("int8", rounding="stochastic")',
+    "fp8": 'quantize("int8")',
+    "adacomp": _ERROR_FEEDBACK,
+    "threshold": _ERROR_FEEDBACK,
+    "doublesqueeze": 'bidirectional(quantize("int4"), quantize("int4"))',
+}
+
+
+def answer(word: str) -> str | None:
+    """Return what to write instead of `word`, or None if the table does not have it."""
+    name = plain(word)
+    if name in SAME:
+        return f"'{word}' is written {SAME[name]}"
+    if name in NEAREST:
+        return f"'{word}' is not available; the nearest is {NEAREST[name]}"
+    return None
+
+
+def plain(word: str) -> str:
+    """Return a name without what spellings differ in: capitals, and signs between words."""
+    return word.lower().replace("_", "").replace("-", "")
