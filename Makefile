@@ -1,10 +1,10 @@
-# `make` alone lists what there is. Every target but help and clean first sets up .venv, which takes
-# two minutes or so the first time and no time after that: see tools/setup.sh.
+# `make` alone lists what there is. Every target but help, clean and test-versions first sets up
+# .venv, which takes two minutes or so the first time and no time after that: see tools/setup.sh.
 PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart experiment-bidirectional-topk experiment-qsr experiment-jointspar experiment-2direction test test-fast test-thorough lint setup clean
+.PHONY: help quickstart experiment-bidirectional-topk experiment-qsr experiment-jointspar experiment-2direction test test-fast test-thorough test-versions lint setup clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /  make \1@/p' Makefile | awk -F@ '{ printf "%-35s %s\n", $$1, $$2 }'
@@ -45,6 +45,10 @@ test-thorough: setup ## more cases of the same tests
 	@sh tools/setup.sh --triton
 	@.venv/bin/python -m pytest -n 2 --dist loadfile -m thorough $(ARGS)
 
+# ARGS="2.9.1:3.12" tests other versions than the oldest and the newest.
+test-versions: ## the core's tests on the oldest and newest torch (15 min)
+	@$(PYTHON) tools/versions.py $(ARGS)
+
 lint: setup ## ruff (rules and format) and mypy --strict
 	@.venv/bin/python -m ruff check .
 	@.venv/bin/python -m ruff format --check .
@@ -55,4 +59,4 @@ setup: ## only set up .venv
 
 clean: ## remove caches; keep .venv and your runs
 	@rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	@find . -path ./.venv -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+	@find . -path './.venv*' -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +

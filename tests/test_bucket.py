@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from torchcomp.bucket import MIB, Bucket, BucketShape, Caps, memory_order, merge, partition
+from torchcomp.bucket import DEFAULT_CAPS, MIB, Bucket, BucketShape, memory_order, merge, partition
 
 
 def parameters(*sizes, dtype=torch.float32):
@@ -138,13 +138,13 @@ def test_a_bucket_is_read_detached_and_written_to_parameters_that_require_gradie
     ],
 )
 def test_groups_are_filled_in_reverse_order_up_to_their_cap(sizes, groups):
-    assert partition(parameters(*sizes), Caps(first=40, rest=80)) == groups
+    assert partition(parameters(*sizes), (40, 80)) == groups
 
 
 def test_default_caps_are_those_of_ddp():
     third = MIB // 12
     sizes = [4 * MIB, 8 * MIB, third, third, third + 4]
-    assert partition(parameters(*sizes), Caps()) == (("p4", "p3", "p2"), ("p1",), ("p0",))
+    assert partition(parameters(*sizes), DEFAULT_CAPS) == (("p4", "p3", "p2"), ("p1",), ("p0",))
 
 
 def test_groups_hold_one_dtype_each():
@@ -153,7 +153,7 @@ def test_groups_hold_one_dtype_each():
         *[(f"half.{name}", p) for name, p in parameters(5, 5, dtype=torch.float16)],
     ]
     interleaved = [mixed[0], mixed[2], mixed[1], mixed[3]]
-    assert set(partition(interleaved, Caps(first=1000, rest=1000))) == {
+    assert set(partition(interleaved, (1000,))) == {
         ("p1", "p0"),
         ("half.p1", "half.p0"),
     }
@@ -167,7 +167,7 @@ def test_groups_hold_one_dtype_each():
 )
 def test_every_parameter_is_in_one_group_and_groups_close_when_they_are_full(sizes, first, rest):
     named = parameters(*sizes)
-    groups = partition(named, Caps(first, rest))
+    groups = partition(named, (first, rest))
     assert [name for group in groups for name in group] == [name for name, _ in reversed(named)]
     nbytes = {name: parameter.nbytes for name, parameter in named}
     for i, group in enumerate(groups):
@@ -179,7 +179,7 @@ def test_every_parameter_is_in_one_group_and_groups_close_when_they_are_full(siz
 
 def test_partition_depends_only_on_the_model():
     named = parameters(7, 0, 11, 3, 20)
-    assert partition(iter(named), Caps(40, 80)) == partition(named, Caps(40, 80))
+    assert partition(iter(named), (40, 80)) == partition(named, (40, 80))
 
 
 def test_merged_groups_are_one_for_each_dtype_in_their_order():

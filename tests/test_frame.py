@@ -6,6 +6,7 @@ Python that records the arguments of pip, and in some tests an apt-get.
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -94,6 +95,13 @@ def test_console_script_can_be_called():
     assert callable(main)
 
 
+def test_python_versions_are_those_of_the_classifiers():
+    python = "Programming Language :: Python :: 3."
+    minors = [int(c.removeprefix(python)) for c in PROJECT["classifiers"] if c.startswith(python)]
+    assert minors == [*range(10, 10 + len(minors))]
+    assert PROJECT["requires-python"] == ">=3.10"
+
+
 def test_core_depends_only_on_torch_and_numpy():
     assert {Requirement(d).name for d in PROJECT["dependencies"]} == {"torch", "numpy"}
 
@@ -149,7 +157,7 @@ def test_environment_is_the_pinned_one():
 
 def test_make_lists_its_targets():
     listed = run(["make"]).stdout
-    for target in ("help", "quickstart", "test", "test-fast", "lint", "clean"):
+    for target in ("help", "quickstart", "test", "test-fast", "test-versions", "lint", "clean"):
         assert re.search(rf"^  make {target} +\S", listed, re.MULTILINE), target
 
 
@@ -166,6 +174,11 @@ def test_target_sets_up_first(target, command):
     steps = run(["make", "-n", target, "ARGS=--seeds 2"]).stdout.splitlines()
     assert steps[0].endswith("sh tools/setup.sh")
     assert steps[-1].strip() == command
+
+
+def test_versions_need_no_environment():
+    steps = run(["make", "-n", "test-versions", "ARGS=2.9.1:3.12", "PYTHON=python3.12"]).stdout
+    assert steps.splitlines() == ["python3.12 tools/versions.py 2.9.1:3.12"]
 
 
 def test_fast_tests_name_files_that_exist():
@@ -418,3 +431,71 @@ def test_missing_python_is_reported_in_one_line(machine):
     assert machine.set_up(check=False) == 1
     assert len(machine.errors) == 1
     assert "'python3'" in machine.errors[0]
+
+
+# --- Tests on other versions ----------------------------------------------------------------------
+
+ANY_PYTHON = """
+case "$*" in
+"-m venv"*) for last; do :; done; mkdir -p "$last/bin" && cp "$0" "$last/bin/python" ;;
+"-m pip install"*) echo "$*" >>pip-calls ;;
+"-m pytest"*)
+    for word; do case "$word" in --junitxml=*) report=${word#*=} ;; esac; done
+    case "$report" in *torch-newest*) failures=$(cat failures) ;; *) failures=0 ;; esac
+    echo "<r><s tests='9' skipped='1' errors='0' failures='$failures'/></r>" >"$report" ;;
+*torch.__version__*) echo "2.99 3.99.1" ;;
+esac
+"""
+
+
+@pytest.fixture
+def versions(tmp_path):
+    """Run the script in a folder, with two Pythons on PATH; return its exit code and table."""
+    (tmp_path / "bin").mkdir()
+    for name in ("tools/versions.py", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for tool in ("sh", "cat", "cp", "mkdir"):
+        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
+    for name in ("python3.11", "python3.12"):
+        executable(tmp_path / "bin" / name, ANY_PYTHON)
+
+    def call(*pairs, failures=0):
+        (tmp_path / "failures").write_text(str(failures))
+        script = [sys.executable, "tools/versions.py", *pairs]
+        done = run(script, cwd=tmp_path, check=False, PATH=str(tmp_path / "bin"))
+        rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if "|" in line]
+        return done, [row[:6] for row in rows[2:]]
+
+    return call
+
+
+@pytest.mark.parametrize("failures", [0, 2])
+def test_versions_are_the_oldest_two_and_the_newest_two(versions, tmp_path, failures):
+    done, rows = versions(failures=failures)
+    assert done.returncode == (failures > 0)
+    assert "found Python 3.11, 3.12; did not find 3.10, 3.13, 3.14" in done.stdout
+    oldest = ["2.99", "3.99.1", "yes", "8", "1", "0"]
+    assert rows == [oldest, [*oldest[:3], str(8 - failures), "1", str(failures)]]
+    calls = (tmp_path / "pip-calls").read_text()
+    assert [word for word in calls.split() if word.startswith("torch")] == ["torch==2.6.*", "torch"]
+    folders = {path.name for path in (tmp_path / ".venv-versions").iterdir()}
+    assert folders == {"torch-2.6-py3.11", "torch-newest-py3.12"}
+
+
+def test_versions_can_be_chosen(versions, tmp_path):
+    done, rows = versions("2.9.1:3.12")
+    assert (done.returncode, len(rows)) == (0, 1)
+    assert "torch==2.9.1.*" in (tmp_path / "pip-calls").read_text().split()
+
+
+def test_a_python_that_is_missing_is_an_error(versions):
+    done, rows = versions("2.9.1:3.14")
+    assert (done.returncode, rows) == (1, [])
+    assert "3.14" in done.stderr.splitlines()[-1]
+
+
+def test_versions_name_tests_that_exist():
+    tests = runpy.run_path(str(ROOT / "tools/versions.py"))["TESTS"]
+    assert {"tests/test_wire.py", "tests/ddp", "tests/local_sgd"} <= set(tests)
+    assert [path for path in tests if not (ROOT / path).exists()] == []

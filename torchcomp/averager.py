@@ -10,7 +10,7 @@ from torch import Tensor
 from torchcomp import checkpoint
 from torchcomp.aggregators import EF, Aggregator
 from torchcomp.aggregators.rehearsal import rehearse
-from torchcomp.bucket import Bucket, BucketShape, Caps, Group, Shard, merge, partition
+from torchcomp.bucket import DEFAULT_CAPS, Bucket, BucketShape, Group, Shard, merge, partition
 from torchcomp.component import Component
 from torchcomp.compressors import Identity
 from torchcomp.errors import CheckpointError, SpecError
@@ -90,7 +90,7 @@ class Averager:
         check_seed(seed)
         self.exchange = exchange
         self.parameters = dict(parameters)
-        self.groups = tuple(groups or partition(self.parameters.items(), Caps()))
+        self.groups = tuple(groups or partition(self.parameters.items(), DEFAULT_CAPS))
         self.buckets = self.groups
         self.state = State()
         self.step = 0

@@ -14,6 +14,12 @@ Names = tuple[str, ...]
 Group = Names
 """Names of parameters that are compressed together."""
 
+Caps = tuple[int, ...]
+"""Sizes in bytes at which groups are full: of the first, the second, ... and all further groups."""
+
+# DDP's defaults. The first group is small, so that communication starts early in the backward pass.
+DEFAULT_CAPS: Caps = (1 * MIB, 25 * MIB)
+
 
 @dataclass(frozen=True)
 class BucketShape:
@@ -177,14 +183,6 @@ def _shard(names: Names, sizes: tuple[int, ...], start: int, stop: int) -> Shard
     return Shard(start, stop, *(list(zip(*contents, strict=True)) or [(), (), ()]))
 
 
-@dataclass(frozen=True)
-class Caps:
-    """Size in bytes at which a group of parameters is full."""
-
-    first: int = 1 * MIB  # small, so that communication starts early in the backward pass
-    rest: int = 25 * MIB
-
-
 def partition(parameters: Iterable[tuple[str, Tensor]], caps: Caps) -> tuple[Group, ...]:
     """Group parameters as DDP's documentation describes: in reverse order, up to a size.
 
@@ -207,7 +205,7 @@ def partition(parameters: Iterable[tuple[str, Tensor]], caps: Caps) -> tuple[Gro
         names, size = open_groups.pop(kind, ([], 0))
         names, size = [*names, name], size + parameter.nbytes
         # As in DDP, the parameter that fills a group still belongs to it, whatever its size.
-        if size >= (caps.rest if groups else caps.first):
+        if size >= caps[min(len(groups), len(caps) - 1)]:
             groups.append(tuple(names))
         else:
             open_groups[kind] = (names, size)

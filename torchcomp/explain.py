@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Aggregator
 from torchcomp.batchnorm import statistics_of, updated_layers
-from torchcomp.bucket import BucketShape, Caps, merge, partition
+from torchcomp.bucket import DEFAULT_CAPS, BucketShape, merge, partition
 from torchcomp.checks import check_count
 from torchcomp.comparison import MOST_RANKS, break_even, hints
 from torchcomp.component import Component
@@ -222,7 +222,7 @@ def _shapes(
         parameters, caps = dict(trained_parameters(model)), bucket_caps(model)
     else:
         named = model.named_parameters()
-        parameters, caps = {name: p for name, p in named if p.requires_grad}, Caps()
+        parameters, caps = {name: p for name, p in named if p.requires_grad}, DEFAULT_CAPS
     groups = partition(parameters.items(), caps)
     wanted = merge(groups, parameters) if merged else groups
     return [BucketShape.of(group, parameters) for group in wanted]

@@ -25,7 +25,7 @@ from tests.support.models import (
 )
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import wire
-from torchcomp.bucket import Bucket, BucketShape, Caps, partition
+from torchcomp.bucket import Bucket, BucketShape, partition
 from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.keys import Key
 from torchcomp.routes.threshold import Query, Selection, find_largest, order_bits
@@ -256,7 +256,7 @@ def test_scope_model_selects_from_all_gradients_together() -> None:
         model = wrap(mlp())
         named = list(model.module.named_parameters())
         cap = int(SMALL_BUCKETS * 2**20)
-        order = [name for group in partition(named, Caps(cap, cap)) for name in group]
+        order = [name for group in partition(named, (cap,)) for name in group]
         torchcomp.register(model, spec)
         alone = mlp()
         loss_of(alone(rows(0))).backward()

@@ -20,7 +20,7 @@ from tests.support.models import (
     wrap,
 )
 from tests.support.ranks import on_threads
-from torchcomp.bucket import Caps, partition
+from torchcomp.bucket import partition
 from torchcomp.keys import Key
 
 STEPS = 6
@@ -66,7 +66,7 @@ def groups_of(scope: str) -> list[tuple[str, ...]]:
     if scope == "tensor":
         return [(name,) for name, _ in named]
     cap = int(SMALL_BUCKETS * 2**20)
-    groups = partition(named, Caps(first=cap, rest=cap))
+    groups = partition(named, (cap,))
     assert len(groups) > 2
     return list(groups)
 

@@ -2,11 +2,13 @@
 
 import shutil
 import warnings
+from inspect import signature
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
 from tests.support.models import (
@@ -53,6 +55,21 @@ def test_ddp_over_subgroups_conserves_in_each(run) -> None:
         assert_residual(list(accounts))
         assert_replicas_equal(list(trained))
     assert not torch.equal(outcomes[0][1], outcomes[1][1])
+
+
+@pytest.mark.skipif(
+    "bucket_cap_mb_list" not in signature(DistributedDataParallel).parameters,
+    reason="this torch has no such option",
+)
+def test_groups_have_the_sizes_of_bucket_cap_mb_list() -> None:
+    def body() -> tuple[int, ...]:
+        model = wrap(mlp(), bucket_cap_mb_list=[500 / 2**20, 2000 / 2**20])
+        parameters = dict(model.module.named_parameters())
+        groups = torchcomp.register(model, TOPK).averager.groups
+        return tuple(sum(parameters[name].nbytes for name in group) for group in groups)
+
+    # Layers of 544, 2176, 2176 and 2176 bytes, of which each fills a group.
+    assert on_threads(2, body) == [(544, 2176, 2176, 2176)] * 2
 
 
 def two_models() -> list[Account]:

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp.bucket import Caps
+from torchcomp.bucket import DEFAULT_CAPS, Caps
+from torchcomp.compat import listed_bucket_caps, skips_unused_parameters
 from torchcomp.errors import SpecError, UnsupportedModelError
 
 OWNER = "_torchcomp_owner"
@@ -101,11 +102,10 @@ def trained_parameters(model: DistributedDataParallel) -> list[tuple[str, nn.Par
 
 
 def bucket_caps(model: DistributedDataParallel) -> Caps:
-    """Return the bucket sizes that the model was built with, DDP's ``bucket_cap_mb``."""
-    # DDP has a smaller first bucket, but only if the user did not pass `bucket_cap_mb`.
-    default = bool(model.bucket_bytes_cap_default)
-    rest = int(model.bucket_bytes_cap)
-    return Caps(first=Caps().first if default else rest, rest=rest)
+    """Return the bucket sizes that the model was built with, such as DDP's ``bucket_cap_mb``."""
+    # DDP has a smaller first bucket, but only if the user did not pass a size.
+    first = DEFAULT_CAPS[:1] if model.bucket_bytes_cap_default else ()
+    return listed_bucket_caps(model) or (*first, int(model.bucket_bytes_cap))
 
 
 def _how_to_wrap(model: object) -> str:
@@ -157,7 +157,7 @@ def _check_options(model: DistributedDataParallel) -> None:
         "delay_all_reduce_named_params reduces these parameters without calling the hook. Do not "
         "use this option": model._delay_all_reduce_params,
         "skip_all_reduce_unused_params hides gradients from the hook. Do not use this "
-        "option": model.skip_all_reduce_unused_params,
+        "option": skips_unused_parameters(model),
         "an optimizer runs inside the backward pass (_apply_optimizer_in_backward), before the "
         "gradients are exchanged. Step the optimizer after the backward pass": any(
             hasattr(p, "_in_backward_optimizers") for p in model.module.parameters()

@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchcomp.compat import all_gather_single
 from torchcomp.exchange.base import Exchange
-
-# torch 2.13 renames this collective and deprecates its old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _SMALL = 2**20
 """Up to this many bytes, an all-gather on the CPU is done as an all-to-all; see `_all_gather`."""
@@ -45,7 +43,7 @@ class ProcessGroupExchange(Exchange):
             sizes = [mine.numel()] * self.world_size
             return self._all_to_all(mine.repeat(self.world_size), sizes, sizes)
         received = mine.new_empty(mine.numel() * self.world_size)
-        _all_gather(received, mine, group=self.group)
+        all_gather_single(received, mine, group=self.group)
         return received
 
     def _all_to_all(

@@ -115,8 +115,8 @@ class Skipper:
         # A shared parameter is registered in several modules.
         self._registrations: dict[str, list[Registration]] = defaultdict(list)
         for child in module.modules():
-            for key, held in child._parameters.items():
-                if held is not None and id(held) in names:
+            for key, held in child.named_parameters(recurse=False, remove_duplicate=False):
+                if id(held) in names:
                     self._registrations[names[id(held)]].append((child, key, held))
         self._module = module
         # Weak, because the owner of these methods refers to this object.
@@ -221,13 +221,13 @@ class Skipper:
             constant = nn.Parameter(self._parameters[name].detach(), requires_grad=False)
             for module, key, parameter in self._registrations[name]:
                 # torch.func.functional_call registers the caller's weights, which must stay.
-                if module._parameters[key] is parameter:
-                    _set_parameter(module, key, constant)
+                if getattr(module, key) is parameter:
+                    setattr(module, key, constant)
                     self._replaced.append((module, key, parameter))
 
     def _restore(self) -> None:
         while self._replaced:
-            _set_parameter(*self._replaced.pop())
+            setattr(*self._replaced.pop())
 
     def _tied(self, output: Any, replaced: list[nn.Parameter]) -> Any:
         """Return a copy of `output` whose backward pass also reaches the replaced parameters."""
@@ -296,13 +296,6 @@ def _is_executed(node: Any) -> bool:
         # torch.autograd.grad with respect to the parameter itself captures its gradient before this
         # node, and this function raises for a captured input.
         return False
-
-
-def _set_parameter(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
-    module._parameters[key] = parameter
-    if isinstance(module, nn.RNNBase):
-        # Recurrent modules run on this list, not on _parameters.
-        module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
 def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:

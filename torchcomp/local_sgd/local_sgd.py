@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.component import Component

@@ -1,0 +1,81 @@
+"""What torchcomp needs of torch beyond its stable interface: other versions, and private names.
+
+torchcomp supports torch 2.6 and newer. The functions below hide what differs between versions.
+`PRIVATE` lists every private name that torchcomp uses, because any release can change these.
+tests/test_compat.py looks each of them up, and finds the private names that are missing here.
+"""
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+PRIVATE = {
+    "torch": {
+        "_C": "contains the names below",
+        "_dynamo": "imported before any process group; see torchcomp/ddp/__init__.py",
+        "_foreach_copy_": "copies many small tensors in one launch",
+        "_foreach_mul_": "scales many small tensors in one launch",
+        "_foreach_norm": "computes the norms of many small tensors in one launch",
+        "_foreach_zero_": "clears many small tensors in one launch",
+    },
+    "torch._C": {
+        "_distributed_c10d": "declares the type of DDP's buckets",
+        "_current_graph_task_id": "tells whether a backward pass is running",
+        "_will_engine_execute_node": "tells whether a backward pass computes a gradient",
+    },
+    "torch.autograd.Variable": {
+        "_execution_engine": "calls a function at the end of a backward pass",
+    },
+    "torch.autograd.profiler": {
+        "_is_profiler_enabled": "tells whether labels are worth their time",
+    },
+    "torch.nn.modules.batchnorm": {
+        "_BatchNorm": "base class of all BatchNorm layers",
+    },
+    "torch.utils": {
+        "_pytree": "maps nested outputs as DDP does",
+    },
+    "torch.nn.Module": {
+        "_compiled_call_impl": "tells whether module.compile() was called",
+    },
+    "torch._dynamo.OptimizedModule": {
+        "_orig_mod": "the module that torch.compile wraps, and a prefix of parameter names",
+    },
+    "torch.nn.Parameter": {
+        "_in_backward_optimizers": "set if an optimizer steps inside the backward pass",
+    },
+    "torch.nn.parallel.DistributedDataParallel": {
+        "_comm_hooks": "communication hooks, of which DDP allows one",
+        "_delay_all_reduce_params": "parameters of delay_all_reduce_named_params",
+        "_get_ddp_logging_data": "tells whether a gradient was reduced already",
+        "_has_rebuilt_buckets": "tells whether a gradient was reduced already",
+        "_join_config": "tells whether model.join() is in use",
+        "_use_python_reducer": "tells whether torch.compile replaces DDP's reducer",
+    },
+    "torch.distributed.ProcessGroup": {
+        "_get_backend": "finds the backend of a device",
+    },
+    "torch.distributed.Backend.Options": {
+        "_timeout": "the group's timeout, for a private group beside it",
+    },
+    "torch.optim.Optimizer": {
+        "_optimizer_step_pre_hooks": "absent from wrappers that have no step hooks",
+    },
+    "torch.amp.GradScaler": {
+        "_per_optimizer_states": "finds a scaler that was not passed to LocalSGD",
+        "_unscale_grads_": "lets a scaler step an optimizer whose layers were all dropped",
+    },
+}
+"""Private names of torch that torchcomp uses, by owner, each with its purpose."""
+
+# torch 2.13 renamed this collective and deprecated its old name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def skips_unused_parameters(model: DistributedDataParallel) -> bool:
+    """Whether DDP hides unused parameters from the hook, an option that torch 2.6 does not have."""
+    return bool(getattr(model, "skip_all_reduce_unused_params", False))
+
+
+def listed_bucket_caps(model: DistributedDataParallel) -> tuple[int, ...]:
+    """Return DDP's ``bucket_cap_mb_list`` in bytes. Without it, as in torch 2.6, this is empty."""
+    return tuple(getattr(model, "bucket_bytes_cap_list", ()))
