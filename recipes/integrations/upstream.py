@@ -1,0 +1,143 @@
+"""Run the training script of torchvision, timm or nanoGPT with one more line, on this machine.
+
+    python -m recipes.integrations.upstream nanogpt --source CLONE --compress "ef(topk(0.01))"
+    python -m recipes.integrations.upstream timm --source CLONE --local "every(4)" -- --model-ema
+
+The program copies the script out of a clone of its repository, inserts the lines of torchcomp,
+prints them as a diff, makes a small data set, and starts the script with torchrun. Flags after
+``--`` go to the script. Without ``--compress`` and ``--local``, plain DDP trains. What the script
+needs to run at all, or on a CPU, is a diff of its own. The pages in ``docs/integrations`` say what
+was run.
+"""
+
+import argparse
+import difflib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torchcomp
+from recipes.errors import RecipeError, exit_on_user_error
+from recipes.integrations.upstream_scripts import SCRIPTS, Edit, Script
+from torchcomp.schedules import Schedule
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+Files = dict[str, str]
+
+
+def main() -> None:
+    """Copy, edit and run an upstream script."""
+    with exit_on_user_error():
+        arguments = parse(sys.argv[1:])
+        script, out = SCRIPTS[arguments.script], arguments.out or Path("runs", arguments.script)
+        upstream = read(arguments.source / script.folder)
+        plain = edited(upstream, script.fixes + (script.cpu if arguments.device == "cpu" else ()))
+        files = edited(plain, edits_of(script, arguments))
+    print(diff(upstream, plain), diff(plain, files), sep="\n", flush=True)
+    write(out, files)
+    if not (out / script.data).exists():
+        script.write_data(out / script.data)
+    sys.exit(run(arguments, script, out))
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog="Flags after -- go to the script.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("script", choices=SCRIPTS)
+    parser.add_argument("--source", type=Path, required=True, help="clone of its repository")
+    method = parser.add_mutually_exclusive_group()
+    method.add_argument("--compress", metavar="SPEC", help='such as "ef(topk(0.01))"')
+    method.add_argument("--local", metavar="SPEC", help='such as "qsr(alpha=0.05, h_base=4)"')
+    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine [2]")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="[cpu]")
+    parser.add_argument("--out", type=Path, help="folder [runs/SCRIPT]")
+    # argparse cannot do this: "script" and a list of flags on both sides of the options.
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    parsed = parser.parse_args(arguments[:end])
+    parsed.flags = arguments[end + 1 :]
+    if parsed.ranks < 1:
+        parser.error(f"--ranks must be at least 1, not {parsed.ranks}")
+    return parsed
+
+
+def read(folder: Path) -> Files:
+    """Return the Python files of the script's folder.
+
+    Raises:
+        RecipeError: if it has no ``train.py``.
+    """
+    if not (folder / "train.py").is_file():
+        raise RecipeError(f"--source: no train.py in {folder}; pass a clone of the repository")
+    return {path.name: path.read_text() for path in sorted(folder.glob("*.py"))}
+
+
+def edits_of(script: Script, arguments: argparse.Namespace) -> Iterable[Edit]:
+    """Return the lines of torchcomp.
+
+    Raises:
+        RecipeError: if the spec is no method, or no schedule.
+    """
+    spec = arguments.compress or arguments.local
+    if spec is None:
+        return ()
+    if isinstance(torchcomp.parse(spec), Schedule) != (spec == arguments.local):
+        raise RecipeError("--compress takes a method and --local a schedule, not the other way")
+    edits = script.compressed() if arguments.compress else script.local_steps()
+    return [
+        Edit(edit.anchor, tuple(line.replace("SPEC", repr(spec)) for line in edit.lines), edit.file)
+        for edit in edits
+    ]
+
+
+def edited(files: Files, edits: Iterable[Edit]) -> Files:
+    """Return the files with all edits, one after the other."""
+    new = dict(files)
+    for edit in edits:
+        new[edit.file] = edit.apply(new.get(edit.file, ""))
+    return new
+
+
+def diff(old: Files, new: Files) -> str:
+    """Return what changed, with one line around each change."""
+    return "\n".join(
+        line
+        for name in old
+        for line in difflib.unified_diff(
+            old[name].splitlines(), new[name].splitlines(), name, name, n=1, lineterm=""
+        )
+    )
+
+
+def write(folder: Path, files: Files) -> None:
+    """Write the script and the modules next to it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+def run(arguments: argparse.Namespace, script: Script, folder: Path) -> int:
+    """Run the script with torchrun, in its folder, and return its exit code."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(arguments.ranks), "train.py"]
+    command += [*script.flags, *(script.cpu_flags if arguments.device == "cpu" else ())]
+    command += arguments.flags
+    source = arguments.source.resolve() / script.folder
+    path = [str(source), str(_ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        # One thread per rank, and idle threads that do not take the other rank's core.
+        **{"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "GLOO_SOCKET_IFNAME": "lo"},
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+    }
+    return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    main()

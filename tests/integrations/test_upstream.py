@@ -1,0 +1,178 @@
+"""Scripts with the idioms of torchvision, timm and nanoGPT run and resume with the inserted lines.
+
+The stand-ins have the lines at which recipes.integrations.upstream inserts torchcomp.
+"""
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchcomp
+from recipes.errors import RecipeError
+from recipes.integrations.upstream import edited, edits_of, parse, read
+from recipes.integrations.upstream_scripts import SCRIPTS, Edit, after, before
+from tests.support.outcomes import same
+from tests.support.ranks import on_processes
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+DOCS = Path(__file__).parents[2] / "docs" / "integrations"
+RANKS = 2
+# The arguments of a whole run, of one that is interrupted, and of one that resumes.
+RUNS = {
+    "torchvision": [[], ["--stop", "2"], ["--resume", "checkpoint.pth"]],
+    "timm": [[], ["--stop", "2"], ["--resume", "run/last.pth.tar"]],
+    "nanogpt": [["scratch", "99"], ["scratch", "10"], ["resume", "99"]],
+}
+COMPRESS = ["--compress", "ef(topk(0.1))"]
+# No script evaluates or saves at the end of a round: they have 7, 3 and 5 steps in between.
+LOCAL = {name: ["--local", "every(4)"] for name in SCRIPTS}
+
+
+def stand_in(name, method, folder):
+    """Write the stand-in of a script, with the lines of torchcomp, and return its folder."""
+    arguments = parse([name, "--source", str(STAND_INS), *method])
+    files = edited(read(STAND_INS / name), edits_of(SCRIPTS[name], arguments))
+    folder.mkdir()
+    for file, text in files.items():
+        (folder / file).write_text(text)
+    return folder
+
+
+def run_script(folder, arguments):
+    """Run a stand-in on this rank, and return its counters if they are global variables."""
+    rank = str(dist.get_rank())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    with (
+        # The group exists already.
+        mock.patch.multiple(
+            dist, init_process_group=mock.Mock(), destroy_process_group=mock.Mock()
+        ),
+        mock.patch.object(sys, "argv", ["train.py", *arguments]),
+    ):
+        found = runpy.run_path("train.py", run_name="__main__")
+    engine = found.get("handle") or found.get("sync")
+    return None if engine is None else engine.stats
+
+
+def final(folder):
+    return [torch.load(folder / f"final.rank{rank}", weights_only=True) for rank in range(RANKS)]
+
+
+def whole_and_resumed(name, method, tmp_path):
+    """Run a stand-in in one go, and again with an interruption. Return what each rank wrote."""
+    whole, interrupted, resumed = RUNS[name]
+    folders = [stand_in(name, method, tmp_path / each) for each in ("whole", "resumed")]
+    on_processes(RANKS, run_script, folders[0], whole)
+    on_processes(RANKS, run_script, folders[1], interrupted)
+    on_processes(RANKS, run_script, folders[1], resumed)
+    return map(final, folders)
+
+
+def test_the_sync_flag_of_a_script_does_not_end_local_steps(tmp_path):
+    folder = stand_in("nanogpt", LOCAL["nanogpt"], tmp_path / "flag")
+    stats = on_processes(RANKS, run_script, folder, RUNS["nanogpt"][0])[0]
+    assert (stats.steps, stats.syncs) == (13, 4)
+    # Saved after 10 steps, inside the round from 8 to 12.
+    own = [torch.load(folder / f"ckpt.pt.rank{rank}", weights_only=True) for rank in range(RANKS)]
+    assert not same(own[0]["model"], own[1]["model"])
+
+
+def test_the_sync_flag_of_a_script_sends_accumulated_gradients_once(tmp_path):
+    folder = stand_in("nanogpt", COMPRESS, tmp_path / "flag")
+    stats = on_processes(RANKS, run_script, folder, RUNS["nanogpt"][0])[0]
+    assert (stats.steps, stats.syncs) == (13, 13)
+
+
+def test_one_step_more_than_announced_ends_with_equal_models(tmp_path):
+    folder = stand_in("nanogpt", LOCAL["nanogpt"], tmp_path / "more")
+    text = (folder / "train.py").read_text()
+    (folder / "train.py").write_text(
+        text.replace("total_steps=max_iters + 1", "total_steps=max_iters")
+    )
+    on_processes(RANKS, run_script, folder, RUNS["nanogpt"][0])
+    assert same(*(each["weights"] for each in final(folder)))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_with_compression_resumes_bit_for_bit(name, tmp_path):
+    whole, resumed = whole_and_resumed(name, COMPRESS, tmp_path)
+    assert same([each["weights"] for each in whole], [each["weights"] for each in resumed])
+    assert same(whole[0]["weights"], whole[1]["weights"])
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_with_local_steps_resumes_inside_a_round(name, tmp_path):
+    whole, resumed = whole_and_resumed(name, LOCAL[name], tmp_path)
+    assert same([each["weights"] for each in whole], [each["weights"] for each in resumed])
+    # The last round ends with the run: the ranks have one model, with one set of statistics.
+    assert same(whole[0]["weights"], whole[1]["weights"])
+
+
+# --- The inserted lines ---
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("method", [("--compress", "ef(topk(0.01))"), ("--local", "every(4)")])
+def test_the_page_of_a_script_shows_every_inserted_line(name, method):
+    page = (DOCS / f"{name}.md").read_text()
+    shown = {line[1:].strip() for line in page.splitlines() if line.startswith("+")}
+    edits = edits_of(SCRIPTS[name], parse([name, "--source", ".", *method]))
+    assert {line.strip() for edit in edits for line in edit.lines} <= shown | {"..."}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_cpu_needs_no_line_with_cuda_or_nccl(name):
+    edits = SCRIPTS[name].fixes + SCRIPTS[name].cpu
+    files = {edit.file: "" for edit in edits}
+    for edit in edits:
+        files[edit.file] += f"    {edit.anchor}\n"
+    text = "".join(edited(files, edits).values())
+    assert "cuda" not in text
+    assert "nccl" not in text
+    assert "device_ids" not in text
+
+
+def test_lines_are_inserted_with_the_indentation_of_the_anchor():
+    text = "if ddp:\n    model = DDP(model, device_ids=[0])\n"
+    added = after("model = DDP(", "handle = register(", "    model)")
+    assert added.apply(text) == text + "    handle = register(\n        model)\n"
+    assert before("model = DDP(", "if a:").apply("model = DDP(m)\n") == "if a:\nmodel = DDP(m)\n"
+    assert Edit("model", ("net = 1",)).apply("  model = 2\n") == "  net = 1\n"
+
+
+@pytest.mark.parametrize("text", ["", "start = 1\n", "step = 1\nstep = 2\n"])
+def test_an_upstream_script_that_has_changed_is_an_error(text):
+    with pytest.raises(RecipeError, match=r"utils\.py.*'step = '"):
+        edited({"utils.py": text}, [Edit("step = ", ("...",), "utils.py")])
+
+
+@pytest.mark.parametrize(
+    ("flag", "spec", "error"),
+    [
+        ("--compress", "every(4)", RecipeError),
+        ("--local", "ef(topk(0.01))", RecipeError),
+        ("--compress", "ef(topc(0.01))", torchcomp.SpecError),
+    ],
+)
+def test_a_wrong_spec_is_an_error_before_the_script_starts(flag, spec, error):
+    with pytest.raises(error):
+        edits_of(SCRIPTS["timm"], parse(["timm", "--source", ".", flag, spec]))
+
+
+def test_a_folder_without_the_script_is_an_error(tmp_path):
+    with pytest.raises(RecipeError, match=str(tmp_path)):
+        read(tmp_path)
+
+
+def test_flags_after_two_dashes_go_to_the_script():
+    arguments = parse(["timm", "--source", ".", "--ranks", "3", "--", "--model-ema", "--ranks"])
+    assert arguments.flags == ["--model-ema", "--ranks"]
+    assert arguments.ranks == 3
