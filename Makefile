@@ -1,10 +1,10 @@
-# `make` alone lists what there is. Every target but help and clean first sets up .venv, which takes
-# two minutes or so the first time and no time after that: see tools/setup.sh.
+# `make` alone lists what there is. Every target but help, clean and test-integrations first sets up
+# .venv, which takes two minutes or so the first time and no time after that: see tools/setup.sh.
 PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart experiment-bidirectional-topk experiment-qsr experiment-jointspar experiment-2direction test test-fast test-thorough lint setup clean
+.PHONY: help quickstart experiment-bidirectional-topk experiment-qsr experiment-jointspar experiment-2direction test test-fast test-thorough test-integrations lint setup clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /  make \1@/p' Makefile | awk -F@ '{ printf "%-35s %s\n", $$1, $$2 }'
@@ -44,6 +44,17 @@ test: setup ## all tests; ARGS="-k topk" runs some
 test-thorough: setup ## more cases of the same tests
 	@sh tools/setup.sh --triton
 	@.venv/bin/python -m pytest -n 2 --dist loadfile -m thorough $(ARGS)
+
+# The frameworks are no dependency of torchcomp and have many of their own: they get another .venv.
+FRAMEWORKS = .venv-integrations
+
+test-integrations: $(FRAMEWORKS)/stamp ## scripts of Lightning, Accelerate, transformers, Ray
+	@$(FRAMEWORKS)/bin/python -m pytest -n 2 --dist loadfile -m integrations tests/integrations $(ARGS)
+
+$(FRAMEWORKS)/stamp: tools/integrations.txt constraints.txt
+	@$(PYTHON) -m venv --clear $(FRAMEWORKS)
+	@$(FRAMEWORKS)/bin/python -m pip install -q -r tools/integrations.txt -c constraints.txt
+	@touch $@
 
 lint: setup ## ruff (rules and format) and mypy --strict
 	@.venv/bin/python -m ruff check .

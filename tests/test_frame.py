@@ -100,6 +100,7 @@ def test_core_depends_only_on_torch_and_numpy():
 
 def test_import_loads_no_optional_dependency():
     modules = ["torchvision", "timm", "ffcv", "numba", "sklearn", "matplotlib", "PIL", "yaml"]
+    modules += ["lightning", "pytorch_lightning", "accelerate", "transformers", "ray"]
     code = f"import sys, torchcomp; print([m for m in {modules} if m in sys.modules])"
     assert run([sys.executable, "-c", code]).stdout.strip() == "[]"
 
@@ -149,7 +150,7 @@ def test_environment_is_the_pinned_one():
 
 def test_make_lists_its_targets():
     listed = run(["make"]).stdout
-    for target in ("help", "quickstart", "test", "test-fast", "lint", "clean"):
+    for target in ("help", "quickstart", "test", "test-fast", "test-integrations", "lint", "clean"):
         assert re.search(rf"^  make {target} +\S", listed, re.MULTILINE), target
 
 
@@ -166,6 +167,22 @@ def test_target_sets_up_first(target, command):
     steps = run(["make", "-n", target, "ARGS=--seeds 2"]).stdout.splitlines()
     assert steps[0].endswith("sh tools/setup.sh")
     assert steps[-1].strip() == command
+
+
+def test_integrations_have_an_environment_of_their_own(tmp_path):
+    folder = tmp_path / "venv"
+    steps = run(["make", "-n", "test-integrations", "ARGS=--seeds 2", f"FRAMEWORKS={folder}"])
+    lines = steps.stdout.splitlines()
+    assert any("-r tools/integrations.txt -c constraints.txt" in line for line in lines[:-1])
+    assert lines[-1].startswith(f"{folder}/bin/python -m pytest ")
+    assert lines[-1].endswith(" -m integrations tests/integrations --seeds 2")
+    assert "setup.sh" not in steps.stdout
+
+
+def test_integrations_install_the_tested_torch():
+    wanted = [line for line in CONSTRAINTS if line.startswith("torch==")]
+    listed = (ROOT / "tools/integrations.txt").read_text().splitlines()
+    assert [line for line in listed if line.startswith("torch==")] == wanted
 
 
 def test_fast_tests_name_files_that_exist():

@@ -5,7 +5,7 @@ torchrun --nproc-per-node 2 -m recipes.integrations.accelerate_train \
 """
 
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -15,7 +15,9 @@ from recipes.integrations import common
 
 def main() -> None:
     args = common.parse()
-    accelerator = Accelerator(cpu=True)
+    # A seedable sampler shuffles an epoch in the same order when the run is resumed.
+    loading = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=loading)
     set_seed(0)
     model = common.network()
     optimizer = common.adam(model)

@@ -19,7 +19,9 @@ def main() -> None:
     fabric.launch()
     model = common.network()
     model, optimizer = fabric.setup(model, common.adam(model))
-    loader = fabric.setup_dataloaders(DataLoader(common.dataset(), common.BATCH, shuffle=True))
+    # Not shuffled: Fabric shuffles by how often this process has iterated over the loader, so a
+    # resumed run would repeat the order of the first epoch.
+    loader = fabric.setup_dataloaders(DataLoader(common.dataset(), common.BATCH))
 
     # The line for torchcomp, and what a checkpoint must contain of every rank.
     if args.compress:
@@ -40,7 +42,6 @@ def main() -> None:
 
     losses = []
     for epoch in range(state["epoch"], common.EPOCHS):
-        loader.sampler.set_epoch(epoch)
         for inputs, labels in loader:
             optimizer.zero_grad()
             loss = cross_entropy(model(inputs), labels)

@@ -29,8 +29,8 @@ class Counting(Dataset):
 def main() -> None:
     args = common.parse()
     torch.manual_seed(0)
-    config = GPT2Config(VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=1, n_head=2)
-    config.bos_token_id = config.eos_token_id = None
+    sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 32}
+    config = GPT2Config(**sizes, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=None)
     settings = TrainingArguments(
         output_dir=str(args.folder),
         use_cpu=True,
@@ -55,7 +55,10 @@ def main() -> None:
     half = common.TOTAL_STEPS // common.EPOCHS
     path = str(args.folder / f"checkpoint-{half}") if args.resume else None
     trainer.train(resume_from_checkpoint=path)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    # The log also has the steps before the checkpoint.
+    first = half if args.resume else 0
+    logged = [entry for entry in trainer.state.log_history if entry["step"] > first]
+    losses = [entry["loss"] for entry in logged if "loss" in entry]
     method = callback.handle if args.compress else callback.sync
     common.report(args.folder, settings.process_index, trainer.model, losses, method.stats)
 
