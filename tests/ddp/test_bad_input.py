@@ -25,7 +25,7 @@ from torchcomp import RankMismatchError, SpecError, UnsupportedModelError
 
 TOPK = "ef(topk(0.1))"
 LIGHTNING = (
-    r"strategy='ddp'.* Compression\(spec\).* LocalSteps\b.* torchcomp\.integrations\.lightning$"
+    r"strategy='ddp'.*\bCompression\(spec\).* LocalSteps\b.* torchcomp\.integrations\.lightning$"
 )
 
 
@@ -72,7 +72,7 @@ def prepared() -> nn.Module:
         (stand_in("pytorch_lightning.core", "LightningModule"), LIGHTNING),
         (stand_in("lightning.pytorch.trainer", "Trainer", object), LIGHTNING),
         (stand_in("lightning.fabric.wrappers", "_FabricModule"), r"\bfabric\.ddp_model\(model\)"),
-        (stand_in("transformers.trainer", "Trainer", object), r" CompressionCallback\(trainer, "),
+        (stand_in("transformers.trainer", "Trainer", object), r"\bCompressionCallback\(trainer, "),
         (stand_in("accelerate.accelerator", "Accelerator", object), r"accelerator\.prepare\("),
         (prepared, r"accelerate launch\b.* torchrun$"),
     ],
