@@ -39,12 +39,12 @@ LAYERS = [
     {"routes"},
     {"aggregators"},
     {"spec", "stats", "nonfinite", "checkpoint"},
-    {"averager"},
+    {"averager", "gathering"},
     {"ddp", "time_model", "batchnorm", "algorithms"},
     {"plan", "comparison", "named_models"},
     {"explain", "catalogue", "local_sgd", "jointspar"},
     {"__init__"},
-    {"__main__"},
+    {"__main__", "integrations"},
 ]
 HEIGHT = {unit: height for height, layer in enumerate(LAYERS) for unit in layer}
 

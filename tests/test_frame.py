@@ -141,6 +141,7 @@ def test_core_depends_only_on_torch_and_numpy():
 
 def test_import_loads_no_optional_dependency():
     modules = ["torchvision", "timm", "ffcv", "numba", "sklearn", "matplotlib", "PIL", "yaml"]
+    modules += ["lightning", "pytorch_lightning", "accelerate", "transformers", "ray"]
     code = f"import sys, torchcomp; print([m for m in {modules} if m in sys.modules])"
     assert run([sys.executable, "-c", code]).stdout.strip() == "[]"
 
@@ -190,8 +191,8 @@ def test_environment_is_the_pinned_one():
 
 def test_make_lists_its_targets():
     listed = run(["make"]).stdout
-    targets = ("quickstart", "test", "test-fast", "test-versions", "lint", "docs", "dist", "clean")
-    for target in targets:
+    tests = ("test", "test-fast", "test-versions", "test-integrations")
+    for target in ("quickstart", *tests, "lint", "docs", "dist", "clean"):
         assert re.search(rf"^  make {target} +\S", listed, re.MULTILINE), target
 
 
@@ -217,6 +218,12 @@ def test_target_sets_up_first(target, command):
 def test_versions_need_no_environment():
     steps = run(["make", "-n", "test-versions", "ARGS=2.9.1:3.12", "PYTHON=python3.12"]).stdout
     assert steps.splitlines() == ["python3.12 tools/versions.py 2.9.1:3.12"]
+
+
+def test_integrations_install_the_tested_torch():
+    wanted = [line for line in CONSTRAINTS if line.startswith("torch==")]
+    listed = (ROOT / "tools/integrations-requirements.txt").read_text().splitlines()
+    assert [line for line in listed if line.startswith("torch==")] == wanted
 
 
 def test_fast_tests_name_files_that_exist():

@@ -21,6 +21,7 @@ from torchcomp.errors import (
 )
 from torchcomp.exchange import Exchange, InProcessExchange, ProcessGroupExchange, run_in_process
 from torchcomp.explain import explain, sync_steps
+from torchcomp.gathering import Gathered
 from torchcomp.jointspar import JointSpar
 from torchcomp.local_sgd import LocalSGD
 from torchcomp.plan import Plan
@@ -32,6 +33,7 @@ __all__ = [
     "Averager",
     "CheckpointError",
     "Exchange",
+    "Gathered",
     "Handle",
     "InProcessExchange",
     "JointSpar",

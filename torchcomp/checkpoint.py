@@ -7,7 +7,7 @@ A complete state dict is validated before anything is restored from it.
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -172,6 +172,7 @@ _ENGINE = record(
     traffic=dict_of(count, ("sent", "received", "dense")),
     slots=dict_of(record(kind=text, sharded=flag, tensors=dict_of(tensor()))),
 )
+_GATHERED = record(version=count, states=list_of(record(version=count)))
 
 
 def header(spec: str, exchange: Exchange) -> dict[str, Any]:
@@ -195,13 +196,21 @@ def check_header(state: Any, spec: str, exchange: Exchange, advice: Mapping[str,
     if not isinstance(state, Mapping):
         raise CheckpointError(f"expected a state dict, not {type(state).__name__}")
     wanted = header(spec, exchange)
+    if "states" in state:
+        raise CheckpointError(
+            "this checkpoint has the states of all ranks, from gather_state_dict(): pass it to "
+            "load_gathered(state)"
+        )
     missing = [name for name in wanted if name not in state]
     if missing:
         raise CheckpointError(f"not a state dict of torchcomp: it lacks {listed(missing)}")
     _HEADER(state, "the state dict")
     advice = {
         "version": "load it with the version of torchcomp that saved it",
-        "rank": "each rank must load the state that it saved itself",
+        "rank": "each rank must load the state that it saved itself. Where one rank writes for all "
+        "(Lightning, Accelerate, Fabric, Ray), save torchcomp.Gathered(handle) instead of the "
+        "handle. With torch.distributed.checkpoint, save it under another name on each rank: "
+        "dcp.save({f'handle{rank}': handle})",
         **advice,
     }
     # Version first: another version's other entries can have another meaning. World size before
@@ -374,15 +383,54 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
     Raises:
         CheckpointError: if the states are not those of all ranks of one run at one step.
     """
+    return _redistributed(states, world_size, range(world_size))
+
+
+def gathered(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one state dict that contains the state dicts of all ranks, in rank order."""
+    return {"version": VERSION, "states": states}
+
+
+def own_state(state: Any, exchange: Exchange) -> dict[str, Any]:
+    """Return this rank's part of a :func:`gathered` state dict.
+
+    If the run has another number of ranks, the part comes from :func:`redistribute`. The caller
+    still has to check the header: this function does not know the method.
+
+    Raises:
+        CheckpointError: if the state is not a gathered one, or cannot be redistributed.
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"expected the result of gather_state_dict(), not {type(state).__name__}: on other "
+            "ranks than dst it is None, so save it on rank dst, and load that file on all ranks"
+        )
+    if "states" not in state and "rank" in state:
+        raise CheckpointError(
+            f"this checkpoint has only the state of rank {state['rank']}, from state_dict(): pass "
+            "it to load_state_dict(state) on that rank, or save gather_state_dict() instead"
+        )
+    _GATHERED(state, "the gathered state dict")
+    states: list[dict[str, Any]] = list(state["states"])
+    if len(states) == exchange.world_size:
+        return states[exchange.rank]
+    (own,) = _redistributed(states, exchange.world_size, [exchange.rank])
+    return own
+
+
+def _redistributed(
+    states: list[dict[str, Any]], world_size: int, ranks: Iterable[int]
+) -> list[dict[str, Any]]:
+    """Return what :func:`redistribute` does, but only for the new `ranks`."""
     states = _complete(states, world_size)
-    first, fresh = states[0], [dict[str, Any]() for _ in range(world_size)]
+    first, fresh = states[0], {rank: dict[str, Any]() for rank in ranks}
     for name, slot in first["slots"].items():
         # A cache never changes a result, so a new run can do without it.
         if slot["kind"] == Kind.CACHE.value:
             continue
         tensors = [state["slots"][name]["tensors"] for state in states]
         split = _resharded(first, tensors, world_size) if slot["sharded"] else [_mean(tensors)]
-        for rank, slots in enumerate(fresh):
+        for rank, slots in fresh.items():
             # One entry per rank, or one mean for all ranks. Cloned, so that they share no memory.
             own = split[rank % len(split)]
             slots[name] = {**slot, "tensors": {n: t.detach().clone() for n, t in own.items()}}
@@ -390,7 +438,7 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
     # those, and of the clients' sections, rank 0's are kept.
     return [
         {**first, "world_size": world_size, "rank": rank, "slots": slots}
-        for rank, slots in enumerate(fresh)
+        for rank, slots in fresh.items()
     ]
 
 

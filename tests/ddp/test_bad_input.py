@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable import replicate
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -25,6 +26,9 @@ from tests.support.ranks import on_processes, on_threads
 from torchcomp import RankMismatchError, SpecError, UnsupportedModelError
 
 TOPK = "ef(topk(0.1))"
+LIGHTNING = (
+    r"strategy='ddp'.*\bCompression\(spec\).* LocalSteps\b.* torchcomp\.integrations\.lightning$"
+)
 
 
 def registering(build: Callable[[], Any], spec: Any = TOPK, **options: Any) -> Callable[[], Any]:
@@ -41,6 +45,19 @@ def sharded() -> nn.Module:
     return module
 
 
+def stand_in(module: str, name: str, base: type = nn.Module) -> Callable[[], Any]:
+    """A user's class derived from a framework's class of this module and name."""
+    framework = type(name, (base,), {"__module__": module})
+    return type("Mine", (framework,), {})
+
+
+def prepared() -> nn.Module:
+    """A module that Accelerate has prepared in a single process."""
+    module = mlp()
+    module._is_accelerate_prepared = True
+    return module
+
+
 # torch.compile imports a module of torch that calls a deprecated function of torch.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
@@ -52,8 +69,16 @@ def sharded() -> nn.Module:
         (lambda: torch.compile(wrap(mlp())), r"\bOptimizedModule\b.* torch\.compile"),
         (sharded, r"\bFSDPSequential\b.* FSDP\b"),
         (lambda: nn.DataParallel(mlp()), r" DataParallel\b.* torchrun.*\(model\.module\)"),
+        (lambda: replicate(mlp()), r"\breplicate\b.* torch\.nn\.parallel\.Distr\w+\(module\)"),
+        (stand_in("lightning.pytorch.core", "LightningModule"), LIGHTNING),
+        (stand_in("pytorch_lightning.core", "LightningModule"), LIGHTNING),
+        (stand_in("lightning.pytorch.trainer", "Trainer", object), LIGHTNING),
+        (stand_in("lightning.fabric.wrappers", "_FabricModule"), r"\bfabric\.ddp_model\(model\)"),
+        (stand_in("transformers.trainer", "Trainer", object), r"\bCompressionCallback\(trainer, "),
+        (stand_in("accelerate.accelerator", "Accelerator", object), r"accelerator\.prepare\("),
+        (prepared, r"accelerate launch\b.* torchrun$"),
     ],
-    ids=["module", "None", "str", "compiled", "FSDP", "DataParallel"],
+    ids=range(14),
 )
 def test_not_a_ddp_module(build: Callable[[], Any], message: str) -> None:
     expected = rf"torch\.nn\.parallel\.DistributedDataParallel .*{message}"

@@ -141,6 +141,8 @@ def test_objects_arrive_in_rank_order(kind):
     objects = [{"rank": 0}, None, "two"]
     found = ranks_of(kind, 3, lambda exchange: exchange.gather_objects(objects[exchange.rank]))
     assert found == [objects] * 3
+    to_one = ranks_of(kind, 3, lambda exchange: exchange.gather_objects(exchange.rank, dst=2))
+    assert to_one == [[], [], [0, 1, 2]]
 
 
 # --- Arguments do not change ----------------------------------------------------------------------

@@ -168,6 +168,7 @@ def test_an_optimizer_that_wraps_another():
         lambda model, rank: {"optimizer": Wrapper(sgd(model.parameters()))},
         torchcomp.SpecError,
         "Wrapper",
+        "optimizer.inner",
         "LocalSGD",
     )
 

@@ -108,8 +108,46 @@ def bucket_caps(model: DistributedDataParallel) -> Caps:
     return listed_bucket_caps(model) or (*first, int(model.bucket_bytes_cap))
 
 
+_LIGHTNING = (
+    ". Lightning wraps the model when training starts: pass Trainer(strategy='ddp', "
+    "callbacks=[Compression(spec)]), or LocalSteps(spec), from torchcomp.integrations.lightning"
+)
+_FRAMEWORKS = {
+    ("lightning", "LightningModule"): _LIGHTNING,
+    ("pytorch_lightning", "LightningModule"): _LIGHTNING,
+    ("lightning", "Trainer"): _LIGHTNING,
+    ("pytorch_lightning", "Trainer"): _LIGHTNING,
+    ("lightning", "_FabricModule"): (
+        ". With Fabric, pass torchcomp.integrations.fabric.ddp_model(model)"
+    ),
+    ("transformers", "Trainer"): (
+        ". The Trainer wraps the model when training begins: call trainer.add_callback("
+        "CompressionCallback(trainer, spec)), or LocalStepsCallback, from "
+        "torchcomp.integrations.transformers"
+    ),
+    ("accelerate", "Accelerator"): (
+        ". Pass the model that accelerator.prepare(...) returned, before its first backward pass"
+    ),
+    ("torch", "DDP"): (
+        ". replicate(module) offers only hooks on the module itself. Wrap it with "
+        "torch.nn.parallel.DistributedDataParallel(module) instead"
+    ),
+}
+"""What to do with a class of a framework, by its package and name: torchcomp imports none."""
+
+
 def _how_to_wrap(model: object) -> str:
     """Return advice on how to get a DDP model, as the end of an error message."""
+    for cls in type(model).__mro__:
+        advice = _FRAMEWORKS.get((cls.__module__.partition(".")[0], cls.__name__))
+        if advice is not None:
+            return advice
+    # Set by accelerator.prepare(), which wraps a model only if there are several processes.
+    if getattr(model, "_is_accelerate_prepared", False):
+        return (
+            ". Accelerate wraps a model in DistributedDataParallel only if several processes run: "
+            "start them with accelerate launch or torchrun"
+        )
     # From the most specific class to the least: all of these are nn.Modules.
     if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
         return ". Call this on the DDP model, before torch.compile"

@@ -20,6 +20,8 @@ from torchcomp.ddp.checks import AFTER_CLOSE, check_not_joined
 from torchcomp.ddp.executors import Executor, after_backward
 from torchcomp.ddp.reordering import Reordering
 from torchcomp.ddp.unused import UnusedWatch
+from torchcomp.exchange import Exchange
+from torchcomp.gathering import Gatherable
 from torchcomp.profiling import label
 from torchcomp.spec import parse_aggregator
 from torchcomp.stats import Stats
@@ -32,7 +34,7 @@ _SCALER_ADVICE = (
 Future = torch.futures.Future[Tensor]
 
 
-class Handle:
+class Handle(Gatherable):
     """Compressed gradient exchange of one DDP model; returned by :func:`torchcomp.register`.
 
     The hook submits every bucket to an executor: a thread for gloo, a side stream for CUDA. The
@@ -132,6 +134,7 @@ class Handle:
         """Return this rank's state: tensors, numbers and strings, keyed by parameter name.
 
         Every rank must save its own state, which loads with ``torch.load(..., weights_only=True)``.
+        If one rank writes the checkpoint for all, save :meth:`gather_state_dict` instead.
         After a backward pass that raised, this is the state before that step.
 
         Raises:
@@ -158,6 +161,12 @@ class Handle:
         self._require_idle("load_state_dict")
         self._require_open("load_state_dict")
         self.averager.load_state_dict(state)
+
+    @property
+    def _gather_over(self) -> Exchange:
+        # close() has ended the process group of the exchange.
+        self._require_open("gather_state_dict or load_gathered")
+        return self.averager.exchange
 
     def close(self) -> None:
         """End the worker thread. The model cannot train afterwards: DDP cannot remove a hook."""

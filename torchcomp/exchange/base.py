@@ -62,10 +62,15 @@ class Exchange(ABC):
         """Send ``sizes[r]`` elements to each rank r; receive ``arriving[r]`` from each."""
 
     @abstractmethod
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
         """Return every rank's picklable `value`, in rank order.
 
-        This pickles and is slow. Use it for error messages, not in every step.
+        This pickles and is slow. Use it for error messages and checkpoints, not in every step.
+
+        Args:
+            value: the value of this rank.
+            dst: the only rank that receives the values; the others get an empty list. With None,
+                every rank receives them.
         """
 
     # --- Collectives ---

@@ -70,9 +70,10 @@ class InProcessExchange(Exchange):
         board = _Board(world_size)
         return [cls(board, rank, world_size) for rank in range(world_size)]
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
         self._calls += 1
-        return self._board.share(self._calls, self.rank, value)
+        values = self._board.share(self._calls, self.rank, value)
+        return values if dst in (None, self.rank) else []
 
     def _all_reduce(self, values: Tensor) -> None:
         # Send a copy: another rank might still read `values` when this one overwrites it.

@@ -55,7 +55,11 @@ class ProcessGroupExchange(Exchange):
         dist.all_to_all_single(received, outgoing, list(arriving), list(sizes), group=self.group)
         return received
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        if dst is None:
+            dist.all_gather_object(values, value, group=self.group)
+            return values
+        receives = self.rank == dst
+        dist.gather_object(value, values if receives else None, group=self.group, group_dst=dst)
+        return values if receives else []

@@ -24,7 +24,8 @@ from torchcomp.ddp.checks import (
 )
 from torchcomp.ddp.register import register
 from torchcomp.errors import SpecError, UnsupportedModelError
-from torchcomp.exchange import ProcessGroupExchange
+from torchcomp.exchange import Exchange, ProcessGroupExchange
+from torchcomp.gathering import Gatherable
 from torchcomp.jointspar.bandit import Baseline, Literal, Mask, Vector
 from torchcomp.jointspar.layers import (
     Layers,
@@ -88,7 +89,7 @@ class JointSparStats:
         return asdict(self)
 
 
-class JointSpar:
+class JointSpar(Gatherable):
     """Keep a random set of layers in every step. Other gradients are neither computed nor sent.
 
     Source: Liu, Mozafari, "Communication-efficient distributed learning for large batch
@@ -306,6 +307,10 @@ class JointSpar:
         self._handle.load_state_dict(state)
         restore()
         self._skip()
+
+    @property
+    def _gather_over(self) -> Exchange:
+        return self._exchange
 
     def close(self) -> None:
         """Stop skipping layers. The model cannot train any further: DDP cannot remove a hook."""

@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchcomp.component import Component
 from torchcomp.ddp.checks import OWNER, check_is_ddp
 from torchcomp.errors import SpecError, UnsupportedModelError
+from torchcomp.exchange import Exchange
+from torchcomp.gathering import Gatherable
 from torchcomp.local_sgd.averages import OverlappedAverages
 from torchcomp.local_sgd.options import (
     ProcessGroup,
@@ -38,7 +40,7 @@ _CLAIMED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[DistributedDataParal
 )
 
 
-class LocalSGD:
+class LocalSGD(Gatherable):
     """Train with local steps and average the parameters at the end of each round.
 
     This is Algorithm 2 ("Local OPT") of Gu et al., ICLR 2024 (arXiv 2310.14423), with the
@@ -265,6 +267,8 @@ class LocalSGD:
         ``fragments``, this is usually possible only at the end of the run.
         torch.distributed.checkpoint stores one value for each name, so use different names on every
         rank: ``dcp.save({f"rank{rank}": {"sync": sync.state_dict(), ...}}, checkpoint_id=...)``.
+        :meth:`gather_state_dict` returns the states of all ranks, also without weights and
+        optimizers; :class:`torchcomp.Gathered` adds those.
 
         Raises:
             RuntimeError: if some of several optimizers have been stepped and others have not.
@@ -284,6 +288,10 @@ class LocalSGD:
             RuntimeError: if some of several optimizers have been stepped and others have not.
         """
         self._steps.load_state_dict(state)
+
+    @property
+    def _gather_over(self) -> Exchange:
+        return self._steps.averages.averager.exchange
 
     def close(self) -> None:
         """Remove every hook and restore plain DDP; a second call does nothing.

@@ -296,9 +296,12 @@ def _check_optimizers(
             )
         # Set by Optimizer.__init__, which a wrapper such as PostLocalSGDOptimizer does not call.
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            held = vars(optimizer).items()
+            inner = [name for name, each in held if isinstance(each, torch.optim.Optimizer)]
             raise SpecError(
                 f"{type(optimizer).__name__} wraps another optimizer and has no step hooks: pass "
-                "the inner optimizer, and leave averaging to LocalSGD"
+                f"the inner optimizer (optimizer.{inner[0] if inner else '...'}), and leave "
+                "averaging to LocalSGD"
             )
         # Compared by name, because importing its package compiles all functional optimizers.
         kinds = {each.__name__ for each in type(optimizer).__mro__}

@@ -1,0 +1,286 @@
+"""Gathered checkpoints: one state dict with the states of all ranks, resumed on any number of them.
+
+tests/integrations/ tests them in the frameworks that need them.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import torchcomp
+from tests.jointspar.script import backward
+from tests.local_sgd.script import Script
+from tests.support.models import kept, loss_of, mlp, rows, unsent_gradients, weights, wrap
+from tests.support.outcomes import assert_close, caught, raised_by, reloaded, same
+from tests.support.ranks import on_processes, on_threads
+from torchcomp import CheckpointError, Gathered, RankMismatchError
+
+TOPK = "ef(topk(0.1))"
+METHODS = (TOPK, "bidirectional(topk(0.1), topk(0.2))", "powersgd(rank=1)")
+
+
+class Run:
+    """One rank's model, optimizer and handle."""
+
+    def __init__(self, spec=TOPK):
+        self.model = wrap(mlp())
+        self.handle = torchcomp.register(self.model, spec)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+
+    def train(self, start, stop):
+        for step in range(start, stop):
+            self.optimizer.zero_grad()
+            loss_of(self.model(rows(step))).backward()
+            self.optimizer.step()
+        return self
+
+
+def through_a_file(state):
+    """What all ranks load after rank 0 has saved `state`; the others must have none."""
+    assert (state is None) == (dist.get_rank() > 0)
+    shared = [reloaded(state)]
+    dist.broadcast_object_list(shared)
+    return shared[0]
+
+
+# --- The same number of ranks ---------------------------------------------------------------------
+
+
+def resumes_the_handle(spec):
+    whole = Run(spec).train(0, 4)
+    state = through_a_file(whole.handle.gather_state_dict())
+    resumed = Run(spec)
+    resumed.model.module.load_state_dict(whole.model.module.state_dict())
+    resumed.handle.load_gathered(state)
+    return run_on(whole, resumed)
+
+
+def run_on(whole, resumed):
+    """Continue both, and return whether they end equal, and the residual of this rank."""
+    whole.train(4, 8), resumed.train(4, 8)
+    ours, theirs = resumed.handle.state_dict(), whole.handle.state_dict()
+    equal = torch.equal(weights(resumed.model), weights(whole.model)) and same(ours, theirs)
+    resumed.handle.close(), whole.handle.close()
+    return equal, kept(ours).get("0.weight")
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_a_run_resumed_from_one_file_is_bit_identical(spec):
+    first, second = on_threads(2, resumes_the_handle, spec)
+    assert first[0]
+    assert second[0]
+    assert not torch.equal(first[1], second[1])  # each rank has its own
+
+
+def resumes_local_steps():
+    """Inside a round, with everything that differs between ranks."""
+    whole, resumed = Script("every(3)", 12), Script("every(3)", 12)
+    whole.train(0, 4)
+    parts = {"model": whole.model, "optimizer": whole.optimizer}
+    state = through_a_file(Gathered(whole.sync, **parts).state_dict())
+    parts = {"model": resumed.model, "optimizer": resumed.optimizer}
+    Gathered(resumed.sync, **parts).load_state_dict(state)
+    return all(map(torch.equal, whole.train(4, 12), resumed.train(4, 12)))
+
+
+def test_local_steps_resume_inside_a_round():
+    assert on_threads(2, resumes_local_steps) == [True] * 2
+
+
+def over_gloo():
+    return resumes_the_handle(TOPK)[0], resumes_local_steps()
+
+
+def test_both_resume_over_gloo():
+    assert on_processes(2, over_gloo) == [(True, True)] * 2
+
+
+def test_jointspar_has_the_same_calls():
+    def body():
+        model = wrap(mlp())
+        spar = torchcomp.JointSpar(model, budget=0.5, selection="per-rank", compress=TOPK)
+        backward(model, (rows(0),))
+        state = through_a_file(spar.gather_state_dict())
+        backward(model, (rows(1),))
+        spar.load_gathered(state)
+        return same(state["states"][dist.get_rank()], spar.state_dict())
+
+    assert on_threads(2, body) == [True] * 2
+
+
+def test_every_rank_gets_the_states_if_asked():
+    def body():
+        run = Run().train(0, 2)
+        return run.handle.gather_state_dict(dst=None), run.handle.gather_state_dict(dst=1)
+
+    (everywhere, no), (also, there) = on_threads(2, body)
+    assert no is None
+    assert same(everywhere, also)
+    assert same(everywhere, there)
+    assert [state["rank"] for state in there["states"]] == [0, 1]
+
+
+def test_gathered_tensors_share_no_memory_with_the_run():
+    def body():
+        run = Run().train(0, 2)
+        state = Gathered(run.handle, model=run.model, dst=None).state_dict()
+        before = reloaded(state)
+        run.train(2, 3)
+        return same(before, state)
+
+    assert on_threads(1, body) == [True]
+
+
+# --- Another number of ranks ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", METHODS)
+@pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 2)])
+def test_another_number_of_ranks_loses_no_gradient(spec, old, new):
+    def mean_unsent(states):
+        parameters = dict(mlp().named_parameters())
+        unsent = [unsent_gradients(parameters, state) for state in states]
+        return {name: sum(each[name] for each in unsent) / len(states) for name in parameters}
+
+    state = on_threads(old, lambda: Run(spec).train(0, 4).handle.gather_state_dict())[0]
+
+    def body():
+        run = Run(spec)
+        run.handle.load_gathered(state)
+        loaded = run.handle.state_dict()
+        run.train(4, 6)
+        return loaded
+
+    before, after = mean_unsent(state["states"]), mean_unsent(on_threads(new, body))
+    assert max(float(part.abs().max()) for part in before.values()) > 1e-3
+    for name, part in before.items():
+        assert_close(after[name], part)
+
+
+def test_other_objects_of_a_larger_run_are_those_of_rank_0():
+    def saved():
+        script = Script("every(3)", 12)
+        script.train(0, 6)
+        return Gathered(script.sync, optimizer=script.optimizer).state_dict()
+
+    state = on_threads(2, saved)[0]
+
+    def body():
+        script = Script("every(3)", 12)
+        Gathered(script.sync, optimizer=script.optimizer).load_state_dict(state)
+        return script.optimizer.state_dict()
+
+    expected = state["states"][0]["others"]["optimizer"]
+    assert all(same(each, expected) for each in on_threads(3, body))
+
+
+# --- Errors ---------------------------------------------------------------------------------------
+
+
+def test_the_wrong_load_names_the_right_one():
+    def body():
+        run = Run().train(0, 2)
+        gathered, own = run.handle.gather_state_dict(dst=None), run.handle.state_dict()
+        load = run.handle.load_state_dict, run.handle.load_gathered
+        errors = [raised_by(lambda: load[0](gathered)), raised_by(lambda: load[1](own))]
+        errors += [raised_by(lambda: load[1](None)), raised_by(lambda: load[1]({"version": 3}))]
+        errors += [raised_by(lambda: load[1](gathered | {"states": [own, 7]}))]
+        errors += [raised_by(lambda: load[1](gathered | {"states": []}))]
+        # Nothing has changed.
+        assert same(run.handle.state_dict(), own)
+        return errors
+
+    words = (
+        r"gather_state_dict.* load_gathered\(",
+        r"rank \d\b.* load_state_dict\(",
+        r"NoneType",
+        "'states'",
+        r"states\[1\]",
+        "non-empty",
+    )
+    for errors in on_threads(2, body):
+        assert {type(error) for error in errors} == {CheckpointError}
+        for error, pattern in zip(errors, words, strict=True):
+            assert re.search(pattern, str(error)), error
+
+
+def test_the_state_of_another_rank_names_the_ways_to_save_all():
+    def body():
+        run = Run()
+        shared = [run.handle.state_dict()]
+        dist.broadcast_object_list(shared)
+        return [caught(lambda: run.handle.load_state_dict(shared[0]))]
+
+    [none], [error] = on_threads(2, body)
+    assert none is None
+    assert type(error) is CheckpointError
+    for name in ("torchcomp.Gathered(handle)", "Lightning", "Accelerate", "dcp.save("):
+        assert name in str(error)
+
+
+def test_an_error_on_one_rank_is_raised_on_all():
+    class Broken:
+        def state_dict(self):
+            if dist.get_rank():
+                raise ValueError("no luck")
+            return {}
+
+    def body():
+        handle, rank = Run().handle, dist.get_rank()
+        errors = [raised_by(Gathered(handle, broken=Broken()).state_dict)]
+        errors += [raised_by(lambda: handle.gather_state_dict(dst=rank))]
+        handle.close()
+        return [*errors, raised_by(handle.gather_state_dict)]
+
+    for broken, differing, closed in on_threads(2, body):
+        assert type(broken) is type(differing) is RankMismatchError
+        assert "no luck on rank 1" in str(broken)
+        assert "dst: 0 on rank 0" in str(differing)
+        assert type(closed) is RuntimeError
+
+
+def test_other_names_are_refused():
+    def body():
+        run = Run()
+        state = Gathered(run.handle, model=run.model, dst=None).state_dict()
+        error = raised_by(lambda: Gathered(run.handle, models=run.model).load_state_dict(state))
+        assert type(error) is CheckpointError
+        assert "'models'" in str(error)
+        assert "'model'" in str(error)
+
+    on_threads(2, body)
+
+
+# --- torch.distributed.checkpoint -----------------------------------------------------------------
+
+
+def with_dcp(folder: str, per_rank: bool):
+    run = Run().train(0, 2)
+    name = f"handle{dist.get_rank()}" if per_rank else "handle"
+    dcp.save({name: run.handle}, checkpoint_id=folder)
+    saved = run.handle.state_dict()
+    run.train(2, 3)
+    error = None
+    try:
+        dcp.load({name: run.handle}, checkpoint_id=folder)
+    except Exception as raised:
+        error = raised
+    equal = same(run.handle.state_dict(), saved)
+    run.handle.close()
+    return equal, error
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("per_rank", [True, False])
+def test_distributed_checkpoints_need_a_name_for_each_rank(tmp_path: Path, per_rank: bool):
+    outcomes = on_processes(2, with_dcp, str(tmp_path), per_rank)
+    if per_rank:
+        assert outcomes == [(True, None)] * 2
+    else:
+        errors = [error for equal, error in outcomes if not equal]
+        assert errors
+        assert any("dcp.save({f'handle{rank}': handle})" in str(error) for error in errors)

@@ -1,0 +1,30 @@
+"""Lightning Fabric: the DDP model inside the module that ``fabric.setup`` returns."""
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchcomp.errors import UnsupportedModelError
+
+
+def ddp_model(module: nn.Module) -> DistributedDataParallel:
+    """Return the DDP model of a module that ``fabric.setup`` returned.
+
+    Pass it to torchcomp, and train the wrapped module as before::
+
+        model, optimizer = fabric.setup(model, optimizer)
+        handle = torchcomp.register(ddp_model(model), "ef(topk(0.01))")
+
+    Raises:
+        UnsupportedModelError: if `module` is not from ``fabric.setup``, or has no DDP model.
+    """
+    inner = getattr(module, "_forward_module", None)
+    if inner is None:
+        raise UnsupportedModelError(
+            f"expected the module that fabric.setup(...) returned, not {type(module).__name__}"
+        )
+    if not isinstance(inner, DistributedDataParallel):
+        raise UnsupportedModelError(
+            f"Fabric did not wrap {type(inner).__name__} in DistributedDataParallel: build "
+            "Fabric(strategy='ddp')"
+        )
+    return inner

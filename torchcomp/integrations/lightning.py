@@ -1,0 +1,140 @@
+"""Lightning: callbacks that compress gradients or take local steps, and save every rank's state.
+
+They work with ``lightning`` and with ``pytorch_lightning``.
+"""
+
+import math
+from abc import abstractmethod
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from torchcomp import Gathered, Handle, LocalSGD, register
+from torchcomp.component import Component
+from torchcomp.errors import SpecError, UnsupportedModelError
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:
+    try:
+        from pytorch_lightning import Callback
+    except ImportError:
+        raise ImportError(
+            "torchcomp.integrations.lightning needs Lightning: pip install lightning"
+        ) from None
+
+
+class _OnTrainStart(Callback):  # type: ignore[misc]
+    """Installs torchcomp when training starts, and stores the states of all ranks.
+
+    Lightning wraps the model before ``on_train_start``, and loads a checkpoint before that.
+    """
+
+    def __init__(self, spec: str | Component, **options: Any) -> None:
+        self.spec = spec
+        self.options = options
+        self._gathered: Gathered | None = None
+        self._loaded: dict[str, Any] | None = None
+
+    @abstractmethod
+    def _install(self, trainer: Any, model: DistributedDataParallel) -> Gathered:
+        """Install torchcomp, and return what a checkpoint must contain."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._gathered = self._install(trainer, _ddp_model(trainer))
+        if self._loaded is not None:
+            self._gathered.load_state_dict(self._loaded)
+            self._loaded = None
+
+    def state_dict(self) -> dict[str, Any]:
+        # Lightning calls this on all ranks and writes what rank 0 returns.
+        state = self._loaded if self._gathered is None else self._gathered.state_dict()
+        return state or {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = state
+
+
+class Compression(_OnTrainStart):
+    """Compress gradients: ``Trainer(strategy="ddp", callbacks=[Compression("ef(topk(0.01))")])``.
+
+    Lightning's checkpoints then contain the residuals of all ranks. They resume with
+    ``trainer.fit(..., ckpt_path=...)``, also with another number of ranks.
+
+    Args:
+        spec: the method, as for :func:`torchcomp.register`.
+        options: further options of :func:`torchcomp.register`. The scaler of Lightning's precision
+            plugin is passed.
+
+    Attributes:
+        handle: the handle, from ``on_train_start`` on; None before.
+
+    Raises:
+        UnsupportedModelError: when training starts, if the strategy is not DDP or has a
+            communication hook of its own; and as :func:`torchcomp.register`.
+    """
+
+    handle: Handle | None = None
+
+    def _install(self, trainer: Any, model: DistributedDataParallel) -> Gathered:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.handle = register(model, self.spec, **{"scaler": scaler, **self.options})
+        return Gathered(self.handle)
+
+
+class LocalSteps(_OnTrainStart):
+    """Take local steps: ``Trainer(strategy="ddp", callbacks=[LocalSteps("every(8)")])``.
+
+    Inside a round, every rank has its own weights: validate and save between rounds, or know that
+    you validate a rank's own model. Lightning's checkpoints then contain the weights and the
+    optimizer state of every rank as well, which rank 0 collects in its memory.
+
+    Args:
+        spec: the schedule, as for :class:`torchcomp.LocalSGD`.
+        options: further options of :class:`torchcomp.LocalSGD`. By default, ``total_steps`` is
+            ``trainer.estimated_stepping_batches``. The scaler of Lightning's precision plugin is
+            passed.
+
+    Attributes:
+        sync: the LocalSGD, from ``on_train_start`` on; None before.
+
+    Raises:
+        SpecError: when training starts, if the trainer does not know its number of steps.
+        UnsupportedModelError: as for :class:`Compression`.
+    """
+
+    sync: LocalSGD | None = None
+
+    def _install(self, trainer: Any, model: DistributedDataParallel) -> Gathered:
+        options = {"scaler": getattr(trainer.precision_plugin, "scaler", None), **self.options}
+        options.setdefault("total_steps", trainer.estimated_stepping_batches)
+        if options["total_steps"] == math.inf:
+            raise SpecError(
+                "the trainer has no last step: pass Trainer(max_epochs=...) or "
+                "LocalSteps(..., total_steps=...)"
+            )
+        self.sync = LocalSGD(model, trainer.optimizers, self.spec, **options)
+        optimizers = {f"optimizer{i}": each for i, each in enumerate(trainer.optimizers)}
+        return Gathered(self.sync, model=model.module, **optimizers)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        # The next fit() wraps the same module again, and only one LocalSGD can average it.
+        if self.sync is not None:
+            self.sync.close()
+
+
+def _ddp_model(trainer: Any) -> DistributedDataParallel:
+    """Return the DDP model of a trainer, or raise UnsupportedModelError."""
+    strategy = trainer.strategy
+    if not isinstance(strategy.model, DistributedDataParallel):
+        raise UnsupportedModelError(
+            "this callback needs a model in DistributedDataParallel, and "
+            f"{type(strategy).__name__} does not wrap it: use Trainer(strategy='ddp')"
+        )
+    # On CPU, Lightning ignores this hook, so that torchcomp.register does not find it.
+    if getattr(strategy, "_ddp_comm_hook", None) is not None:
+        raise UnsupportedModelError(
+            "DDP takes one communication hook: build DDPStrategy without ddp_comm_hook, or leave "
+            "this callback out"
+        )
+    return strategy.model
