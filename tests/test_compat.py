@@ -13,10 +13,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from torchcomp.compat import PRIVATE, listed_bucket_caps, skips_unused_parameters
+from torchcomp.compat import (
+    PRIVATE,
+    PRIVATE_OF_FRAMEWORKS,
+    listed_bucket_caps,
+    skips_unused_parameters,
+)
 
 PACKAGE = Path(torchcomp.__file__).parent
-LISTED = {name for names in PRIVATE.values() for name in names}
+TABLES = (PRIVATE, PRIVATE_OF_FRAMEWORKS)
+LISTED = {name for table in TABLES for names in table.values() for name in names}
 
 
 # --- This torch has every listed name -------------------------------------------------------------

@@ -4,13 +4,13 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from torchcomp.aggregators import EF, Aggregator, Bidirectional, Mean
+from torchcomp.aggregators import EF, Aggregator, Bidirectional, Mean, planned_traffic
 from torchcomp.aggregators.one_way import COLLECTIVES, OneWay
 from torchcomp.bucket import BucketShape
 from torchcomp.compressors import COMPRESSORS
 from torchcomp.errors import SpecError
 from torchcomp.spec import parse_aggregator
-from torchcomp.traffic import Load, compared, sum_bytes
+from torchcomp.traffic import compared, sum_bytes
 
 MOST_RANKS = 10**6
 """Largest number of ranks that a plan can be made for. No cluster has more GPUs."""
@@ -35,7 +35,9 @@ def break_even(method: Aggregator, shapes: Shapes, dense: int) -> int | None:
     def loses(world_size: int) -> bool:
         return _sent(method, shapes, world_size) >= sum_bytes(dense, world_size)
 
-    summed = all(method.cost(shape, MOST_RANKS).collective == "allreduce" for shape in shapes)
+    summed = all(
+        method.settled.cost(shape, MOST_RANKS).collective == "allreduce" for shape in shapes
+    )
     if not dense or summed or not loses(MOST_RANKS):
         return None
     # The share of plain DDP's bytes grows with the number of ranks, or stays.
@@ -100,5 +102,4 @@ def _dense_messages(method: Aggregator) -> Iterator[Aggregator]:
 
 def _sent(method: Aggregator, shapes: Shapes, world_size: int) -> int:
     """Return the bytes that the last rank sends per step. It owns the largest shard."""
-    load = Load.total(method.cost(shape, world_size, world_size - 1).load for shape in shapes)
-    return load.traffic(world_size, 0).sent
+    return planned_traffic(method, shapes, world_size, world_size - 1).sent

@@ -67,6 +67,18 @@ PRIVATE = {
 }
 """Private names of torch that torchcomp uses, by owner, each with its purpose."""
 
+PRIVATE_OF_FRAMEWORKS = {
+    "lightning": {
+        "_FabricModule": "the type of a model that Fabric prepared, for an error message",
+        "_ddp_comm_hook": "tells whether the strategy installs its own communication hook",
+        "_forward_module": "the DDP model inside a model that Fabric prepared",
+    },
+    "accelerate": {
+        "_is_accelerate_prepared": "tells whether Accelerate prepared a model, for an error",
+    },
+}
+"""The same for other packages. `make test-integrations` runs what uses them."""
+
 # torch 2.13 renamed this collective and deprecated its old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp.aggregators import Aggregator
+from torchcomp.aggregators import Aggregator, planned_traffic
 from torchcomp.batchnorm import statistics_of, updated_layers
 from torchcomp.bucket import DEFAULT_CAPS, BucketShape, merge, partition
 from torchcomp.checks import check_count
@@ -24,7 +24,7 @@ from torchcomp.schedules import Horizon, Schedule, synchronisations
 from torchcomp.spec import parse, parse_aggregator, parse_outer_step, parse_schedule
 from torchcomp.state import Kind
 from torchcomp.time_model import TimeModel
-from torchcomp.traffic import Load, Traffic, sum_bytes
+from torchcomp.traffic import Traffic, sum_bytes
 
 
 def explain(
@@ -145,10 +145,9 @@ def _explain_method(
     aggregator: Aggregator, shapes: list[BucketShape], world_size: int, rank: int
 ) -> Plan:
     warmup_steps = aggregator.stages[-1]
-    final = aggregator.at(warmup_steps)
-    costs = [final.cost(shape, world_size, rank) for shape in shapes]
+    costs = [aggregator.settled.cost(shape, world_size, rank) for shape in shapes]
     dense = _nbytes(shapes)
-    moved = _moved(final, shapes, world_size, rank, 1)
+    moved = planned_traffic(aggregator, shapes, world_size, rank)
     warmup = _moved(aggregator, shapes, world_size, rank, warmup_steps)
     collective = " and ".join(sorted({cost.collective for cost in costs}))
     kept = [slot for shape in shapes for slot in aggregator.slots(shape, world_size, rank)]
@@ -166,7 +165,7 @@ def _explain_method(
         memory_bytes=sum(
             2 * slot.numel * slot.dtype.itemsize for slot in kept if slot.kind is not Kind.CACHE
         ),
-        break_even_world_size=break_even(final, shapes, dense),
+        break_even_world_size=break_even(aggregator, shapes, dense),
         hints=hints(aggregator, shapes, world_size, dense),
         warmup_steps=warmup_steps or None,
         warmup_bytes_sent=round(warmup.sent / warmup_steps) if warmup_steps else None,
@@ -180,9 +179,7 @@ def _moved(
     total = Traffic()
     starts = [start for start in aggregator.stages if start < exchanges]
     for start, stop in pairwise([*starts, exchanges]):
-        stage = aggregator.at(start)
-        load = Load.total(stage.cost(shape, world_size, rank).load for shape in shapes)
-        once = load.traffic(world_size, sum_bytes(_nbytes(shapes), world_size))
+        once = planned_traffic(aggregator.at(start), shapes, world_size, rank)
         total.add(Traffic(*((stop - start) * count for count in astuple(once))))
     return total
 

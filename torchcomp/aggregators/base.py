@@ -52,6 +52,11 @@ class Aggregator(Component):
         now = {name: part.at(step) for name, part in parts.items()}
         return self if now == parts else replace(self, **now)
 
+    @property
+    def settled(self) -> "Aggregator":
+        """The method of the last stage, which most of a run uses."""
+        return self.at(self.stages[-1])
+
     def _parts(self) -> "dict[str, Compressor | Aggregator]":
         """Return the compressors, and the aggregators, that this method is built of."""
         values = {option.name: getattr(self, option.name) for option in fields(self)}
@@ -92,7 +97,7 @@ class Aggregator(Component):
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0) -> Cost:
         """Return the communication of one bucket, per rank and step.
 
-        Of a method that changes during a run, call the cost of a stage: ``method.at(step).cost``.
+        Of a method with several stages, call the cost of one: ``method.at(step).cost``.
         The numbers are exact with one exception: a sharded selection from a whole bucket. There
         the number of entries per shard depends on the values, and an even spread is assumed.
         """
@@ -114,9 +119,12 @@ class Aggregator(Component):
 def planned_traffic(
     method: Aggregator, shapes: Iterable[BucketShape], world_size: int, rank: int = 0
 ) -> Traffic:
-    """Return the bytes of a step in which one rank averages buckets of these shapes."""
-    load, dense = Load(), 0
+    """Return the bytes of a step in which one rank averages buckets of these shapes.
+
+    Of a method with several stages, these are the bytes of the last one.
+    """
+    load, dense, settled = Load(), 0, method.settled
     for shape in shapes:
-        load.add(method.cost(shape, world_size, rank).load)
+        load.add(settled.cost(shape, world_size, rank).load)
         dense += shape.nbytes
     return load.traffic(world_size, sum_bytes(dense, world_size))
