@@ -27,6 +27,7 @@ METHODS = (
     'mean(cast("fp16"), exchange="allgather")',
     "ef(identity)",
     "ef(topk(0.1))",
+    "ef(warmup(topk(0.1), steps=3))",
     'ef(topk(0.1, scope="tensor"), memory_dtype="bf16")',
     "ef(randk(0.1))",
     'ef(randk(k=3, scope="tensor"), exchange="allgather")',

@@ -57,6 +57,11 @@ class Aggregator(Component):
         """The method of the last stage, which most of a run uses."""
         return self.at(self.stages[-1])
 
+    @property
+    def rehearsed(self) -> "Aggregator":
+        """The method to try on a few numbers before training: itself, if it needs nothing else."""
+        return self.settled
+
     def _parts(self) -> "dict[str, Compressor | Aggregator]":
         """Return the compressors, and the aggregators, that this method is built of."""
         values = {option.name: getattr(self, option.name) for option in fields(self)}

@@ -25,7 +25,7 @@ def rehearse(method: Aggregator, dtype: torch.dtype, device: torch.device) -> No
         dtype: dtype of the gradients.
         device: device of the gradients.
     """
-    method = method.settled  # a warm-up can begin with stages that need no kernel
+    method = method.rehearsed
     try:
         _average(method, dtype, device)
     except Exception as error:  # a compiler can raise any type of exception

@@ -56,6 +56,11 @@ class Sampled(Aggregator):
     def depends_on_grouping(self) -> bool:
         return self.inner.depends_on_grouping
 
+    @property
+    def rehearsed(self) -> Aggregator:
+        # Which layers are kept is known only inside a step.
+        return self.inner.rehearsed
+
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
         return self.inner.slots(shape, world_size, rank)
 

@@ -32,6 +32,7 @@ from torchcomp.local_sgd.options import (
 )
 from torchcomp.profiling import label
 from torchcomp.schedules import Schedule
+from torchcomp.stats import Stats
 from torchcomp.traffic import sum_bytes
 
 _log = logging.getLogger(__package__)
@@ -179,7 +180,6 @@ class LocalSteps:
     """Local steps of one model; the hooks of LocalSGD call :meth:`begin` and :meth:`end`.
 
     Attributes:
-        stats: the counters after the last step.
         seconds_waited: time of all synchronisations.
         forward: whether a forward pass in training has begun since the last step. Ranks can run
             different numbers of them per step, but a step without any had no batch.
@@ -211,7 +211,8 @@ class LocalSteps:
         kind = OverlappedAverages if method.overlap else kind
         self.averages = kind(method, exchange, parameters, groups)
         self._averager = self.averages.averager
-        self._update_stats()
+        # Traffic and steps. Assigned together, because other threads can read them at any time.
+        self._counters = self._averager.stats, 0
         self._reads_lr = method.outer is not None and method.outer.reads_lr
         # Parameters whose gradients DDP reduces.
         self._reduced = set(map(id, trained.values()))
@@ -308,18 +309,22 @@ class LocalSteps:
             fragment.lr_sum += max(lrs, default=0.0)
             if fragment.end == self.clock.step:
                 due.append(fragment)
+        if not due:
+            self._counters = self._counters[0], self.clock.step
+            return
         start = time.perf_counter()
         try:
-            if due:
-                self._synchronise(due)
+            self._synchronise(due)
         finally:
-            self.seconds_waited += time.perf_counter() - start
             # A synchronisation that failed has sent bytes, and its step counts.
-            self._update_stats()
+            self._counters = self._averager.stats, self.clock.step
+            self.seconds_waited += time.perf_counter() - start
 
-    def _update_stats(self) -> None:
-        # One assignment of an immutable object, because other threads can read it.
-        self.stats = replace(self._averager.stats, steps=self.clock.step)
+    @property
+    def stats(self) -> Stats:
+        """The counters after the last step, for any thread."""
+        traffic, steps = self._counters
+        return replace(traffic, steps=steps)
 
     def _begin_rounds(self) -> None:
         # Here, not in end(): a scheduler sets the new learning rate after the optimizer's step.
@@ -516,7 +521,7 @@ class LocalSteps:
             )
         restore()
         self.clock.fragments, self.clock.step = fragments, section["step"]
-        self._update_stats()
+        self._counters = self._averager.stats, self.clock.step
         # The weights are checked at the next step: users load them before or after this state.
         self._expected_weights, self._verified = section["weights"], False
 
