@@ -124,7 +124,7 @@ def test_an_evaluation_inside_a_round_is_explained_once(caplog):
             script.model(torch.zeros(1, *IMAGE, dtype=torch.float64))
             script.model.train()
 
-    on_threads(1, body)
+    on_threads(2, body)
     said = [each.getMessage() for each in caplog.records if "next_sync" in each.getMessage()]
     assert len(said) == 1
     assert "step 1" in said[0]

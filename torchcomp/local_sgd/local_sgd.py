@@ -17,13 +17,7 @@ from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange
 from torchcomp.gathering import Gatherable
 from torchcomp.local_sgd.averages import OverlappedAverages
-from torchcomp.local_sgd.options import (
-    ProcessGroup,
-    Specs,
-    check_arguments,
-    ranks_of,
-    warn_if_rarely_averaged,
-)
+from torchcomp.local_sgd.options import ProcessGroup, Specs, check_arguments, ranks_of
 from torchcomp.local_sgd.overflow import backward_until_finite
 from torchcomp.local_sgd.rounds import LocalSteps
 from torchcomp.outer_steps import OuterStep
@@ -154,8 +148,6 @@ class LocalSGD(Gatherable):
             {**options, "process_group": "set" if two_levels else "none"},
             lambda: check_arguments(model, optimizers, scaler, two_levels, options),
         )
-        if exchange.rank == 0:
-            warn_if_rarely_averaged(method, optimizers)
         # The optimizer's hooks own this object. It refers to model and optimizer weakly, because a
         # cycle would keep the process group and gloo's threads alive after the interpreter ends.
         self._steps = LocalSteps(model, optimizers, method, exchange, scaler)
@@ -354,7 +346,7 @@ class LocalSGD(Gatherable):
             if module.training and torch.is_grad_enabled():
                 sync._steps.forward = True
             elif not module.training:
-                sync._steps.clock.warn_of_evaluation()
+                sync._steps.warn_of_evaluation()
             if not sync._evaluating:
                 # No optimizer is inside step() here, unless a closure runs this forward pass. Torch
                 # calls no hook after a step that raises, so its depth is still above 0: reset it.

@@ -29,6 +29,7 @@ from torchcomp.local_sgd.options import (
     check_no_hook,
     check_no_other_scaler,
     check_values,
+    warn_if_rarely_averaged,
 )
 from torchcomp.profiling import label
 from torchcomp.schedules import Schedule
@@ -111,24 +112,11 @@ class Clock:
     total_steps: int
     fragments: list[Fragment]
     step: int = 0  # optimizer steps, including those that a GradScaler skipped
-    warned: bool = False  # whether the log says what an evaluation inside a round means
 
     @property
     def next_sync(self) -> int | None:
         """The earliest end of the rounds in progress, or None if there are none."""
         return min((each.end for each in self.fragments if self.step > each.synced), default=None)
-
-    def warn_of_evaluation(self) -> None:
-        """Log a warning, once, if the model is evaluated inside a round."""
-        if self.next_sync is not None and not self.warned:
-            self.warned = True
-            _log.warning(
-                "the model is evaluated after step %d, inside a round: until the ranks average "
-                "after step %d, every rank has its own model. Evaluate and save where "
-                "sync.next_sync is None",
-                self.step,
-                self.next_sync,
-            )
 
     def warn_inside_round(self) -> None:
         """Log a warning if a round is in progress, because then every rank has its own model."""
@@ -225,14 +213,30 @@ class LocalSteps:
         # Whether the ranks have been compared. Also False at the start of a run: if only some ranks
         # load a checkpoint, the others must take part in the comparison that finds this.
         self._verified = False
+        self._warned = False  # whether the log says what an evaluation inside a round means
         # On one rank only: with two levels, each rank of a node is in another exchange.
-        if dist.get_rank(model.process_group) == 0 == exchange.rank:
+        self._logs = dist.get_rank(model.process_group) == 0 == exchange.rank
+        if self._logs:
             self._log_method()
+            warn_if_rarely_averaged(method, optimizers)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers that still exist."""
         return [each for held in self._optimizers if (each := held()) is not None]
+
+    def warn_of_evaluation(self) -> None:
+        """Log a warning, once, if the model is evaluated inside a round."""
+        next_sync = self.clock.next_sync
+        if next_sync is not None and self._logs and not self._warned:
+            self._warned = True
+            _log.warning(
+                "the model is evaluated after step %d, inside a round: until the ranks average "
+                "after step %d, every rank has its own model. Evaluate and save where "
+                "sync.next_sync is None",
+                self.clock.step,
+                next_sync,
+            )
 
     def _log_method(self) -> None:
         averager, method = self._averager, self.method
@@ -272,7 +276,7 @@ class LocalSteps:
         model, step, total = self._model(), self.clock.step, self.clock.total_steps
         if model is not None and model._join_config.enable:
             check_not_joined(model)
-        if step == total and self._averager.exchange.rank == 0:
+        if step == total and self._logs:
             _log.warning(
                 "optimizer step %d is beyond total_steps=%d: from here on, the ranks average after "
                 "every step. Pass a larger total_steps if the run is longer",
