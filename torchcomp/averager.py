@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchcomp import checkpoint
 from torchcomp.aggregators import EF, Aggregator
-from torchcomp.aggregators.rehearsal import rehearse
+from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.bucket import DEFAULT_CAPS, Bucket, BucketShape, Group, Shard, merge, partition
 from torchcomp.component import Component
 from torchcomp.compressors import Identity
@@ -296,8 +296,7 @@ class Averager:
         """
         method = parse_aggregator(aggregator)
         # Here, before training: in the first step, compiling would run inside a backward pass.
-        for dtype, device in {(p.dtype, p.device) for p in self.parameters.values()}:
-            rehearse(method, dtype, device)
+        rehearse_all(method, self.parameters.values())
         self._aggregator, self._flushing = method, False
         self._install(method)
         # A slot can exist without any values, so look for a value and not for a slot.

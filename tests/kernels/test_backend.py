@@ -72,8 +72,24 @@ def test_an_error_of_the_method_itself_is_raised(log):
         def aggregate(self, *arguments):
             raise KeyError("mine")
 
+    form = backend.fast_form("select", "cpu")
     with pytest.raises(KeyError, match="mine"):
         rehearse(Broken(), torch.float32, torch.device("cpu"))
+    # Its own error says nothing about the kernels of other methods.
+    assert log.records == []
+    assert backend.fast_form("select", "cpu") is form
+
+
+def test_a_large_k_is_rehearsed_as_well(monkeypatch):
+    chosen = []
+    largest = select.add_and_select
+    monkeypatch.setattr(
+        "torchcomp.compressors.topk.add_and_select",
+        lambda *arguments: chosen.append(arguments[3]) or largest(*arguments),
+    )
+    rehearse.cache_clear()
+    rehearse(torchcomp.parse("ef(topk(k=1000))"), torch.float32, torch.device("cpu"))
+    assert chosen == [1000]
 
 
 def test_only_cuda_looks_for_triton(monkeypatch):
@@ -88,7 +104,7 @@ def test_only_cuda_looks_for_triton(monkeypatch):
 REPLACED_PRINT = """
 import builtins, logging, sys, types
 import torch
-import torchcomp
+FIRST
 
 utils = types.ModuleType("utils")
 sys.modules["utils"] = utils
@@ -105,6 +121,7 @@ def setup_for_distributed(is_master):
 ''', utils.__dict__)
 utils.setup_for_distributed(False)
 replaced = builtins.print
+SECOND
 logging.getLogger("torchcomp").addHandler(logging.StreamHandler(sys.stdout))
 
 from torchcomp.kernels import backend
@@ -137,9 +154,15 @@ assert backend.fast_form("quantize", "cpu") is not None
 """
 
 
-@pytest.mark.parametrize(
-    ("script", "lines"), [(REPLACED_PRINT, 0), (NO_FOLDER_FOR_THE_CACHE, 1)], ids=["print", "cache"]
-)
+IMPORT = "import torchcomp"
+SCRIPTS = {
+    "print": (REPLACED_PRINT.replace("FIRST", IMPORT).replace("SECOND", ""), 0),
+    "print, before the import": (REPLACED_PRINT.replace("FIRST", "").replace("SECOND", IMPORT), 0),
+    "cache": (NO_FOLDER_FOR_THE_CACHE, 1),
+}
+
+
+@pytest.mark.parametrize(("script", "lines"), SCRIPTS.values(), ids=SCRIPTS)
 def test_the_fast_forms_run_all_the_same(script, lines):
     pytest.importorskip("numba", reason='needs pip install "torchcomp-ddp[kernels]"')
     done = subprocess.run(

@@ -412,8 +412,9 @@ RARE = [
     # (alpha / lr)^2 = 16 steps at the peak, 36 = 16 + 16 + 4.
     ("qsr(alpha=0.2, h_base=4)", 36, {"lr": 0.05}, ["at most 3 ", "36 steps", "0.05", "16 steps"]),
     ("qsr(alpha=0.2, h_base=4)", 36, {"lr": 1e-6, "initial_lr": 0.05}, ["at most 3 ", "0.05"]),
-    ("qsr(alpha=0.2, h_base=4)", 36, {"lr": 0.1}, ["at most 9 "]),
-    ("qsr(alpha=0.2, h_base=4)", 40, {"lr": 0.1}, None),
+    # h_base sets the length, not alpha: (alpha / lr)^2 = 4.
+    ("qsr(alpha=0.2, h_base=4)", 36, {"lr": 0.1}, None),
+    ("qsr(alpha=0.2, h_base=4)", 160, {"lr": 0.05}, None),
     ("every(18)", 36, {"lr": 0.05}, None),
 ]
 

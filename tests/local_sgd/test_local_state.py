@@ -121,7 +121,8 @@ def test_an_evaluation_inside_a_round_is_explained_once(caplog):
         for step in range(6):
             script.step(step)
             script.model.eval()
-            script.model(torch.zeros(1, *IMAGE, dtype=torch.float64))
+            with torch.no_grad():
+                script.model(torch.zeros(1, *IMAGE, dtype=torch.float64))
             script.model.train()
 
     on_threads(2, body)

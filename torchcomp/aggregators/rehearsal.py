@@ -1,8 +1,10 @@
 """Rehearse a method on a few numbers, before training."""
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from torchcomp.aggregators.base import Aggregator
 from torchcomp.bucket import Bucket, BucketShape
@@ -10,6 +12,15 @@ from torchcomp.exchange import InProcessExchange
 from torchcomp.kernels import backend
 from torchcomp.keys import Key
 from torchcomp.state import State
+
+
+def rehearse_all(method: Aggregator, parameters: Iterable[Tensor]) -> None:
+    """Rehearse a method for the dtypes in which gradients or averaged weights are exchanged."""
+    kinds = {(parameter.dtype, parameter.device) for parameter in parameters}
+    # Averages of weights are in float32 or wider.
+    kinds |= {(torch.promote_types(dtype, torch.float32), device) for dtype, device in kinds}
+    for dtype, device in kinds:
+        rehearse(method.rehearsed, dtype, device)
 
 
 # Cached, because simulations create many averagers with the same method.
@@ -25,18 +36,19 @@ def rehearse(method: Aggregator, dtype: torch.dtype, device: torch.device) -> No
         dtype: dtype of the gradients.
         device: device of the gradients.
     """
-    method = method.rehearsed
     try:
         _average(method, dtype, device)
     except Exception as error:  # a compiler can raise any type of exception
-        if not backend.without_fast_forms(device.type, f"{type(error).__name__}: {error}"):
-            raise
-        _average(method, dtype, device)
+        # If the method fails in plain torch as well, the kernels are not the cause.
+        with backend.plain_torch(device.type):
+            _average(method, dtype, device)
+        backend.without_fast_forms(device.type, f"{type(error).__name__}: {error}")
 
 
 def _average(method: Aggregator, dtype: torch.dtype, device: torch.device) -> None:
-    # A matrix, because low-rank methods treat vectors differently.
-    shape = BucketShape(("weight",), ((16, 16),), dtype)
+    # A matrix, because low-rank methods treat vectors differently. Large enough for topk(k=1000),
+    # which sends a smaller vector whole.
+    shape = BucketShape(("weight",), ((256, 256),), dtype)
     values = torch.linspace(-1, 1, shape.numel).to(device, dtype)
     exchange = InProcessExchange.alone(device)
     method.aggregate(Bucket(shape, values), exchange, State(), Key(seed=0))

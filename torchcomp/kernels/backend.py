@@ -6,13 +6,20 @@ import importlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import BuiltinFunctionType, ModuleType
+from typing import Any
 
 _log = logging.getLogger(__name__)
 _LIBRARY = {"cpu": "numba", "cuda": "triton"}
 # Device types whose fast forms failed in this process.
 _failed: set[str] = set()
-_print = builtins.print
+
+
+def _silent(*values: object, **options: Any) -> None:
+    """Stand in for a replaced `print` while Numba is imported."""
+
+
+_print = builtins.print if isinstance(builtins.print, BuiltinFunctionType) else _silent
 
 
 @functools.cache
@@ -27,7 +34,7 @@ def fast_form(stem: str, device: str) -> ModuleType | None:
         return None
     # Imported here, not at the top: importing Numba takes long, and it is an optional dependency.
     try:
-        with _builtin_print():
+        with _findable_print():
             return importlib.import_module(f"torchcomp.kernels.{stem}_{_LIBRARY[device]}")
     except ModuleNotFoundError as error:
         # No kernel has all forms. If this module exists, what it imports is missing.
@@ -40,26 +47,33 @@ def fast_form(stem: str, device: str) -> ModuleType | None:
     return None
 
 
-def without_fast_forms(device: str, reason: str) -> bool:
-    """From now on, run all kernels of a device type in plain torch, and log one warning.
-
-    Returns:
-        Whether this changes anything.
-    """
-    if device not in _LIBRARY or device in _failed:
-        return False
-    _failed.add(device)
-    fast_form.cache_clear()
-    library = _LIBRARY[device].capitalize()
-    _log.warning("%s kernels run slowly, without %s: %s", device, library, reason)
-    return True
+def without_fast_forms(device: str, reason: str) -> None:
+    """From now on, run all kernels of a device type in plain torch, and log one warning."""
+    if device in _LIBRARY and device not in _failed:
+        _failed.add(device)
+        fast_form.cache_clear()
+        library = _LIBRARY[device].capitalize()
+        _log.warning("%s kernels run slowly, without %s: %s", device, library, reason)
 
 
 @contextmanager
-def _builtin_print() -> Iterator[None]:
-    """Run with the `print` that this module found when it was imported."""
+def plain_torch(device: str) -> Iterator[None]:
+    """Run all kernels of a device type in plain torch, in this block."""
+    added = device not in _failed
+    _failed.add(device)
+    fast_form.cache_clear()
+    try:
+        yield
+    finally:
+        if added:
+            _failed.remove(device)
+            fast_form.cache_clear()
+
+
+@contextmanager
+def _findable_print() -> Iterator[None]:
+    """Run with a `print` that can be found by its module and name, as Numba's import requires."""
     # Many training scripts silence all ranks but one by replacing `print` with a nested function.
-    # Numba looks `print` up by its module and name, and cannot be imported then.
     replaced, builtins.print = builtins.print, _print
     try:
         yield

@@ -345,7 +345,7 @@ class LocalSGD(Gatherable):
             # Not for evaluation, which often runs on rank 0 alone.
             if module.training and torch.is_grad_enabled():
                 sync._steps.forward = True
-            elif not module.training:
+            elif not module.training and not torch.is_grad_enabled():
                 sync._steps.warn_of_evaluation()
             if not sync._evaluating:
                 # No optimizer is inside step() here, unless a closure runs this forward pass. Torch

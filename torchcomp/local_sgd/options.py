@@ -2,10 +2,10 @@
 
 import gc
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -25,7 +25,7 @@ from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.keys import check_seed
 from torchcomp.outer_steps import OuterStep
-from torchcomp.schedules import Horizon, Schedule, synchronisations
+from torchcomp.schedules import Horizon, Schedule
 from torchcomp.spec import parse_aggregator, parse_outer_step, parse_schedule
 
 Specs = str | Component | Sequence[str | Component]
@@ -221,22 +221,21 @@ def warn_if_rarely_averaged(
         peak = max((lr for lr in lrs if is_number(lr)), default=0.0)
         if not schedule.reads_lr or peak <= 0:
             continue
-        # Only more often than in the run, whose rounds grow as the learning rate decays.
-        syncs = len(synchronisations(schedule, partial(_constant, peak), horizon))
-        if syncs < _RARELY:
+        warmup, total = horizon.warmup_steps, horizon.total_steps
+        longest = schedule.period(warmup, peak, horizon)
+        shortest = schedule.period(warmup, math.inf, horizon)
+        # Rounded up. In the run it is less often, as rounds grow with the decay.
+        syncs = -(-warmup // shortest) - (-(total - warmup) // longest)
+        if longest > shortest and syncs < _RARELY:
             _log.warning(
                 "'%s' averages at most %d times in the %d steps of the run: at the peak learning "
                 "rate %g a round takes %d steps. Compare its coefficient with the learning rate",
                 schedule,
                 syncs,
-                horizon.total_steps,
+                total,
                 peak,
-                schedule.period(horizon.warmup_steps, peak, horizon),
+                longest,
             )
-
-
-def _constant(lr: float, step: int) -> float:
-    return lr
 
 
 def _divided(optimizers: list[torch.optim.Optimizer], parameters: Parameters) -> Parts:

@@ -89,7 +89,7 @@ class Fragment:
             end = -(-end * numerator // denominator)
         self.start, self.end, self.lrs = step, end, lrs
         # A warm-up learning rate of 1e-6 in the paper's rule makes one round of the whole run.
-        if self.schedule.reads_lr and 2 * (end - step) > total:
+        if self.schedule.reads_lr and not beyond and 2 * (end - step) > total:
             _log.warning(
                 "the round from step %d to %d is more than half of the run (%d steps), because the "
                 "learning rate is %g. The ranks do not average before its end. If this is a "
@@ -409,7 +409,7 @@ class LocalSteps:
                 "steps": step,
                 "round": ", ".join(map(str, due)),
                 "optimizer steps without forward passes in training mode": self._missing,
-                "BatchNorm statistics": len(statistics),
+                "BatchNorm statistics": ", ".join(statistics),
                 "learning rates at its start": [each.lrs for each in due],
                 "sum of the learning rates of its steps": [each.lr_sum for each in due],
                 "parameters added": ", ".join(self._added) or "none",
@@ -439,7 +439,7 @@ class LocalSteps:
             fragment.synced, fragment.lr_sum = step, 0.0
         self._added.clear()
         if step >= self.clock.total_steps:
-            self.averages.wait()  # the run is over: no later step could overlap with this average
+            self.averages.wait()  # the run can end here, without a step that waits
 
     # --- Parameters that are trained only later ---
 
