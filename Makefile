@@ -77,9 +77,11 @@ dist: .venv-dist/ready ## wheel and source distribution, checked, in dist
 	@npm install --prefix .docs-check --no-audit --no-fund --silent $$(cat $<)
 	@touch $@
 
+.venv-integrations/ready: constraints.txt
+
 .venv-%/ready: tools/%-requirements.txt
 	@$(PYTHON) -m venv --clear .venv-$*
-	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --requirement tools/$*-requirements.txt
 	@touch $@
 
 setup: ## only set up .venv

@@ -30,6 +30,11 @@ class Gatherable(ABC):
     def _gather_over(self) -> Exchange:
         """The ranks whose states belong together."""
 
+    @property
+    def _gathers(self) -> bool:
+        """Whether this rank can be the one that gets the result."""
+        return True
+
     @abstractmethod
     def state_dict(self) -> State:
         """Return the state of this rank."""
@@ -54,7 +59,7 @@ class Gatherable(ABC):
             RankMismatchError: if the ranks are at different steps, or only some ranks fail.
             Exception: as :meth:`state_dict`, on every rank.
         """
-        return gather(self._gather_over, self.state_dict, dst)
+        return gather(self, self.state_dict, dst)
 
     def load_gathered(self, state: State) -> None:
         """Restore this rank's part of the result of :meth:`gather_state_dict`.
@@ -90,9 +95,14 @@ class Gathered:
         self._dst = dst
         self._others = others
 
+    @property
+    def exchange(self) -> Exchange:
+        """The ranks whose states are gathered."""
+        return self._source._gather_over
+
     def state_dict(self) -> State | None:
         """Return the states of all ranks on rank `dst`, and None on the others; a collective."""
-        return gather(self._source._gather_over, self._own, self._dst)
+        return gather(self._source, self._own, self._dst)
 
     def load_state_dict(self, state: State) -> None:
         """Restore this rank's part of :meth:`state_dict`, also with another number of ranks.
@@ -114,11 +124,11 @@ class Gathered:
         return {**self._source.state_dict(), "others": others}
 
 
-def gather(exchange: Exchange, own: Callable[[], State], dst: int | None) -> State | None:
+def gather(source: Gatherable, own: Callable[[], State], dst: int | None) -> State | None:
     """Return every rank's `own()` as one state dict on rank `dst`, and None on the others.
 
     Args:
-        exchange: the ranks.
+        source: tells which ranks' states belong together.
         own: returns the state of this rank.
         dst: rank that gets the result; with None, every rank does.
 
@@ -129,12 +139,15 @@ def gather(exchange: Exchange, own: Callable[[], State], dst: int | None) -> Sta
 
     def make() -> tuple[State, dict[str, Any]]:
         state = own()
-        return _on_cpu(state), {"step": state["step"]}
+        # "step" counts exchanges. Within a round of local steps, it stays the same.
+        local = state.get("local_sgd", {}).get("step")
+        return _on_cpu(state), {"step": state["step"], "local steps": local}
 
+    exchange = source._gather_over
     # Inside build(), because an error on one rank alone would leave the others waiting.
     state = exchange.build("gather_state_dict", {"dst": dst}, make)
     states = exchange.gather_objects(state, dst)
-    return checkpoint.gathered(states) if states else None
+    return checkpoint.gathered(states) if states and (dst is None or source._gathers) else None
 
 
 def _on_cpu(value: Any) -> Any:

@@ -63,9 +63,8 @@ def _library(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        missing = error.name or name
         raise SpecError(
-            f"--model {name}/... needs {missing}: run 'pip install {missing}', or pass --numel"
+            f"--model {name}/... needs {name} ({error}): run 'pip install {name}', or pass --numel"
         ) from None
     # A build of torchvision for another torch raises RuntimeError or OSError.
     except (ImportError, RuntimeError, OSError) as error:

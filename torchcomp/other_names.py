@@ -52,14 +52,25 @@ NEAREST = {
 }
 
 
-def answer(word: str) -> str | None:
-    """Return what to write instead of `word`, or None if the table does not have it."""
+def answer(word: str, inside: bool = False) -> str | None:
+    """Return what to write instead of `word`, or None if the tables do not have it.
+
+    Args:
+        word: the name.
+        inside: whether a compressor is needed, as inside of ``ef(...)``.
+    """
     name = plain(word)
-    if name in SAME:
-        return f"'{word}' is written {SAME[name]}"
-    if name in NEAREST:
-        return f"'{word}' is not available; the nearest is {NEAREST[name]}"
-    return None
+    table = SAME if name in SAME else NEAREST
+    text = table.get(name)
+    if inside and text is not None:
+        if text.startswith(("LocalSGD", "JointSpar", "bidirectional", "powersgd")):
+            return None
+        text = "identity" if text == "mean" else text
+        text = text.removeprefix("ef(").removesuffix(")") if text.startswith("ef(") else text
+    if text is None:
+        return None
+    verb = "is written" if table is SAME else "is not available; the nearest is"
+    return f"'{word}' {verb} {text}"
 
 
 def plain(word: str) -> str:

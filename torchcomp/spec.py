@@ -220,7 +220,9 @@ class _Parser:
 
 def unknown_name(word: str, wanted: Wanted) -> str:
     """Return the message for a name that is not a component's: what to write, or what is known."""
-    if known := answer(word):
+    # The table has no outer steps.
+    known = answer(word, inside=wanted == _COMPRESSORS) if wanted != _OUTER_STEPS else None
+    if known is not None:
         return known
     names = {plain(name): name for name in COMPONENTS}
     close = names.get(closest(plain(word), names) or "")

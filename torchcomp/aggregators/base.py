@@ -43,7 +43,8 @@ class Aggregator(Component):
     def at(self, step: int) -> "Aggregator":
         """Return the method to use at a step: itself, unless one of its compressors changes.
 
-        All stages have the same slots, so a run goes from one to the next without a swap.
+        All stages have the same residuals and estimates, so a run goes from one to the next without
+        a swap.
 
         Args:
             step: index of the exchange, counted from 0.

@@ -86,6 +86,12 @@ class DGC(Residual, OneWay):
                 f"{advice if dense else 'topk'}",
                 "compressor",
             )
+        if self.warmup_steps and isinstance(self.compressor, Warmup):
+            raise SpecError(
+                f"dgc: warmup_steps={self.warmup_steps} is short for a warmup(...), and the "
+                f"compressor is {self.compressor} already: use one of the two",
+                "warmup_steps",
+            )
         if self.warmup_steps and getattr(self.compressor, "ratio", None) is None:
             raise SpecError(
                 f"dgc: warmup_steps={self.warmup_steps} needs a compressor with a ratio, such as "

@@ -1,6 +1,6 @@
 """OneWay: base of the aggregators that compress what a rank sends, but not the mean it receives."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated
 
@@ -63,6 +63,14 @@ class OneWay(Aggregator):
     @property
     def whole_model(self) -> bool:
         return self.compressor.whole_model
+
+    def at(self, step: int) -> Aggregator:
+        now = super().at(step)
+        # The dense stage of a warm-up. An all-gather would send it once to every other rank.
+        dense = isinstance(now, OneWay) and isinstance(now.compressor, Identity)
+        if dense and now is not self and self.exchange == "allgather":
+            return replace(now, exchange="allreduce")
+        return now
 
     def sum_dtype(self, gradient: torch.dtype) -> torch.dtype:
         """Return the dtype of the sum over the ranks, for gradients of dtype `gradient`."""

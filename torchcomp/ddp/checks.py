@@ -112,14 +112,14 @@ _LIGHTNING = (
     ". Lightning wraps the model when training starts: pass Trainer(strategy='ddp', "
     "callbacks=[Compression(spec)]), or LocalSteps(spec), from torchcomp.integrations.lightning"
 )
+_FABRIC = ". With Fabric, pass torchcomp.integrations.fabric.ddp_model(model)"
 _FRAMEWORKS = {
     ("lightning", "LightningModule"): _LIGHTNING,
     ("pytorch_lightning", "LightningModule"): _LIGHTNING,
     ("lightning", "Trainer"): _LIGHTNING,
     ("pytorch_lightning", "Trainer"): _LIGHTNING,
-    ("lightning", "_FabricModule"): (
-        ". With Fabric, pass torchcomp.integrations.fabric.ddp_model(model)"
-    ),
+    ("lightning", "_FabricModule"): _FABRIC,
+    ("lightning_fabric", "_FabricModule"): _FABRIC,
     ("transformers", "Trainer"): (
         ". The Trainer wraps the model when training begins: call trainer.add_callback("
         "CompressionCallback(trainer, spec)), or LocalStepsCallback, from "

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Aggregator
+from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket
 from torchcomp.component import Component
@@ -125,6 +126,7 @@ class Handle(Gatherable):
             self._require_idle("swap")
             self._require_open("swap")
             aggregator = parse_aggregator(spec)
+            rehearse_all(aggregator, self.averager.parameters.values())
             return aggregator, {"spec": aggregator}
 
         aggregator = self.averager.exchange.build("handle.swap", {"spec": spec}, make)

@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import wire
 from torchcomp.aggregators import Aggregator, Mean, planned_traffic
+from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.averager import Averager
 from torchcomp.bucket import Group, partition
 from torchcomp.component import Component
@@ -113,6 +114,8 @@ def _check(
     check_before_backward(model)
     aggregator = parse_aggregator(spec)
     trained = trained_parameters(model)
+    # An error in it must be raised on all ranks.
+    rehearse_all(aggregator, [parameter for _, parameter in trained])
     groups = partition(trained, bucket_caps(model))
     values = {
         "spec": aggregator,

@@ -4,7 +4,6 @@ They work with ``lightning`` and with ``pytorch_lightning``.
 """
 
 import math
-from abc import abstractmethod
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -36,9 +35,9 @@ class _OnTrainStart(Callback):  # type: ignore[misc]
         self._gathered: Gathered | None = None
         self._loaded: dict[str, Any] | None = None
 
-    @abstractmethod
     def _install(self, trainer: Any, model: DistributedDataParallel) -> Gathered:
         """Install torchcomp, and return what a checkpoint must contain."""
+        raise NotImplementedError
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._gathered = self._install(trainer, _ddp_model(trainer))

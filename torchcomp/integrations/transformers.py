@@ -1,6 +1,5 @@
 """Transformers: callbacks for its Trainer, which save every rank's state into its checkpoints."""
 
-from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +42,9 @@ class _OnTrainBegin(TrainerCallback):  # type: ignore[misc]
         self._trainer = trainer
         self._gathered: Gathered | None = None
 
-    @abstractmethod
     def _install(self, model: DistributedDataParallel, dst: int | None) -> Gathered:
         """Install torchcomp, and return what a checkpoint must contain."""
+        raise NotImplementedError
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model = self._trainer.model_wrapped
@@ -58,7 +57,10 @@ class _OnTrainBegin(TrainerCallback):  # type: ignore[misc]
         # With save_on_each_node, a rank of every node writes.
         self._gathered = self._install(model, None if args.save_on_each_node else 0)
         if state.global_step and self.resume_from is not None:
-            self._gathered.load_state_dict(self._load(_folder(args, state)))
+            # Inside build(): without a shared file system, only some ranks may find the file.
+            ranks = self._gathered.exchange
+            loaded = ranks.build("resume", {}, lambda: (self._load(_folder(args, state)), {}))
+            self._gathered.load_state_dict(loaded)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._gathered is None or args.save_only_model:

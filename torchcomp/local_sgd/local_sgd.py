@@ -285,6 +285,11 @@ class LocalSGD(Gatherable):
     def _gather_over(self) -> Exchange:
         return self._steps.averages.averager.exchange
 
+    @property
+    def _gathers(self) -> bool:
+        # With two levels, each rank of a node gathers over the nodes, with the same result.
+        return self._steps.first_in_node
+
     def close(self) -> None:
         """Remove every hook and restore plain DDP; a second call does nothing.
 

@@ -1,9 +1,9 @@
-"""Averages of the optimizers' state: ``moments="average"``.
+"""Averages of the optimizers' state (``moments="average"``) and of BatchNorm's statistics.
 
-This is an option in the paper of Algorithm 2 and in SlowMo. All floating-point tensors except step
-counts are averaged, in float32 or wider. An optimizer has no state for a parameter that the rank
-has not used, or if a GradScaler has skipped every step so far. Such a rank adds zeros to the mean
-and continues without state.
+Averaging the optimizers' state is an option in the paper of Algorithm 2 and in SlowMo. All
+floating-point tensors except step counts are averaged, in float32 or wider. An optimizer has no
+state for a parameter that the rank has not used, or if a GradScaler has skipped every step so far.
+Such a rank adds zeros to the mean and continues without state.
 """
 
 import zlib

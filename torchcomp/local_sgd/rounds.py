@@ -213,9 +213,11 @@ class LocalSteps:
         # Whether the ranks have been compared. Also False at the start of a run: if only some ranks
         # load a checkpoint, the others must take part in the comparison that finds this.
         self._verified = False
+        # With one level, "the node" is the exchange: each of its ranks has a state of its own.
+        self.first_in_node = not method.two_levels or dist.get_rank(model.process_group) == 0
         self._warned = False  # whether the log says what an evaluation inside a round means
         # On one rank only: with two levels, each rank of a node is in another exchange.
-        self._logs = dist.get_rank(model.process_group) == 0 == exchange.rank
+        self._logs = self.first_in_node and exchange.rank == 0
         if self._logs:
             self._log_method()
             warn_if_rarely_averaged(method, optimizers)
