@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from inspect import signature
 
 import numpy as np
 import pytest
@@ -304,6 +305,10 @@ def test_a_parameter_without_dense_values(values, words):
     assert_constructor_refuses(change, torchcomp.UnsupportedModelError, *words)
 
 
+@pytest.mark.skipif(
+    "init_sync" not in signature(DistributedDataParallel).parameters,
+    reason="this torch's DDP compares the shapes itself",
+)
 def test_parameters_whose_shapes_differ_between_ranks():
     def change(model, rank):
         other = DistributedDataParallel(mlp(8 + rank), init_sync=False)

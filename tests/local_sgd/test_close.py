@@ -3,9 +3,11 @@
 import gc
 import logging
 import weakref
+from inspect import signature
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import torchcomp
@@ -27,7 +29,7 @@ def installed(script):
             len(optimizer._optimizer_step_post_hooks),
         ],
         "gradients": model.require_backward_grad_sync,
-        "buffers": model.forward_sync_buffers,
+        "buffers": model.broadcast_buffers,
         "scaler": sorted(vars(script.scaler)),
     }
 
@@ -288,8 +290,11 @@ def test_a_constructor_that_fails_leaves_nothing_behind():
 
 def test_ddp_options_that_the_user_chose_come_back():
     def body():
-        script = Script("every(2)", forward_sync_buffers=False)
+        # torch 2.13 renamed the option, and warns of the old name.
+        renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+        option = "forward_sync_buffers" if renamed else "broadcast_buffers"
+        script = Script("every(2)", **{option: False})
         script.sync.close()
-        return script.model.forward_sync_buffers
+        return script.model.broadcast_buffers
 
     assert on_threads(1, body) == [False]

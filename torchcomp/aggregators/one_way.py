@@ -67,10 +67,9 @@ class OneWay(Aggregator):
     def at(self, step: int) -> Aggregator:
         now = super().at(step)
         # The dense stage of a warm-up. An all-gather would send it once to every other rank.
-        dense = isinstance(now, OneWay) and isinstance(now.compressor, Identity)
-        if dense and now is not self and self.exchange == "allgather":
-            return replace(now, exchange="allreduce")
-        return now
+        if now is self or not isinstance(now, OneWay) or self.exchange != "allgather":
+            return now
+        return replace(now, exchange="allreduce") if now.compressor == _DENSE else now
 
     def sum_dtype(self, gradient: torch.dtype) -> torch.dtype:
         """Return the dtype of the sum over the ranks, for gradients of dtype `gradient`."""
