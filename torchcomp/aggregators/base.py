@@ -1,7 +1,7 @@
 """Aggregator: replace a bucket with an estimate of its mean over the ranks, in place."""
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
@@ -123,14 +123,13 @@ class Aggregator(Component):
 
 
 def planned_traffic(
-    method: Aggregator, shapes: Iterable[BucketShape], world_size: int, rank: int = 0
+    method: Aggregator, shapes: Sequence[BucketShape], world_size: int, rank: int = 0
 ) -> Traffic:
     """Return the bytes of a step in which one rank averages buckets of these shapes.
 
     Of a method with several stages, these are the bytes of the last one.
     """
-    load, dense, settled = Load(), 0, method.settled
-    for shape in shapes:
-        load.add(settled.cost(shape, world_size, rank).load)
-        dense += shape.nbytes
+    settled = method.settled
+    load = Load.total(settled.cost(shape, world_size, rank).load for shape in shapes)
+    dense = sum(shape.nbytes for shape in shapes)
     return load.traffic(world_size, sum_bytes(dense, world_size))

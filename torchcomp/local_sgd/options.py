@@ -212,7 +212,7 @@ def _method(
 def warn_if_rarely_averaged(
     method: LocalMethod, optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
-    """Log what a schedule comes to that hardly ever averages even at the peak learning rate."""
+    """Log a warning if a schedule hardly ever averages, even at the peak learning rate."""
     horizon = method.horizon
     for (_, indices), schedule in zip(method.parts, method.schedules, strict=True):
         groups = [group for index in indices for group in optimizers[index].param_groups]
