@@ -134,7 +134,7 @@ def table(results: dict[str, list[Result]]) -> str:
     for method, runs in results.items():
         summary = runs[0].summary
         sent, syncs = summary["bytes_per_step"], summary["synchronisations"]
-        less = f"{saving(runs):.1f}x less"
+        less = "plain DDP" if method == "dense" else f"{saving(runs):.1f}x less"
         rows.append((method, accuracy(runs), f"{sent:,.0f}", f"{syncs:,}", less))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(

@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 import torchcomp
@@ -175,12 +176,16 @@ def test_named_models_have_shapes_and_keep_shared_parameters(monkeypatch):
             super().__init__()
             self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
             self.head.weight = self.embed.weight
+            bias = nn.Parameter(torch.zeros(5))
+            self.bias = self.head.bias = bias
 
     library = SimpleNamespace(list_models=lambda: ["tied"], create_model=lambda *_, **__: Tied())
     monkeypatch.setitem(sys.modules, "timm", library)
     model = build_named("timm/tied")
     assert model.head.weight is model.embed.weight
+    assert model.head.bias is model.bias
     assert model.head.weight.is_meta
+    assert model.bias.is_meta
     assert isinstance(nn.Linear(1, 1).weight.item(), float), "later models have values again"
 
 
@@ -234,12 +239,13 @@ def test_methods_shows_every_option_with_its_default_and_meaning(name, capsys):
     assert main(["methods", name]) == 0
     printed = capsys.readouterr().out
     assert max(map(len, printed.split("\n"))) <= 80
-    blocks = re.split(r"^  (\w+) \((required|default: .*)\)$", printed, flags=re.MULTILINE)
+    blocks = re.split(r"^  (\w+) \((required|optional|default: .*)\)$", printed, flags=re.MULTILINE)
     options = {blocks[i]: blocks[i + 1 : i + 3] for i in range(1, len(blocks), 3)}
     assert list(options) == [field.name for field in fields(COMPONENTS[name])]
     for field in fields(COMPONENTS[name]):
         default, meaning = options[field.name]
         assert (default == "required") == (field.default is MISSING)
+        assert (default == "optional") == (field.default is None)
         assert meaning.strip(), "every option is explained"
         assert all(choice in meaning for choice in choices_of(field) or ())
 

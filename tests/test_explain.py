@@ -439,7 +439,6 @@ def test_table_writes_large_numbers_out(spec, numel):
         ("mean", 64, []),
         ("ef(topk(0.01))", 1, []),
         ("ef(topk(0.01))", 2, []),
-        ("powersgd(2)", 64, []),
         ("ef(topk(0.01))", 8, ["bidirectional(topk(0.01), topk(0.01))"]),
         (
             "ef(topk(0.01), exchange=allgather, memory_dtype=bf16)",
@@ -477,6 +476,17 @@ def test_hints_name_what_would_send_less(spec, world_size, better):
             plan.bytes_sent / topk(world_size, method).bytes_sent, rel=0.01
         )
         assert times >= 1.5
+
+
+def test_a_hint_names_error_feedback_where_entries_are_dropped():
+    (hint,) = topk(2, "topk(0.01)").hints
+    assert hint.startswith("ef(topk(0.01)) ")
+
+
+def test_a_hint_says_that_powersgd_needs_a_model():
+    (hint,) = topk(8, "powersgd(2)").hints
+    assert "model" in hint
+    assert explain("powersgd(2)", model=nn.Linear(64, 64), world_size=8).hints == ()
 
 
 # --- Many ranks -----------------------------------------------------------------------------------

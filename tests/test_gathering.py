@@ -4,6 +4,7 @@ tests/integrations/ tests them in the frameworks that need them.
 """
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import torchcomp
 from tests.jointspar.script import backward
+from tests.local_sgd.hierarchy import Hierarchy
 from tests.local_sgd.script import Script
 from tests.support.models import kept, loss_of, mlp, rows, unsent_gradients, weights, wrap
 from tests.support.outcomes import assert_close, caught, raised_by, reloaded, same
@@ -89,6 +91,21 @@ def resumes_local_steps():
 
 def test_local_steps_resume_inside_a_round():
     assert on_threads(2, resumes_local_steps) == [True] * 2
+
+
+def resumes_two_levels():
+    """Inside a round. Rank 0 saves a state of one rank in each of the two nodes."""
+    whole, resumed = (Hierarchy(compress=TOPK) for _ in range(2))
+    whole.train(0, 5)
+    parts = {"model": whole.model, "optimizer": whole.optimizer}
+    state = through_a_file(Gathered(whole.sync, **parts).state_dict())
+    parts = {"model": resumed.model, "optimizer": resumed.optimizer}
+    Gathered(resumed.sync, **parts).load_state_dict(state)
+    return all(map(torch.equal, whole.train(5, 8), resumed.train(5, 8))), len(state["states"])
+
+
+def test_two_levels_resume_inside_a_round():
+    assert on_threads(4, resumes_two_levels) == [(True, 2)] * 4
 
 
 def over_gloo():
@@ -243,14 +260,33 @@ def test_an_error_on_one_rank_is_raised_on_all():
         assert type(closed) is RuntimeError
 
 
+def test_ranks_that_took_another_number_of_local_steps_cannot_gather():
+    def body():
+        script = Script("every(4)", 12)
+        script.train(0, 1 + dist.get_rank())
+        script.sync.gather_state_dict()
+
+    for error in on_threads(2, body, catch=True):
+        assert type(error) is RankMismatchError
+        assert "local steps: 1 on rank 0, 2 on rank 1" in str(error)
+
+
 def test_other_names_are_refused():
     def body():
         run = Run()
         state = Gathered(run.handle, model=run.model, dst=None).state_dict()
-        error = raised_by(lambda: Gathered(run.handle, models=run.model).load_state_dict(state))
-        assert type(error) is CheckpointError
-        assert "'models'" in str(error)
-        assert "'model'" in str(error)
+        alone = run.handle.gather_state_dict(dst=None)
+        for saved, others, words in (
+            (state, {"models": run.model}, ["'models'", "'model'"]),
+            (state, {}, ["'model'"]),
+            (alone, {"model": run.model}, ["'model'"]),
+        ):
+            load = Gathered(run.handle, **others).load_state_dict
+            error = raised_by(partial(load, saved))
+            assert type(error) is CheckpointError
+            assert "damaged" not in str(error)
+            for word in words:
+                assert word in str(error)
 
     on_threads(2, body)
 

@@ -428,21 +428,25 @@ def test_a_schedule_is_refused_where_a_method_is_needed(text):
 
 
 @pytest.mark.parametrize("name", [*other_names.SAME, *other_names.NEAREST])
-def test_an_answer_is_a_spec_or_a_call_with_specs(name):
+def test_an_answer_is_a_spec_or_a_call(name):
     assert other_names.plain(name) == name
     assert name not in map(other_names.plain, COMPONENTS)
     written = (other_names.SAME | other_names.NEAREST)[name]
-    call = ast.parse(written, mode="eval").body
-    known = getattr(call, "func", call).id
     assert written in refusal(name)
+    spec, _, outer = written.partition(" with outer=")
+    if outer:
+        parse_outer_step(ast.literal_eval(outer))
+    call = ast.parse(spec, mode="eval").body
+    known = getattr(call, "func", call).id
     if known in COMPONENTS:
-        parse(written)
-        return
-    assert callable(getattr(torchcomp, known))
-    constants = [node.value for node in ast.walk(call) if isinstance(node, ast.Constant)]
-    for text in constants:
-        if isinstance(text, str):
-            parse(text)
+        parse(spec)
+    else:
+        assert callable(getattr(torchcomp, known))
+
+
+@pytest.mark.parametrize("name", ["diloco", "local_sgd"])
+def test_an_answer_with_a_schedule_says_where_it_belongs(name):
+    assert "LocalSGD" in refusal(name)
 
 
 # --- Nothing is evaluated -------------------------------------------------------------------------

@@ -66,7 +66,9 @@ def _described(option: Field[Any], meaning: str) -> Iterator[str]:
     default = option.default
     if default is MISSING and option.default_factory is not MISSING:
         default = option.default_factory()
-    shown = "required" if default is MISSING else f"default: {default}"
+    shown = f"default: {default}"
+    if default is MISSING or default is None:
+        shown = "required" if default is MISSING else "optional"
     choices = choices_of(option)
     yield f"  {option.name} ({shown})"
     if choices:

@@ -4,7 +4,14 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from torchcomp.aggregators import EF, Aggregator, Bidirectional, Mean, planned_traffic
+from torchcomp.aggregators import (
+    EF,
+    Aggregator,
+    Bidirectional,
+    Mean,
+    PowerSGD,
+    planned_traffic,
+)
 from torchcomp.aggregators.one_way import COLLECTIVES, OneWay
 from torchcomp.bucket import BucketShape
 from torchcomp.compressors import COMPRESSORS
@@ -45,7 +52,7 @@ def break_even(method: Aggregator, shapes: Shapes, dense: int) -> int | None:
 
 
 def hints(method: Aggregator, shapes: Shapes, world_size: int, dense: int) -> tuple[str, ...]:
-    """Return what would send less on this many ranks, one sentence for each similar method.
+    """Return what would send or lose less on this many ranks, one sentence for each method.
 
     Args:
         method: the method.
@@ -61,13 +68,22 @@ def hints(method: Aggregator, shapes: Shapes, world_size: int, dense: int) -> tu
     # More than plain DDP: a method that loses less is better, even if others send fewer bytes.
     if own > sum_bytes(dense, world_size):
         families.append((_dense_messages(method), ""))
-    found = []
+    found = list(_remarks(method, shapes))
     for family, remark in families:
         sent = {str(other): _sent(other, shapes, world_size) for other in family}
         best = min(sent, key=sent.__getitem__, default=None)
         if best is not None and 0 < sent[best] * _WORTH <= own:
             found.append(f"{best} sends {compared(sent[best], own)}{remark}")
     return tuple(found)
+
+
+def _remarks(method: Aggregator, shapes: Shapes) -> Iterator[str]:
+    """Yield what the bytes alone do not show."""
+    if isinstance(method, Mean) and method.loses:
+        other = EF(method.compressor, exchange=method.exchange)
+        yield f"{other} sends in later steps what this method drops"
+    if isinstance(method, PowerSGD) and all(len(s) < 2 for each in shapes for s in each.shapes):
+        yield f"{method} compresses matrices, and a vector has none: pass a model instead of numel"
 
 
 def _other_exchanges(method: Aggregator) -> Iterator[Aggregator]:

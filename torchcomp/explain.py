@@ -84,7 +84,7 @@ def explain(
         run = {"lr": lr, "total_steps": total_steps, "warmup_steps": warmup_steps or None}
         options = {**extra, **run, "time": time}
         refuse_for_methods(built, [name for name, value in options.items() if value is not None])
-        return _explain_method(built, shapes, world_size, rank)
+        return _explain_method(built, shapes, _nbytes(shapes), world_size, rank)
     shapes = _shapes(numel, model, dtype, average.whole_model)
     if total_steps is None:
         raise SpecError(
@@ -142,11 +142,11 @@ def sync_steps(
 
 
 def _explain_method(
-    aggregator: Aggregator, shapes: list[BucketShape], world_size: int, rank: int
+    aggregator: Aggregator, shapes: list[BucketShape], dense: int, world_size: int, rank: int
 ) -> Plan:
+    """Return the plan of one exchange, in place of which plain DDP reduces `dense` bytes."""
     warmup_steps = aggregator.stages[-1]
     costs = [aggregator.settled.cost(shape, world_size, rank) for shape in shapes]
-    dense = _nbytes(shapes)
     moved = planned_traffic(aggregator, shapes, world_size, rank)
     warmup = _moved(aggregator, shapes, world_size, rank, warmup_steps)
     collective = " and ".join(sorted({cost.collective for cost in costs}))
@@ -199,9 +199,9 @@ def _explain_schedule(
     per_sync = Fraction(horizon.total_steps, syncs)
     # LocalSGD averages parameters in float32 or wider.
     wide = [shape.wide() for shape in shapes]
-    once = _explain_method(average, wide, world_size, rank)
-    moved = _moved(average, wide, world_size, rank, syncs)
     dense = int(_nbytes(shapes) * per_sync)  # what plain DDP reduces from one average to the next
+    once = _explain_method(average, wide, dense, world_size, rank)
+    moved = _moved(average, wide, world_size, rank, syncs)
     options = ", ".join(f"{name}={option}" for name, option in extra.items())
     # State per rank: the parameters at the start of the round, if they are needed, and the outer
     # momentum, if there is an outer step.
@@ -215,8 +215,7 @@ def _explain_schedule(
         bytes_received=round(Fraction(moved.received + syncs * more, horizon.total_steps)),
         dense_bytes_sent=sum_bytes(_nbytes(shapes), world_size),
         memory_bytes=once.memory_bytes + copies * _nbytes(wide),
-        break_even_world_size=break_even(average, wide, dense),
-        hints=tuple(f"compress={hint}" for hint in hints(average, wide, world_size, dense)),
+        hints=tuple(f"compress={hint}" for hint in once.hints),
         warmup_steps=None,
         warmup_bytes_sent=None,
         syncs=syncs,

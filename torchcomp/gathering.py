@@ -1,12 +1,14 @@
 """Gathering: the state dicts of all ranks as one, for checkpoints that a single rank writes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from torchcomp import checkpoint
+from torchcomp.checkpoint import listed
+from torchcomp.errors import CheckpointError
 from torchcomp.exchange import Exchange
 
 State = dict[str, Any]
@@ -114,7 +116,13 @@ class Gathered:
         """
         own = checkpoint.own_state(state, self._source._gather_over)
         saved = own.get("others", {})
-        checkpoint.dict_of(lambda value, where: None, keys=self._others)(saved, "others")
+        checkpoint.dict_of(lambda value, where: None)(saved, "others")
+        if set(saved) != set(self._others):
+            raise CheckpointError(
+                f"the checkpoint has {_named(saved)} beside the state of torchcomp, but this "
+                f"Gathered was made with {_named(self._others)}: name the same objects as in the "
+                "run that saved it"
+            )
         self._source.load_state_dict(own)
         for name, each in self._others.items():
             each.load_state_dict(saved[name])
@@ -148,6 +156,10 @@ def gather(source: Gatherable, own: Callable[[], State], dst: int | None) -> Sta
     state = exchange.build("gather_state_dict", {"dst": dst}, make)
     states = exchange.gather_objects(state, dst)
     return checkpoint.gathered(states) if states and (dst is None or source._gathers) else None
+
+
+def _named(objects: Iterable[str]) -> str:
+    return listed(sorted(objects)) or "no other objects"
 
 
 def _on_cpu(value: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torchcomp.errors import SpecError
 
@@ -26,20 +27,31 @@ def build_named(name: str) -> nn.Module:
             f"unknown model '{name}': expected torchvision/NAME or timm/NAME, such as "
             "torchvision/resnet50"
         )
-    # torch declares hooks that return nothing, and documents that they can return a parameter.
-    hook = register_module_parameter_registration_hook(_without_values)  # type: ignore[arg-type]
+    hook = register_module_parameter_registration_hook(_hook())
     try:
         return _BUILDERS[library](architecture)
     finally:
         hook.remove()
 
 
-def _without_values(module: nn.Module, name: str, parameter: Tensor | None) -> Tensor | None:
+def _hook() -> Any:
+    """Return a hook that registers each parameter without its values.
+
+    torch declares hooks that return nothing, and documents that they can return a parameter.
+    """
+    # A parameter that has two names must stay one. Weak keys: the values can be freed.
+    made = WeakIdKeyDictionary()
+
     # One by one, and not `with torch.device("meta")`: some constructors compute with other tensors.
-    # A parameter that is shared between modules is registered twice, and must stay the same.
-    if parameter is None or parameter.is_meta:
-        return None
-    return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+    def without_values(module: nn.Module, name: str, parameter: Tensor | None) -> Tensor | None:
+        if parameter is None or parameter.is_meta:
+            return None
+        if parameter not in made:
+            made[parameter] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        shape_only: nn.Parameter = made[parameter]
+        return shape_only
+
+    return without_values
 
 
 def _torchvision(architecture: str) -> nn.Module:

@@ -4,13 +4,11 @@ They are not names of components, so that every method has one name. Errors say 
 """
 
 _ERROR_FEEDBACK = "ef(topk(0.01))"
-_LOCAL_STEPS = 'LocalSGD(model, optimizer, "every(8)", total_steps=...)'
-_DILOCO = (
-    'LocalSGD(model, optimizer, "every(500)", outer="nesterov(lr=0.7, momentum=0.9)", '
-    "total_steps=...)"
-)
+_LOCAL_STEPS = "every(8)"
+_DILOCO = 'every(500) with outer="nesterov(lr=0.7, momentum=0.9)"'
 
-# Keys as returned by `plain`. Values are specs, or Python calls with specs in quotes.
+# Keys as returned by `plain`. Values are specs, a schedule with the outer step that goes with it,
+# or, for what has no spec, a Python call.
 SAME = {
     "int8": 'quantize("int8")',
     "8bit": 'quantize("int8")',
@@ -63,14 +61,15 @@ def answer(word: str, inside: bool = False) -> str | None:
     table = SAME if name in SAME else NEAREST
     text = table.get(name)
     if inside and text is not None:
-        if text.startswith(("LocalSGD", "JointSpar", "bidirectional", "powersgd")):
+        if text.startswith(("every", "JointSpar", "bidirectional", "powersgd")):
             return None
         text = "identity" if text == "mean" else text
         text = text.removeprefix("ef(").removesuffix(")") if text.startswith("ef(") else text
     if text is None:
         return None
     verb = "is written" if table is SAME else "is not available; the nearest is"
-    return f"'{word}' {verb} {text}"
+    remark = ": a schedule, for LocalSGD" if text.startswith("every") else ""
+    return f"'{word}' {verb} {text}{remark}"
 
 
 def plain(word: str) -> str:

@@ -32,7 +32,7 @@ class Plan:
         total_steps: number of optimizer steps of the whole run, for a schedule; else None.
         wall_clock: wall-clock time of the whole run, for a schedule with a time model; else None.
         parallel_wall_clock: the same for plain DDP; else None.
-        hints: similar methods that would send less, as sentences.
+        hints: similar methods that would send or lose less, as sentences.
     """
 
     spec: str
@@ -57,7 +57,9 @@ class Plan:
         traffic, even = "nothing is sent", "none (up to a million ranks)"
         # On one rank, DDP would send nothing either, so there is no ratio.
         if self.bytes_sent and self.dense_bytes_sent:
-            traffic = f"{compared(self.bytes_sent, self.dense_bytes_sent)} than plain DDP"
+            traffic = compared(self.bytes_sent, self.dense_bytes_sent, "plain DDP")
+        if self.collective == "allreduce":
+            even = "none (the same ratio for any number of ranks)"
         if self.break_even_world_size is not None:
             even = f"{self.break_even_world_size:,} ranks (no saving from there on)"
         rows = [

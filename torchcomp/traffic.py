@@ -10,10 +10,17 @@ def sum_bytes(nbytes: int, world_size: int) -> int:
     return 2 * (world_size - 1) * nbytes // world_size
 
 
-def compared(sent: int, dense: int) -> str:
-    """Return "19.7x less" or "2.5x more", for `sent` bytes instead of `dense`; neither is 0."""
+def compared(sent: int, dense: int, other: str = "") -> str:
+    """Return a comparison of `sent` bytes with `dense` bytes; neither is 0.
+
+    It reads "19.7x less", "2.5x more" or "the same", if `other` is empty. With the name of what
+    sends `dense` bytes, it reads "19.7x less than plain DDP" or "the same as plain DDP".
+    """
     factor = three_digits(max(sent, dense) / min(sent, dense))
-    return f"{factor}x less" if dense >= sent else f"{factor}x more"
+    if factor == "1":
+        return f"the same as {other}" if other else "the same"
+    less = f"{factor}x {'less' if dense > sent else 'more'}"
+    return f"{less} than {other}" if other else less
 
 
 def three_digits(number: float) -> str:

@@ -1,7 +1,7 @@
 """Accelerate with compressed gradients or local steps.
 
 torchrun --nproc-per-node 2 -m recipes.integrations.accelerate_train \
-    --compress "ef(topk(0.01))" --folder runs/accelerate
+    --compress "ef(topk(0.01))" --out runs/accelerate
 """
 
 from accelerate import Accelerator
@@ -36,7 +36,7 @@ def main() -> None:
 
     first = 0
     if args.resume:
-        accelerator.load_state(str(args.folder / "checkpoint"))
+        accelerator.load_state(str(args.out / "checkpoint"))
         first = 1
     losses = []
     for epoch in range(first, common.EPOCHS):
@@ -49,8 +49,8 @@ def main() -> None:
                 optimizer.zero_grad()
             losses.append(loss.item())
         if epoch == 0:
-            accelerator.save_state(str(args.folder / "checkpoint"))  # on all ranks
-    common.report(args.folder, accelerator.process_index, model, losses, method.stats)
+            accelerator.save_state(str(args.out / "checkpoint"))  # on all ranks
+    common.report(args.out, accelerator.process_index, model, losses, method.stats)
     accelerator.end_training()
 
 

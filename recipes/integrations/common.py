@@ -28,7 +28,7 @@ def parse() -> argparse.Namespace:
     method = parser.add_mutually_exclusive_group(required=True)
     method.add_argument("--compress", metavar="SPEC", help='compress gradients: "ef(topk(0.01))"')
     method.add_argument("--sync", metavar="SPEC", help='take local steps: "every(3)"')
-    parser.add_argument("--folder", type=Path, required=True, help="for checkpoints and results")
+    parser.add_argument("--out", type=Path, required=True, help="for checkpoints and results")
     parser.add_argument("--resume", action="store_true", help="continue after the first epoch")
     return parser.parse_args()
 

@@ -1,7 +1,7 @@
 """Lightning Fabric with compressed gradients or local steps.
 
 torchrun --nproc-per-node 2 -m recipes.integrations.fabric_train \
-    --compress "ef(topk(0.01))" --folder runs/fabric
+    --compress "ef(topk(0.01))" --out runs/fabric
 """
 
 from lightning.fabric import Fabric
@@ -36,7 +36,7 @@ def main() -> None:
 
     # `ranks` comes last: it overwrites what Fabric saved of rank 0.
     state = {"model": model, "optimizer": optimizer, "epoch": 0, "ranks": ranks}
-    path = args.folder / "checkpoint.pt"
+    path = args.out / "checkpoint.pt"
     if args.resume:
         fabric.load(path, state)
 
@@ -50,7 +50,7 @@ def main() -> None:
             losses.append(loss.item())
         if epoch == 0:
             fabric.save(path, {**state, "epoch": epoch + 1})  # on all ranks
-    common.report(args.folder, fabric.global_rank, model, losses, method.stats)
+    common.report(args.out, fabric.global_rank, model, losses, method.stats)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Lightning's Trainer with compressed gradients or local steps.
 
 torchrun --nproc-per-node 2 -m recipes.integrations.lightning_train \
-    --compress "ef(topk(0.01))" --folder runs/lightning
+    --compress "ef(topk(0.01))" --out runs/lightning
 """
 
 import lightning
@@ -42,16 +42,16 @@ def main() -> None:
         strategy="ddp",
         devices=common.RANKS,
         max_epochs=common.EPOCHS,
-        callbacks=[callback, ModelCheckpoint(args.folder, filename="{epoch}", save_top_k=-1)],
+        callbacks=[callback, ModelCheckpoint(args.out, filename="{epoch}", save_top_k=-1)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     model = Classifier()
     loader = DataLoader(common.dataset(), common.BATCH, shuffle=True)
-    trainer.fit(model, loader, ckpt_path=args.folder / "epoch=0.ckpt" if args.resume else None)
+    trainer.fit(model, loader, ckpt_path=args.out / "epoch=0.ckpt" if args.resume else None)
     method = callback.handle if args.compress else callback.sync
-    common.report(args.folder, trainer.global_rank, model, model.losses, method.stats)
+    common.report(args.out, trainer.global_rank, model, model.losses, method.stats)
 
 
 if __name__ == "__main__":

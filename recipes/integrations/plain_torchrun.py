@@ -1,7 +1,7 @@
 """A whole script for torchrun: train, evaluate, save, and resume where it was interrupted.
 
     torchrun --nproc-per-node 2 -m recipes.integrations.plain_torchrun --compress "ef(topk(0.01))"
-    torchrun --nproc-per-node 2 -m recipes.integrations.plain_torchrun --local "every(4)"
+    torchrun --nproc-per-node 2 -m recipes.integrations.plain_torchrun --sync "every(4)"
 
 Run the same command again to go on from the last checkpoint. Every rank writes its own file, since
 every rank has its own residual and, inside a round of local steps, its own weights.
@@ -35,8 +35,8 @@ def train(arguments: argparse.Namespace) -> float:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     engine: torchcomp.Handle | torchcomp.LocalSGD
-    if arguments.local:
-        engine = torchcomp.LocalSGD(model, optimizer, arguments.local, total_steps=STEPS)
+    if arguments.sync:
+        engine = torchcomp.LocalSGD(model, optimizer, arguments.sync, total_steps=STEPS)
     else:
         engine = torchcomp.register(model, arguments.compress)
 
@@ -71,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     method = parser.add_mutually_exclusive_group()
     method.add_argument("--compress", default="ef(topk(0.01))", help="a method [ef(topk(0.01))]")
-    method.add_argument("--local", help="a schedule, in place of a method")
+    method.add_argument("--sync", help="a schedule, in place of a method")
     parser.add_argument("--out", default="runs/plain_torchrun", help="folder of the checkpoints")
     parser.add_argument("--stop", type=int, default=STEPS, help="end here, to try resuming")
     arguments = parser.parse_args()

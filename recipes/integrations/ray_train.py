@@ -1,6 +1,6 @@
 """Ray Train with compressed gradients or local steps. Ray starts the ranks itself:
 
-python -m recipes.integrations.ray_train --compress "ef(topk(0.01))" --folder runs/ray
+python -m recipes.integrations.ray_train --compress "ef(topk(0.01))" --out runs/ray
 """
 
 import tempfile
@@ -61,7 +61,7 @@ def train(config: dict[str, Any]) -> None:
             }
             save(state, losses[-1])
     rank = ray.train.get_context().get_world_rank()
-    common.report(args.folder, rank, model, losses, method.stats)
+    common.report(args.out, rank, model, losses, method.stats)
 
 
 def save(state: dict[str, Any], loss: float) -> None:
@@ -76,13 +76,13 @@ def save(state: dict[str, Any], loss: float) -> None:
 
 def main() -> None:
     args = common.parse()
-    args.folder = args.folder.resolve()  # workers have another working directory
-    copy = str(args.folder / "checkpoint")
+    args.out = args.out.resolve()  # workers have another working directory
+    copy = str(args.out / "checkpoint")
     trainer = TorchTrainer(
         train,
         train_loop_config={"args": args, "checkpoint": copy},
         scaling_config=ScalingConfig(num_workers=common.RANKS),
-        run_config=RunConfig(storage_path=str(args.folder / "ray")),
+        run_config=RunConfig(storage_path=str(args.out / "ray")),
     )
     result = trainer.fit()
     if result.checkpoint is not None:

@@ -1,7 +1,7 @@
 """The Trainer of transformers with compressed gradients or local steps, on a tiny GPT-2.
 
 torchrun --nproc-per-node 2 -m recipes.integrations.transformers_train \
-    --compress "ef(topk(0.01))" --folder runs/transformers
+    --compress "ef(topk(0.01))" --out runs/transformers
 """
 
 import torch
@@ -32,7 +32,7 @@ def main() -> None:
     sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 32}
     config = GPT2Config(**sizes, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=None)
     settings = TrainingArguments(
-        output_dir=str(args.folder),
+        output_dir=str(args.out),
         use_cpu=True,
         ddp_backend="gloo",
         per_device_train_batch_size=common.BATCH,
@@ -53,14 +53,14 @@ def main() -> None:
     trainer.add_callback(callback)
 
     half = common.TOTAL_STEPS // common.EPOCHS
-    path = str(args.folder / f"checkpoint-{half}") if args.resume else None
+    path = str(args.out / f"checkpoint-{half}") if args.resume else None
     trainer.train(resume_from_checkpoint=path)
     # The log also has the steps before the checkpoint.
     first = half if args.resume else 0
     logged = [entry for entry in trainer.state.log_history if entry["step"] > first]
     losses = [entry["loss"] for entry in logged if "loss" in entry]
     method = callback.handle if args.compress else callback.sync
-    common.report(args.folder, settings.process_index, trainer.model, losses, method.stats)
+    common.report(args.out, settings.process_index, trainer.model, losses, method.stats)
 
 
 if __name__ == "__main__":

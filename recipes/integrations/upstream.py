@@ -1,11 +1,11 @@
 """Run the training script of torchvision, timm or nanoGPT with one more line, on this machine.
 
     python -m recipes.integrations.upstream nanogpt --source CLONE --compress "ef(topk(0.01))"
-    python -m recipes.integrations.upstream timm --source CLONE --local "every(4)" -- --model-ema
+    python -m recipes.integrations.upstream timm --source CLONE --sync "every(4)" -- --model-ema
 
 The program copies the script out of a clone of its repository, inserts the lines of torchcomp,
 prints them as a diff, makes a small data set, and starts the script with torchrun. Flags after
-``--`` go to the script. Without ``--compress`` and ``--local``, plain DDP trains. What the script
+``--`` go to the script. Without ``--compress`` and ``--sync``, plain DDP trains. What the script
 needs to run at all, or on a CPU, is a diff of its own. The pages in ``docs/integrations`` say what
 was run.
 """
@@ -54,7 +54,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--source", type=Path, required=True, help="clone of its repository")
     method = parser.add_mutually_exclusive_group()
     method.add_argument("--compress", metavar="SPEC", help='such as "ef(topk(0.01))"')
-    method.add_argument("--local", metavar="SPEC", help='such as "qsr(alpha=0.05, h_base=4)"')
+    method.add_argument("--sync", metavar="SPEC", help='such as "qsr(alpha=0.05, h_base=4)"')
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine [2]")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="[cpu]")
     parser.add_argument("--out", type=Path, help="folder [runs/SCRIPT]")
@@ -84,11 +84,11 @@ def edits_of(script: Script, arguments: argparse.Namespace) -> Iterable[Edit]:
     Raises:
         RecipeError: if the spec is no method, or no schedule.
     """
-    spec = arguments.compress or arguments.local
+    spec = arguments.compress or arguments.sync
     if spec is None:
         return ()
-    if isinstance(torchcomp.parse(spec), Schedule) != (spec == arguments.local):
-        raise RecipeError("--compress takes a method and --local a schedule, not the other way")
+    if isinstance(torchcomp.parse(spec), Schedule) != (spec == arguments.sync):
+        raise RecipeError("--compress takes a method and --sync a schedule, not the other way")
     edits = script.compressed() if arguments.compress else script.local_steps()
     return [
         Edit(edit.anchor, tuple(line.replace("SPEC", repr(spec)) for line in edit.lines), edit.file)

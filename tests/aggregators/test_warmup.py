@@ -28,6 +28,7 @@ from tests.support.outcomes import reloaded
 from torchcomp import NonFiniteError, SpecError, explain
 from torchcomp.aggregators import EF, Aggregator
 from torchcomp.algorithms.checks import require
+from torchcomp.bucket import BucketShape
 from torchcomp.compressors import Identity, TopK, Warmup
 from torchcomp.jointspar.sampled import Sampled
 
@@ -131,6 +132,13 @@ def test_jointspar_hands_the_step_on() -> None:
     assert sampled.stages == STARTS
     assert sampled.at(0).inner == EF(Identity())
     assert sampled.at(0).sampler is sampled.sampler
+
+
+def test_a_dense_stage_is_all_reduced_and_the_others_are_not() -> None:
+    method = torchcomp.parse(f'ef({UP}, exchange="allgather")')
+    shape = BucketShape(("a",), ((1000,),), torch.float32)
+    collectives = [method.at(start).cost(shape, 3).collective for start in STARTS]
+    assert collectives == ["allreduce", "allgather", "allgather", "allgather"]
 
 
 # --- Runs -----------------------------------------------------------------------------------------

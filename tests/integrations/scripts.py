@@ -28,7 +28,7 @@ def check_resumes(name, folder, method, launcher=TORCHRUN):
         method: the option that selects the method, and its value.
         launcher: arguments of Python before the name of the module.
     """
-    command = [*launcher, f"recipes.integrations.{name}", *method, "--folder", str(folder)]
+    command = [*launcher, f"recipes.integrations.{name}", *method, "--out", str(folder)]
     python(*command)
     whole = results(folder)
     python(*command, "--resume")

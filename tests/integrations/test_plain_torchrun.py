@@ -24,11 +24,11 @@ def trained(folders, method):
 @pytest.mark.parametrize(
     "method",
     [
-        {"compress": "ef(topk(0.01))", "local": None},
+        {"compress": "ef(topk(0.01))", "sync": None},
         # 25 is no multiple of 10, so the run is interrupted inside a round.
-        {"compress": None, "local": "every(10)"},
+        {"compress": None, "sync": "every(10)"},
     ],
-    ids=["compress", "local"],
+    ids=["compress", "sync"],
 )
 def test_the_script_resumes_bit_for_bit(method, tmp_path):
     folders = tmp_path / "whole", tmp_path / "interrupted"

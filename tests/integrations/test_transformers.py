@@ -16,7 +16,7 @@ def test_the_script_resumes_bit_for_bit(tmp_path, method):
     check_resumes("transformers_train", tmp_path, method)
     # The same checkpoint without the callback's file.
     (tmp_path / "checkpoint-16/torchcomp.pt").unlink()
-    command = (*method, "--folder", str(tmp_path), "--resume")
+    command = (*method, "--out", str(tmp_path), "--resume")
     done = python(*TORCHRUN, "recipes.integrations.transformers_train", *command, check=False)
     assert done.returncode
     assert "CheckpointError" in done.stderr

@@ -31,7 +31,7 @@ RUNS = {
 }
 COMPRESS = ["--compress", "ef(topk(0.1))"]
 # No script evaluates or saves at the end of a round: they have 7, 3 and 5 steps in between.
-LOCAL = {name: ["--local", "every(4)"] for name in SCRIPTS}
+LOCAL = {name: ["--sync", "every(4)"] for name in SCRIPTS}
 
 
 def stand_in(name, method, folder):
@@ -120,7 +120,7 @@ def test_a_script_with_local_steps_resumes_inside_a_round(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.parametrize("method", [("--compress", "ef(topk(0.01))"), ("--local", "every(4)")])
+@pytest.mark.parametrize("method", [("--compress", "ef(topk(0.01))"), ("--sync", "every(4)")])
 def test_the_page_of_a_script_shows_every_inserted_line(name, method):
     page = (DOCS / f"{name}.md").read_text()
     shown = {line[1:].strip() for line in page.splitlines() if line.startswith("+")}
@@ -158,7 +158,7 @@ def test_an_upstream_script_that_has_changed_is_an_error(text):
     ("flag", "spec", "error"),
     [
         ("--compress", "every(4)", RecipeError),
-        ("--local", "ef(topk(0.01))", RecipeError),
+        ("--sync", "ef(topk(0.01))", RecipeError),
         ("--compress", "ef(topc(0.01))", torchcomp.SpecError),
     ],
 )

@@ -9,9 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
 from tests.support.patience import PATIENCE
+from tests.support.ranks import on_threads
 from torchcomp.aggregators.rehearsal import rehearse
 from torchcomp.kernels import backend, elias_fano, select
 
@@ -78,6 +81,17 @@ def test_an_error_of_the_method_itself_is_raised(log):
     # Its own error says nothing about the kernels of other methods.
     assert log.records == []
     assert backend.fast_form("select", "cpu") is form
+
+
+def test_averages_of_bfloat16_weights_are_rehearsed_in_float32():
+    def body():
+        model = DistributedDataParallel(nn.Linear(40, 10).bfloat16())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rehearse.cache_clear()
+        torchcomp.LocalSGD(model, optimizer, "every(2)", total_steps=4, compress="ef(topk(0.1))")
+        return rehearse.cache_info().currsize
+
+    assert on_threads(1, body) == [2], "bfloat16 and float32"
 
 
 def test_a_large_k_is_rehearsed_as_well(monkeypatch):

@@ -14,9 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 import torchcomp
 from tests.local_sgd.script import (
     Script,
+    batch,
     constant,
     convnet,
     half_frozen,
+    loss_of,
     mlp,
     momentum,
     sgd,
@@ -24,6 +26,7 @@ from tests.local_sgd.script import (
     synchronised_steps,
     trained,
 )
+from tests.support.models import seeded
 from tests.support.outcomes import assert_close, assert_refused, equal_on_all, flat
 from tests.support.ranks import on_threads
 
@@ -97,6 +100,46 @@ def test_running_statistics_are_averaged_with_the_parameters(options):
         wanted = [torch.stack(before).mean(0)] * 3 if step % 2 else before
         assert_close(torch.stack(after), torch.stack(wanted))
         assert equal_on_all(after) == bool(step % 2)
+
+
+def statistics_of(model):
+    layer = model.module[1]
+    return torch.cat([layer.running_mean, layer.running_var])
+
+
+def with_two_schedules():
+    """The statistics before and after each optimizer step, with a schedule per optimizer."""
+    model = DistributedDataParallel(seeded(convnet()))
+    layers = model.module[:2], model.module[4]
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.05) for layer in layers)
+    sync = torchcomp.LocalSGD(model, [first, second], ["every(2)", "every(3)"], total_steps=6)
+    before, after = [], []
+    for step in range(6):
+        first.zero_grad(), second.zero_grad()
+        loss_of(model, *batch(dist.get_rank(), step, IMAGE)).backward()
+        before.append(statistics_of(model))
+        first.step(), second.step()
+        sync.wait()
+        after.append(statistics_of(model))
+    return before, after
+
+
+@pytest.mark.parametrize(
+    ("run", "averages"),
+    [
+        (with_two_schedules, (2, 3, 4, 6)),
+        # With every(2), one of two fragments synchronises after each step.
+        (partial(around_the_averages, fragments=2), (1, 2, 3, 4)),
+    ],
+    ids=["schedules", "fragments"],
+)
+def test_running_statistics_are_averaged_whenever_a_part_of_the_model_is(run, averages):
+    runs = on_threads(3, run)
+    for step, (*befores,) in enumerate(zip(*(before for before, _ in runs), strict=True), 1):
+        afters = [after[step - 1] for _, after in runs]
+        wanted = [torch.stack(befores).mean(0)] * 3 if step in averages else befores
+        assert not equal_on_all(befores)
+        assert_close(torch.stack(afters), torch.stack(wanted))
 
 
 def test_statistics_of_frozen_layers_are_left_alone():

@@ -7,50 +7,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
 from tests.local_sgd import reference
-from tests.local_sgd.script import batch, constant, float32_mlp, half_frozen, loss_of, mlp, momentum
-from tests.support.models import seeded
+from tests.local_sgd.hierarchy import NODES, PER_NODE, TOTAL, Hierarchy, groups
+from tests.local_sgd.script import (
+    batch,
+    constant,
+    convnet,
+    float32_mlp,
+    half_frozen,
+    loss_of,
+)
 from tests.support.outcomes import assert_close, assert_refused, equal_on_all, flat
 from tests.support.ranks import on_processes, on_threads
-
-NODES, PER_NODE, TOTAL = 2, 2, 8
-
-
-def groups():
-    """This rank's node, and the group of the ranks with the same local rank in every node."""
-    rank = dist.get_rank()
-    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    return inside[rank // PER_NODE], across[rank % PER_NODE]
 
 
 def of_a_mesh():
     mesh = init_device_mesh("cpu", (NODES, PER_NODE), mesh_dim_names=("node", "local"))
     return mesh["local"].get_group(), mesh["node"]
-
-
-class Hierarchy:
-    """A training script on 4 ranks in 2 nodes."""
-
-    def __init__(self, make=groups, spec="every(3)", build=mlp, lr=0.05, ddp=None, **local):
-        inside, across = make()
-        self.rank = dist.get_rank()
-        self.model = DistributedDataParallel(seeded(build()), process_group=inside, **(ddp or {}))
-        self.optimizer = momentum(self.model.parameters(), lr=lr)
-        arguments = {"total_steps": TOTAL, "process_group": across} | local
-        self.sync = torchcomp.LocalSGD(self.model, self.optimizer, spec, **arguments)
-
-    def step(self, step):
-        self.optimizer.zero_grad()
-        loss_of(self.model, *batch(self.rank, step)).backward()
-        self.optimizer.step()
-        return flat(self.model.parameters())
-
-    def train(self, start=0, stop=TOTAL):
-        return [self.step(step) for step in range(start, stop)]
 
 
 def weights_of(**options):
@@ -88,6 +63,29 @@ def test_equals_the_float64_reference_at_every_step(make, compress):
     for actual, nodes in zip(zip(*runs, strict=True), nodes_in_float64(), strict=True):
         for rank, mine in enumerate(actual):
             assert_close(mine, nodes[rank // PER_NODE])
+
+
+def statistics_around_an_average():
+    """BatchNorm's running statistics before and after the average of the third step."""
+    script = Hierarchy(build=convnet, shape=(3, 4, 4))
+    seen = []
+
+    def statistics():
+        layer = script.model.module[1]
+        return torch.cat([layer.running_mean, layer.running_var])
+
+    script.optimizer.register_step_pre_hook(lambda *_: seen.append(statistics()))
+    script.train(0, 3)
+    script.sync.wait()
+    return seen[-1], statistics()
+
+
+def test_running_statistics_are_averaged_across_nodes():
+    before, after = zip(*on_threads(4, statistics_around_an_average), strict=True)
+    for rank, mine in enumerate(after):
+        others = [before[rank % PER_NODE], before[rank % PER_NODE + PER_NODE]]
+        assert not torch.equal(*others)
+        assert_close(mine, torch.stack(others).mean(0))
 
 
 @pytest.mark.parametrize(

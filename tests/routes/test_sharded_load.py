@@ -1,5 +1,8 @@
 """Bytes of a sharded exchange: the closed form against a sum over all owners."""
 
+import math
+from fractions import Fraction
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,23 +21,39 @@ OTHERS = [Identity(), Cast("bf16"), Quantize("int8"), RandK(0.3, scope="tensor")
 
 
 def frames(each):
-    """The bytes of every owner's frame."""
+    """The expected bytes of every owner's frame."""
     if not each.exact:
         return [codec.framed for codec in each.fixed]
     sizes = [sum(widths) for widths in each.widths]
-    even = [
-        [each.kept[p.vector] * (p.stop - p.start) // sizes[p.vector] for p in pieces]
-        for pieces in each.pieces
+    return [
+        expected_frame(
+            each,
+            owner,
+            [Fraction(each.kept[p.vector] * (p.stop - p.start), sizes[p.vector]) for p in pieces],
+        )
+        for owner, pieces in enumerate(each.pieces)
     ]
-    return [each.counted(owner, counts).framed for owner, counts in enumerate(even)]
+
+
+def expected_frame(each, owner, entries):
+    """The expected bytes of one frame, for the expected number of entries of each piece."""
+    if all(number >= 1 for number in entries):
+        return each.counted(owner, [int(number) for number in entries]).framed
+    nbytes = Fraction(0)
+    for i, number in enumerate(entries):
+        alone = [0] * len(entries)
+        alone[i] = max(1, int(number))
+        nbytes += min(1, number) * each.counted(owner, alone).nbytes
+    sent = min(1, max(entries))  # the share of the steps with a frame
+    return sent * wire.framed(math.ceil(nbytes / sent))
 
 
 def listed_load(up, down, rank):
     """The load of a rank, from the codecs that a run uses."""
     uplink, downlink, others = frames(up), frames(down), up.world_size - 1
     load = Load(
-        sent=sum(uplink) - uplink[rank] + others * downlink[rank],
-        received=others * uplink[rank] + sum(downlink) - downlink[rank],
+        sent=round(sum(uplink) - uplink[rank] + others * downlink[rank]),
+        received=round(others * uplink[rank] + sum(downlink) - downlink[rank]),
     )
     if up.exact:
         pieces = [len(each) for each in up.pieces]
@@ -75,6 +94,18 @@ def test_the_closed_form_is_the_sum_over_the_owners(
         for role, each in (("up", up), ("down", down))
     ]
     assert sharded_load(*ways, rank) == listed_load(*ways, rank)
+
+
+def test_fewer_entries_than_shards_send_what_random_entries_send_on_average():
+    """One entry of 1,000, in one of 10 shards: 9 times of 10 another rank owns it."""
+    shape = BucketShape(("a",), ((1000,),), torch.float32)
+    entry = direction("up", TopK(k=1), "exact", shape, 10)
+    empty = direction("down", Identity(), "shard", shape, 10)
+    sent = sharded_load(entry, empty, 0).sent - sharded_load(empty, empty, 0).sent
+    counts = 4 * 9  # which shards get how many entries, as int32
+    dense = 9 * wire.framed(400)
+    frame = entry.counted(0, [1]).framed
+    assert sent == counts + round(0.9 * frame) - dense
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 70])

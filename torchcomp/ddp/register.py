@@ -87,12 +87,14 @@ def _log_method(averager: Averager) -> None:
     """Log what was registered, and a warning if the method loses much of the gradient."""
     aggregator, shapes = averager.aggregator, [averager.shape_of(g) for g in averager.buckets]
     planned = planned_traffic(aggregator, shapes, averager.exchange.world_size)
+    warmup_steps = aggregator.stages[-1]
     _log.info(
-        "registered %s: %d parameters with %s elements in %d groups, per step %s",
+        "registered %s: %d parameters with %s elements, groups: %d, per step%s %s",
         aggregator,
         len(averager.parameters),
         f"{sum(shape.numel for shape in shapes):,}",
         len(shapes),
+        f" after the first {warmup_steps:,}" if warmup_steps else "",
         sent_instead(planned.sent, planned.dense),
     )
     if isinstance(aggregator, Mean) and aggregator.loses:

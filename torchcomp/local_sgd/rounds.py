@@ -246,8 +246,8 @@ class LocalSteps:
         wide, ranks = [shape.wide() for shape in shapes], averager.exchange.world_size
         _log.info(
             "local steps with %s, total_steps=%d, compress=%s, outer=%s: %d parameters with %s "
-            "elements in %d groups; averaging all of them sends %s bytes, and a step of plain DDP "
-            "%s",
+            "elements, groups: %d; averaging the parameters sends %s bytes, and a step of plain "
+            "DDP %s",
             method.spec,
             self.clock.total_steps,
             method.aggregator,

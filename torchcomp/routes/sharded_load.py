@@ -5,9 +5,11 @@ counted together. Only shards with parts of several vectors are looked at one by
 a computation therefore depends on the number of vectors, and not on the number of ranks.
 """
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 
@@ -27,8 +29,8 @@ def sharded_load(up: Direction, down: Direction, rank: int) -> Load:
     up_all, up_own = _framed(up, rank)
     down_all, down_own = _framed(down, rank)
     load = Load(
-        sent=up_all - up_own + others * down_own,
-        received=others * up_own + down_all - down_own,
+        sent=round(up_all - up_own + others * down_own),
+        received=round(others * up_own + down_all - down_own),
     )
     if up.exact:  # the counts, which are int32
         owned = len(_own(up.sizes, up.world_size, rank))
@@ -39,25 +41,27 @@ def sharded_load(up: Direction, down: Direction, rank: int) -> Load:
     return load
 
 
-def _framed(direction: Direction, rank: int) -> tuple[int, int]:
+def _framed(direction: Direction, rank: int) -> tuple[Fraction, Fraction]:
     """Return the bytes of the frames of all shards together, and of the shard of `rank`."""
     shards = _shards(direction.sizes, direction.world_size)
-    total = sum(_frame(direction, shard) * count for shard, count in shards.items())
+    total = sum((_frame(direction, shard) * count for shard, count in shards.items()), Fraction(0))
     return total, _frame(direction, _own(direction.sizes, direction.world_size, rank))
 
 
-def _frame(direction: Direction, shard: Pieces) -> int:
-    """Return the bytes of a shard's frame. If `exact`, assume an even spread of the entries."""
-    nbytes = 0
+def _frame(direction: Direction, shard: Pieces) -> Fraction:
+    """Return the bytes of a shard's frame. If `exact`, assume an even spread of the entries.
+
+    A piece that expects less than one entry counts as one entry in that share of the steps.
+    """
+    nbytes, steps = Fraction(0), Fraction(0)
     for vector, size in shard:
-        encoder = direction.compressor
+        encoder, share = direction.compressor, Fraction(1)
         if direction.exact:
-            count = direction.kept[vector] * size // direction.sizes[vector]
-            if not count:
-                continue
-            encoder = direction.selector.exactly(count)
-        nbytes += wire.nbytes(encoder.layout(size, direction.shape.dtype))
-    return wire.framed(nbytes) if nbytes else 0
+            expected = Fraction(direction.kept[vector] * size, direction.sizes[vector])
+            encoder, share = direction.selector.exactly(max(1, int(expected))), min(share, expected)
+        nbytes += share * wire.nbytes(encoder.layout(size, direction.shape.dtype))
+        steps = max(steps, share)  # in which there is a frame
+    return steps * wire.framed(math.ceil(nbytes / steps)) if steps else steps
 
 
 def _search_load(down: Direction, rank: int) -> Load:
