@@ -8,25 +8,22 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
 from email import message_from_bytes
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.support.patience import PATIENCE
+from tests.support.commands import ROOT, run
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -35,23 +32,6 @@ CONSTRAINTS = [
     for line in (ROOT / "constraints.txt").read_text().splitlines()
     if line and not line.startswith("#")
 ]
-
-
-def run(command, *, cwd=ROOT, check=True, **env):
-    """Run a command without a terminal and without the variables that an outer `make` exports."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env={**clean, **env},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    if check and done.returncode:
-        pytest.fail(f"{command} exited {done.returncode}:\n{done.stdout}{done.stderr}")
-    return done
 
 
 # --- What is packaged -----------------------------------------------------------------------------
@@ -105,7 +85,7 @@ def test_description_of_the_wheel_has_no_link_into_the_repository(wheel):
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert "https://" in description
     assert re.findall(r"\]\((?!https:)[^)]*\)|^\[.+\]: (?!https:).*", description, re.M) == []
-    for target in re.findall(r"\]\(([^):#]+)", (ROOT / "README.md").read_text()):
+    for target in re.findall(r"\]\((?!https:)([^)#]+)", (ROOT / "README.md").read_text()):
         assert f"(`{target}`)" in description
 
 

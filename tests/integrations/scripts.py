@@ -1,16 +1,12 @@
 """Run a script of recipes/integrations/, uninterrupted and resumed, and compare the two."""
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.support.patience import PATIENCE
+from tests.support.commands import ROOT, run
 
-ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
 METHODS = (("--compress", "ef(topk(0.05))"), ("--sync", "every(3)"))
 """With every(3), the checkpoint after 16 steps is inside a round."""
@@ -56,14 +52,4 @@ def results(folder):
 def python(*arguments, check=True):
     """Run Python in the repository, and return the completed process."""
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    if check and done.returncode:
-        pytest.fail(f"{arguments} exited {done.returncode}:\n{done.stdout}{done.stderr}")
-    return done
+    return run([sys.executable, *arguments], check=check, **environment)

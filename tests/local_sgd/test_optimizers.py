@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torchcomp
 from tests.local_sgd.script import Script, batch, loss_of, mlp, synchronised_steps
+from tests.support.cases import thorough
 from tests.support.models import seeded
 from tests.support.outcomes import assert_close, assert_refused, equal_on_all, flat
 from tests.support.ranks import on_processes, on_threads
@@ -222,7 +223,7 @@ def thawed(compress="mean", late=2, only_on=(0, 1, 2), total=7):
 
 
 @pytest.mark.parametrize("compress", ["mean", "ef(topk(0.2))"])
-@pytest.mark.parametrize("late", [2, 3, 4])
+@pytest.mark.parametrize("late", [2, 3, *thorough([4])])
 def test_a_layer_that_is_unfrozen_is_averaged_from_its_first_step_on(compress, late):
     runs, states = zip(*on_threads(3, thawed, compress, late), strict=True)
     frozen = list(range(1, late + 1))

@@ -8,6 +8,7 @@ import torch
 import torchcomp
 from tests.local_sgd import reference
 from tests.local_sgd.script import Script, cosine, momentum, synchronised_steps
+from tests.support.cases import thorough
 from tests.support.models import kept, seeded
 from tests.support.outcomes import assert_close, assert_refused, equal_on_all
 from tests.support.ranks import on_threads
@@ -62,7 +63,7 @@ def test_slow_momentum_is_not_the_plain_average():
     assert (plain - mine).norm() > 1e-2 * plain.norm()
 
 
-@pytest.mark.parametrize("which", ["slowmo", "diloco"])
+@pytest.mark.parametrize("which", ["diloco", *thorough(["slowmo"])])
 def test_a_lossless_method_makes_no_difference(which):
     outer, _ = OUTER[which]
     plain, mine = on_threads(3, outer_run, outer), on_threads(3, outer_run, outer, "ef(identity)")

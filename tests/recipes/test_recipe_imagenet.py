@@ -127,7 +127,7 @@ def test_published_configurations_dry_run(name: str, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(
     "config",
-    some(sorted((RECIPES / "configs").rglob("*.yaml")), of=8),
+    some(sorted((RECIPES / "configs").rglob("*.yaml")), of=16),
     ids=lambda p: p.stem,
 )
 def test_a_shrunken_copy_of_every_configuration_takes_a_step(

@@ -67,7 +67,7 @@ def real_runs(iterations):
     return ends
 
 
-@pytest.mark.parametrize("long", [200, *thorough([1000])])
+@pytest.mark.parametrize("long", [100, *thorough([1000])])
 def test_ranks_equal_the_simulation_bit_for_bit(long):
     iterations = {name: long if name == "2Direction" else 25 for name in METHODS}
     ranks = on_processes(4, real_runs, iterations, timeout=PATIENCE)
