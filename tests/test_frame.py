@@ -216,12 +216,14 @@ def test_fast_tests_name_files_that_exist():
 
 
 @pytest.mark.parametrize(
-    ("failing", "code"), [("none", 0), ("lint", 1), ("test", 1), ("test-thorough", 1)]
+    ("failing", "code"),
+    [("none", 0), ("lint", 1), ("test", 1), ("test-thorough", 1), ("test-versions", 1)],
 )
 def test_ci_runs_all_and_fails_if_any_does(tmp_path, failing, code):
     executable(tmp_path / "make", f'echo "ran $1"; [ "$1" != {failing} ]')
     done = run([ROOT / ".ci/run"], check=False, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert (done.returncode, done.stdout) == (code, "ran lint\nran test\nran test-thorough\n")
+    steps = ["ran lint", "ran test", "ran test-thorough", "ran test-versions"]
+    assert (done.returncode, done.stdout.splitlines()) == (code, steps)
 
 
 # --- The set-up -----------------------------------------------------------------------------------
@@ -463,7 +465,9 @@ def test_missing_python_is_reported_in_one_line(machine):
 ANY_PYTHON = """
 case "$*" in
 "-m venv"*) for last; do :; done; mkdir -p "$last/bin" && cp "$0" "$last/bin/python" ;;
-"-m pip install"*) echo "$*" >>pip-calls ;;
+"-m pip install"*)
+    echo "$*" >>pip-calls
+    for word; do if [ -e "no ${word%.*}" ]; then exit 1; fi; done ;;
 "-m pytest"*)
     for word; do case "$word" in --junitxml=*) report=${word#*=} ;; esac; done
     case "$report" in *torch-newest*) failures=$(cat failures) ;; *) failures=0 ;; esac
@@ -495,6 +499,13 @@ def versions(tmp_path):
     return call
 
 
+def test_a_version_that_cannot_be_installed_fails_and_the_other_is_tested(versions, tmp_path):
+    (tmp_path / "no torch==2.1").touch()
+    done, rows = versions("2.1:3.11", "2.9:3.12")
+    assert done.returncode == 1
+    assert [row[2:6] for row in rows] == [["", "", "", "not installed"], ["yes", "8", "1", "0"]]
+
+
 @pytest.mark.parametrize("failures", [0, 2])
 def test_versions_are_the_oldest_two_and_the_newest_two(versions, tmp_path, failures):
     done, rows = versions(failures=failures)
@@ -503,7 +514,9 @@ def test_versions_are_the_oldest_two_and_the_newest_two(versions, tmp_path, fail
     oldest = ["2.99", "3.99.1", "yes", "8", "1", "0"]
     assert rows == [oldest, [*oldest[:3], str(8 - failures), "1", str(failures)]]
     calls = (tmp_path / "pip-calls").read_text()
-    assert [word for word in calls.split() if word.startswith("torch")] == ["torch==2.6.*", "torch"]
+    # At the same time, so in any order.
+    installed = sorted(word for word in calls.split() if word.startswith("torch"))
+    assert installed == ["torch", "torch==2.6.*"]
     folders = {path.name for path in (tmp_path / ".venv-versions").iterdir()}
     assert folders == {"torch-2.6-py3.11", "torch-newest-py3.12"}
 
@@ -522,5 +535,5 @@ def test_a_python_that_is_missing_is_an_error(versions):
 
 def test_versions_name_tests_that_exist():
     tests = runpy.run_path(str(ROOT / "tools/versions.py"))["TESTS"]
-    assert {"tests/test_wire.py", "tests/ddp", "tests/local_sgd"} <= set(tests)
+    assert {"tests/test_wire.py", "tests/ddp", "tests/local_sgd/test_algorithm.py"} <= set(tests)
     assert [path for path in tests if not (ROOT / path).exists()] == []

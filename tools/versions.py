@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 from xml.etree import ElementTree
@@ -22,8 +23,16 @@ FOLDER = ROOT / ".venv-versions"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TOOLS = ("numpy", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "setuptools")
 FILES = ("compat", "bucket", "wire", "spec", "compressors", "schedules", "checkpoint")
-FOLDERS = ("kernels", "engine", "exchange", "routes", "ddp", "local_sgd")
-TESTS = [*(f"tests/test_{name}.py" for name in FILES), *(f"tests/{name}" for name in FOLDERS)]
+FOLDERS = ("kernels", "engine", "exchange", "routes", "ddp")
+# Those that depend on torch the most: on its modules, optimizers and scaler, and on DDP's hooks.
+LOCAL_STEPS = (
+    *("algorithm", "bad_input", "close", "local_state", "models", "optimizers", "scaler", "stats"),
+)
+TESTS = [
+    *(f"tests/test_{name}.py" for name in FILES),
+    *(f"tests/{name}" for name in FOLDERS),
+    *(f"tests/local_sgd/test_{name}.py" for name in LOCAL_STEPS),
+]
 FACTS = "import torch, platform; print(torch.__version__, platform.python_version())"
 
 
@@ -39,7 +48,12 @@ def main(chosen: list[str]) -> int:
     for torch, python in pairs:
         if python not in pythons:
             sys.exit(f"test-versions: {torch}:{python}: there is no Python '{python}' here")
-    rows = [tested(torch, python, pythons[python]) for torch, python in pairs]
+    start = time.monotonic()
+    # At the same time: each takes minutes to download and to unpack.
+    with ThreadPoolExecutor() as pool:
+        venvs = [*pool.map(lambda pair: install(*pair, pythons[pair[1]]), pairs)]
+    say(f"environments installed in {minutes(start)} minutes")
+    rows = [tested(*pair, venv) for pair, venv in zip(pairs, venvs, strict=True)]
     print("\n| torch | Python | Numba | passed | skipped | failed | minutes | date |")
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:
@@ -65,39 +79,46 @@ def interpreter(python: str) -> str | None:
     return None
 
 
-def tested(torch: str, python: str, path: str) -> list[str]:
-    """Install one pair of versions, run the tests, and return a row of the table."""
-    start = time.monotonic()
-    venv = FOLDER / f"torch-{torch}-py{python}"
-    interpreter, report = venv / "bin/python", venv / "report.xml"
-    say(f"torch {torch} on Python {python}")
-    try:
-        numba = install(torch, path, venv)
-        facts = subprocess.check_output([interpreter, "-c", FACTS], cwd=ROOT, text=True).split()
-    except subprocess.CalledProcessError as error:
-        say(f"installation failed: {error}")
-        return [torch, python, "", "", "", "not installed", minutes(start), f"{date.today()}"]
-    report.unlink(missing_ok=True)
-    pytest = ["-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", f"--junitxml={report}"]
-    subprocess.run([interpreter, *pytest, *TESTS], cwd=ROOT)
-    return [*facts, numba, *counts(report), minutes(start), f"{date.today()}"]
-
-
-def install(torch: str, path: str, venv: Path) -> str:
-    """Install torch, torchcomp and what the tests need. Return "yes" if there is a Numba, or "no".
+def install(torch: str, python: str, path: str) -> Path | None:
+    """Make an environment with torch and what the tests need. Return None if that fails.
 
     torch comes without constraints.txt, because it demands versions of its own.
     """
-    if not (venv / "bin/pip").exists():
-        subprocess.run([path, "-m", "venv", "--clear", venv], check=True)
-    pip = [venv / "bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    pinned = [*pip, "-c", "constraints.txt"]
-    subprocess.run([*pinned, *TOOLS], cwd=ROOT, check=True)
+    venv = FOLDER / f"torch-{torch}-py{python}"
     wanted = "torch" if torch == "newest" else f"torch=={torch}.*"
-    subprocess.run([*pip, "--upgrade", wanted, "-e", "."], cwd=ROOT, check=True)
+    try:
+        if not (venv / "bin/pip").exists():
+            subprocess.run([path, "-m", "venv", "--clear", venv], check=True)
+        subprocess.run([*pip(venv), "-c", "constraints.txt", *TOOLS], cwd=ROOT, check=True)
+        subprocess.run([*pip(venv), "--upgrade", wanted], cwd=ROOT, check=True)
+    except subprocess.CalledProcessError as error:
+        say(f"installation failed: {error}")
+        return None
+    return venv
+
+
+def tested(torch: str, python: str, venv: Path | None) -> list[str]:
+    """Run the tests in one environment, and return a row of the table."""
+    if venv is None:
+        return [torch, python, "", "", "", "not installed", "", f"{date.today()}"]
+    say(f"torch {torch} on Python {python}")
+    start = time.monotonic()
+    # Not in install(): two builds at the same time would write the same files in the clone.
+    subprocess.run([*pip(venv), "-e", "."], cwd=ROOT, check=True)
     # The newest Python can be too new for Numba. The tests then run the kernels without it.
+    pinned = [*pip(venv), "-c", "constraints.txt"]
     numba = subprocess.run([*pinned, "--only-binary", ":all:", "numba"], cwd=ROOT)
-    return "no" if numba.returncode else "yes"
+    interpreter, report = venv / "bin/python", venv / "report.xml"
+    facts = subprocess.check_output([interpreter, "-c", FACTS], cwd=ROOT, text=True).split()
+    report.unlink(missing_ok=True)
+    pytest = ["-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", f"--junitxml={report}"]
+    subprocess.run([interpreter, *pytest, *TESTS], cwd=ROOT)
+    found = "no" if numba.returncode else "yes"
+    return [*facts, found, *counts(report), minutes(start), f"{date.today()}"]
+
+
+def pip(venv: Path) -> list[str | Path]:
+    return [venv / "bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
 
 
 def counts(report: Path) -> list[str]:

@@ -40,7 +40,7 @@ class Averager:
     It does not depend on a model, an optimizer or DDP. One step is a call of ``begin``, one call of
     ``average`` per bucket, and a call of ``finish``. In ``finish``, all ranks decide together
     whether the step counts. If it does not, the state is rolled back to what it was before the
-    step. A training loop without DDP averages its gradients with::
+    step. A training loop without DDP averages its gradients with:
 
         averager = torchcomp.Averager(
             "ef(topk(0.01))", torchcomp.ProcessGroupExchange(), dict(model.named_parameters())

@@ -9,7 +9,7 @@ from torchcomp.errors import UnsupportedModelError
 def ddp_model(module: nn.Module) -> DistributedDataParallel:
     """Return the DDP model of a module that ``fabric.setup`` returned.
 
-    Pass it to torchcomp, and train the wrapped module as before::
+    Pass it to torchcomp, and train the wrapped module as before:
 
         model, optimizer = fabric.setup(model, optimizer)
         handle = torchcomp.register(ddp_model(model), "ef(topk(0.01))")

@@ -215,7 +215,7 @@ class LocalSGD(Gatherable):
         This is the paper's remedy for float16: no rank ever skips an optimizer step. Call it in
         place of ``scaler.scale(loss).backward()``, once for each micro-batch. The gradients in
         ``.grad`` are then unscaled, so clip them directly. Call ``optimizer.step()``, not
-        ``scaler.step(optimizer)``::
+        ``scaler.step(optimizer)``:
 
             optimizer.zero_grad()
             loss = sync.backward(lambda: criterion(model(inputs), targets))

@@ -43,6 +43,7 @@ class PostLocal(TwoPhase):
     (post-local SGD).
 
     Attributes:
+        switch: the last step of the first phase, counted from 1; before the end of the run.
         h: local steps between synchronisations after the switch.
     """
 
@@ -65,6 +66,9 @@ class Swap(TwoPhase):
 
     Source: Gupta, Akle Serrano, DeCoste, "Stochastic weight averaging in parallel: large-batch
     training that generalizes well", ICLR 2020 (SWAP).
+
+    Attributes:
+        switch: the last step of the first phase, counted from 1; before the end of the run.
     """
 
     name: ClassVar[str] = "swap"

@@ -63,9 +63,13 @@ class TwoDirectionMethod(Method):
             :func:`~torchcomp.algorithms.two_direction.theory.constants`.
 
     Attributes:
-        u, v, h: the server's vectors other than x; (d,).
-        w, z, k: vectors of the server that the workers rebuild from downlink messages; (d,).
-        h_i: (workers of this process, d).
+        u: a vector of the server, as v and h are; (d,).
+        v: see u.
+        h: see u.
+        w: a vector of the server that workers rebuild from downlink messages, as z and k are; (d,).
+        z: see w.
+        k: see w.
+        h_i: the workers' shifts; (workers of this process, d).
         grad_z: gradients at z, shaped like h_i. None after z has moved, until they are computed.
         rho: 1/Gamma.
         second_is_due: whether lines (12) to (15) of the last iteration have not run yet.
