@@ -64,7 +64,7 @@ def train(run: Run) -> Outcome:
     torch.manual_seed(run.seed)
     model = DistributedDataParallel(SmallGPT(SHAPE))
     optimizer = torch.optim.AdamW(
-        model.parameters(), betas=(0.9, BETA2), weight_decay=WEIGHT_DECAY, fused=True
+        model.parameters(), lr=run.lr, betas=(0.9, BETA2), weight_decay=WEIGHT_DECAY, fused=True
     )
     warmup_steps = int(_WARMUP_SHARE * run.steps)
     lr_at = decaying(
@@ -73,7 +73,7 @@ def train(run: Run) -> Outcome:
     plan = torchcomp.explain("mean", model=model, world_size=dist.get_world_size())
     dense_bytes = run.steps * plan.dense_bytes_sent
     batches = torch.Generator().manual_seed(run.seed)
-    handle = attach(model, optimizer, run)
+    handle = attach(model, optimizer, run, warmup_steps)
     with closing(handle) if handle else nullcontext():
         for step in range(run.steps):
             optimizer.param_groups[0]["lr"] = lr_at(step)
@@ -82,13 +82,16 @@ def train(run: Run) -> Outcome:
     return Outcome(evaluate(model.module, corpus), sent, dense_bytes)
 
 
-def attach(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, run: Run) -> Any:
+def attach(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, run: Run, warmup_steps: int
+) -> Any:
     """Attach the method to the model, and return its handle; None for plain DDP."""
     spec, options = split(run.method)
     if spec == DENSE:
         return None
     if isinstance(torchcomp.parse(spec), Schedule):
-        return torchcomp.LocalSGD(model, optimizer, spec, total_steps=run.steps, **options)
+        steps = {"total_steps": run.steps, "warmup_steps": warmup_steps}
+        return torchcomp.LocalSGD(model, optimizer, spec, **steps, **options)
     return torchcomp.register(model, spec)
 
 

@@ -149,12 +149,12 @@ def test_rounds_that_begin_in_warm_up_take_h_base(warmup, expected):
     ("spec", "warmup", "warnings"),
     [("qsr(alpha=1.0, h_base=2)", 0, 1), ("qsr(alpha=1.0, h_base=2)", 12, 0), ("every(12)", 0, 0)],
 )
-def test_a_learning_rate_that_makes_one_round_of_the_run_logs_a_warning(
+def test_a_learning_rate_that_makes_one_round_of_the_run_logs_one_warning(
     spec, warmup, warnings, caplog
 ):
     options = {"spec": spec, "total_steps": 12, "warmup_steps": warmup}
     with caplog.at_level(logging.WARNING, "torchcomp.local_sgd"):
-        on_threads(1, partial(trained, 12, **options))
+        on_threads(2, partial(trained, 12, **options))
     messages = [record.getMessage() for record in caplog.records if "warmup_steps" in record.msg]
     assert len(messages) == warnings
 

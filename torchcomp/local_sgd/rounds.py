@@ -88,17 +88,20 @@ class Fragment:
             numerator, denominator = self.phase
             end = -(-end * numerator // denominator)
         self.start, self.end, self.lrs = step, end, lrs
+
+    def warn_if_long(self, total: int) -> None:
+        """Log a warning if the round is more than half of a run of `total` steps."""
         # A warm-up learning rate of 1e-6 in the paper's rule makes one round of the whole run.
-        if self.schedule.reads_lr and not beyond and 2 * (end - step) > total:
+        if self.schedule.reads_lr and self.start < total < 2 * (self.end - self.start):
             _log.warning(
                 "the round from step %d to %d is more than half of the run (%d steps), because the "
                 "learning rate is %g. The ranks do not average before its end. If this is a "
                 "warm-up learning rate, set warmup_steps. Otherwise compare the schedule's "
                 "coefficient with the peak learning rate",
-                step,
-                end,
+                self.start,
+                self.end,
                 total,
-                lr,
+                max(self.lrs, default=0.0),
             )
 
 
@@ -337,6 +340,8 @@ class LocalSteps:
         for fragment in self.clock.fragments:
             if fragment.end == self.clock.step:
                 fragment.begin_round(self.clock.step, self._lrs(fragment), self.method)
+                if self._logs:
+                    fragment.warn_if_long(self.clock.total_steps)
 
     def _first_step(self) -> tuple[None, dict[str, Any]]:
         """Check this rank before the first step of the run or after a checkpoint was loaded.
