@@ -40,6 +40,7 @@ METHODS = (
     "ef(warmup(topk(0.01), steps=20))",
     'ef(warmup(topk(0.02, values="int4"), steps=20))',
     'ef(quantize("int8"))',
+    'bidirectional(quantize("int4"), quantize("int4"))',
     'every(2) with compress=ef(topk(0.1, values="int8"))',
     'every(4) with compress=ef(topk(0.1, values="int8"))',
     'every(8) with compress=quantize("int8")',
