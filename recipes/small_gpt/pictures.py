@@ -17,8 +17,7 @@ def draw_tradeoff(compared: list[Summary], title: str, path: Path) -> None:
     # The legend lists the best methods first, like the points from the bottom up.
     shown = sorted((c for c in compared if c.method != DENSE), key=lambda each: each.excess)
     for number, each in enumerate(shown, 1):
-        good = each.excess <= _TARGET_EXCESS and each.saving >= _TARGET_SAVING
-        color = "C2" if good else "C0"
+        color = "C2" if _is_good(each) else "C0"
         point, spread = (each.saving, each.excess), each.deviation
         axes.errorbar(*point, yerr=spread, color=color, alpha=0.4, capsize=3, linewidth=1)
         axes.plot(*point, "o", color=color, markersize=15, label=f"{number:>2}  {each.method}")
@@ -35,7 +34,8 @@ def draw_tradeoff(compared: list[Summary], title: str, path: Path) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
     axes.set_xlabel("traffic: how many times fewer bytes than plain DDP (log scale)")
     axes.set_ylabel("validation loss above plain DDP, %")
-    axes.set_title(f"{title}: green points save 20x\nand stay within 2 % of the loss of plain DDP")
+    goal = "save 20x\nand stay within 2 % of the loss of plain DDP"
+    axes.set_title(f"{title}: {'green points' if any(map(_is_good, shown)) else 'none'} {goal}")
     axes.grid(True, which="major", alpha=0.3)
     figure.legend(
         *axes.get_legend_handles_labels(),
@@ -46,3 +46,7 @@ def draw_tradeoff(compared: list[Summary], title: str, path: Path) -> None:
         frameon=False,
     )
     save_figure(figure, path, dpi=120)
+
+
+def _is_good(each: Summary) -> bool:
+    return each.excess <= _TARGET_EXCESS and each.saving >= _TARGET_SAVING
