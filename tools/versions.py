@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
+from threading import Lock
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,14 +26,23 @@ TOOLS = ("numpy", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "set
 FILES = ("compat", "bucket", "wire", "spec", "compressors", "schedules", "checkpoint")
 FOLDERS = ("kernels", "engine", "exchange", "routes", "ddp")
 # Those that depend on torch the most: on its modules, optimizers and scaler, and on DDP's hooks.
-LOCAL_STEPS = (
-    *("algorithm", "bad_input", "close", "local_state", "models", "optimizers", "scaler", "stats"),
+LOCAL = (
+    "algorithm",
+    "bad_input",
+    "close",
+    "local_state",
+    "models",
+    "optimizers",
+    "scaler",
+    "stats",
 )
 TESTS = [
     *(f"tests/test_{name}.py" for name in FILES),
     *(f"tests/{name}" for name in FOLDERS),
-    *(f"tests/local_sgd/test_{name}.py" for name in LOCAL_STEPS),
+    *(f"tests/local_sgd/test_{name}.py" for name in LOCAL),
 ]
+# Two builds at the same time would write the same files in the clone.
+BUILD = Lock()
 FACTS = "import torch, platform; print(torch.__version__, platform.python_version())"
 
 
@@ -51,9 +61,9 @@ def main(chosen: list[str]) -> int:
     start = time.monotonic()
     # At the same time: each takes minutes to download and to unpack.
     with ThreadPoolExecutor() as pool:
-        venvs = [*pool.map(lambda pair: install(*pair, pythons[pair[1]]), pairs)]
+        installed = [*pool.map(lambda pair: install(*pair, pythons[pair[1]]), pairs)]
     say(f"environments installed in {minutes(start)} minutes")
-    rows = [tested(*pair, venv) for pair, venv in zip(pairs, venvs, strict=True)]
+    rows = [tested(*pair, facts) for pair, facts in zip(pairs, installed, strict=True)]
     print("\n| torch | Python | Numba | passed | skipped | failed | minutes | date |")
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:
@@ -79,46 +89,50 @@ def interpreter(python: str) -> str | None:
     return None
 
 
-def install(torch: str, python: str, path: str) -> Path | None:
-    """Make an environment with torch and what the tests need. Return None if that fails.
+def environment(torch: str, python: str) -> Path:
+    return FOLDER / f"torch-{torch}-py{python}"
+
+
+def install(torch: str, python: str, path: str) -> list[str] | None:
+    """Make an environment with torch, torchcomp and what the tests need.
 
     torch comes without constraints.txt, because it demands versions of its own.
+
+    Returns:
+        The first cells of the table's row: torch, Python, whether there is a Numba. None on error.
     """
-    venv = FOLDER / f"torch-{torch}-py{python}"
+    venv = environment(torch, python)
+    pip = [venv / "bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    pinned = [*pip, "-c", "constraints.txt"]
     wanted = "torch" if torch == "newest" else f"torch=={torch}.*"
     try:
         if not (venv / "bin/pip").exists():
             subprocess.run([path, "-m", "venv", "--clear", venv], check=True)
-        subprocess.run([*pip(venv), "-c", "constraints.txt", *TOOLS], cwd=ROOT, check=True)
-        subprocess.run([*pip(venv), "--upgrade", wanted], cwd=ROOT, check=True)
+        subprocess.run([*pinned, *TOOLS], cwd=ROOT, check=True)
+        subprocess.run([*pip, "--upgrade", wanted], cwd=ROOT, check=True)
+        with BUILD:
+            subprocess.run([*pip, "-e", "."], cwd=ROOT, check=True)
+        facts = subprocess.check_output([venv / "bin/python", "-c", FACTS], cwd=ROOT, text=True)
     except subprocess.CalledProcessError as error:
         say(f"installation failed: {error}")
         return None
-    return venv
-
-
-def tested(torch: str, python: str, venv: Path | None) -> list[str]:
-    """Run the tests in one environment, and return a row of the table."""
-    if venv is None:
-        return [torch, python, "", "", "", "not installed", "", f"{date.today()}"]
-    say(f"torch {torch} on Python {python}")
-    start = time.monotonic()
-    # Not in install(): two builds at the same time would write the same files in the clone.
-    subprocess.run([*pip(venv), "-e", "."], cwd=ROOT, check=True)
     # The newest Python can be too new for Numba. The tests then run the kernels without it.
-    pinned = [*pip(venv), "-c", "constraints.txt"]
     numba = subprocess.run([*pinned, "--only-binary", ":all:", "numba"], cwd=ROOT)
-    interpreter, report = venv / "bin/python", venv / "report.xml"
-    facts = subprocess.check_output([interpreter, "-c", FACTS], cwd=ROOT, text=True).split()
+    return [*facts.split(), "no" if numba.returncode else "yes"]
+
+
+def tested(torch: str, python: str, facts: list[str] | None) -> list[str]:
+    """Run the tests in one environment, and return a row of the table."""
+    if facts is None:
+        return [torch, python, "", "", "", "not installed", "", f"{date.today()}"]
+    start = time.monotonic()
+    say(f"torch {torch} on Python {python}")
+    venv = environment(torch, python)
+    report = venv / "report.xml"
     report.unlink(missing_ok=True)
     pytest = ["-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", f"--junitxml={report}"]
-    subprocess.run([interpreter, *pytest, *TESTS], cwd=ROOT)
-    found = "no" if numba.returncode else "yes"
-    return [*facts, found, *counts(report), minutes(start), f"{date.today()}"]
-
-
-def pip(venv: Path) -> list[str | Path]:
-    return [venv / "bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    subprocess.run([venv / "bin/python", *pytest, *TESTS], cwd=ROOT)
+    return [*facts, *counts(report), minutes(start), f"{date.today()}"]
 
 
 def counts(report: Path) -> list[str]:

@@ -67,8 +67,10 @@ def _described(option: Field[Any], meaning: str) -> Iterator[str]:
     if default is MISSING and option.default_factory is not MISSING:
         default = option.default_factory()
     shown = f"default: {default}"
-    if default is MISSING or default is None:
-        shown = "required" if default is MISSING else "optional"
+    if default is MISSING:
+        shown = "required"
+    elif default is None:
+        shown = "optional"
     choices = choices_of(option)
     yield f"  {option.name} ({shown})"
     if choices:

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from torchcomp import checkpoint
-from torchcomp.checkpoint import listed
 from torchcomp.errors import CheckpointError
 from torchcomp.exchange import Exchange
 
@@ -114,10 +113,10 @@ class Gathered:
                 than `others`. The state of `source` is loaded first, and the others only if that
                 succeeds.
         """
-        own = checkpoint.own_state(state, self._source._gather_over)
+        own = checkpoint.own_state(state, self.exchange)
         saved = own.get("others", {})
         checkpoint.dict_of(lambda value, where: None)(saved, "others")
-        if set(saved) != set(self._others):
+        if saved.keys() != self._others.keys():
             raise CheckpointError(
                 f"the checkpoint has {_named(saved)} beside the state of torchcomp, but this "
                 f"Gathered was made with {_named(self._others)}: name the same objects as in the "
@@ -159,7 +158,7 @@ def gather(source: Gatherable, own: Callable[[], State], dst: int | None) -> Sta
 
 
 def _named(objects: Iterable[str]) -> str:
-    return listed(sorted(objects)) or "no other objects"
+    return checkpoint.listed(sorted(objects)) or "no other objects"
 
 
 def _on_cpu(value: Any) -> Any:

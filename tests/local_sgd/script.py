@@ -54,6 +54,12 @@ def convnet(channels: int = 4) -> nn.Module:
     return nn.Sequential(*first, nn.Linear(4 * channels, 3)).double()
 
 
+def running_statistics(model: nn.Module) -> Tensor:
+    """A copy of the statistics of `convnet`'s BatchNorm layer, for the network inside of DDP."""
+    layer = model.module[1]
+    return torch.cat([layer.running_mean, layer.running_var])
+
+
 def batch(rank: int, step: int, shape: tuple[int, ...] = (6,)) -> tuple[Tensor, Tensor]:
     """The inputs and targets of `rank` in the step after `step` others."""
     generator = torch.Generator().manual_seed(1000 * rank + step)

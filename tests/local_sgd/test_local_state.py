@@ -21,6 +21,7 @@ from tests.local_sgd.script import (
     loss_of,
     mlp,
     momentum,
+    running_statistics,
     sgd,
     spied,
     synchronised_steps,
@@ -65,17 +66,12 @@ def test_the_first_forward_pass_after_close_broadcasts_buffers_again():
 def around_the_averages(frozen=False, **options):
     """BatchNorm's running statistics before and after each optimizer step, of one rank."""
     seen = []
-
-    def statistics():
-        layer = script.model.module[1]
-        return torch.cat([layer.running_mean, layer.running_var])
-
     script = Script(
         "every(2)",
         total_steps=4,
         build=convnet,
         shape=IMAGE,
-        optimizer=spied(momentum, lambda: seen.append(statistics().clone())),
+        optimizer=spied(momentum, lambda: seen.append(running_statistics(script.model))),
         local=options,
     )
     script.model.module[1].train(not frozen)
@@ -83,7 +79,7 @@ def around_the_averages(frozen=False, **options):
     for step in range(4):
         script.step(step)
         script.sync.wait()
-        after.append(statistics().clone())
+        after.append(running_statistics(script.model))
     return seen, after
 
 
@@ -102,11 +98,6 @@ def test_running_statistics_are_averaged_with_the_parameters(options):
         assert equal_on_all(after) == bool(step % 2)
 
 
-def statistics_of(model):
-    layer = model.module[1]
-    return torch.cat([layer.running_mean, layer.running_var])
-
-
 def with_two_schedules():
     """The statistics before and after each optimizer step, with a schedule per optimizer."""
     model = DistributedDataParallel(seeded(convnet()))
@@ -117,10 +108,10 @@ def with_two_schedules():
     for step in range(6):
         first.zero_grad(), second.zero_grad()
         loss_of(model, *batch(dist.get_rank(), step, IMAGE)).backward()
-        before.append(statistics_of(model))
+        before.append(running_statistics(model))
         first.step(), second.step()
         sync.wait()
-        after.append(statistics_of(model))
+        after.append(running_statistics(model))
     return before, after
 
 

@@ -18,6 +18,7 @@ from tests.local_sgd.script import (
     float32_mlp,
     half_frozen,
     loss_of,
+    running_statistics,
 )
 from tests.support.outcomes import assert_close, assert_refused, equal_on_all, flat
 from tests.support.ranks import on_processes, on_threads
@@ -69,15 +70,12 @@ def statistics_around_an_average():
     """BatchNorm's running statistics before and after the average of the third step."""
     script = Hierarchy(build=convnet, shape=(3, 4, 4))
     seen = []
-
-    def statistics():
-        layer = script.model.module[1]
-        return torch.cat([layer.running_mean, layer.running_var])
-
-    script.optimizer.register_step_pre_hook(lambda *_: seen.append(statistics()))
+    script.optimizer.register_step_pre_hook(
+        lambda *_: seen.append(running_statistics(script.model))
+    )
     script.train(0, 3)
     script.sync.wait()
-    return seen[-1], statistics()
+    return seen[-1], running_statistics(script.model)
 
 
 def test_running_statistics_are_averaged_across_nodes():
