@@ -27,7 +27,7 @@ PACKAGE = Path(torchcomp.__file__).parent
 
 # From the bottom up. A module (or sub-package) imports from lower layers or from its own layer.
 LAYERS = [
-    {"compat", "errors", "profiling", "_version"},
+    {"compat", "errors", "host", "profiling", "_version"},
     {"checks"},
     {"learning_rates"},
     {"component", "keys", "wire", "other_names"},

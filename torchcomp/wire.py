@@ -27,6 +27,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torchcomp import host
+
 VERSION = 4
 """Version of the wire format. It changes whenever the bytes of any message change.
 
@@ -92,7 +94,7 @@ def seal(frame: Tensor, length: int) -> None:
         length: size of the message in bytes.
     """
     words = frame.view(torch.int64)
-    if frame.device.type == "cpu":
+    if host.can_read(frame):
         # NumPy: for short frames, the overhead of a torch call exceeds the work.
         header = words.numpy()
         header[0] = _signature(length)
@@ -114,7 +116,7 @@ def inspect(frame: Tensor, length: int) -> int | Tensor:
         that is not on the CPU, this is a scalar uint8 tensor on its device.
     """
     words = frame.view(torch.int64)
-    if frame.device.type == "cpu":
+    if host.can_read(frame):
         header = words.numpy()
         if header[0] & 255 != VERSION:
             return OTHER_VERSION

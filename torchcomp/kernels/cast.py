@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from torchcomp import host
+
 
 def narrow(x: Tensor, dtype: torch.dtype, out: Tensor | None = None, share: float = 1.0) -> Tensor:
     """Convert `x` to `dtype`, clamping finite values to the range of `dtype`.
@@ -50,7 +52,7 @@ def _cut(x: Tensor, dtype: torch.dtype, share: float) -> Tensor:
     largest *= share
     # On a CPU, reading the range is cheaper than clamping. On an accelerator, `item()` would make
     # the host wait.
-    if x.is_cpu:
+    if host.can_read(x):
         least, most = torch.aminmax(x.detach())
         if -largest <= least.item() and most.item() <= largest:
             return x

@@ -45,6 +45,7 @@ import functools
 import torch
 from torch import Tensor
 
+from torchcomp import host
 from torchcomp.kernels import backend
 
 
@@ -87,7 +88,7 @@ def encode(index: Tensor, n: int) -> Tensor:
         return index.new_empty(0, dtype=torch.uint8)
     # Compiled kernels do not check bounds: after a bug in a selector they would write to arbitrary
     # memory. On an accelerator the check would make the host wait.
-    if device.type == "cpu" and not (
+    if host.can_read(index) and not (
         index[0] >= 0 and index[-1] < n and (index[1:] > index[:-1]).all()
     ):
         raise ValueError(

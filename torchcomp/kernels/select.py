@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchcomp import host
 from torchcomp.kernels import backend
 
 
@@ -45,7 +46,7 @@ def largest(x: Tensor, k: int, scratch: Scratch | None = None) -> Tensor:
         chosen: Tensor = form.select(x.detach().contiguous(), k, scratch or Scratch(), None)
         return chosen
     magnitude = x.detach().abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
-    return largest_on_host(magnitude, k) if x.is_cpu else largest_on_device(magnitude, k)
+    return largest_on_host(magnitude, k) if host.can_read(x) else largest_on_device(magnitude, k)
 
 
 def add_and_select(

@@ -1,0 +1,26 @@
+"""Host: which values the host can read without a wait, and copies to a device without one.
+
+A wait in the middle of a step costs the overlap with the backward pass: the thread that waits for
+an accelerator is the one that must launch the backward pass.
+"""
+
+import torch
+from torch import Tensor
+
+
+def can_read(x: Tensor) -> bool:
+    """Whether the host can read values of `x` without waiting for an accelerator.
+
+    If not, code must not branch on a value. Tests replace this function to run the forms for
+    accelerators on tensors of the CPU.
+    """
+    return x.is_cpu
+
+
+def copy_to(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor from the CPU to a device, without waiting for the device."""
+    if device.type != "cuda":
+        return values.to(device)
+    # A copy from pageable memory waits for the stream. Memory that is pinned stays reserved until
+    # the copy has read it.
+    return values.pin_memory().to(device, non_blocking=True)
