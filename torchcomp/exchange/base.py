@@ -40,9 +40,9 @@ class Exchange(ABC):
         self.device = device
         self.must_conclude = False
         self._load = Load()
-        # (sender, finding) of the frames of this step. On CUDA a finding stays on the device:
-        # reading it here would make the host wait in the middle of the step.
-        self._found: list[tuple[int, int | Tensor]] = []
+        # Senders and findings of the frames of this step. On CUDA findings stay on the device:
+        # reading them here would make the host wait in the middle of the step.
+        self._found: list[tuple[Sequence[int], Sequence[int] | Tensor]] = []
         self._levels: tuple[Exchange, ...] = (self,)
 
     # --- To be implemented by a subclass. These methods do not count bytes. ---
@@ -130,22 +130,27 @@ class Exchange(ABC):
 
     # --- Checks of received frames ---
 
-    def receive(self, sender: int, frame: Tensor, length: int) -> Tensor:
-        """Check a frame, record the finding, and return its message (1-D uint8, a view).
+    def receive(
+        self, senders: Sequence[int], frames: Sequence[Tensor], lengths: Sequence[int]
+    ) -> list[Tensor]:
+        """Check frames, record the findings, and return their messages (1-D uint8, views).
 
         A bad frame does not raise here: the other ranks would wait in their next collective.
         :meth:`conclude` raises instead, on every rank.
 
         Args:
-            sender: rank that sent the frame.
-            frame: 1-D uint8.
-            length: expected length of the message in bytes.
+            senders: rank that sent each frame.
+            frames: 1-D uint8; empty if there is no message.
+            lengths: expected length of each message in bytes.
         """
-        self.must_conclude = True
-        finding = wire.inspect(frame, length)
-        if isinstance(finding, Tensor) or finding != wire.INTACT:
-            self._found.append((sender, finding))
-        return wire.payload(frame, length)
+        sent = [i for i, length in enumerate(lengths) if length]
+        if sent:
+            self.must_conclude = True
+            found = wire.inspect([frames[i] for i in sent], [lengths[i] for i in sent])
+            # No entry for intact frames, where that is known already.
+            if isinstance(found, Tensor) or any(found):
+                self._found.append(([senders[i] for i in sent], found))
+        return [wire.payload(f, length) for f, length in zip(frames, lengths, strict=True)]
 
     def conclude(self, finite: Tensor, where: str, advice: str) -> bool:
         """Combine the checks of this step over the ranks.
@@ -170,8 +175,8 @@ class Exchange(ABC):
         found = [(level, *entry) for level in self._levels for entry in level._found]
         flags = torch.zeros(2, dtype=torch.uint8, device=self.device)
         if found:
-            findings = [torch.as_tensor(finding, device=self.device) for *_, finding in found]
-            flags[0] = torch.stack(findings).amax()
+            findings = [torch.as_tensor(each, device=self.device) for *_, each in found]
+            flags[:1] = torch.cat(findings).amax()
         # A slice, because assigning to an index copies from the host and waits for the stream.
         flags[1:] = ~finite
         for level in self._levels:
@@ -180,7 +185,10 @@ class Exchange(ABC):
         damaged, nonfinite = flags.tolist()  # waits for the device
         if damaged:
             problems = {
-                f"rank {r}'s message {wire.FINDINGS[int(f)]}" for _, r, f in found if int(f)
+                f"rank {sender}'s message {wire.FINDINGS[int(finding)]}"
+                for _, senders, findings in found
+                for sender, finding in zip(senders, findings, strict=True)
+                if int(finding)
             }
             for level in self._levels:
                 problems = set().union(*level.gather_objects(problems))
