@@ -51,6 +51,7 @@ WAITS = {
 }
 """Operations that always make the host wait: it reads their result, or the result's size."""
 
+_HERE = Path(__file__).parent
 _COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
@@ -96,10 +97,10 @@ class Count:
         return f"<Count of {self}>"
 
     def launch(self, operation: str) -> None:
-        self._launches[_site(), operation] += 1
+        self._launches[site(), operation] += 1
 
     def wait(self, operation: str) -> None:
-        self._waits[_site(), operation] += 1
+        self._waits[site(), operation] += 1
 
     def reset(self) -> None:
         """Count from zero again, for example after a first step that fills caches."""
@@ -230,12 +231,15 @@ def _require_one_device(name: str, args: Any, kwargs: Any, given: bool) -> None:
                 raise RuntimeError(f"{name}: expected all tensors to be on the same device")
 
 
-def _launches(func: Any, name: str, result: Any) -> bool:
-    if name in FREE:
-        return False
+def is_view(func: Any) -> bool:
+    """Whether an operation returns views of its arguments."""
     returned = [entry.alias_info for entry in func._schema.returns]
-    if any(alias is not None and not alias.is_write for alias in returned):
-        return False  # a view
+    return any(alias is not None and not alias.is_write for alias in returned)
+
+
+def _launches(func: Any, name: str, result: Any) -> bool:
+    if name in FREE or is_view(func):
+        return False
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     return not tensors or any(tensor.numel() for tensor in tensors)
 
@@ -275,14 +279,16 @@ def _indexing_waits(
     return masks or not all(isinstance(index, DeviceTensor) for index in used)
 
 
-def _site() -> str:
+def site() -> str:
+    """The innermost frame in torchcomp, or else the innermost outside torch."""
     frame: FrameType | None = sys._getframe(1)
     other = ""
     while frame is not None:
         path = frame.f_code.co_filename
         if path.startswith(_PRODUCT):
             return _described(frame, path[len(_PRODUCT) + 1 :])
-        if not other and path != __file__ and not path.startswith(_TORCH):
+        inside = Path(path).parent == _HERE or path.startswith((_TORCH, "<"))
+        if not other and not inside:
             other = _described(frame, Path(path).name)
         frame = frame.f_back
     return other
