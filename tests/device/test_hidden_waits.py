@@ -47,7 +47,6 @@ EXCEPTIONS = {
     "jointspar/sampler.py Sampler.prepare": "NumPy",
     "jointspar/sampler.py Sampler.state_dict": "NumPy",
     "jointspar/sampler.py SamplingOptions.bandit": "an option",
-    "jointspar/sampler.py SamplingOptions.__str__": "an option",
     "kernels/select.py largest_on_host": "called for values that the host can read",
     "local_sgd/local_sgd.py LocalSGD._before_step": "a dict",
     "local_sgd/local_sgd.py LocalSGD._after_step": "a dict",
