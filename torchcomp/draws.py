@@ -62,7 +62,7 @@ def _series(draw: Draw, key: Key, args: tuple[Any, ...], device: torch.device) -
     def at(step: int) -> Tensor:
         numbers = torch.from_numpy(draw(replace(key, step=step), *args))
         # Pinned here, in the thread: `host.copy_to` then only starts the copy.
-        return numbers.pin_memory() if device.type == "cuda" else numbers
+        return numbers.pin_memory() if torch.cuda.is_available() else numbers
 
     return _Series(at)
 

@@ -111,7 +111,7 @@ def seal(frames: Tensor, sizes: Sequence[int]) -> None:
             words[1] = _checksum(words)
     elif len(set(sizes)) == 1:
         rows = frames.view(torch.int64).view(len(sizes), -1)
-        rows[:, 1].copy_((rows * _weights(rows)).sum(1))
+        torch.sum(rows * _weights(rows), 1, out=rows[:, 1])
     else:
         rows = _rows(each)
         at = torch.tensor([start // 8 + 1 for start in [0, *accumulate(sizes)][:-1]])
@@ -119,7 +119,7 @@ def seal(frames: Tensor, sizes: Sequence[int]) -> None:
         frames.view(torch.int64).index_copy_(0, host.copy_to(at, frames.device), checksums)
 
 
-def inspect(frames: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
+def inspect(frames: Sequence[Tensor], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Check the headers and the checksums of received frames, without a host sync.
 
     Args:
@@ -127,30 +127,30 @@ def inspect(frames: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
         lengths: expected size of each message in bytes.
 
     Returns:
-        Two numbers for each frame, (frames, 2) int64 on their device. Both are 0 if the frame is
+        Two numbers for each frame, as two int64 tensors on their device. Both are 0 if the frame is
         intact; otherwise :func:`finding` says what they mean.
     """
     if host.can_read(frames[0]):
-        return torch.tensor(
-            [_differences(f, length) for f, length in zip(frames, lengths, strict=True)]
-        )
+        each = zip(frames, lengths, strict=True)
+        signatures, checksums = torch.tensor([_differences(*one) for one in each]).T
+        return signatures, checksums
     rows = _rows(frames)
     expected: int | Tensor = _signature(lengths[0])
     if len(set(lengths)) > 1:
-        signatures = torch.tensor([_signature(length) for length in lengths])
-        expected = host.copy_to(signatures, rows.device)
+        words = torch.tensor([_signature(length) for length in lengths])
+        expected = host.copy_to(words, rows.device)
     # The sum has the weight 3 for the checksum itself. It is the checksum plus 3 times itself.
     total = (rows * _weights(rows)).sum(1)
-    return torch.stack([rows[:, 0] - expected, torch.sub(total, rows[:, 1], alpha=4)], 1)
+    return rows[:, 0] - expected, torch.sub(total, rows[:, 1], alpha=4)
 
 
-def finding(differences: Sequence[int]) -> int:
+def finding(signature: int, checksum: int) -> int:
     """Return INTACT, or the first that applies of OTHER_VERSION, OTHER_LENGTH and DAMAGED.
 
     Args:
-        differences: a row of what :func:`inspect` returns.
+        signature: the first number that :func:`inspect` returns for a frame.
+        checksum: the second number.
     """
-    signature, checksum = differences
     # The version is the lowest byte of the signature.
     if signature & 255:
         return OTHER_VERSION

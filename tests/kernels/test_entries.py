@@ -127,17 +127,14 @@ def test_no_message_changes_nothing(device):
 
 @pytest.mark.parametrize("fmt", [None, "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_damaged_code_adds_only_a_nan(device, fmt, dtype):
+def test_a_damaged_code_makes_the_first_entry_nan(device, fmt, dtype):
     _, good = message(5000, 70, fmt)
     bad = (*(torch.full_like(part, 77) for part in good[:-1]), good[-1].clone())
     bad[-1][-1] ^= 128
-    good, bad = moved(good, device), moved(bad, device)
-    # Whether the others are added depends on the form. The step stops in any case.
-    out, expected = (torch.ones(5000, dtype=dtype, device=device) for _ in range(2))
-    entries.accumulate([good, bad, good], 70, out)
-    entries.accumulate([good, good], 70, expected)
+    out = torch.ones(5000, dtype=dtype, device=device)
+    # What else is added depends on the form. The NaN stops the step.
+    entries.accumulate([moved(good, device), moved(bad, device), moved(good, device)], 70, out)
     assert out[0].isnan()
-    assert out[1:].equal(expected[1:]) or out[1:].eq(1).all()
 
 
 @pytest.mark.parametrize("first", [0.0, -0.0, math.inf])
@@ -150,7 +147,7 @@ def test_an_intact_code_leaves_the_first_entry_as_it_was(device, first):
 
 @pytest.mark.parametrize("fmt", [None, "int8", "int4"])
 @pytest.mark.parametrize(("n", "k"), [(64, 9), (100, 60), (1000, 10), (3000, 3), (3000, 1)])
-def test_random_bytes_change_only_the_entries_that_they_decode_to(device, fmt, n, k):
+def test_random_bytes_change_only_the_vector(device, fmt, n, k):
     """Guard elements before and after the vector show writes beyond its bounds."""
     generator = np.random.default_rng(n)
     index, parts = message(n, k, fmt)
@@ -160,12 +157,10 @@ def test_random_bytes_change_only_the_entries_that_they_decode_to(device, fmt, n
         index, intact = elias_fano.decode(code, n, k)
         around = torch.ones(n + 200, device=device)
         entries.accumulate([moved((*parts[:-1], code), device)], k, around[100:-100])
+        assert around[:100].eq(1).all()
+        assert around[-100:].eq(1).all()
         inside = torch.ones(n).index_add_(0, index, decoded(parts, k, torch.float32))
-        if not intact:
-            inside = torch.ones(n)
-            inside[0] = torch.nan
-        expected = torch.cat([torch.ones(100), inside, torch.ones(100)])
-        torch.testing.assert_close(around.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+        assert around[100:-100].cpu().equal(inside) if intact else around[100].isnan()
 
 
 @pytest.mark.parametrize("fmt", [None, "int8"])

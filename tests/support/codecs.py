@@ -36,4 +36,4 @@ def sealed(message: Tensor) -> Tensor:
 
 def inspected(frame: Tensor, length: int) -> int:
     """Return what is found in a received frame."""
-    return wire.finding(wire.inspect([frame], [length])[0].tolist())
+    return wire.finding(*(int(each) for each in wire.inspect([frame], [length])))

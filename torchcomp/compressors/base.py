@@ -22,7 +22,8 @@ class Encoded:
 
     Attributes:
         parts: the fields of the message, in the order of :meth:`Compressor.layout`.
-        index: ascending int64 indices of the selected entries, if the compressor selects.
+        index: ascending int64 indices of the selected entries, if the compressor selects; within
+            the tensor that was passed to be encoded.
     """
 
     parts: Parts

@@ -46,7 +46,7 @@ class Cast(Compressor):
         self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0
     ) -> None:
         for (values,) in messages:
-            out.add_(values.to(out.dtype), alpha=weight)
+            out.add_(values, alpha=weight)
 
     def decode(self, parts: Parts, out: Tensor, key: Key) -> Tensor:
         return out.copy_(parts[0])  # instead of zero_() and add_(): one pass

@@ -14,7 +14,7 @@ from torchcomp.compressors.sparse import Selector, segments_of
 from torchcomp.draws import drawn
 from torchcomp.errors import SpecError
 from torchcomp.kernels import elias_fano, entries, quantize, select
-from torchcomp.kernels.segments import Segment, add, joined, shape_of, spread
+from torchcomp.kernels.segments import Segment, joined
 from torchcomp.kernels.select import Scratch
 from torchcomp.keys import Key, uniform
 from torchcomp.wire import Field, Layout, Parts
@@ -80,13 +80,11 @@ class TopK(Selector):
         if not host.can_read(x):
             return self._encode_together(x, segments, index, noise)
         message = []
-        parts = zip(segments, torch.split(index, counts), noise, strict=True)
-        for segment, chosen, own in parts:
+        for segment, chosen, own in zip(segments, torch.split(index, counts), noise, strict=True):
             local = chosen - segment.start if segment.start else chosen
             # First, because it checks the indices. The Numba quantizer reads x[index] unchecked.
             code = elias_fano.encode(local, segment.n)
-            values = quantize.encode(x[segment.span], self.values, own, local)
-            message.append(Encoded((*values, code), local))
+            message.append(Encoded((*quantize.encode(x, self.values, own, chosen), code), chosen))
         return message
 
     def _encode_together(
@@ -97,14 +95,15 @@ class TopK(Selector):
         noise: Sequence[Tensor | None],
     ) -> list[Encoded]:
         counts = [segment.k for segment in segments]
-        together = [own for own in noise if own is not None]
+        drawn_together = joined([own for own in noise if own is not None] or [index])
         values = quantize.encode_all(
-            x.index_select(0, index), counts, self.values, joined(together) if together else None
+            x.index_select(0, index),
+            counts,
+            self.values,
+            drawn_together if self.rounding == "stochastic" else None,
         )
         codes = elias_fano.encode_all(index, segments)
-        (away,) = spread(counts, index.device, [-segment.start for segment in segments])
-        local = torch.split(add(index.view(shape_of(counts)), away).view(-1), counts)
-        each = zip(values, codes, local, strict=True)
+        each = zip(values, codes, torch.split(index, counts), strict=True)
         return [Encoded((*fields, code), chosen) for fields, code, chosen in each]
 
     def subtract(self, encoded: Encoded, x: Tensor, key: Key, weight: float = 1.0) -> None:
@@ -122,15 +121,14 @@ class TopK(Selector):
         key: Key,
         weight: float,
     ) -> None:
-        index = [encoded.index for encoded in message if encoded.index is not None]
-        if host.can_read(x) or len(index) < len(vectors):
-            super().subtract_all(vectors, message, x, key, weight)
-            return
-        counts = [each.numel() for each in index]
-        (start,) = spread(counts, x.device, [v.span.start for v in vectors])
-        whole = add(joined(index).view(shape_of(counts)), start).view(-1)
-        fields = [encoded.parts[:-1] for encoded in message]
-        entries.subtract_all(x, whole, fields, counts, weight)
+        sent = [(encoded.index, encoded.parts[:-1]) for encoded in message]
+        index = [each for each, _ in sent if each is not None]
+        if host.can_read(x):
+            for at, (_, fields) in zip(index, sent, strict=True):
+                entries.subtract(x, at, fields, weight)
+        elif index:
+            counts = [at.numel() for at in index]
+            entries.subtract_all(x, joined(index), [fields for _, fields in sent], counts, weight)
 
     def accumulate(
         self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0

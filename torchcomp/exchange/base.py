@@ -42,7 +42,7 @@ class Exchange(ABC):
         self._load = Load()
         # Senders and findings of the frames of this step. On CUDA findings stay on the device:
         # reading them here would make the host wait in the middle of the step.
-        self._found: list[tuple[Sequence[int], Tensor]] = []
+        self._found: list[tuple[Sequence[int], Tensor, Tensor]] = []
         self._levels: tuple[Exchange, ...] = (self,)
 
     # --- To be implemented by a subclass. These methods do not count bytes. ---
@@ -147,7 +147,7 @@ class Exchange(ABC):
         if sent:
             self.must_conclude = True
             found = wire.inspect([frames[i] for i in sent], [lengths[i] for i in sent])
-            self._found.append(([senders[i] for i in sent], found))
+            self._found.append(([senders[i] for i in sent], *found))
         return [wire.payload(f, length) for f, length in zip(frames, lengths, strict=True)]
 
     def conclude(self, finite: Tensor, where: str, advice: str) -> bool:
@@ -173,8 +173,8 @@ class Exchange(ABC):
         found = [(level, *entry) for level in self._levels for entry in level._found]
         flags = torch.zeros(2, dtype=torch.uint8, device=self.device)
         if found:
-            differences = torch.cat([each for *_, each in found])
-            flags[:1] = differences.any().to(self.device)
+            numbers = torch.cat([each for _, _, *differences in found for each in differences])
+            flags[:1] = numbers.any().to(self.device)
         # A slice, because assigning to an index copies from the host and waits for the stream.
         flags[1:] = ~finite
         for level in self._levels:
@@ -183,10 +183,12 @@ class Exchange(ABC):
         damaged, nonfinite = flags.tolist()  # waits for the device
         if damaged:
             problems = {
-                f"rank {sender}'s message {wire.FINDINGS[wire.finding(each)]}"
-                for _, senders, differences in found
-                for sender, each in zip(senders, differences.tolist(), strict=True)
-                if any(each)
+                f"rank {sender}'s message {wire.FINDINGS[wire.finding(*numbers)]}"
+                for _, senders, *differences in found
+                for sender, *numbers in zip(
+                    senders, *(d.tolist() for d in differences), strict=True
+                )
+                if any(numbers)
             }
             for level in self._levels:
                 problems = set().union(*level.gather_objects(problems))

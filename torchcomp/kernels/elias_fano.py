@@ -139,7 +139,8 @@ def decode(raw: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
     """
     fast = backend.fast_form("elias_fano", raw.device.type) if 0 < k < n else None
     if fast is None:
-        return decode_all([raw], [Segment(0, n, k)])
+        index, damaged = decode_all([raw], [Segment(0, n, k)])
+        return index, ~damaged
     index = torch.empty(k, dtype=torch.int64)
     whole = fast.decode(raw.numpy(), n, low_bits(n, k), index.numpy())
     return index if whole else torch.arange(k), torch.tensor(whole)
@@ -154,24 +155,23 @@ def decode_all(codes: Sequence[Tensor], segments: Sequence[Segment]) -> tuple[Te
 
     Returns:
         The indices within the whole vector, 1-D int64, segment by segment; and a scalar bool
-        tensor, whether all codes are intact. If not, the indices are placeholders within their
-        segments.
+        tensor, whether a code is damaged: then the indices are placeholders within their segments.
     """
     device = codes[0].device
     coded = [i for i, segment in enumerate(segments) if 0 < segment.k < segment.n]
     whole = [segments[i] for i in coded]
     if len(coded) == len(segments):
         return elias_fano_torch.decode(codes, _shape(segments))
-    intact = torch.ones((), dtype=torch.bool, device=device)
+    damaged = torch.zeros((), dtype=torch.bool, device=device)
     index = torch.empty(0, dtype=torch.int64, device=device)
     if coded:
-        index, intact = elias_fano_torch.decode([codes[i] for i in coded], _shape(whole))
+        index, damaged = elias_fano_torch.decode([codes[i] for i in coded], _shape(whole))
     found = dict(zip(coded, torch.split(index, [segment.k for segment in whole]), strict=True))
     every = [
         found[i] if i in found else torch.arange(at, at + k, device=device)
         for i, (at, _, k) in enumerate(segments)
     ]
-    return torch.cat(every), intact
+    return torch.cat(every), damaged
 
 
 def _shape(segments: Sequence[Segment]) -> elias_fano_torch.Shape:

@@ -104,7 +104,7 @@ def encode(index: Tensor, shape: Shape) -> Tensor:
 
 
 def decode(codes: Sequence[Tensor], shape: Shape) -> tuple[Tensor, Tensor]:
-    """Decode the codes of all segments, and test whether they are intact.
+    """Decode the codes of all segments, and test whether one is damaged.
 
     Args:
         codes: for each segment, its code of any contents, 1-D uint8.
@@ -112,7 +112,7 @@ def decode(codes: Sequence[Tensor], shape: Shape) -> tuple[Tensor, Tensor]:
 
     Returns:
         The indices within the whole vector, 1-D int64, segment by segment, in their segments
-        whatever the codes contain; and a scalar bool tensor, whether all codes are intact.
+        whatever the codes contain; and a scalar bool tensor, whether a code is damaged.
     """
     device, low_bytes = codes[0].device, sum(shape.low_bytes)
     parts = list(zip(codes, shape.low_bytes, strict=True))
@@ -120,9 +120,8 @@ def decode(codes: Sequence[Tensor], shape: Shape) -> tuple[Tensor, Tensor]:
     # The bytes after the low parts are read, but not used: any will do.
     raw = torch.cat([*lows, *highs, *[codes[0]] * 8])
     begin, high_begin = starts(shape.low_bytes), starts(shape.high_bytes)
-    away = starts(shape.n)
-    low_line, high_line, low, n, base, start = shape.lines(
-        device, begin, high_begin, shape.n, away, shape.start
+    low_line, high_line, low, n, start, base = shape.lines(
+        device, begin, high_begin, shape.n, shape.start, _apart(shape)
     )
     bits = raw[low_bytes : low_bytes + sum(shape.high_bytes), None] & _single_bits(device)
     # nonzero() would make the host wait for the number of set bits. A damaged code can have another
@@ -135,10 +134,18 @@ def decode(codes: Sequence[Tensor], shape: Shape) -> tuple[Tensor, Tensor]:
     # If every index is in its segment and there are as many bits as entries, then each segment has
     # its own bits, because a segment's bits cannot stand for an index in another one.
     inside = local.clamp(0, n - 1) if isinstance(n, int) else local.clamp(min=0).minimum(n - 1)
-    ordered = add(inside, base).view(-1)
-    checks = [(local == inside).view(-1), ordered[1:] > ordered[:-1], at[total:] < 0]
-    intact = torch.cat([*checks, *_padding_is_zero(raw, shape)]).all()
-    return add(inside, start).view(-1), intact
+    index = add(inside, start).view(-1)
+    apart = add(index.view(inside.shape), base).view(-1)
+    wrong = [(local != inside).view(-1), apart[1:] <= apart[:-1], at[total:] >= 0]
+    return index, torch.cat([*wrong, *_padding(raw, shape)]).any()
+
+
+def _apart(shape: Shape) -> list[int]:
+    """Return offsets that make the indices of all segments ascend, if those of each segment do."""
+    ends = [start + n for start, n in zip(shape.start, shape.n, strict=True)]
+    if all(end <= start for end, start in zip(ends, shape.start[1:], strict=False)):
+        return [0] * len(ends)
+    return starts([max(ends)] * len(ends))
 
 
 def _low_parts(raw: Tensor, bit: Tensor, low: Tensor | int, widest: int) -> Tensor:
@@ -151,14 +158,18 @@ def _low_parts(raw: Tensor, bit: Tensor, low: Tensor | int, widest: int) -> Tens
     return (words >> (bit & 7)) & mask
 
 
-def _padding_is_zero(raw: Tensor, shape: Shape) -> list[Tensor]:
-    """Return whether the bits after the low parts, up to a whole byte, are zero."""
-    ends = zip(starts(shape.low_bytes), shape.low_bytes, shape.k, shape.low, strict=True)
-    padded = [(at + size - 1, k * low % 8) for at, size, k, low in ends if k * low % 8]
-    if not padded:
+def _padding(raw: Tensor, shape: Shape) -> list[Tensor]:
+    """Return whether there are set bits after the low parts, up to a whole byte."""
+    used = [k * low % 8 for k, low in zip(shape.k, shape.low, strict=True)]
+    ends = [at + size for at, size in zip(starts(shape.low_bytes), shape.low_bytes, strict=True)]
+    if not any(used):
         return []
-    last, used = host.copy_to(torch.tensor(padded).T.contiguous(), raw.device)
-    return [raw.index_select(0, last) >> used == 0]
+    size = shape.low_bytes[0]
+    if len(set(used)) == 1 and len(set(shape.low_bytes)) == 1:
+        return [raw[size - 1 : ends[-1] : size] >> used[0] != 0]
+    padded = [(end - 1, bits) for end, bits in zip(ends, used, strict=True) if bits]
+    last, shift = host.copy_to(torch.tensor(padded).T.contiguous(), raw.device)
+    return [raw.index_select(0, last) >> shift != 0]
 
 
 def _single_bits(device: torch.device) -> Tensor:

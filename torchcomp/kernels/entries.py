@@ -107,12 +107,12 @@ def accumulate_all(messages: Sequence[Batch], out: Tensor, weight: float) -> Non
             continue
         counts = [segment.k for segment in segments]
         values = iter(quantize.decode_all([fields for *fields, _ in parts], counts, out.dtype))
-        index, intact = elias_fano.decode_all([code for *_, code in parts], segments)
+        index, damaged = elias_fano.decode_all([code for *_, code in parts], segments)
         sizes = [sum(segment.k for segment in each) for each, _ in some]
         for at, (each, _) in zip(torch.split(index, sizes), some, strict=True):
             out.index_add_(0, at, joined(list(islice(values, len(each)))), alpha=weight)
-        # Reading `intact` would make the host wait.
-        out[:1].masked_fill_(~intact, torch.nan)
+        # Reading `damaged` would make the host wait.
+        out[:1].masked_fill_(damaged, torch.nan)
 
 
 def _batches(messages: Sequence[Batch]) -> Iterator[Sequence[Batch]]:

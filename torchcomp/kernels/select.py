@@ -97,7 +97,7 @@ def largest_on_host(magnitude: Tensor, k: int) -> Tensor:
 
 def largest_on_device(magnitude: Tensor, k: int) -> Tensor:
     """Select with static shapes, so that the host never waits for an accelerator."""
-    return _largest_of_rows(magnitude[None], [k])[:, 1]
+    return _positions(_largest_of_rows(magnitude[None], [k]).view(-1), k)
 
 
 def largest_all(x: Tensor, segments: Sequence[Segment], scratch: Sequence[Scratch] = ()) -> Tensor:
@@ -168,23 +168,27 @@ def _largest_of_group(x: Tensor, segments: Sequence[Segment]) -> Tensor:
     first, longest = segments[0].start, max(segment.n for segment in segments)
     within = x[first : segments[-1].span.stop].detach()
     magnitude = within.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    counts = [segment.k for segment in segments]
     if len(segments) == 1:
-        return add(_largest_of_rows(magnitude[None], [segments[0].k])[:, 1], first)
-    # Below every magnitude, so that no filling is selected.
-    filling = magnitude.new_full((longest,), -1.0)
-    rows = []
-    for segment in segments:
-        rows += [magnitude[segment.start - first :][: segment.n], filling[segment.n :]]
-    chosen = _largest_of_rows(torch.cat(rows).view(-1, longest), [s.k for s in segments])
-    starts = host.copy_to(torch.tensor([segment.start for segment in segments]), x.device)
-    return chosen[:, 1] + starts.index_select(0, chosen[:, 0])
+        chosen = _largest_of_rows(magnitude[None], counts).view(-1)
+    else:
+        # Below every magnitude, so that no filling is selected.
+        filling = magnitude.new_full((longest,), -1.0)
+        rows, at = [], first
+        for segment in segments:
+            rows += [magnitude[segment.start - first :][: segment.n], filling[segment.n :]]
+        mask = _largest_of_rows(torch.cat(rows).view(-1, longest), counts)
+        # Back to where the segments are in `x`. Nothing between them is chosen.
+        parts = []
+        for row, segment in zip(mask, segments, strict=True):
+            parts += [mask.new_zeros(segment.start - at), row[: segment.n]]
+            at = segment.span.stop
+        chosen = torch.cat(parts)
+    return add(_positions(chosen, sum(counts)), first)
 
 
 def _largest_of_rows(magnitude: Tensor, k: Sequence[int]) -> Tensor:
-    """Select the k[i] largest of row i of a matrix. Return rows and columns, (sum of k, 2) int64.
-
-    Shapes are static, so that the host never waits for an accelerator.
-    """
+    """Select the k[i] largest of row i of a matrix. Return a mask of its shape."""
     most = max(k)
     top = torch.topk(magnitude, most, dim=1).values
     room: int | Tensor = most
@@ -194,5 +198,9 @@ def _largest_of_rows(magnitude: Tensor, k: Sequence[int]) -> Tensor:
         threshold = top.gather(1, room - 1)
     above, tied = magnitude > threshold, magnitude == threshold
     # The running count of ties keeps those with the lowest indices.
-    chosen = above | (tied & (tied.cumsum(1) <= room - above.sum(1, keepdim=True)))
-    return torch.nonzero_static(chosen, size=sum(k))
+    return above | (tied & (tied.cumsum(1) <= room - above.sum(1, keepdim=True)))
+
+
+def _positions(chosen: Tensor, count: int) -> Tensor:
+    """Return the indices of the `count` elements that are true."""
+    return torch.nonzero_static(chosen, size=count).view(-1)
