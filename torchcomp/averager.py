@@ -1,6 +1,6 @@
 """Averager: averages named tensors over the ranks with one compression method, step after step."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -69,6 +69,7 @@ class Averager:
             merged into one bucket per dtype and device.
         state: the slots of this rank.
         step: number of steps that finished without an error.
+        unused: names of the parameters that no rank used in the last step; see :meth:`finish`.
 
     Raises:
         SpecError: if the method cannot be built, or if an argument is invalid.
@@ -94,13 +95,14 @@ class Averager:
         self.buckets = self.groups
         self.state = State()
         self.step = 0
+        self.unused: tuple[str, ...] = ()
         self.seed = seed
         self._merged = merged
         self._what, self._unchanged = what, unchanged
         self._client_slots = client_slots
         self._shapes: dict[Group, BucketShape] = {}
         self._nbytes = sum(parameter.nbytes for parameter in self.parameters.values())
-        self._scale = 1.0
+        self._loss_scale = 1.0
         self._meter = Meter()
         self._averaged = 0  # buckets of the step in flight, for the labels of a trace
         self._callbacks: list[Callable[[bool], None]] = []
@@ -150,9 +152,9 @@ class Averager:
             self.exchange.verify("the first step", values, checkpoint.ONE_STEP)
             self._verified = True
         # Residuals and estimates have the unit of the scaled gradients.
-        if scale != self._scale:
-            self.state.scale(scale / self._scale)
-            self._scale = scale
+        if scale != self._loss_scale:
+            self.state.scale(scale / self._loss_scale)
+            self._loss_scale = scale
         now = self._active.at(self.step)
         if now != self._now:
             # A stage has workspaces of its own, and those of a high ratio are large.
@@ -191,6 +193,7 @@ class Averager:
         dense_bytes: int | None = None,
         where: str | None = None,
         advice: str = "",
+        used: Collection[str] | None = None,
     ) -> bool:
         """End the step. All ranks commit their state, or all ranks roll it back.
 
@@ -200,6 +203,8 @@ class Averager:
                 all-reduce of all parameters.
             where: the name of this step, for error messages.
             advice: what to do about a NaN, for the error message.
+            used: names of the parameters that took part in the step on this rank. The state of a
+                parameter that took part on no rank does not change. By default, all take part.
 
         Returns:
             Whether the step counts.
@@ -213,6 +218,8 @@ class Averager:
             dense_bytes = sum_bytes(self._nbytes, self.exchange.world_size)
         traffic = self.exchange.take_traffic(dense_bytes)
         where = where or f"step {self.step + 1}"
+        flags = [] if used is None else [name in used for name in self.parameters]
+        used_by_any = self.exchange.any_at_end(flags) if flags else []
         try:
             counts = self._watch.conclude(where, self._unchanged)
             if not counts and not may_skip:
@@ -223,7 +230,12 @@ class Averager:
             # A step that is discarded has sent its bytes all the same.
             self._meter.record(traffic, self.step)
             raise
+        finally:
+            # Not strict: if the collective failed, nothing is known about any parameter.
+            flagged = zip(self.parameters, used_by_any, strict=False)
+            self.unused = tuple(name for name, is_used in flagged if not is_used)
         if counts:
+            self.state.undo(self.unused)
             # `_flushed` changes the values that are about to be committed.
             flushed = self._flushing and self._flushed()
             self.state.commit()
@@ -351,18 +363,17 @@ class Averager:
 
         Drops the rounding errors that the step leaves in the residual.
         """
-        after, left = dict(self.state.pending("error")), False
+        after = dict(self.state.pending("error"))
+        left = torch.zeros((), dtype=torch.bool, device=self.exchange.device)
         for name, before in self.state.items("error"):
             part, numbers = after.get(name, before), torch.finfo(self.parameters[name].dtype)
             # A part that did not change was not sent: no rank had a gradient for it. A part
             # above any rounding error was clipped to the range of the gradients' dtype.
-            if torch.equal(part, before) or (part.abs() > numbers.eps * numbers.max).any():
-                left |= bool(part.any())
-            else:
-                part.zero_()
+            kept = (part == before).all() | (part.abs() > numbers.eps * numbers.max).any()
+            part.masked_fill_(~kept, 0.0)
+            left |= part.any().to(left.device)
         # All ranks must end the flush at the same step, or they would run different methods.
-        flag = torch.tensor([left], dtype=torch.uint8, device=self.exchange.device)
-        return not self.exchange.any_of(flag).any()
+        return not self.exchange.any_of(left.to(torch.uint8).reshape(1)).any()
 
     def _owned(self) -> list[Shard]:
         """Return this rank's shard of each bucket."""
@@ -396,13 +407,19 @@ class Averager:
     def residual_norms(self, slot: str = "error") -> dict[str, float]:
         """Return the Euclidean norm of this rank's residual by parameter name.
 
-        Synchronises the host with the device.
+        The host waits for the device once.
 
         Args:
             slot: "error" for the residual of this rank's gradients, or "server_error" for the
                 server residual of the shards that this rank owns.
         """
-        return {name: float(part.norm()) for name, part in self.state.items(slot)}
+        parts = dict(self.state.items(slot))
+        if not parts:
+            return {}
+        norms = torch._foreach_norm(list(parts.values()))
+        # Parameters can be on several devices. The copies to the first do not wait.
+        gathered = torch.stack([norm.to(norms[0].device) for norm in norms])
+        return dict(zip(parts, gathered.tolist(), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: plain tensors, numbers and strings, keyed by parameter name.
@@ -423,7 +440,7 @@ class Averager:
             **checkpoint.header(str(self._aggregator), self.exchange),
             "step": self.step,
             "seed": self.seed,
-            "scale": self._scale,
+            "scale": self._loss_scale,
             "flushing": self._flushing,
             "groups": [list(group) for group in self.groups],
             "buckets": [list(group) for group in self.buckets],
@@ -472,7 +489,7 @@ class Averager:
         slots: Mapping[str, tuple[Kind, bool, dict[str, Tensor]]],
     ) -> None:
         self.groups, self.buckets = _groups(state["groups"]), _groups(state["buckets"])
-        self.step, self.seed, self._scale = state["step"], state["seed"], float(state["scale"])
+        self.step, self.seed, self._loss_scale = state["step"], state["seed"], float(state["scale"])
         self._meter.load_state_dict(state["traffic"], self.step)
         self._flushing = state["flushing"]
         self._active = _FLUSH if self._flushing else self._aggregator

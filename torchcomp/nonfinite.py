@@ -49,8 +49,8 @@ class FiniteWatch:
         Raises:
             WireError: on all ranks, if a message was damaged.
         """
-        # If nothing was watched, a tensor on the CPU avoids waiting for a device.
-        finite = torch.stack(self._means).isfinite().all() if self._means else torch.tensor(True)
+        # Without a tensor, `conclude` has nothing to wait for.
+        finite = torch.stack(self._means).isfinite().all() if self._means else None
         return self._exchange.conclude(finite, where, advice)
 
     def error(

@@ -91,6 +91,11 @@ class _Store:
             yield from flat.parts(flat.before)
         yield from self.loose.items()
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Iterate over the same values, as few tensors as possible."""
+        yield from (flat.before for flat in self.flats.values())
+        yield from self.loose.values()
+
 
 class State:
     """The slots of one rank."""
@@ -211,10 +216,14 @@ class State:
 
     def scale(self, factor: float) -> None:
         """Multiply all debts and estimates by `factor`, the ratio of two loss scales."""
+        # One launch for each dtype and device: mixed lists are scaled one by one.
+        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for store in self._stores.values():
             if store.kind is not Kind.CACHE:
-                for _, part in store.items():
-                    part.mul_(factor)
+                for values in store.tensors():
+                    alike.setdefault((values.dtype, values.device), []).append(values)
+        for tensors in alike.values():
+            torch._foreach_mul_(tensors, factor)
 
     def _lay_out(self, store: _Store, slot: Slot, device: torch.device) -> _Flat:
         """Move the values of a slot into the layout of a new bucket."""
@@ -229,6 +238,10 @@ class State:
             values = store.loose.pop(name, None)
             if values is not None and values.numel() == view.numel():
                 view.copy_(values)
+                # Loaded values were allocated on another stream than the one of the exchange, which
+                # reads them here. Freed as they are, their memory would be reused before that.
+                if values.is_cuda:
+                    values.record_stream(torch.cuda.current_stream(values.device))
             elif slot.init is not None:
                 slot.init(name, view)
         return flat

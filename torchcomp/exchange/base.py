@@ -7,13 +7,14 @@ another rank.
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from torchcomp import wire
+from torchcomp import host, wire
 from torchcomp.errors import RankMismatchError, WireError
 from torchcomp.profiling import label
 from torchcomp.traffic import Load, Traffic
@@ -30,8 +31,8 @@ class Exchange(ABC):
         device: device of small control messages ("cuda" for NCCL).
 
     Attributes:
-        must_conclude: whether :meth:`conclude` must communicate, because frames were received since
-            its last call.
+        must_conclude: whether :meth:`conclude` must communicate, because frames were received or
+            flags were handed to :meth:`any_at_end` since its last call.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -43,6 +44,8 @@ class Exchange(ABC):
         # (sender, finding) of the frames of this step. On CUDA a finding stays on the device:
         # reading it here would make the host wait in the middle of the step.
         self._found: list[tuple[int, int | Tensor]] = []
+        # (flags of this rank, list to extend with those of all ranks) of `any_at_end`.
+        self._asked: list[tuple[list[bool], list[bool]]] = []
         self._levels: tuple[Exchange, ...] = (self,)
 
     # --- To be implemented by a subclass. These methods do not count bytes. ---
@@ -147,13 +150,30 @@ class Exchange(ABC):
             self._found.append((sender, finding))
         return wire.payload(frame, length)
 
-    def conclude(self, finite: Tensor, where: str, advice: str) -> bool:
-        """Combine the checks of this step over the ranks.
-
-        All ranks call this method. After a :meth:`split`, all ranks of both levels do.
+    def any_at_end(self, flags: Iterable[bool]) -> list[bool]:
+        """As :meth:`any_of` for flags of the host, with the message of the next :meth:`conclude`.
 
         Args:
-            finite: scalar bool, whether all values that this rank checked are finite.
+            flags: as many on every rank.
+
+        Returns:
+            A list that is empty until `conclude` fills it with one value per flag: whether it is
+            set on any rank. It stays empty if the step is discarded before.
+        """
+        answer: list[bool] = []
+        self._asked.append((list(flags), answer))
+        self.must_conclude = True
+        return answer
+
+    def conclude(self, finite: Tensor | None, where: str, advice: str) -> bool:
+        """Combine the checks of this step over the ranks, with one message and one wait.
+
+        If there is nothing to combine, it neither communicates nor waits. All ranks call this
+        method. After a :meth:`split`, all ranks of both levels do.
+
+        Args:
+            finite: scalar bool, whether all values that this rank checked are finite. None if it
+                checked none.
             where: the step or call, for the error.
             advice: what state the failed step leaves, for the error.
 
@@ -164,34 +184,55 @@ class Exchange(ABC):
             WireError: on every rank, if a frame received since the last call was not intact. It
                 names the senders and the findings.
         """
-        # Without frames, every rank has checked the whole mean, so `finite` matches already.
-        if len(self._levels) == 1 and not self.must_conclude:
-            return bool(finite)
-        found = [(level, *entry) for level in self._levels for entry in level._found]
-        flags = torch.zeros(2, dtype=torch.uint8, device=self.device)
-        if found:
-            findings = [torch.as_tensor(finding, device=self.device) for *_, finding in found]
-            flags[0] = torch.stack(findings).amax()
-        # A slice, because assigning to an index copies from the host and waits for the stream.
-        flags[1:] = ~finite
-        for level in self._levels:
-            flags = level.any_of(flags)
+        levels = self._levels
+        if not any(level.must_conclude for level in levels):
+            if finite is None:
+                return True
+            # Without frames, every rank has checked the whole mean, so `finite` matches already.
+            if len(levels) == 1:
+                return bool(finite)
+        found = [finding for level in levels for finding in level._found]
+        asked = [question for level in levels for question in level._asked]
+        combined = self._flags(finite, [finding for _, finding in found], asked)
+        for level in levels:
+            combined = level.any_of(combined)
         self.reset()
-        damaged, nonfinite = flags.tolist()  # waits for the device
+        damaged, nonfinite, *answers = combined.tolist()  # the only wait of a step
+        remaining = map(bool, answers)
+        for flags, answer in asked:
+            answer.extend(islice(remaining, len(flags)))
         if damaged:
-            problems = {
-                f"rank {r}'s message {wire.FINDINGS[int(f)]}" for _, r, f in found if int(f)
-            }
-            for level in self._levels:
+            problems = {f"rank {r}'s message {wire.FINDINGS[int(f)]}" for r, f in found if int(f)}
+            for level in levels:
                 problems = set().union(*level.gather_objects(problems))
             listed = "; ".join(sorted(problems))
             raise WireError(f"cannot use a message of {where}: {listed}. {advice}")
         return not nonfinite
 
+    def _flags(
+        self,
+        finite: Tensor | None,
+        findings: Sequence[int | Tensor],
+        asked: Sequence[tuple[list[bool], list[bool]]],
+    ) -> Tensor:
+        """Return this rank's message of :meth:`conclude`: the worst finding, NaN, other flags."""
+        known = max((finding for finding in findings if isinstance(finding, int)), default=0)
+        others = [flag for flags, _ in asked for flag in flags]
+        message = torch.tensor([known, 0, *others], dtype=torch.uint8)
+        flags = host.copy_to(message, self.device)
+        on_device = [finding for finding in findings if isinstance(finding, Tensor)]
+        # Slices, because assigning to an index can copy from the host, which waits for the stream.
+        if on_device:
+            flags[:1] = torch.stack([flags[0], *on_device]).amax()
+        if finite is not None:
+            flags[1:2] = ~finite
+        return flags
+
     def reset(self) -> None:
         """Discard the findings of a step that has ended or failed."""
         for level in self._levels:
             level._found.clear()
+            level._asked.clear()
             level.must_conclude = False
 
     def count(self, load: Load) -> None:
