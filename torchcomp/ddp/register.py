@@ -19,6 +19,7 @@ from torchcomp.ddp.checks import (
     check_is_ddp,
     check_model,
     check_scaler,
+    device_of,
     trained_parameters,
 )
 from torchcomp.ddp.executors import transport
@@ -58,12 +59,13 @@ def register(
     Raises:
         SpecError: on every rank, if the spec, the seed or the scaler is invalid.
         UnsupportedModelError: if the model is not DDP, has a hook, uses an option of DDP that
-            bypasses hooks, has complex parameters or sparse gradients, or has trained already.
+            bypasses hooks, has complex parameters, sparse gradients or parameters on several
+            devices, or has trained already.
         RankMismatchError: if specs, seeds or models differ between ranks, or only some ranks fail.
     """
     # Without DDP there is no process group in which the ranks could verify anything.
     check_is_ddp(model)
-    device = next(model.module.parameters()).device
+    device = device_of(model)
     # Verify in DDP's own group. Creating a group would hang if another rank has already raised.
     aggregator, groups = ProcessGroupExchange(model.process_group, device).build(
         "torchcomp.register",
