@@ -78,6 +78,7 @@ from torch import Tensor
 
 from torchcomp.compressors import TopK
 from torchcomp.kernels import pool, select
+from torchcomp.kernels.segments import Segment
 from torchcomp.kernels.select import Scratch
 from torchcomp.keys import Key
 
@@ -142,8 +143,9 @@ class Training:
         self.g.normal_(generator=self.generator).mul_(self.scale)
         g, e, x = self.g, self.e, self.x
         begin = time.perf_counter()
-        index = clock(f"select {start}", lambda: self.topk.select_sum(g, e, x, self.scratch))
-        message = clock("message", lambda: self.topk.encode_selected(x, index, KEY))
+        whole, scratch = [Segment(0, x.numel(), self.topk.kept(x.numel()))], [self.scratch]
+        index = clock(f"select {start}", lambda: self.topk.select_sum(g, e, x, whole, scratch))
+        (message,) = clock("message", lambda: self.topk.encode_selected(x, whole, index, [KEY]))
         clock("subtract", lambda: self.topk.subtract(message, x, KEY))
         clock.times[f"encode {start}"].append((time.perf_counter() - begin) * 1e3)
         self.messages.append(message.parts)

@@ -30,7 +30,7 @@ LAYERS = [
     {"compat", "errors", "host", "profiling", "_version"},
     {"checks"},
     {"learning_rates"},
-    {"component", "keys", "wire", "other_names"},
+    {"component", "draws", "keys", "wire", "other_names"},
     {"kernels"},
     {"compressors", "schedules", "outer_steps"},
     {"bucket", "traffic", "codec"},

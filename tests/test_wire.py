@@ -9,6 +9,7 @@ from tests.support.threads import torch_threads
 from tests.support.vectors import normal
 from tests.test_compressors import COMPRESSOR_EXAMPLES
 from torchcomp import wire
+from torchcomp.codec import add_messages
 from torchcomp.compressors import Cast, Identity, Quantize, RandK, TopK
 from torchcomp.keys import Key
 from torchcomp.wire import Field
@@ -108,7 +109,7 @@ def test_accumulating_received_messages_adds_their_dense_outputs_in_order(compre
     codec = codec_of(compressor, (5, 0, 64, 1))
     sent = [codec.encode(normal(70) * scale, KEY) for scale in (1.0, 1e6, 1.0)]
     out = torch.full((70,), 0.5)
-    codec.accumulate([codec.unpack(packed(codec, message)) for message in sent], out, KEY)
+    add_messages([(codec, codec.unpack(packed(codec, message))) for message in sent], out, KEY)
     expected = torch.full((70,), 0.5)
     for message in sent:
         expected += decoded(codec, message)
@@ -293,7 +294,7 @@ def test_aligned_fields_are_views_of_the_message():
 def frame_of(payload):
     frame = torch.zeros(wire.framed(len(payload)), dtype=torch.uint8)
     wire.payload(frame, len(payload)).copy_(torch.tensor(payload, dtype=torch.uint8))
-    wire.seal(frame, len(payload))
+    wire.seal(frame, [len(payload)])
     return frame
 
 
@@ -307,7 +308,7 @@ def test_frame_is_length_and_version_then_checksum_then_the_message_up_to_8_byte
     words = [256 * 3 + wire.VERSION, 0, 0x030201]
     words[1] = (1 * words[0] + 5 * words[2]) % 2**64
     assert frame.numpy().tobytes() == b"".join(word.to_bytes(8, "little") for word in words)
-    assert int(wire.inspect(frame, 3)) == wire.INTACT
+    assert int(*wire.inspect([frame], [3])) == wire.INTACT
 
 
 @pytest.mark.parametrize("length", [1, 8, 13])
@@ -316,21 +317,21 @@ def test_every_changed_bit_of_a_frame_is_detected(length):
     for bit in range(8 * good.numel()):
         bad = good.clone()
         bad[bit // 8] ^= 1 << bit % 8
-        assert int(wire.inspect(bad, length)) != wire.INTACT, bit
+        assert int(*wire.inspect([bad], [length])) != wire.INTACT, bit
 
 
 def test_frames_of_another_version_and_length_are_distinguished():
     frame = frame_of([1] * 5)
-    assert int(wire.inspect(frame, 6)) == wire.OTHER_LENGTH
+    assert int(*wire.inspect([frame], [6])) == wire.OTHER_LENGTH
     frame[0] += 1
-    assert int(wire.inspect(frame, 5)) == wire.OTHER_VERSION
+    assert int(*wire.inspect([frame], [5])) == wire.OTHER_VERSION
 
 
 def test_random_frames_are_not_accepted():
     noise = torch.Generator().manual_seed(0)
     for length in range(1, 300):
         frame = torch.randint(256, (wire.framed(length),), dtype=torch.uint8, generator=noise)
-        assert int(wire.inspect(frame, length)) != wire.INTACT
+        assert int(*wire.inspect([frame], [length])) != wire.INTACT
 
 
 def test_decoding_random_bytes_does_not_write_outside_the_vector():
@@ -340,6 +341,6 @@ def test_decoding_random_bytes_does_not_write_outside_the_vector():
         for _ in range(200):
             raw = torch.randint(256, (codec.nbytes,), dtype=torch.uint8, generator=noise)
             around = torch.zeros(300)
-            codec.accumulate([codec.unpack(raw)], around[100:200], KEY)
+            add_messages([(codec, codec.unpack(raw))], around[100:200], KEY)
             assert not around[:100].any()
             assert not around[200:].any()

@@ -140,7 +140,7 @@ class Averager:
         """
         self.state.rollback()
         self.exchange.reset()
-        self._averaged = 0
+        self._averaged, self.unused = 0, ()
         self._watch = FiniteWatch(self.exchange)
         if not self._verified:
             values = {"spec": self._aggregator, "step": self.step, "seed": self.seed}

@@ -1,7 +1,8 @@
-"""Codec: a compressor applied to one bucket, whole or parameter by parameter.
+"""Codec: a compressor applied to one bucket, whole, parameter by parameter or shard by shard.
 
 The message of a bucket is the concatenation of the messages of its vectors. With scope "bucket" or
-"model", the whole bucket is one vector. With scope "tensor", each parameter is one vector.
+"model", the whole bucket is one vector. With scope "tensor", each parameter is one vector. For the
+owners of shards, a bucket is encoded as several messages, one frame for each owner.
 """
 
 from collections.abc import Sequence
@@ -14,47 +15,60 @@ from torch import Tensor
 
 from torchcomp import wire
 from torchcomp.bucket import Names
-from torchcomp.compressors.base import Compressor, Encoded
+from torchcomp.compressors.base import Compressor, Encoded, Vector
 from torchcomp.kernels.select import Scratch
 from torchcomp.keys import Key
 from torchcomp.wire import Layout, Parts
-
-
-@dataclass(frozen=True)
-class Vector:
-    """A part of a bucket that is compressed separately."""
-
-    # The parameter, or the first one of several. Random draws depend on it; see `Key.of_tensor`.
-    name: str
-    span: slice  # the elements of the vector within the bucket
-    compressor: Compressor
-    layout: Layout
-
 
 Message = list[Encoded]
 
 
 @dataclass(frozen=True)
 class Codec:
-    """Encodes and decodes the buckets of one shape, vector by vector in the bucket's order."""
+    """Encodes and decodes the tensors of one shape, vector by vector in their order.
+
+    Attributes:
+        vectors: the parts of the tensor that are compressed separately.
+        counts: number of vectors in each frame. By default, one frame has all of them.
+    """
 
     vectors: tuple[Vector, ...]
+    counts: tuple[int, ...] | None = None
 
     @cached_property
-    def layout(self) -> Layout:
-        """The fields of the bucket's message."""
-        return tuple(field for vector in self.vectors for field in vector.layout)
+    def layouts(self) -> tuple[Layout, ...]:
+        """The fields of each frame's message."""
+        vectors = iter(self.vectors)
+        counts = (len(self.vectors),) if self.counts is None else self.counts
+        return tuple(
+            tuple(field for vector in islice(vectors, count) for field in vector.layout)
+            for count in counts
+        )
 
     @cached_property
-    def nbytes(self) -> int:
-        """Size of the bucket's message in bytes."""
-        return wire.nbytes(self.layout)
+    def lengths(self) -> list[int]:
+        """Size of each frame's message in bytes."""
+        return [wire.nbytes(layout) for layout in self.layouts]
 
     @cached_property
-    def framed(self) -> int:
-        """Size of the framed message in bytes; 0 if there is nothing to send."""
+    def sizes(self) -> list[int]:
+        """Size of each frame in bytes; 0 if there is nothing to send."""
         # An empty message has no frame: there is nothing to check.
-        return wire.framed(self.nbytes) if self.nbytes else 0
+        return [wire.framed(length) if length else 0 for length in self.lengths]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all messages in bytes."""
+        return sum(self.lengths)
+
+    @property
+    def framed(self) -> int:
+        """Size of all frames in bytes."""
+        return sum(self.sizes)
+
+    @cached_property
+    def _kind(self) -> type[Compressor]:
+        return type(self.vectors[0].compressor) if self.vectors else Compressor
 
     def scratch(self) -> list[Scratch]:
         """Return a workspace for :meth:`encode_sum`, one entry per vector."""
@@ -62,8 +76,8 @@ class Codec:
         return [Scratch() for _ in self.vectors]
 
     def encode(self, x: Tensor, key: Key) -> Message:
-        """Compress every vector of `x`, a 1-D tensor in the bucket's order."""
-        return [v.compressor.encode(x[v.span], key.of_tensor(v.name)) for v in self.vectors]
+        """Compress every vector of `x`, a 1-D tensor."""
+        return self._kind.encode_all(self.vectors, x, key)
 
     def encode_sum(
         self,
@@ -76,44 +90,61 @@ class Codec:
     ) -> Message:
         """Write ``out = g + e`` and return its message, encoded from the sum rounded to `dtype`."""
         # One call for both, because a compressor can select in the same pass that adds.
-        message = []
-        for v, s in zip(self.vectors, scratch, strict=True):
-            own, named = v.span, key.of_tensor(v.name)
-            message.append(v.compressor.encode_sum(g[own], e[own], out[own], named, s, dtype))
-        return message
+        return self._kind.encode_sum_all(self.vectors, g, e, out, key, scratch, dtype)
 
     def subtract(self, message: Message, x: Tensor, key: Key, weight: float = 1.0) -> None:
-        """Subtract `weight` times the decoded `message` from `x`, the bucket that it encodes."""
-        for encoded, v in zip(message, self.vectors, strict=True):
-            v.compressor.subtract(encoded, x[v.span], key.of_tensor(v.name), weight)
-
-    def accumulate(
-        self, messages: Sequence[Sequence[Parts]], out: Tensor, key: Key, weight: float = 1.0
-    ) -> None:
-        """Add `weight` times the decoded buckets to `out`, in place, one after another."""
-        # In the order of the messages: another order rounds differently, so replicas would drift.
-        for v, parts in zip(self.vectors, zip(*messages, strict=True), strict=True):
-            v.compressor.accumulate(parts, out[v.span], key.of_tensor(v.name), weight)
+        """Subtract `weight` times the decoded `message` from `x`, the tensor that it encodes."""
+        self._kind.subtract_all(self.vectors, message, x, key, weight)
 
     def decode(self, message: Sequence[Parts], out: Tensor, key: Key) -> None:
-        """Write the decoded bucket to `out`."""
+        """Write the decoded tensor to `out`."""
         for parts, v in zip(message, self.vectors, strict=True):
             v.compressor.decode(parts, out[v.span], key.of_tensor(v.name))
 
-    def pack(self, message: Message, frame: Tensor) -> None:
-        """Write the message and its header to `frame`: 1-D uint8, ``framed`` elements, aligned."""
-        if not self.nbytes:
-            return
-        payload = wire.payload(frame, self.nbytes)
-        wire.pack([part for encoded in message for part in encoded.parts], self.layout, payload)
-        # The checksum covers the padding, and `frame` is not initialised.
-        frame[wire.HEADER + self.nbytes :] = 0
-        wire.seal(frame, self.nbytes)
+    def pack(self, message: Message, frames: Tensor) -> None:
+        """Write the messages and their headers to `frames`.
 
-    def unpack(self, payload: Tensor) -> list[Parts]:
-        """Return the fields of a message by vector. ValueError if its length is wrong."""
-        parts = iter(wire.unpack(payload, self.layout))
+        Args:
+            message: the encoded vectors.
+            frames: 1-D uint8, ``framed`` elements, aligned to 8 bytes.
+        """
+        parts = iter([part for encoded in message for part in encoded.parts])
+        zeros = frames.new_zeros(wire.HEADER)
+        pieces = []
+        for layout, length, size in zip(self.layouts, self.lengths, self.sizes, strict=True):
+            if size:
+                pieces += [zeros, *wire.raw(list(islice(parts, len(layout))), layout)]
+                pieces.append(zeros[: size - wire.HEADER - length])
+        if pieces:
+            # One call for all fields of all frames: on an accelerator, one kernel.
+            torch.cat(pieces, out=frames)
+            wire.seal(frames, [length for length in self.lengths if length])
+
+    def unpack(self, *messages: Tensor) -> list[Parts]:
+        """Return the fields by vector of each frame's message. ValueError if a length is wrong."""
+        unpacked = map(wire.unpack, messages, self.layouts)
+        parts = iter([part for message in unpacked for part in message])
         return [tuple(islice(parts, len(vector.layout))) for vector in self.vectors]
+
+
+def add_messages(
+    messages: Sequence[tuple[Codec, Sequence[Parts]]], out: Tensor, key: Key, weight: float = 1.0
+) -> None:
+    """Add `weight` times each decoded message to `out`, in place, one after another.
+
+    Args:
+        messages: for each message its codec, and the fields of each of its vectors. The codecs have
+            compressors of one class.
+        out: 1-D.
+        key: key of the encodings.
+        weight: factor on the decoded values.
+    """
+    # In the order of the messages: another order rounds differently, so replicas would drift.
+    received = [(codec.vectors, parts) for codec, parts in messages if codec.vectors]
+    for codec, _ in messages:
+        if codec.vectors:
+            codec._kind.accumulate_all(received, out, key, weight)
+            break
 
 
 # Cached: every bucket of every step needs its codec, which has the layout of each vector.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torchcomp.checks import is_whole
 from torchcomp.errors import SpecError
@@ -37,6 +38,11 @@ class Key:
         # One number more than `shared`, so that no rank draws the shared numbers. Use rank + 1:
         # SeedSequence pads with zeros, so [seed, step, tensor, 0] equals [seed, step, tensor].
         return _generator(self.seed, self.step, self.tensor, self.rank + 1)
+
+
+def uniform(key: Key, count: int) -> NDArray[np.float32]:
+    """Draw `count` numbers in [0, 1), independent between ranks."""
+    return key.private().random(count, dtype=np.float32)
 
 
 @lru_cache(maxsize=4096)

@@ -86,48 +86,62 @@ def payload(frame: Tensor, length: int) -> Tensor:
     return frame[HEADER : HEADER + length]
 
 
-def seal(frame: Tensor, length: int) -> None:
-    """Write the header of a frame. The message and the padding must have been written before.
+def seal(frames: Tensor, lengths: Sequence[int]) -> None:
+    """Write the headers of frames. Messages and padding must have been written before.
 
     Args:
-        frame: 1-D uint8 tensor of ``framed(length)`` elements, aligned to 8 bytes.
-        length: size of the message in bytes.
+        frames: 1-D uint8, the frames of ``framed(length)`` elements each, one after another.
+            Aligned to 8 bytes.
+        lengths: size of each message in bytes.
     """
-    words = frame.view(torch.int64)
-    if host.can_read(frame):
+    each = torch.split(frames, [framed(length) for length in lengths])
+    if host.can_read(frames):
         # NumPy: for short frames, the overhead of a torch call exceeds the work.
-        header = words.numpy()
-        header[0] = _signature(length)
-        header[1] = _checksum(header)
-    else:
-        words[0] = _signature(length)
-        words[1] = _checksum_on_device(words)
+        for length, frame in zip(lengths, each, strict=True):
+            header = frame.view(torch.int64).numpy()
+            header[0] = _signature(length)
+            header[1] = _checksum(header)
+        return
+    words, sizes = frames.view(torch.int64), [framed(length) // 8 for length in lengths]
+    starts = [0, *accumulate(sizes)][:-1]
+    table = [starts, [start + 1 for start in starts], [_signature(length) for length in lengths]]
+    first, second, signature = host.copy_to(torch.tensor(table), frames.device)
+    words.index_copy_(0, first, signature)
+    words.index_copy_(0, second, _checksums(_rows(each)))
 
 
-def inspect(frame: Tensor, length: int) -> int | Tensor:
-    """Check the header and the checksum of a received frame, without a host sync.
+def inspect(frames: Sequence[Tensor], lengths: Sequence[int]) -> Sequence[int] | Tensor:
+    """Check the headers and the checksums of received frames, without a host sync.
 
     Args:
-        frame: 1-D uint8 tensor of ``framed(length)`` elements, aligned to 8 bytes.
-        length: expected size of the message in bytes.
+        frames: 1-D uint8 tensors of ``framed(length)`` elements, aligned to 8 bytes.
+        lengths: expected size of each message in bytes.
 
     Returns:
-        INTACT, or the first that applies of OTHER_VERSION, OTHER_LENGTH and DAMAGED. For a frame
-        that is not on the CPU, this is a scalar uint8 tensor on its device.
+        For each frame, INTACT or the first that applies of OTHER_VERSION, OTHER_LENGTH and DAMAGED.
+        For frames that the host cannot read, this is a uint8 tensor on their device.
     """
-    words = frame.view(torch.int64)
-    if host.can_read(frame):
-        header = words.numpy()
-        if header[0] & 255 != VERSION:
-            return OTHER_VERSION
-        if header[0] != _signature(length):
-            return OTHER_LENGTH
-        return INTACT if header[1] == _checksum(header) else DAMAGED
-    # The same three comparisons without a branch on a value, which would wait for the device. The
-    # last `where` takes precedence.
-    found = torch.where(words[1] == _checksum_on_device(words), INTACT, DAMAGED)
-    found = torch.where(words[0] == _signature(length), found, OTHER_LENGTH)
-    return torch.where(words[0] & 255 == VERSION, found, OTHER_VERSION).to(torch.uint8)
+    if host.can_read(frames[0]):
+        return [_inspect(frame, length) for frame, length in zip(frames, lengths, strict=True)]
+    words = _rows(frames)
+    expected: int | Tensor = _signature(lengths[0])
+    if len(set(lengths)) > 1:
+        signatures = torch.tensor([_signature(length) for length in lengths])
+        expected = host.copy_to(signatures, words.device)
+    # The comparisons of `_inspect` without a branch on a value, which would wait for the device.
+    # The last `where` takes precedence.
+    found = torch.where(words[:, 1] == _checksums(words), INTACT, DAMAGED)
+    found = torch.where(words[:, 0] == expected, found, OTHER_LENGTH)
+    return torch.where(words[:, 0] & 255 == VERSION, found, OTHER_VERSION).to(torch.uint8)
+
+
+def _inspect(frame: Tensor, length: int) -> int:
+    header = frame.view(torch.int64).numpy()
+    if header[0] & 255 != VERSION:
+        return OTHER_VERSION
+    if header[0] != _signature(length):
+        return OTHER_LENGTH
+    return INTACT if header[1] == _checksum(header) else DAMAGED
 
 
 def _signature(length: int) -> int:
@@ -150,11 +164,30 @@ def _checksum(words: NDArray[np.int64]) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
-def _checksum_on_device(words: Tensor) -> Tensor:
+def _checksums(words: Tensor) -> Tensor:
+    """Return the checksum of each row of words, on their device."""
     # Sums of int64 wrap around here as well.
-    weights = torch.arange(1, 2 * words.numel(), 2, device=words.device)
-    weights[1] = 0
-    return (words * weights).sum()
+    weights = torch.arange(1, 2 * words.shape[1], 2, device=words.device)
+    weights[1:2].fill_(0)
+    return (words * weights).sum(1)
+
+
+def _rows(frames: Sequence[Tensor]) -> Tensor:
+    """Return frames as the rows of a matrix of words, filled up with zeros."""
+    first, size = frames[0], max(frame.numel() for frame in frames)
+    begin, storage = first.storage_offset(), first.untyped_storage().data_ptr()
+    if all(
+        frame.numel() == size
+        and frame.storage_offset() == begin + i * size
+        and frame.untyped_storage().data_ptr() == storage
+        for i, frame in enumerate(frames)
+    ):
+        # Equal frames, as a collective returns them: no copy.
+        return first.as_strided((len(frames), size), (size, 1)).view(torch.int64)
+    # Zeros do not change a checksum.
+    zeros = first.new_zeros(size)
+    filled = [part for frame in frames for part in (frame, zeros[frame.numel() :])]
+    return torch.cat(filled).view(len(frames), -1).view(torch.int64)
 
 
 def pack(parts: Sequence[Tensor], layout: Layout, out: Tensor) -> None:
@@ -163,13 +196,22 @@ def pack(parts: Sequence[Tensor], layout: Layout, out: Tensor) -> None:
     Raises:
         ValueError: if a part has another dtype or size than its field in the layout.
     """
-    for part, field, (start, stop) in zip(parts, layout, _extents(layout), strict=True):
+    torch.cat(raw(parts, layout), out=out)
+
+
+def raw(parts: Sequence[Tensor], layout: Layout) -> list[Tensor]:
+    """Return the fields of one message as bytes, after a check of their dtypes and sizes.
+
+    Raises:
+        ValueError: if a part has another dtype or size than its field in the layout.
+    """
+    for part, field in zip(parts, layout, strict=True):
         if part.dtype != field.dtype or part.numel() != field.count:
             raise ValueError(
                 f"field '{field.name}' is {field.count} x {field.dtype} in the layout, but the "
                 f"compressor returned {part.numel()} x {part.dtype}"
             )
-        out[start:stop].copy_(part.contiguous().view(torch.uint8))
+    return [part.contiguous().view(torch.uint8) for part in parts]
 
 
 def unpack(message: Tensor, layout: Layout) -> Parts:

@@ -496,7 +496,7 @@ def test_an_error_in_an_exchange_is_raised_unchanged() -> None:
         model = wrap(mlp())
         torchcomp.register(model, TOPK)
         with mock.patch(
-            "torchcomp.compressors.topk.add_and_select", side_effect=ValueError("no luck")
+            "torchcomp.kernels.select.add_and_select", side_effect=ValueError("no luck")
         ):
             loss_of(model(rows(0))).backward()
 

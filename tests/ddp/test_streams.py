@@ -26,9 +26,11 @@ def test_the_side_stream_has_a_high_priority_and_is_closed_without_a_wait_of_the
     with (
         mock.patch.object(torch.cuda, "Stream") as stream,
         mock.patch.object(torch.cuda, "current_stream", return_value=main),
+        mock.patch.object(torch.cuda, "stream"),
     ):
         executor = StreamExecutor(torch.device("cuda", 1))
-        executor.close()
+        executor.submit(lambda: None)
+    executor.close()
     ((device,), options), side = stream.call_args, stream.return_value
     assert device == torch.device("cuda", 1)
     assert options["priority"] < 0

@@ -31,13 +31,15 @@ def damage(exchange, receiver, sender, change, every=1):
         return
     seen, intact = [], exchange.receive
 
-    def receive(origin, frame, length):
-        if origin == sender:
-            seen.append(length)
-            if len(seen) == every:
-                frame = frame.clone()
-                change(frame, length)
-        return intact(origin, frame, length)
+    def receive(senders, frames, lengths):
+        frames = list(frames)
+        for i, (origin, length) in enumerate(zip(senders, lengths, strict=True)):
+            if origin == sender and length:
+                seen.append(length)
+                if len(seen) == every:
+                    frames[i] = frames[i].clone()
+                    change(frames[i], length)
+        return intact(senders, frames, lengths)
 
     exchange.receive = receive
 

@@ -111,7 +111,7 @@ def test_the_step_is_undone_for_parameters_that_no_rank_used():
 def receive(exchange, sender, finding):
     """Let a rank receive a frame with this finding."""
     with mock.patch.object(wire, "inspect", return_value=finding):
-        exchange.receive(sender, torch.zeros(wire.framed(0), dtype=torch.uint8), 0)
+        exchange.receive([sender], [torch.zeros(wire.framed(8), dtype=torch.uint8)], [8])
 
 
 @pytest.mark.parametrize(("odd", "error"), [("value", NonFiniteError), ("frame", WireError)])
@@ -125,7 +125,7 @@ def test_unused_parameters_are_known_where_the_step_fails(odd, error):
         for bucket in small.read(averager, tensors):
             averager.average(bucket)
         if odd == "frame" and exchange.rank:
-            receive(exchange, 0, wire.DAMAGED)
+            receive(exchange, 0, [wire.DAMAGED])
         used = ["conv", "bias"] if exchange.rank else ["bias", "gain"]
         return type(caught(lambda: averager.finish(used=used))), averager.unused
 
@@ -164,7 +164,7 @@ def test_the_end_of_a_flush_is_read_once_for_all_parameters():
 
 
 def finding(value):
-    return torch.tensor(value, dtype=torch.uint8)
+    return torch.tensor([value], dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def finding(value):
     [
         ([(1, finding(wire.INTACT)), (0, finding(wire.INTACT))], []),
         ([(1, finding(wire.DAMAGED)), (0, finding(wire.INTACT))], ["rank 1's"]),
-        ([(1, finding(wire.OTHER_LENGTH)), (0, wire.DAMAGED)], ["rank 1's", "rank 0's"]),
+        ([(1, finding(wire.OTHER_LENGTH)), (0, [wire.DAMAGED])], ["rank 1's", "rank 0's"]),
     ],
 )
 def test_findings_on_a_device_are_read_with_one_wait(findings, words):

@@ -99,7 +99,7 @@ def test_a_large_k_is_rehearsed_as_well(monkeypatch):
     chosen = []
     largest = select.add_and_select
     monkeypatch.setattr(
-        "torchcomp.compressors.topk.add_and_select",
+        "torchcomp.kernels.select.add_and_select",
         lambda *arguments: chosen.append(arguments[3]) or largest(*arguments),
     )
     rehearse.cache_clear()

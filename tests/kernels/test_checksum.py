@@ -18,31 +18,31 @@ def test_both_forms_are_the_definition(count):
     for low, high in [(-(2**63), 2**63), (-1, 0), (2**63 - 1, 2**63), (-(2**63), 1 - 2**63)]:
         words = np.random.default_rng(count).integers(low, high, count)
         assert wire._checksum(words) == plain(words)
-        assert wire._checksum_on_device(torch.from_numpy(words)) == plain(words)
+        assert wire._checksums(torch.from_numpy(words)[None]) == plain(words)
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 1000, 2**17 + 3])
 def test_a_sealed_frame_is_intact_until_a_bit_changes(length):
     generator = np.random.default_rng(length)
     frame = torch.from_numpy(generator.integers(0, 256, wire.framed(length), dtype=np.uint8))
-    wire.seal(frame, length)
-    assert wire.inspect(frame, length) == wire.INTACT
+    wire.seal(frame, [length])
+    assert int(*wire.inspect([frame], [length])) == wire.INTACT
     for byte in [0, 1, 2, 7, 8, 15, frame.numel() // 2, frame.numel() - 1]:
         frame[byte] ^= 16
-        assert int(wire.inspect(frame, length)) != wire.INTACT
+        assert int(*wire.inspect([frame], [length])) != wire.INTACT
         frame[byte] ^= 16
-    assert int(wire.inspect(frame, length)) == wire.INTACT
+    assert int(*wire.inspect([frame], [length])) == wire.INTACT
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_host_and_device_seal_to_the_same_bytes_and_the_host_never_waits():
     frame = torch.randint(0, 256, (wire.framed(1000),), dtype=torch.uint8)
     there = frame.cuda()
-    wire.seal(frame, 1000)
+    wire.seal(frame, [1000])
     torch.cuda.set_sync_debug_mode("error")
     try:
-        wire.seal(there, 1000)
-        found = wire.inspect(there, 1000)
+        wire.seal(there, [1000])
+        found = wire.inspect([there], [1000])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert int(found) == wire.INTACT

@@ -31,19 +31,27 @@ def roundings(fmt):
     return [None, np.random.default_rng(5)] if fmt in LEVELS else [None]
 
 
+def encode(values, fmt, generator, index=None):
+    """Encode values, rounded at random if there is a generator."""
+    noise, count = None, (values if index is None else index).numel()
+    if generator is not None:
+        noise = torch.from_numpy(generator.random(count, dtype=np.float32)).to(values.device)
+    return quantize.encode(values, fmt, noise, index)
+
+
 def through(values, fmt, noise=None, dtype=torch.float32):
     """Encode, pack, unpack and decode: the values that the receiver computes."""
     count = values.numel()
     layout = quantize.layout(fmt, count, torch.float32)
     message = torch.empty(wire.nbytes(layout), dtype=torch.uint8)
-    wire.pack(quantize.encode(values, fmt, noise), layout, message)
+    wire.pack(encode(values, fmt, noise), layout, message)
     return quantize.decode(wire.unpack(message, layout), count, dtype)
 
 
 def message(values, fmt, noise=None):
     layout = quantize.layout(fmt, values.numel(), torch.float32)
     out = torch.empty(wire.nbytes(layout), dtype=torch.uint8)
-    wire.pack(quantize.encode(values, fmt, noise), layout, out)
+    wire.pack(encode(values, fmt, noise), layout, out)
     return bytes(out.tolist())
 
 
@@ -70,7 +78,7 @@ def test_worked_examples(fmt, values, expected):
 
 def test_every_block_has_its_own_scale():
     values = torch.cat([torch.full((BLOCK,), 127.0), torch.full((2,), 254.0)])
-    scale, codes = quantize.encode(values, "int8", None)
+    scale, codes = encode(values, "int8", None)
     assert scale.tolist() == [1.0, 2.0]
     assert codes.tolist() == [127] * (BLOCK + 2)
 
@@ -86,7 +94,7 @@ def test_the_size(fmt, bytes_of_1001):
 @pytest.mark.parametrize("count", COUNTS)
 def test_the_parts_match_the_layout(fmt, count):
     for noise in roundings(fmt):
-        parts = quantize.encode(normal(count), fmt, noise)
+        parts = encode(normal(count), fmt, noise)
         layout = quantize.layout(fmt, count, torch.float32)
         announced = [(field.dtype, (field.count,)) for field in layout]
         assert [(part.dtype, part.shape) for part in parts] == announced
@@ -157,7 +165,7 @@ def test_the_bounds_have_the_proved_values():
 @pytest.mark.parametrize("fmt", LEVELS)
 def test_rounding_to_nearest_has_an_error_of_at_most_half_a_level(fmt):
     values = normal(BLOCK)
-    scale = quantize.encode(values, fmt, None)[0]
+    scale = encode(values, fmt, None)[0]
     assert (through(values, fmt) - values).abs().max() <= 0.5001 * scale
 
 
@@ -167,7 +175,7 @@ def test_random_rounding_is_unbiased(fmt):
     total = torch.zeros(300, dtype=torch.float64)
     for _ in range(rounds):
         total += through(values, fmt, noise)
-    scale = quantize.encode(values, fmt, None)[0].repeat_interleave(BLOCK)[:300]
+    scale = encode(values, fmt, None)[0].repeat_interleave(BLOCK)[:300]
     # The mean's standard deviation is at most half a level over the root of the number of rounds.
     deviations = (total / rounds - values).abs() / (scale * 0.5 / math.sqrt(rounds))
     assert deviations.max() < 5
@@ -178,7 +186,7 @@ def test_random_rounding_is_unbiased(fmt):
 @pytest.mark.parametrize("fmt", LEVELS)
 def test_random_rounding_is_to_one_of_the_two_nearest_levels(fmt):
     values, noise = normal(BLOCK), np.random.default_rng(5)
-    scale = quantize.encode(values, fmt, None)[0]
+    scale = encode(values, fmt, None)[0]
     draws = torch.stack([through(values, fmt, noise) for _ in range(50)])
     assert ((draws - values).abs() <= 1.0001 * scale).all()
     assert draws.abs().max() == draws[0].abs().max()
@@ -220,7 +228,7 @@ def test_sent_plus_residual_is_the_value(fmt, count):
 @pytest.mark.parametrize("fmt", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decoding_multiplies_in_float32(fmt, dtype):
-    scale, codes = quantize.encode(normal(128).to(dtype), fmt, None)
+    scale, codes = encode(normal(128).to(dtype), fmt, None)
     decoded = quantize.decode((scale, codes), 128, dtype)
     assert decoded.dtype == dtype
     in_float32 = quantize.decode((scale, codes), 128, torch.float32)
@@ -240,7 +248,7 @@ def test_a_block_with_a_nan_or_an_infinity_is_nan(fmt, bad):
         decoded = through(values, fmt, noise).view(3, BLOCK)
         assert decoded[1].isnan().all()
         assert decoded[::2].isfinite().all()
-        assert not quantize.encode(values, fmt, noise)[1].view(3, -1)[1].any()
+        assert not encode(values, fmt, noise)[1].view(3, -1)[1].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -338,7 +346,7 @@ def test_forms_agree_bit_for_bit(fmt, dtype, seed):
 
     def encoded():
         noise = None if seed is None else np.random.default_rng(seed)
-        return quantize.encode(values, fmt, noise, index)
+        return encode(values, fmt, noise, index)
 
     parts = both(encoded)
     assert same_bits(parts)
@@ -359,8 +367,8 @@ def test_any_bytes_decode_to_the_same_values(fmt):
 def test_an_index_chooses_the_values(fmt):
     values, index = normal(5000), torch.arange(4999, 0, -3)
     for one, other in zip(
-        quantize.encode(values, fmt, None, index),
-        quantize.encode(values[index], fmt, None),
+        encode(values, fmt, None, index),
+        encode(values[index], fmt, None),
         strict=True,
     ):
         assert one.equal(other)
@@ -369,8 +377,8 @@ def test_an_index_chooses_the_values(fmt):
 @pytest.mark.parametrize("fmt", LEVELS)
 def test_a_strided_vector_can_be_encoded(fmt):
     values = normal(2000)
-    strided = quantize.encode(values[::2], fmt, None)
-    plain = quantize.encode(values[::2].clone(), fmt, None)
+    strided = encode(values[::2], fmt, None)
+    plain = encode(values[::2].clone(), fmt, None)
     assert all(a.equal(b) for a, b in zip(strided, plain, strict=True))
 
 
@@ -383,6 +391,6 @@ def test_devices_agree_bit_for_bit(fmt, count):
         made = []
         for device in DEVICES:
             noise = None if seed is None else np.random.default_rng(seed)
-            parts = quantize.encode(values.to(device), fmt, noise)
+            parts = encode(values.to(device), fmt, noise)
             made.append([*parts, quantize.decode(parts, count, torch.float32)])
         assert all(torch.equal(a, b.cpu()) for a, b in zip(*made, strict=True))

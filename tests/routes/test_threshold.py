@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchcomp import run_in_process
-from torchcomp.compressors import TopK
+from torchcomp.kernels.select import largest
 from torchcomp.routes.threshold import Query, chosen, find_largest, order_bits, search_load
 
 WORLD_SIZES = [1, 2, 3, 5, 9]
@@ -46,7 +46,7 @@ def divided(x, ranks):
 
 def candidates_of(parts, k):
     """Return each rank's candidates, the k largest of its part, and their positions in the part."""
-    picked = [TopK(k=max(1, k)).select(part)[: min(k, part.numel())] for part in parts]
+    picked = [largest(part, min(k, part.numel())) for part in parts]
     return [order_bits(part[index]) for part, index in zip(parts, picked, strict=True)], picked
 
 
@@ -93,7 +93,7 @@ def assert_selects_topk(ranks, cases):
     for i, (parts, k, _) in enumerate(cases):
         starts = torch.tensor([0, *[part.numel() for part in parts]]).cumsum(0)
         selected = [outcome[1][i] + starts[rank] for rank, outcome in enumerate(outcomes)]
-        expected = TopK(k=k).select(torch.cat(list(parts)))
+        expected = largest(torch.cat(list(parts)), k)
         assert torch.equal(torch.cat(selected), expected), i
         counts = [index.numel() for index in selected]
         assert list(outcomes[0][0][i].counts) == counts

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from torchcomp import wire
 from torchcomp.checks import check_count
-from torchcomp.codec import Codec, Vector
+from torchcomp.codec import Codec
 from torchcomp.compressors import Compressor, Identity
-from torchcomp.compressors.base import Encoded
+from torchcomp.compressors.base import Encoded, Vector
 from torchcomp.errors import NonFiniteError
 from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.keys import Key, check_seed, tensor_id
@@ -234,8 +234,8 @@ class Ranks(ParameterServer):
     def _deliver(self, messages: Messages, codec: Codec, faults: Faults) -> Decoded:
         frame = torch.empty(codec.framed, dtype=torch.uint8, device=self.exchange.device)
         codec.pack([message.encoded[0] for message in messages], frame)
-        frames = enumerate(self.exchange.all_gather(frame))
-        received = [self.exchange.receive(i, each, codec.nbytes) for i, each in frames]
+        frames, ranks = self.exchange.all_gather(frame), range(self.n)
+        received = self.exchange.receive(ranks, frames, codec.lengths * self.n)
         # A rank with a fault has also sent its frame, so that no rank waits forever. The collective
         # in conclude() reports the fault to all ranks, and all of them raise.
         if not self.exchange.conclude(torch.tensor(not faults), "the uplink", _ADVICE):

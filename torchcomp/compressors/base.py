@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import ClassVar
 
 import torch
@@ -137,6 +138,56 @@ class Compressor(Component):
         self.accumulate((parts,), out.zero_(), key)
         return out
 
+    # Several vectors of one tensor, by compressors of this class. A compressor whose kernels are
+    # small overrides these for accelerators, where each launch delays the backward pass.
+
+    @classmethod
+    def encode_all(cls, vectors: "Sequence[Vector]", x: Tensor, key: Key) -> list[Encoded]:
+        """Compress each of the vectors of `x`, a 1-D tensor."""
+        return [v.compressor.encode(x[v.span], key.of_tensor(v.name)) for v in vectors]
+
+    @classmethod
+    def encode_sum_all(
+        cls,
+        vectors: "Sequence[Vector]",
+        g: Tensor,
+        e: Tensor,
+        out: Tensor,
+        key: Key,
+        scratch: Sequence[Scratch],
+        dtype: torch.dtype,
+    ) -> list[Encoded]:
+        """Write ``out = g + e``, and compress each of its vectors; see :meth:`encode_sum`."""
+        message = []
+        for v, s in zip(vectors, scratch, strict=True):
+            own, named = v.span, key.of_tensor(v.name)
+            message.append(v.compressor.encode_sum(g[own], e[own], out[own], named, s, dtype))
+        return message
+
+    @classmethod
+    def subtract_all(
+        cls,
+        vectors: "Sequence[Vector]",
+        message: Sequence[Encoded],
+        x: Tensor,
+        key: Key,
+        weight: float,
+    ) -> None:
+        """Subtract the decoded message of each vector from `x`; see :meth:`subtract`."""
+        for encoded, v in zip(message, vectors, strict=True):
+            v.compressor.subtract(encoded, x[v.span], key.of_tensor(v.name), weight)
+
+    @classmethod
+    def accumulate_all(
+        cls, messages: "Sequence[Received]", out: Tensor, key: Key, weight: float
+    ) -> None:
+        """Decode messages of several vectors, and add them to `out` in order."""
+        # Consecutive messages of the same vectors in one call: `accumulate` can add them together.
+        for _, same in groupby(messages, key=lambda message: id(message[0])):
+            vectors, parts = zip(*same, strict=True)
+            for v, each in zip(vectors[0], zip(*parts, strict=True), strict=True):
+                v.compressor.accumulate(each, out[v.span], key.of_tensor(v.name), weight)
+
     @abstractmethod
     def alpha(self, numel: int) -> float | None:
         """Contraction constant in (0, 1] for `numel` elements; None if not contractive."""
@@ -144,3 +195,18 @@ class Compressor(Component):
     @abstractmethod
     def omega(self, numel: int) -> float | None:
         """Bound >= 0 on the relative variance for `numel` elements; None if not unbiased."""
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A part of a tensor that is compressed separately."""
+
+    # The parameter, or the first one of several. Random draws depend on it; see `Key.of_tensor`.
+    name: str
+    span: slice  # the elements of the vector within the tensor
+    compressor: Compressor
+    layout: Layout
+
+
+Received = tuple[Sequence[Vector], Sequence[Parts]]
+"""A received message: its vectors, and the fields of each."""

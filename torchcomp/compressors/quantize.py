@@ -7,10 +7,12 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
+from torchcomp import host
 from torchcomp.component import Choices
 from torchcomp.compressors.base import Compressor, Encoded
+from torchcomp.draws import drawn
 from torchcomp.kernels import quantize
-from torchcomp.keys import Key
+from torchcomp.keys import Key, uniform
 from torchcomp.wire import Layout, Parts
 
 
@@ -38,15 +40,23 @@ class Quantize(Compressor):
         return quantize.layout(self.format, numel, dtype)
 
     def encode(self, x: Tensor, key: Key) -> Encoded:
-        # Independent noise on each rank: the rounding errors average out in the mean.
-        noise = key.private() if self.rounding == "stochastic" else None
+        noise = None
+        if self.rounding == "stochastic":
+            # Independent on each rank: the rounding errors average out in the mean.
+            noise = drawn(uniform, key, x.numel(), like=x)
         return Encoded(quantize.encode(x, self.format, noise))
 
     def accumulate(
         self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0
     ) -> None:
-        for parts in messages:
-            out.add_(quantize.decode(parts, out.numel(), out.dtype), alpha=weight)
+        if host.can_read(out):
+            for parts in messages:
+                out.add_(quantize.decode(parts, out.numel(), out.dtype), alpha=weight)
+            return
+        # All at once, because each launch delays the backward pass.
+        counts = [out.numel()] * len(messages)
+        for values in torch.split(quantize.decode_all(messages, counts, out.dtype), counts):
+            out.add_(values, alpha=weight)
 
     def alpha(self, numel: int) -> float:
         # One bound serves both kinds of rounding; see error_bound() for the proof.

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from torchcomp.checks import check_flag
 from torchcomp.compressors.base import Encoded
 from torchcomp.compressors.sparse import Sparsifier
+from torchcomp.draws import drawn
 from torchcomp.kernels.cast import nan_unless_finite
 from torchcomp.keys import Key
 from torchcomp.wire import Field, Layout, Parts
@@ -43,15 +46,20 @@ class RandK(Sparsifier):
         return (Field("values", dtype, self.kept(numel)),)
 
     def encode(self, x: Tensor, key: Key) -> Encoded:
-        values = x[self._support(x.numel(), key, x.device)] * self._scale(x.numel())
+        index = self._support(x, key)
+        values = x.index_select(0, index) * self._scale(x.numel())
         # Add NaN to every value sent if any entry of `x` is not finite, drawn or not: the other
         # ranks see only the message.
-        return Encoded((values + nan_unless_finite(x),))
+        return Encoded((values + nan_unless_finite(x),), index)
+
+    def subtract(self, encoded: Encoded, x: Tensor, key: Key, weight: float = 1.0) -> None:
+        index = self._support(x, key) if encoded.index is None else encoded.index
+        x.index_add_(0, index, encoded.parts[0].to(x.dtype), alpha=-weight)
 
     def accumulate(
         self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0
     ) -> None:
-        index = self._support(out.numel(), key, out.device)
+        index = self._support(out, key)
         # No index occurs twice, so index_add_ gives the same result in any order of its threads.
         for (values,) in messages:
             out.index_add_(0, index, values.to(out.dtype), alpha=weight)
@@ -67,15 +75,15 @@ class RandK(Sparsifier):
     def _scale(self, numel: int) -> float:
         return numel / self.kept(numel) if self.unbiased and numel else 1.0
 
-    def _support(self, numel: int, key: Key, device: torch.device) -> Tensor:
-        return _draw(numel, self.kept(numel), key).to(device)
+    def _support(self, x: Tensor, key: Key) -> Tensor:
+        return drawn(_draw, key, x.numel(), self.kept(x.numel()), like=x)
 
 
-# Each bucket needs its support three times in a row: to encode, to subtract and to decode.
+# Each bucket needs its support twice in a row: to encode and to decode.
 @lru_cache(maxsize=1)
-def _draw(numel: int, k: int, key: Key) -> Tensor:
+def _draw(key: Key, numel: int, k: int) -> NDArray[np.int64]:
     # Draw on the host: torch's generators draw different numbers on CPU and on CUDA, and all ranks
     # must keep the same entries. Sort the indices for memory locality.
     chosen = key.shared().choice(numel, k, replace=False, shuffle=False)
     chosen.sort()
-    return torch.from_numpy(chosen)
+    return chosen

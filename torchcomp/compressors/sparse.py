@@ -2,6 +2,7 @@
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from torchcomp.checks import check_count, is_whole
 from torchcomp.component import Choices
-from torchcomp.compressors.base import Compressor, Encoded
+from torchcomp.compressors.base import Compressor, Encoded, Vector
 from torchcomp.errors import SpecError
 from torchcomp.kernels.cast import narrow
+from torchcomp.kernels.segments import Segment
 from torchcomp.kernels.select import Scratch
 from torchcomp.keys import Key
 
@@ -86,16 +88,41 @@ class Selector(Sparsifier):
     selects: ClassVar[bool] = True
 
     @abstractmethod
-    def select(self, x: Tensor) -> Tensor:
-        """Return the ascending int64 indices of the entries of `x` to keep."""
+    def select(self, x: Tensor, segments: Sequence[Segment], scratch: Sequence[Scratch]) -> Tensor:
+        """Select entries of each segment of `x`, 1-D.
+
+        Args:
+            x: 1-D.
+            segments: parts of `x` in ascending order, and how many entries to keep of each.
+            scratch: workspaces from the last selections of the same segments; can be empty.
+
+        Returns:
+            The indices within `x` to keep, 1-D int64, ascending.
+        """
 
     @abstractmethod
-    def select_sum(self, g: Tensor, e: Tensor, out: Tensor, scratch: Scratch) -> Tensor:
-        """Compute ``out = g + e`` and :meth:`select` from it; see :meth:`Compressor.encode_sum`."""
+    def select_sum(
+        self,
+        g: Tensor,
+        e: Tensor,
+        out: Tensor,
+        segments: Sequence[Segment],
+        scratch: Sequence[Scratch],
+    ) -> Tensor:
+        """Write ``out = g + e`` in the segments, and :meth:`select` from it."""
 
     @abstractmethod
-    def encode_selected(self, x: Tensor, index: Tensor, key: Key) -> Encoded:
-        """Encode the entries `index` of `x`."""
+    def encode_selected(
+        self, x: Tensor, segments: Sequence[Segment], index: Tensor, keys: Iterable[Key]
+    ) -> list[Encoded]:
+        """Encode the entries `index` of `x`, which :meth:`select` returned, as one message each.
+
+        Args:
+            x: 1-D.
+            segments: the parts of `x`.
+            index: indices within `x`, segment by segment.
+            keys: the key of each segment.
+        """
 
     def exactly(self, count: int) -> "Selector":
         """Return the same compressor with ``k=count``, at least 1."""
@@ -103,11 +130,55 @@ class Selector(Sparsifier):
         return replace(self, ratio=None, k=count)
 
     def encode(self, x: Tensor, key: Key) -> Encoded:
-        return self.encode_selected(x, self.select(x), key)
+        whole = self._whole(x)
+        return self.encode_selected(x, whole, self.select(x, whole, ()), (key,))[0]
 
     def encode_sum(
         self, g: Tensor, e: Tensor, out: Tensor, key: Key, scratch: Scratch, dtype: torch.dtype
     ) -> Encoded:
+        whole = self._whole(out)
         # Select in the residual's dtype: rounding to `dtype` first would create ties.
-        index = self.select_sum(g, e, out, scratch)
-        return self.encode_selected(narrow(out, dtype), index, key)
+        index = self.select_sum(g, e, out, whole, (scratch,))
+        return self.encode_selected(narrow(out, dtype), whole, index, (key,))[0]
+
+    def _whole(self, x: Tensor) -> list[Segment]:
+        return [Segment(0, x.numel(), self.kept(x.numel()))]
+
+    @classmethod
+    def encode_all(cls, vectors: Sequence[Vector], x: Tensor, key: Key) -> list[Encoded]:
+        selector, segments = selector_of(vectors), segments_of(vectors)
+        index = selector.select(x, segments, ())
+        return selector.encode_selected(x, segments, index, keys_of(vectors, key))
+
+    @classmethod
+    def encode_sum_all(
+        cls,
+        vectors: Sequence[Vector],
+        g: Tensor,
+        e: Tensor,
+        out: Tensor,
+        key: Key,
+        scratch: Sequence[Scratch],
+        dtype: torch.dtype,
+    ) -> list[Encoded]:
+        selector, segments = selector_of(vectors), segments_of(vectors)
+        index = selector.select_sum(g, e, out, segments, scratch)
+        keys = keys_of(vectors, key)
+        return selector.encode_selected(narrow(out, dtype), segments, index, keys)
+
+
+def selector_of(vectors: Sequence[Vector]) -> Selector:
+    """Return the compressor of vectors, which can differ in the number of entries only."""
+    return vectors[0].compressor  # type: ignore[return-value]
+
+
+def segments_of(vectors: Sequence[Vector]) -> list[Segment]:
+    """Return the parts of a tensor that the vectors are, and how many entries each sends."""
+    sizes = ((v, v.span.stop - v.span.start) for v in vectors)
+    return [Segment(v.span.start, size, v.compressor.kept(size)) for v, size in sizes]
+
+
+def keys_of(vectors: Sequence[Vector], key: Key) -> Iterator[Key]:
+    """Yield the key of each vector."""
+    # One by one, because most compressors draw nothing and need no key.
+    return (key.of_tensor(v.name) for v in vectors)

@@ -1,19 +1,22 @@
 """TopK: keep the k entries of largest magnitude."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
+from torchcomp import host
 from torchcomp.component import Choices
-from torchcomp.compressors.base import Encoded
-from torchcomp.compressors.sparse import Selector
+from torchcomp.compressors.base import Encoded, Received, Vector
+from torchcomp.compressors.sparse import Selector, segments_of
+from torchcomp.draws import drawn
 from torchcomp.errors import SpecError
-from torchcomp.kernels import elias_fano, entries, quantize
-from torchcomp.kernels.select import Scratch, add_and_select, largest
-from torchcomp.keys import Key
+from torchcomp.kernels import elias_fano, entries, quantize, select
+from torchcomp.kernels.segments import Segment, spread
+from torchcomp.kernels.select import Scratch
+from torchcomp.keys import Key, uniform
 from torchcomp.wire import Field, Layout, Parts
 
 
@@ -52,18 +55,57 @@ class TopK(Selector):
         index = Field("index", torch.uint8, elias_fano.nbytes(numel, k))
         return (*quantize.layout(self.values, k, dtype), index)
 
-    def select(self, x: Tensor) -> Tensor:
-        return largest(x, self.kept(x.numel()))
+    def select(self, x: Tensor, segments: Sequence[Segment], scratch: Sequence[Scratch]) -> Tensor:
+        return select.largest_all(x, segments, scratch)
 
-    def select_sum(self, g: Tensor, e: Tensor, out: Tensor, scratch: Scratch) -> Tensor:
-        return add_and_select(g, e, out, self.kept(g.numel()), scratch)
+    def select_sum(
+        self,
+        g: Tensor,
+        e: Tensor,
+        out: Tensor,
+        segments: Sequence[Segment],
+        scratch: Sequence[Scratch],
+    ) -> Tensor:
+        return select.add_and_select_all(g, e, out, segments, scratch)
 
-    def encode_selected(self, x: Tensor, index: Tensor, key: Key) -> Encoded:
-        # Independent noise on each rank: the rounding errors average out in the mean.
-        noise = key.private() if self.rounding == "stochastic" else None
-        # First, because it checks the indices, and the Numba quantizer reads x[index] unchecked.
-        code = elias_fano.encode(index, x.numel())
-        return Encoded((*quantize.encode(x, self.values, noise, index), code), index)
+    def encode_selected(
+        self, x: Tensor, segments: Sequence[Segment], index: Tensor, keys: Iterable[Key]
+    ) -> list[Encoded]:
+        counts = [segment.k for segment in segments]
+        noise: Sequence[Tensor | None] = [None] * len(counts)
+        if self.rounding == "stochastic":
+            # Independent on each rank: the rounding errors average out in the mean.
+            draws = zip(keys, counts, strict=True)
+            noise = [drawn(uniform, key, count, like=x) for key, count in draws]
+        if not host.can_read(x):
+            return self._encode_together(x, segments, index, noise)
+        message = []
+        parts = zip(segments, torch.split(index, counts), noise, strict=True)
+        for segment, chosen, own in parts:
+            local = chosen - segment.start if segment.start else chosen
+            # First, because it checks the indices. The Numba quantizer reads x[index] unchecked.
+            code = elias_fano.encode(local, segment.n)
+            values = quantize.encode(x[segment.span], self.values, own, local)
+            message.append(Encoded((*values, code), local))
+        return message
+
+    def _encode_together(
+        self,
+        x: Tensor,
+        segments: Sequence[Segment],
+        index: Tensor,
+        noise: Sequence[Tensor | None],
+    ) -> list[Encoded]:
+        counts = [segment.k for segment in segments]
+        together = [own for own in noise if own is not None]
+        values = quantize.encode_all(
+            x.index_select(0, index), counts, self.values, torch.cat(together) if together else None
+        )
+        codes = elias_fano.encode_all(index, segments)
+        (start,) = spread(counts, index.device, [segment.start for segment in segments])
+        local = torch.split(index - start, counts)
+        each = zip(values, codes, local, strict=True)
+        return [Encoded((*fields, code), chosen) for fields, code, chosen in each]
 
     def subtract(self, encoded: Encoded, x: Tensor, key: Key, weight: float = 1.0) -> None:
         if encoded.index is None:  # decode the indices from the message
@@ -71,10 +113,38 @@ class TopK(Selector):
         else:
             entries.subtract(x, encoded.index, encoded.parts[:-1], weight)
 
+    @classmethod
+    def subtract_all(
+        cls,
+        vectors: Sequence[Vector],
+        message: Sequence[Encoded],
+        x: Tensor,
+        key: Key,
+        weight: float,
+    ) -> None:
+        index = [encoded.index for encoded in message if encoded.index is not None]
+        if host.can_read(x) or len(index) < len(vectors):
+            super().subtract_all(vectors, message, x, key, weight)
+            return
+        counts = [each.numel() for each in index]
+        (start,) = spread(counts, x.device, [v.span.start for v in vectors])
+        fields = [encoded.parts[:-1] for encoded in message]
+        entries.subtract_all(x, torch.cat(index) + start, fields, counts, weight)
+
     def accumulate(
         self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0
     ) -> None:
         entries.accumulate(messages, self.kept(out.numel()), out, weight)
+
+    @classmethod
+    def accumulate_all(
+        cls, messages: Sequence[Received], out: Tensor, key: Key, weight: float
+    ) -> None:
+        if host.can_read(out):
+            super().accumulate_all(messages, out, key, weight)
+            return
+        together = [(segments_of(vectors), parts) for vectors, parts in messages]
+        entries.accumulate_all(together, out, weight)
 
     def alpha(self, numel: int) -> float:
         if not numel:  # nothing is lost of an empty vector

@@ -52,18 +52,21 @@ class StreamExecutor(Executor):
         # High priority: otherwise, the many small kernels of an exchange would queue behind the
         # large ones of the backward pass, and the exchange would end after it.
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._caller: torch.cuda.Stream | None = None
 
     def submit(self, job: Job) -> None:
         # The job reads gradients that the current stream is still computing. Name the device: the
         # model can be on another one than the current device.
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._caller = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(self._caller)
         with torch.cuda.stream(self._stream):
             job()
 
     def close(self, timeout: float | None = None) -> None:
-        # The current stream waits, because it will reuse memory that the jobs read. The host does
-        # not: it would hang behind a collective that another rank never joins.
-        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        # The caller's stream waits, because it will reuse memory that the jobs still read. The host
+        # does not: it would hang behind a collective that another rank never joins.
+        if self._caller is not None:
+            self._caller.wait_stream(self._stream)
 
 
 class ThreadExecutor(Executor):

@@ -247,18 +247,28 @@ class Handle(Gatherable):
                 for group in self._reordering.add(bucket):
                     self.averager.average(group)
                 if is_last:
-                    self._conclude()
+                    self.averager.finish(
+                        may_skip=self._loss_scale.in_use,
+                        advice=_SCALER_ADVICE,
+                        used=None if self._unused is None else self._unused.used,
+                    )
         except Exception as error:
             # Raise it at the end of the backward pass. Through the future, DDP would report it as
             # "Unable to cast <message> to Tensor".
             self._failure = error
+        if is_last:
+            self._complete()
+
+    def _complete(self) -> None:
+        """Pass the results of all buckets to DDP."""
+        if self._unused is not None:
+            self._unused.end(self.averager.unused)
         # Complete the futures only now: a group can still change any of DDP's buckets until the
         # last one is averaged.
-        if is_last:
-            for received, future in self._received:
-                future.set_result(received.flat)
-            # DDP frees its first buckets when it rebuilds them.
-            self._received = []
+        for received, future in self._received:
+            future.set_result(received.flat)
+        # DDP frees its first buckets when it rebuilds them.
+        self._received = []
 
     def _begin(self, scale: float) -> None:
         averager = self.averager
@@ -270,18 +280,6 @@ class Handle(Gatherable):
             self._reordering = Reordering(shapes if averager.grouped else None)
             self._reordered = wanted
         self._reordering.begin()
-
-    def _conclude(self) -> None:
-        averager, unused = self.averager, self._unused
-        try:
-            averager.finish(
-                may_skip=self._loss_scale.in_use,
-                advice=_SCALER_ADVICE,
-                used=None if unused is None else unused.used,
-            )
-        finally:
-            if unused is not None:
-                unused.end(averager.unused)
 
     # --- Called at the end of the backward pass ---
 

@@ -41,9 +41,9 @@ class Exchange(ABC):
         self.device = device
         self.must_conclude = False
         self._load = Load()
-        # (sender, finding) of the frames of this step. On CUDA a finding stays on the device:
-        # reading it here would make the host wait in the middle of the step.
-        self._found: list[tuple[int, int | Tensor]] = []
+        # Senders and findings of the frames of this step. On CUDA findings stay on the device:
+        # reading them here would make the host wait in the middle of the step.
+        self._found: list[tuple[Sequence[int], Sequence[int] | Tensor]] = []
         # (flags of this rank, list to extend with those of all ranks) of `any_at_end`.
         self._asked: list[tuple[list[bool], list[bool]]] = []
         self._levels: tuple[Exchange, ...] = (self,)
@@ -133,22 +133,27 @@ class Exchange(ABC):
 
     # --- Checks of received frames ---
 
-    def receive(self, sender: int, frame: Tensor, length: int) -> Tensor:
-        """Check a frame, record the finding, and return its message (1-D uint8, a view).
+    def receive(
+        self, senders: Sequence[int], frames: Sequence[Tensor], lengths: Sequence[int]
+    ) -> list[Tensor]:
+        """Check frames, record the findings, and return their messages (1-D uint8, views).
 
         A bad frame does not raise here: the other ranks would wait in their next collective.
         :meth:`conclude` raises instead, on every rank.
 
         Args:
-            sender: rank that sent the frame.
-            frame: 1-D uint8.
-            length: expected length of the message in bytes.
+            senders: rank that sent each frame.
+            frames: 1-D uint8; empty if there is no message.
+            lengths: expected length of each message in bytes.
         """
-        self.must_conclude = True
-        finding = wire.inspect(frame, length)
-        if isinstance(finding, Tensor) or finding != wire.INTACT:
-            self._found.append((sender, finding))
-        return wire.payload(frame, length)
+        sent = [i for i, length in enumerate(lengths) if length]
+        if sent:
+            self.must_conclude = True
+            found = wire.inspect([frames[i] for i in sent], [lengths[i] for i in sent])
+            # No entry for intact frames, where that is known already.
+            if isinstance(found, Tensor) or any(found):
+                self._found.append(([senders[i] for i in sent], found))
+        return [wire.payload(f, length) for f, length in zip(frames, lengths, strict=True)]
 
     def any_at_end(self, flags: Iterable[bool]) -> list[bool]:
         """As :meth:`any_of` for flags of the host, with the message of the next :meth:`conclude`.
@@ -191,9 +196,9 @@ class Exchange(ABC):
             # Without frames, every rank has checked the whole mean, so `finite` matches already.
             if len(levels) == 1:
                 return bool(finite)
-        found = [finding for level in levels for finding in level._found]
+        found = [entry for level in levels for entry in level._found]
         asked = [question for level in levels for question in level._asked]
-        combined = self._flags(finite, [finding for _, finding in found], asked)
+        combined = self._flags(finite, [findings for _, findings in found], asked)
         for level in levels:
             combined = level.any_of(combined)
         self.reset()
@@ -202,7 +207,12 @@ class Exchange(ABC):
         for flags, answer in asked:
             answer.extend(islice(remaining, len(flags)))
         if damaged:
-            problems = {f"rank {r}'s message {wire.FINDINGS[int(f)]}" for r, f in found if int(f)}
+            problems = {
+                f"rank {sender}'s message {wire.FINDINGS[int(finding)]}"
+                for senders, findings in found
+                for sender, finding in zip(senders, findings, strict=True)
+                if int(finding)
+            }
             for level in levels:
                 problems = set().union(*level.gather_objects(problems))
             listed = "; ".join(sorted(problems))
@@ -212,18 +222,21 @@ class Exchange(ABC):
     def _flags(
         self,
         finite: Tensor | None,
-        findings: Sequence[int | Tensor],
+        findings: Iterable[Sequence[int] | Tensor],
         asked: Sequence[tuple[list[bool], list[bool]]],
     ) -> Tensor:
         """Return this rank's message of :meth:`conclude`: the worst finding, NaN, other flags."""
-        known = max((finding for finding in findings if isinstance(finding, int)), default=0)
-        others = [flag for flags, _ in asked for flag in flags]
-        message = torch.tensor([known, 0, *others], dtype=torch.uint8)
-        flags = host.copy_to(message, self.device)
-        on_device = [finding for finding in findings if isinstance(finding, Tensor)]
-        # Slices, because assigning to an index can copy from the host, which waits for the stream.
+        on_device, on_host = [], [0]
+        for each in findings:
+            if isinstance(each, Tensor):
+                on_device.append(each)
+            else:
+                on_host += each
+        message = [max(on_host), 0, *(flag for flags, _ in asked for flag in flags)]
+        flags = host.copy_to(torch.tensor(message, dtype=torch.uint8), self.device)
+        # Slices, because assigning to an index copies from the host and waits for the stream.
         if on_device:
-            flags[:1] = torch.stack([flags[0], *on_device]).amax()
+            flags[:1] = torch.cat([flags[:1], *on_device]).amax()
         if finite is not None:
             flags[1:2] = ~finite
         return flags

@@ -35,18 +35,19 @@ Both directions can run in parallel. When encoding, the bits of an entry depend 
 and its position i. When decoding, a prefix sum over the set bits of each word of the high part
 gives the positions of its entries.
 
-On a CPU with Numba, :mod:`.elias_fano_numba` runs. Everywhere else, accelerators included, plain
-torch runs, with the same results. It uses static shapes, so the host never waits for an
-accelerator.
+On a CPU with Numba, :mod:`.elias_fano_numba` runs. Everywhere else, accelerators included,
+:mod:`.elias_fano_torch` runs, with the same results.
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from torchcomp import host
-from torchcomp.kernels import backend
+from torchcomp.kernels import backend, elias_fano_torch
+from torchcomp.kernels.segments import Segment
 
 
 def nbytes(n: int, k: int) -> int:
@@ -83,7 +84,7 @@ def encode(index: Tensor, n: int) -> Tensor:
         ValueError: on a CPU, if the indices do not ascend strictly within [0, n). Indices on an
             accelerator are not checked.
     """
-    k, device = index.numel(), index.device
+    k = index.numel()
     if k in (0, n):
         return index.new_empty(0, dtype=torch.uint8)
     # Compiled kernels do not check bounds: after a bug in a selector they would write to arbitrary
@@ -95,19 +96,32 @@ def encode(index: Tensor, n: int) -> Tensor:
             f"Elias-Fano can encode only indices that ascend strictly within [0, {n}); check the "
             "selector that chose them"
         )
-    low, fast = low_bits(n, k), backend.fast_form("elias_fano", device.type)
-    if fast is not None:
-        out = torch.empty(nbytes(n, k), dtype=torch.uint8)
-        fast.encode(index.numpy(), n, low, out.numpy())
-        return out
-    # Both parts have one uint8 per bit until they are packed at the end. Plain torch has no scatter
-    # of single bits.
-    highs = torch.zeros(_high_bits(n, k, low), dtype=torch.uint8, device=device)
-    highs[(index >> low) + torch.arange(k, device=device) if low else index] = 1
-    lows = torch.empty(k, low, dtype=torch.uint8, device=device)
-    for bit in range(low):
-        lows[:, bit] = (index >> bit) & 1
-    return torch.cat([_pack(lows.view(-1)), _pack(highs)])
+    fast = backend.fast_form("elias_fano", index.device.type)
+    if fast is None:
+        return encode_all(index, [Segment(0, n, k)])[0]
+    out = torch.empty(nbytes(n, k), dtype=torch.uint8)
+    fast.encode(index.numpy(), n, low_bits(n, k), out.numpy())
+    return out
+
+
+def encode_all(index: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
+    """Encode the indices of all segments at once, in plain torch.
+
+    Args:
+        index: 1-D int64, within the whole vector, segment by segment. Ascending in each of them.
+        segments: the parts of the vector.
+
+    Returns:
+        The codes of the segments.
+    """
+    coded = [segment for segment in segments if 0 < segment.k < segment.n]
+    if not coded:
+        return [index.new_empty(0, dtype=torch.uint8) for _ in segments]
+    if len(coded) < len(segments):
+        parts = zip(torch.split(index, [segment.k for segment in segments]), segments, strict=True)
+        index = torch.cat([part for part, segment in parts if segment in coded])
+    codes = elias_fano_torch.encode(index, _shape(coded))
+    return list(torch.split(codes, [nbytes(segment.n, segment.k) for segment in segments]))
 
 
 def decode(raw: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
@@ -123,38 +137,44 @@ def decode(raw: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
         tensor. If it is true, :func:`encode` turns the indices back into `raw`. If it is false,
         the code is damaged and the indices are a placeholder: 0, 1, 2, ...
     """
-    if k in (0, n):
-        return torch.arange(k, device=raw.device), torch.full((), True, device=raw.device)
-    low, fast = low_bits(n, k), backend.fast_form("elias_fano", raw.device.type)
-    if fast is not None:
-        index = torch.empty(k, dtype=torch.int64)
-        whole = fast.decode(raw.numpy(), n, low, index.numpy())
-        return index if whole else torch.arange(k), torch.tensor(whole)
-    first, cut = torch.arange(k, device=raw.device), (k * low + 7) // 8
-    lows, highs = _unpack(raw[:cut]), _unpack(raw[cut:])
-    # nonzero() would make the host wait for the number of set bits. A damaged code can have another
-    # number of them: then the result is cut or filled up, and `intact` is false.
-    index = torch.nonzero_static(highs, size=k, fill_value=0)[:, 0]
-    if low:
-        index = (index - first) << low
-    for bit in range(low):
-        index |= lows[bit : k * low : low].long() << bit
-    intact = (highs.sum() == k) & (index[1:] > index[:-1]).all() & (lows[k * low :] == 0).all()
-    # This also covers the high part's padding: a bit set there decodes to an index of at least n.
-    intact = intact & (index[-1] < n)
-    return index.where(intact, first), intact
+    fast = backend.fast_form("elias_fano", raw.device.type) if 0 < k < n else None
+    if fast is None:
+        return decode_all([raw], [Segment(0, n, k)])
+    index = torch.empty(k, dtype=torch.int64)
+    whole = fast.decode(raw.numpy(), n, low_bits(n, k), index.numpy())
+    return index if whole else torch.arange(k), torch.tensor(whole)
 
 
-def _pack(bits: Tensor) -> Tensor:
-    """Pack bits, 0 or 1 as uint8, into bytes. Pad with zeros to a whole byte."""
-    bits = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
-    return (bits << _bit_positions(bits)).sum(1, dtype=torch.uint8)
+def decode_all(codes: Sequence[Tensor], segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
+    """Decode the codes of all segments at once, in plain torch.
+
+    Args:
+        codes: the code of each segment, 1-D uint8 of any contents.
+        segments: the parts of the vector, at least one.
+
+    Returns:
+        The indices within the whole vector, 1-D int64, segment by segment; and a scalar bool
+        tensor, whether all codes are intact. If it is false, the indices are placeholders within
+        their segments.
+    """
+    device = codes[0].device
+    coded = [i for i, segment in enumerate(segments) if 0 < segment.k < segment.n]
+    whole = [segments[i] for i in coded]
+    intact = torch.full((), True, device=device)
+    index = torch.empty(0, dtype=torch.int64, device=device)
+    if coded:
+        index, intact = elias_fano_torch.decode([codes[i] for i in coded], _shape(whole))
+    if len(coded) == len(segments):
+        return index, intact
+    found = dict(zip(coded, torch.split(index, [segment.k for segment in whole]), strict=True))
+    every = [
+        found[i] if i in found else torch.arange(at, at + k, device=device)
+        for i, (at, _, k) in enumerate(segments)
+    ]
+    return torch.cat(every), intact
 
 
-def _unpack(raw: Tensor) -> Tensor:
-    """Unpack bytes into bits, 0 or 1 as uint8."""
-    return ((raw[:, None] >> _bit_positions(raw)) & 1).view(-1)
-
-
-def _bit_positions(like: Tensor) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=like.device)
+def _shape(segments: Sequence[Segment]) -> elias_fano_torch.Shape:
+    low = [low_bits(segment.n, segment.k) for segment in segments]
+    high = [_high_bits(n, k, bits) for (_, n, k), bits in zip(segments, low, strict=True)]
+    return elias_fano_torch.Shape(segments, low, high)

@@ -11,14 +11,21 @@ On a CPU with Numba, :mod:`.entries_numba` runs. Everywhere else, accelerators i
 runs, with the same results.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from torchcomp.kernels import backend, elias_fano, quantize
+from torchcomp.kernels.segments import Segment
 from torchcomp.wire import Parts
+
+Batch = tuple[Sequence[Segment], Sequence[Parts]]
+"""A message: segments of a vector, and the fields of each."""
+
+_TOGETHER = 2**22
+"""Number of entries that are decoded at once, which limits the memory for it."""
 
 
 def subtract(x: Tensor, index: Tensor, fields: Parts, weight: float = 1.0) -> None:
@@ -36,19 +43,34 @@ def subtract(x: Tensor, index: Tensor, fields: Parts, weight: float = 1.0) -> No
     fast = _fast(x)
     if fast is not None:
         fast.subtract(x, index, _plain(fields, x.dtype), weight)
-        return
-    values = quantize.decode(fields, index.numel(), x.dtype)
+    else:
+        subtract_all(x, index, [fields], [index.numel()], weight)
+
+
+def subtract_all(
+    x: Tensor, index: Tensor, messages: Sequence[Parts], counts: Sequence[int], weight: float
+) -> None:
+    """Subtract the values of several messages at once, in plain torch; see :func:`subtract`.
+
+    Args:
+        x: 1-D, floating-point.
+        index: 1-D int64, distinct and within bounds: the entries of all messages.
+        messages: the fields of the values of each message.
+        counts: number of values of each message.
+        weight: factor on the values.
+    """
+    values = quantize.decode_all(messages, counts, x.dtype)
     # Replace instead of masking: a boolean index would make the host wait for an accelerator.
     values = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
     # Not sub_(alpha=weight): it can fuse both operations, and the Numba form rounds the product.
-    x[index] = x[index].sub_(values * weight)
+    x.index_copy_(0, index, x.index_select(0, index).sub_(values * weight))
 
 
 def accumulate(messages: Sequence[Parts], k: int, out: Tensor, weight: float = 1.0) -> None:
     """Add `weight` times each message to `out`, in order.
 
-    A message whose index code is damaged adds nothing. Instead it sets ``out[0]`` to NaN, which
-    stops the step on all ranks.
+    If the index code of a message is damaged, ``out[0]`` becomes NaN, which stops the step on all
+    ranks. Nothing of the message is added. Whether other messages are added is not specified.
 
     Args:
         messages: for each message, the fields of its k values and the code of its indices. The
@@ -63,14 +85,48 @@ def accumulate(messages: Sequence[Parts], k: int, out: Tensor, weight: float = 1
     if fast is not None:
         plain = [(*_plain(fields, out.dtype), code.contiguous()) for *fields, code in messages]
         if not fast.accumulate(plain, k, elias_fano.low_bits(n, k), out, weight):
-            out[0] = torch.nan
-        return
-    for *fields, code in messages:
-        values = quantize.decode(fields, k, out.dtype)
-        index, intact = elias_fano.decode(code, n, k)
+            out[:1].fill_(torch.nan)
+    else:
+        accumulate_all([([Segment(0, n, k)], [message]) for message in messages], out, weight)
+
+
+def accumulate_all(messages: Sequence[Batch], out: Tensor, weight: float) -> None:
+    """Add messages in order, in plain torch; see :func:`accumulate`.
+
+    Args:
+        messages: for each message, disjoint segments of `out`, and for each segment the fields of
+            its values and the code of its indices.
+        out: 1-D, floating-point.
+        weight: factor on the values.
+    """
+    for some in _batches(messages):
+        segments = [segment for each, _ in some for segment in each]
+        parts = [part for _, each in some for part in each]
+        if not segments:
+            continue
+        counts = [segment.k for segment in segments]
+        values = quantize.decode_all([fields for *fields, _ in parts], counts, out.dtype)
+        index, intact = elias_fano.decode_all([code for *_, code in parts], segments)
         # Add zeros instead of branching on `intact`: reading it would make the host wait.
-        out.index_add_(0, index, values.where(intact, 0.0), alpha=weight)
-        out[:1] = out[:1].where(intact, torch.nan)
+        values = values.where(intact, 0.0)
+        sizes = [sum(segment.k for segment in each) for each, _ in some]
+        for at, value in zip(torch.split(index, sizes), torch.split(values, sizes), strict=True):
+            out.index_add_(0, at, value, alpha=weight)
+        out[:1].copy_(out[:1].where(intact, torch.nan))
+
+
+def _batches(messages: Sequence[Batch]) -> Iterator[Sequence[Batch]]:
+    """Split messages into runs of at most _TOGETHER entries, or one message."""
+    run: list[Batch] = []
+    entries = 0
+    for message in messages:
+        count = sum(segment.k for segment in message[0])
+        if run and entries + count > _TOGETHER:
+            yield run
+            run, entries = [], 0
+        run.append(message)
+        entries += count
+    yield run
 
 
 def _plain(fields: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:

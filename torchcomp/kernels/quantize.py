@@ -27,7 +27,6 @@ torch runs, with the same results.
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,42 +58,66 @@ def layout(fmt: str | None, count: int, dtype: torch.dtype) -> Layout:
 
 
 def encode(
-    values: Tensor, fmt: str | None, noise: np.random.Generator | None, index: Tensor | None = None
+    values: Tensor, fmt: str | None, noise: Tensor | None, index: Tensor | None = None
 ) -> Parts:
     """Encode 1-D floating-point values as the fields that :func:`layout` describes.
 
     Args:
         values: 1-D, of any floating-point dtype.
         fmt: one of FORMATS, or None for the values' own dtype.
-        noise: None rounds to the nearest level, half to even. For "int8" and "int4", a generator
-            rounds up or down at random. The mean is then the value, to within 2^-24 of a level.
+        noise: None rounds to the nearest level, half to even. For "int8" and "int4", 1-D float32
+            numbers, uniform in [0, 1), round up or down at random. The mean is then the value, to
+            within 2^-24 of a level.
         index: 1-D int64, within bounds. If given, encode ``values[index]`` instead.
     """
     fast = backend.fast_form("quantize", values.device.type) if fmt in LEVELS else None
-    # The Numba form reads float32 values through the index, which saves a copy of them.
-    if index is not None and not (fast and values.dtype == torch.float32):
-        values, index = values.index_select(0, index), None
-    if fmt not in LEVELS:
-        return (values if fmt is None else narrow(values, CASTS[fmt]),)
-    count, levels = (values if index is None else index).numel(), LEVELS[fmt]
-    # Drawn by NumPy on every device, so that all forms round in the same direction.
-    uniform = None if noise is None else noise.random(count, dtype=np.float32)
     if fast is not None:
-        encoded: Parts = fast.encode(values, levels, uniform, index)
+        # The Numba form reads float32 values through the index, which saves a copy of them.
+        if index is not None and values.dtype != torch.float32:
+            values, index = values.index_select(0, index), None
+        encoded: Parts = fast.encode(values, LEVELS[fmt], noise, index)  # type: ignore[index]
         return encoded
-    blocks = _blocks(values.float())
+    values = values if index is None else values.index_select(0, index)
+    return encode_all(values, [values.numel()], fmt, noise)[0]
+
+
+def encode_all(
+    values: Tensor, counts: Sequence[int], fmt: str | None, noise: Tensor | None
+) -> list[Parts]:
+    """Encode several messages at once, in plain torch.
+
+    Args:
+        values: 1-D, the values of all messages, one after another.
+        counts: number of values of each message.
+        fmt: as for :func:`encode`.
+        noise: as for :func:`encode`, for all values.
+
+    Returns:
+        The fields of each message.
+    """
+    if fmt not in LEVELS:
+        narrowed = values if fmt is None else narrow(values, CASTS[fmt])
+        return [(each,) for each in torch.split(narrowed, list(counts))]
+    levels = LEVELS[fmt]
+    blocks = _blocks(values.float(), counts)
     scale = _scale(blocks, levels)
     # Division by a zero or NaN scale gives infinities and NaN. Their conversion to an integer is
     # undefined, so replace them first.
     quotient = (blocks / scale[:, None]).where((scale > 0)[:, None], 0.0).clamp_(-levels, levels)
-    if uniform is None:
+    if noise is None:
         rounded = quotient.round_()
     else:
         lower = quotient.floor()
-        drawn = torch.from_numpy(uniform).to(values.device)
-        rounded = lower + (_blocks(drawn) < quotient - lower)
-    codes = rounded.to(torch.int8).view(-1)[:count]
-    return scale, codes if fmt == "int8" else _pairs(codes)
+        rounded = lower + (_blocks(noise, counts) < quotient - lower)
+    codes = rounded.to(torch.int8)
+    if fmt == "int4":
+        nibbles = codes.view(torch.uint8) & 15
+        codes = nibbles[:, ::2] | (nibbles[:, 1::2] << 4)
+    # A message has whole blocks, of which the last ends in zeros that are not sent.
+    rows = [-(-count // BLOCK) for count in counts]
+    parts = zip(torch.split(scale, rows), torch.split(codes, rows), counts, strict=True)
+    fields = (count if fmt == "int8" else (count + 1) // 2 for count in counts)
+    return [(s, c.view(-1)[:size]) for (s, c, _), size in zip(parts, fields, strict=True)]
 
 
 def decode(parts: Sequence[Tensor], count: int, dtype: torch.dtype) -> Tensor:
@@ -102,23 +125,59 @@ def decode(parts: Sequence[Tensor], count: int, dtype: torch.dtype) -> Tensor:
 
     The product of code and scale is computed in float32 and then converted.
     """
-    if len(parts) == 1:
-        return parts[0].to(dtype)
-    scale, codes = parts
-    fast = backend.fast_form("quantize", codes.device.type)
-    if fast is not None:
-        decoded: Tensor = fast.decode(scale, codes, count)
-        return decoded.to(dtype)
-    if codes.dtype == torch.uint8:
+    fast = backend.fast_form("quantize", parts[-1].device.type) if len(parts) == 2 else None
+    if fast is None:
+        return decode_all([parts], [count], dtype)
+    decoded: Tensor = fast.decode(*parts, count)
+    return decoded.to(dtype)
+
+
+def decode_all(
+    messages: Sequence[Sequence[Tensor]], counts: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """Decode several messages at once, in plain torch.
+
+    Args:
+        messages: the fields of each message, in one format and of any contents.
+        counts: number of values of each message.
+        dtype: dtype of the result.
+
+    Returns:
+        The values of all messages, one after another; 1-D.
+    """
+    fields = list(zip(*messages, strict=True))
+    if len(fields) == 1:
+        return _joined(fields[0]).to(dtype)
+    scale, codes = fields
+    if codes[0].dtype == torch.uint8:
+        packed = _rows(codes, BLOCK // 2)
         # (nibble ^ 8) - 8 extends the sign of a 4-bit two's complement number.
-        nibbles = torch.stack([codes & 15, codes >> 4], 1).view(-1)[:count]
-        codes = (nibbles ^ 8).to(torch.int8) - 8
-    return (_blocks(codes.float()) * scale[:, None]).view(-1)[:count].to(dtype)
+        nibbles = torch.stack([packed & 15, packed >> 4], 2).view(-1, BLOCK)
+        rows = (nibbles ^ 8).to(torch.int8) - 8
+    else:
+        rows = _rows(codes, BLOCK)
+    values = (rows.float() * _joined(scale)[:, None]).view(-1)
+    sizes = [-(-count // BLOCK) * BLOCK for count in counts]
+    parts = zip(torch.split(values, sizes), counts, strict=True)
+    return _joined([part[:count] for part, count in parts]).to(dtype)
 
 
-def _blocks(values: Tensor) -> Tensor:
-    padding = -values.numel() % BLOCK
-    return torch.nn.functional.pad(values, (0, padding)).view(-1, BLOCK)
+def _blocks(values: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the values of messages in blocks, one row each; filled up with zeros."""
+    return _rows(torch.split(values, list(counts)), BLOCK)
+
+
+def _rows(parts: Sequence[Tensor], length: int) -> Tensor:
+    """Return 1-D tensors as rows of this length, each filled up with zeros to whole rows."""
+    zeros = parts[0].new_zeros(length)
+    filled = ((part, zeros[: -part.numel() % length]) for part in parts)
+    rows = [part for pair in filled for part in pair if part.numel()]
+    return _joined(rows or [zeros[:0]]).view(-1, length)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors. One alone is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _scale(blocks: Tensor, levels: int) -> Tensor:
@@ -136,11 +195,6 @@ def largest_scale(levels: int) -> float:
     The scale of the largest float32 values could be rounded up, and would decode them to infinity.
     """
     return _LARGEST * (1 - 2.0**-23) / levels
-
-
-def _pairs(codes: Tensor) -> Tensor:
-    nibbles = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).view(torch.uint8) & 15
-    return nibbles[::2] | (nibbles[1::2] << 4)
 
 
 def error_bound(fmt: str | None, count: int) -> float:

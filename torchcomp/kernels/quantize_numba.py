@@ -23,11 +23,12 @@ _INFINITY = np.uint32(0x7F800000)
 
 
 def encode(
-    values: Tensor, levels: int, uniform: Array | None, index: Tensor | None
+    values: Tensor, levels: int, noise: Tensor | None, index: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return scales and codes of `values`, or of the float32 ``values[index]``."""
     x = values.detach().float().numpy()
     at = None if index is None else index.numpy()
+    uniform = None if noise is None else noise.numpy()
     count = (x if at is None else at).size
     scale = torch.empty(-(-count // BLOCK))
     if levels == 7:

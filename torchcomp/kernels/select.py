@@ -5,6 +5,7 @@ index wins. The result is therefore the same on every machine and in every form.
 NumPy are the reference, :mod:`.select_numba` is for the CPU and :mod:`.select_triton` for CUDA.
 """
 
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from torchcomp import host
 from torchcomp.kernels import backend
+from torchcomp.kernels.segments import Segment
 
 
 class Scratch:
@@ -95,9 +97,103 @@ def largest_on_host(magnitude: Tensor, k: int) -> Tensor:
 
 def largest_on_device(magnitude: Tensor, k: int) -> Tensor:
     """Select with static shapes, so that the host never waits for an accelerator."""
-    threshold = torch.topk(magnitude, k, sorted=False).values.min()
-    above = magnitude > threshold
-    tied = magnitude == threshold
+    return _largest_of_rows(magnitude[None], [k])[:, 1]
+
+
+def largest_all(x: Tensor, segments: Sequence[Segment], scratch: Sequence[Scratch] = ()) -> Tensor:
+    """Return the indices of the k largest magnitudes of each segment.
+
+    Args:
+        x: 1-D, as for :func:`largest`.
+        segments: parts of `x`, in ascending order.
+        scratch: the workspaces of the segments; can be empty.
+
+    Returns:
+        1-D int64, indices within `x`: those of the first segment, of the second, and so on.
+    """
+    if _together(x):
+        return _joined([_largest_of_group(x, group) for group in _of_similar_length(segments)], x)
+    each: Sequence[Scratch | None] = scratch or [None] * len(segments)
+    chosen = (largest(x[s.span], s.k, kept) for s, kept in zip(segments, each, strict=True))
+    return _placed(chosen, segments, x)
+
+
+def add_and_select_all(
+    g: Tensor,
+    e: Tensor,
+    out: Tensor,
+    segments: Sequence[Segment],
+    scratch: Sequence[Scratch] = (),
+) -> Tensor:
+    """Write ``g + e`` to `out` in the segments, and select from it; see :func:`largest_all`."""
+    if _together(out):
+        torch.add(g, e, out=out)
+        return largest_all(out, segments)
+    each: Sequence[Scratch | None] = scratch or [None] * len(segments)
+    chosen = (
+        add_and_select(g[s.span], e[s.span], out[s.span], s.k, kept)
+        for s, kept in zip(segments, each, strict=True)
+    )
+    return _placed(chosen, segments, out)
+
+
+def _together(x: Tensor) -> bool:
+    """Whether segments of `x` are handled at once: the host only launches, in plain torch."""
+    return _fast(x) is None and not host.can_read(x)
+
+
+def _placed(chosen: Iterable[Tensor], segments: Sequence[Segment], x: Tensor) -> Tensor:
+    """Return indices within segments as indices within `x`."""
+    pairs = zip(chosen, segments, strict=True)
+    return _joined([index + s.start if s.start else index for index, s in pairs], x)
+
+
+def _joined(parts: list[Tensor], x: Tensor) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else torch.arange(0, device=x.device)
+
+
+def _of_similar_length(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Return the segments that select anything, in groups to be handled as rows of a matrix."""
+    some = [segment for segment in segments if segment.k]
+    longest = max((segment.n for segment in some), default=0)
+    # Rows are filled up to the longest, so a matrix of very uneven segments is mostly empty.
+    if longest * len(some) <= 2 * sum(segment.n for segment in some):
+        return [some] if some else []
+    return [[segment] for segment in some]
+
+
+def _largest_of_group(x: Tensor, segments: Sequence[Segment]) -> Tensor:
+    """Select from segments of similar lengths, as rows of a matrix."""
+    first, longest = segments[0].start, max(segment.n for segment in segments)
+    within = x[first : segments[-1].span.stop].detach()
+    magnitude = within.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    if len(segments) == 1:
+        return _largest_of_rows(magnitude[None], [segments[0].k])[:, 1] + first
+    # Below every magnitude, so that no filling is selected.
+    filling = magnitude.new_full((longest,), -1.0)
+    rows = []
+    for segment in segments:
+        rows += [magnitude[segment.start - first :][: segment.n], filling[segment.n :]]
+    chosen = _largest_of_rows(torch.cat(rows).view(-1, longest), [s.k for s in segments])
+    starts = host.copy_to(torch.tensor([segment.start for segment in segments]), x.device)
+    return chosen[:, 1] + starts.index_select(0, chosen[:, 0])
+
+
+def _largest_of_rows(magnitude: Tensor, k: Sequence[int]) -> Tensor:
+    """Select the k[i] largest of row i of a matrix. Return rows and columns, (sum of k, 2) int64.
+
+    Shapes are static, so that the host never waits for an accelerator.
+    """
+    most = max(k)
+    top = torch.topk(magnitude, most, dim=1).values
+    room: int | Tensor = most
+    threshold = top[:, -1:]
+    if min(k) < most:
+        room = host.copy_to(torch.tensor(k), magnitude.device)[:, None]
+        threshold = top.gather(1, room - 1)
+    above, tied = magnitude > threshold, magnitude == threshold
     # The running count of ties keeps those with the lowest indices.
-    chosen = above | (tied & (tied.cumsum(0) <= k - above.sum()))
-    return torch.nonzero_static(chosen, size=k).squeeze(1)
+    chosen = above | (tied & (tied.cumsum(1) <= room - above.sum(1, keepdim=True)))
+    return torch.nonzero_static(chosen, size=sum(k))

@@ -41,10 +41,11 @@ class AllGatherRoute:
         self._codec.subtract(self._message, out, self._key, -weight)
 
     def mean(self, out: Tensor) -> None:
-        frames = list(enumerate(self._exchange.all_gather(self._frame)))
-        add_frames(self._codec, self._exchange, frames, out.zero_(), self._key)
+        exchange = self._exchange
+        frames, ranks = exchange.all_gather(self._frame), range(exchange.world_size)
+        add_frames([self._codec] * len(ranks), exchange, ranks, frames, out.zero_(), self._key)
         # Divide after the sum, as ShardedRoute does, so that both routes give the same bits.
-        out.div_(self._exchange.world_size)
+        out.div_(exchange.world_size)
 
     def _pack(self, message: Message, device: torch.device) -> None:
         self._message = message

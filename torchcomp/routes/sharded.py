@@ -14,24 +14,30 @@ search for a common threshold (threshold.py).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import groupby
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from torchcomp import host
 from torchcomp.bucket import BucketShape, Shard
-from torchcomp.codec import Codec, Message, Vector, codec
+from torchcomp.codec import Codec, Message, codec
 from torchcomp.compressors import Compressor
-from torchcomp.compressors.sparse import Selector
+from torchcomp.compressors.base import Vector
+from torchcomp.compressors.sparse import Selector, keys_of, segments_of, selector_of
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.cast import narrow
+from torchcomp.kernels.segments import Segment
 from torchcomp.keys import Key
 from torchcomp.profiling import label
 from torchcomp.routes.base import add_frames
 from torchcomp.routes.threshold import Query, chosen, find_largest, order_bits
 from torchcomp.state import Slot, State
+
+_END = 2**63 - 1
+"""Above every index."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,20 @@ class Direction:
             for kept, widths in zip(self.kept, self.widths, strict=True)
         ]
 
+    def together(self, codecs: Sequence[Codec]) -> Codec:
+        """Return the codec of the whole bucket with a frame for each owner, from the shards'."""
+        vectors = [
+            replace(v, span=slice(part.start + v.span.start, part.start + v.span.stop))
+            for part, each in zip(self.shards, codecs, strict=True)
+            for v in each.vectors
+        ]
+        return Codec(tuple(vectors), tuple(len(each.vectors) for each in codecs))
+
+    @cached_property
+    def fixed_together(self) -> Codec:
+        """The codec of the whole bucket with a frame for each owner, for fixed sizes."""
+        return self.together(self.fixed)
+
     def counted(self, owner: int, counts: Sequence[int]) -> Codec:
         """Return the codec of a shard with `counts` entries, one count for each of its pieces."""
         vectors = []
@@ -141,15 +161,6 @@ class Direction:
                 layout = exactly.layout(piece.stop - piece.start, self.shape.dtype)
                 vectors.append(Vector(piece.name, piece.span, exactly, layout))
         return Codec(tuple(vectors))
-
-    def encode_selected(
-        self, shard: Codec, x: Tensor, chosen: Sequence[Tensor], key: Key
-    ) -> Message:
-        """Return the message of a shard with the entries `chosen`, vector by vector."""
-        return [
-            v.compressor.encode_selected(x[v.span], index, key.of_tensor(v.name))  # type: ignore[attr-defined]
-            for v, index in zip(shard.vectors, chosen, strict=True)
-        ]
 
 
 @lru_cache(maxsize=1024)
@@ -200,157 +211,157 @@ class ShardedRoute:
 
     @label("encode")
     def send(self, x: Tensor) -> None:
-        if self._up.exact:
-            self._send_selected(x, [v.compressor.select(x[v.span]) for v in self._up.whole.vectors])  # type: ignore[attr-defined]
-            return
-        self._codecs = self._up.fixed
-        shards = zip(self._codecs, self._up.shards, strict=True)
-        self._pack([c.encode(x[part.span], self._key) for c, part in shards], x.device)
+        up = self._up
+        if up.exact:
+            segments = segments_of(up.whole.vectors)
+            self._send_selected(x, up.selector.select(x, segments, ()))
+        else:
+            self._pack_fixed(up.fixed_together.encode(x, self._key), x.device)
 
     @label("encode")
     def send_sum(self, g: Tensor, e: Tensor, x: Tensor) -> None:
-        up, key, state = self._up, self._key, self._state
+        up, key = self._up, self._key
+        codec = up.whole if up.exact else up.fixed_together
+        scratch = self._state.scratch(("up", up), codec.scratch)
         if up.exact:
-            scratch = state.scratch(("up", up), up.whole.scratch)
-            chosen = [
-                v.compressor.select_sum(g[v.span], e[v.span], x[v.span], s)  # type: ignore[attr-defined]
-                for v, s in zip(up.whole.vectors, scratch, strict=True)
-            ]
-            self._send_selected(narrow(x, g.dtype), chosen)
-            return
-        self._codecs = up.fixed
-        messages = []
-        for owner, (c, part) in enumerate(zip(self._codecs, up.shards, strict=True)):
-            own, scratch = part.span, state.scratch(("up", owner, up), c.scratch)
-            messages.append(c.encode_sum(g[own], e[own], x[own], key, scratch, g.dtype))
-        self._pack(messages, x.device)
+            index = up.selector.select_sum(g, e, x, segments_of(codec.vectors), scratch)
+            self._send_selected(narrow(x, g.dtype), index)
+        else:
+            self._pack_fixed(codec.encode_sum(g, e, x, key, scratch, g.dtype), x.device)
 
     def sent(self, out: Tensor, weight: float = 1.0) -> None:
-        for c, part, message in zip(self._codecs, self._up.shards, self._messages, strict=True):
-            c.subtract(message, out[part.span], self._key, -weight)
+        self._codec.subtract(self._message, out, self._key, -weight)
 
     def mean(self, out: Tensor) -> None:
-        total = self._collect(out.device).div_(self._exchange.world_size)
-        codecs, frame = self._downlink(total)
-        sizes = [c.framed for c in codecs]
+        exchange = self._exchange
+        total = self._collect(out.device).div_(exchange.world_size)
+        codec, frame = self._downlink(total)
         # Messages of different lengths need `all_gather_v`, which copies the frame for each rank.
-        if len(set(sizes)) == 1:
-            frames = self._exchange.all_gather(frame)
+        if len(set(codec.sizes)) == 1:
+            frames = exchange.all_gather(frame)
         else:
-            frames = self._exchange.all_gather_v(frame, sizes)
-        out.zero_()
-        for owner, (c, part) in enumerate(zip(codecs, self._down.shards, strict=True)):
-            add_frames(c, self._exchange, [(owner, frames[owner])], out[part.span], self._key)
+            frames = exchange.all_gather_v(frame, codec.sizes)
+        add_frames([codec], exchange, range(exchange.world_size), frames, out.zero_(), self._key)
 
-    def _send_selected(self, x: Tensor, selections: Sequence[Tensor]) -> None:
-        """Encode one message per shard from selections of the whole bucket."""
-        up = self._up
-        # (owner, vector) -> selected positions within the owner's shard.
-        local: dict[tuple[int, int], Tensor] = {}
-        for i, (vector, index) in enumerate(zip(up.whole.vectors, selections, strict=True)):
-            # Selected positions are sorted, so each shard's entries are one slice of them.
-            first = vector.span.start
-            cuts = torch.tensor([part.start - first for part in up.shards[1:]])
-            stops = torch.searchsorted(index, cuts.to(index)).tolist()
-            for owner, part_index in enumerate(torch.tensor_split(index, stops)):
-                local[owner, i] = part_index + (first - up.shards[owner].start)
-        self._counts = [
-            [local[owner, p.vector].numel() for p in pieces]
-            for owner, pieces in enumerate(up.pieces)
+    def _pack_fixed(self, message: Message, device: torch.device) -> None:
+        up, exchange = self._up, self._exchange
+        self._arriving = [up.fixed[exchange.rank]] * exchange.world_size
+        self._pack(up.fixed_together, message, device)
+
+    def _send_selected(self, x: Tensor, index: Tensor) -> None:
+        """Encode entries of the bucket, selected from whole vectors, as one message per shard."""
+        up, rank = self._up, self._exchange.rank
+        counts, arriving = self._exchange_counts(index)
+        rows = iter(counts)
+        codecs = [up.counted(o, list(islice(rows, len(p)))) for o, p in enumerate(up.pieces)]
+        self._arriving = [up.counted(rank, row) for row in arriving]
+        codec = up.together(codecs)
+        self._pack(codec, self._encode_selected(codec, x, index), x.device)
+
+    def _exchange_counts(self, index: Tensor) -> tuple[list[int], list[list[int]]]:
+        """Exchange how many entries there are in each piece of the shards.
+
+        Returns:
+            The number of entries in each piece of all shards; and from each rank, the numbers for
+            the pieces of this rank's shard.
+        """
+        up, exchange = self._up, self._exchange
+        starts = [
+            part.start + piece.start
+            for part, pieces in zip(up.shards, up.pieces, strict=True)
+            for piece in pieces
         ]
-        self._codecs = [up.counted(owner, row) for owner, row in enumerate(self._counts)]
-        messages = []
-        for owner, (c, part) in enumerate(zip(self._codecs, up.shards, strict=True)):
-            own = [local[owner, p.vector] - p.start for p in up.pieces[owner]]
-            chosen = [index for index in own if index.numel()]
-            messages.append(up.encode_selected(c, x[part.span], chosen, self._key))
-        self._pack(messages, x.device)
+        # Indices ascend, and so do pieces: the entries of each are one slice.
+        cuts = torch.searchsorted(index, host.copy_to(torch.tensor([*starts, _END]), index.device))
+        mine = torch.diff(cuts).int()
+        own = len(up.pieces[exchange.rank])
+        received = exchange.all_to_all(
+            mine, [len(pieces) for pieces in up.pieces], [own] * exchange.world_size
+        )
+        # The host needs the counts for the lengths of the messages. It waits once for all of them.
+        numbers = torch.cat([mine, *received]).tolist()
+        theirs = numbers[len(starts) :]
+        arriving = [theirs[own * r : own * (r + 1)] for r in range(exchange.world_size)]
+        return numbers[: len(starts)], arriving
 
-    def _pack(self, messages: list[Message], device: torch.device) -> None:
-        self._messages = messages
-        self._sizes = [c.framed for c in self._codecs]
-        self._outgoing = torch.empty(sum(self._sizes), dtype=torch.uint8, device=device)
-        frames = torch.split(self._outgoing, self._sizes)
-        for c, message, frame in zip(self._codecs, messages, frames, strict=True):
-            c.pack(message, frame)
+    def _pack(self, codec: Codec, message: Message, device: torch.device) -> None:
+        # Pack now: the message can be a view of `x`, which the caller changes next.
+        self._codec, self._message = codec, message
+        self._outgoing = torch.empty(codec.framed, dtype=torch.uint8, device=device)
+        codec.pack(message, self._outgoing)
 
     def _collect(self, device: torch.device) -> Tensor:
         """Receive all ranks' entries of this rank's shard, and return their sum."""
-        exchange, up, rank = self._exchange, self._up, self._exchange.rank
-        arriving = [up.fixed[rank]] * exchange.world_size
-        if up.exact:
-            # The receiver needs the counts to know the lengths of the messages, so send them first.
-            outgoing = [count for row in self._counts for count in row]
-            counts = exchange.all_to_all(
-                torch.tensor(outgoing, dtype=torch.int32, device=exchange.device),
-                [len(row) for row in self._counts],
-                [len(self._counts[rank])] * exchange.world_size,
-            )
-            arriving = [up.counted(rank, row.tolist()) for row in counts]
-        frames = exchange.all_to_all(self._outgoing, self._sizes, [c.framed for c in arriving])
-        part = up.shards[rank]
+        exchange, arriving = self._exchange, self._arriving
+        sizes = [codec.framed for codec in arriving]
+        frames = exchange.all_to_all(self._outgoing, self._codec.sizes, sizes)
+        part = self._up.shards[exchange.rank]
         total = torch.zeros(part.stop - part.start, dtype=self._dtype, device=device)
-        senders = zip(arriving, enumerate(frames), strict=True)
-        # Add consecutive messages with the same codec in one call. These are all messages, unless
-        # the up direction is exact. `groupby` keeps the rank order.
-        for _, run in groupby(senders, key=lambda sender: id(sender[0])):
-            codecs, held = zip(*run, strict=True)
-            add_frames(codecs[0], exchange, held, total, self._key)
+        add_frames(arriving, exchange, range(len(arriving)), frames, total, self._key)
         return total
 
     @label("encode downlink")
-    def _downlink(self, mean: Tensor) -> tuple[Sequence[Codec], Tensor]:
-        """Return the codecs of all owners' downlink messages, and this owner's framed message."""
+    def _downlink(self, mean: Tensor) -> tuple[Codec, Tensor]:
+        """Return the codec of all owners' downlink messages, and this owner's framed message."""
         down, rank, key = self._down, self._exchange.rank, self._key
-        codecs, dtype = down.fixed, down.shape.dtype
+        everyone, codec, dtype = down.fixed_together, down.fixed[rank], down.shape.dtype
         x = mean
         if self._server is None:  # no error feedback on the downlink
-            message = codecs[rank].encode(narrow(mean, dtype), key)
+            message = codec.encode(narrow(mean, dtype), key)
         else:
             e, x = self._state.open(self._server, mean.device)
             if down.exact:
-                codecs, selections = self._select(mean, e, x)
-                message = down.encode_selected(codecs[rank], narrow(x, dtype), selections, key)
+                codecs, index = self._select(mean, e, x)
+                everyone, codec = down.together(codecs), codecs[rank]
+                message = self._encode_selected(codec, narrow(x, dtype), index)
             else:
-                scratch = self._state.scratch(("down", down), codecs[rank].scratch)
-                message = codecs[rank].encode_sum(mean, e, x, key, scratch, dtype)
-        frame = torch.empty(codecs[rank].framed, dtype=torch.uint8, device=mean.device)
+                scratch = self._state.scratch(("down", down), codec.scratch)
+                message = codec.encode_sum(mean, e, x, key, scratch, dtype)
+        frame = torch.empty(codec.framed, dtype=torch.uint8, device=mean.device)
         # Pack before the subtraction below: the message can be a view of `x`.
-        codecs[rank].pack(message, frame)
+        codec.pack(message, frame)
         if self._server is not None:
-            codecs[rank].subtract(message, x, key)
-        return codecs, frame
+            codec.subtract(message, x, key)
+        return everyone, frame
 
-    def _select(self, mean: Tensor, e: Tensor, x: Tensor) -> tuple[list[Codec], list[Tensor]]:
+    def _select(self, mean: Tensor, e: Tensor, x: Tensor) -> tuple[list[Codec], Tensor]:
         """Write ``mean + e`` to `x`, and select from the whole bucket, together with all owners.
 
         Returns:
-            The codecs of all owners' messages, and the positions of this owner's entries, one
-            tensor for each piece that has any.
+            The codecs of all owners' messages, and the indices of this owner's entries in `x`.
         """
         down, rank = self._down, self._exchange.rank
-        scratch = self._state.scratch(("down", down), down.whole.scratch)
+        workspaces = self._state.scratch(("down", down), down.whole.scratch)
         # On the CPU, because the search compares the thresholds on the host.
         before, after = self._state.open(self._thresholds, torch.device("cpu"))  # type: ignore[arg-type]
-        spans = {piece.vector: piece.span for piece in down.pieces[rank]}
-        locals_, queries = [], []
-        for i, (sizes, guess) in enumerate(zip(down.candidates, before.tolist(), strict=True)):
-            # A vector without elements in this shard still needs a query: all ranks take part in
-            # the search of every vector.
-            span = spans.get(i, slice(0, 0))
-            exactly = down.selector.exactly(max(1, sizes[rank]))
-            local = exactly.select_sum(mean[span], e[span], x[span], scratch[i])
-            locals_.append(local)
-            queries.append(Query(order_bits(x[span][local]), sizes, down.kept[i], guess))
+        # Candidates: no more of a vector than are kept, and than there are in this shard.
+        segments = [
+            Segment(piece.start, piece.stop - piece.start, down.candidates[piece.vector][rank])
+            for piece in down.pieces[rank]
+        ]
+        scratch = [workspaces[piece.vector] for piece in down.pieces[rank]]
+        index = down.selector.select_sum(mean, e, x, segments, scratch)
+        # A vector without elements in this shard still needs a query: all ranks take part in the
+        # search of every vector.
+        counts = [sizes[rank] for sizes in down.candidates]
+        local = torch.split(index, counts)
+        bits = torch.split(order_bits(x.index_select(0, index)), counts)
+        asked = zip(bits, down.candidates, down.kept, before.tolist(), strict=True)
+        queries = [Query(*each) for each in asked]
         found = find_largest(self._exchange, queries)
         after.copy_(torch.tensor([selection.threshold for selection in found]))
         indices = [
-            local[chosen(query.candidates, selection.threshold, selection.counts[rank])]
-            for local, query, selection in zip(locals_, queries, found, strict=True)
-            if selection.counts[rank]
+            at.index_select(0, chosen(each, selection.threshold, selection.counts[rank]))
+            for at, each, selection in zip(local, bits, found, strict=True)
         ]
         codecs = [
             down.counted(owner, [found[piece.vector].counts[owner] for piece in pieces])
             for owner, pieces in enumerate(down.pieces)
         ]
-        return codecs, indices
+        return codecs, torch.cat(indices)
+
+    def _encode_selected(self, codec: Codec, x: Tensor, index: Tensor) -> Message:
+        if not codec.vectors:
+            return []
+        segments, keys = segments_of(codec.vectors), keys_of(codec.vectors, self._key)
+        return selector_of(codec.vectors).encode_selected(x, segments, index, keys)

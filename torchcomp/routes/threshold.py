@@ -61,9 +61,10 @@ def order_bits(x: Tensor) -> Tensor:
 
 def chosen(candidates: Tensor, threshold: int, count: int) -> Tensor:
     """Return the ascending positions of this rank's `count` selected candidates."""
-    above = torch.nonzero(candidates > threshold).squeeze(1)
-    tied = torch.nonzero(candidates == threshold).squeeze(1)[: count - above.numel()]
-    return torch.cat([above, tied]).sort().values
+    above, tied = candidates > threshold, candidates == threshold
+    # Static shapes, because nonzero() would make the host wait for an accelerator.
+    selected = above | (tied & (tied.cumsum(0) <= count - above.sum()))
+    return torch.nonzero_static(selected, size=count)[:, 0]
 
 
 class _Search:
@@ -103,13 +104,16 @@ class _Search:
         therefore costs rounds, but never changes the result.
         """
         binned = ((self.candidates - self._start) >> self._shift).clamp_(0, self.bins - 1)
-        return torch.bincount(binned, minlength=self.bins).int()
+        counts = torch.zeros(self.bins, dtype=torch.int32, device=binned.device)
+        # Not bincount(), which makes the host wait for an accelerator.
+        return counts.index_add_(0, binned, torch.ones_like(binned, dtype=torch.int32))
 
-    def narrow(self, histograms: Tensor) -> None:
+    def narrow(self, histograms: Tensor, rank: int) -> None:
         """Narrow the interval to the bin of the k-th largest.
 
         Args:
-            histograms: (world_size, bins), the histograms of all ranks.
+            histograms: (world_size, bins), the histograms of all ranks, on the CPU.
+            rank: this rank.
         """
         # Per bin, the candidates in it and in all higher bins. The k-th largest is in the highest
         # bin where this number reaches k.
@@ -124,11 +128,12 @@ class _Search:
         if found > 0:
             self.low = max(self.low, self._start + (found << self._shift))
         inside = (self.candidates >= self.low) & (self.candidates < self.high)
-        self.candidates = self.candidates[inside]
+        left = torch.nonzero_static(inside, size=self.inside[rank])[:, 0]
+        self.candidates = self.candidates.index_select(0, left)
         self._fill_interval()
 
     def select(self, remaining: Sequence[Tensor]) -> Selection:
-        """Return the selection, from every rank's candidates in the interval."""
+        """Return the selection, from every rank's candidates in the interval, on the CPU."""
         if self.high - self.low == 1:  # all of them are equal, and were not exchanged
             return Selection(self.low, _counts(self.above, self.inside, self.k))
         descending = torch.sort(torch.cat(list(remaining)), descending=True).values
@@ -153,16 +158,18 @@ def find_largest(exchange: Exchange, queries: Sequence[Query]) -> list[Selection
     # Steps 1 and 2. All queries share a collective per round, to save latency.
     while wide := [search for search in searches.values() if not search.done]:
         mine = torch.cat([search.histogram() for search in wide])
-        rows = torch.stack(exchange.all_gather(mine))
+        # The host waits once per round, for the histograms of all queries.
+        rows = torch.stack(exchange.all_gather(mine)).cpu()
         for search, columns in zip(wide, torch.split(rows, [s.bins for s in wide], 1), strict=True):
-            search.narrow(columns)
+            search.narrow(columns, exchange.rank)
     # Step 3. An interval of one value needs no exchange: its counts are already known.
     open_searches = {i: search for i, search in searches.items() if search.high - search.low > 1}
     remaining: dict[int, list[Tensor]] = {i: [] for i in searches}
     if open_searches:
         mine = torch.cat([search.candidates for search in open_searches.values()])
         counts = list(zip(*(search.inside for search in open_searches.values()), strict=True))
-        parts = exchange.all_gather_v(mine, [sum(row) for row in counts])
+        totals = [sum(row) for row in counts]
+        parts = torch.split(torch.cat(exchange.all_gather_v(mine, totals)).cpu(), totals)
         rows_of = [torch.split(part, list(row)) for part, row in zip(parts, counts, strict=True)]
         remaining |= {i: [row[j] for row in rows_of] for j, i in enumerate(open_searches)}
     return [
