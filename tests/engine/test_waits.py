@@ -1,96 +1,85 @@
-"""The device forms of the engine: what makes the host wait, and what is launched.
+"""Waits and launches of the engine on a simulated device, and what its one message carries."""
 
-Run on the CPU, where a wait shows as a value that the host reads from a tensor.
-"""
-
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine import small
+from tests.support.launches import DEVICE, Count, EchoExchange, counted, on_device
 from tests.support.outcomes import caught
-from torchcomp import InProcessExchange, NonFiniteError, WireError, host, wire
+from torchcomp import Averager, InProcessExchange, NonFiniteError, WireError, wire
 from torchcomp.state import Kind, Slot, State
-
-READS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
-
-
-@contextmanager
-def reads() -> Iterator[list[str]]:
-    """List the methods through which the host reads values, while device forms run."""
-    found: list[str] = []
-    with mock.patch.object(host, "can_read", return_value=False):
-        patches = [_noting(name, found) for name in READS]
-        for patch in patches:
-            patch.start()
-        try:
-            yield found
-        finally:
-            for patch in patches:
-                patch.stop()
-
-
-def _noting(name, found):
-    original = getattr(torch.Tensor, name)
-
-    def noting(self, *args, **kwargs):
-        found.append(name)
-        return original(self, *args, **kwargs)
-
-    return mock.patch.object(torch.Tensor, name, noting)
-
-
-class Launches(TorchDispatchMode):
-    """Count the operators that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
 
 # --- Steps ----------------------------------------------------------------------------------------
 
-UNFRAMED = {"mean": 0, 'mean(cast("fp16"))': 1, 'ef(cast("fp16"))': 1}
-"""Waits of a step, for methods whose messages are summed on the way."""
+
+class Run:
+    """Steps of an averager on the simulated device."""
+
+    def __init__(self, method: str, count: Count) -> None:
+        self.exchange = EchoExchange(2, count)
+        parameters = {name: on_device(p) for name, p in small.parameters().items()}
+        self.averager = Averager(method, self.exchange, parameters, small.GROUPS)
+        self.count = count
+
+    def step(self, step: int, **options: object) -> tuple[int, int]:
+        """Return the waits before the end of the step, and at its end."""
+        tensors = {name: on_device(g) for name, g in small.gradients(step, 0).items()}
+        self.count.reset()
+        self.averager.begin()
+        for bucket in small.read(self.averager, tensors):
+            self.averager.average(bucket)
+        before = self.count.take().waits
+        assert self.averager.finish(**options)
+        return before, self.count.waits
+
+    def train(self, steps: int) -> None:
+        for step in range(steps):
+            self.step(step)
 
 
-@pytest.mark.parametrize("method", UNFRAMED)
+WAITS = {"mean": 0, 'mean(cast("fp16"))': 1, 'ef(cast("fp16"))': 1}
+"""Waits at the end of a step. There are none before."""
+
+
+@pytest.mark.parametrize("method", WAITS)
 def test_waits_of_a_step(method):
-    def body(exchange):
-        averager = small.averager(exchange, method)
-        small.train(averager, 0, 2)  # the first step compares the ranks
-        tensors = small.gradients(2, exchange.rank)
-        with reads() as found:
-            small.step(averager, tensors)
-        return len(found)
-
-    # One rank: with several, each would count the reads of all.
-    assert small.on_ranks(1, body) == [UNFRAMED[method]]
+    with counted() as count:
+        run = Run(method, count)
+        run.train(2)  # the first step compares the ranks
+        assert run.step(2) == (0, WAITS[method]), count
 
 
-@pytest.mark.parametrize("method", UNFRAMED)
+@pytest.mark.parametrize("method", WAITS)
 def test_flags_of_unused_parameters_cost_no_further_wait_or_message(method):
-    def body(exchange):
-        averager = small.averager(exchange, method)
-        small.train(averager, 0, 2)
-        tensors = small.gradients(2, exchange.rank)
-        with (
-            reads() as found,
-            mock.patch.object(exchange, "any_of", wraps=exchange.any_of) as messages,
-        ):
-            small.step(averager, tensors, used=["bias", "conv"])
-        return len(found), messages.call_count, averager.unused
+    with counted() as count:
+        run = Run(method, count)
+        run.train(2)
+        with mock.patch.object(run.exchange, "any_of", wraps=run.exchange.any_of) as messages:
+            assert run.step(2, used=["bias", "conv"]) == (0, 1), count
+    assert messages.call_count == 1
+    assert run.averager.unused == ("matrix", "gain", "empty")
 
-    assert small.on_ranks(1, body) == [(1, 1, ("matrix", "gain", "empty"))]
+
+def test_norms_are_read_together():
+    with counted() as count:
+        run = Run('ef(cast("fp16"))', count)
+        run.train(2)
+        norms = {name: float(part.norm()) for name, part in run.averager.state.items("error")}
+        count.reset()
+        assert run.averager.residual_norms() == norms
+        assert len(norms) == 5
+        assert count.waits == 1, count
+
+
+def test_the_end_of_a_flush_is_read_once_for_all_parameters():
+    with counted() as count:
+        run = Run('ef(cast("fp16"))', count)
+        run.train(2)
+        run.averager.use("mean")
+        assert run.step(2) == (0, 2), count
+        assert not run.averager.state_dict()["flushing"]
 
 
 def test_the_step_is_undone_for_parameters_that_no_rank_used():
@@ -132,64 +121,35 @@ def test_unused_parameters_are_known_where_the_step_fails(odd, error):
     assert small.on_ranks(2, body) == [(error, ("matrix", "empty"))] * 2
 
 
-def test_norms_are_read_together():
-    def body(exchange):
-        averager = small.averager(exchange, "ef(topk(0.3))")
-        small.train(averager, 0, 2)
-        norms = {name: float(part.norm()) for name, part in averager.state.items("error")}
-        with reads() as found:
-            assert averager.residual_norms() == norms
-        return len(norms), len(found)
-
-    assert small.on_ranks(1, body) == [(5, 1)]
-
-
-def test_the_end_of_a_flush_is_read_once_for_all_parameters():
-    def body(exchange):
-        averager = small.averager(exchange, "ef(topk(0.3))")
-        small.train(averager, 0, 2)
-        averager.use("mean")
-        averager.begin()
-        for bucket in small.read(averager, small.gradients(2, exchange.rank)):
-            averager.average(bucket)
-        with reads() as found:
-            averager.finish()
-        # One for the step, and one for the flush.
-        return len(found), averager.state_dict()["flushing"]
-
-    assert small.on_ranks(1, body) == [(2, False)]
-
-
 # --- The concluding message -----------------------------------------------------------------------
 
 
 def finding(value):
-    return torch.tensor([value], dtype=torch.uint8)
+    return on_device(torch.tensor([value], dtype=torch.uint8))
 
 
 @pytest.mark.parametrize(
     ("findings", "words"),
     [
-        ([(1, finding(wire.INTACT)), (0, finding(wire.INTACT))], []),
-        ([(1, finding(wire.DAMAGED)), (0, finding(wire.INTACT))], ["rank 1's"]),
-        ([(1, finding(wire.OTHER_LENGTH)), (0, [wire.DAMAGED])], ["rank 1's", "rank 0's"]),
+        ({1: wire.INTACT, 0: wire.INTACT}, []),
+        ({1: wire.DAMAGED, 0: wire.INTACT}, ["rank 1's"]),
+        ({1: wire.OTHER_LENGTH, 0: wire.DAMAGED}, ["rank 1's", "rank 0's"]),
     ],
 )
 def test_findings_on_a_device_are_read_with_one_wait(findings, words):
-    exchange = InProcessExchange.alone(torch.device("cpu"))
-    for sender, value in findings:
-        receive(exchange, sender, value)
-    answer = exchange.any_at_end([True, False, True])
-    assert answer == []
-    with reads() as found:
-        error = caught(lambda: exchange.conclude(torch.tensor(True), "a test", ""))
+    exchange = InProcessExchange.alone(DEVICE)
+    with counted() as count:
+        for sender, value in findings.items():
+            receive(exchange, sender, finding(value))
+        answer = exchange.any_at_end([True, False, True])
+        assert answer == []
+        count.reset()
+        error = caught(lambda: exchange.conclude(on_device(torch.tensor(True)), "a test", ""))
+        assert words or count.waits == 1, count
     assert answer == [True, False, True]
     assert not exchange.must_conclude
-    if words:
-        assert type(error) is WireError
-        assert all(word in str(error) for word in words)
-    else:
-        assert (error, found) == (None, ["tolist"])
+    assert type(error) is (WireError if words else type(None))
+    assert all(word in str(error) for word in words)
 
 
 def test_answers_are_those_of_any_rank_and_end_with_the_step():
@@ -205,13 +165,13 @@ def test_answers_are_those_of_any_rank_and_end_with_the_step():
     assert small.on_ranks(2, body) == [([True, False], [True], [])] * 2
 
 
-@pytest.mark.parametrize("finite", [torch.tensor(True), torch.tensor(False), None])
+@pytest.mark.parametrize("finite", [True, False, None])
 def test_without_frames_and_flags_nothing_is_sent(finite):
-    exchange = InProcessExchange.alone(torch.device("cpu"))
-    with mock.patch.object(exchange, "any_of") as any_of, reads() as found:
-        outcome = exchange.conclude(finite, "a test", "")
-    assert outcome is (finite is None or bool(finite))
-    assert found == ([] if finite is None else ["__bool__"])
+    exchange = InProcessExchange.alone(DEVICE)
+    with counted() as count, mock.patch.object(exchange, "any_of") as any_of:
+        mine = None if finite is None else on_device(torch.tensor(finite))
+        assert exchange.conclude(mine, "a test", "") is (finite is not False)
+        assert count.waits == (finite is not None), count
     any_of.assert_not_called()
 
 
@@ -223,21 +183,23 @@ def slot(name, names, dtype=torch.float32, kind=Kind.DEBT):
 
 
 def test_a_change_of_the_loss_scale_takes_one_launch_for_each_dtype():
-    state, cpu = State(), torch.device("cpu")
-    for number in range(3):
+    state = State()
+    with counted() as count:
         for dtype in (torch.float32, torch.float64):
-            names = tuple(f"{dtype} {number} {part}" for part in "abc")
-            state.open(slot(f"error {dtype}", names, dtype), cpu)[1].fill_(1.0)
-    state.open(slot("thresholds", ("a",), kind=Kind.CACHE), cpu)[1].fill_(1.0)
-    state.commit()
-    state.load("momentum", Kind.ESTIMATE, False, {"a": torch.ones(3), "b": torch.ones(3)})
-    with Launches() as launches:
+            for number in range(3):
+                names = tuple(f"{number} {part}" for part in "abc")
+                state.open(slot(f"{dtype}", names, dtype), DEVICE)[1].fill_(1.0)
+        state.open(slot("thresholds", ("a",), kind=Kind.CACHE), DEVICE)[1].fill_(1.0)
+        state.commit()
+        loose = {name: on_device(torch.ones(3)) for name in "ab"}
+        state.load("momentum", Kind.ESTIMATE, False, loose)
+        count.reset()
         state.scale(0.5)
-    assert launches.counts == {"_foreach_mul_": 2}
-    for name, expected in [("error torch.float32", 0.5), ("momentum", 0.5), ("thresholds", 1.0)]:
-        values = dict(state.items(name))
-        assert values
-        assert all(part.eq(expected).all() for part in values.values())
+        assert (count.launches, count.waits) == (2, 0), count
+        for name, factor in [("torch.float32", 0.5), ("momentum", 0.5), ("thresholds", 1.0)]:
+            values = dict(state.items(name))
+            assert values
+            assert all(part.tolist() == [factor] * 3 for part in values.values())
 
 
 def test_loaded_values_are_kept_until_the_stream_of_the_exchange_has_read_them():
