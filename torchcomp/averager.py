@@ -24,6 +24,10 @@ from torchcomp.stats import Meter, Stats
 from torchcomp.traffic import sum_bytes
 
 UNCHANGED = "This step was discarded: the residual and the parameters did not change."
+LATE = (
+    "This was found one step later, because of check='late': the residual is that before the step, "
+    "but the optimizer has applied the step. Load parameters and optimizer from a checkpoint."
+)
 
 # Sends a residual that the current method has no slot for. Every value is sent uncompressed, so one
 # step is usually enough; see `_flushed`.
@@ -61,6 +65,9 @@ class Averager:
         merged: whether a method that works on the whole model gets all groups as one bucket.
         what: what is averaged ("a gradient"), for error messages.
         unchanged: a sentence on what a discarded step leaves unchanged, for error messages.
+        late: whether a step is checked when the next one begins. The host then never waits at the
+            end of a step, but an error comes when the step has already been applied: see
+            :meth:`finish`.
         client_slots: returns, for the shape of a bucket, the slots that the caller opens in
             :attr:`state`. Declaring them adds them to checkpoints.
 
@@ -86,6 +93,7 @@ class Averager:
         merged: bool = True,
         what: str = "a gradient",
         unchanged: str = UNCHANGED,
+        late: bool = False,
         client_slots: Callable[[BucketShape], tuple[Slot, ...]] | None = None,
     ) -> None:
         check_seed(seed)
@@ -99,6 +107,9 @@ class Averager:
         self.seed = seed
         self._merged = merged
         self._what, self._unchanged = what, unchanged
+        self._late = late
+        # Raises if the last step should not have counted; None if that is decided.
+        self._undecided: Callable[[], None] | None = None
         self._client_slots = client_slots
         self._shapes: dict[Group, BucketShape] = {}
         self._nbytes = sum(parameter.nbytes for parameter in self.parameters.values())
@@ -137,7 +148,9 @@ class Averager:
             RankMismatchError: if the ranks differ in a value that must match, such as the spec or
                 the step. They are compared at the first step, and again after loading a checkpoint
                 or :meth:`regroup`.
+            NonFiniteError, WireError: those of the last step, if they are raised late.
         """
+        self._settle()
         self.state.rollback()
         self.exchange.reset()
         self._averaged, self.unused = 0, ()
@@ -197,6 +210,11 @@ class Averager:
     ) -> bool:
         """End the step. All ranks commit their state, or all ranks roll it back.
 
+        If the averager was built with ``late=True``, the step counts at first. What is wrong with
+        it is raised by the next :meth:`begin`, :meth:`use`, :meth:`regroup` or :meth:`state_dict`.
+        The state is then rolled back, but the caller has used the means. A flush is never late,
+        nor is a step with `may_skip` or `used`.
+
         Args:
             may_skip: return False instead of raising if there is a NaN or an infinity.
             dense_bytes: bytes that plain DDP would have sent instead. By default, the bytes of one
@@ -220,11 +238,15 @@ class Averager:
         where = where or f"step {self.step + 1}"
         flags = [] if used is None else [name in used for name in self.parameters]
         used_by_any = self.exchange.any_at_end(flags) if flags else []
+        advice = f" {advice}" if advice else ""
         try:
-            counts = self._watch.conclude(where, self._unchanged)
+            if self._late and used is None and not (may_skip or self._flushing):
+                counts = self._postpone(where, advice)
+            else:
+                counts = self.exchange.conclude(self._watch.finite(), where, self._unchanged)
             if not counts and not may_skip:
-                advice = f"{self._unchanged} {advice}".strip()
-                raise self._watch.error(f"{self._what} at {where}", advice, self._traces())
+                what, traces = f"{self._what} at {where}", self._traces(self.state.pending("error"))
+                raise self._watch.error(what, self._unchanged + advice, traces)
         except Exception:
             self.state.rollback()
             # A step that is discarded has sent its bytes all the same.
@@ -251,6 +273,28 @@ class Averager:
         for callback in self._callbacks:
             callback(counts)
         return counts
+
+    def _postpone(self, where: str, advice: str) -> bool:
+        """Send the concluding message, and read the result later."""
+        decide, watch = self.exchange.conclude_later(self._watch.finite(), where, LATE), self._watch
+
+        def settle() -> None:
+            if not decide():
+                traces = self._traces(self.state.items("error"))
+                raise watch.error(f"{self._what} at {where}", LATE + advice, traces)
+
+        self._undecided = settle
+        return True
+
+    def _settle(self) -> None:
+        """Raise if the last step should not have counted, after rolling it back."""
+        settle, self._undecided = self._undecided, None
+        if settle is not None:
+            try:
+                settle()
+            except Exception:
+                self.state.revert()
+                raise
 
     def average_all(self, tensors: Mapping[str, Tensor], **options: Any) -> bool:
         """Run one complete step: replace all `tensors` with their means over the ranks, in place.
@@ -307,6 +351,7 @@ class Averager:
             SpecError: if the method cannot be built.
         """
         method = parse_aggregator(aggregator)
+        self._settle()
         # Here, before training: in the first step, compiling would run inside a backward pass.
         rehearse_all(method, self.parameters.values())
         self._aggregator, self._flushing = method, False
@@ -331,6 +376,7 @@ class Averager:
         Args:
             groups: names of the parameters of each group. Each parameter must be in one group.
         """
+        self._settle()
         self.groups = tuple(groups)
         self._install(self._active)
         self._verified = False
@@ -388,9 +434,9 @@ class Averager:
             if self._client_slots is not None:
                 yield from self._client_slots(shape)
 
-    def _traces(self) -> Iterator[tuple[str, Tensor]]:
+    def _traces(self, parts: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the residuals that show a NaN of a gradient, by parameter name."""
-        for name, part in self.state.pending("error"):
+        for name, part in parts:
             if self._now.residual_shows_nonfinite(self.parameters[name].dtype):
                 yield name, part
 
@@ -426,6 +472,7 @@ class Averager:
 
         Every rank must save its own. ``torch.load(..., weights_only=True)`` can load it.
         """
+        self._settle()
         slots: dict[str, Any] = {}
         for slot in self._declared(self._active, self.buckets):
             entry: dict[str, Any] = {
@@ -494,7 +541,7 @@ class Averager:
         self._flushing = state["flushing"]
         self._active = _FLUSH if self._flushing else self._aggregator
         # A fresh one: workspaces and a step in flight must not outlive the old state.
-        self.state = State()
+        self.state, self._undecided = State(), None
         for name, (kind, sharded, parts) in slots.items():
             self.state.load(name, kind, sharded, parts)
         self._verified = False

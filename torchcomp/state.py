@@ -103,6 +103,7 @@ class State:
     def __init__(self) -> None:
         self._stores: dict[str, _Store] = {}
         self._in_flight: set[_Flat] = set()
+        self._committed: set[_Flat] = set()  # by the last commit
         self._scratch: dict[object, object] = {}
 
     def open(self, slot: Slot, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -129,10 +130,13 @@ class State:
 
     def commit(self) -> None:
         """Make the values that the step wrote the current ones."""
-        # Swapped, not copied: a copy would read and write every residual once more.
-        for flat in self._in_flight:
-            flat.before, flat.after = flat.after, flat.before
-        self._in_flight.clear()
+        _swap(self._in_flight)
+        self._committed, self._in_flight = self._in_flight, set()
+
+    def revert(self) -> None:
+        """Undo the last commit, before anything else was opened or changed."""
+        _swap(self._committed)
+        self._committed = set()
 
     def rollback(self) -> None:
         """Discard the values that the step wrote."""
@@ -245,3 +249,9 @@ class State:
             elif slot.init is not None:
                 slot.init(name, view)
         return flat
+
+
+def _swap(flats: Iterable[_Flat]) -> None:
+    # Swapped, not copied: a copy would read and write every residual once more.
+    for flat in flats:
+        flat.before, flat.after = flat.after, flat.before

@@ -3,7 +3,7 @@
 import gc
 import sys
 import threading
-from typing import Any
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -139,28 +139,22 @@ class Loop:
         return scale
 
 
-class Event:
-    """A stand-in for an event of CUDA, which notes what it is used for."""
-
-    def __init__(self, calls: list[str]) -> None:
-        self._calls = calls
-
-    def record(self, stream: Any) -> None:
-        self._calls.append("record")
-
-    def synchronize(self) -> None:
-        self._calls.append("synchronize")
-
-
 def scales(update_between: bool) -> tuple[list[float], list[str], int]:
+    """Train with a scale that is not on the CPU. Return scales, copies, and other reads of it."""
     calls: list[str] = []
-    # The scale only: frames on the CPU are read as usual.
-    on_device = mock.patch.object(host, "can_read", lambda x: x.dim() > 0)
+
+    def copy_from(scale: Tensor) -> Callable[[], Tensor]:
+        if scale.dim():
+            return lambda: scale  # the concluding message
+        calls.append("copy")
+        copy = scale.clone()
+        return lambda: calls.append("read") or copy
+
     loop, found = Loop(), []
     with (
-        on_device,
-        mock.patch.object(torch.cuda, "Event", return_value=Event(calls)),
-        mock.patch.object(torch.cuda, "current_stream", return_value=None),
+        # The scale only: frames on the CPU are read as usual.
+        mock.patch.object(host, "can_read", lambda x: x.dim() > 0),
+        mock.patch("torchcomp.ddp.loss_scale.host.copy_from", copy_from),
         mock.patch.object(loop.scaler, "get_scale", wraps=loop.scaler.get_scale) as get_scale,
     ):
         for step in range(3):
@@ -180,7 +174,7 @@ def test_the_scale_is_copied_in_the_forward_pass_and_not_waited_for_in_the_backw
     assert found == [64.0, 128.0, 256.0]
     # Before the first loss, the scaler has no scale that could be copied.
     assert waited == 1
-    assert calls == ["record", "synchronize"] * 2 + ["record"]
+    assert calls == ["copy", "read"] * 2 + ["copy"]
 
 
 def test_a_scale_that_is_set_between_the_passes_is_the_one_that_counts() -> None:

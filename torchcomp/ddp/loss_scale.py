@@ -24,8 +24,8 @@ class LossScale:
 
     def __init__(self, scaler: "torch.amp.GradScaler | None") -> None:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        # The scaler's tensor and its version when it was copied; the copy; the end of the copy.
-        self._fetched: tuple[Tensor, int, Tensor, torch.cuda.Event] | None = None
+        # The scaler's tensor, its version when it was copied, and what waits for the copy.
+        self._fetched: tuple[Tensor, int, Callable[[], Tensor]] | None = None
 
     @property
     def in_use(self) -> bool:
@@ -38,10 +38,7 @@ class LossScale:
         # The scaler has no tensor before the first loss. One on the CPU can be read at any time.
         if scale is None or host.can_read(scale) or self._is_fetched(scale):
             return
-        copy = scale.to("cpu", non_blocking=True, copy=True)  # to pinned memory
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(torch.cuda.current_stream(scale.device))
-        self._fetched = scale, scale._version, copy, copied
+        self._fetched = scale, scale._version, host.copy_from(scale)
 
     def read(self) -> float:
         """Return the scale of the step in progress."""
@@ -51,9 +48,7 @@ class LossScale:
         # out of date.
         if self._fetched is None or not self._is_fetched(self._scaler._get_scale_async()):
             return float(self._scaler.get_scale())
-        _, _, copy, copied = self._fetched
-        copied.synchronize()
-        return float(copy)
+        return float(self._fetched[2]())
 
     def _is_fetched(self, scale: Tensor | None) -> bool:
         # An update changes the tensor in place. The host sees only that its version changes.

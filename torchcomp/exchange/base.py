@@ -20,6 +20,8 @@ from torchcomp.profiling import label
 from torchcomp.traffic import Load, Traffic
 
 Built = TypeVar("Built")
+Found = tuple[Sequence[int], Sequence[int] | Tensor]
+"""Senders of frames, and for each frame what was found; see :func:`torchcomp.wire.inspect`."""
 
 
 class Exchange(ABC):
@@ -41,9 +43,9 @@ class Exchange(ABC):
         self.device = device
         self.must_conclude = False
         self._load = Load()
-        # Senders and findings of the frames of this step. On CUDA findings stay on the device:
-        # reading them here would make the host wait in the middle of the step.
-        self._found: list[tuple[Sequence[int], Sequence[int] | Tensor]] = []
+        # Of this step. On CUDA findings stay on the device: reading them here would make the host
+        # wait in the middle of the step.
+        self._found: list[Found] = []
         # (flags of this rank, list to extend with those of all ranks) of `any_at_end`.
         self._asked: list[tuple[list[bool], list[bool]]] = []
         self._levels: tuple[Exchange, ...] = (self,)
@@ -189,35 +191,53 @@ class Exchange(ABC):
             WireError: on every rank, if a frame received since the last call was not intact. It
                 names the senders and the findings.
         """
+        return self.conclude_later(finite, where, advice)()
+
+    def conclude_later(self, finite: Tensor | None, where: str, advice: str) -> Callable[[], bool]:
+        """Do as :meth:`conclude`, but wait for the result only when it is asked for.
+
+        Returns:
+            A function that waits for the result, and returns it or raises. All ranks call it.
+        """
         levels = self._levels
         if not any(level.must_conclude for level in levels):
             if finite is None:
-                return True
+                return lambda: True
             # Without frames, every rank has checked the whole mean, so `finite` matches already.
             if len(levels) == 1:
-                return bool(finite)
+                known = host.copy_from(finite)
+                return lambda: bool(known())
         found = [entry for level in levels for entry in level._found]
         asked = [question for level in levels for question in level._asked]
-        combined = self._flags(finite, [findings for _, findings in found], asked)
+        flags = self._flags(finite, [findings for _, findings in found], asked)
         for level in levels:
-            combined = level.any_of(combined)
+            flags = level.any_of(flags)
         self.reset()
-        damaged, nonfinite, *answers = combined.tolist()  # the only wait of a step
-        remaining = map(bool, answers)
-        for flags, answer in asked:
-            answer.extend(islice(remaining, len(flags)))
-        if damaged:
-            problems = {
-                f"rank {sender}'s message {wire.FINDINGS[int(finding)]}"
-                for senders, findings in found
-                for sender, finding in zip(senders, findings, strict=True)
-                if int(finding)
-            }
-            for level in levels:
-                problems = set().union(*level.gather_objects(problems))
-            listed = "; ".join(sorted(problems))
-            raise WireError(f"cannot use a message of {where}: {listed}. {advice}")
-        return not nonfinite
+        combined = host.copy_from(flags)
+
+        def decide() -> bool:
+            damaged, nonfinite, *answers = combined().tolist()  # the only wait of a step
+            remaining = map(bool, answers)
+            for mine, answer in asked:
+                answer.extend(islice(remaining, len(mine)))
+            if damaged:
+                raise self._wire_error(found, where, advice)
+            return not nonfinite
+
+        return decide
+
+    def _wire_error(self, found: Sequence[Found], where: str, advice: str) -> WireError:
+        """Return the error that names every sender of a frame that was not intact."""
+        problems = {
+            f"rank {sender}'s message {wire.FINDINGS[int(finding)]}"
+            for senders, findings in found
+            for sender, finding in zip(senders, findings, strict=True)
+            if int(finding)
+        }
+        for level in self._levels:
+            problems = set().union(*level.gather_objects(problems))
+        listed = "; ".join(sorted(problems))
+        return WireError(f"cannot use a message of {where}: {listed}. {advice}")
 
     def _flags(
         self,
