@@ -105,7 +105,9 @@ def defined(tree):
 PATHS = [path for path in PACKAGE.rglob("*.py") if path.name != "compat.py"]
 TREES = [ast.parse(path.read_text()) for path in PATHS]
 USED = {name for tree in TREES for name in used(tree)}
-DEFINED = {name for tree in TREES for name in defined(tree)} | {path.stem for path in PATHS}
+# `_version` is a file of torchcomp, but also a private attribute of tensors.
+FILES = {path.stem for path in PATHS} - {"_version"}
+DEFINED = {name for tree in TREES for name in defined(tree)} | FILES
 
 
 def private_names(text=""):

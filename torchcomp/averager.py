@@ -1,6 +1,6 @@
 """Averager: averages named tensors over the ranks with one compression method, step after step."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,10 @@ from torchcomp.stats import Meter, Stats
 from torchcomp.traffic import sum_bytes
 
 UNCHANGED = "This step was discarded: the residual and the parameters did not change."
+LATE = (
+    "This was found one step later, because of check='late': the residual is that before the step, "
+    "but the optimizer has applied the step. Load parameters and optimizer from a checkpoint."
+)
 
 # Sends a residual that the current method has no slot for. Every value is sent uncompressed, so one
 # step is usually enough; see `_flushed`.
@@ -61,6 +65,9 @@ class Averager:
         merged: whether a method that works on the whole model gets all groups as one bucket.
         what: what is averaged ("a gradient"), for error messages.
         unchanged: a sentence on what a discarded step leaves unchanged, for error messages.
+        late: whether a step is checked when the next one begins. The host then never waits at the
+            end of a step, but an error comes when the step has already been applied: see
+            :meth:`finish`.
         client_slots: returns, for the shape of a bucket, the slots that the caller opens in
             :attr:`state`. Declaring them adds them to checkpoints.
 
@@ -69,6 +76,7 @@ class Averager:
             merged into one bucket per dtype and device.
         state: the slots of this rank.
         step: number of steps that finished without an error.
+        unused: names of the parameters that no rank used in the last step; see :meth:`finish`.
 
     Raises:
         SpecError: if the method cannot be built, or if an argument is invalid.
@@ -85,6 +93,7 @@ class Averager:
         merged: bool = True,
         what: str = "a gradient",
         unchanged: str = UNCHANGED,
+        late: bool = False,
         client_slots: Callable[[BucketShape], tuple[Slot, ...]] | None = None,
     ) -> None:
         check_seed(seed)
@@ -94,13 +103,17 @@ class Averager:
         self.buckets = self.groups
         self.state = State()
         self.step = 0
+        self.unused: tuple[str, ...] = ()
         self.seed = seed
         self._merged = merged
         self._what, self._unchanged = what, unchanged
+        self._late = late
+        # Raises if the last step should not have counted; None if that is decided.
+        self._undecided: Callable[[], None] | None = None
         self._client_slots = client_slots
         self._shapes: dict[Group, BucketShape] = {}
         self._nbytes = sum(parameter.nbytes for parameter in self.parameters.values())
-        self._scale = 1.0
+        self._loss_scale = 1.0
         self._meter = Meter()
         self._averaged = 0  # buckets of the step in flight, for the labels of a trace
         self._callbacks: list[Callable[[bool], None]] = []
@@ -135,10 +148,12 @@ class Averager:
             RankMismatchError: if the ranks differ in a value that must match, such as the spec or
                 the step. They are compared at the first step, and again after loading a checkpoint
                 or :meth:`regroup`.
+            NonFiniteError, WireError: those of the last step, if they are raised late.
         """
+        self._settle()
         self.state.rollback()
         self.exchange.reset()
-        self._averaged = 0
+        self._averaged, self.unused = 0, ()
         self._watch = FiniteWatch(self.exchange)
         if not self._verified:
             values = {"spec": self._aggregator, "step": self.step, "seed": self.seed}
@@ -150,9 +165,9 @@ class Averager:
             self.exchange.verify("the first step", values, checkpoint.ONE_STEP)
             self._verified = True
         # Residuals and estimates have the unit of the scaled gradients.
-        if scale != self._scale:
-            self.state.scale(scale / self._scale)
-            self._scale = scale
+        if scale != self._loss_scale:
+            self.state.scale(scale / self._loss_scale)
+            self._loss_scale = scale
         now = self._active.at(self.step)
         if now != self._now:
             # A stage has workspaces of its own, and those of a high ratio are large.
@@ -191,8 +206,14 @@ class Averager:
         dense_bytes: int | None = None,
         where: str | None = None,
         advice: str = "",
+        used: Collection[str] | None = None,
     ) -> bool:
         """End the step. All ranks commit their state, or all ranks roll it back.
+
+        If the averager was built with ``late=True``, the step counts at first. What is wrong with
+        it is raised by the next :meth:`begin`, :meth:`use`, :meth:`regroup` or :meth:`state_dict`.
+        The state is then rolled back, but the caller has used the means. A flush is never late,
+        nor is a step with `may_skip` or `used`.
 
         Args:
             may_skip: return False instead of raising if there is a NaN or an infinity.
@@ -200,6 +221,8 @@ class Averager:
                 all-reduce of all parameters.
             where: the name of this step, for error messages.
             advice: what to do about a NaN, for the error message.
+            used: names of the parameters that took part in the step on this rank. The state of a
+                parameter that took part on no rank does not change. By default, all take part.
 
         Returns:
             Whether the step counts.
@@ -213,17 +236,28 @@ class Averager:
             dense_bytes = sum_bytes(self._nbytes, self.exchange.world_size)
         traffic = self.exchange.take_traffic(dense_bytes)
         where = where or f"step {self.step + 1}"
+        flags = [] if used is None else [name in used for name in self.parameters]
+        used_by_any = self.exchange.any_at_end(flags) if flags else []
+        advice = f" {advice}" if advice else ""
         try:
-            counts = self._watch.conclude(where, self._unchanged)
+            if self._late and used is None and not (may_skip or self._flushing):
+                counts = self._postpone(where, advice)
+            else:
+                counts = self.exchange.conclude(self._watch.finite(), where, self._unchanged)
             if not counts and not may_skip:
-                advice = f"{self._unchanged} {advice}".strip()
-                raise self._watch.error(f"{self._what} at {where}", advice, self._traces())
+                what, traces = f"{self._what} at {where}", self._traces(self.state.pending("error"))
+                raise self._watch.error(what, self._unchanged + advice, traces)
         except Exception:
             self.state.rollback()
             # A step that is discarded has sent its bytes all the same.
             self._meter.record(traffic, self.step)
             raise
+        finally:
+            # Not strict: if the collective failed, nothing is known about any parameter.
+            flagged = zip(self.parameters, used_by_any, strict=False)
+            self.unused = tuple(name for name, is_used in flagged if not is_used)
         if counts:
+            self.state.undo(self.unused)
             # `_flushed` changes the values that are about to be committed.
             flushed = self._flushing and self._flushed()
             self.state.commit()
@@ -239,6 +273,28 @@ class Averager:
         for callback in self._callbacks:
             callback(counts)
         return counts
+
+    def _postpone(self, where: str, advice: str) -> bool:
+        """Send the concluding message, and read the result later."""
+        decide, watch = self.exchange.conclude_later(self._watch.finite(), where, LATE), self._watch
+
+        def settle() -> None:
+            if not decide():
+                traces = self._traces(self.state.items("error"))
+                raise watch.error(f"{self._what} at {where}", LATE + advice, traces)
+
+        self._undecided = settle
+        return True
+
+    def _settle(self) -> None:
+        """Raise if the last step should not have counted, after rolling it back."""
+        settle, self._undecided = self._undecided, None
+        if settle is not None:
+            try:
+                settle()
+            except Exception:
+                self.state.revert()
+                raise
 
     def average_all(self, tensors: Mapping[str, Tensor], **options: Any) -> bool:
         """Run one complete step: replace all `tensors` with their means over the ranks, in place.
@@ -295,6 +351,7 @@ class Averager:
             SpecError: if the method cannot be built.
         """
         method = parse_aggregator(aggregator)
+        self._settle()
         # Here, before training: in the first step, compiling would run inside a backward pass.
         rehearse_all(method, self.parameters.values())
         self._aggregator, self._flushing = method, False
@@ -319,6 +376,7 @@ class Averager:
         Args:
             groups: names of the parameters of each group. Each parameter must be in one group.
         """
+        self._settle()
         self.groups = tuple(groups)
         self._install(self._active)
         self._verified = False
@@ -351,18 +409,17 @@ class Averager:
 
         Drops the rounding errors that the step leaves in the residual.
         """
-        after, left = dict(self.state.pending("error")), False
+        after = dict(self.state.pending("error"))
+        left = torch.zeros((), dtype=torch.bool, device=self.exchange.device)
         for name, before in self.state.items("error"):
             part, numbers = after.get(name, before), torch.finfo(self.parameters[name].dtype)
             # A part that did not change was not sent: no rank had a gradient for it. A part
             # above any rounding error was clipped to the range of the gradients' dtype.
-            if torch.equal(part, before) or (part.abs() > numbers.eps * numbers.max).any():
-                left |= bool(part.any())
-            else:
-                part.zero_()
+            kept = (part == before).all() | (part.abs() > numbers.eps * numbers.max).any()
+            part.masked_fill_(~kept, 0.0)
+            left |= part.any().to(left.device)
         # All ranks must end the flush at the same step, or they would run different methods.
-        flag = torch.tensor([left], dtype=torch.uint8, device=self.exchange.device)
-        return not self.exchange.any_of(flag).any()
+        return not self.exchange.any_of(left.to(torch.uint8).reshape(1)).any()
 
     def _owned(self) -> list[Shard]:
         """Return this rank's shard of each bucket."""
@@ -377,9 +434,9 @@ class Averager:
             if self._client_slots is not None:
                 yield from self._client_slots(shape)
 
-    def _traces(self) -> Iterator[tuple[str, Tensor]]:
+    def _traces(self, parts: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the residuals that show a NaN of a gradient, by parameter name."""
-        for name, part in self.state.pending("error"):
+        for name, part in parts:
             if self._now.residual_shows_nonfinite(self.parameters[name].dtype):
                 yield name, part
 
@@ -396,19 +453,26 @@ class Averager:
     def residual_norms(self, slot: str = "error") -> dict[str, float]:
         """Return the Euclidean norm of this rank's residual by parameter name.
 
-        Synchronises the host with the device.
+        The host waits for the device once.
 
         Args:
             slot: "error" for the residual of this rank's gradients, or "server_error" for the
                 server residual of the shards that this rank owns.
         """
-        return {name: float(part.norm()) for name, part in self.state.items(slot)}
+        parts = dict(self.state.items(slot))
+        if not parts:
+            return {}
+        norms = torch._foreach_norm(list(parts.values()))
+        # Parameters can be on several devices. The copies to the first do not wait.
+        gathered = torch.stack([norm.to(norms[0].device) for norm in norms])
+        return dict(zip(parts, gathered.tolist(), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: plain tensors, numbers and strings, keyed by parameter name.
 
         Every rank must save its own. ``torch.load(..., weights_only=True)`` can load it.
         """
+        self._settle()
         slots: dict[str, Any] = {}
         for slot in self._declared(self._active, self.buckets):
             entry: dict[str, Any] = {
@@ -423,7 +487,7 @@ class Averager:
             **checkpoint.header(str(self._aggregator), self.exchange),
             "step": self.step,
             "seed": self.seed,
-            "scale": self._scale,
+            "scale": self._loss_scale,
             "flushing": self._flushing,
             "groups": [list(group) for group in self.groups],
             "buckets": [list(group) for group in self.buckets],
@@ -472,12 +536,12 @@ class Averager:
         slots: Mapping[str, tuple[Kind, bool, dict[str, Tensor]]],
     ) -> None:
         self.groups, self.buckets = _groups(state["groups"]), _groups(state["buckets"])
-        self.step, self.seed, self._scale = state["step"], state["seed"], float(state["scale"])
+        self.step, self.seed, self._loss_scale = state["step"], state["seed"], float(state["scale"])
         self._meter.load_state_dict(state["traffic"], self.step)
         self._flushing = state["flushing"]
         self._active = _FLUSH if self._flushing else self._aggregator
         # A fresh one: workspaces and a step in flight must not outlive the old state.
-        self.state = State()
+        self.state, self._undecided = State(), None
         for name, (kind, sharded, parts) in slots.items():
             self.state.load(name, kind, sharded, parts)
         self._verified = False

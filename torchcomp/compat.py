@@ -60,7 +60,11 @@ PRIVATE = {
     "torch.optim.Optimizer": {
         "_optimizer_step_pre_hooks": "absent from wrappers that have no step hooks",
     },
+    "torch.Tensor": {
+        "_version": "tells whether a tensor was changed in place",
+    },
     "torch.amp.GradScaler": {
+        "_get_scale_async": "returns the loss scale on the device, without a wait",
         "_per_optimizer_states": "finds a scaler that was not passed to LocalSGD",
         "_unscale_grads_": "lets a scaler step an optimizer whose layers were all dropped",
     },

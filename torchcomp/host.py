@@ -4,6 +4,8 @@ A wait in the middle of a step costs the overlap with the backward pass: the thr
 an accelerator is the one that must launch the backward pass.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -24,3 +26,21 @@ def copy_to(values: Tensor, device: torch.device) -> Tensor:
     # A copy from pageable memory waits for the stream. Memory that is pinned stays reserved until
     # the copy has read it.
     return values.pin_memory().to(device, non_blocking=True)
+
+
+def copy_from(values: Tensor) -> Callable[[], Tensor]:
+    """Start a copy to the CPU. The function that is returned waits for this copy, and returns it.
+
+    It does not wait for work that the device gets later.
+    """
+    if values.device.type != "cuda":
+        return lambda: values
+    copy = values.to("cpu", non_blocking=True, copy=True)  # to pinned memory
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record(torch.cuda.current_stream(values.device))
+
+    def wait() -> Tensor:
+        copied.synchronize()
+        return copy
+
+    return wait

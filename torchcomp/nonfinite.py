@@ -39,19 +39,12 @@ class FiniteWatch:
             flat = flat[rank * flat.numel() // world_size : (rank + 1) * flat.numel() // world_size]
         self._means.append(nan_unless_finite(flat))
 
-    def conclude(self, where: str, advice: str) -> bool:
-        """Return whether every mean of the step is finite. All ranks get the same result.
+    def finite(self) -> Tensor | None:
+        """Return whether the means that this rank watched are finite, or None if it watched none.
 
-        Args:
-            where: the name of the step, for error messages.
-            advice: a sentence on what the step left unchanged, for error messages.
-
-        Raises:
-            WireError: on all ranks, if a message was damaged.
+        A scalar bool on their device.
         """
-        # If nothing was watched, a tensor on the CPU avoids waiting for a device.
-        finite = torch.stack(self._means).isfinite().all() if self._means else torch.tensor(True)
-        return self._exchange.conclude(finite, where, advice)
+        return torch.stack(self._means).isfinite().all() if self._means else None
 
     def error(
         self, where: str, advice: str, traces: Iterable[tuple[str, Tensor]] = ()

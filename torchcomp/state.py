@@ -91,6 +91,11 @@ class _Store:
             yield from flat.parts(flat.before)
         yield from self.loose.items()
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Iterate over the same values, as few tensors as possible."""
+        yield from (flat.before for flat in self.flats.values())
+        yield from self.loose.values()
+
 
 class State:
     """The slots of one rank."""
@@ -98,6 +103,7 @@ class State:
     def __init__(self) -> None:
         self._stores: dict[str, _Store] = {}
         self._in_flight: set[_Flat] = set()
+        self._committed: set[_Flat] = set()  # by the last commit
         self._scratch: dict[object, object] = {}
 
     def open(self, slot: Slot, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -124,10 +130,13 @@ class State:
 
     def commit(self) -> None:
         """Make the values that the step wrote the current ones."""
-        # Swapped, not copied: a copy would read and write every residual once more.
-        for flat in self._in_flight:
-            flat.before, flat.after = flat.after, flat.before
-        self._in_flight.clear()
+        _swap(self._in_flight)
+        self._committed, self._in_flight = self._in_flight, set()
+
+    def revert(self) -> None:
+        """Undo the last commit, before anything else was opened or changed."""
+        _swap(self._committed)
+        self._committed = set()
 
     def rollback(self) -> None:
         """Discard the values that the step wrote."""
@@ -211,10 +220,14 @@ class State:
 
     def scale(self, factor: float) -> None:
         """Multiply all debts and estimates by `factor`, the ratio of two loss scales."""
+        # One launch for each dtype and device: mixed lists are scaled one by one.
+        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for store in self._stores.values():
             if store.kind is not Kind.CACHE:
-                for _, part in store.items():
-                    part.mul_(factor)
+                for values in store.tensors():
+                    alike.setdefault((values.dtype, values.device), []).append(values)
+        for tensors in alike.values():
+            torch._foreach_mul_(tensors, factor)
 
     def _lay_out(self, store: _Store, slot: Slot, device: torch.device) -> _Flat:
         """Move the values of a slot into the layout of a new bucket."""
@@ -229,6 +242,16 @@ class State:
             values = store.loose.pop(name, None)
             if values is not None and values.numel() == view.numel():
                 view.copy_(values)
+                # Loaded values were allocated on another stream than the one of the exchange, which
+                # reads them here. Freed as they are, their memory would be reused before that.
+                if values.is_cuda:
+                    values.record_stream(torch.cuda.current_stream(values.device))
             elif slot.init is not None:
                 slot.init(name, view)
         return flat
+
+
+def _swap(flats: Iterable[_Flat]) -> None:
+    # Swapped, not copied: a copy would read and write every residual once more.
+    for flat in flats:
+        flat.before, flat.after = flat.after, flat.before

@@ -248,6 +248,38 @@ def test_complex_parameter() -> None:
     assert_refused(2, registering(build), UnsupportedModelError, match=message)
 
 
+INSTALLERS = {
+    "register": lambda model: torchcomp.register(model, TOPK),
+    "JointSpar": lambda model: torchcomp.JointSpar(model, budget=0.5),
+    "LocalSGD": lambda model: torchcomp.LocalSGD(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), "every(2)", total_steps=4
+    ),
+}
+
+
+@pytest.mark.parametrize("call", INSTALLERS)
+def test_parameters_on_several_devices(call: str) -> None:
+    def body() -> None:
+        model = wrap(mlp())
+        # Stands for a second GPU: DDP itself accepts several devices of one type.
+        model.module[6].weight = nn.Parameter(torch.empty(4, 16, device="meta"))
+        INSTALLERS[call](model)
+
+    message = r"2 devices.*'0\.weight' on cpu.*'6\.weight' on meta"
+    assert_refused(2, body, UnsupportedModelError, match=message)
+
+
+def test_a_frozen_parameter_on_another_device_takes_no_part() -> None:
+    def body() -> str:
+        module = mlp()
+        module[0].weight.requires_grad_(False)
+        model = wrap(module)
+        model.module[0].weight = nn.Parameter(torch.empty(16, 16, device="meta"), False)
+        return str(torchcomp.register(model, TOPK).method)
+
+    assert on_threads(2, body) == [TOPK, TOPK]
+
+
 # --- The arguments --------------------------------------------------------------------------------
 
 

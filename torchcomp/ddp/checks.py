@@ -65,6 +65,7 @@ def check_model(model: DistributedDataParallel) -> None:
                 f"parameter '{name}' is complex ({parameter.dtype}), and compressors need real "
                 "gradients. Train on torch.view_as_real of it, or use plain DDP"
             )
+    _check_devices(model)
     for name, module in model.module.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise UnsupportedModelError(
@@ -99,6 +100,12 @@ def trained_parameters(model: DistributedDataParallel) -> list[tuple[str, nn.Par
         for name, parameter in model.module.named_parameters()
         if parameter.requires_grad and name not in ignored
     ]
+
+
+def device_of(model: DistributedDataParallel) -> torch.device:
+    """Return the device of what DDP reduces."""
+    trained = [parameter for _, parameter in trained_parameters(model)]
+    return next(iter(trained or model.module.parameters())).device
 
 
 def bucket_caps(model: DistributedDataParallel) -> Caps:
@@ -182,6 +189,19 @@ def _check_free(model: DistributedDataParallel) -> None:
         raise UnsupportedModelError(
             f"the model already has the communication hook '{hook}', and DDP allows only one. Do "
             "not register another hook together with torchcomp"
+        )
+
+
+def _check_devices(model: DistributedDataParallel) -> None:
+    first_of: dict[torch.device, str] = {}
+    for name, parameter in trained_parameters(model):
+        first_of.setdefault(parameter.device, name)
+    if len(first_of) > 1:
+        listed = ", ".join(f"'{name}' on {device}" for device, name in first_of.items())
+        raise UnsupportedModelError(
+            f"the model's parameters are on {len(first_of)} devices ({listed}), and an exchange "
+            "runs on the stream of one. Put the whole model on one device, with one process per "
+            "device, or use plain DDP"
         )
 
 

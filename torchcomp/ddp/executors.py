@@ -12,6 +12,13 @@ from torchcomp.exchange import Exchange, ProcessGroupExchange
 
 Job = Callable[[], None]
 
+AT_EXIT_SECONDS = 2.0
+"""How long a process that ends waits for unfinished jobs.
+
+A collective that another rank never joins would keep it until the timeout of the process group,
+which is 30 minutes by default.
+"""
+
 
 class Executor:
     """Run jobs in the order of submission. This base class runs them immediately, without overlap.
@@ -26,8 +33,12 @@ class Executor:
     def join(self) -> None:
         """Wait until the host has run every submitted job."""
 
-    def close(self) -> None:
-        """Finish the submitted jobs and release threads. Can be called more than once."""
+    def close(self, timeout: float | None = None) -> None:
+        """Finish the submitted jobs and release threads. Can be called more than once.
+
+        Args:
+            timeout: seconds after which the host no longer waits for jobs. None waits for all.
+        """
 
 
 class StreamExecutor(Executor):
@@ -38,17 +49,24 @@ class StreamExecutor(Executor):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # High priority: otherwise, the many small kernels of an exchange would queue behind the
+        # large ones of the backward pass, and the exchange would end after it.
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._caller: torch.cuda.Stream | None = None
 
     def submit(self, job: Job) -> None:
         # The job reads gradients that the current stream is still computing. Name the device: the
         # model can be on another one than the current device.
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._caller = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(self._caller)
         with torch.cuda.stream(self._stream):
             job()
 
-    def close(self) -> None:
-        self._stream.synchronize()
+    def close(self, timeout: float | None = None) -> None:
+        # The caller's stream waits, because it will reuse memory that the jobs still read. The host
+        # does not: it would hang behind a collective that another rank never joins.
+        if self._caller is not None:
+            self._caller.wait_stream(self._stream)
 
 
 class ThreadExecutor(Executor):
@@ -70,10 +88,10 @@ class ThreadExecutor(Executor):
     def join(self) -> None:
         self._jobs.join()
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = None) -> None:
         if self._thread.is_alive():
             self._jobs.put(None)
-            self._thread.join()
+            self._thread.join(timeout)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -18,7 +18,8 @@ from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket
 from torchcomp.component import Component
 from torchcomp.ddp.checks import AFTER_CLOSE, check_not_joined
-from torchcomp.ddp.executors import Executor, after_backward
+from torchcomp.ddp.executors import AT_EXIT_SECONDS, Executor, after_backward
+from torchcomp.ddp.loss_scale import LossScale, fetch_in_forward
 from torchcomp.ddp.reordering import Reordering
 from torchcomp.ddp.unused import UnusedWatch
 from torchcomp.exchange import Exchange
@@ -62,7 +63,9 @@ class Handle(Gatherable):
         # By id, because DDP passes parameters to the hook, not their names.
         self._names = {id(parameter): name for name, parameter in averager.parameters.items()}
         self._executor = executor
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._loss_scale = LossScale(scaler)
+        if self._loss_scale.in_use:
+            model.register_forward_pre_hook(fetch_in_forward(self._loss_scale))
         may_leave_unused = bool(model.find_unused_parameters) and not model.static_graph
         self._unused = UnusedWatch(averager.parameters) if may_leave_unused else None
         self._reordering, self._reordered = Reordering(None), (False, averager.buckets)
@@ -73,7 +76,7 @@ class Handle(Gatherable):
         self._received: list[tuple[Bucket, Future]] = []
         self._failure: Exception | None = None
         # Ends the executor's thread also if the user deletes the model without `close`.
-        self._finalizer = weakref.finalize(self, executor.close)
+        self._finalizer = weakref.finalize(self, executor.close, AT_EXIT_SECONDS)
 
     def __repr__(self) -> str:
         return f"<torchcomp.Handle '{self.method}': {self.stats}>"
@@ -173,7 +176,8 @@ class Handle(Gatherable):
     def close(self) -> None:
         """End the worker thread. The model cannot train afterwards: DDP cannot remove a hook."""
         self._closed = True
-        self._finalizer()
+        if self._finalizer.detach() is not None:
+            self._executor.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Handle":
         # A copy of the model, such as torch's AveragedModel, lists the hook but never calls it.
@@ -217,7 +221,7 @@ class Handle(Gatherable):
             check_not_joined(self._model())
             self._received, self._failure, self._running = [], None, True
             # Read the scale here, in the user's thread: the executor runs later.
-            scale = 1.0 if self._scaler is None else float(self._scaler.get_scale())
+            scale = self._loss_scale.read()
         self._received.append((bucket, future))
         if is_last:
             after_backward(self._finish_backward)
@@ -243,16 +247,28 @@ class Handle(Gatherable):
                 for group in self._reordering.add(bucket):
                     self.averager.average(group)
                 if is_last:
-                    self._conclude()
+                    self.averager.finish(
+                        may_skip=self._loss_scale.in_use,
+                        advice=_SCALER_ADVICE,
+                        used=None if self._unused is None else self._unused.used,
+                    )
         except Exception as error:
             # Raise it at the end of the backward pass. Through the future, DDP would report it as
             # "Unable to cast <message> to Tensor".
             self._failure = error
+        if is_last:
+            self._complete()
+
+    def _complete(self) -> None:
+        """Pass the results of all buckets to DDP."""
+        if self._unused is not None:
+            self._unused.end(self.averager.unused)
         # Complete the futures only now: a group can still change any of DDP's buckets until the
         # last one is averaged.
-        if is_last:
-            for received, future in self._received:
-                future.set_result(received.flat)
+        for received, future in self._received:
+            future.set_result(received.flat)
+        # DDP frees its first buckets when it rebuilds them.
+        self._received = []
 
     def _begin(self, scale: float) -> None:
         averager = self.averager
@@ -264,12 +280,6 @@ class Handle(Gatherable):
             self._reordering = Reordering(shapes if averager.grouped else None)
             self._reordered = wanted
         self._reordering.begin()
-
-    def _conclude(self) -> None:
-        if self._unused is not None:
-            self._unused.undo(self.averager.exchange, self.averager.state)
-            self._unused.reset()
-        self.averager.finish(may_skip=self._scaler is not None, advice=_SCALER_ADVICE)
 
     # --- Called at the end of the backward pass ---
 

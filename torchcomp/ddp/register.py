@@ -11,6 +11,7 @@ from torchcomp.aggregators import Aggregator, Mean, planned_traffic
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.averager import Averager
 from torchcomp.bucket import Group, partition
+from torchcomp.checks import check_choice
 from torchcomp.component import Component
 from torchcomp.ddp.checks import (
     OWNER,
@@ -19,10 +20,12 @@ from torchcomp.ddp.checks import (
     check_is_ddp,
     check_model,
     check_scaler,
+    device_of,
     trained_parameters,
 )
 from torchcomp.ddp.executors import transport
 from torchcomp.ddp.handle import Handle, hook
+from torchcomp.errors import SpecError
 from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.keys import check_seed
 from torchcomp.spec import parse_aggregator
@@ -37,6 +40,7 @@ def register(
     *,
     seed: int = 0,
     scaler: "torch.amp.GradScaler | None" = None,
+    check: str = "step",
 ) -> Handle:
     """Replace the gradient all-reduce of a DDP model with a compressed exchange.
 
@@ -51,28 +55,34 @@ def register(
         scaler: the ``GradScaler`` of the training loop, if it has one. The residual then follows
             the loss scale, and does not change in steps that the scaler skips. Without a scaler, a
             NaN or infinity in a gradient raises an error.
+        check: when a step with a NaN, an infinity or a damaged message raises. "step": at the end
+            of its backward pass, and nothing has changed. "late": in the next backward pass, swap
+            or ``state_dict()``, so that the host never waits for the device. The optimizer has then
+            applied the step; only the residual is rolled back. Not with a scaler, nor with
+            ``find_unused_parameters=True``, which need the result of every step.
 
     Returns:
         A handle for statistics, checkpoints and changes of the method.
 
     Raises:
-        SpecError: on every rank, if the spec, the seed or the scaler is invalid.
+        SpecError: on every rank, if the spec, the seed, the scaler or `check` is invalid.
         UnsupportedModelError: if the model is not DDP, has a hook, uses an option of DDP that
-            bypasses hooks, has complex parameters or sparse gradients, or has trained already.
+            bypasses hooks, has complex parameters, sparse gradients or parameters on several
+            devices, or has trained already.
         RankMismatchError: if specs, seeds or models differ between ranks, or only some ranks fail.
     """
     # Without DDP there is no process group in which the ranks could verify anything.
     check_is_ddp(model)
-    device = next(model.module.parameters()).device
+    device = device_of(model)
     # Verify in DDP's own group. Creating a group would hang if another rank has already raised.
     aggregator, groups = ProcessGroupExchange(model.process_group, device).build(
         "torchcomp.register",
-        {"spec": spec, "seed": seed},
-        lambda: _check(model, spec, seed, scaler),
+        {"spec": spec, "seed": seed, "check": check},
+        lambda: _check(model, spec, seed, scaler, check),
     )
     exchange, executor = transport(model.process_group, device)
     parameters = dict(trained_parameters(model))
-    averager = Averager(aggregator, exchange, parameters, groups, seed=seed)
+    averager = Averager(aggregator, exchange, parameters, groups, seed=seed, late=check == "late")
     handle = Handle(model, averager, executor, scaler)
     # A plain function with the handle as its state: DDP refuses partials and callable objects.
     model.register_comm_hook(handle, hook)
@@ -107,12 +117,19 @@ def _log_method(averager: Averager) -> None:
 
 
 def _check(
-    model: DistributedDataParallel, spec: str | Component, seed: int, scaler: object
+    model: DistributedDataParallel,
+    spec: str | Component,
+    seed: int,
+    scaler: "torch.amp.GradScaler | None",
+    check: str,
 ) -> tuple[tuple[Aggregator, tuple[Group, ...]], dict[str, Any]]:
     """Return the method and the groups of parameters, and values that must match across ranks."""
     check_seed(seed)
     check_scaler(scaler)
+    check_choice("check", check, ("step", "late"))
     check_model(model)
+    if check == "late":
+        _check_late(model, scaler)
     check_before_backward(model)
     aggregator = parse_aggregator(spec)
     trained = trained_parameters(model)
@@ -127,3 +144,17 @@ def _check(
         "wire version": wire.VERSION,  # ranks can run different versions of torchcomp
     }
     return (aggregator, groups), values
+
+
+def _check_late(model: DistributedDataParallel, scaler: "torch.amp.GradScaler | None") -> None:
+    needs = None
+    if scaler is not None and scaler.is_enabled():
+        needs = "a GradScaler, which skips steps that overflow"
+    elif model.find_unused_parameters and not model.static_graph:
+        needs = "find_unused_parameters=True, which leaves unused parameters as they are"
+    if needs is not None:
+        raise SpecError(
+            f"check='late' decides after a step was applied, and does not fit {needs}. Use "
+            "check='step'",
+            "check",
+        )

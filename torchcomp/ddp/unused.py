@@ -1,60 +1,52 @@
-"""UnusedWatch: undo a step for parameters that no rank used (find_unused_parameters=True).
+"""UnusedWatch: leave parameters alone that no rank used (find_unused_parameters=True).
 
 DDP does not change the gradient of such a parameter, whatever the hook writes to its bucket. If
-error feedback sent its residual in that step, the residual would be lost. The step is therefore
-undone for that parameter.
+error feedback sent its residual in that step, the residual would be lost. The engine therefore
+keeps the state of that parameter, and this class restores its part of DDP's bucket.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-import torch
 from torch import Tensor
 
 from torchcomp.bucket import Bucket
-from torchcomp.exchange import Exchange
-from torchcomp.state import State
 
 
 class UnusedWatch:
-    """Track which parameters are used in a step, and undo the step for those that no rank used.
+    """Track which parameters are used in a step, and restore the buckets of those that are not.
 
     A parameter is used if a gradient was accumulated for it since the last exchange, including
     under ``no_sync``.
 
     Args:
-        parameters: by name, in the same order on all ranks.
+        parameters: by name.
+
+    Attributes:
+        used: names of the parameters that this rank has used since the last exchange.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._names = list(parameters)
-        self._used: set[str] = set()
+        self.used: set[str] = set()
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
         # The gradients do not show it: a used parameter's can be zero, and without zero_grad an
         # unused parameter still has an old one.
         for name, parameter in parameters.items():
-            record = _recorder(name, self._used)
+            record = _recorder(name, self.used)
             parameter.register_post_accumulate_grad_hook(record)  # type: ignore[no-untyped-call]
 
     def before(self, bucket: Bucket) -> None:
         """Copy one of DDP's buckets, for the parameters that this rank did not use."""
         # Other ranks can have used them. That is known only at the end of the step.
         for name, part in bucket.parts().items():
-            if name not in self._used:
+            if name not in self.used:
                 self._before[name] = (part, part.clone())
 
-    def undo(self, exchange: Exchange, state: State) -> None:
-        """Restore buckets and state for every parameter that no rank used."""
-        used = torch.tensor([name in self._used for name in self._names], dtype=torch.uint8)
-        flags = exchange.any_of(used.to(exchange.device)).tolist()
-        unused = [name for name, flag in zip(self._names, flags, strict=True) if not flag]
+    def end(self, unused: Iterable[str]) -> None:
+        """Restore the buckets' parts of parameters that no rank used, and begin the next step."""
         for name in unused:
             part, before = self._before[name]
             part.copy_(before)
-        state.undo(unused)
-
-    def reset(self) -> None:
-        """Start tracking for the next exchange."""
-        self._used.clear()
+        self.used.clear()
         self._before.clear()
 
 

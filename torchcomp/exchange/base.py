@@ -7,18 +7,21 @@ another rank.
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from torchcomp import wire
+from torchcomp import host, wire
 from torchcomp.errors import RankMismatchError, WireError
 from torchcomp.profiling import label
 from torchcomp.traffic import Load, Traffic
 
 Built = TypeVar("Built")
+Found = tuple[Sequence[int], Tensor, Tensor]
+"""Senders of frames, and two numbers for each frame; see :func:`torchcomp.wire.inspect`."""
 
 
 class Exchange(ABC):
@@ -30,8 +33,8 @@ class Exchange(ABC):
         device: device of small control messages ("cuda" for NCCL).
 
     Attributes:
-        must_conclude: whether :meth:`conclude` must communicate, because frames were received since
-            its last call.
+        must_conclude: whether :meth:`conclude` must communicate, because frames were received or
+            flags were handed to :meth:`any_at_end` since its last call.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -40,9 +43,11 @@ class Exchange(ABC):
         self.device = device
         self.must_conclude = False
         self._load = Load()
-        # Senders and findings of the frames of this step. On CUDA findings stay on the device:
-        # reading them here would make the host wait in the middle of the step.
-        self._found: list[tuple[Sequence[int], Tensor, Tensor]] = []
+        # Of this step. On CUDA findings stay on the device: reading them here would make the host
+        # wait in the middle of the step.
+        self._found: list[Found] = []
+        # (flags of this rank, list to extend with those of all ranks) of `any_at_end`.
+        self._asked: list[tuple[list[bool], list[bool]]] = []
         self._levels: tuple[Exchange, ...] = (self,)
 
     # --- To be implemented by a subclass. These methods do not count bytes. ---
@@ -150,13 +155,30 @@ class Exchange(ABC):
             self._found.append(([senders[i] for i in sent], *found))
         return [wire.payload(f, length) for f, length in zip(frames, lengths, strict=True)]
 
-    def conclude(self, finite: Tensor, where: str, advice: str) -> bool:
-        """Combine the checks of this step over the ranks.
-
-        All ranks call this method. After a :meth:`split`, all ranks of both levels do.
+    def any_at_end(self, flags: Iterable[bool]) -> list[bool]:
+        """As :meth:`any_of` for flags of the host, with the message of the next :meth:`conclude`.
 
         Args:
-            finite: scalar bool, whether all values that this rank checked are finite.
+            flags: as many on every rank.
+
+        Returns:
+            A list that is empty until `conclude` fills it with one value per flag: whether it is
+            set on any rank. It stays empty if the step is discarded before.
+        """
+        answer: list[bool] = []
+        self._asked.append((list(flags), answer))
+        self.must_conclude = True
+        return answer
+
+    def conclude(self, finite: Tensor | None, where: str, advice: str) -> bool:
+        """Combine the checks of this step over the ranks, with one message and one wait.
+
+        If there is nothing to combine, it neither communicates nor waits. All ranks call this
+        method. After a :meth:`split`, all ranks of both levels do.
+
+        Args:
+            finite: scalar bool, whether all values that this rank checked are finite. None if it
+                checked none.
             where: the step or call, for the error.
             advice: what state the failed step leaves, for the error.
 
@@ -167,39 +189,75 @@ class Exchange(ABC):
             WireError: on every rank, if a frame received since the last call was not intact. It
                 names the senders and the findings.
         """
-        # Without frames, every rank has checked the whole mean, so `finite` matches already.
-        if len(self._levels) == 1 and not self.must_conclude:
-            return bool(finite)
-        found = [(level, *entry) for level in self._levels for entry in level._found]
-        flags = torch.zeros(2, dtype=torch.uint8, device=self.device)
-        if found:
-            numbers = torch.cat([each for _, _, *differences in found for each in differences])
-            flags[:1] = numbers.any().to(self.device)
-        # A slice, because assigning to an index copies from the host and waits for the stream.
-        flags[1:] = ~finite
-        for level in self._levels:
+        return self.conclude_later(finite, where, advice)()
+
+    def conclude_later(self, finite: Tensor | None, where: str, advice: str) -> Callable[[], bool]:
+        """Do as :meth:`conclude`, but wait for the result only when it is asked for.
+
+        Returns:
+            A function that waits for the result, and returns it or raises. All ranks call it.
+        """
+        levels = self._levels
+        if not any(level.must_conclude for level in levels):
+            if finite is None:
+                return lambda: True
+            # Without frames, every rank has checked the whole mean, so `finite` matches already.
+            if len(levels) == 1:
+                known = host.copy_from(finite)
+                return lambda: bool(known())
+        found = [entry for level in levels for entry in level._found]
+        asked = [question for level in levels for question in level._asked]
+        flags = self._flags(finite, found, asked)
+        for level in levels:
             flags = level.any_of(flags)
         self.reset()
-        damaged, nonfinite = flags.tolist()  # waits for the device
-        if damaged:
-            problems = {
-                f"rank {sender}'s message {wire.FINDINGS[wire.finding(*numbers)]}"
-                for _, senders, *differences in found
-                for sender, *numbers in zip(
-                    senders, *(d.tolist() for d in differences), strict=True
-                )
-                if any(numbers)
-            }
-            for level in self._levels:
-                problems = set().union(*level.gather_objects(problems))
-            listed = "; ".join(sorted(problems))
-            raise WireError(f"cannot use a message of {where}: {listed}. {advice}")
-        return not nonfinite
+        combined = host.copy_from(flags)
+
+        def decide() -> bool:
+            damaged, nonfinite, *answers = combined().tolist()  # the only wait of a step
+            remaining = map(bool, answers)
+            for mine, answer in asked:
+                answer.extend(islice(remaining, len(mine)))
+            if damaged:
+                raise self._wire_error(found, where, advice)
+            return not nonfinite
+
+        return decide
+
+    def _wire_error(self, found: Sequence[Found], where: str, advice: str) -> WireError:
+        """Return the error that names every sender of a frame that was not intact."""
+        problems = {
+            f"rank {sender}'s message {wire.FINDINGS[wire.finding(*numbers)]}"
+            for senders, *both in found
+            for sender, *numbers in zip(senders, *(each.tolist() for each in both), strict=True)
+            if any(numbers)
+        }
+        for level in self._levels:
+            problems = set().union(*level.gather_objects(problems))
+        listed = "; ".join(sorted(problems))
+        return WireError(f"cannot use a message of {where}: {listed}. {advice}")
+
+    def _flags(
+        self,
+        finite: Tensor | None,
+        found: Sequence[Found],
+        asked: Sequence[tuple[list[bool], list[bool]]],
+    ) -> Tensor:
+        """Return this rank's message of :meth:`conclude`: damage, NaN, other flags."""
+        message = [0, 0, *(flag for flags, _ in asked for flag in flags)]
+        flags = host.copy_to(torch.tensor(message, dtype=torch.uint8), self.device)
+        # Slices, because assigning to an index copies from the host and waits for the stream.
+        if found:
+            flags[:1] = torch.cat([each for _, *both in found for each in both]).any()
+        if finite is not None:
+            flags[1:2] = ~finite
+        return flags
 
     def reset(self) -> None:
         """Discard the findings of a step that has ended or failed."""
         for level in self._levels:
             level._found.clear()
+            level._asked.clear()
             level.must_conclude = False
 
     def count(self, load: Load) -> None:

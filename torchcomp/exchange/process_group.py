@@ -4,6 +4,7 @@ No other file calls collectives of torch.distributed.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -57,9 +58,16 @@ class ProcessGroupExchange(Exchange):
 
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
         values: list[Any] = [None] * self.world_size
-        if dst is None:
-            dist.all_gather_object(values, value, group=self.group)
-            return values
-        receives = self.rank == dst
-        dist.gather_object(value, values if receives else None, group=self.group, group_dst=dst)
+        receives = dst in (None, self.rank)
+        # For NCCL, torch moves the objects to the *current* device. If the script never called
+        # torch.cuda.set_device, that is the same device on all ranks, and NCCL refuses it or hangs.
+        on_device: AbstractContextManager[Any] = nullcontext()
+        if self.device.type == "cuda":
+            on_device = torch.cuda.device(self.device)
+        with on_device:
+            if dst is None:
+                dist.all_gather_object(values, value, group=self.group)
+            else:
+                gathered = values if receives else None
+                dist.gather_object(value, gathered, group=self.group, group_dst=dst)
         return values if receives else []

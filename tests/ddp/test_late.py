@@ -1,0 +1,99 @@
+"""register(..., check="late"): a step is checked when the next one begins."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torchcomp
+from tests.support.models import gradients, kept, loss_of, mlp, rows, wrap
+from tests.support.outcomes import assert_refused, raised_by, same
+from tests.support.ranks import on_processes, on_threads
+from torchcomp import NonFiniteError, RankMismatchError, SpecError
+
+TOPK = "ef(topk(0.1))"
+
+
+def train(check: str) -> list[Any]:
+    model = wrap(mlp())
+    handle = torchcomp.register(model, TOPK, check=check)
+    found: list[Any] = []
+    for step in range(4):
+        model.zero_grad()
+        loss_of(model(rows(step))).backward()
+        found.append(gradients(model))
+    return [*found, handle.state_dict()]
+
+
+def test_a_run_is_the_same_bit_for_bit() -> None:
+    assert same(on_threads(2, train, "late"), on_threads(2, train, "step"))
+
+
+def fails_late() -> None:
+    model = wrap(mlp())
+    handle = torchcomp.register(model, TOPK, check="late")
+    for step in range(2):
+        loss_of(model(rows(step))).backward()
+    before = kept(handle.state_dict())
+    spoil = model.module[0].weight.register_hook(lambda g: g / dist.get_rank())
+    loss_of(model(rows(2))).backward()
+    spoil.remove()
+    model.zero_grad()
+    error = raised_by(lambda: loss_of(model(rows(3))).backward())
+    assert isinstance(error, NonFiniteError)
+    for part in ("step 3", "'0.weight' on rank 0"):
+        assert part in str(error)
+    assert "on rank 1" not in str(error)
+    assert same(kept(handle.state_dict()), before)
+    model.zero_grad()
+    loss_of(model(rows(4))).backward()
+    assert handle.state_dict()["step"] == 4
+    handle.close()
+
+
+def test_a_nan_raises_in_the_next_backward_pass() -> None:
+    on_threads(2, fails_late)
+    on_processes(2, fails_late)
+
+
+def unused() -> nn.Module:
+    return wrap(mlp(), find_unused_parameters=True)
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "words"),
+    [
+        (lambda: wrap(mlp()), {"check": "never"}, ["'never'", "late", "step"]),
+        (
+            lambda: wrap(mlp()),
+            {"check": "late", "scaler": torch.amp.GradScaler("cpu")},
+            ["GradScaler", "check='step'"],
+        ),
+        (unused, {"check": "late"}, ["find_unused_parameters=True", "check='step'"]),
+    ],
+    ids=["unknown", "scaler", "unused"],
+)
+def test_what_does_not_fit(
+    build: Callable[[], Any], options: dict[str, Any], words: list[str]
+) -> None:
+    call = lambda: torchcomp.register(build(), TOPK, **options)  # noqa: E731
+    assert_refused(2, call, SpecError, *words, field="check")
+
+
+def test_a_disabled_scaler_skips_nothing() -> None:
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+    def body() -> str:
+        return str(torchcomp.register(wrap(mlp()), TOPK, scaler=scaler, check="late").method)
+
+    assert on_threads(2, body) == [TOPK] * 2
+
+
+def test_ranks_that_check_at_different_times_are_refused() -> None:
+    def body() -> None:
+        torchcomp.register(wrap(mlp()), TOPK, check="late" if dist.get_rank() else "step")
+
+    assert_refused(2, body, RankMismatchError, "late", "step", "check")

@@ -1,0 +1,145 @@
+"""Checks that come one step late: what raises, what is rolled back, and what a step waits for."""
+
+import pytest
+import torch
+
+from tests.engine import small
+from tests.engine.test_damage import damage, flip
+from tests.support.launches import EchoExchange, counted, on_device
+from tests.support.outcomes import caught, same
+from torchcomp import Averager, NonFiniteError, WireError
+from torchcomp.state import Kind
+
+METHODS = [
+    "ef(topk(0.3))",
+    'ef(cast("fp16"))',
+    "topk(0.3)",
+    "bidirectional(topk(0.3), topk(0.3))",
+    "powersgd(rank=1)",
+    "mean",
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_errors_a_run_is_the_same_bit_for_bit(method):
+    def body(exchange, late):
+        averager = small.averager(exchange, method, late=late)
+        return small.train(averager, 0, 4), averager.state_dict(), averager.stats
+
+    soon, late = (small.on_ranks(2, lambda e, late=late: body(e, late)) for late in (False, True))
+    assert same(soon, late)
+
+
+def poisoned(step, rank):
+    tensors = small.gradients(step, rank)
+    if rank == 1:
+        tensors["bias"][-1] = torch.nan
+    return tensors
+
+
+NEXT = {
+    "begin": lambda averager: averager.begin(),
+    "state_dict": lambda averager: averager.state_dict(),
+    "use": lambda averager: averager.use("mean"),
+    "regroup": lambda averager: averager.regroup(averager.groups),
+}
+
+
+@pytest.mark.parametrize("call", NEXT)
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "mean"])
+def test_a_nan_is_raised_by_the_next_call_and_leaves_the_state_before_it(method, call):
+    def body(exchange):
+        averager = small.averager(exchange, method, late=True)
+        small.train(averager, 0, 2)
+        before = averager.state_dict()
+        counts, _ = small.step(averager, poisoned(2, exchange.rank))
+        error = caught(lambda: NEXT[call](averager))
+        after = averager.state_dict()
+        return counts, error, {key for key in before if not same(before[key], after[key])}
+
+    for counts, error, changed in small.on_ranks(2, body):
+        assert counts is True
+        assert type(error) is NonFiniteError
+        assert "'bias' on rank 1" in str(error)
+        assert "rank 0" not in str(error)
+        assert "step 3" in str(error)
+        # The step was taken. `use` and `regroup` raise before they change anything.
+        assert changed == {"step", "traffic"}
+
+
+def test_a_run_continues_as_if_the_step_had_sent_nothing():
+    def body(exchange, fails):
+        averager = small.averager(exchange, "ef(topk(0.3))", late=True)
+        small.train(averager, 0, 2)
+        if fails:
+            small.step(averager, poisoned(2, exchange.rank))
+            assert type(caught(averager.begin)) is NonFiniteError
+        return small.train(averager, 3, 5), averager.state_dict()["slots"]
+
+    assert same(*(small.on_ranks(2, lambda e, fails=fails: body(e, fails)) for fails in (1, 0)))
+
+
+def test_a_damaged_frame_is_raised_late():
+    def body(exchange):
+        averager = small.averager(exchange, "ef(topk(0.3))", late=True)
+        small.train(averager, 0, 2)
+        before = averager.state_dict()["slots"]
+        damage(exchange, 0, 1, flip)
+        small.step(averager, small.gradients(2, exchange.rank))
+        error = caught(averager.begin)
+        return error, same(before, averager.state_dict()["slots"])
+
+    for error, unchanged in small.on_ranks(2, body):
+        assert type(error) is WireError
+        assert "rank 1's" in str(error)
+        assert "step 3" in str(error)
+        assert unchanged
+
+
+def test_a_loaded_checkpoint_ends_what_is_undecided():
+    def body(exchange):
+        averager = small.averager(exchange, "ef(topk(0.3))", late=True)
+        small.train(averager, 0, 2)
+        state = averager.state_dict()
+        small.step(averager, poisoned(2, exchange.rank))
+        averager.load_state_dict(state)
+        return small.train(averager, 2, 4)
+
+    def undisturbed(exchange):
+        return small.train(small.averager(exchange, "ef(topk(0.3))"), 0, 4)[2:]
+
+    assert same(small.on_ranks(2, body), small.on_ranks(2, undisturbed))
+
+
+@pytest.mark.parametrize("options", [{"may_skip": True}, {"used": ["bias"]}], ids=str)
+def test_a_step_whose_result_is_needed_is_not_late(options):
+    def body(exchange):
+        averager = small.averager(exchange, "ef(topk(0.3))", late=True)
+        tensors = poisoned(0, exchange.rank)
+        outcome = []
+        error = caught(lambda: outcome.append(small.step(averager, tensors, **options)[0]))
+        return type(error), outcome
+
+    found = (type(None), [False]) if "may_skip" in options else (NonFiniteError, [])
+    assert small.on_ranks(2, body) == [found] * 2
+
+
+@pytest.mark.parametrize(("late", "waits"), [(False, [0, 0, 1]), (True, [1, 0, 0])])
+def test_waits_of_begin_average_and_finish(late, waits):
+    with counted() as count:
+        parameters = {name: on_device(p) for name, p in small.parameters().items()}
+        averager = Averager('ef(cast("fp16"))', EchoExchange(2, count), parameters, late=late)
+        for step in range(3):
+            buckets = small.read(averager, parameters)
+            count.reset()
+            averager.begin()
+            found = [count.take()]
+            for bucket in buckets:
+                averager.average(bucket)
+            found.append(count.take())
+            averager.finish()
+            found.append(count.take())
+            if step:  # the first one compares the ranks
+                # The wait of `begin` is for a copy that was made at the end of the last step.
+                assert [each.waits for each in found] == waits, found
+    assert averager.state.slots() == {"error": (Kind.DEBT, False)}

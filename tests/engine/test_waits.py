@@ -1,0 +1,220 @@
+"""Waits and launches of the engine on a simulated device, and what its one message carries."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.engine import small
+from tests.support.launches import DEVICE, Count, EchoExchange, counted, on_device
+from tests.support.outcomes import caught
+from torchcomp import Averager, InProcessExchange, NonFiniteError, WireError, wire
+from torchcomp.state import Kind, Slot, State
+
+# --- Steps ----------------------------------------------------------------------------------------
+
+
+class Run:
+    """Steps of an averager on the simulated device."""
+
+    def __init__(self, method: str, count: Count) -> None:
+        self.exchange = EchoExchange(2, count)
+        parameters = {name: on_device(p) for name, p in small.parameters().items()}
+        self.averager = Averager(method, self.exchange, parameters, small.GROUPS)
+        self.count = count
+
+    def step(self, step: int, **options: object) -> tuple[int, int]:
+        """Return the waits before the end of the step, and at its end."""
+        tensors = {name: on_device(g) for name, g in small.gradients(step, 0).items()}
+        self.count.reset()
+        self.averager.begin()
+        for bucket in small.read(self.averager, tensors):
+            self.averager.average(bucket)
+        before = self.count.take().waits
+        assert self.averager.finish(**options)
+        return before, self.count.waits
+
+    def train(self, steps: int) -> None:
+        for step in range(steps):
+            self.step(step)
+
+
+WAITS = {"mean": 0, 'mean(cast("fp16"))': 1, 'ef(cast("fp16"))': 1}
+"""Waits at the end of a step. There are none before."""
+
+
+@pytest.mark.parametrize("method", WAITS)
+def test_waits_of_a_step(method):
+    with counted() as count:
+        run = Run(method, count)
+        run.train(2)  # the first step compares the ranks
+        assert run.step(2) == (0, WAITS[method]), count
+
+
+@pytest.mark.parametrize("method", WAITS)
+def test_flags_of_unused_parameters_cost_no_further_wait_or_message(method):
+    with counted() as count:
+        run = Run(method, count)
+        run.train(2)
+        with mock.patch.object(run.exchange, "any_of", wraps=run.exchange.any_of) as messages:
+            assert run.step(2, used=["bias", "conv"]) == (0, 1), count
+    assert messages.call_count == 1
+    assert run.averager.unused == ("matrix", "gain", "empty")
+
+
+def test_norms_are_read_together():
+    with counted() as count:
+        run = Run('ef(cast("fp16"))', count)
+        run.train(2)
+        norms = {name: float(part.norm()) for name, part in run.averager.state.items("error")}
+        count.reset()
+        assert run.averager.residual_norms() == norms
+        assert len(norms) == 5
+        assert count.waits == 1, count
+
+
+def test_the_end_of_a_flush_is_read_once_for_all_parameters():
+    with counted() as count:
+        run = Run('ef(cast("fp16"))', count)
+        run.train(2)
+        run.averager.use("mean")
+        assert run.step(2) == (0, 2), count
+        assert not run.averager.state_dict()["flushing"]
+
+
+def test_the_step_is_undone_for_parameters_that_no_rank_used():
+    def body(exchange):
+        averager = small.averager(exchange, "ef(topk(0.3))")
+        small.train(averager, 0, 2)
+        before = small.residual(averager)
+        used = ["conv"] if exchange.rank else ["conv", "bias"]
+        small.step(averager, small.gradients(2, exchange.rank), used=used)
+        after = small.residual(averager)
+        changed = {name for name in before if not torch.equal(before[name], after[name])}
+        small.step(averager, small.gradients(3, exchange.rank))
+        return changed, averager.unused
+
+    assert small.on_ranks(2, body) == [({"bias", "conv"}, ())] * 2
+
+
+def receive(exchange, sender, finding):
+    """Let a rank receive a frame with this finding."""
+    with mock.patch.object(wire, "inspect", return_value=finding):
+        exchange.receive([sender], [torch.zeros(wire.framed(8), dtype=torch.uint8)], [8])
+
+
+@pytest.mark.parametrize(("odd", "error"), [("value", NonFiniteError), ("frame", WireError)])
+def test_unused_parameters_are_known_where_the_step_fails(odd, error):
+    def body(exchange):
+        averager = small.averager(exchange, "ef(topk(0.3))")
+        tensors = small.gradients(0, exchange.rank)
+        if odd == "value":
+            tensors["bias"][0] = torch.nan
+        averager.begin()
+        for bucket in small.read(averager, tensors):
+            averager.average(bucket)
+        if odd == "frame" and exchange.rank:
+            receive(exchange, 0, [wire.DAMAGED])
+        used = ["conv", "bias"] if exchange.rank else ["bias", "gain"]
+        return type(caught(lambda: averager.finish(used=used))), averager.unused
+
+    assert small.on_ranks(2, body) == [(error, ("matrix", "empty"))] * 2
+
+
+# --- The concluding message -----------------------------------------------------------------------
+
+
+def finding(value):
+    return on_device(torch.tensor([value], dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("findings", "words"),
+    [
+        ({1: wire.INTACT, 0: wire.INTACT}, []),
+        ({1: wire.DAMAGED, 0: wire.INTACT}, ["rank 1's"]),
+        ({1: wire.OTHER_LENGTH, 0: wire.DAMAGED}, ["rank 1's", "rank 0's"]),
+    ],
+)
+def test_findings_on_a_device_are_read_with_one_wait(findings, words):
+    exchange = InProcessExchange.alone(DEVICE)
+    with counted() as count:
+        for sender, value in findings.items():
+            receive(exchange, sender, finding(value))
+        answer = exchange.any_at_end([True, False, True])
+        assert answer == []
+        count.reset()
+        error = caught(lambda: exchange.conclude(on_device(torch.tensor(True)), "a test", ""))
+        assert words or count.waits == 1, count
+    assert answer == [True, False, True]
+    assert not exchange.must_conclude
+    assert type(error) is (WireError if words else type(None))
+    assert all(word in str(error) for word in words)
+
+
+def test_answers_are_those_of_any_rank_and_end_with_the_step():
+    def body(exchange):
+        first = exchange.any_at_end([exchange.rank == 1, False])
+        second = exchange.any_at_end([exchange.rank == 0])
+        assert exchange.conclude(None, "a test", "")
+        discarded = exchange.any_at_end([True])
+        exchange.reset()
+        assert exchange.conclude(None, "a test", "")
+        return first, second, discarded
+
+    assert small.on_ranks(2, body) == [([True, False], [True], [])] * 2
+
+
+@pytest.mark.parametrize("finite", [True, False, None])
+def test_without_frames_and_flags_nothing_is_sent(finite):
+    exchange = InProcessExchange.alone(DEVICE)
+    with counted() as count, mock.patch.object(exchange, "any_of") as any_of:
+        mine = None if finite is None else on_device(torch.tensor(finite))
+        assert exchange.conclude(mine, "a test", "") is (finite is not False)
+        assert count.waits == (finite is not None), count
+    any_of.assert_not_called()
+
+
+# --- The state ------------------------------------------------------------------------------------
+
+
+def slot(name, names, dtype=torch.float32, kind=Kind.DEBT):
+    return Slot(name, kind, names, (3,) * len(names), dtype)
+
+
+def test_a_change_of_the_loss_scale_takes_one_launch_for_each_dtype():
+    state = State()
+    with counted() as count:
+        for dtype in (torch.float32, torch.float64):
+            for number in range(3):
+                names = tuple(f"{number} {part}" for part in "abc")
+                state.open(slot(f"{dtype}", names, dtype), DEVICE)[1].fill_(1.0)
+        state.open(slot("thresholds", ("a",), kind=Kind.CACHE), DEVICE)[1].fill_(1.0)
+        state.commit()
+        loose = {name: on_device(torch.ones(3)) for name in "ab"}
+        state.load("momentum", Kind.ESTIMATE, False, loose)
+        count.reset()
+        state.scale(0.5)
+        assert (count.launches, count.waits) == (2, 0), count
+        for name, factor in [("torch.float32", 0.5), ("momentum", 0.5), ("thresholds", 1.0)]:
+            values = dict(state.items(name))
+            assert values
+            assert all(part.tolist() == [factor] * 3 for part in values.values())
+
+
+def test_loaded_values_are_kept_until_the_stream_of_the_exchange_has_read_them():
+    state = State()
+    loaded = {"a": torch.ones(3), "b": torch.ones(3)}
+    state.load("error", Kind.DEBT, False, dict(loaded))
+    kept = []
+    with (
+        mock.patch.object(torch.Tensor, "is_cuda", True),
+        mock.patch.object(torch.cuda, "current_stream", lambda device: f"side stream of {device}"),
+        mock.patch.object(
+            torch.Tensor, "record_stream", lambda self, stream: kept.append((self, stream))
+        ),
+    ):
+        state.open(slot("error", ("a", "b")), torch.device("cpu"))
+    assert [(id(values), stream) for values, stream in kept] == [
+        (id(values), "side stream of cpu") for values in loaded.values()
+    ]

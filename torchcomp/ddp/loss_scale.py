@@ -1,0 +1,67 @@
+"""LossScale: the scale of a GradScaler, without a wait in the middle of the backward pass."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchcomp import host
+
+
+class LossScale:
+    """Read the loss scale of each step.
+
+    ``scaler.get_scale()`` waits until the device has done everything that was launched so far. In
+    the first bucket of a backward pass that is the forward pass and a part of the backward pass,
+    and the thread that waits is the one that must launch the rest. Therefore :meth:`fetch` starts
+    a copy to the host when a forward pass begins. :meth:`read` waits for this copy only, which the
+    device finished long before.
+
+    Args:
+        scaler: the scaler of the training loop. None, or a disabled one, stands for a scale of 1.
+    """
+
+    def __init__(self, scaler: "torch.amp.GradScaler | None") -> None:
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        # The scaler's tensor, its version when it was copied, and what waits for the copy.
+        self._fetched: tuple[Tensor, int, Callable[[], Tensor]] | None = None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the loop scales its losses. The scaler then skips steps that overflow."""
+        return self._scaler is not None
+
+    def fetch(self) -> None:
+        """Start a copy of the scale to the host, if it changed since the last copy."""
+        scale = None if self._scaler is None else self._scaler._get_scale_async()
+        # The scaler has no tensor before the first loss. One on the CPU can be read at any time.
+        if scale is None or host.can_read(scale) or self._is_fetched(scale):
+            return
+        self._fetched = scale, scale._version, host.copy_from(scale)
+
+    def read(self) -> float:
+        """Return the scale of the step in progress."""
+        if self._scaler is None:
+            return 1.0
+        # If the loop updates the scale between a forward pass and its backward pass, the copy is
+        # out of date.
+        if self._fetched is None or not self._is_fetched(self._scaler._get_scale_async()):
+            return float(self._scaler.get_scale())
+        return float(self._fetched[2]())
+
+    def _is_fetched(self, scale: Tensor | None) -> bool:
+        # An update changes the tensor in place. The host sees only that its version changes.
+        fetched, version = (None, 0) if self._fetched is None else self._fetched[:2]
+        return scale is not None and fetched is scale and version == scale._version
+
+
+def fetch_in_forward(loss_scale: LossScale) -> Callable[..., None]:
+    """Return a forward pre-hook that fetches the loss scale."""
+
+    # A function, because copy.deepcopy of the model copies bound methods and what they belong to.
+    def hook(module: Any, args: Any) -> None:
+        loss_scale.fetch()
+
+    compiled_apart: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return compiled_apart
