@@ -37,8 +37,16 @@ EXCEPTIONS = {
     "exchange/base.py Exchange.same": "verifies settings",
     "jointspar/jointspar.py JointSpar._measured_costs": "once, after the warm-up",
     "nonfinite.py FiniteWatch.error": "the step has failed",
+    "exchange/base.py Exchange._wire_error": "the step has failed",
+    "ddp/loss_scale.py LossScale.read": "the copy of the last step has long ended",
     # The one wait of a step.
-    "exchange/base.py Exchange.conclude": "the decision whether the step counts",
+    "exchange/base.py Exchange.conclude_later": "a number that the host has",
+    "exchange/base.py Exchange.conclude_later.decide": "the decision whether the step counts",
+    "host.py copy_from": "starts a copy to pinned memory",
+    "host.py copy_from.wait": "the caller asks for numbers",
+    # The counts and thresholds of exact selections: three in a bucket.
+    "routes/sharded.py ShardedRoute._exchange_counts": "the lengths of messages",
+    "routes/threshold.py find_largest": "histograms, and the last candidates",
     # Numbers of the host.
     "jointspar/jointspar.py JointSpar.p": "NumPy",
     "jointspar/jointspar.py JointSpar.probability": "NumPy",
@@ -47,6 +55,7 @@ EXCEPTIONS = {
     "jointspar/sampler.py Sampler.prepare": "NumPy",
     "jointspar/sampler.py Sampler.state_dict": "NumPy",
     "jointspar/sampler.py SamplingOptions.bandit": "an option",
+    "kernels/elias_fano_torch.py Shape.__init__": "sizes",
     "kernels/select.py largest_on_host": "called for values that the host can read",
     "local_sgd/local_sgd.py LocalSGD._before_step": "a dict",
     "local_sgd/local_sgd.py LocalSGD._after_step": "a dict",
@@ -56,34 +65,24 @@ EXCEPTIONS = {
     "routes/sharded_load.py _frame": "sizes",
     "routes/sharded_load.py _shards": "NumPy",
     "routes/threshold.py _bins": "sizes",
+    "wire.py _differences": "NumPy, for frames that the host can read",
     "wire.py _checksum": "NumPy, for frames that the host can read",
 }
 """File and function -> why it may wait."""
 
 TO_MEND = {
-    "ddp/handle.py Handle._receive": "reads the loss scale in every backward pass",
-    "ddp/unused.py UnusedWatch.undo": "a second wait of the step",
     "jointspar/jointspar.py JointSpar._backward_done": "reads the loss scale",
     "jointspar/sampler.py Sampler.union": "waits in every step",
     "jointspar/sampler.py Sampler.learn": "waits in every step",
     "jointspar/skip.py Clock.backward_ms": "waits in every measured step",
     "jointspar/skip.py Clock._now": "waits for another device",
-    "kernels/elias_fano.py encode": "copies a number to an index",
     "kernels/elias_fano.py decode": "a host form beside the device form",
-    "kernels/entries.py accumulate": "copies a number to an index",
-    "kernels/quantize.py encode": "copies random numbers from pageable memory",
     "local_sgd/averages.py OverlappedAverages._require_finite": "waits for each bucket",
     "local_sgd/local_sgd.py creates_state": "waits for each parameter",
     "local_sgd/overflow.py backward_until_finite": "waits for each backward pass",
-    "routes/sharded.py ShardedRoute._send_selected": "waits for the counts",
-    "routes/sharded.py ShardedRoute._collect": "waits for the counts",
     "routes/sharded.py ShardedRoute._select": "waits for the counts",
-    "routes/threshold.py chosen": "waits for the number of entries",
-    "routes/threshold.py _Search.histogram": "waits for the range",
     "routes/threshold.py _Search.narrow": "waits for each rank",
     "routes/threshold.py _Search.select": "waits for each rank",
-    "wire.py seal": "copies a number to an index",
-    "wire.py _checksum_on_device": "copies a number to an index",
 }
 """As EXCEPTIONS, but wrong: each is to be mended, and this list is to become empty."""
 

@@ -114,7 +114,7 @@ def test_unused_parameters_are_known_where_the_step_fails(odd, error):
         for bucket in small.read(averager, tensors):
             averager.average(bucket)
         if odd == "frame" and exchange.rank:
-            receive(exchange, 0, [wire.DAMAGED])
+            receive(exchange, 0, (torch.tensor([0]), torch.tensor([7])))
         used = ["conv", "bias"] if exchange.rank else ["bias", "gain"]
         return type(caught(lambda: averager.finish(used=used))), averager.unused
 
@@ -124,23 +124,24 @@ def test_unused_parameters_are_known_where_the_step_fails(odd, error):
 # --- The concluding message -----------------------------------------------------------------------
 
 
-def finding(value):
-    return on_device(torch.tensor([value], dtype=torch.uint8))
+def found(signature, checksum):
+    """What `inspect` returns for one frame."""
+    return tuple(on_device(torch.tensor([number])) for number in (signature, checksum))
 
 
 @pytest.mark.parametrize(
     ("findings", "words"),
     [
-        ({1: wire.INTACT, 0: wire.INTACT}, []),
-        ({1: wire.DAMAGED, 0: wire.INTACT}, ["rank 1's"]),
-        ({1: wire.OTHER_LENGTH, 0: wire.DAMAGED}, ["rank 1's", "rank 0's"]),
+        ({1: (0, 0), 0: (0, 0)}, []),
+        ({1: (0, 7), 0: (0, 0)}, ["rank 1's"]),
+        ({1: (256, 0), 0: (0, -1)}, ["rank 1's", "rank 0's"]),
     ],
 )
 def test_findings_on_a_device_are_read_with_one_wait(findings, words):
     exchange = InProcessExchange.alone(DEVICE)
     with counted() as count:
         for sender, value in findings.items():
-            receive(exchange, sender, finding(value))
+            receive(exchange, sender, found(*value))
         answer = exchange.any_at_end([True, False, True])
         assert answer == []
         count.reset()

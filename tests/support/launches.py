@@ -387,7 +387,7 @@ class EchoExchange(Exchange):
             if isinstance(finding, DeviceTensor):
                 finding.host.zero_()
         # A message that was cut decodes to a NaN.
-        return super().conclude(torch.ones_like(finite), where, advice)
+        return super().conclude(None if finite is None else torch.ones_like(finite), where, advice)
 
     def _all_reduce(self, values: Tensor) -> None:
         self._count.launch("all_reduce")
