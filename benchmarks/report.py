@@ -9,7 +9,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from benchmarks import plots, report_kernels
+from benchmarks import plots, report_gpu, report_kernels
 from benchmarks.net.names import BASELINES, FLOOR, PLAIN, POWERSGD
 from benchmarks.report_accuracy import Reached, loopback_ratios, times_to_accuracy
 from benchmarks.report_data import FLAT, MISSING, StepRows, read
@@ -53,6 +53,7 @@ def document(results: Path) -> str:
     steps = StepRows(results / "network.csv")
     reached = times_to_accuracy(results / "time_to_accuracy.csv")
     ratios = loopback_ratios(results / "loopback.csv")
+    kernel_goals = report_kernels.goals(results / "encode.csv") + report_gpu.goals(results)
     parts = [
         _HEAD,
         "## Step time",
@@ -70,9 +71,12 @@ def document(results: Path) -> str:
         "## CPU cost of the kernels",
         report_kernels.text(results / "encode.csv"),
         markdown(*report_kernels.table(results / "encode.csv")),
+        "## On a GPU",
+        report_gpu.text(results),
+        *[f"{title}\n\n{markdown(*table)}" for title, *table in report_gpu.sections(results)],
         "## Goals",
         _GOALS_TEXT,
-        goals(steps, reached, ratios, report_kernels.goals(results / "encode.csv")),
+        goals(steps, reached, ratios, kernel_goals),
         "## Where the time goes",
         _SPLIT_TEXT,
         split_table(steps, "resnet18", 4),
