@@ -1,6 +1,7 @@
 """Write docs/performance.md and its plots from the CSV files in benchmarks/results.
 
 python -m benchmarks.report            # write both
+python -m benchmarks.report --page     # write the page only, which needs no matplotlib
 python -m benchmarks.report --check    # exit 1 if the page differs from what this would write
 """
 
@@ -27,12 +28,14 @@ _LOOPBACK_GOAL = 1.15
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it differs")
-    text = document(RESULTS)
-    if parser.parse_args().check:
+    parser.add_argument("--page", action="store_true", help="write the page, and no plot")
+    options, text = parser.parse_args(), document(RESULTS)
+    if options.check:
         check(text)
         return
     DOCUMENT.write_text(text)
-    plots.draw_all(RESULTS, PICTURES)
+    if not options.page:
+        plots.draw_all(RESULTS, PICTURES)
 
 
 def check(text: str) -> None:

@@ -14,6 +14,7 @@ import shlex
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -45,21 +46,28 @@ def main() -> None:
     if not options.ranks:
         sys.exit("there is no CUDA device here; --rehearse runs all of it on the CPU")
     options.deadline = time.monotonic() + 60 * options.minutes
-    torch.backends.cudnn.benchmark = True
+    prepare(options)
     device = Device(options.kind)
-    left_out = []
+    left_out, failed = [], []
     for name, stage in rehearsed(options) if options.rehearse else stages(options):
-        part = name.partition(" ")[0]
-        if options.parts and part not in options.parts:
+        if options.parts and name.partition(" ")[0] not in options.parts:
             continue
         if is_over(options):
             left_out.append(name)
-        elif part == "step":
-            in_ranks(options, name)
-        else:
-            Run(options, device).take(name, stage(device), lambda: is_over(options))
+            continue
+        try:
+            if name.startswith("step"):
+                in_ranks(options, name)
+            else:
+                Run(options, device).take(name, stage(device), lambda: is_over(options))
+        except Exception:
+            # A model that does not fit into this GPU must not cost the other measurements.
+            traceback.print_exc()
+            failed.append(name)
     if left_out:
         print(f"left out after {options.minutes:g} minutes: {', '.join(left_out)}", flush=True)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 def parsed() -> argparse.Namespace:
@@ -135,6 +143,14 @@ def rehearsed(options: argparse.Namespace) -> list[Stage]:
     ]
 
 
+def prepare(options: argparse.Namespace) -> None:
+    if options.rehearse:
+        # More threads would wait for each other on a busy machine.
+        torch.set_num_threads(1)
+    else:
+        torch.backends.cudnn.benchmark = True
+
+
 def is_over(options: argparse.Namespace) -> bool:
     return time.monotonic() > options.deadline
 
@@ -181,6 +197,7 @@ def in_ranks(options: argparse.Namespace, name: str) -> None:
 
 
 def one_rank(rank: int, folder: str, options: argparse.Namespace, name: str) -> None:
+    prepare(options)
     device = Device(options.kind, rank)
     dist.init_process_group(
         "gloo" if options.rehearse else "nccl",
@@ -197,7 +214,6 @@ def one_rank(rank: int, folder: str, options: argparse.Namespace, name: str) -> 
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag.item())
 
-    torch.backends.cudnn.benchmark = True
     try:
         Run(options, device).take(name, stage(device), over, writes=rank == 0)
     finally:

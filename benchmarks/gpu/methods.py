@@ -20,17 +20,17 @@ BUCKET = 25 * 2**20 // 4
 
 METHODS = (
     "mean",
-    "ef(topk(0.01))",
+    'ef(topk(0.01), exchange="allgather")',
     'ef(topk(0.01), exchange="sharded")',
     'bidirectional(topk(0.01), topk(0.01), selection="shard")',
     'bidirectional(topk(0.01), topk(0.01), selection="exact")',
-    'ef(topk(0.01, values="int8"))',
+    'ef(topk(0.01, values="int8"), exchange="allgather")',
     "ef(randk(0.01))",
     'ef(cast("bf16"))',
-    'ef(quantize("int8"))',
+    'ef(quantize("int8"), exchange="allgather")',
     "powersgd(rank=1)",
-    "ef21(topk(0.01))",
-    "dgc(topk(0.01))",
+    'ef21(topk(0.01), exchange="allgather")',
+    'dgc(topk(0.01), exchange="allgather")',
 )
 
 

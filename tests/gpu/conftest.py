@@ -12,6 +12,9 @@ from tests.gpu.place import ACTIVE, NCCL
 from tests.support.patience import PATIENCE
 from tests.support.threads import torch_threads
 
+# With this, matrix products of cuBLAS are reproducible. The ranks inherit it.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 collect_ignore_glob = [] if ACTIVE else ["test_*.py"]
 
 

@@ -10,16 +10,16 @@ from tests.gpu.training import Run
 
 BUDGET = {
     "mean": (0, 0),
-    "ef(topk(0.125))": (0, 1),
-    'ef(topk(0.125, values="int8"))': (0, 1),
+    'ef(topk(0.125), exchange="allgather")': (0, 1),
+    'ef(topk(0.125, values="int8"), exchange="allgather")': (0, 1),
     'ef(topk(0.125), exchange="sharded")': (1, 1),
     'bidirectional(topk(0.125), topk(0.125), selection="shard")': (0, 1),
     'bidirectional(topk(0.125), topk(0.125), selection="exact")': (3, 1),
     "ef(randk(0.125))": (0, 1),
     'ef(cast("bf16"))': (0, 1),
-    'ef(quantize("int8"))': (0, 1),
-    "ef21(topk(0.125))": (0, 1),
-    "dgc(topk(0.125))": (0, 1),
+    'ef(quantize("int8"), exchange="allgather")': (0, 1),
+    'ef21(topk(0.125), exchange="allgather")': (0, 1),
+    'dgc(topk(0.125), exchange="allgather")': (0, 1),
 }
 """For each method: how often the host may wait for each bucket, and for each step."""
 
