@@ -47,6 +47,9 @@ PYTEST = [
 ]
 PYTEST += ["-m", "not slow and not thorough and not integrations"]
 
+# Commands in progress. They have process groups of their own, which Ctrl-C does not reach.
+RUNNING: "list[subprocess.Popen[str]]" = []
+
 PROBE = """
 import importlib.util, json, sys
 facts = {"python": sys.version.split()[0], "devices": []}
@@ -137,10 +140,8 @@ def run(python: str, facts: dict[str, Any], rehearse: bool) -> int:
     failed = []
     if not {"pytest", "hypothesis"} & set(facts["missing"]):
         failed += tested(python, rehearse)
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) if rehearse else ROOT / "benchmarks" / "results"
-        left = 60 * MINUTES - SPARE_SECONDS - (time.monotonic() - start)
-        failed += measured(python, rehearse, out, left)
+    left = 60 * MINUTES - SPARE_SECONDS - (time.monotonic() - start)
+    failed += measured(python, rehearse, left)
     say(f"{(time.monotonic() - start) / 60:.1f} minutes; failed: {', '.join(failed) or 'nothing'}")
     return 1 if failed else 0
 
@@ -151,32 +152,44 @@ def tested(python: str, rehearse: bool) -> list[str]:
     env = {"TORCHCOMP_REHEARSE": "1"} if rehearse else {}
     deadline = time.monotonic() + TEST_SECONDS
 
-    def one(arguments: list[str]) -> str | None:
-        name = arguments[0]
-        status, output = watched([python, *PYTEST, *arguments], deadline - time.monotonic(), env)
+    def one(arguments: list[str]) -> list[str]:
+        command = [python, *PYTEST, *arguments]
+        status, output = watched(command, deadline - time.monotonic(), env)
+        say(f"{arguments[0]}: {output.strip().rpartition(chr(10))[2]}")
         # 5: no test was selected.
-        passed = status in (0, 5)
-        summary = output.strip().rpartition("\n")[2]
-        say(f"{name}: {summary if passed else f'failed ({status})'}")
-        if not passed:
-            print(output[-12_000:], flush=True)
-        return None if passed else name
+        return failures(arguments[0], (0 if status == 5 else status, output))
 
     # A few at a time. They share the GPU, which only makes races more likely to show.
     with ThreadPoolExecutor(1 if rehearse else 3) as pool:
-        return [name for name in pool.map(one, files) if name is not None]
+        try:
+            return [name for names in pool.map(one, files) for name in names]
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(RUNNING):
+                end(process)
+            raise
 
 
-def measured(python: str, rehearse: bool, out: Path, seconds: float) -> list[str]:
+def measured(python: str, rehearse: bool, seconds: float) -> list[str]:
     """Run the benchmarks and write the page; return what failed."""
-    command = [python, "-m", "benchmarks.gpu", "--out", str(out), "--minutes"]
-    command += [f"{max(0.0, seconds - 20) / 60:.2f}", *(["--rehearse"] if rehearse else [])]
-    status, _ = watched(command, seconds, {}, shown=True)
-    failed = [] if status == 0 else ["benchmarks.gpu"]
-    if not rehearse:
-        status, output = watched([python, "-m", "benchmarks.report", "--page"], SPARE_SECONDS, {})
-        failed += [] if status == 0 else [f"benchmarks.report: {output.strip()}"]
-    return failed
+    # The rows name this command. It contains no path, because they are committed.
+    command = [python, "-m", "benchmarks.gpu", f"--minutes={max(0.0, seconds - 20) / 60:.2f}"]
+    if rehearse:
+        with tempfile.TemporaryDirectory() as folder:
+            rehearsal = [*command, "--rehearse", "--out", folder]
+            return failures("benchmarks.gpu", watched(rehearsal, seconds, {}, shown=True))
+    found = failures("benchmarks.gpu", watched(command, seconds, {}, shown=True))
+    page = [python, "-m", "benchmarks.report", "--page"]
+    return found + failures("benchmarks.report", watched(page, SPARE_SECONDS, {}))
+
+
+def failures(name: str, outcome: "tuple[int | str, str]") -> list[str]:
+    """Print the output of a command that failed, and return its name."""
+    status, output = outcome
+    if status == 0:
+        return []
+    print(output[-12_000:], flush=True)
+    return [f"{name} ({status})"]
 
 
 def watched(
@@ -195,6 +208,7 @@ def watched(
         text=True,
         start_new_session=True,
     )
+    RUNNING.append(process)
     try:
         output, _ = process.communicate(timeout=max(1.0, seconds))
         return process.returncode, output or ""
@@ -203,6 +217,7 @@ def watched(
     finally:
         # Ranks that a killed parent leaves behind would keep the GPU busy.
         end(process)
+        RUNNING.remove(process)
     output, _ = process.communicate()
     return f"stopped after {seconds:.0f} seconds", output or ""
 

@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.gpu import kernels, methods, training
 from benchmarks.gpu.device import Device, described
-from benchmarks.gpu.models import TASKS, TINY
+from benchmarks.gpu.models import TASKS, TINY, Task
 from benchmarks.net.rows import Table
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -49,7 +48,7 @@ def main() -> None:
     prepare(options)
     device = Device(options.kind)
     left_out, failed = [], []
-    for name, stage in rehearsed(options) if options.rehearse else stages(options):
+    for name, stage in stages(options):
         if options.parts and name.partition(" ")[0] not in options.parts:
             continue
         if is_over(options):
@@ -65,7 +64,7 @@ def main() -> None:
             traceback.print_exc()
             failed.append(name)
     if left_out:
-        print(f"left out after {options.minutes:g} minutes: {', '.join(left_out)}", flush=True)
+        print(f"left out after {options.minutes:g} minutes: {'; '.join(left_out)}", flush=True)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
@@ -95,51 +94,53 @@ Stage = tuple[str, Callable[[Device], Rows]]
 
 def stages(options: argparse.Namespace) -> list[Stage]:
     """All measurements, the most important first."""
-    seed = options.seed
-
-    def sizes(cases: list[tuple[int, float, str]]) -> Callable[[Device], Rows]:
-        return lambda device: chain.from_iterable(
-            kernels.measure(device, n, ratio, form, 30, seed) for n, ratio, form in cases
-        )
-
-    def bucket(ranks: int) -> Callable[[Device], Rows]:
-        return lambda device: chain.from_iterable(
-            methods.measure(device, spec, ranks, methods.BUCKET, 20, seed)
-            for spec in methods.METHODS
-        )
-
-    def model(name: str) -> Callable[[Device], Rows]:
-        return partial(training.measure, name=name, task=TASKS[name], seconds=3.0, seed=seed)
-
     large, small = 25_000_000, 1_000_000
+    if options.rehearse:
+        return [
+            *vectors([(5000, 0.01, "fast"), (5000, 0.01, "torch")], 1, options.seed),
+            # The ranks divide what is kept, as they do with the real sizes.
+            *buckets(8, 1 << 14, "0.125", 1, options.seed),
+            *models(TINY, 0.0, options.seed),
+        ]
     return [
-        ("kernel n = 25e6, 1 %", sizes([(large, 0.01, "fast")])),
-        ("method 8 ranks", bucket(8)),
-        ("step resnet50", model("resnet50")),
-        ("step vit_b_16", model("vit_b_16")),
-        ("kernel other sizes", sizes([(small, 0.01, "fast"), (large, 0.001, "fast")])),
-        ("method 64 ranks", bucket(64)),
-        ("kernel in torch", sizes([(large, 0.01, "torch"), (small, 0.001, "fast")])),
+        *vectors([(large, 0.01, "fast")], 30, options.seed),
+        *buckets(8, methods.BUCKET, "0.01", 20, options.seed),
+        *models(TASKS, 3.0, options.seed),
+        *vectors([(small, 0.01, "fast"), (large, 0.001, "fast")], 30, options.seed),
+        *buckets(64, methods.BUCKET, "0.01", 20, options.seed),
+        *vectors([(large, 0.01, "torch"), (small, 0.001, "fast")], 30, options.seed),
     ]
 
 
-def rehearsed(options: argparse.Namespace) -> list[Stage]:
-    """The same with tiny sizes. As each number of ranks divides n, shards are equally long."""
-    seed = options.seed
-    specs = [spec.replace("0.01", "0.125") for spec in methods.METHODS]
+def vectors(cases: list[tuple[int, float, str]], repeats: int, seed: int) -> list[Stage]:
+    """The kernels on vectors of n entries, of which a share is kept, in one form."""
     return [
-        ("kernel", lambda d: kernels.measure(d, 5000, 0.01, "fast", 1, seed)),
-        ("kernel in torch", lambda d: kernels.measure(d, 5000, 0.01, "torch", 1, seed)),
         (
-            "method",
-            lambda d: chain.from_iterable(
-                methods.measure(d, spec, 8, 1 << 14, 1, seed) for spec in specs
-            ),
-        ),
-        *[
-            (f"step {name}", partial(training.measure, name=name, task=task, seconds=0, seed=seed))
-            for name, task in TINY.items()
-        ],
+            f"kernel n = {n:,}, {ratio:.1%}, {form}",
+            partial(kernels.measure, n=n, ratio=ratio, form=form, repeats=repeats, seed=seed),
+        )
+        for n, ratio, form in cases
+    ]
+
+
+def buckets(ranks: int, n: int, ratio: str, repeats: int, seed: int) -> list[Stage]:
+    """Every method on a bucket of n entries, of which it keeps the share `ratio`."""
+    specs = [spec.replace("0.01", ratio) for spec in methods.METHODS]
+    size = {"world_size": ranks, "n": n, "repeats": repeats, "seed": seed}
+    return [
+        (f"method {ranks} ranks {spec}", partial(methods.measure, spec=spec, **size))
+        for spec in specs
+    ]
+
+
+def models(tasks: dict[str, Task], seconds: float, seed: int) -> list[Stage]:
+    """Training steps of each model, with every method."""
+    return [
+        (
+            f"step {name}",
+            partial(training.measure, name=name, task=task, seconds=seconds, seed=seed),
+        )
+        for name, task in tasks.items()
     ]
 
 
@@ -206,7 +207,7 @@ def one_rank(rank: int, folder: str, options: argparse.Namespace, name: str) -> 
         world_size=options.ranks,
         timeout=timedelta(minutes=2),
     )
-    stage = dict(rehearsed(options) if options.rehearse else stages(options))[name]
+    stage = dict(stages(options))[name]
 
     def over() -> bool:
         # The ranks must agree, because the next row takes collectives.

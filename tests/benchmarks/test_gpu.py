@@ -1,7 +1,9 @@
 """make gpu: it says what is missing, and a rehearsal on the CPU runs its tests and benchmarks."""
 
 import csv
+import runpy
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from benchmarks.gpu.__main__ import COLUMNS, main
 from benchmarks.gpu.models import TASKS
 from benchmarks.net.rows import Table
 from tests.support.cases import thorough
-from tests.support.commands import run
+from tests.support.commands import ROOT, run
 
 SOME = " or ".join(["frames", "allgather and 8", "swap", "overflow", "test_without_set_device"])
 
@@ -51,6 +53,15 @@ def test_make_gpu_needs_no_environment() -> None:
 def test_a_page_without_rows_says_that_no_gpu_has_run_it(tmp_path: Path) -> None:
     assert "No GPU" in report_gpu.text(tmp_path)
     assert report_gpu.sections(tmp_path) == report_gpu.goals(tmp_path) == []
+
+
+def test_a_hung_command_is_stopped_with_its_children_and_its_output_is_kept() -> None:
+    watched = runpy.run_path(str(ROOT / "tools" / "gpu.py"))["watched"]
+    start = time.monotonic()
+    status, output = watched(["sh", "-c", "echo begun; sleep 600 & sleep 600"], 1.0, {})
+    assert time.monotonic() - start < 60
+    assert output == "begun\n"
+    assert status != 0
 
 
 # --- A rehearsal ----------------------------------------------------------------------------------
