@@ -66,11 +66,10 @@ def sections(results: Path) -> Tables:
         conditions = f"### {device}\n\n{versions}, {first['date'][:10]}, {first['revision']}."
         found.append((conditions, *_kernels(parts["kernel"])))
         found.append(("One bucket of 25 MiB:", *_methods(parts["method"])))
-        for model in dict.fromkeys(row["model"] for row in steps):
-            of_model = [row for row in steps if row["model"] == model]
-            ranks = of_model[0]["ranks"]
-            title = f"Training steps of {model}, bf16 autocast, {ranks} GPU(s) and NCCL:"
-            found.append((title, *_steps(of_model)))
+        for model, ranks in dict.fromkeys((row["model"], row["ranks"]) for row in steps):
+            alike = [row for row in steps if (row["model"], row["ranks"]) == (model, ranks)]
+            title = f"Training steps of {model}, bf16 autocast, NCCL, GPUs: {ranks}."
+            found.append((title, *_steps(alike)))
     return [entry for entry in found if entry[2]]
 
 

@@ -47,6 +47,7 @@ def main() -> None:
     options.deadline = time.monotonic() + 60 * options.minutes
     prepare(options)
     device = Device(options.kind)
+    run = Run(options, device)
     left_out, failed = [], []
     for name, stage in stages(options):
         if options.parts and name.partition(" ")[0] not in options.parts:
@@ -58,7 +59,7 @@ def main() -> None:
             if name.startswith("step"):
                 in_ranks(options, name)
             else:
-                Run(options, device).take(name, stage(device), lambda: is_over(options))
+                run.take(name, stage(device), lambda: is_over(options))
         except Exception:
             # A model that does not fit into this GPU must not cost the other measurements.
             traceback.print_exc()

@@ -16,6 +16,7 @@ from benchmarks.gpu.models import TASKS
 from benchmarks.net.rows import Table
 from tests.support.cases import thorough
 from tests.support.commands import ROOT, run
+from tests.support.threads import torch_threads
 
 SOME = " or ".join(["frames", "allgather and 8", "swap", "overflow", "test_without_set_device"])
 
@@ -23,10 +24,9 @@ SOME = " or ".join(["frames", "allgather and 8", "swap", "overflow", "test_witho
 def rehearse(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> list[dict[str, str]]:
     """Run the benchmarks in this process; return their rows."""
     monkeypatch.setattr(sys, "argv", ["gpu", "--rehearse", "--out", str(out), *arguments])
-    # The number of threads would stay changed for all later tests of this process.
-    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    main()
+    with torch_threads(1):
+        main()
     with (out / "gpu-rehearsal.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -100,8 +100,8 @@ def test_what_the_time_does_not_allow_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu", "--rehearse", "--out", str(tmp_path), "--minutes=0"])
-    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    main()
+    with torch_threads(1):
+        main()
     printed = capsys.readouterr().out
     assert all(f"step {model}" in printed for model in TASKS)
     assert list(tmp_path.iterdir()) == []
