@@ -1,7 +1,7 @@
 """Measure on a GPU what the methods cost: kernels, one bucket, and whole training steps.
 
     python -m benchmarks.gpu                     # writes benchmarks/results/gpu-<name>.csv
-    python -m benchmarks.gpu --rehearse --out /tmp/rehearsal     # on the CPU, with tiny sizes
+    python -m benchmarks.gpu --rehearse --out FOLDER     # on the CPU, with tiny sizes
 
 The most important measurements come first. What does not fit into `--minutes` is left out, and the
 program says what that was. Each row is on disk as soon as it is measured. Training steps run on all

@@ -4,6 +4,7 @@ import csv
 import runpy
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from benchmarks import report_gpu
 from benchmarks.gpu import methods, training
 from benchmarks.gpu.__main__ import COLUMNS, main
+from benchmarks.gpu.device import WAIT, counted_waits
 from benchmarks.gpu.models import TASKS
 from benchmarks.net.rows import Table
 from tests.support.cases import thorough
@@ -105,6 +107,17 @@ def test_what_the_time_does_not_allow_is_named(
     printed = capsys.readouterr().out
     assert all(f"step {model}" in printed for model in TASKS)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_waits_are_counted_by_line() -> None:
+    """As torch warns of them. Other warnings are not counted."""
+    with counted_waits("cpu") as lines:
+        for _ in range(3):
+            warnings.warn(f"{WAIT} (Triggered internally)", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    assert len(lines) == 3
+    assert len(set(lines)) == 1
+    assert lines[0].startswith(f"{__file__}:")
 
 
 # --- The page and the models ----------------------------------------------------------------------
