@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart experiment-bidirectional-topk experiment-qsr experiment-jointspar experiment-2direction experiment-small-gpt test test-fast test-thorough test-versions test-integrations lint setup docs docs-check dist clean
+.PHONY: help quickstart experiment-bidirectional-topk experiment-qsr experiment-jointspar experiment-2direction experiment-small-gpt test test-fast test-thorough test-versions test-integrations gpu lint setup docs docs-check dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /  make \1@/p' Makefile | awk -F@ '{ printf "%-35s %s\n", $$1, $$2 }'
@@ -55,6 +55,11 @@ test-versions: ## the core's tests on the oldest and newest torch (15 min)
 # The frameworks are no dependency of torchcomp and have many of their own.
 test-integrations: .venv-integrations/ready ## scripts of Lightning, Accelerate, transformers, Ray
 	@.venv-integrations/bin/python -m pytest -n 2 --dist loadfile -m integrations tests/integrations $(ARGS)
+
+# It installs nothing. Of .venv and PYTHON it takes the first that sees a GPU; PYTHON alone, if given.
+GPU_PYTHONS = $(if $(filter file,$(origin PYTHON)),.venv/bin/python) $(PYTHON)
+gpu: ## tests and benchmarks on the GPUs here (10 min)
+	@$(PYTHON) tools/gpu.py --python $(GPU_PYTHONS) $(ARGS)
 
 lint: setup ## ruff (rules and format) and mypy --strict
 	@.venv/bin/python -m ruff check .

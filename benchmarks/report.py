@@ -1,6 +1,7 @@
 """Write docs/performance.md and its plots from the CSV files in benchmarks/results.
 
 python -m benchmarks.report            # write both
+python -m benchmarks.report --page     # write the page only, which needs no matplotlib
 python -m benchmarks.report --check    # exit 1 if the page differs from what this would write
 """
 
@@ -9,7 +10,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from benchmarks import plots, report_kernels
+from benchmarks import plots, report_gpu, report_kernels
 from benchmarks.net.names import BASELINES, FLOOR, PLAIN, POWERSGD
 from benchmarks.report_accuracy import Reached, loopback_ratios, times_to_accuracy
 from benchmarks.report_data import FLAT, MISSING, StepRows, read
@@ -27,12 +28,14 @@ _LOOPBACK_GOAL = 1.15
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it differs")
-    text = document(RESULTS)
-    if parser.parse_args().check:
+    parser.add_argument("--page", action="store_true", help="write the page, and no plot")
+    options, text = parser.parse_args(), document(RESULTS)
+    if options.check:
         check(text)
         return
     DOCUMENT.write_text(text)
-    plots.draw_all(RESULTS, PICTURES)
+    if not options.page:
+        plots.draw_all(RESULTS, PICTURES)
 
 
 def check(text: str) -> None:
@@ -53,6 +56,7 @@ def document(results: Path) -> str:
     steps = StepRows(results / "network.csv")
     reached = times_to_accuracy(results / "time_to_accuracy.csv")
     ratios = loopback_ratios(results / "loopback.csv")
+    kernel_goals = report_kernels.goals(results / "encode.csv") + report_gpu.goals(results)
     parts = [
         _HEAD,
         "## Step time",
@@ -70,9 +74,12 @@ def document(results: Path) -> str:
         "## CPU cost of the kernels",
         report_kernels.text(results / "encode.csv"),
         markdown(*report_kernels.table(results / "encode.csv")),
+        "## On a GPU",
+        report_gpu.text(results),
+        *[f"{title}\n\n{markdown(*table)}" for title, *table in report_gpu.sections(results)],
         "## Goals",
         _GOALS_TEXT,
-        goals(steps, reached, ratios, report_kernels.goals(results / "encode.csv")),
+        goals(steps, reached, ratios, kernel_goals),
         "## Where the time goes",
         _SPLIT_TEXT,
         split_table(steps, "resnet18", 4),

@@ -67,6 +67,7 @@ def bf16(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
 
 
 def _done(value: Tensor) -> Future:
-    future: Future = torch.futures.Future()
+    # A future must be told of the GPU of its result, and refuses to be told of the CPU.
+    future: Future = torch.futures.Future(devices=[value.device] if value.is_cuda else [])
     future.set_result(value)
     return future

@@ -65,8 +65,11 @@ def _revision() -> str:
     here = Path(__file__).parent
     # --exclude=* ignores tags, so that the result is always a commit.
     command = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--exclude=*"]
-    described = subprocess.run(command, capture_output=True, text=True)
-    return described.stdout.strip() or "unknown"
+    try:
+        described = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:  # a copy of the repository on a machine without git
+        described = ""
+    return described or "unknown"
 
 
 def _processor() -> str:

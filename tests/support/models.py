@@ -200,7 +200,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module) -> Gradients:
-    """Return a copy of the gradients that the optimizer uses, in float64."""
+    """Return a copy of the gradients that the optimizer uses, in float64 and on the CPU."""
     return {name: _grad(parameter) for name, parameter in inner(model).named_parameters()}
 
 
@@ -210,7 +210,7 @@ def inner(model: nn.Module) -> nn.Module:
 
 def _grad(parameter: Tensor) -> Tensor:
     grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return grad.double().clone()
+    return grad.to("cpu", torch.float64, copy=True)
 
 
 def local_gradients(model: nn.Module, batch: Batch) -> Gradients:
@@ -285,7 +285,7 @@ def unsent_gradients(parameters: Mapping[str, Tensor], state: dict[str, Any]) ->
     The server residual is part of the mean, so it is multiplied by the number of ranks. Then the
     mean of the result over the ranks is all that the run has not applied.
     """
-    found = {name: part.double() for name, part in kept(state).items()}
+    found = {name: part.double().cpu() for name, part in kept(state).items()}
     rank, world_size, server = state["rank"], state["world_size"], kept(state, "server_error")
     for names in state["buckets"]:
         shard = BucketShape.of(names, parameters).shards(world_size)[rank]

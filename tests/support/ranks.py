@@ -90,9 +90,15 @@ def on_threads(world_size: int, body: Body, *args: Any, catch: bool = False) -> 
 
 
 def on_processes(
-    world_size: int, body: Body, *args: Any, catch: bool = False, timeout: float = PATIENCE
+    world_size: int,
+    body: Body,
+    *args: Any,
+    catch: bool = False,
+    timeout: float = PATIENCE,
+    backend: str = "gloo",
+    start: str = "forkserver",
 ) -> list[Any]:
-    """Run ``body(*args)`` on `world_size` processes over gloo on the loopback interface.
+    """Run ``body(*args)`` on `world_size` processes, by default over gloo on the loopback.
 
     Args:
         world_size: number of ranks.
@@ -100,16 +106,21 @@ def on_processes(
         args: arguments of `body`.
         catch: return exceptions as results instead of raising the first one.
         timeout: seconds until every process is killed and TimeoutError is raised.
+        backend: "gloo" or "nccl".
+        start: how processes start. "spawn" takes seconds, but is safe with CUDA, which does not
+            work in a process that was forked from one that has looked for a device.
 
     Returns:
         The results of all ranks, in rank order.
     """
     with tempfile.TemporaryDirectory() as folder:
         # Fork from one process that has already imported all modules, which takes seconds.
-        context = mp.get_context("forkserver")
+        context = mp.get_context(start)
         context.set_forkserver_preload(PRELOADED)
         processes = [
-            context.Process(target=_process_main, args=(rank, world_size, folder, body, args))
+            context.Process(
+                target=_process_main, args=(rank, world_size, folder, backend, body, args)
+            )
             for rank in range(world_size)
         ]
         deadline = time.monotonic() + timeout
@@ -147,14 +158,16 @@ def _echo(received: Tensor, sent: Tensor, *args: Any, **kwargs: Any) -> None:
     received.copy_(sent)
 
 
-def _process_main(rank: int, world_size: int, folder: str, body: Body, args: Any) -> None:
+def _process_main(
+    rank: int, world_size: int, folder: str, backend: str, body: Body, args: Any
+) -> None:
     # Die with the parent. pytest's timeout ends it without running the `finally` that kills ranks.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     # One thread per rank: the spinning OpenMP threads of several ranks stall each other.
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,

@@ -1,0 +1,175 @@
+"""Time the kernels: select, encode, subtract, decode and quantise.
+
+Times are compared with the *floor*: 12 bytes per entry, at the speed of a copy in the same run.
+Error feedback with TopK must read the gradient and the residual and write the new residual.
+
+Rows, in the order in which they are measured:
+
+    copy                      a copy of the vector: 8 bytes per entry
+    select cold, warm         add and select without, and with, the scratch of the step before
+    message                   the values and the Elias-Fano code of the indices
+    pack                      the message in its frame, with the checksum
+    subtract                  subtract what is sent
+    encode cold, warm         all of the above, as ``ef(topk(...))`` calls it
+    decode 8, decode 64       check the frames of so many ranks and add up their messages
+    step of 8, step of 64     encode warm, and then decode
+    add + torch.topk          what selection costs without these kernels
+    quantise, dequantise      the whole vector as int8
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.device import Device
+from torchcomp import wire
+from torchcomp.codec import codec
+from torchcomp.compressors import TopK
+from torchcomp.kernels import backend, quantize
+from torchcomp.keys import Key
+
+KEY = Key(0)
+Row = dict[str, Any]
+
+# Bytes per entry that a row must move at least; 12 for all others.
+_BYTES = {"copy": 8, "quantise": 5, "dequantise": 5}
+
+
+class Training:
+    """The gradient and the residual of one rank, on a device, and the messages of others."""
+
+    def __init__(self, device: Device, n: int, ratio: float, seed: int) -> None:
+        self.generator = torch.Generator(device.place).manual_seed(seed)
+        make = {"device": device.place, "generator": self.generator}
+        # One of two scales per entry, as the layers of a model have.
+        self.scale = 0.1 + 0.9 * (torch.rand(n, **make) < 0.1)
+        self.g, self.e, self.x = (torch.empty(n, device=device.place) for _ in range(3))
+        self.e.normal_(generator=self.generator)
+        self.topk = TopK(ratio)
+        self.codec = codec(self.topk, ("w",), (n,), torch.float32)
+        self.scratch = self.codec.scratch()
+        self.frame = torch.empty(self.codec.framed, dtype=torch.uint8, device=device.place)
+        self.draw()
+        self.index = self.topk.select_sum(self.g, self.e, self.x, self.scratch[0])
+        self.encoded = self.topk.encode_selected(self.x, self.index, KEY)
+
+    def draw(self) -> None:
+        """Draw a new gradient."""
+        self.g.normal_(generator=self.generator).mul_(self.scale)
+
+    def draw_cold(self) -> None:
+        self.draw()
+        self.scratch = self.codec.scratch()
+
+    def select(self) -> None:
+        self.topk.select_sum(self.g, self.e, self.x, self.scratch[0])
+
+    def message(self) -> None:
+        self.topk.encode_selected(self.x, self.index, KEY)
+
+    def pack(self) -> None:
+        self.codec.pack([self.encoded], self.frame)
+
+    def subtract(self) -> None:
+        self.codec.subtract([self.encoded], self.x, KEY)
+
+    def encode(self) -> None:
+        g, e, x = self.g, self.e, self.x
+        message = self.codec.encode_sum(g, e, x, KEY, self.scratch, torch.float32)
+        self.codec.pack(message, self.frame)
+        self.codec.subtract(message, x, KEY)
+        # The sum minus what was sent is the new residual.
+        self.e, self.x = x, e
+
+    def decoder(self, ranks: int) -> Callable[[], None]:
+        """Return a function that adds up the frames of `ranks` ranks, all different."""
+        frames = []
+        for _ in range(ranks):
+            self.draw()
+            self.encode()
+            frames.append(self.frame.clone())
+        nbytes = self.codec.nbytes
+
+        def decode() -> None:
+            self.g.zero_()
+            for frame in frames:
+                wire.inspect(frame, nbytes)
+            messages = [self.codec.unpack(wire.payload(frame, nbytes)) for frame in frames]
+            self.codec.accumulate(messages, self.g, KEY, 1 / ranks)
+
+        return decode
+
+    def torch_topk(self) -> None:
+        torch.add(self.g, self.e, out=self.x)
+        torch.topk(self.x.abs(), self.topk.kept(self.x.numel()), sorted=False)
+
+
+def measure(
+    device: Device, n: int, ratio: float, form: str, repeats: int, seed: int
+) -> Iterator[Row]:
+    """Yield the rows of one size, in one form of the kernels.
+
+    Args:
+        device: the device to measure on.
+        n: entries of the vector.
+        ratio: share of them that is kept.
+        form: "fast", the form that training uses, or "torch".
+        repeats: measurements of which a row has the median.
+        seed: seed of the vectors.
+    """
+    with backend.plain_torch(device.kind) if form == "torch" else nullcontext():
+        run = Training(device, n, ratio, seed)
+        used = form if form == "torch" or backend.fast_form("select", device.kind) else "torch"
+        common = {"part": "kernel", "n": n, "k": run.topk.kept(n), "form": used}
+        copy = device.milliseconds(lambda: run.x.copy_(run.g), repeats)
+        floor = 1.5 * copy  # a copy moves 8 bytes per entry and the floor 12
+        for what, work, before in _cases(run):
+            # Functions that time something prepare it on their first use.
+            milliseconds = device.milliseconds(work(), repeats, before)
+            nbytes = _BYTES.get(what, 12) * n
+            yield {
+                **common,
+                "what": what,
+                "gpu_ms": f"{milliseconds:.4f}",
+                "gb_s": f"{nbytes / milliseconds / 1e6:.1f}",
+                "floor_ms": f"{floor:.4f}",
+            }
+
+
+Case = tuple[str, Callable[[], Callable[[], object]], Callable[[], object]]
+
+
+def _cases(run: Training) -> list[Case]:
+    def nothing() -> None:
+        pass
+
+    def step(ranks: int) -> Callable[[], None]:
+        decode = run.decoder(ranks)
+
+        def both() -> None:
+            run.encode()
+            decode()
+
+        return both
+
+    quantised = quantize.encode(run.g, "int8", None)
+    n = run.g.numel()
+    return [
+        ("copy", lambda: lambda: run.x.copy_(run.g), nothing),
+        ("encode warm", lambda: run.encode, run.draw),
+        ("decode 8", lambda: run.decoder(8), nothing),
+        ("step of 8", lambda: step(8), run.draw),
+        ("step of 64", lambda: step(64), run.draw),
+        ("decode 64", lambda: run.decoder(64), nothing),
+        ("encode cold", lambda: run.encode, run.draw_cold),
+        ("select warm", lambda: run.select, run.draw),
+        ("select cold", lambda: run.select, run.draw_cold),
+        ("message", lambda: run.message, nothing),
+        ("pack", lambda: run.pack, nothing),
+        ("subtract", lambda: run.subtract, nothing),
+        ("add + torch.topk", lambda: run.torch_topk, nothing),
+        ("quantise", lambda: lambda: quantize.encode(run.g, "int8", None), nothing),
+        ("dequantise", lambda: lambda: quantize.decode(quantised, n, torch.float32), nothing),
+    ]

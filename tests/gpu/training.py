@@ -1,0 +1,110 @@
+"""A training run on the device, which can be saved, resumed and disturbed."""
+
+import io
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import torchcomp
+from tests.gpu.place import DEVICE, KIND, WIDTH
+from tests.support.models import SMALL_BUCKETS, Account, loss_of, mlp, rows, wrap
+from tests.support.outcomes import flat
+
+Snapshot = dict[str, Any]
+PLAIN = "plain DDP"
+
+
+def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return mlp(dtype, WIDTH)
+
+
+class Run:
+    """One rank's model, optimizer and handle.
+
+    Args:
+        spec: the method, or PLAIN.
+        dtype: of the parameters.
+        place: the device of the model.
+        module: the model; by default a small one, with one DDP bucket per layer.
+        scale: initial loss scale of a GradScaler; without it, there is no scaler.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        *,
+        dtype: torch.dtype = torch.float32,
+        place: torch.device = DEVICE,
+        module: nn.Module | None = None,
+        scale: float | None = None,
+        seed: int = 5,
+        **ddp: Any,
+    ) -> None:
+        self.dtype, self.place = dtype, place
+        options = {"bucket_cap_mb": SMALL_BUCKETS, **ddp}
+        self.model = wrap((module or model_of(dtype)).to(place), **options)
+        self.scaler = None if scale is None else torch.amp.GradScaler(KIND, init_scale=scale)
+        self.handle = None
+        if spec != PLAIN:
+            self.handle = torchcomp.register(self.model, spec, seed=seed, scaler=self.scaler)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.account = Account()
+
+    def rows(self, step: int) -> Tensor:
+        return rows(step, self.dtype, WIDTH).to(self.place)
+
+    def backward(self, step: int) -> None:
+        """Compute the gradients of a step and exchange them."""
+        self.optimizer.zero_grad()
+        # A mean, not a sum: the gradients of wide models stay in the range of float16.
+        loss = loss_of(self.model(self.rows(step))) / WIDTH
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def optimizer_step(self) -> None:
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def train(self, start: int, stop: int) -> "Run":
+        for step in range(start, stop):
+            self.backward(step)
+            self.optimizer_step()
+        return self
+
+    def weights(self) -> Tensor:
+        """Return a copy of all parameters, on the CPU."""
+        return flat(self.model.module.parameters()).cpu()
+
+    def residual(self) -> Tensor:
+        """Return a copy of all tensors of the method's state, on the CPU."""
+        slots = self.handle.state_dict()["slots"].values() if self.handle else ()
+        tensors = [tensor for slot in slots for tensor in slot["tensors"].values()]
+        return flat([torch.zeros(1), *(tensor.cpu() for tensor in tensors)])
+
+    def save(self) -> bytes:
+        """Return a checkpoint, as the bytes of its file."""
+        file = io.BytesIO()
+        parts = {"model": self.model.module, "optimizer": self.optimizer, "handle": self.handle}
+        torch.save({name: part.state_dict() for name, part in parts.items()}, file)
+        return file.getvalue()
+
+    def load(self, saved: bytes) -> "Run":
+        state = torch.load(io.BytesIO(saved), map_location=self.place, weights_only=True)
+        self.model.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.handle.load_state_dict(state["handle"])
+        return self
+
+    def close(self) -> None:
+        if self.handle is not None:
+            self.handle.close()
+
+
+def trained(spec: str, steps: int = 6, **options: Any) -> Tensor:
+    """Train a new run; return its weights."""
+    run = Run(spec, **options).train(0, steps)
+    run.close()
+    return run.weights()
