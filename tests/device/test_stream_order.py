@@ -1,0 +1,254 @@
+"""The order of streams around real DDP and LocalSGD, under the checker of tests/support/streams."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchcomp
+from tests.local_sgd.script import Script
+from tests.support.cases import only
+from tests.support.models import METHODS, THROUGH_DDP, Branches, loss_of, mlp, rows, wrap
+from tests.support.outcomes import reloaded
+from tests.support.ranks import with_fake_ranks
+from tests.support.streams import Simulator, simulated
+from torchcomp.ddp.executors import Executor, Job, StreamExecutor
+
+TOPK = "ef(topk(0.1))"
+OVERLAP = {"overlap": True}
+
+
+class Run:
+    """Training with simulated streams. The loop reads its loss, as many do, only at the end."""
+
+    def __init__(self, spec: str = TOPK, module: nn.Module | None = None, **options: Any) -> None:
+        scaler = options.pop("scaler", None)
+        self.model = wrap(module or mlp(), **options)
+        self.handle = torchcomp.register(self.model, spec, scaler=scaler)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+
+    def step(self, step: int, *inputs: Any, factor: float = 1.0) -> None:
+        self.optimizer.zero_grad()
+        self.backward(step, *inputs, factor=factor)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def backward(self, step: int, *inputs: Any, factor: float = 1.0) -> None:
+        self.scaler.scale(loss_of(self.model(rows(step), *inputs)) * factor).backward()
+
+    def train(self, *steps: int) -> "Run":
+        for step in steps:
+            self.step(step)
+        return self
+
+
+def faults_of(body: Callable[[], Any], executor: Any = StreamExecutor) -> list[str]:
+    """Run `body` as one of two ranks, and return what the checker found."""
+
+    def watched() -> Simulator:
+        with simulated(executor) as simulator:
+            body()
+        return simulator
+
+    simulator = with_fake_ranks(2, watched)
+    # Otherwise nothing was tested.
+    side = [n for stream, n in simulator.operations.items() if stream is not simulator.main]
+    assert sum(side) > 10
+    assert simulator.operations[simulator.main] > 50
+    return list(simulator.faults)
+
+
+@pytest.mark.parametrize("spec", only(METHODS, now=THROUGH_DDP))
+def test_steps_of_every_method(spec: str) -> None:
+    assert not faults_of(lambda: Run(spec).train(0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": None}],
+    ids=str,
+)
+def test_options_of_ddp(options: dict[str, Any]) -> None:
+    assert not faults_of(lambda: Run(TOPK, **options).train(0, 1, 2))
+
+
+def resumed(spec: str) -> None:
+    state = reloaded(Run(spec).train(0, 1).handle.state_dict())
+    run = Run(spec)
+    run.handle.load_state_dict(state)
+    # A script drops what it has loaded.
+    del state
+    run.train(2, 3)
+    # And once more, in the middle of a run.
+    state = reloaded(run.handle.state_dict())
+    run.handle.load_state_dict(state)
+    del state
+    run.train(4, 5)
+
+
+@pytest.mark.parametrize(
+    "spec", [TOPK, "powersgd(rank=1)", "dgc(topk(0.1))", "bidirectional(topk(0.1), topk(0.1))"]
+)
+def test_resume(spec: str) -> None:
+    assert not faults_of(lambda: resumed(spec))
+
+
+@pytest.mark.parametrize(
+    "spec", ["ef(randk(0.1))", "topk(0.1)", "bidirectional(topk(0.1), topk(0.1))"]
+)
+def test_swap(spec: str) -> None:
+    def body() -> None:
+        run = Run(TOPK).train(0, 1)
+        run.handle.swap(spec)
+        run.train(2, 3)
+        run.handle.swap(TOPK)
+        run.train(4, 5)
+
+    assert not faults_of(body)
+
+
+def test_scaler_overflow() -> None:
+    def body() -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        run = Run(TOPK, scaler=scaler)
+        run.train(0, 1, 2)
+        run.step(3, factor=1e308)
+        assert scaler.get_scale() < 2.0**11
+        run.train(4, 5)
+
+    assert not faults_of(body)
+
+
+def test_unused_parameters() -> None:
+    def body() -> None:
+        run = Run(TOPK, Branches().double(), find_unused_parameters=True)
+        for step, used in enumerate([("left",), ("left", "right"), ("right",), ()]):
+            run.step(step, used)
+
+    assert not faults_of(body)
+
+
+def test_accumulation() -> None:
+    def body() -> None:
+        run = Run(TOPK)
+        for step in range(3):
+            run.optimizer.zero_grad()
+            with run.model.no_sync():
+                run.backward(2 * step)
+            run.backward(2 * step + 1)
+            run.optimizer.step()
+
+    assert not faults_of(body)
+
+
+@pytest.mark.parametrize(
+    "local",
+    [OVERLAP, OVERLAP | {"fragments": 3}, OVERLAP | {"moments": "average"}],
+    ids=["plain", "fragments", "moments"],
+)
+def test_local_sgd_with_overlap(local: dict[str, Any]) -> None:
+    def body() -> None:
+        script = Script("every(2)", total_steps=8, local=local, bucket_cap_mb=0.0002)
+        script.train(0, 8)
+        script.sync.close()
+
+    assert not faults_of(body)
+
+
+# --- Negative controls: what the checker must find ------------------------------------------------
+
+
+class WithoutWaiting(StreamExecutor):
+    """Reads gradients that the main stream is still computing."""
+
+    def submit(self, job: Job) -> None:
+        with torch.cuda.stream(self._stream):
+            job()
+
+
+class CompletesTooEarly(StreamExecutor):
+    """Completes the futures on the main stream, which has not waited for the side stream."""
+
+    def submit(self, job: Job) -> None:
+        main = torch.cuda.current_stream()
+        set_result = torch.futures.Future.set_result
+
+        def early(future: Any, result: Any) -> None:
+            with torch.cuda.stream(main):
+                set_result(future, result)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.futures.Future, "set_result", early)
+            super().submit(job)
+
+
+class FreesTooEarly(StreamExecutor):
+    """Reads a tensor of the main stream on the side stream, and drops it at once."""
+
+    def submit(self, job: Job) -> None:
+        super().submit(torch.ones(1000).sum)
+        super().submit(job)
+
+
+class RecordsWhatItFrees(StreamExecutor):
+    """The twin without the fault."""
+
+    def submit(self, job: Job) -> None:
+        super().submit(recorded(torch.ones(1000), self._stream).sum)
+        super().submit(job)
+
+
+def recorded(x: Tensor, stream: Any) -> Tensor:
+    x.record_stream(stream)
+    return x
+
+
+class ReadsTooEarly(StreamExecutor):
+    """Shows the main stream what the side stream is writing."""
+
+    def submit(self, job: Job) -> None:
+        shown: list[Tensor] = []
+        super().submit(lambda: shown.append(torch.ones(3)))
+        super().submit(job)
+        shown[0].sum()
+
+
+@pytest.mark.parametrize(
+    ("executor", "kinds"),
+    [
+        (WithoutWaiting, {"race"}),
+        # DDP then also frees what the side stream still reads.
+        (CompletesTooEarly, {"race", "reuse"}),
+        (FreesTooEarly, {"reuse"}),
+        (ReadsTooEarly, {"race"}),
+    ],
+)
+def test_the_checker_finds(executor: type[Executor], kinds: set[str]) -> None:
+    # A method without a wait at the end of the step, which would order all streams.
+    faults = faults_of(lambda: Run("mean").train(0, 1), executor)
+    assert {fault.partition(":")[0] for fault in faults} == kinds
+
+
+def test_the_checker_accepts_record_stream() -> None:
+    assert not faults_of(lambda: Run(TOPK).train(0, 1), RecordsWhatItFrees)
+
+
+def test_the_checker_finds_a_bucket_that_is_read_before_the_end() -> None:
+    def body() -> None:
+        run = Run(TOPK)
+        receive = run.handle._receive
+
+        def reading(bucket: Any) -> Any:
+            future = receive(bucket)
+            bucket.buffer().sum()
+            return future
+
+        run.handle._receive = reading
+        run.train(0, 1)
+
+    faults = faults_of(body)
+    assert faults
+    assert all(fault.startswith("race: read by sum") for fault in faults)

@@ -1,0 +1,445 @@
+"""Count what code would cost on CUDA, on a machine without a GPU: launches and waits by call site.
+
+A :class:`DeviceTensor` says that it is on "cuda:0" and holds a tensor of the CPU. Torch's own
+bindings then take the paths for CUDA: ``x[0] = 5`` becomes a copy from host memory, ``x[1:] = 5`` a
+fill, and ``tensor.to("cuda")`` a copy. Every operation passes :class:`_Device`, which counts it,
+computes it on the CPU, and refuses tensors of two devices as CUDA does.
+
+Every operation counts as one launch, whatever the number of its kernels. Of those in use here,
+these need several kernels on CUDA: sorts, topk and cumsum of long tensors, sums to one value,
+`nonzero_static`, `index_put_` with `accumulate`, `cat` and `_foreach_*` of many tensors. Copies and
+collectives count as one launch as well. Views, allocations without a fill and operations without
+any element count as none.
+"""
+
+import contextlib
+import ctypes
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import torchcomp
+from torchcomp import Averager
+from torchcomp.bucket import Bucket
+from torchcomp.exchange import Exchange
+from torchcomp.kernels import backend
+
+DEVICE = torch.device("cuda", 0)
+_PRODUCT, _TORCH = (str(Path(package.__file__).parent) for package in (torchcomp, torch))  # type: ignore[arg-type]
+
+# By name without the overload. Operations whose schema returns a view are found by the schema.
+FREE = {
+    *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
+    *("_unsafe_view", "is_pinned", "is_same_size", "resize_", "set_"),
+}
+"""Operations that launch nothing."""
+
+WAITS = {
+    *("_local_scalar_dense", "is_nonzero", "equal", "allclose"),
+    *("nonzero", "masked_select", "bincount"),
+    *("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
+    *("linalg_cholesky", "linalg_eigh", "linalg_inv", "linalg_solve"),
+}
+"""Operations that always make the host wait: it reads their result, or the result's size."""
+
+_HERE = Path(__file__).parent
+_COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
+_INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+
+
+class Count:
+    """Launches and waits, by call site and operation.
+
+    A site is the innermost frame in torchcomp, such as "wire.py:103 seal". Code that does not come
+    from there has the site of its own innermost frame outside torch.
+    """
+
+    def __init__(self) -> None:
+        self._launches: Counter[tuple[str, str]] = Counter()
+        self._waits: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def launches(self) -> int:
+        return self._launches.total()
+
+    @property
+    def waits(self) -> int:
+        return self._waits.total()
+
+    def by_site(self) -> dict[str, tuple[int, int]]:
+        """The launches and the waits of each site."""
+        sites: dict[str, tuple[int, int]] = {}
+        for site, operation in self._launches | self._waits:
+            launches, waits = sites.get(site, (0, 0))
+            entry = site, operation
+            sites[site] = launches + self._launches[entry], waits + self._waits[entry]
+        return sites
+
+    def __str__(self) -> str:
+        both = self._waits | self._launches
+        order = sorted(both, key=lambda entry: (-self._waits[entry], -self._launches[entry], entry))
+        lines = [
+            f"{self._waits[entry]:6} waits {self._launches[entry]:6} launches: {' '.join(entry)}"
+            for entry in order
+        ]
+        return "\n".join([f"{self.waits} waits, {self.launches} launches", *lines])
+
+    def __repr__(self) -> str:
+        return f"<Count of {self}>"
+
+    def launch(self, operation: str) -> None:
+        self._launches[site(), operation] += 1
+
+    def wait(self, operation: str) -> None:
+        self._waits[site(), operation] += 1
+
+    def reset(self) -> None:
+        """Count from zero again, for example after a first step that fills caches."""
+        self._launches.clear()
+        self._waits.clear()
+
+    def take(self) -> "Count":
+        """Return what was counted so far, and count from zero again."""
+        taken = Count()
+        taken._launches, self._launches = self._launches, Counter()
+        taken._waits, self._waits = self._waits, Counter()
+        return taken
+
+    def add(self, other: "Count") -> None:
+        self._launches += other._launches
+        self._waits += other._waits
+
+
+class DeviceTensor(Tensor):
+    """A tensor that says that it is on a CUDA device. Its values are in `host`, on the CPU."""
+
+    host: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, host: Tensor) -> "DeviceTensor":
+        wrapper = torch.Tensor._make_wrapper_subclass(
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            device=DEVICE,
+        )
+        wrapper.host = host
+        return wrapper
+
+    def __repr__(self, **options: Any) -> str:
+        return f"DeviceTensor({self.host!r})"
+
+    def new_tensor(self, *args: Any, **options: Any) -> Tensor:
+        # For a subclass with another device than its backend, torch's own makes a meta tensor.
+        return torch.tensor(*args, **{"dtype": self.dtype, "device": self.device, **options})
+
+    def tolist(self) -> Any:
+        # Torch refuses this for any subclass. For a tensor on CUDA it does the same.
+        return self.cpu().tolist()
+
+    def record_stream(self, stream: object) -> None:
+        """Accept the call: it neither launches nor waits."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func} of a DeviceTensor outside counted()")
+
+
+class _Device(TorchDispatchMode):
+    """Computes and counts the operations on DeviceTensors."""
+
+    def __init__(self, count: Count) -> None:
+        super().__init__()
+        self._count = count
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func.overloadpacket.__name__
+        leaves = tree_leaves((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, DeviceTensor)]
+        target = kwargs.get("device")
+        on_device = bool(given) if target is None else torch.device(target).type == "cuda"
+        if not given and not on_device:
+            return _on_host(func, name, args, kwargs)
+        _require_one_device(name, args, kwargs, bool(given))
+        if target is not None:
+            kwargs["device"] = torch.device("cpu")
+        kwargs.pop("pin_memory", None)
+        unpinned = _waits(name, args, kwargs, on_device)
+        result = func(*tree_map(_host, args), **tree_map(_host, kwargs))
+        if _launches(func, name, result):
+            self._count.launch(name)
+        if unpinned:
+            self._count.wait(name)
+        # In-place operations and `out=` return their argument.
+        wrappers = {id(wrapper.host): wrapper for wrapper in given}
+        for wrapper in given:
+            assert wrapper.shape == wrapper.host.shape, f"{name} resized its argument"
+
+        def wrap(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not on_device:
+                return value
+            return wrappers[id(value)] if id(value) in wrappers else DeviceTensor(value)
+
+        return tree_map(wrap, result)
+
+
+def _on_host(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """An operation on the CPU. Pinned memory is ordinary memory with a mark."""
+    if name == "is_pinned":
+        return _pinned(args[0])
+    if name == "_pin_memory":
+        copy = args[0].clone()
+        copy.untyped_storage().pinned = True
+        return copy
+    pins = kwargs.pop("pin_memory", False)
+    result = func(*args, **kwargs)
+    if pins:
+        result.untyped_storage().pinned = True
+    return result
+
+
+def _pinned(x: Tensor) -> bool:
+    return getattr(x.untyped_storage(), "pinned", False)
+
+
+def _host(value: Any) -> Any:
+    return value.host if isinstance(value, DeviceTensor) else value
+
+
+def _require_one_device(name: str, args: Any, kwargs: Any, given: bool) -> None:
+    """Raise as CUDA does. Only a number, as a tensor without a dimension, can be on the host."""
+    if not given or name in _COPIES or name in _INDEXING:
+        return
+    direct = [*args, *kwargs.values()]
+    for value in tree_leaves((args, kwargs)):
+        if isinstance(value, Tensor) and not isinstance(value, DeviceTensor):
+            number = value.dim() == 0 and any(value is argument for argument in direct)
+            if not number:
+                raise RuntimeError(f"{name}: expected all tensors to be on the same device")
+
+
+def is_view(func: Any) -> bool:
+    """Whether an operation returns views of its arguments."""
+    returned = [entry.alias_info for entry in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returned)
+
+
+def _launches(func: Any, name: str, result: Any) -> bool:
+    if name in FREE or is_view(func):
+        return False
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    return not tensors or any(tensor.numel() for tensor in tensors)
+
+
+def _waits(name: str, args: Any, kwargs: Any, on_device: bool) -> bool:
+    """Whether the host waits for an operation."""
+    if name == "_to_copy":
+        blocks = not kwargs.get("non_blocking", False)
+        if isinstance(args[0], DeviceTensor):
+            # A copy to the host that does not wait goes to pinned memory.
+            return blocks and not on_device
+        return blocks or not _pinned(args[0])
+    if name == "copy_":
+        return _copy_waits(args[0], args[1], *args[2:], **kwargs)
+    if name == "_foreach_copy_":
+        return any(_copy_waits(a, b) for a, b in zip(args[0], args[1], strict=True))
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    if name in _INDEXING:
+        return _indexing_waits(name, *args)
+    return name in WAITS
+
+
+def _copy_waits(target: Tensor, source: Tensor, non_blocking: bool = False) -> bool:
+    sides = [side for side in (target, source) if not isinstance(side, DeviceTensor)]
+    return bool(sides) and not (non_blocking and _pinned(sides[0]))
+
+
+def _indexing_waits(
+    name: str, x: Tensor, indices: Sequence[Tensor | None], *values: Any, **options: Any
+) -> bool:
+    used = [index for index in indices if index is not None]
+    if name != "index" and not isinstance(values[0], DeviceTensor):
+        # A number. With a single mask this is a masked fill; otherwise the number is copied.
+        return not (len(used) == 1 and used[0].dtype == torch.bool)
+    masks = any(index.dtype in (torch.bool, torch.uint8) for index in used)
+    return masks or not all(isinstance(index, DeviceTensor) for index in used)
+
+
+def site() -> str:
+    """The innermost frame in torchcomp, or else the innermost outside torch."""
+    frame: FrameType | None = sys._getframe(1)
+    other = ""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_PRODUCT):
+            return _described(frame, path[len(_PRODUCT) + 1 :])
+        inside = Path(path).parent == _HERE or path.startswith((_TORCH, "<"))
+        if not other and not inside:
+            other = _described(frame, Path(path).name)
+        frame = frame.f_back
+    return other
+
+
+def _described(frame: FrameType, path: str) -> str:
+    return f"{path}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+class _Waitable:
+    """Stands in for all streams and events of CUDA. Only the host's waits matter here."""
+
+    def __init__(self, count: Count) -> None:
+        self._count = count
+
+    def synchronize(self, device: object = None) -> None:
+        self._count.wait("synchronize")
+
+    def __getattr__(self, name: str) -> Any:
+        # wait_stream, wait_event, record, record_event, query: neither launches nor host waits.
+        return lambda *args, **options: self
+
+
+def on_device(values: Tensor) -> Tensor:
+    """A copy of `values` as a tensor on the simulated device. This is not counted."""
+    return DeviceTensor(values.clone())
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Count]:
+    """Simulate a CUDA device in this thread, and count what happens on it.
+
+    The kernels are those of plain torch: Triton's would need a GPU.
+    """
+    count = Count()
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        enter(_device_guard())
+        enter(_tensors_begin_on_the_host())
+        enter(mock.patch.object(torch.cuda, "_lazy_init"))
+        waitable = _Waitable(count)
+        enter(mock.patch.object(torch.cuda, "synchronize", waitable.synchronize))
+        for name in ("current_stream", "Stream", "Event"):
+            enter(mock.patch.object(torch.cuda, name, return_value=waitable))
+        enter(backend.plain_torch("cuda"))
+        enter(_Device(count))
+        yield count
+
+
+@contextlib.contextmanager
+def _device_guard() -> Iterator[None]:
+    """Let torch's bindings switch to a CUDA device, which a build without CUDA cannot."""
+    library = ctypes.CDLL(str(Path(_TORCH, "lib", "libc10.so")))
+    # The guards of all device types. The one of "meta" does nothing.
+    guards = (ctypes.c_void_p * 15).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    cuda, meta = 1, 14
+    before = guards[cuda]
+    guards[cuda] = before or guards[meta]
+    try:
+        yield
+    finally:
+        guards[cuda] = before
+
+
+@contextlib.contextmanager
+def _tensors_begin_on_the_host() -> Iterator[None]:
+    """Let ``torch.tensor(..., device="cuda")`` show its copy to the device to a dispatch mode."""
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
+
+
+# --- One bucket of a method, among any number of ranks ---
+
+
+class EchoExchange(Exchange):
+    """The exchange of rank 0, where every other rank sends what this one sends.
+
+    Each collective counts as one launch, as with NCCL. Where real ranks would send messages of
+    other lengths, this rank's message is repeated or cut. The checks of these frames run, and their
+    findings are ignored.
+    """
+
+    def __init__(self, world_size: int, count: Count) -> None:
+        super().__init__(0, world_size, DEVICE)
+        self._count = count
+
+    def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
+        return [value] * self.world_size
+
+    def conclude(self, finite: Tensor, where: str, advice: str) -> bool:
+        for finding in tree_leaves(self._found):
+            if isinstance(finding, DeviceTensor):
+                finding.host.zero_()
+        return super().conclude(finite, where, advice)
+
+    def _all_reduce(self, values: Tensor) -> None:
+        self._count.launch("all_reduce")
+        _host(values).mul_(self.world_size)
+
+    def _all_gather(self, mine: Tensor) -> Tensor:
+        self._count.launch("all_gather")
+        return DeviceTensor(_host(mine).repeat(self.world_size))
+
+    def _all_to_all(
+        self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]
+    ) -> Tensor:
+        self._count.launch("all_to_all")
+        mine = torch.split(_host(outgoing), list(sizes))[self.rank]
+        parts = [
+            mine.repeat(-(-length // max(1, len(mine))))[:length] if length else mine[:0]
+            for length in arriving
+        ]
+        return DeviceTensor(torch.cat(parts))
+
+
+def one_bucket(
+    spec: str,
+    world_size: int,
+    numel: int = 2**14,
+    dtype: torch.dtype = torch.float32,
+    steps: int = 2,
+) -> tuple[Count, Count]:
+    """Average one bucket `steps` times, and count the last step, when caches are filled.
+
+    Args:
+        spec: the method.
+        world_size: number of ranks. They are only simulated: see :class:`EchoExchange`.
+        numel: size of the bucket, a multiple of 64; one matrix with 64 rows.
+        dtype: dtype of the gradients.
+        steps: number of steps.
+
+    Returns:
+        The costs per bucket (of `average`) and per step (of `begin` and `finish`).
+    """
+    draws = torch.Generator().manual_seed(0)
+    with counted() as count, torch.no_grad():
+        weight = on_device(torch.zeros(64, numel // 64, dtype=dtype))
+        averager = Averager(spec, EchoExchange(world_size, count), {"weight": weight})
+        (group,) = averager.buckets
+        for _ in range(steps):
+            flat = torch.randn(numel, generator=draws).to(dtype)
+            bucket = Bucket(averager.shape_of(group), on_device(flat))
+            count.reset()
+            averager.begin()
+            per_step = count.take()
+            averager.average(bucket)
+            per_bucket = count.take()
+            averager.finish()
+            per_step.add(count)
+    return per_bucket, per_step
