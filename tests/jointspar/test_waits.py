@@ -1,6 +1,7 @@
 """A step of JointSpar waits twice, at its end, and no kernel is launched for each parameter."""
 
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ class Event:
 
     recorded = 0
     waited = 0
-    streams = set()
+    streams: ClassVar[set[str]] = set()
 
     def __init__(self, enable_timing=False):
         assert enable_timing
