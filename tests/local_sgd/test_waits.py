@@ -154,3 +154,47 @@ def test_a_learning_rate_on_the_device_is_read_only_where_a_round_needs_it(
     assert not any(waits[step] for step in (1, 2, 5, 6))
     # At the first step of a round, only a schedule that depends on the learning rate reads it.
     assert bool(waits[4]) == spec.startswith("qsr")
+
+
+def remedied(remedy, layers):
+    """What the backward pass of a second micro-batch launches and waits for."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    script = Script("every(4)", 16, build=partial(deep, layers), optimizer=grouped, scaler=scaler)
+    for _ in range(2):
+        loss = script.model(torch.ones(5, 6, dtype=torch.float64)).square().mean()
+        with counted() as counts:
+            if remedy:
+                script.sync.backward(lambda loss=loss: loss)
+            else:
+                scaler.scale(loss).backward()
+                scaler.unscale_(script.optimizer)
+                scaler.update()
+    script.sync.close()
+    return counts
+
+
+def test_a_micro_batch_is_tested_and_added_by_launches_that_do_not_grow_with_the_model():
+    added = []
+    for layers in (4, 8):
+        plain, mine = (with_fake_ranks(2, remedied, each, layers) for each in (False, True))
+        # DDP accumulates in place without the remedy, and the first micro-batch is set aside here.
+        in_place = plain.launches.pop("add_") - mine.launches.pop("add_", 0)
+        assert in_place == 2 * layers
+        added.append((mine.launches - plain.launches, mine.waits - plain.waits))
+    assert added[0] == added[1]
+
+
+def created(layers):
+    """The waits of a step that only creates the optimizer's state."""
+    script = Script("every(4)", 16, build=partial(deep, layers), lr=lambda step: 0.0)
+    for parameter in script.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with counted() as counts:
+        script.optimizer.step(closure=None)
+    assert script.sync.stats.steps == 0
+    script.sync.close()
+    return counts.waits.total()
+
+
+def test_a_step_that_only_creates_state_is_found_with_one_wait():
+    assert with_fake_ranks(2, created, 4) == with_fake_ranks(2, created, 8) == 1
