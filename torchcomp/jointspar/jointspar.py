@@ -356,10 +356,12 @@ class JointSpar(Gatherable):
         if not committed:
             sampler.reset()
             return
-        # The scale is still that of this step: the loop calls scaler.update() after backward. It
-        # stays on the device, because scaler.get_scale() would wait for it.
-        one = torch.ones((), device=self._exchange.device)
-        sampler.learn(None if self._scaler is None else self._scaler.scale(one))
+        scale = None
+        if self._scaler is not None:
+            # Still that of this step: the loop calls scaler.update() after backward. It stays on
+            # the device, because scaler.get_scale() would wait for it.
+            scale = self._scaler.scale(torch.ones((), device=self._exchange.device))
+        sampler.learn(scale)
         if sampler.bandit is None and sampler.step >= sampler.options.warmup_steps:
             sampler.bandit = sampler.options.bandit(self._measured_costs())
         sampler.draw()
