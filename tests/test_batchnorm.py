@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.counting import counted
 from tests.support.models import seeded
 from tests.support.outcomes import assert_replicas_equal
 from tests.support.ranks import on_processes, on_threads
@@ -364,3 +365,14 @@ def test_too_few_images_on_one_rank_raise_on_every_rank(kind, batches):
         assert re.search(rf"loader .* {6 * batches[0]} .* 12 .* on rank 0", message)
         assert "none on rank 1" in message
         assert "next_sync is None" in message
+
+
+def test_the_host_waits_equally_often_for_any_number_of_layers():
+    waits = []
+    for layers in (2, 6):
+        model = nn.Sequential(*[nn.BatchNorm1d(4, affine=False) for _ in range(layers)])
+        with counted() as counts:
+            reestimate_batchnorm(model, [torch.randn(8, 4)], images=8)
+        # In this mode, torch itself reads the number of batches in each layer and batch.
+        waits.append(counts.waits.total() - layers)
+    assert waits[0] == waits[1]

@@ -18,6 +18,7 @@ from torchcomp.checks import check_count
 from torchcomp.ddp.checks import check_is_module
 from torchcomp.errors import NonFiniteError, SpecError
 from torchcomp.exchange import ProcessGroupExchange
+from torchcomp.nonfinite import all_finite
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ def _fresh_statistics(module: nn.Module) -> Iterator[Layers]:
     layers = updated_layers(module)
     # Clones, because the buffers are reset in place.
     before = [
-        (layer, layer.momentum, [(each, each.clone()) for each in layer.buffers(recurse=False)])
+        (layer.momentum, [(each, each.clone()) for each in layer.buffers(recurse=False)])
         for layer in layers.values()
     ]
     done = False
@@ -126,10 +127,10 @@ def _fresh_statistics(module: nn.Module) -> Iterator[Layers]:
             yield layers
         done = True
     finally:
-        for layer, momentum, buffers in before:
+        reached = _reached(layers) if done and layers else {}
+        for (name, layer), (momentum, buffers) in zip(layers.items(), before, strict=True):
             layer.momentum = momentum
-            # 0 batches tracked: no batch reached this layer.
-            if not done or not layer.num_batches_tracked:
+            if name not in reached:
                 for buffer, copy in buffers:
                     buffer.copy_(copy)
         for each, training in modes:
@@ -149,13 +150,11 @@ def _forward_passes(
     device = next(iter(statistics_of(layers).values())).device
     for inputs in batches:
         module(inputs.to(device))
-    reached = {name: layer for name, layer in layers.items() if layer.num_batches_tracked}
-    bad = [
-        name
-        for name, layer in reached.items()
-        if not all(values.isfinite().all() for values in statistics_of({name: layer}).values())
-    ]
-    if bad:
+    reached = _reached(layers)
+    statistics = statistics_of(reached)
+    if not all_finite(statistics.values(), device):
+        bad = [name for name, values in statistics.items() if not values.isfinite().all()]
+        bad = list(dict.fromkeys(name.rpartition(".")[0] for name in bad))
         raise NonFiniteError(
             f"NaN or infinity in the statistics of {len(bad)} BatchNorm layers ({listed(bad)}): "
             "check the images and the weights; all layers keep their previous statistics"
@@ -165,6 +164,14 @@ def _forward_passes(
         "BatchNorm layers": list(reached),
         "parameters": digest_of(dict(module.named_parameters())),
     }
+
+
+def _reached(layers: Layers) -> Layers:
+    """Return the layers that a batch has reached."""
+    counts = [layer.get_buffer("num_batches_tracked") for layer in layers.values()]
+    # Together, because a test of each on the host would wait for each.
+    seen = torch.stack([count.to(counts[0].device) for count in counts]).tolist()
+    return {name: layers[name] for name, count in zip(layers, seen, strict=True) if count}
 
 
 def _batches(loader: Iterable[Any], images: int, world_size: int) -> Iterator[Tensor]:

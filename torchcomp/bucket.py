@@ -113,15 +113,18 @@ class Bucket:
         """Copy tensors into a new bucket, in the bucket's dtype."""
         device = tensors[shape.names[0]].device if shape.names else None
         bucket = cls(shape, torch.empty(shape.numel, dtype=shape.dtype, device=device))
-        for name, view in bucket.tensors().items():
-            view.copy_(tensors[name].detach())
+        views = bucket.tensors()
+        if views:
+            # One call: many small tensors then take few kernel launches.
+            torch._foreach_copy_(list(views.values()), [tensors[name].detach() for name in views])
         return bucket
 
     @torch.no_grad()
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the values of the bucket to tensors, rounded to their dtypes."""
-        for name, view in self.tensors().items():
-            tensors[name].copy_(view)
+        views = self.tensors()
+        if views:
+            torch._foreach_copy_([tensors[name] for name in views], list(views.values()))
 
     @property
     def names(self) -> Names:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchcomp import wire
 from torchcomp.bucket import Names
 from torchcomp.compressors.base import Compressor, Encoded, Vector
+from torchcomp.kernels import checksum
 from torchcomp.kernels.select import Scratch
 from torchcomp.keys import Key
 from torchcomp.wire import Layout, Parts
@@ -120,7 +121,7 @@ class Codec:
         if pieces:
             # One call for all fields of all frames: on an accelerator, one kernel.
             torch.cat(pieces, out=frames)
-            wire.seal(frames, [size for size in self.sizes if size])
+            checksum.seal(frames, lengths)
 
     def unpack(self, *messages: Tensor) -> list[Parts]:
         """Return the fields by vector of each frame's message. ValueError if a length is wrong."""

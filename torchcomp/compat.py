@@ -12,9 +12,12 @@ PRIVATE = {
     "torch": {
         "_C": "contains the names below",
         "_dynamo": "imported before any process group; see torchcomp/ddp/__init__.py",
+        "_foreach_add": "adds many small tensors in one launch",
+        "_foreach_add_": "adds many small tensors in place, in one launch",
         "_foreach_copy_": "copies many small tensors in one launch",
         "_foreach_mul_": "scales many small tensors in one launch",
         "_foreach_norm": "computes the norms of many small tensors in one launch",
+        "_foreach_sub_": "subtracts many small tensors in one launch",
         "_foreach_zero_": "clears many small tensors in one launch",
     },
     "torch._C": {

@@ -1,5 +1,6 @@
 """NaN and infinities: detected in a step, and raised on every rank together."""
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -10,6 +11,19 @@ from torchcomp.checkpoint import listed
 from torchcomp.errors import NonFiniteError
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.cast import nan_unless_finite
+
+
+def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return a scalar bool on `device`: whether every element of all tensors is finite.
+
+    This takes one pass and no host synchronization.
+    """
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if not filled:
+        return torch.ones((), dtype=torch.bool, device=device)
+    # One call for all tensors. Unlike a Euclidean norm, the largest magnitude cannot overflow.
+    largest = torch._foreach_norm(filled, math.inf)
+    return torch.stack([each.to(device) for each in largest]).isfinite().all()
 
 
 class FiniteWatch:

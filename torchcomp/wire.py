@@ -22,9 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from torchcomp import host
@@ -65,9 +63,6 @@ FINDINGS = {
 Layout = tuple[Field, ...]
 Parts = tuple[Tensor, ...]
 
-_ODD = np.arange(1, 2 << 14, 2)
-"""The weights 2 i + 1 of the checksum, for i < 2^14."""
-
 
 @lru_cache(maxsize=4096)
 def nbytes(layout: Layout) -> int:
@@ -85,6 +80,11 @@ def payload(frame: Tensor, length: int) -> Tensor:
     return frame[HEADER : HEADER + length]
 
 
+def signature(length: int) -> int:
+    """Return the first word of the frame of a message of `length` bytes."""
+    return 256 * length + VERSION
+
+
 def headers(lengths: Sequence[int], device: torch.device) -> Iterable[Tensor]:
     """Return a row of bytes for each frame: its header without the checksum, and 8 zeros.
 
@@ -92,117 +92,24 @@ def headers(lengths: Sequence[int], device: torch.device) -> Iterable[Tensor]:
         lengths: size of each message in bytes.
         device: device of the frames.
     """
-    words = torch.tensor([[_signature(length), 0, 0] for length in lengths])
+    words = torch.tensor([[signature(length), 0, 0] for length in lengths])
     return host.copy_to(words.view(torch.uint8), device)
 
 
-def seal(frames: Tensor, sizes: Sequence[int]) -> None:
-    """Write the checksums of frames. All other bytes must have been written, and these be zero.
-
-    Args:
-        frames: 1-D uint8, one frame after another. Aligned to 8 bytes.
-        sizes: size of each frame in bytes.
-    """
-    each = torch.split(frames, list(sizes))
-    if host.can_read(frames):
-        # NumPy: for short frames, the overhead of a torch call exceeds the work.
-        for frame in each:
-            words = frame.view(torch.int64).numpy()
-            words[1] = _checksum(words)
-    elif len(set(sizes)) == 1:
-        rows = frames.view(torch.int64).view(len(sizes), -1)
-        torch.sum(rows * _weights(rows), 1, out=rows[:, 1])
-    else:
-        rows = _rows(each)
-        at = torch.tensor([start // 8 + 1 for start in [0, *accumulate(sizes)][:-1]])
-        checksums = (rows * _weights(rows)).sum(1)
-        frames.view(torch.int64).index_copy_(0, host.copy_to(at, frames.device), checksums)
-
-
-def inspect(frames: Sequence[Tensor], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Check the headers and the checksums of received frames, without a host sync.
-
-    Args:
-        frames: 1-D uint8 tensors of ``framed(length)`` elements, aligned to 8 bytes.
-        lengths: expected size of each message in bytes.
-
-    Returns:
-        Two numbers for each frame, as two int64 tensors on their device. Both are 0 if the frame is
-        intact; otherwise :func:`finding` says what they mean.
-    """
-    if host.can_read(frames[0]):
-        each = zip(frames, lengths, strict=True)
-        signatures, checksums = torch.tensor([_differences(*one) for one in each]).T
-        return signatures, checksums
-    rows = _rows(frames)
-    expected: int | Tensor = _signature(lengths[0])
-    if len(set(lengths)) > 1:
-        words = torch.tensor([_signature(length) for length in lengths])
-        expected = host.copy_to(words, rows.device)
-    # The sum has the weight 3 for the checksum itself. It is the checksum plus 3 times itself.
-    total = (rows * _weights(rows)).sum(1)
-    return rows[:, 0] - expected, torch.sub(total, rows[:, 1], alpha=4)
-
-
-def finding(signature: int, checksum: int) -> int:
+def finding(header: int, checksum: int) -> int:
     """Return INTACT, or the first that applies of OTHER_VERSION, OTHER_LENGTH and DAMAGED.
 
     Args:
-        signature: the first number that :func:`inspect` returns for a frame.
+        header: the first number that :func:`torchcomp.kernels.checksum.inspect` returns for a
+            frame.
         checksum: the second number.
     """
-    # The version is the lowest byte of the signature.
-    if signature & 255:
+    # The version is the lowest byte of the first word.
+    if header & 255:
         return OTHER_VERSION
-    if signature:
+    if header:
         return OTHER_LENGTH
     return DAMAGED if checksum else INTACT
-
-
-def _differences(frame: Tensor, length: int) -> tuple[int, int]:
-    words = frame.view(torch.int64).numpy()
-    return _signed(int(words[0]) - _signature(length)), _signed(_checksum(words) - int(words[1]))
-
-
-def _signature(length: int) -> int:
-    return 256 * length + VERSION
-
-
-def _checksum(words: NDArray[np.int64]) -> int:
-    """Return the checksum as a signed 64-bit number."""
-    # The sum below includes w[1], the checksum itself, whose weight is 3.
-    total = -3 * int(words[1])
-    # In blocks, so that the weights are a constant. The weight of word start + j is 2 start more
-    # than the constant weight 2 j + 1.
-    for start in range(0, words.size, _ODD.size):
-        block = words[start : start + _ODD.size]
-        # int64 wraps around silently, which is correct modulo 2^64.
-        total += int(np.dot(block, _ODD[: block.size]))
-        if start:
-            total += 2 * start * int(block.sum())
-    # Signed, like the words that it is compared with.
-    return _signed(total)
-
-
-def _signed(number: int) -> int:
-    """Return a number modulo 2^64 as a signed 64-bit number."""
-    return (number + 2**63) % 2**64 - 2**63
-
-
-def _weights(rows: Tensor) -> Tensor:
-    """Return the weights 2 i + 1 of a row's words."""
-    # A sum of int64 wraps around on a device as well.
-    return torch.arange(1, 2 * rows.shape[1], 2, device=rows.device)
-
-
-def _rows(frames: Sequence[Tensor]) -> Tensor:
-    """Return frames as the rows of a matrix of words, filled up with zeros."""
-    size = max(frame.numel() for frame in frames)
-    if any(frame.numel() < size for frame in frames):
-        # Zeros do not change a checksum.
-        zeros = frames[0].new_zeros(size)
-        frames = [part for frame in frames for part in (frame, zeros[frame.numel() :])]
-    return torch.cat(list(frames)).view(-1, size).view(torch.int64)
 
 
 def pack(parts: Sequence[Tensor], layout: Layout, out: Tensor) -> None:

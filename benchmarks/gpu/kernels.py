@@ -25,9 +25,10 @@ import torch
 
 from benchmarks.gpu.device import Device
 from torchcomp import wire
-from torchcomp.codec import codec
+from torchcomp.codec import add_messages, codec
 from torchcomp.compressors import TopK
-from torchcomp.kernels import backend, quantize
+from torchcomp.kernels import backend, checksum, quantize
+from torchcomp.kernels.segments import Segment
 from torchcomp.keys import Key
 
 KEY = Key(0)
@@ -52,8 +53,9 @@ class Training:
         self.scratch = self.codec.scratch()
         self.frame = torch.empty(self.codec.framed, dtype=torch.uint8, device=device.place)
         self.draw()
-        self.index = self.topk.select_sum(self.g, self.e, self.x, self.scratch[0])
-        self.encoded = self.topk.encode_selected(self.x, self.index, KEY)
+        self.whole = [Segment(0, n, self.topk.kept(n))]
+        self.index = self.topk.select_sum(self.g, self.e, self.x, self.whole, self.scratch)
+        self.encoded = self.topk.encode_selected(self.x, self.whole, self.index, [KEY])
 
     def draw(self) -> None:
         """Draw a new gradient."""
@@ -64,16 +66,16 @@ class Training:
         self.scratch = self.codec.scratch()
 
     def select(self) -> None:
-        self.topk.select_sum(self.g, self.e, self.x, self.scratch[0])
+        self.topk.select_sum(self.g, self.e, self.x, self.whole, self.scratch)
 
     def message(self) -> None:
-        self.topk.encode_selected(self.x, self.index, KEY)
+        self.topk.encode_selected(self.x, self.whole, self.index, [KEY])
 
     def pack(self) -> None:
-        self.codec.pack([self.encoded], self.frame)
+        self.codec.pack(self.encoded, self.frame)
 
     def subtract(self) -> None:
-        self.codec.subtract([self.encoded], self.x, KEY)
+        self.codec.subtract(self.encoded, self.x, KEY)
 
     def encode(self) -> None:
         g, e, x = self.g, self.e, self.x
@@ -94,10 +96,9 @@ class Training:
 
         def decode() -> None:
             self.g.zero_()
-            for frame in frames:
-                wire.inspect(frame, nbytes)
+            checksum.inspect(frames, [nbytes] * ranks)
             messages = [self.codec.unpack(wire.payload(frame, nbytes)) for frame in frames]
-            self.codec.accumulate(messages, self.g, KEY, 1 / ranks)
+            add_messages([(self.codec, parts) for parts in messages], self.g, KEY, 1 / ranks)
 
         return decode
 

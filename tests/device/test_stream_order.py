@@ -150,10 +150,25 @@ def test_accumulation() -> None:
     ids=["plain", "fragments", "moments"],
 )
 def test_local_sgd_with_overlap(local: dict[str, Any]) -> None:
+    assert not faults_of(lambda: averaged(local))
+
+
+def averaged(local: dict[str, Any]) -> None:
+    script = Script("every(2)", total_steps=8, local=local, bucket_cap_mb=0.0002)
+    script.train(0, 8)
+    script.sync.close()
+
+
+def test_jointspar() -> None:
+    """Norms are computed on the side stream, and read on the main stream."""
+
     def body() -> None:
-        script = Script("every(2)", total_steps=8, local=local, bucket_cap_mb=0.0002)
-        script.train(0, 8)
-        script.sync.close()
+        model = wrap(mlp())
+        jointspar = torchcomp.JointSpar(model, budget=0.5)
+        for step in range(6):
+            model.zero_grad()
+            loss_of(model(rows(step))).backward()
+        jointspar.close()
 
     assert not faults_of(body)
 
@@ -230,6 +245,11 @@ def test_the_checker_finds(executor: type[Executor], kinds: set[str]) -> None:
     # A method without a wait at the end of the step, which would order all streams.
     faults = faults_of(lambda: Run("mean").train(0, 1), executor)
     assert {fault.partition(":")[0] for fault in faults} == kinds
+
+
+def test_the_checker_finds_averages_that_are_read_before_the_end() -> None:
+    faults = faults_of(lambda: averaged(OVERLAP), CompletesTooEarly)
+    assert any(fault.startswith("race") for fault in faults)
 
 
 def test_the_checker_accepts_record_stream() -> None:

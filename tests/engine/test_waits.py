@@ -9,6 +9,7 @@ from tests.engine import small
 from tests.support.launches import DEVICE, Count, EchoExchange, counted, on_device
 from tests.support.outcomes import caught
 from torchcomp import Averager, InProcessExchange, NonFiniteError, WireError, wire
+from torchcomp.kernels import checksum
 from torchcomp.state import Kind, Slot, State
 
 # --- Steps ----------------------------------------------------------------------------------------
@@ -99,7 +100,7 @@ def test_the_step_is_undone_for_parameters_that_no_rank_used():
 
 def receive(exchange, sender, finding):
     """Let a rank receive a frame with this finding."""
-    with mock.patch.object(wire, "inspect", return_value=finding):
+    with mock.patch.object(checksum, "inspect", return_value=finding):
         exchange.receive([sender], [torch.zeros(wire.framed(8), dtype=torch.uint8)], [8])
 
 

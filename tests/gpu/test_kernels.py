@@ -7,12 +7,12 @@ from torch import Tensor
 import torchcomp
 from tests.gpu.place import DEVICE, REHEARSAL, device_forms
 from tests.kernels.test_select import awkward, sorted_out
-from tests.support.codecs import codec_of
+from tests.support.codecs import codec_of, sealed
 from tests.support.outcomes import same
 from tests.support.vectors import normal
 from torchcomp import wire
-from torchcomp.codec import Codec, Message
-from torchcomp.kernels import elias_fano, entries, quantize, select
+from torchcomp.codec import Codec, Message, add_messages
+from torchcomp.kernels import checksum, elias_fano, entries, quantize, select
 from torchcomp.keys import Key
 
 SIZES = [2, 65, 4097, 20_000] if REHEARSAL else [2, 65, 4097, 20_000, 140_003, 5_000_011]
@@ -123,18 +123,17 @@ def test_quantisation(fmt: str, count: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 8, 1000, 2**17 + 3])
 def test_frames(length: int) -> None:
-    frame = torch.randint(0, 256, (wire.framed(length),), dtype=torch.uint8)
-    (copy,) = there(frame)
-    wire.seal(frame, length)
+    message = torch.randint(0, 256, (length,), dtype=torch.uint8)
+    (copy,) = there(message)
     with device_forms():
-        wire.seal(copy, length)
-        found = wire.inspect(copy, length)
-        copy[wire.HEADER :].bitwise_xor_(1)
-        damaged = wire.inspect(copy, length)
-    assert int(found) == wire.INTACT
-    assert int(damaged) == wire.DAMAGED
-    copy[wire.HEADER :].bitwise_xor_(1)
-    assert_same(copy, frame)
+        frame = sealed(copy)
+        found = checksum.inspect([frame], [length])
+        bad = frame.clone()
+        bad[wire.HEADER :].bitwise_xor_(1)
+        damaged = checksum.inspect([bad], [length])
+    assert [int(each) for each in found] == [0, 0]
+    assert wire.finding(*(int(each) for each in damaged)) == wire.DAMAGED
+    assert_same(frame, sealed(message))
 
 
 # --- Whole messages -------------------------------------------------------------------------------
@@ -153,7 +152,7 @@ def messages(codec: Codec, g: Tensor, e: Tensor, dtype: torch.dtype) -> tuple[Te
         frames.append(frame)
     out = torch.zeros_like(g)
     parts = [codec.unpack(wire.payload(frame, codec.nbytes)) for frame in frames]
-    codec.accumulate(parts, out, Key(3, step=1), 0.25)
+    add_messages([(codec, each) for each in parts], out, Key(3, step=1), 0.25)
     return frames[-1], x, out
 
 

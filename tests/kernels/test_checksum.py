@@ -6,6 +6,7 @@ import torch
 
 from tests.support.codecs import inspected, sealed
 from torchcomp import host, wire
+from torchcomp.kernels import checksum
 
 
 def plain(words):
@@ -18,7 +19,7 @@ def plain(words):
 def test_both_forms_are_the_definition(count):
     for low, high in [(-(2**63), 2**63), (-1, 0), (2**63 - 1, 2**63), (-(2**63), 1 - 2**63)]:
         words = np.random.default_rng(count).integers(low, high, count)
-        assert wire._checksum(words) == plain(words)
+        assert checksum._checksum(words) == plain(words)
 
 
 @pytest.mark.parametrize("on_host", [True, False])
@@ -47,13 +48,13 @@ def test_frames_of_several_lengths_are_sealed_and_inspected_at_once(monkeypatch)
     frames = torch.cat(separately)
     for frame in torch.split(frames, sizes):
         frame[8:16] = 0
-    wire.seal(frames, sizes)
+    checksum.seal(frames, lengths)
     assert frames.equal(torch.cat(separately))
     received = list(torch.split(frames, sizes))
-    assert not torch.cat(wire.inspect(received, lengths)).any()
+    assert not torch.cat(checksum.inspect(received, lengths)).any()
     received[1][700] ^= 1
     received[2][0] += 1
     found = map(
-        wire.finding, *(each.tolist() for each in wire.inspect(received, [5, 800, 1, 16, 15]))
+        wire.finding, *(each.tolist() for each in checksum.inspect(received, [5, 800, 1, 16, 15]))
     )
     assert list(found) == [0, wire.DAMAGED, wire.OTHER_VERSION, 0, wire.OTHER_LENGTH]

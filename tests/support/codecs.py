@@ -8,6 +8,7 @@ from torch import Tensor
 from torchcomp import wire
 from torchcomp.codec import Codec, Message, codec
 from torchcomp.compressors import Compressor
+from torchcomp.kernels import checksum
 
 
 def codec_of(
@@ -30,10 +31,10 @@ def sealed(message: Tensor) -> Tensor:
     (header,) = wire.headers([length], message.device)
     start, zeros = header.split(wire.HEADER)
     frame = torch.cat([start, message, zeros[: -length % 8]])
-    wire.seal(frame, [frame.numel()])
+    checksum.seal(frame, [length])
     return frame
 
 
 def inspected(frame: Tensor, length: int) -> int:
     """Return what is found in a received frame."""
-    return wire.finding(*(int(each) for each in wire.inspect([frame], [length])))
+    return wire.finding(*(int(each) for each in checksum.inspect([frame], [length])))

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from torchcomp import host, wire
 from torchcomp.errors import RankMismatchError, WireError
+from torchcomp.kernels import checksum
 from torchcomp.profiling import label
 from torchcomp.traffic import Load, Traffic
 
 Built = TypeVar("Built")
 Found = tuple[Sequence[int], Tensor, Tensor]
-"""Senders of frames, and two numbers for each frame; see :func:`torchcomp.wire.inspect`."""
+"""Senders of frames, and two numbers for each frame; see :func:`.checksum.inspect`."""
 
 
 class Exchange(ABC):
@@ -151,7 +152,7 @@ class Exchange(ABC):
         sent = [i for i, length in enumerate(lengths) if length]
         if sent:
             self.must_conclude = True
-            found = wire.inspect([frames[i] for i in sent], [lengths[i] for i in sent])
+            found = checksum.inspect([frames[i] for i in sent], [lengths[i] for i in sent])
             self._found.append(([senders[i] for i in sent], *found))
         return [wire.payload(f, length) for f, length in zip(frames, lengths, strict=True)]
 

@@ -1,7 +1,7 @@
 """JointSpar: skip whole layers of a DDP model in every step, in its backward pass and exchange."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -348,20 +348,37 @@ class JointSpar(Gatherable):
             return
         # No rank kept these layers. DDP has written zeros there, or with find_unused_parameters has
         # left the old gradient.
-        for name in sampler.names(~sampler.union(self._exchange)):
-            parameter = self._parameters[name]
-            parameter.grad = None if self._to_none else torch.zeros_like(parameter)
+        self._clear(
+            self._parameters[name] for name in sampler.names(~sampler.union(self._exchange))
+        )
         # The scaler makes the optimizer skip a step that was rolled back. Its layers, which are
         # still drawn, are used for the next one.
         if not committed:
             sampler.reset()
             return
-        # The scale is still that of this step: the loop calls scaler.update() after backward.
-        sampler.learn(1.0 if self._scaler is None else float(self._scaler.get_scale()))
+        scale = None
+        if self._scaler is not None:
+            # Still that of this step: the loop calls scaler.update() after backward. It stays on
+            # the device, because scaler.get_scale() would wait for it.
+            scale = self._scaler.scale(torch.ones((), device=self._exchange.device))
+        sampler.learn(scale)
         if sampler.bandit is None and sampler.step >= sampler.options.warmup_steps:
             sampler.bandit = sampler.options.bandit(self._measured_costs())
         sampler.draw()
         self._skip()
+
+    def _clear(self, dropped: Iterable[Tensor]) -> None:
+        """Set the gradients of dropped parameters to None or zeros, as the user chose."""
+        zeros = []
+        for parameter in dropped:
+            if self._to_none:
+                parameter.grad = None
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            zeros.append(parameter.grad)
+        if zeros:
+            torch._foreach_zero_(zeros)
 
     def _skip(self) -> None:
         sampler = self._sampler
@@ -399,12 +416,11 @@ class JointSpar(Gatherable):
 
     def _measured_costs(self) -> Vector:
         """Return the seconds of each layer's backward pass, averaged over the ranks."""
-        times = self._skipper.clock.by_parameter
+        times = self._skipper.clock.take()
         mine = [sum(times[name] for name in names) for names in self.layers.values()]
         # All ranks must use the same costs, because they must draw the same layers.
         total = torch.tensor(mine, dtype=torch.float64, device=self._exchange.device)
         self._exchange.all_reduce(total)
-        times.clear()
         costs = np.array(total.tolist()) / self._exchange.world_size
         # A layer at almost no cost would always be kept, although such short times are inaccurate.
         return np.asarray(np.maximum(costs, 1e-3 * float(costs.mean())))

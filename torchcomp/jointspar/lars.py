@@ -1,5 +1,6 @@
 """LARS: SGD with momentum and a separate learning rate for every layer."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchcomp import host
 from torchcomp.checks import check_at_least_0, check_flag, check_momentum, check_positive
 from torchcomp.errors import SpecError, UnsupportedModelError
 
@@ -106,41 +108,81 @@ class LARS(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        held = [(x, group) for group in self.param_groups for x in group["params"]]
-        found = [(x, x.grad, group) for x, group in held if x.grad is not None]
-        # All gradients are checked before the first update, so that an error leaves x and v alone.
-        for _, g, _ in found:
-            if g.layout is not torch.strided:
-                raise UnsupportedModelError(
-                    f"LARS: a gradient of shape {tuple(g.shape)} is sparse ({g.layout}), but "
-                    "weight decay and momentum are dense: build its embedding with sparse=False"
-                )
-        for x, g, group in found:
-            self._update(x, g, group)
+        kinds: dict[Any, list[Tensor]] = defaultdict(list)
+        for number, group in enumerate(self.param_groups):
+            for x in group["params"]:
+                if x.grad is not None:
+                    _check_dense(x.grad)
+                    excluded = group["exclude_vectors"] and x.dim() <= 1
+                    kinds[number, excluded, x.device, x.dtype, x.grad.dtype].append(x)
+        # All gradients were checked before the first update, so that an error leaves x and v alone.
+        for (number, excluded, *_), xs in kinds.items():
+            self._update(xs, self.param_groups[number], excluded)
         return loss
 
-    def _update(self, x: Tensor, g: Tensor, group: dict[str, Any]) -> None:
-        excluded = group["exclude_vectors"] and x.dim() <= 1
+    def _update(self, xs: list[Tensor], group: dict[str, Any], excluded: bool) -> None:
+        """Update tensors of one kind together, because a launch for each tensor takes longer."""
+        gs = [x.grad for x in xs if x.grad is not None]
         decay = 0.0 if excluded else float(group["weight_decay"])
-        presence = 1.0 if self._sampled is None else self._sampled.presence(x)
-        # Half precision ends at 65504. Norms of many small elements exceed it, and so do ratios.
-        wide = torch.promote_types(x.dtype, torch.float32)
-        # The decay is divided because the direction is applied in a share `presence` of the steps.
-        direction = g.to(wide).add(x, alpha=decay / presence)
+        directions = self._directions(xs, gs, decay)
         # 1. The trust ratio.
         if not excluded:
-            size, norm = (torch.linalg.vector_norm(t, dtype=wide) for t in (x, g))
-            if self._sampled is not None and self._sampled.probability(x) < 1:
-                norm = torch.full_like(norm, self._sampled.norm(x))
-            # wd is not divided here: the ratio is that of the dense update.
-            ratio = size / (norm + decay * size)
-            # torch.where instead of an `if`, which would wait for a GPU.
-            trust = torch.where((size > 0) & (norm > 0), ratio, 1.0)
-            direction.mul_(group["trust_coefficient"] * trust)
+            trust = group["trust_coefficient"] * self._trust(xs, gs, decay)
+            torch._foreach_mul_(directions, list(trust.unbind()))
         # 2. and 3. v contains lr, as in the paper. torch.optim.SGD multiplies by lr afterwards.
-        v = self.state[x].setdefault("momentum", torch.zeros_like(x))
-        v.mul_(group["momentum"]).add_(direction, alpha=group["lr"])
-        x.sub_(v)
+        for x in xs:
+            if "momentum" not in self.state[x]:
+                self.state[x]["momentum"] = torch.zeros_like(x)
+        vs = [self.state[x]["momentum"] for x in xs]
+        torch._foreach_mul_(vs, group["momentum"])
+        torch._foreach_add_(vs, directions, alpha=group["lr"])
+        torch._foreach_sub_(xs, vs)
+
+    def _directions(self, xs: list[Tensor], gs: list[Tensor], decay: float) -> list[Tensor]:
+        """Return g + wd x of each tensor, as new tensors in float32 or wider."""
+        wide = _wide(xs[0])
+        # The decay is divided because the direction is applied in a share `presence` of the steps.
+        together: dict[float, list[int]] = defaultdict(list)
+        for i, x in enumerate(xs):
+            presence = 1.0 if self._sampled is None else self._sampled.presence(x)
+            together[decay / presence].append(i)
+        found: dict[int, Tensor] = {}
+        for alpha, chosen in together.items():
+            sums = torch._foreach_add(
+                [gs[i].to(wide) for i in chosen], [xs[i] for i in chosen], alpha=alpha
+            )
+            found |= zip(chosen, sums, strict=True)
+        return [found[i] for i in range(len(xs))]
+
+    def _trust(self, xs: list[Tensor], gs: list[Tensor], decay: float) -> Tensor:
+        """Return |x| / (|g| + wd |x|) of each tensor, 1-D, or 1 where a norm is 0."""
+        wide = _wide(xs[0])
+        size, norm = (torch.stack(torch._foreach_norm(ts, 2, dtype=wide)) for ts in (xs, gs))
+        sampled = self._sampled
+        if sampled is not None:
+            divided = [sampled.probability(x) < 1 for x in xs]
+            averages = [
+                sampled.norm(x) if each else 0.0 for x, each in zip(xs, divided, strict=True)
+            ]
+            known = host.copy_to(torch.tensor(averages, dtype=wide), norm.device)
+            norm = known.where(host.copy_to(torch.tensor(divided), norm.device), norm)
+        # wd is not divided here: the ratio is that of the dense update.
+        ratio = size / (norm + decay * size)
+        # torch.where instead of an `if`, which would wait for a GPU.
+        return torch.where((size > 0) & (norm > 0), ratio, 1.0)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    # Half precision ends at 65504. Norms of many small elements exceed it, and so do ratios.
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _check_dense(g: Tensor) -> None:
+    if g.layout is not torch.strided:
+        raise UnsupportedModelError(
+            f"LARS: a gradient of shape {tuple(g.shape)} is sparse ({g.layout}), but weight decay "
+            "and momentum are dense: build its embedding with sparse=False"
+        )
 
 
 _CHECKS: dict[str, Callable[..., None]] = {

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcomp import checkpoint
+from torchcomp import checkpoint, host
 from torchcomp.checkpoint import count, dict_of, list_of, number, optional, record, text
 from torchcomp.checks import check_choice, check_fraction, is_whole
 from torchcomp.errors import CheckpointError, SpecError
@@ -169,16 +169,18 @@ class Sampler:
             exchange.verify("the layers of a step", values, checkpoint.ONE_STEP)
             self._verified = True
         if self._exchanged is None:
-            flags = torch.from_numpy(self.kept.astype(np.uint8)).to(exchange.device)
+            flags = host.copy_to(torch.from_numpy(self.kept.astype(np.uint8)), exchange.device)
+            # The host has to know which messages to send: this is the only wait inside a step.
             self._exchanged = exchange.any_of(flags).cpu().numpy().astype(bool)
         return self._exchanged
 
     def record_norms(self, parts: Mapping[str, Tensor]) -> None:
         """Record the norms that p is learned from, of the means or of this rank's gradients."""
-        for name, part in parts.items():
+        if parts:
             # In float64 a finite float32 gradient has a finite norm. The norms stay on the device:
             # learn() fetches all of them together, and waits for the GPU only once.
-            self._norms[name] = torch.linalg.vector_norm(part, dtype=torch.float64)
+            norms = torch._foreach_norm(list(parts.values()), 2, dtype=torch.float64)
+            self._norms |= zip(parts, norms, strict=True)
 
     def finish(self, committed: bool) -> None:
         """End an exchange, which all ranks committed or all ranks rolled back."""
@@ -186,20 +188,24 @@ class Sampler:
 
     # The following are called after the exchange.
 
-    def learn(self, scale: float) -> None:
+    def learn(self, scale: Tensor | None = None) -> None:
         """Update the averages and p after a committed step.
 
         Args:
-            scale: the loss scale, which the gradients were multiplied by.
+            scale: the loss scale, which the gradients were multiplied by: a scalar on the device of
+                the gradients, or None for 1.
         """
-        values = torch.stack(list(self._norms.values())).tolist() if self._norms else []
+        held = [*self._norms.values(), *([] if scale is None else [scale.double()])]
+        values = torch.stack(held).tolist() if held else []
+        loss_scale = 1.0 if scale is None else values.pop()
         # Parameters of layers that were not exchanged have norm 0. The bandit ignores them.
         norms = dict.fromkeys(self.layer_of, 0.0)
         keep, take = _NORM_DECAY, 1 - _NORM_DECAY
         for name, value in zip(self._norms, values, strict=True):
             # Algorithm 1 takes norms before the division by p. The means were divided, so their
             # norms are multiplied by p again. A rank's own norms were recorded before the division.
-            norms[name] = value * float(self.p[self.layer_of[name]] if self.shared else 1.0) / scale
+            p = float(self.p[self.layer_of[name]]) if self.shared else 1.0
+            norms[name] = value * p / loss_scale
             # The weights sum to less than 1 at first. norm() divides by their sum.
             total, weight = self._averages.get(name, [0.0, 0.0])
             self._averages[name] = [keep * total + take * norms[name], keep * weight + take]

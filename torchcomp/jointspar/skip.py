@@ -27,6 +27,9 @@ from torch.utils import _pytree as pytree
 from torchcomp.ddp.executors import after_backward
 from torchcomp.errors import UnsupportedModelError
 
+Stamp = Any
+"""A point in time: seconds on the CPU, or an event that a stream of a GPU will reach."""
+
 Registration = tuple[nn.Module, str, nn.Parameter]
 """A module, the name that it registers a parameter under, and that parameter."""
 
@@ -34,57 +37,68 @@ Registration = tuple[nn.Module, str, nn.Parameter]
 class Clock:
     """Times backward passes and, if `detailed`, the gradient of every parameter.
 
+    On a GPU it records events in the stream of the backward pass. The host waits for them only when
+    a time is read.
+
     Args:
         device: device of the parameters.
 
     Attributes:
-        detailed: whether to time every gradient. On a GPU this synchronizes after each of them.
-        by_parameter: the seconds between the previous gradient and that of each parameter, summed
-            over the backward passes.
+        detailed: whether to time every gradient.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._span = 0.0
-        self._events: list[torch.cuda.Event] = []
+        self._span: tuple[Stamp, Stamp] | None = None
+        # A parameter, and the times of the gradient before its own and of its own.
+        self._gradients: list[tuple[str, Stamp, Stamp]] = []
         self.detailed = False
-        self.by_parameter: dict[str, float] = defaultdict(float)
 
     @property
     def backward_ms(self) -> float:
         """Milliseconds of the last backward pass, or 0.0 before the first."""
-        if not self._events:
-            return 1000 * self._span
-        # Kernels run after backward() has returned. This waits only when the time is read.
-        begin, end = self._events
-        end.synchronize()
-        return float(begin.elapsed_time(end))
+        return 0.0 if self._span is None else 1000 * _seconds(*self._span)
 
     def begin(self) -> None:
         """Record the beginning of a backward pass."""
         self._begin = self._last = self._now()
-        if self._device.type == "cuda":
-            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-            self._events[0].record()
 
     def arrived(self, name: str) -> None:
-        """Record that the gradient of a parameter has been computed."""
+        """Record that the kernels of a parameter's gradient have been launched."""
         if self.detailed:
-            now = self._now()
-            self.by_parameter[name] += now - self._last
-            self._last = now
+            before, self._last = self._last, self._now()
+            self._gradients.append((name, before, self._last))
 
     def end(self) -> None:
         """Record that all kernels of the backward pass have been launched."""
-        self._span = self._now() - self._begin
-        if self._events:
-            self._events[1].record()
+        self._span = self._begin, self._now()
 
-    def _now(self) -> float:
-        # perf_counter alone would measure kernel launches.
-        if self.detailed and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each parameter's gradient since the last call, 0.0 by default.
+
+        A gradient takes the time since the previous one. The times of several backward passes are
+        added up.
+        """
+        times: dict[str, float] = defaultdict(float)
+        for name, before, now in self._gradients:
+            times[name] += _seconds(before, now)
+        self._gradients.clear()
+        return times
+
+    def _now(self) -> Stamp:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        # Name the device: the model can be on another one than the current device.
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+def _seconds(begin: Stamp, end: Stamp) -> float:
+    if isinstance(begin, torch.cuda.Event):
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+    return float(end - begin)
 
 
 class Skipper:

@@ -41,13 +41,14 @@ On a CPU with Numba, :mod:`.elias_fano_numba` runs. Everywhere else, accelerator
 
 import functools
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from torchcomp import host
 from torchcomp.kernels import backend, elias_fano_torch
-from torchcomp.kernels.segments import Segment
+from torchcomp.kernels.segments import Segment, joined, starts
 
 
 def nbytes(n: int, k: int) -> int:
@@ -87,11 +88,11 @@ def encode(index: Tensor, n: int) -> Tensor:
     k = index.numel()
     if k in (0, n):
         return index.new_empty(0, dtype=torch.uint8)
+    if not host.can_read(index):
+        return encode_all(index, [Segment(0, n, k)])[0]
     # Compiled kernels do not check bounds: after a bug in a selector they would write to arbitrary
-    # memory. On an accelerator the check would make the host wait.
-    if host.can_read(index) and not (
-        index[0] >= 0 and index[-1] < n and (index[1:] > index[:-1]).all()
-    ):
+    # memory.
+    if not (index[0] >= 0 and index[-1] < n and (index[1:] > index[:-1]).all()):
         raise ValueError(
             f"Elias-Fano can encode only indices that ascend strictly within [0, {n}); check the "
             "selector that chose them"
@@ -105,7 +106,7 @@ def encode(index: Tensor, n: int) -> Tensor:
 
 
 def encode_all(index: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
-    """Encode the indices of all segments at once, in plain torch.
+    """Encode the indices of all segments at once.
 
     Args:
         index: 1-D int64, within the whole vector, segment by segment. Ascending in each of them.
@@ -120,7 +121,13 @@ def encode_all(index: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
     if len(coded) < len(segments):
         parts = zip(torch.split(index, [segment.k for segment in segments]), segments, strict=True)
         index = torch.cat([part for part, segment in parts if segment in coded])
-    codes = elias_fano_torch.encode(index, _shape(coded))
+    form = _on_device(index)
+    if form is None:
+        codes = elias_fano_torch.encode(index, _shape(coded))
+    else:
+        sizes = [nbytes(segment.n, segment.k) for segment in coded]
+        codes = torch.zeros(sum(sizes), dtype=torch.uint8, device=index.device)
+        form.encode(index, coded, starts(sizes), codes)
     return list(torch.split(codes, [nbytes(segment.n, segment.k) for segment in segments]))
 
 
@@ -138,7 +145,7 @@ def decode(raw: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
         If not, the indices are placeholders within [0, n).
     """
     fast = backend.fast_form("elias_fano", raw.device.type) if 0 < k < n else None
-    if fast is None:
+    if fast is None or not host.can_read(raw):
         index, damaged = decode_all([raw], [Segment(0, n, k)])
         return index, ~damaged
     index = torch.empty(k, dtype=torch.int64)
@@ -147,7 +154,7 @@ def decode(raw: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def decode_all(codes: Sequence[Tensor], segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
-    """Decode the codes of all segments at once, in plain torch.
+    """Decode the codes of all segments at once.
 
     Args:
         codes: the code of each segment, 1-D uint8 of any contents.
@@ -161,17 +168,34 @@ def decode_all(codes: Sequence[Tensor], segments: Sequence[Segment]) -> tuple[Te
     coded = [i for i, segment in enumerate(segments) if 0 < segment.k < segment.n]
     whole = [segments[i] for i in coded]
     if len(coded) == len(segments):
-        return elias_fano_torch.decode(codes, _shape(segments))
+        return _decode(codes, segments)
     damaged = torch.zeros((), dtype=torch.bool, device=device)
     index = torch.empty(0, dtype=torch.int64, device=device)
     if coded:
-        index, damaged = elias_fano_torch.decode([codes[i] for i in coded], _shape(whole))
+        index, damaged = _decode([codes[i] for i in coded], whole)
     found = dict(zip(coded, torch.split(index, [segment.k for segment in whole]), strict=True))
     every = [
         found[i] if i in found else torch.arange(at, at + k, device=device)
         for i, (at, _, k) in enumerate(segments)
     ]
     return torch.cat(every), damaged
+
+
+def _decode(codes: Sequence[Tensor], segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
+    form = _on_device(codes[0])
+    if form is None:
+        return elias_fano_torch.decode(codes, _shape(segments))
+    index = torch.empty(
+        sum(segment.k for segment in segments), dtype=torch.int64, device=codes[0].device
+    )
+    offsets = starts([code.numel() for code in codes])
+    intact: Tensor = form.decode(joined(codes), segments, offsets, index)
+    return index, ~intact
+
+
+def _on_device(x: Tensor) -> ModuleType | None:
+    """Return the module that codes all segments faster than plain torch on an accelerator."""
+    return None if host.can_read(x) else backend.fast_form("elias_fano", x.device.type)
 
 
 def _shape(segments: Sequence[Segment]) -> elias_fano_torch.Shape:

@@ -18,6 +18,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from torchcomp import host
 from torchcomp.kernels import backend, elias_fano, quantize
 from torchcomp.kernels.segments import Segment, joined
 from torchcomp.wire import Parts
@@ -138,7 +139,8 @@ def _plain(fields: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
 
 
 def _fast(x: Tensor) -> ModuleType | None:
-    """Return the module that handles this vector faster than plain torch, or None."""
-    if x.dtype not in (torch.float32, torch.float64) or not x.is_contiguous():
+    """Return the module that handles a vector of the host faster than plain torch, or None."""
+    supported = x.dtype in (torch.float32, torch.float64) and x.is_contiguous()
+    if not supported or not host.can_read(x):
         return None
     return backend.fast_form("entries", x.device.type)

@@ -30,6 +30,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchcomp import host
 from torchcomp.kernels import backend
 from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.segments import joined
@@ -72,7 +73,7 @@ def encode(
         index: 1-D int64, within bounds. If given, encode ``values[index]`` instead.
     """
     fast = backend.fast_form("quantize", values.device.type) if fmt in LEVELS else None
-    if fast is not None:
+    if fast is not None and host.can_read(values):
         # The Numba form reads float32 values through the index, which saves a copy of them.
         if index is not None and values.dtype != torch.float32:
             values, index = values.index_select(0, index), None
@@ -127,7 +128,7 @@ def decode(parts: Sequence[Tensor], count: int, dtype: torch.dtype) -> Tensor:
     The product of code and scale is computed in float32 and then converted.
     """
     fast = backend.fast_form("quantize", parts[-1].device.type) if len(parts) == 2 else None
-    if fast is None:
+    if fast is None or not host.can_read(parts[-1]):
         return decode_all([parts], [count], dtype)[0]
     decoded: Tensor = fast.decode(*parts, count)
     return decoded.to(dtype)

@@ -132,18 +132,16 @@ class PseudoGradients(Averages):
         m.flat.sub_(before)
         self.averager.average(m)
         # 2. x <- x + m, or the outer step
-        x.copy_(before)
         if outer is None:
-            x.add_(m.flat)
+            torch.add(before, m.flat, out=x)
         else:
+            x.copy_(before)
             for momentum, u in momenta:
                 outer.apply(x, m.flat, u.copy_(momentum), lr)
         # Round x to what the parameters can store. Otherwise the next y - x would contain this
         # rounding error as if local steps had made it. synchronise() then does 3., y <- x.
-        result = Bucket(m.shape, x)
-        for name, values in result.tensors().items():
-            values.copy_(values.to(self.averager.parameters[name].dtype))
-        return result
+        x.copy_(x.to(self.averager.shape_of(group).dtype))
+        return Bucket(m.shape, x)
 
     def _slots(self, shape: BucketShape) -> tuple[Slot, ...]:
         # ESTIMATE: both are equal on all ranks, and neither is an unsent gradient.
@@ -232,7 +230,9 @@ class OverlappedAverages(Averages):
 
     def _require_finite(self, buckets: list[Bucket], where: str) -> None:
         """Raise on every rank if the values of any rank, or their sum, overflow."""
-        exchange, finite = self.averager.exchange, True
+        exchange = self.averager.exchange
+        # On the device, because a test of each bucket on the host would wait for each.
+        finite = torch.ones((), dtype=torch.bool, device=exchange.device)
         watch = FiniteWatch(exchange)
         for bucket in buckets:
             watch.before(bucket)
@@ -241,9 +241,9 @@ class OverlappedAverages(Averages):
                 # world_size values of at most this size cannot overflow when they are added up.
                 limit = torch.finfo(bucket.flat.dtype).max / exchange.world_size
                 # Written so that NaN, which compares as false, counts as not finite.
-                finite &= bool((lowest >= -limit) & (highest <= limit))
+                finite &= (lowest >= -limit) & (highest <= limit)
         # conclude() skips its collective if no message was received in this step. Here the ranks
         # have exchanged nothing yet, and each has looked only at its own values.
         exchange.must_conclude = True
-        if not exchange.conclude(torch.tensor(finite, device=exchange.device), where, UNCHANGED):
+        if not exchange.conclude(finite, where, UNCHANGED):
             raise watch.error(where, UNCHANGED)

@@ -1,5 +1,6 @@
 """LocalSGD: local optimizer steps, and an average of the parameters at the end of each round."""
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -481,12 +482,13 @@ def creates_state(optimizer: torch.optim.Optimizer) -> bool:
     and gradients 0.
     """
     groups = optimizer.param_groups
+    if optimizer.state or any(float(group.get("lr", 0.0)) != 0.0 for group in groups):
+        return False
     # The gradients decide: a real step in warm-up can have learning rate 0 as well.
-    return (
-        not optimizer.state
-        and all(float(group.get("lr", 0.0)) == 0.0 for group in groups)
-        and not any(p.grad is not None and bool(p.grad.any()) for g in groups for p in g["params"])
-    )
+    held = (p.grad for group in groups for p in group["params"])
+    gradients = [g for g in held if g is not None and g.numel()]
+    # All of them in one call, and a single wait.
+    return not gradients or not bool(torch.stack(torch._foreach_norm(gradients, math.inf)).any())
 
 
 def wrap_scaler(scaler: torch.amp.GradScaler, sync: LocalSGD) -> Undo:

@@ -17,7 +17,7 @@ from torchcomp.averager import exact_mean
 from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange
 from torchcomp.local_sgd.averages import UNCHANGED
-from torchcomp.nonfinite import FiniteWatch
+from torchcomp.nonfinite import FiniteWatch, all_finite
 
 
 def state_to_average(
@@ -69,9 +69,7 @@ def mean_state(exchange: Exchange, mine: Mapping[str, Tensor], step: int) -> dic
     # Sorted, because the order in which an optimizer creates state can differ between ranks.
     means = exact_mean(exchange, dict(sorted(tensors.items())))
     # One flag on the device, because a test of each mean on the host would wait for each.
-    finite = torch.ones((), dtype=torch.bool, device=device)
-    for mean in means.values():
-        finite &= mean.isfinite().all().to(device)
+    finite = all_finite(means.values(), device)
     where = f"the averages of optimizer state or BatchNorm statistics after step {step}"
     if not exchange.conclude(finite, where, UNCHANGED):
         raise FiniteWatch(exchange).error(where, UNCHANGED, sorted(tensors.items()))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchcomp.checks import check_count
 from torchcomp.errors import NonFiniteError
-from torchcomp.kernels.cast import nan_unless_finite
+from torchcomp.nonfinite import all_finite
 
 
 def backward_until_finite(
@@ -27,8 +27,8 @@ def backward_until_finite(
     """
     check_count("tries", tries)
     parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
-    # 1. A copy, because unscale_() would divide earlier micro-batches by the scale a second time.
-    aside = [(p, p.grad.clone()) for p in parameters if p.grad is not None]
+    # 1. Away from .grad, where unscale_() would divide them by the scale a second time.
+    aside = [(p, p.grad) for p in parameters if p.grad is not None]
     finite = False
     try:
         # A disabled scaler has no scale to lower, so a second try would give the same result.
@@ -41,9 +41,9 @@ def backward_until_finite(
             # 2. Unscale and test.
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
-            # One flag for each gradient, and a single wait for the device.
-            found = [nan_unless_finite(p.grad).float() for p in parameters if p.grad is not None]
-            finite = not found or bool(torch.stack(found).isfinite().all())
+            # One flag for all gradients, and a single wait for the device.
+            found = [p.grad for p in parameters if p.grad is not None]
+            finite = not found or bool(all_finite(found, found[0].device))
             # After every try: update() also resets the scaler, so that unscale_() can be called
             # again for the next micro-batch.
             scaler.update()
@@ -53,9 +53,13 @@ def backward_until_finite(
         # After an error, or if no scale fits, drop this micro-batch's gradients.
         for parameter in parameters if not finite else ():
             parameter.grad = None
-        # 3. Restore the earlier micro-batches.
+        # 3. Restore the earlier micro-batches, and add them to this one in one call.
+        both = [(p.grad, before) for p, before in aside if p.grad is not None]
+        if both:
+            torch._foreach_add_(*map(list, zip(*both, strict=True)))
         for parameter, before in aside:
-            parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
+            if parameter.grad is None:
+                parameter.grad = before
     if not finite:
         raise NonFiniteError(
             f"the gradients of a micro-batch were not finite in {tries} tries, and the scale is "

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp import checkpoint
+from torchcomp import checkpoint, host
 from torchcomp.aggregators import planned_traffic
 from torchcomp.batchnorm import statistics_of, updated_layers
 from torchcomp.bucket import Caps, Group, merge, partition
@@ -62,7 +62,9 @@ class Fragment:
     end: int = 0  # the step, counted from 1, after which it synchronises
     synced: int = 0  # the step after which it synchronised last
     lrs: list[float] = field(default_factory=list)  # by parameter group, at the first step
-    lr_sum: float = 0.0  # sum of each step's largest learning rate, over the steps since `synced`
+    # Sum of each step's largest learning rate, over the steps since `synced`. A tensor if the
+    # learning rate is on an accelerator.
+    lr_sum: float | Tensor = 0.0
 
     def __str__(self) -> str:
         return f"{self.start} to {self.end}"
@@ -167,6 +169,14 @@ def piece_bounds(fair: Sequence[int], pieces: int) -> list[int]:
     return [*bounds, len(fair)]
 
 
+def largest(lrs: Sequence[float | Tensor]) -> float | Tensor:
+    """The largest learning rate, or 0 if there are none; a tensor if any of them is one."""
+    known = max((lr for lr in lrs if not isinstance(lr, Tensor)), default=0.0)
+    # In float64, in which the host adds them up as well.
+    others = [lr.detach().double().reshape(()) for lr in lrs if isinstance(lr, Tensor)]
+    return torch.stack(others).amax().clamp(min=known) if others else known
+
+
 class LocalSteps:
     """Local steps of one model; the hooks of LocalSGD call :meth:`begin` and :meth:`end`.
 
@@ -204,7 +214,6 @@ class LocalSteps:
         self._averager = self.averages.averager
         # Traffic and steps. Assigned together, because other threads can read them at any time.
         self._counters = self._averager.stats, 0
-        self._reads_lr = method.outer is not None and method.outer.reads_lr
         # Parameters whose gradients DDP reduces.
         self._reduced = set(map(id, trained.values()))
         # Parameters that never count as late: averaged already, or ignored by DDP.
@@ -313,9 +322,7 @@ class LocalSteps:
         self.forward = False
         due = []
         for fragment in self.clock.fragments:
-            # Wait for a learning rate on an accelerator only if the outer step reads the sum.
-            lrs = self._lrs(fragment, wait=self._reads_lr)
-            fragment.lr_sum += max(lrs, default=0.0)
+            fragment.lr_sum += largest(self._lrs(fragment))
             if fragment.end == self.clock.step:
                 due.append(fragment)
         if not due:
@@ -335,11 +342,15 @@ class LocalSteps:
         traffic, steps = self._counters
         return replace(traffic, steps=steps)
 
-    def _begin_rounds(self) -> None:
+    def _begin_rounds(self, verifying: bool = False) -> None:
         # Here, not in end(): a scheduler sets the new learning rate after the optimizer's step.
         for fragment in self.clock.fragments:
             if fragment.end == self.clock.step:
-                fragment.begin_round(self.clock.step, self._lrs(fragment), self.method)
+                # Reading a learning rate on an accelerator waits for it. Without need, leave it
+                # out: a synchronisation compares the sum of the learning rates in any case.
+                reads = verifying or fragment.schedule.reads_lr
+                lrs = [lr for lr in self._lrs(fragment) if reads or not isinstance(lr, Tensor)]
+                fragment.begin_round(self.clock.step, list(map(float, lrs)), self.method)
                 if self._logs:
                     fragment.warn_if_long(self.clock.total_steps)
 
@@ -370,25 +381,24 @@ class LocalSteps:
         # Inside a round the parameters differ between ranks by design.
         if must_be_equal and self.clock.next_sync is None:
             shared["checksum of the parameters"] = digest
-        self._begin_rounds()
+        self._begin_rounds(verifying=True)
         shared["round"] = ", ".join(map(str, self.clock.fragments))
         shared["learning rates at its start"] = [each.lrs for each in self.clock.fragments]
         return None, shared
 
-    def _lrs(self, fragment: Fragment, wait: bool = True) -> list[float]:
+    def _lrs(self, fragment: Fragment) -> list[float | Tensor]:
         """The learning rates of the fragment's parameter groups, where "lr" is a number.
 
-        Without `wait`, return an empty list if any of them is a tensor on an accelerator, because
-        reading it would wait for the device.
+        A tensor that the host cannot read without a wait remains a tensor.
         """
-        lrs = []
+        lrs: list[float | Tensor] = []
         for index in fragment.owners:
             optimizer = self._optimizers[index]()
             for group in optimizer.param_groups if optimizer is not None else ():
                 lr = group.get("lr")
-                if isinstance(lr, Tensor) and not (wait or lr.is_cpu):
-                    return []
-                if isinstance(lr, float | Tensor | Real):
+                if isinstance(lr, Tensor) and not host.can_read(lr):
+                    lrs.append(lr)
+                elif isinstance(lr, float | Tensor | Real):
                     lrs.append(float(lr))
         return lrs
 
@@ -405,6 +415,7 @@ class LocalSteps:
         exchange, parameters = averager.exchange, {n: held[n] for each in due for n in each.names}
         model = self._model()
         statistics = {} if model is None else statistics_of(updated_layers(model.module))
+        lr_sums = [float(each.lr_sum) for each in due]
 
         # 1. Verify that all ranks are at the same step with the same learning rates. A rank that
         #    was stepped once too often would otherwise average a different round.
@@ -418,7 +429,7 @@ class LocalSteps:
                 "optimizer steps without forward passes in training mode": self._missing,
                 "BatchNorm statistics": ", ".join(statistics),
                 "learning rates at its start": [each.lrs for each in due],
-                "sum of the learning rates of its steps": [each.lr_sum for each in due],
+                "sum of the learning rates of its steps": lr_sums,
                 "parameters added": ", ".join(self._added) or "none",
             }
 
@@ -428,17 +439,17 @@ class LocalSteps:
         #    Nothing is written yet.
         means = mean_state(exchange, mine, step) if statistics or policy == "average" else {}
         groups, dense_bytes = [], 0
-        for fragment in due:
+        for fragment, lr_sum in zip(due, lr_sums, strict=True):
             steps = step - fragment.synced
-            groups += [(group, fragment.lr_sum / steps) for group in fragment.groups]
+            groups += [(group, lr_sum / steps) for group in fragment.groups]
             nbytes = sum(held[name].nbytes for name in fragment.names)
             # Plain DDP would have reduced these gradients at each of the round's steps.
             dense_bytes += steps * sum_bytes(nbytes, exchange.world_size)
         # 3. Average the parameters. This raises on every rank, or on none.
         self.averages.synchronise(groups, step, dense_bytes)
         # 4. Now that every rank has succeeded, change the other state and close the rounds.
-        for name, tensor in mine.items():
-            tensor.copy_(means[name])
+        if mine:
+            torch._foreach_copy_(list(mine.values()), [means[name] for name in mine])
         for optimizer in optimizers if policy == "reset" else ():
             for parameter in parameters.values():
                 optimizer.state.pop(parameter, None)
@@ -502,7 +513,11 @@ class LocalSteps:
                 "saved_by": [between.rank, between.world_size],
                 "weights": checkpoint.digest_of(self._averager.parameters),
                 "fragments": [
-                    {"names": each.names, **{key: getattr(each, key) for key in _ROUND}}
+                    {
+                        "names": each.names,
+                        **{key: getattr(each, key) for key in _ROUND},
+                        "lr_sum": float(each.lr_sum),
+                    }
                     for each in self.clock.fragments
                 ],
             },
