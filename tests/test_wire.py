@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.codecs import codec_of, packed
+from tests.support.codecs import codec_of, inspected, packed, sealed
 from tests.support.threads import torch_threads
 from tests.support.vectors import normal
 from tests.test_compressors import COMPRESSOR_EXAMPLES
@@ -292,10 +292,7 @@ def test_aligned_fields_are_views_of_the_message():
 
 
 def frame_of(payload):
-    frame = torch.zeros(wire.framed(len(payload)), dtype=torch.uint8)
-    wire.payload(frame, len(payload)).copy_(torch.tensor(payload, dtype=torch.uint8))
-    wire.seal(frame, [len(payload)])
-    return frame
+    return sealed(torch.tensor(payload, dtype=torch.uint8))
 
 
 def test_version():
@@ -308,7 +305,7 @@ def test_frame_is_length_and_version_then_checksum_then_the_message_up_to_8_byte
     words = [256 * 3 + wire.VERSION, 0, 0x030201]
     words[1] = (1 * words[0] + 5 * words[2]) % 2**64
     assert frame.numpy().tobytes() == b"".join(word.to_bytes(8, "little") for word in words)
-    assert int(*wire.inspect([frame], [3])) == wire.INTACT
+    assert inspected(frame, 3) == wire.INTACT
 
 
 @pytest.mark.parametrize("length", [1, 8, 13])
@@ -317,21 +314,21 @@ def test_every_changed_bit_of_a_frame_is_detected(length):
     for bit in range(8 * good.numel()):
         bad = good.clone()
         bad[bit // 8] ^= 1 << bit % 8
-        assert int(*wire.inspect([bad], [length])) != wire.INTACT, bit
+        assert inspected(bad, length) != wire.INTACT, bit
 
 
 def test_frames_of_another_version_and_length_are_distinguished():
     frame = frame_of([1] * 5)
-    assert int(*wire.inspect([frame], [6])) == wire.OTHER_LENGTH
+    assert inspected(frame, 6) == wire.OTHER_LENGTH
     frame[0] += 1
-    assert int(*wire.inspect([frame], [5])) == wire.OTHER_VERSION
+    assert inspected(frame, 5) == wire.OTHER_VERSION
 
 
 def test_random_frames_are_not_accepted():
     noise = torch.Generator().manual_seed(0)
     for length in range(1, 300):
         frame = torch.randint(256, (wire.framed(length),), dtype=torch.uint8, generator=noise)
-        assert int(*wire.inspect([frame], [length])) != wire.INTACT
+        assert inspected(frame, length) != wire.INTACT
 
 
 def test_decoding_random_bytes_does_not_write_outside_the_vector():

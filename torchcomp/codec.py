@@ -109,16 +109,18 @@ class Codec:
             frames: 1-D uint8, ``framed`` elements, aligned to 8 bytes.
         """
         parts = iter([part for encoded in message for part in encoded.parts])
-        zeros = frames.new_zeros(wire.HEADER)
+        lengths = [length for length in self.lengths if length]
+        headers = iter(wire.headers(lengths, frames.device) if lengths else ())
         pieces = []
         for layout, length, size in zip(self.layouts, self.lengths, self.sizes, strict=True):
             if size:
-                pieces += [zeros, *wire.raw(list(islice(parts, len(layout))), layout)]
+                header, zeros = torch.split(next(headers), wire.HEADER)
+                pieces += [header, *wire.raw(list(islice(parts, len(layout))), layout)]
                 pieces.append(zeros[: size - wire.HEADER - length])
         if pieces:
             # One call for all fields of all frames: on an accelerator, one kernel.
             torch.cat(pieces, out=frames)
-            wire.seal(frames, [length for length in self.lengths if length])
+            wire.seal(frames, [size for size in self.sizes if size])
 
     def unpack(self, *messages: Tensor) -> list[Parts]:
         """Return the fields by vector of each frame's message. ValueError if a length is wrong."""

@@ -17,7 +17,7 @@ the sum of (2 i + 1) w[i] modulo 2^64. The weights are odd, so every change of a
 detected.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -53,9 +53,8 @@ class Field:
 HEADER = 16
 """Number of bytes of a frame before the message."""
 
-# INTACT must be the smallest: findings are combined with a maximum, on a rank and over the ranks.
 INTACT, OTHER_VERSION, OTHER_LENGTH, DAMAGED = range(4)
-"""The results of :func:`inspect`."""
+"""The results of :func:`finding`."""
 
 FINDINGS = {
     OTHER_VERSION: f"has a different version of the wire format than this rank's version {VERSION}",
@@ -86,31 +85,41 @@ def payload(frame: Tensor, length: int) -> Tensor:
     return frame[HEADER : HEADER + length]
 
 
-def seal(frames: Tensor, lengths: Sequence[int]) -> None:
-    """Write the headers of frames. Messages and padding must have been written before.
+def headers(lengths: Sequence[int], device: torch.device) -> Iterable[Tensor]:
+    """Return a row of bytes for each frame: its header without the checksum, and 8 zeros.
 
     Args:
-        frames: 1-D uint8, the frames of ``framed(length)`` elements each, one after another.
-            Aligned to 8 bytes.
         lengths: size of each message in bytes.
+        device: device of the frames.
     """
-    each = torch.split(frames, [framed(length) for length in lengths])
+    words = torch.tensor([[_signature(length), 0, 0] for length in lengths])
+    return host.copy_to(words.view(torch.uint8), device)
+
+
+def seal(frames: Tensor, sizes: Sequence[int]) -> None:
+    """Write the checksums of frames. All other bytes must have been written, and these be zero.
+
+    Args:
+        frames: 1-D uint8, one frame after another. Aligned to 8 bytes.
+        sizes: size of each frame in bytes.
+    """
+    each = torch.split(frames, list(sizes))
     if host.can_read(frames):
         # NumPy: for short frames, the overhead of a torch call exceeds the work.
-        for length, frame in zip(lengths, each, strict=True):
-            header = frame.view(torch.int64).numpy()
-            header[0] = _signature(length)
-            header[1] = _checksum(header)
-        return
-    words, sizes = frames.view(torch.int64), [framed(length) // 8 for length in lengths]
-    starts = [0, *accumulate(sizes)][:-1]
-    table = [starts, [start + 1 for start in starts], [_signature(length) for length in lengths]]
-    first, second, signature = host.copy_to(torch.tensor(table), frames.device)
-    words.index_copy_(0, first, signature)
-    words.index_copy_(0, second, _checksums(_rows(each)))
+        for frame in each:
+            words = frame.view(torch.int64).numpy()
+            words[1] = _checksum(words)
+    elif len(set(sizes)) == 1:
+        rows = frames.view(torch.int64).view(len(sizes), -1)
+        rows[:, 1].copy_((rows * _weights(rows)).sum(1))
+    else:
+        rows = _rows(each)
+        at = torch.tensor([start // 8 + 1 for start in [0, *accumulate(sizes)][:-1]])
+        checksums = (rows * _weights(rows)).sum(1)
+        frames.view(torch.int64).index_copy_(0, host.copy_to(at, frames.device), checksums)
 
 
-def inspect(frames: Sequence[Tensor], lengths: Sequence[int]) -> Sequence[int] | Tensor:
+def inspect(frames: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
     """Check the headers and the checksums of received frames, without a host sync.
 
     Args:
@@ -118,30 +127,41 @@ def inspect(frames: Sequence[Tensor], lengths: Sequence[int]) -> Sequence[int] |
         lengths: expected size of each message in bytes.
 
     Returns:
-        For each frame, INTACT or the first that applies of OTHER_VERSION, OTHER_LENGTH and DAMAGED.
-        For frames that the host cannot read, this is a uint8 tensor on their device.
+        Two numbers for each frame, (frames, 2) int64 on their device. Both are 0 if the frame is
+        intact; otherwise :func:`finding` says what they mean.
     """
     if host.can_read(frames[0]):
-        return [_inspect(frame, length) for frame, length in zip(frames, lengths, strict=True)]
-    words = _rows(frames)
+        return torch.tensor(
+            [_differences(f, length) for f, length in zip(frames, lengths, strict=True)]
+        )
+    rows = _rows(frames)
     expected: int | Tensor = _signature(lengths[0])
     if len(set(lengths)) > 1:
         signatures = torch.tensor([_signature(length) for length in lengths])
-        expected = host.copy_to(signatures, words.device)
-    # The comparisons of `_inspect` without a branch on a value, which would wait for the device.
-    # The last `where` takes precedence.
-    found = torch.where(words[:, 1] == _checksums(words), INTACT, DAMAGED)
-    found = torch.where(words[:, 0] == expected, found, OTHER_LENGTH)
-    return torch.where(words[:, 0] & 255 == VERSION, found, OTHER_VERSION).to(torch.uint8)
+        expected = host.copy_to(signatures, rows.device)
+    # The sum has the weight 3 for the checksum itself. It is the checksum plus 3 times itself.
+    total = (rows * _weights(rows)).sum(1)
+    return torch.stack([rows[:, 0] - expected, torch.sub(total, rows[:, 1], alpha=4)], 1)
 
 
-def _inspect(frame: Tensor, length: int) -> int:
-    header = frame.view(torch.int64).numpy()
-    if header[0] & 255 != VERSION:
+def finding(differences: Sequence[int]) -> int:
+    """Return INTACT, or the first that applies of OTHER_VERSION, OTHER_LENGTH and DAMAGED.
+
+    Args:
+        differences: a row of what :func:`inspect` returns.
+    """
+    signature, checksum = differences
+    # The version is the lowest byte of the signature.
+    if signature & 255:
         return OTHER_VERSION
-    if header[0] != _signature(length):
+    if signature:
         return OTHER_LENGTH
-    return INTACT if header[1] == _checksum(header) else DAMAGED
+    return DAMAGED if checksum else INTACT
+
+
+def _differences(frame: Tensor, length: int) -> tuple[int, int]:
+    words = frame.view(torch.int64).numpy()
+    return _signed(int(words[0]) - _signature(length)), _signed(_checksum(words) - int(words[1]))
 
 
 def _signature(length: int) -> int:
@@ -161,33 +181,28 @@ def _checksum(words: NDArray[np.int64]) -> int:
         if start:
             total += 2 * start * int(block.sum())
     # Signed, like the words that it is compared with.
-    return (total + 2**63) % 2**64 - 2**63
+    return _signed(total)
 
 
-def _checksums(words: Tensor) -> Tensor:
-    """Return the checksum of each row of words, on their device."""
-    # Sums of int64 wrap around here as well.
-    weights = torch.arange(1, 2 * words.shape[1], 2, device=words.device)
-    weights[1:2].fill_(0)
-    return (words * weights).sum(1)
+def _signed(number: int) -> int:
+    """Return a number modulo 2^64 as a signed 64-bit number."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _weights(rows: Tensor) -> Tensor:
+    """Return the weights 2 i + 1 of a row's words."""
+    # A sum of int64 wraps around on a device as well.
+    return torch.arange(1, 2 * rows.shape[1], 2, device=rows.device)
 
 
 def _rows(frames: Sequence[Tensor]) -> Tensor:
     """Return frames as the rows of a matrix of words, filled up with zeros."""
-    first, size = frames[0], max(frame.numel() for frame in frames)
-    begin, storage = first.storage_offset(), first.untyped_storage().data_ptr()
-    if all(
-        frame.numel() == size
-        and frame.storage_offset() == begin + i * size
-        and frame.untyped_storage().data_ptr() == storage
-        for i, frame in enumerate(frames)
-    ):
-        # Equal frames, as a collective returns them: no copy.
-        return first.as_strided((len(frames), size), (size, 1)).view(torch.int64)
-    # Zeros do not change a checksum.
-    zeros = first.new_zeros(size)
-    filled = [part for frame in frames for part in (frame, zeros[frame.numel() :])]
-    return torch.cat(filled).view(len(frames), -1).view(torch.int64)
+    size = max(frame.numel() for frame in frames)
+    if any(frame.numel() < size for frame in frames):
+        # Zeros do not change a checksum.
+        zeros = frames[0].new_zeros(size)
+        frames = [part for frame in frames for part in (frame, zeros[frame.numel() :])]
+    return torch.cat(list(frames)).view(-1, size).view(torch.int64)
 
 
 def pack(parts: Sequence[Tensor], layout: Layout, out: Tensor) -> None:

@@ -39,7 +39,7 @@ class Run:
             self.step(step)
 
 
-WAITS = {"mean": 0, 'mean(cast("fp16"))': 1, 'ef(cast("fp16"))': 1}
+WAITS = {"mean": 0, 'mean(cast("fp16"))': 1, 'ef(cast("fp16"))': 1, "ef(topk(0.3))": 1}
 """Waits at the end of a step. There are none before."""
 
 
@@ -97,9 +97,13 @@ def test_the_step_is_undone_for_parameters_that_no_rank_used():
     assert small.on_ranks(2, body) == [({"bias", "conv"}, ())] * 2
 
 
-def receive(exchange, sender, finding):
-    """Let a rank receive a frame with this finding."""
-    with mock.patch.object(wire, "inspect", return_value=finding):
+INTACT, OTHER_LENGTH, DAMAGED = [0, 0], [256, 0], [0, 1]
+"""What is found in a frame; see wire.inspect."""
+
+
+def receive(exchange, sender, found):
+    """Let a rank receive a frame in which this is found."""
+    with mock.patch.object(wire, "inspect", return_value=found):
         exchange.receive([sender], [torch.zeros(wire.framed(8), dtype=torch.uint8)], [8])
 
 
@@ -114,7 +118,7 @@ def test_unused_parameters_are_known_where_the_step_fails(odd, error):
         for bucket in small.read(averager, tensors):
             averager.average(bucket)
         if odd == "frame" and exchange.rank:
-            receive(exchange, 0, [wire.DAMAGED])
+            receive(exchange, 0, torch.tensor([DAMAGED]))
         used = ["conv", "bias"] if exchange.rank else ["bias", "gain"]
         return type(caught(lambda: averager.finish(used=used))), averager.unused
 
@@ -124,23 +128,19 @@ def test_unused_parameters_are_known_where_the_step_fails(odd, error):
 # --- The concluding message -----------------------------------------------------------------------
 
 
-def finding(value):
-    return on_device(torch.tensor([value], dtype=torch.uint8))
-
-
 @pytest.mark.parametrize(
     ("findings", "words"),
     [
-        ({1: wire.INTACT, 0: wire.INTACT}, []),
-        ({1: wire.DAMAGED, 0: wire.INTACT}, ["rank 1's"]),
-        ({1: wire.OTHER_LENGTH, 0: wire.DAMAGED}, ["rank 1's", "rank 0's"]),
+        ({1: INTACT, 0: INTACT}, []),
+        ({1: DAMAGED, 0: INTACT}, ["rank 1's"]),
+        ({1: OTHER_LENGTH, 0: DAMAGED}, ["rank 1's", "rank 0's"]),
     ],
 )
 def test_findings_on_a_device_are_read_with_one_wait(findings, words):
     exchange = InProcessExchange.alone(DEVICE)
     with counted() as count:
-        for sender, value in findings.items():
-            receive(exchange, sender, finding(value))
+        for sender, found in findings.items():
+            receive(exchange, sender, on_device(torch.tensor([found])))
         answer = exchange.any_at_end([True, False, True])
         assert answer == []
         count.reset()

@@ -22,3 +22,18 @@ def packed(codec: Codec, message: Message) -> Tensor:
     frame = torch.full((codec.framed,), 0xA5, dtype=torch.uint8)
     codec.pack(message, frame)
     return wire.payload(frame, codec.nbytes).clone()
+
+
+def sealed(message: Tensor) -> Tensor:
+    """Return the frame of a message."""
+    length = message.numel()
+    (header,) = wire.headers([length], message.device)
+    start, zeros = header.split(wire.HEADER)
+    frame = torch.cat([start, message, zeros[: -length % 8]])
+    wire.seal(frame, [frame.numel()])
+    return frame
+
+
+def inspected(frame: Tensor, length: int) -> int:
+    """Return what is found in a received frame."""
+    return wire.finding(wire.inspect([frame], [length])[0].tolist())

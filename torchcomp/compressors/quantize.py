@@ -55,7 +55,7 @@ class Quantize(Compressor):
             return
         # All at once, because each launch delays the backward pass.
         counts = [out.numel()] * len(messages)
-        for values in torch.split(quantize.decode_all(messages, counts, out.dtype), counts):
+        for values in quantize.decode_all(messages, counts, out.dtype):
             out.add_(values, alpha=weight)
 
     def alpha(self, numel: int) -> float:

@@ -14,7 +14,7 @@ from torchcomp.compressors.sparse import Selector, segments_of
 from torchcomp.draws import drawn
 from torchcomp.errors import SpecError
 from torchcomp.kernels import elias_fano, entries, quantize, select
-from torchcomp.kernels.segments import Segment, spread
+from torchcomp.kernels.segments import Segment, add, joined, shape_of, spread
 from torchcomp.kernels.select import Scratch
 from torchcomp.keys import Key, uniform
 from torchcomp.wire import Field, Layout, Parts
@@ -99,11 +99,11 @@ class TopK(Selector):
         counts = [segment.k for segment in segments]
         together = [own for own in noise if own is not None]
         values = quantize.encode_all(
-            x.index_select(0, index), counts, self.values, torch.cat(together) if together else None
+            x.index_select(0, index), counts, self.values, joined(together) if together else None
         )
         codes = elias_fano.encode_all(index, segments)
-        (start,) = spread(counts, index.device, [segment.start for segment in segments])
-        local = torch.split(index - start, counts)
+        (away,) = spread(counts, index.device, [-segment.start for segment in segments])
+        local = torch.split(add(index.view(shape_of(counts)), away).view(-1), counts)
         each = zip(values, codes, local, strict=True)
         return [Encoded((*fields, code), chosen) for fields, code, chosen in each]
 
@@ -128,8 +128,9 @@ class TopK(Selector):
             return
         counts = [each.numel() for each in index]
         (start,) = spread(counts, x.device, [v.span.start for v in vectors])
+        whole = add(joined(index).view(shape_of(counts)), start).view(-1)
         fields = [encoded.parts[:-1] for encoded in message]
-        entries.subtract_all(x, torch.cat(index) + start, fields, counts, weight)
+        entries.subtract_all(x, whole, fields, counts, weight)
 
     def accumulate(
         self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0

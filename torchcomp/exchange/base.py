@@ -20,8 +20,8 @@ from torchcomp.profiling import label
 from torchcomp.traffic import Load, Traffic
 
 Built = TypeVar("Built")
-Found = tuple[Sequence[int], Sequence[int] | Tensor]
-"""Senders of frames, and for each frame what was found; see :func:`torchcomp.wire.inspect`."""
+Found = tuple[Sequence[int], Tensor]
+"""Senders of frames, and what was found in each; see :func:`torchcomp.wire.inspect`."""
 
 
 class Exchange(ABC):
@@ -152,9 +152,7 @@ class Exchange(ABC):
         if sent:
             self.must_conclude = True
             found = wire.inspect([frames[i] for i in sent], [lengths[i] for i in sent])
-            # No entry for intact frames, where that is known already.
-            if isinstance(found, Tensor) or any(found):
-                self._found.append(([senders[i] for i in sent], found))
+            self._found.append(([senders[i] for i in sent], found))
         return [wire.payload(f, length) for f, length in zip(frames, lengths, strict=True)]
 
     def any_at_end(self, flags: Iterable[bool]) -> list[bool]:
@@ -209,7 +207,7 @@ class Exchange(ABC):
                 return lambda: bool(known())
         found = [entry for level in levels for entry in level._found]
         asked = [question for level in levels for question in level._asked]
-        flags = self._flags(finite, [findings for _, findings in found], asked)
+        flags = self._flags(finite, found, asked)
         for level in levels:
             flags = level.any_of(flags)
         self.reset()
@@ -229,10 +227,10 @@ class Exchange(ABC):
     def _wire_error(self, found: Sequence[Found], where: str, advice: str) -> WireError:
         """Return the error that names every sender of a frame that was not intact."""
         problems = {
-            f"rank {sender}'s message {wire.FINDINGS[int(finding)]}"
-            for senders, findings in found
-            for sender, finding in zip(senders, findings, strict=True)
-            if int(finding)
+            f"rank {sender}'s message {wire.FINDINGS[wire.finding(each)]}"
+            for senders, differences in found
+            for sender, each in zip(senders, differences.tolist(), strict=True)
+            if any(each)
         }
         for level in self._levels:
             problems = set().union(*level.gather_objects(problems))
@@ -242,21 +240,15 @@ class Exchange(ABC):
     def _flags(
         self,
         finite: Tensor | None,
-        findings: Iterable[Sequence[int] | Tensor],
+        found: Sequence[Found],
         asked: Sequence[tuple[list[bool], list[bool]]],
     ) -> Tensor:
-        """Return this rank's message of :meth:`conclude`: the worst finding, NaN, other flags."""
-        on_device, on_host = [], [0]
-        for each in findings:
-            if isinstance(each, Tensor):
-                on_device.append(each)
-            else:
-                on_host += each
-        message = [max(on_host), 0, *(flag for flags, _ in asked for flag in flags)]
+        """Return this rank's message of :meth:`conclude`: damage, NaN, and other flags."""
+        message = [0, 0, *(flag for mine, _ in asked for flag in mine)]
         flags = host.copy_to(torch.tensor(message, dtype=torch.uint8), self.device)
         # Slices, because assigning to an index copies from the host and waits for the stream.
-        if on_device:
-            flags[:1] = torch.cat([flags[:1], *on_device]).amax()
+        if found:
+            flags[:1] = torch.cat([differences for _, differences in found]).any().to(self.device)
         if finite is not None:
             flags[1:2] = ~finite
         return flags

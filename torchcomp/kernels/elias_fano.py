@@ -133,9 +133,9 @@ def decode(raw: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
         k: number of indices.
 
     Returns:
-        The indices, 1-D int64, k elements, strictly ascending within [0, n); and a scalar bool
-        tensor. If it is true, :func:`encode` turns the indices back into `raw`. If it is false,
-        the code is damaged and the indices are a placeholder: 0, 1, 2, ...
+        The indices, 1-D int64, k elements, ascending strictly within [0, n); and a scalar bool
+        tensor, whether the code is intact: then :func:`encode` turns the indices back into `raw`.
+        If not, the indices are placeholders within [0, n).
     """
     fast = backend.fast_form("elias_fano", raw.device.type) if 0 < k < n else None
     if fast is None:
@@ -154,18 +154,18 @@ def decode_all(codes: Sequence[Tensor], segments: Sequence[Segment]) -> tuple[Te
 
     Returns:
         The indices within the whole vector, 1-D int64, segment by segment; and a scalar bool
-        tensor, whether all codes are intact. If it is false, the indices are placeholders within
-        their segments.
+        tensor, whether all codes are intact. If not, the indices are placeholders within their
+        segments.
     """
     device = codes[0].device
     coded = [i for i, segment in enumerate(segments) if 0 < segment.k < segment.n]
     whole = [segments[i] for i in coded]
-    intact = torch.full((), True, device=device)
+    if len(coded) == len(segments):
+        return elias_fano_torch.decode(codes, _shape(segments))
+    intact = torch.ones((), dtype=torch.bool, device=device)
     index = torch.empty(0, dtype=torch.int64, device=device)
     if coded:
         index, intact = elias_fano_torch.decode([codes[i] for i in coded], _shape(whole))
-    if len(coded) == len(segments):
-        return index, intact
     found = dict(zip(coded, torch.split(index, [segment.k for segment in whole]), strict=True))
     every = [
         found[i] if i in found else torch.arange(at, at + k, device=device)

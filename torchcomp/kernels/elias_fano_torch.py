@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchcomp import host
-from torchcomp.kernels.segments import Segment, spread, starts
+from torchcomp.kernels.segments import Segment, add, line, shape_of, spread, starts
 
 
 class Shape:
@@ -26,17 +26,49 @@ class Shape:
         self, segments: Sequence[Segment], low: Sequence[int], high: Sequence[int]
     ) -> None:
         self.start, self.n, self.k = (list(column) for column in zip(*segments, strict=True))
-        self.low, self.high = list(low), list(high)
+        self.low = list(low)
         self.low_bytes = [(k * bits + 7) // 8 for k, bits in zip(self.k, low, strict=True)]
         self.high_bytes = [(bits + 7) // 8 for bits in high]
-        # With a low part, the high part has a set bit for each entry, and moves on by one bit from
-        # entry to entry. A bitmap does not.
+        # With a low part, the high part moves on by one bit from entry to entry. A bitmap does not.
         self.step = [int(bits > 0) for bits in low]
 
     @property
     def nbytes(self) -> list[int]:
         """Length of each segment's code in bytes."""
         return [low + high for low, high in zip(self.low_bytes, self.high_bytes, strict=True)]
+
+    def lines(
+        self,
+        device: torch.device,
+        low_at: Sequence[int],
+        high_at: Sequence[int],
+        *columns: Sequence[int],
+    ) -> list[Tensor | int]:
+        """Return, for each entry, where its bits are.
+
+        Args:
+            device: device of the result.
+            low_at: byte at which the low part of each segment begins.
+            high_at: byte at which the high part of each segment begins.
+            columns: further numbers of segments.
+
+        Returns:
+            The position of the entry's first low bit; the position of its high bit, if the high
+            part of the index were 0; the width of its low part; and the columns, for each entry.
+        """
+        # From the number of an entry within its segment to its number among all entries.
+        each = list(zip(starts(self.k), self.low, self.step, low_at, high_at, strict=True))
+        low_line = [8 * at - first * low for first, low, _, at, _ in each]
+        high_line = [8 * at - first * step for first, _, step, _, at in each]
+        low, step, low_offset, high_offset, *others = spread(
+            self.k, device, self.low, self.step, low_line, high_line, *columns
+        )
+        return [
+            line(self.k, device, low, low_offset),
+            line(self.k, device, step, high_offset),
+            low,
+            *others,
+        ]
 
 
 def encode(index: Tensor, shape: Shape) -> Tensor:
@@ -50,25 +82,22 @@ def encode(index: Tensor, shape: Shape) -> Tensor:
     Returns:
         The codes of the segments, one after another, 1-D uint8.
     """
-    begin = [8 * each for each in starts(shape.nbytes)]
-    high_begin = [at + 8 * size for at, size in zip(begin, shape.low_bytes, strict=True)]
-    first, start, low, step, low_at, high_at = spread(
-        shape.k,
-        index.device,
-        *(starts(shape.k), shape.start, shape.low, shape.step, begin, high_begin),
-    )
-    position, local = torch.arange(index.numel(), device=index.device) - first, index - start
+    begin = starts(shape.nbytes)
+    high_begin = [at + size for at, size in zip(begin, shape.low_bytes, strict=True)]
+    away = [-start for start in shape.start]
+    low_line, high_line, low, offset = shape.lines(index.device, begin, high_begin, away)
+    local = add(index.view(shape_of(shape.k)), offset)
     # One uint8 per bit until they are packed at the end: torch has no scatter of single bits. The
     # last byte takes the bits that do not exist.
     bits = torch.zeros(8 * sum(shape.nbytes) + 8, dtype=torch.uint8, device=index.device)
-    bits.index_fill_(0, (local >> low) + position * step + high_at, 1)
-    widest = max(shape.low)
-    if widest:
-        each = torch.arange(widest, device=index.device)
-        at = (position * low + low_at)[:, None] + each
+    bits.index_fill_(0, ((local >> low) + high_line).view(-1), 1)
+    if max(shape.low) and isinstance(low_line, Tensor):
+        each = torch.arange(max(shape.low), device=index.device)
+        at = low_line[..., None] + each
         if isinstance(low, Tensor):
-            at = at.where(each < low[:, None], bits.numel() - 1)
-        values = ((local[:, None] >> each) & 1).to(torch.uint8)
+            at = at.where(each < low[..., None], bits.numel() - 1)
+        values = torch.empty(at.shape, dtype=torch.uint8, device=index.device)
+        torch.bitwise_and(local[..., None] >> each, 1, out=values)
         bits.index_copy_(0, at.view(-1), values.view(-1))
     packed = (bits.view(-1, 8) << _bit_positions(bits)).sum(1, dtype=torch.uint8)
     return packed[:-1]
@@ -82,65 +111,58 @@ def decode(codes: Sequence[Tensor], shape: Shape) -> tuple[Tensor, Tensor]:
         shape: the numbers of the segments.
 
     Returns:
-        The indices within the whole vector, 1-D int64, segment by segment; and a scalar bool
-        tensor, whether all codes are intact. If it is false, the indices of a segment are its
-        first k elements.
+        The indices within the whole vector, 1-D int64, segment by segment, in their segments
+        whatever the codes contain; and a scalar bool tensor, whether all codes are intact.
     """
-    pairs = list(zip(codes, shape.low_bytes, strict=True))
-    high = _unpack(torch.cat([code[cut:] for code, cut in pairs]))
-    begin = [8 * each for each in starts(shape.high_bytes)]
-    end = [at + size for at, size in zip(begin, shape.high, strict=True)]
-    first, start, n, low, step, high_at, high_end, low_at = spread(
-        shape.k,
-        high.device,
-        *(starts(shape.k), shape.start, shape.n, shape.low, shape.step),
-        *(begin, end, starts(shape.low_bytes)),
+    device, low_bytes = codes[0].device, sum(shape.low_bytes)
+    parts = list(zip(codes, shape.low_bytes, strict=True))
+    lows, highs = [code[:cut] for code, cut in parts], [code[cut:] for code, cut in parts]
+    # The bytes after the low parts are read, but not used: any will do.
+    raw = torch.cat([*lows, *highs, *[codes[0]] * 8])
+    begin, high_begin = starts(shape.low_bytes), starts(shape.high_bytes)
+    away = starts(shape.n)
+    low_line, high_line, low, n, base, start = shape.lines(
+        device, begin, high_begin, shape.n, away, shape.start
     )
-    total = sum(shape.k)
-    position = torch.arange(total, device=high.device) - first
+    bits = raw[low_bytes : low_bytes + sum(shape.high_bytes), None] & _single_bits(device)
     # nonzero() would make the host wait for the number of set bits. A damaged code can have another
-    # number of them.
-    at = torch.nonzero_static(high, size=total, fill_value=0)[:, 0]
-    # Each segment has k set bits, if all of them together are as many as all entries, and each
-    # entry's bit is in its own segment. A bit in the padding is not.
-    intact = (high.sum() == total) & ((at >= high_at) & (at < high_end)).all()
-    local = (at - high_at - position * step) << low
-    if max(shape.low):
-        lows = torch.cat([code[:cut] for code, cut in pairs])
-        local |= _low_parts(lows, position * low + 8 * low_at, low, max(shape.low))
-        intact &= _padding_is_zero(lows, shape)
-    ascends = (local[1:] > local[:-1]) | (position[1:] == 0)
-    intact = intact & ascends.all() & (local < n).all()
-    return local.where(intact, position) + start, intact
+    # number of them, so look for one more.
+    total = sum(shape.k)
+    at = torch.nonzero_static(bits.view(-1), size=total + 1, fill_value=-1)[:, 0]
+    local = at[:total].view(shape_of(shape.k)) - high_line
+    if max(shape.low) and isinstance(low_line, Tensor):
+        local = (local << low) | _low_parts(raw, low_line, low, max(shape.low))
+    # If every index is in its segment and there are as many bits as entries, then each segment has
+    # its own bits, because a segment's bits cannot stand for an index in another one.
+    inside = local.clamp(0, n - 1) if isinstance(n, int) else local.clamp(min=0).minimum(n - 1)
+    ordered = add(inside, base).view(-1)
+    checks = [(local == inside).view(-1), ordered[1:] > ordered[:-1], at[total:] < 0]
+    intact = torch.cat([*checks, *_padding_is_zero(raw, shape)]).all()
+    return add(inside, start).view(-1), intact
 
 
-def _low_parts(raw: Tensor, bit: Tensor, low: int | Tensor, widest: int) -> Tensor:
+def _low_parts(raw: Tensor, bit: Tensor, low: Tensor | int, widest: int) -> Tensor:
     """Return the numbers of `low` bits at the positions `bit` of a bit vector."""
-    # A low part that starts at any bit of a byte extends over at most this many bytes.
-    count = (widest + 14) // 8
-    each = torch.arange(count, device=raw.device)
-    padded = torch.nn.functional.pad(raw, (0, count))
-    window = padded[(bit >> 3)[:, None] + each].long() << (8 * each)
-    mask = (torch.ones_like(bit) << low) - 1 if isinstance(low, Tensor) else (1 << low) - 1
-    found: Tensor = (window.sum(1) >> (bit & 7)) & mask
-    return found
+    # A low part that starts at any bit of a byte lies within 32 or 64 bits.
+    dtype = torch.int32 if widest + 7 <= 32 else torch.int64
+    window = torch.arange(dtype.itemsize, device=raw.device)
+    words = raw[(bit >> 3)[..., None] + window].view(dtype)[..., 0]
+    mask = (1 << low) - 1
+    return (words >> (bit & 7)) & mask
 
 
-def _padding_is_zero(lows: Tensor, shape: Shape) -> Tensor:
-    """Return whether the bits after each segment's low part, up to a whole byte, are zero."""
+def _padding_is_zero(raw: Tensor, shape: Shape) -> list[Tensor]:
+    """Return whether the bits after the low parts, up to a whole byte, are zero."""
     ends = zip(starts(shape.low_bytes), shape.low_bytes, shape.k, shape.low, strict=True)
-    # A number of bits that fills the last byte would leave no padding to look at.
     padded = [(at + size - 1, k * low % 8) for at, size, k, low in ends if k * low % 8]
     if not padded:
-        return torch.full((), True, device=lows.device)
-    last, used = host.copy_to(torch.tensor(padded).T.contiguous(), lows.device)
-    clear: Tensor = (lows[last] >> used == 0).all()
-    return clear
+        return []
+    last, used = host.copy_to(torch.tensor(padded).T.contiguous(), raw.device)
+    return [raw.index_select(0, last) >> used == 0]
 
 
-def _unpack(raw: Tensor) -> Tensor:
-    """Unpack bytes into bits, 0 or 1 as uint8."""
-    return ((raw[:, None] >> _bit_positions(raw)) & 1).view(-1)
+def _single_bits(device: torch.device) -> Tensor:
+    return host.copy_to(torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8), device)
 
 
 def _bit_positions(like: Tensor) -> Tensor:

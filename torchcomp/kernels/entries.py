@@ -12,13 +12,14 @@ runs, with the same results.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from torchcomp.kernels import backend, elias_fano, quantize
-from torchcomp.kernels.segments import Segment
+from torchcomp.kernels.segments import Segment, joined
 from torchcomp.wire import Parts
 
 Batch = tuple[Sequence[Segment], Sequence[Parts]]
@@ -59,18 +60,18 @@ def subtract_all(
         counts: number of values of each message.
         weight: factor on the values.
     """
-    values = quantize.decode_all(messages, counts, x.dtype)
+    values = joined(quantize.decode_all(messages, counts, x.dtype))
     # Replace instead of masking: a boolean index would make the host wait for an accelerator.
     values = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
-    # Not sub_(alpha=weight): it can fuse both operations, and the Numba form rounds the product.
-    x.index_copy_(0, index, x.index_select(0, index).sub_(values * weight))
+    # Not alpha=-weight: it can fuse both operations, and the Numba form rounds the product.
+    x.index_add_(0, index, values if weight == 1 else values * weight, alpha=-1)
 
 
 def accumulate(messages: Sequence[Parts], k: int, out: Tensor, weight: float = 1.0) -> None:
     """Add `weight` times each message to `out`, in order.
 
     If the index code of a message is damaged, ``out[0]`` becomes NaN, which stops the step on all
-    ranks. Nothing of the message is added. Whether other messages are added is not specified.
+    ranks. What happens to the other entries is not specified.
 
     Args:
         messages: for each message, the fields of its k values and the code of its indices. The
@@ -105,14 +106,13 @@ def accumulate_all(messages: Sequence[Batch], out: Tensor, weight: float) -> Non
         if not segments:
             continue
         counts = [segment.k for segment in segments]
-        values = quantize.decode_all([fields for *fields, _ in parts], counts, out.dtype)
+        values = iter(quantize.decode_all([fields for *fields, _ in parts], counts, out.dtype))
         index, intact = elias_fano.decode_all([code for *_, code in parts], segments)
-        # Add zeros instead of branching on `intact`: reading it would make the host wait.
-        values = values.where(intact, 0.0)
         sizes = [sum(segment.k for segment in each) for each, _ in some]
-        for at, value in zip(torch.split(index, sizes), torch.split(values, sizes), strict=True):
-            out.index_add_(0, at, value, alpha=weight)
-        out[:1].copy_(out[:1].where(intact, torch.nan))
+        for at, (each, _) in zip(torch.split(index, sizes), some, strict=True):
+            out.index_add_(0, at, joined(list(islice(values, len(each)))), alpha=weight)
+        # Reading `intact` would make the host wait.
+        out[:1].masked_fill_(~intact, torch.nan)
 
 
 def _batches(messages: Sequence[Batch]) -> Iterator[Sequence[Batch]]:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from torchcomp.kernels import backend
 from torchcomp.kernels.cast import narrow
+from torchcomp.kernels.segments import joined
 from torchcomp.wire import Field, Layout, Parts
 
 BLOCK = 128
@@ -127,14 +128,14 @@ def decode(parts: Sequence[Tensor], count: int, dtype: torch.dtype) -> Tensor:
     """
     fast = backend.fast_form("quantize", parts[-1].device.type) if len(parts) == 2 else None
     if fast is None:
-        return decode_all([parts], [count], dtype)
+        return decode_all([parts], [count], dtype)[0]
     decoded: Tensor = fast.decode(*parts, count)
     return decoded.to(dtype)
 
 
 def decode_all(
     messages: Sequence[Sequence[Tensor]], counts: Sequence[int], dtype: torch.dtype
-) -> Tensor:
+) -> list[Tensor]:
     """Decode several messages at once, in plain torch.
 
     Args:
@@ -143,11 +144,13 @@ def decode_all(
         dtype: dtype of the result.
 
     Returns:
-        The values of all messages, one after another; 1-D.
+        The values of each message, 1-D.
     """
     fields = list(zip(*messages, strict=True))
     if len(fields) == 1:
-        return _joined(fields[0]).to(dtype)
+        if fields[0][0].dtype == dtype:
+            return list(fields[0])
+        return list(torch.split(joined(fields[0]).to(dtype), list(counts)))
     scale, codes = fields
     if codes[0].dtype == torch.uint8:
         packed = _rows(codes, BLOCK // 2)
@@ -156,10 +159,9 @@ def decode_all(
         rows = (nibbles ^ 8).to(torch.int8) - 8
     else:
         rows = _rows(codes, BLOCK)
-    values = (rows.float() * _joined(scale)[:, None]).view(-1)
+    values = (rows.float() * joined(scale)[:, None]).view(-1).to(dtype)
     sizes = [-(-count // BLOCK) * BLOCK for count in counts]
-    parts = zip(torch.split(values, sizes), counts, strict=True)
-    return _joined([part[:count] for part, count in parts]).to(dtype)
+    return [part[:count] for part, count in zip(torch.split(values, sizes), counts, strict=True)]
 
 
 def _blocks(values: Tensor, counts: Sequence[int]) -> Tensor:
@@ -172,12 +174,7 @@ def _rows(parts: Sequence[Tensor], length: int) -> Tensor:
     zeros = parts[0].new_zeros(length)
     filled = ((part, zeros[: -part.numel() % length]) for part in parts)
     rows = [part for pair in filled for part in pair if part.numel()]
-    return _joined(rows or [zeros[:0]]).view(-1, length)
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors. One alone is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    return joined(rows or [zeros[:0]]).view(-1, length)
 
 
 def _scale(blocks: Tensor, levels: int) -> Tensor:

@@ -5,7 +5,7 @@ launch does not grow with the number of segments. Entries are stored flat, one s
 another, in the order of the segments.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -33,10 +33,18 @@ def starts(counts: Sequence[int]) -> list[int]:
     return [0, *accumulate(counts)][:-1]
 
 
+def shape_of(counts: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a tensor with one element for each entry of segments.
+
+    Segments with equally many entries are the rows of a matrix, any others lie flat.
+    """
+    return (len(counts), counts[0]) if len(set(counts)) == 1 else (sum(counts),)
+
+
 def spread(
     counts: Sequence[int], device: torch.device, *columns: Sequence[int]
 ) -> list[Tensor | int]:
-    """Return numbers of segments as one value for each of their entries.
+    """Return numbers of segments as values for each of their entries.
 
     Args:
         counts: number of entries of each segment.
@@ -44,15 +52,42 @@ def spread(
         columns: each has one number for each segment.
 
     Returns:
-        For each column, 1-D int64 with one element for each entry; or a number, if the numbers of
-        all segments are equal.
+        For each column, an int64 tensor that broadcasts to :func:`shape_of` the entries; or a
+        number, if the numbers of all segments are equal.
     """
     uneven = [column for column in columns if len(set(column)) > 1]
-    rows = iter(())
-    if uneven:
+    rows: Iterator[Tensor] = iter(())
+    if uneven and len(set(counts)) == 1:
+        rows = iter(host.copy_to(torch.tensor(uneven), device)[:, :, None])
+    elif uneven:
         # One copy for all columns.
         table = host.copy_to(torch.tensor([counts, *uneven]), device)
         # With the size of the result, the host does not have to read the counts.
         segment = torch.repeat_interleave(table[0], output_size=sum(counts))
         rows = iter(table[1:].index_select(1, segment))
     return [next(rows) if len(set(column)) > 1 else column[0] for column in columns]
+
+
+def line(
+    counts: Sequence[int], device: torch.device, step: Tensor | int, offset: Tensor | int
+) -> Tensor | int:
+    """Return ``offset + step * i`` for each entry i of all segments, counted from 0."""
+    total, shape = sum(counts), shape_of(counts)
+    if isinstance(step, Tensor):
+        return torch.arange(total, device=device).view(shape) * step + offset
+    if not step:
+        return offset
+    # As far as possible in the one kernel of `arange`.
+    begin = 0 if isinstance(offset, Tensor) else offset
+    grown = torch.arange(begin, begin + total * step, step, device=device).view(shape)
+    return grown + offset if isinstance(offset, Tensor) else grown
+
+
+def add(x: Tensor, offset: Tensor | int) -> Tensor:
+    """Return ``x + offset``, without a kernel if that is `x`."""
+    return x if isinstance(offset, int) and not offset else x + offset
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors. One alone is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchcomp import host
 from torchcomp.kernels import backend
-from torchcomp.kernels.segments import Segment
+from torchcomp.kernels.segments import Segment, add, joined
 
 
 class Scratch:
@@ -112,7 +112,8 @@ def largest_all(x: Tensor, segments: Sequence[Segment], scratch: Sequence[Scratc
         1-D int64, indices within `x`: those of the first segment, of the second, and so on.
     """
     if _together(x):
-        return _joined([_largest_of_group(x, group) for group in _of_similar_length(segments)], x)
+        groups = _of_similar_length(segments)
+        return joined([_largest_of_group(x, group) for group in groups] or [_none(x)])
     each: Sequence[Scratch | None] = scratch or [None] * len(segments)
     chosen = (largest(x[s.span], s.k, kept) for s, kept in zip(segments, each, strict=True))
     return _placed(chosen, segments, x)
@@ -145,13 +146,11 @@ def _together(x: Tensor) -> bool:
 def _placed(chosen: Iterable[Tensor], segments: Sequence[Segment], x: Tensor) -> Tensor:
     """Return indices within segments as indices within `x`."""
     pairs = zip(chosen, segments, strict=True)
-    return _joined([index + s.start if s.start else index for index, s in pairs], x)
+    return joined([index + s.start if s.start else index for index, s in pairs] or [_none(x)])
 
 
-def _joined(parts: list[Tensor], x: Tensor) -> Tensor:
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts) if parts else torch.arange(0, device=x.device)
+def _none(x: Tensor) -> Tensor:
+    return torch.arange(0, device=x.device)
 
 
 def _of_similar_length(segments: Sequence[Segment]) -> list[list[Segment]]:
@@ -170,7 +169,7 @@ def _largest_of_group(x: Tensor, segments: Sequence[Segment]) -> Tensor:
     within = x[first : segments[-1].span.stop].detach()
     magnitude = within.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
     if len(segments) == 1:
-        return _largest_of_rows(magnitude[None], [segments[0].k])[:, 1] + first
+        return add(_largest_of_rows(magnitude[None], [segments[0].k])[:, 1], first)
     # Below every magnitude, so that no filling is selected.
     filling = magnitude.new_full((longest,), -1.0)
     rows = []

@@ -1,0 +1,268 @@
+"""A lint: code that may run on tensors of a device makes the host wait only where it is named here.
+
+On CUDA, an assignment of a number to an index copies it from pageable host memory and waits for the
+stream; an assignment to a slice is a fill. A tensor that is made from numbers on a device is a copy
+as well. The lint reads the source, so it also sees code that no other test runs. It cannot know
+types; the counter of launches and waits sees the rest.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import torchcomp
+
+PACKAGE = Path(torchcomp.__file__).parent
+
+OUTSIDE = (
+    # These run before or after training, or on numbers of the host.
+    *("__main__.py", "explain.py", "plan.py", "comparison.py", "time_model.py", "named_models.py"),
+    *("spec.py", "component.py", "compat.py", "checks.py", "schedules/", "integrations/"),
+    # Checkpoints and simulations.
+    *("checkpoint.py", "gathering.py", "algorithms/"),
+    # NumPy.
+    "jointspar/bandit.py",
+)
+"""Files and folders that may wait. Numba's kernels may as well: they run on the CPU only."""
+
+EXCEPTIONS = {
+    # Once, or seldom.
+    "averager.py Averager.begin": "the comparison of the ranks at the first step",
+    "averager.py Averager._flushed": "only while a residual is sent after a swap",
+    "averager.py Averager.residual_norms": "the caller asks for numbers",
+    "batchnorm.py _forward_passes": "after training",
+    "exchange/base.py Exchange.same": "verifies settings",
+    "exchange/base.py Exchange._wire_error": "the step has failed",
+    "jointspar/jointspar.py JointSpar._measured_costs": "once, after the warm-up",
+    "nonfinite.py FiniteWatch.error": "the step has failed",
+    # The one wait of a step.
+    "exchange/base.py Exchange.conclude_later": "the decision whether the step counts",
+    "exchange/base.py Exchange.conclude_later.decide": "the same, if messages were received",
+    # For a copy that was begun before, and usually long ago.
+    "host.py copy_from": "a copy that does not block",
+    "host.py copy_from.wait": "its end",
+    "ddp/loss_scale.py LossScale.read": "copied when the forward pass began",
+    # Numbers of the host.
+    "jointspar/jointspar.py JointSpar.p": "NumPy",
+    "jointspar/jointspar.py JointSpar.probability": "NumPy",
+    "jointspar/jointspar.py JointSpar.stats": "NumPy",
+    "jointspar/sampled.py Sampled.aggregate": "NumPy",
+    "jointspar/sampler.py Sampler.prepare": "NumPy",
+    "jointspar/sampler.py Sampler.state_dict": "NumPy",
+    "jointspar/sampler.py SamplingOptions.bandit": "an option",
+    "kernels/select.py largest_on_host": "called for values that the host can read",
+    "local_sgd/local_sgd.py LocalSGD._before_step": "a dict",
+    "local_sgd/local_sgd.py LocalSGD._after_step": "a dict",
+    "local_sgd/local_sgd.py LocalSGD._watched.closure": "a dict",
+    "local_sgd/rounds.py LocalSteps._lrs": "a learning rate",
+    "local_sgd/rounds.py fragments_of": "sizes",
+    "routes/sharded_load.py _frame": "sizes",
+    "routes/sharded_load.py _shards": "NumPy",
+    "routes/threshold.py _bins": "sizes",
+    "wire.py _checksum": "NumPy, for frames that the host can read",
+}
+"""File and function -> why it may wait."""
+
+TO_MEND = {
+    "jointspar/jointspar.py JointSpar._backward_done": "reads the loss scale",
+    "jointspar/sampler.py Sampler.union": "waits in every step",
+    "jointspar/sampler.py Sampler.learn": "waits in every step",
+    "jointspar/skip.py Clock.backward_ms": "waits in every measured step",
+    "jointspar/skip.py Clock._now": "waits for another device",
+    "kernels/elias_fano.py encode": "copies a number to an index",
+    "kernels/elias_fano.py decode": "a host form beside the device form",
+    "kernels/entries.py accumulate": "copies a number to an index",
+    "kernels/quantize.py encode": "copies random numbers from pageable memory",
+    "local_sgd/averages.py OverlappedAverages._require_finite": "waits for each bucket",
+    "local_sgd/local_sgd.py creates_state": "waits for each parameter",
+    "local_sgd/overflow.py backward_until_finite": "waits for each backward pass",
+    "routes/sharded.py ShardedRoute._send_selected": "waits for the counts",
+    "routes/sharded.py ShardedRoute._collect": "waits for the counts",
+    "routes/sharded.py ShardedRoute._select": "waits for the counts",
+    "routes/threshold.py chosen": "waits for the number of entries",
+    "routes/threshold.py _Search.histogram": "waits for the range",
+    "routes/threshold.py _Search.narrow": "waits for each rank",
+    "routes/threshold.py _Search.select": "waits for each rank",
+    "wire.py seal": "copies a number to an index",
+    "wire.py _checksum_on_device": "copies a number to an index",
+}
+"""As EXCEPTIONS, but wrong: each is to be mended, and this list is to become empty."""
+
+METHODS = {
+    *("item", "tolist", "numpy", "cpu", "nonzero", "argwhere", "bincount", "unique"),
+    *("masked_select", "equal", "allclose", "synchronize"),
+}
+"""Calls that wait, as methods or as functions of torch."""
+
+FROM_NUMBERS = {"tensor", "as_tensor", "from_numpy"}
+HOST_TYPES = {"bool", "int", "float"}
+TRUTHS = {"any", "all", "isfinite", "isnan"}
+
+
+def waits(node: ast.AST) -> Iterator[str]:
+    """What in a node, apart from its children, can make the host wait."""
+    if isinstance(node, ast.Assign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in targets:
+            for each in target.elts if isinstance(target, ast.Tuple) else [target]:
+                if isinstance(each, ast.Subscript) and _copies(each.slice, node.value):
+                    yield "an assignment to an index"
+    elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Compare):
+        yield "a boolean index"
+    elif isinstance(node, ast.Call):
+        yield from _calls(node)
+    elif isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
+        yield from _truths(node.test)
+    elif isinstance(node, ast.comprehension):
+        for test in node.ifs:
+            yield from _truths(test)
+
+
+def _copies(index: ast.expr, value: ast.expr) -> bool:
+    parts = index.elts if isinstance(index, ast.Tuple) else [index]
+    if any(isinstance(part, ast.Slice) for part in parts):
+        return False
+    return any(map(_is_number, parts)) or _is_number(value)
+
+
+def _is_number(value: ast.expr) -> bool:
+    if isinstance(value, ast.UnaryOp):
+        value = value.operand
+    return isinstance(value, ast.Constant) and isinstance(value.value, int | float)
+
+
+def _is_setting(value: ast.expr) -> bool:
+    """Whether a value is a number, an attribute, or an entry with a name."""
+    if isinstance(value, ast.Subscript):
+        value = value.slice
+        return isinstance(value, ast.Constant) and isinstance(value.value, str)
+    return isinstance(value, ast.Attribute | ast.Constant)
+
+
+def _calls(call: ast.Call) -> Iterator[str]:
+    function, options = call.func, {option.arg for option in call.keywords}
+    if isinstance(function, ast.Name):
+        if function.id in HOST_TYPES and call.args and not _is_setting(call.args[0]):
+            yield f"{function.id}()"
+        return
+    if not isinstance(function, ast.Attribute):
+        return
+    name = function.attr
+    made = {n.attr for n in ast.walk(function.value) if isinstance(n, ast.Attribute)}
+    if name in METHODS or (name in FROM_NUMBERS and "device" in options):
+        yield f".{name}()"
+    elif name == "to" and (made & FROM_NUMBERS or "'cpu'" in map(ast.unparse, call.args)):
+        yield ".to()"
+    elif name == "repeat_interleave" and "output_size" not in options:
+        yield ".repeat_interleave()"
+
+
+def _truths(test: ast.expr) -> Iterator[str]:
+    for node in ast.walk(test):
+        function = node.func if isinstance(node, ast.Call) else None
+        if isinstance(function, ast.Attribute) and function.attr in TRUTHS:
+            yield f"the truth of .{function.attr}()"
+
+
+def found_in(source: str) -> list[tuple[str, int, str]]:
+    """Function, line and kind of each wait, except where the host can read the values."""
+    found = []
+
+    def visit(node: ast.AST, function: str) -> None:
+        found.extend((function, getattr(node, "lineno", 0), kind) for kind in waits(node))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            function = f"{function}.{node.name}".strip(".")
+        children = list(ast.iter_child_nodes(node))
+        if isinstance(node, ast.If | ast.IfExp) and "can_read(" in ast.unparse(node.test):
+            children = node.orelse if isinstance(node, ast.If) else [node.orelse]
+        for child in children:
+            visit(child, function)
+
+    visit(ast.parse(source), "")
+    return found
+
+
+def test_only_what_is_named_here_waits() -> None:
+    unnamed, used = [], set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        if name.startswith(OUTSIDE) or name.endswith(("_numba.py", "_triton.py")):
+            continue
+        for function, line, kind in found_in(path.read_text()):
+            entry = f"{name} {function}"
+            used.add(entry)
+            if entry not in EXCEPTIONS and entry not in TO_MEND:
+                unnamed.append(f"{name}:{line} {function}: {kind}")
+    assert not unnamed, "\n".join(["these can make the host wait for a device:", *unnamed])
+    unused = (EXCEPTIONS.keys() | TO_MEND.keys()) - used
+    assert not unused, "remove the exceptions that nothing uses any more"
+    assert not EXCEPTIONS.keys() & TO_MEND.keys()
+
+
+def test_the_files_outside_exist() -> None:
+    assert all((PACKAGE / name).exists() for name in OUTSIDE)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x[0] = 5",
+        "x[-1] = f(n)",
+        "x[index] = 1.0",
+        "x[0, 1] = y",
+        "x[0] += 1",
+        "x[x > 3]",
+        "x[x > 3] = y",
+        "x.item()",
+        "x.sum().tolist()",
+        "float(x.sum())",
+        "int(n)",
+        "int(n[1])",
+        "bool(x)",
+        "x.cpu()",
+        "x.to('cpu')",
+        "x.numpy()",
+        "torch.nonzero(x)",
+        "x.bincount(minlength=3)",
+        "torch.equal(x, y)",
+        "torch.tensor(5, device=x.device)",
+        "torch.as_tensor(n, device=d)",
+        "torch.from_numpy(n).to(d)",
+        "torch.tensor([1]).to(d)",
+        "x.repeat_interleave(n)",
+        "if x.isfinite().all(): pass",
+        "y = 1 if (x > 0).any() else 2",
+        "[n for n in m if not n.isfinite().all()]",
+        "torch.cuda.synchronize()",
+        "if host.can_read(x):\n    pass\nelse:\n    x.item()",
+    ],
+)
+def test_the_lint_finds(line: str) -> None:
+    assert found_in(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x[:1] = 5",
+        "x[1:3].fill_(5)",
+        "x[:, 0] = 5",
+        "x[index] = y",
+        "x.index_fill_(0, index, 5)",
+        "x.masked_fill(x > 3, 5)",
+        "torch.nonzero_static(x, size=3)",
+        "torch.tensor(5)",
+        "torch.full((), 5, device=d)",
+        "x.to(dtype)",
+        "host.copy_to(torch.tensor([1]), d)",
+        "x.repeat_interleave(n, output_size=9)",
+        "if any(names): pass",
+        "found = x.isfinite().all()",
+        "if host.can_read(x):\n    x.item()",
+        "y = x.tolist() if host.can_read(x) else x",
+    ],
+)
+def test_the_lint_accepts(line: str) -> None:
+    assert not found_in(line)
