@@ -30,7 +30,6 @@ OUTSIDE = (
 EXCEPTIONS = {
     # Once, or seldom.
     "averager.py Averager.begin": "the comparison of the ranks at the first step",
-    "averager.py Averager._flushed": "only while a residual is sent after a swap",
     "averager.py Averager.residual_norms": "the caller asks for numbers",
     "batchnorm.py _forward_passes": "after training",
     "exchange/base.py Exchange.same": "verifies settings",
