@@ -76,6 +76,7 @@ class Averager:
             merged into one bucket per dtype and device.
         state: the slots of this rank.
         step: number of steps that finished without an error.
+        scale: loss scale of the gradients of the last step, which the state follows.
         unused: names of the parameters that no rank used in the last step; see :meth:`finish`.
 
     Raises:
@@ -113,7 +114,7 @@ class Averager:
         self._client_slots = client_slots
         self._shapes: dict[Group, BucketShape] = {}
         self._nbytes = sum(parameter.nbytes for parameter in self.parameters.values())
-        self._loss_scale = 1.0
+        self.scale = 1.0
         self._meter = Meter()
         self._averaged = 0  # buckets of the step in flight, for the labels of a trace
         self._callbacks: list[Callable[[bool], None]] = []
@@ -165,9 +166,9 @@ class Averager:
             self.exchange.verify("the first step", values, checkpoint.ONE_STEP)
             self._verified = True
         # Residuals and estimates have the unit of the scaled gradients.
-        if scale != self._loss_scale:
-            self.state.scale(scale / self._loss_scale)
-            self._loss_scale = scale
+        if scale != self.scale:
+            self.state.scale(scale / self.scale)
+            self.scale = scale
         now = self._active.at(self.step)
         if now != self._now:
             # A stage has workspaces of its own, and those of a high ratio are large.
@@ -487,7 +488,7 @@ class Averager:
             **checkpoint.header(str(self._aggregator), self.exchange),
             "step": self.step,
             "seed": self.seed,
-            "scale": self._loss_scale,
+            "scale": self.scale,
             "flushing": self._flushing,
             "groups": [list(group) for group in self.groups],
             "buckets": [list(group) for group in self.buckets],
@@ -536,7 +537,7 @@ class Averager:
         slots: Mapping[str, tuple[Kind, bool, dict[str, Tensor]]],
     ) -> None:
         self.groups, self.buckets = _groups(state["groups"]), _groups(state["buckets"])
-        self.step, self.seed, self._loss_scale = state["step"], state["seed"], float(state["scale"])
+        self.step, self.seed, self.scale = state["step"], state["seed"], float(state["scale"])
         self._meter.load_state_dict(state["traffic"], self.step)
         self._flushing = state["flushing"]
         self._active = _FLUSH if self._flushing else self._aggregator

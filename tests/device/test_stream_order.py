@@ -24,9 +24,9 @@ class Run:
     """Training with simulated streams. The loop reads its loss, as many do, only at the end."""
 
     def __init__(self, spec: str = TOPK, module: nn.Module | None = None, **options: Any) -> None:
-        scaler = options.pop("scaler", None)
+        scaler, check = options.pop("scaler", None), options.pop("check", "step")
         self.model = wrap(module or mlp(), **options)
-        self.handle = torchcomp.register(self.model, spec, scaler=scaler)
+        self.handle = torchcomp.register(self.model, spec, scaler=scaler, check=check)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
 
@@ -64,6 +64,23 @@ def faults_of(body: Callable[[], Any], executor: Any = StreamExecutor) -> list[s
 @pytest.mark.parametrize("spec", only(METHODS, now=THROUGH_DDP))
 def test_steps_of_every_method(spec: str) -> None:
     assert not faults_of(lambda: Run(spec).train(0, 1, 2))
+
+
+@pytest.mark.parametrize("spec", [TOPK, "powersgd(rank=1)", "bidirectional(topk(0.1), topk(0.1))"])
+def test_steps_that_are_checked_late(spec: str) -> None:
+    """No wait of the host orders the streams at the end of a step."""
+
+    def body() -> None:
+        run = Run(spec, check="late").train(0, 1, 2)
+        state = reloaded(run.handle.state_dict())
+        run.train(3)
+        run.handle.load_state_dict(state)
+        del state
+        run.train(4, 5)
+        run.handle.swap("mean")
+        run.train(6, 7)
+
+    assert not faults_of(body)
 
 
 @pytest.mark.parametrize(

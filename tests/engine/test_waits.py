@@ -40,7 +40,7 @@ class Run:
             self.step(step)
 
 
-WAITS = {"mean": 0, 'mean(cast("fp16"))': 1, 'ef(cast("fp16"))': 1}
+WAITS = {"mean": 0, 'mean(cast("fp16"))': 1, 'ef(cast("fp16"))': 1, "ef(topk(0.3))": 1}
 """Waits at the end of a step. There are none before."""
 
 

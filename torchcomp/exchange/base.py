@@ -249,7 +249,9 @@ class Exchange(ABC):
         flags = host.copy_to(torch.tensor(message, dtype=torch.uint8), self.device)
         # Slices, because assigning to an index copies from the host and waits for the stream.
         if found:
-            flags[:1] = torch.cat([each for _, *both in found for each in both]).any()
+            flags[:1] = (
+                torch.cat([each for _, *both in found for each in both]).any().to(self.device)
+            )
         if finite is not None:
             flags[1:2] = ~finite
         return flags
