@@ -1,0 +1,45 @@
+"""What the Triton kernels share. Import it only with Triton installed.
+
+The kernels use only what Triton 3.2 has, the version of torch 2.6. They run on CPU tensors as well,
+in Triton's interpreter, if the environment sets ``TRITON_INTERPRET=1`` before the first import.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INFINITY = tl.constexpr(0x7F800000)
+"""The bits of infinity in float32. The bits of NaN are larger."""
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """``triton.jit`` with type annotations, for mypy."""
+    return triton.jit(function)
+
+
+def on_device_of(x: Tensor) -> torch.cuda.device:
+    """Make the device of `x` the current one, in a ``with`` block."""
+    # Triton launches on the current device, which can differ from the device of `x`. -1 changes
+    # nothing: in Triton's interpreter, tensors are on the CPU.
+    return torch.cuda.device(x.device.index if x.is_cuda else -1)
+
+
+@kernel
+def number(x: tl.tensor) -> tl.tensor:
+    """Return values of a 16-bit or 32-bit floating-point dtype as float32."""
+    # Convert the bits, because Triton's interpreter flushes bfloat16 denormals to zero.
+    if x.dtype == tl.bfloat16:
+        wide = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        x = wide.to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@kernel
+def magnitude(x: tl.tensor) -> tl.tensor:
+    """Return int32 keys that order as the magnitudes of `x` do. NaN counts as infinity."""
+    bits = number(x).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.minimum(bits, INFINITY)
