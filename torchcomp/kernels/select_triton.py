@@ -88,7 +88,9 @@ def select(x: Tensor, k: int, scratch: Scratch, summands: tuple[Tensor, Tensor] 
             *source, begin, size, above, tied,
             DONE=_ROUNDS, BLOCK=_BLOCK, CHUNK=_CHUNK, BINS=_BINS, num_warps=2,
         )  # fmt: skip
-        _place[(1,)](state, above, tied, bound, found, blocks, k, DONE=_ROUNDS, CHUNK=_BLOCK)
+        _place[(1,)](
+            state, above, tied, bound, found, blocks, k, DONE=_ROUNDS, CHUNK=_BLOCK, num_warps=8
+        )
         _write[(blocks,)](
             *source, begin, size, above, tied, positions, chosen,
             DONE=_ROUNDS, BLOCK=_BLOCK, CHUNK=_CHUNK, num_warps=2,
@@ -120,7 +122,7 @@ def _bound(
 # --- Steps of the selection -----------------------------------------------------------------------
 
 
-@kernel
+@kernel("drawn", "step", "rank", "margin")
 def _sample(
     g: tl.tensor,
     e: tl.tensor,
@@ -152,7 +154,7 @@ def _sample(
     tl.store(bound + 1, margin)
 
 
-@kernel
+@kernel("capacity")
 def _collect(
     g: tl.tensor,
     e: tl.tensor,
@@ -193,7 +195,7 @@ def _collect(
         tl.store(positions + slot, at, mask=fits)
 
 
-@kernel
+@kernel()
 def _entries(found: tl.tensor, n: tl.tensor, k: tl.tensor, capacity: tl.tensor) -> tuple:
     """Return whether to read the whole vector, and the number of entries to look at."""
     count = tl.load(found)
@@ -201,17 +203,17 @@ def _entries(found: tl.tensor, n: tl.tensor, k: tl.tensor, capacity: tl.tensor) 
     return whole, tl.where(whole, n, count)
 
 
-@kernel
+@kernel()
 def _keys(
-    x: tl.tensor, keys: tl.tensor, at: tl.tensor, inside: tl.tensor, whole: tl.tensor
+    x: tl.tensor, keys: tl.tensor, at: tl.tensor, stop: tl.tensor, whole: tl.tensor
 ) -> tl.tensor:
-    """Return the magnitudes of entries of the whole vector or of the list of candidates."""
-    value = tl.load(x + at, mask=inside & whole, other=0.0)
-    key = tl.load(keys + at, mask=inside & (whole == 0), other=0)
+    """Return the magnitudes below `stop`, in the whole vector or in the list of candidates."""
+    value = tl.load(x + at, mask=at < tl.where(whole, stop, 0), other=0.0)
+    key = tl.load(keys + at, mask=at < tl.where(whole, 0, stop), other=0)
     return tl.where(whole, magnitude(value), key)
 
 
-@kernel
+@kernel()
 def _chosen(
     counts: tl.tensor, state: tl.tensor, k: tl.tensor, DONE: tl.constexpr, BINS: tl.constexpr
 ) -> tuple:
@@ -234,7 +236,7 @@ def _chosen(
     return prefix, rank
 
 
-@kernel
+@kernel("n", "k", "capacity")
 def _count(
     x: tl.tensor,
     keys: tl.tensor,
@@ -258,7 +260,7 @@ def _count(
             tl.store(state + 2 * DONE + 1, rank)
         at = block * BLOCK + tl.arange(0, BLOCK)
         matches = at < entries
-        key = _keys(x, keys, at, matches, whole)
+        key = _keys(x, keys, at, entries, whole)
         if DONE > 0:
             matches = matches & (key >> (32 - 8 * DONE) == prefix)
         digit = (key >> (24 - 8 * DONE)) & (BINS - 1)
@@ -271,7 +273,7 @@ def _count(
         tl.atomic_add(counts + DONE * BINS + digits, count, mask=count > 0, sem="relaxed")
 
 
-@kernel
+@kernel()
 def _range(
     begin: tl.tensor, size: tl.tensor, whole: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr
 ) -> tuple:
@@ -282,7 +284,7 @@ def _range(
     return start, start + length
 
 
-@kernel
+@kernel("n", "k", "capacity")
 def _tally(
     x: tl.tensor,
     keys: tl.tensor,
@@ -314,14 +316,14 @@ def _tally(
     for first in range(start, stop, CHUNK):
         at = first + tl.arange(0, CHUNK)
         inside = at < stop
-        key = _keys(x, keys, at, inside, whole)
+        key = _keys(x, keys, at, stop, whole)
         larger += (inside & (key > threshold)).to(tl.int32)
         equal += (inside & (key == threshold)).to(tl.int32)
     tl.store(above + block, tl.sum(larger, 0))
     tl.store(tied + block, tl.sum(equal, 0))
 
 
-@kernel
+@kernel("blocks", "k")
 def _place(
     state: tl.tensor,
     above: tl.tensor,
@@ -360,7 +362,7 @@ def _place(
     tl.store(bound + 1, tl.minimum(tl.maximum(margin, 1 << 13), 1 << 26))
 
 
-@kernel
+@kernel("n", "k", "capacity")
 def _write(
     x: tl.tensor,
     keys: tl.tensor,
@@ -389,10 +391,10 @@ def _write(
     for first in range(start, stop, CHUNK):
         at = first + tl.arange(0, CHUNK)
         inside = at < stop
-        key = _keys(x, keys, at, inside, whole)
+        key = _keys(x, keys, at, stop, whole)
         equal = (inside & (key == threshold)).to(tl.int32)
         keep = inside & ((key > threshold) | ((equal > 0) & (tl.cumsum(equal, 0) <= quota)))
-        index = tl.load(positions + at, mask=inside & (whole == 0), other=0)
+        index = tl.load(positions + at, mask=at < tl.where(whole, 0, stop), other=0)
         index = tl.where(whole, at, index).to(tl.int64)
         kept = keep.to(tl.int32)
         tl.store(chosen + offset + tl.cumsum(kept, 0) - 1, index, mask=keep)

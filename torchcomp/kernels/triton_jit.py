@@ -16,9 +16,14 @@ INFINITY = tl.constexpr(0x7F800000)
 """The bits of infinity in float32. The bits of NaN are larger."""
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """``triton.jit`` with type annotations, for mypy."""
-    return triton.jit(function)
+def kernel(*general: str) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function with ``triton.jit``.
+
+    Args:
+        general: names of integer arguments. Triton would compile one form for each of: the value 1,
+            multiples of 16, and the others. For these arguments, one form serves them all.
+    """
+    return lambda function: triton.jit(function, do_not_specialize=general)
 
 
 def on_device_of(x: Tensor) -> torch.cuda.device:
@@ -28,7 +33,7 @@ def on_device_of(x: Tensor) -> torch.cuda.device:
     return torch.cuda.device(x.device.index if x.is_cuda else -1)
 
 
-@kernel
+@kernel()
 def number(x: tl.tensor) -> tl.tensor:
     """Return values of a 16-bit or 32-bit floating-point dtype as float32."""
     # Convert the bits, because Triton's interpreter flushes bfloat16 denormals to zero.
@@ -38,7 +43,7 @@ def number(x: tl.tensor) -> tl.tensor:
     return x.to(tl.float32)
 
 
-@kernel
+@kernel()
 def magnitude(x: tl.tensor) -> tl.tensor:
     """Return int32 keys that order as the magnitudes of `x` do. NaN counts as infinity."""
     bits = number(x).to(tl.int32, bitcast=True) & 0x7FFFFFFF
