@@ -48,3 +48,16 @@ def magnitude(x: tl.tensor) -> tl.tensor:
     """Return int32 keys that order as the magnitudes of `x` do. NaN counts as infinity."""
     bits = number(x).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.minimum(bits, INFINITY)
+
+
+@kernel()
+def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Round float32 values to a 16-bit or 32-bit floating-point dtype, half to even."""
+    # By hand, because Triton's interpreter cuts off what does not fit into bfloat16.
+    if dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        bits = tl.where(x == x, bits, 0x7FC0)
+        return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
