@@ -2,8 +2,8 @@
 
 One call codes all segments, of one message or of several. See :mod:`.elias_fano` for the code.
 
-Encoding sets the bits of each entry with atomic operations on 32-bit words, in one launch. Bytes per
-entry: 8 read, and about 3 words of 4 that are read and written, in the L2 cache.
+Encoding sets the bits of each entry with atomic operations on 32-bit words, in one launch. Bytes
+per entry: 8 read, and about 3 words of 4 that are read and written, in the L2 cache.
 
 Decoding takes two passes over the high part:
 

@@ -195,7 +195,6 @@ def _add_up(
             total = number(tl.load(out + at, mask=at < end, other=0.0))
             total = tl.div_rn(total, divisor.to(tl.float32))
             tl.store(out + at, rounded(total, dtype), mask=at < end)
-    if tile == 0:
-        if sound == 0:
-            tl.debug_barrier()
-            tl.store(out, float("nan"))
+    if (tile == 0) & (sound == 0):
+        tl.debug_barrier()
+        tl.store(out, float("nan"))

@@ -20,6 +20,9 @@ from torchcomp.kernels.triton_jit import INFINITY, kernel, number, on_device_of
 _ROWS = 4
 """Blocks of 128 values per program."""
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Supported dtypes of values."""
+
 
 def encode(
     values: Tensor, segments: Sequence[Segment], levels: int, uniform: Tensor | None
@@ -27,7 +30,7 @@ def encode(
     """Quantize the values of all segments.
 
     Args:
-        values: 1-D, contiguous, fp16, bf16 or fp32: the k values of each segment (start, n, k),
+        values: 1-D, contiguous, of one of DTYPES: the k values of each segment (start, n, k),
             one segment after another.
         segments: the segments, as host integers.
         levels: 127 for int8 or 7 for int4.
@@ -73,7 +76,7 @@ def decode(scale: Tensor, codes: Tensor, segments: Sequence[Segment]) -> Tensor:
 
 
 def _blocks(count: int) -> int:
-    return triton.cdiv(count, BLOCK)
+    return -(-count // BLOCK)
 
 
 def _placed(segments: Sequence[Segment], sizes: tuple[int, int]) -> tuple[Rows, int]:

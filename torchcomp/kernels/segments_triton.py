@@ -1,8 +1,8 @@
 """Segments: several messages or vectors that one launch of a Triton kernel handles together.
 
-A segment is a tuple (start, n, k): k of the n elements from position `start` on. What a kernel needs
-to know of each segment is a row of a table on the device. The first two columns of every table are
-the segment's first program, and its first entry among those of all segments.
+A segment is a tuple (start, n, k): k of the n elements from position `start` on. What a kernel
+needs to know of each segment is a row of a table on the device. The first column of every table is
+the segment's first program.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ def _rows(make: Callable[..., tuple[Rows, int]], *columns: object) -> tuple[Tens
 
 @kernel("rows")
 def row_of(program: tl.tensor, table: tl.tensor, rows: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    """Return a pointer to the row whose segment a program belongs to: the last that begins here."""
+    """Return a pointer to the row of the segment that a program works on, by binary search."""
     below, above = 0, rows
     while above - below > 1:
         middle = (below + above) // 2

@@ -98,9 +98,7 @@ def select(x: Tensor, k: int, scratch: Scratch, summands: tuple[Tensor, Tensor] 
     return chosen
 
 
-def _bound(
-    x: Tensor, k: int, scratch: Scratch, summands: tuple[Tensor, Tensor] | None
-) -> Tensor:
+def _bound(x: Tensor, k: int, scratch: Scratch, summands: tuple[Tensor, Tensor] | None) -> Tensor:
     """Return two integers: the last threshold, and the margin below it for the bound."""
     n, task = x.numel(), (x.numel(), k, x.device)
     if isinstance(scratch.kept, _Kept) and scratch.kept.task == task:
@@ -196,7 +194,9 @@ def _collect(
 
 
 @kernel()
-def _entries(found: tl.tensor, n: tl.tensor, k: tl.tensor, capacity: tl.tensor) -> tuple:
+def _entries(
+    found: tl.tensor, n: tl.tensor, k: tl.tensor, capacity: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
     """Return whether to read the whole vector, and the number of entries to look at."""
     count = tl.load(found)
     whole = (count < k) | (count > capacity)
@@ -216,7 +216,7 @@ def _keys(
 @kernel()
 def _chosen(
     counts: tl.tensor, state: tl.tensor, k: tl.tensor, DONE: tl.constexpr, BINS: tl.constexpr
-) -> tuple:
+) -> tuple[tl.tensor, tl.tensor]:
     """Return the digits of the k-th largest magnitude that DONE rounds have found.
 
     Also return its rank among the magnitudes with these digits. State 2 i and 2 i + 1 are both
@@ -276,7 +276,7 @@ def _count(
 @kernel()
 def _range(
     begin: tl.tensor, size: tl.tensor, whole: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr
-) -> tuple:
+) -> tuple[tl.tensor, tl.tensor]:
     """Return where the entries of a block begin and end, in the vector or among candidates."""
     block = tl.program_id(0)
     start = tl.where(whole, block * BLOCK, tl.load(begin + block))
