@@ -35,6 +35,9 @@ _ENTRIES = 512
 _BITS = 1024
 """Bits of the high part that a program decodes; a multiple of 8."""
 
+_SHORT = 2**28
+"""Up to this n, 32 bits are enough: with 2^l <= 2 n, what _decode computes is at most 5 n."""
+
 
 def encode(
     index: Tensor, segments: Sequence[Segment], out_offsets: Sequence[int], out: Tensor
@@ -82,7 +85,9 @@ def decode(
         count = rows.shape[0]
         _count[(programs,)](raw, rows, count, counts, intact, BITS=_BITS)
         ends = counts.cumsum(0)
-        _decode[(programs,)](raw, rows, count, ends, index, intact, BITS=_BITS, num_warps=4)
+        longest = max(n for _, n, _ in segments)
+        local = tl.int32 if longest <= _SHORT else tl.int64
+        _decode[(programs,)](raw, rows, count, ends, index, intact, LOCAL=local, BITS=_BITS)
     return intact.view(torch.bool)[0]
 
 
@@ -180,17 +185,18 @@ def _count(
 
 
 @kernel()
-def _low_parts(
-    raw: tl.tensor, start: tl.tensor, rank: tl.tensor, low: tl.tensor, needed: tl.tensor
-) -> tl.tensor:
+def _low_parts(raw: tl.tensor, rank: tl.tensor, low: tl.tensor, needed: tl.tensor) -> tl.tensor:
     """Return the low parts of entries from the bytes that they are in: at most eight."""
     bit = rank * low
-    first, offset = start + (bit >> 3), bit & 7
+    first, offset = bit >> 3, bit & 7
     part = tl.zeros_like(bit)
-    for i in range(0, ((low + 14) // 8).to(tl.int32)):
-        byte = tl.load(raw + first + i, mask=needed & (8 * i < offset + low), other=0)
-        part |= byte.to(tl.int64) << (8 * i)
-    return (part >> offset) & ((tl.full(part.shape, 1, tl.int64) << low) - 1)
+    for i in range(0, (low + 14) // 8):
+        needed_byte = needed & (8 * i < offset + low)
+        byte = tl.load(raw + first + i, mask=needed_byte, other=0).to(bit.dtype)
+        # Bytes that are not needed are zero, so their shift only has to be a valid one.
+        shift = tl.minimum(tl.maximum(8 * i - offset, 0), 63 if bit.dtype == tl.int64 else 31)
+        part |= tl.where(i == 0, byte >> offset, byte << shift)
+    return part & ((tl.full(part.shape, 1, part.dtype) << low) - 1)
 
 
 @kernel("rows")
@@ -201,43 +207,47 @@ def _decode(
     ends: tl.tensor,
     index: tl.tensor,
     intact: tl.tensor,
+    LOCAL: tl.constexpr,
     BITS: tl.constexpr,
 ) -> None:
     block = tl.program_id(0)
     row = row_of(block, table, rows, 10)
-    program, first, start = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-    n, k, ones, low = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
-    low_part, high_part, size = tl.load(row + 7), tl.load(row + 8), tl.load(row + 9)
+    program, start = tl.load(row), tl.load(row + 2)
+    entries, low_part, high_part = index + tl.load(row + 1), tl.load(row + 7), tl.load(row + 8)
+    # Within a segment. 32 bits take half as many instructions as 64.
+    n, k, ones = tl.load(row + 3).to(LOCAL), tl.load(row + 4).to(LOCAL), tl.load(row + 5).to(LOCAL)
+    low, size = tl.load(row + 6).to(LOCAL), tl.load(row + 9).to(LOCAL)
 
-    bit = (block - program) * BITS + tl.arange(0, BITS)
+    bit = (block - program).to(LOCAL) * BITS + tl.arange(0, BITS)
     inside = bit < 8 * size
-    byte = tl.load(raw + high_part + (bit >> 3), mask=inside, other=0).to(tl.int32)
-    one = (byte >> (bit & 7).to(tl.int32)) & 1
+    byte = tl.load(raw + high_part + (bit >> 3), mask=inside, other=0).to(LOCAL)
+    one = ((byte >> (bit & 7)) & 1).to(tl.int32)
     # Set bits of the segment in the blocks before this one.
     before = tl.load(ends + block - 1, mask=block > 0, other=0)
     before -= tl.load(ends + program - 1, mask=program > 0, other=0)
-    rank = before + tl.cumsum(one, 0) - 1
+    rank = before.to(LOCAL) + tl.cumsum(one, 0) - 1
     # A damaged code can have more set bits than entries.
     valid = (one > 0) & (rank < k)
-    part = _low_parts(raw, low_part, rank, low, valid)
-    local = ((bit - tl.where(low > 0, rank, 0)) << low) | part
-    target = start + tl.minimum(local, n - 1)
-    tl.store(index + first + rank, target, mask=valid)
+    part = _low_parts(raw + low_part, rank, low, valid)
+    # A high part that is too large would give an index of at least n. How large does not matter.
+    high = tl.minimum(bit - tl.where(low > 0, rank, 0), ((n - 1) >> low) + 1)
+    local = (high << low) | part
+    tl.store(entries + rank, start + tl.minimum(local, n - 1), mask=valid)
 
     # Entries of a bitmap have no low parts to compare.
     follows = inside & (bit > tl.where(low > 0, 0, 8 * size))
-    byte = tl.load(raw + high_part + ((bit - 1) >> 3), mask=follows, other=0).to(tl.int32)
-    adjacent = valid & ((byte >> ((bit - 1) & 7).to(tl.int32)) & 1 > 0)
-    wrong = adjacent & (part <= _low_parts(raw, low_part, rank - 1, low, adjacent))
+    byte = tl.load(raw + high_part + ((bit - 1) >> 3), mask=follows, other=0).to(LOCAL)
+    adjacent = valid & ((byte >> ((bit - 1) & 7)) & 1 > 0)
+    wrong = adjacent & (part <= _low_parts(raw + low_part, rank - 1, low, adjacent))
     # This also covers the high part's padding: a bit set there decodes to an index of at least n.
     wrong = wrong | (valid & (local >= n))
     bad = tl.sum(wrong.to(tl.int32), 0)
     if (block - program + 1) * BITS >= 8 * size:  # the segment's last block
-        total = before + tl.sum(one, 0)
-        padding = tl.load(raw + high_part - 1, mask=(k * low) % 8 > 0, other=0).to(tl.int64)
+        total = before.to(LOCAL) + tl.sum(one, 0)
+        padding = tl.load(raw + high_part - 1, mask=(k * low) % 8 > 0, other=0).to(LOCAL)
         bad += ((total != ones) | ((padding >> ((k * low) % 8)) > 0)).to(tl.int32)
-        for rest in range(total.to(tl.int32), k.to(tl.int32), BITS):
+        for rest in range(total, k, BITS):
             i = rest + tl.arange(0, BITS)
-            tl.store(index + first + i, start + i, mask=i < k)
+            tl.store(entries + i, start + i, mask=i < k)
     if bad > 0:
         tl.store(intact, 0)
