@@ -265,10 +265,9 @@ def _count(
             matches = matches & (key >> (32 - 8 * DONE) == prefix)
         digit = (key >> (24 - 8 * DONE)) & (BINS - 1)
         digits = tl.arange(0, BINS)
-        # Before Triton 3.3, a histogram has no mask. Count the others as 0, and subtract them.
-        others = tl.sum((matches == 0).to(tl.int32), 0)
+        # Before Triton 3.3, a histogram has no mask. Count the others as digit 0: no choice depends
+        # on how often the lowest digit occurs.
         count = tl.histogram(tl.where(matches, digit, 0), BINS)
-        count -= tl.where(digits == 0, others, 0)
         # The mask saves the atomics of empty bins.
         tl.atomic_add(counts + DONE * BINS + digits, count, mask=count > 0, sem="relaxed")
 

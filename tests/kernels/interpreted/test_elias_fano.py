@@ -29,7 +29,8 @@ def specified(chosen, n):
         return []
     low = low_bits(n, k)
     lows = [value >> bit & 1 for value in chosen for bit in range(low)]
-    highs = [0] * (k + ((n - 1) >> low) if low else n)
+    # With the padding, so that invalid indices have a code as well.
+    highs = [0] * (-(-(k + ((n - 1) >> low) if low else n) // 8) * 8)
     for i, value in enumerate(chosen):
         highs[(value >> low) + i if low else value] = 1
     return packed(lows) + packed(highs)
@@ -162,3 +163,22 @@ def test_damage_is_found_and_the_indices_stay_within_bounds(n, k):
         assert (index[-5:] - 50 - n).tolist() == subset(50, 5)[0]
         verdicts.append(bool(intact))
     assert not all(verdicts)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "n"),
+    [
+        ([10, 10, 300, 999], 1000),
+        ([11, 10, 300, 999], 1000),
+        ([1, 2, 3, 1000], 1000),  # their high parts fit, as 1000 is not a multiple of 2^l
+        ([0, 1, 2, 3, 4, 12], 12),  # a bitmap
+    ],
+)
+def test_indices_that_do_not_ascend_below_n_are_found(chosen, n):
+    raw = specified(chosen, n)
+    assert len(raw) == nbytes(n, len(chosen))
+    assert not is_code(raw, n, len(chosen))
+    index = torch.full((len(chosen),), -1)
+    assert not decode(torch.tensor(raw, dtype=torch.uint8), [(0, n, len(chosen))], [0], index)
+    assert (index >= 0).all()
+    assert (index < n).all()
