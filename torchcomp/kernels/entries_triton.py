@@ -63,8 +63,8 @@ def accumulate(
         out: 1-D, contiguous, n < LIMIT elements, of one of DTYPES.
         index: (W, k) int64 or int32, contiguous: for each of W >= 1 messages its k indices, within
             [0, n). They ascend strictly if `intact` is true.
-        values: (W, k), contiguous, of one of DTYPES. Like in :func:`subtract`, they and their
-            products are rounded to the dtype of `out`.
+        values: (W, k) of one of DTYPES, with contiguous rows: a view of W frames will do. Like in
+            :func:`subtract`, values and their products are rounded to the dtype of `out`.
         intact: scalar bool tensor.
         weight: factor on the values, exact in the dtype of `out`.
     """
@@ -91,9 +91,10 @@ def _add(
                 index, starts, k, tiles, TILE=_TILE, BLOCK=_BLOCK
             )
             _add_up[(tiles,)](
-                out, index, values, intact.view(torch.uint8), starts, n, k, count, tiles,
-                float(weight), divisor, MEAN=divisor > 0, TILE=_TILE, CHUNK=_CHUNK, WIDE=_BLOCK,
-                num_warps=4, enable_fp_fusion=False,
+                out, index, values, intact.view(torch.uint8), starts,
+                n, k, values.stride(0), count, tiles, float(weight), divisor,
+                MEAN=divisor > 0, TILE=_TILE, CHUNK=_CHUNK, WIDE=_BLOCK,
+                num_warps=2, enable_fp_fusion=False,
             )  # fmt: skip
 
 
@@ -146,7 +147,7 @@ def _find(
     tl.store(starts + message * (tiles + 1) + tile, below, mask=tile <= tiles)
 
 
-@kernel("n", "k", "count", "tiles", "divisor")
+@kernel("n", "k", "stride", "count", "tiles", "divisor")
 def _add_up(
     out: tl.tensor,
     index: tl.tensor,
@@ -155,6 +156,7 @@ def _add_up(
     starts: tl.tensor,
     n: tl.tensor,
     k: tl.tensor,
+    stride: tl.tensor,
     count: tl.tensor,
     tiles: tl.tensor,
     weight: tl.tensor,
@@ -174,7 +176,8 @@ def _add_up(
         # Other threads of this program add to what this one has written.
         tl.debug_barrier()
     sound = tl.load(intact) > 0
-    first = tl.zeros((), tl.int64)
+    # Of the message: its first entry in `index`, and in `values`.
+    first, own = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     for message in range(0, tl.where(sound, count, 0)):
         start = tl.load(starts + message * (tiles + 1) + tile)
         stop = tl.load(starts + message * (tiles + 1) + tile + 1)
@@ -182,12 +185,13 @@ def _add_up(
             i = part + tl.arange(0, CHUNK)
             inside = i < stop
             target = out + tl.load(index + first + i, mask=inside, other=0)
-            value = number(tl.load(values + first + i, mask=inside, other=0.0))
+            value = number(tl.load(values + own + i, mask=inside, other=0.0))
             value = number(rounded(value, dtype))
             total = number(tl.load(target, mask=inside, other=0.0))
             total += number(rounded(value * weight, dtype))
             tl.store(target, rounded(total, dtype), mask=inside)
         first += k
+        own += stride
         tl.debug_barrier()
     if MEAN:
         for part in range(tile * TILE, end, WIDE):

@@ -55,6 +55,17 @@ def test_means(shape, dtype):
     assert out.equal(added(torch.zeros_like(out), index, values, 1.0).div_(count))
 
 
+def test_values_may_be_a_view_of_frames():
+    index, values = messages(500, 20, 3, torch.float32)
+    frames = torch.zeros(3, 16 + 80 + 24, dtype=torch.uint8)
+    view = frames[:, 16:96].view(torch.float32)
+    view.copy_(values)
+    out = normal(500)
+    expected = added(out.clone(), index, values, 1.0)
+    accumulate(out, index, view, torch.tensor(True))
+    assert out.equal(expected)
+
+
 def test_a_product_is_rounded_before_it_is_added():
     index, values = messages(500, 200, 2, torch.float32)
     out = normal(500)
