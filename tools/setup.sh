@@ -17,7 +17,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 VENV=.venv
 PY=$VENV/bin/python
-TRITON=triton==3.9.0 # not among the constraints, as CUDA builds of torch each demand their own
+TRITON=triton==3.7.1 # what CUDA builds of torch 2.13 require; each version has its own
 STAMP=$VENV/setup-stamp
 FFCV_LOG=$VENV/setup-ffcv.log
 APT_LOG=$VENV/setup-apt.log
