@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchcomp import wire
-from torchcomp.kernels import checksum_triton
+from torchcomp.kernels import checksum, checksum_triton
 
 LENGTHS = [1, 8, 1000, 7, 4096, 3]
 
@@ -16,20 +16,26 @@ def _small_blocks(monkeypatch):
 
 
 def frames():
-    """Frames without headers, one after another, and where each of them is."""
+    """Return frames of several messages that are complete but for their checksums."""
     sizes = [wire.framed(length) for length in LENGTHS]
     spans = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
     out = torch.zeros(sum(sizes), dtype=torch.uint8)
-    for length, span in zip(LENGTHS, spans, strict=True):
+    headers = wire.headers(LENGTHS, out.device)
+    for length, span, header in zip(LENGTHS, spans, headers, strict=True):
+        out[span][: wire.HEADER] = header[: wire.HEADER]
         wire.payload(out[span], length).random_(0, 256)
     return out, spans
 
 
+def findings(form, *frames):
+    signatures, checksums = form.inspect(*frames, LENGTHS)
+    return list(map(wire.finding, signatures.tolist(), checksums.tolist()))
+
+
 def test_sealed_frames_are_those_of_the_host():
-    out, spans = frames()
+    out, _ = frames()
     expected = out.clone()
-    for length, span in zip(LENGTHS, spans, strict=True):
-        wire.seal(expected[span], length)
+    checksum.seal(expected, LENGTHS)
     checksum_triton.seal(out, LENGTHS)
     assert out.equal(expected)
 
@@ -37,17 +43,13 @@ def test_sealed_frames_are_those_of_the_host():
 def test_findings_are_those_of_the_host():
     out, spans = frames()
     checksum_triton.seal(out, LENGTHS)
-    found = checksum_triton.inspect(out, LENGTHS)
-    assert (found.dtype, found.tolist()) == (torch.uint8, [wire.INTACT] * len(LENGTHS))
+    assert findings(checksum_triton, out) == [wire.INTACT] * len(LENGTHS)
     seen = set()
     for span in spans[1:4]:
         for byte in (0, 1, 8, wire.HEADER + 5):
             out[span.start + byte] ^= 64
-            expected = [
-                int(wire.inspect(out[span], length))
-                for length, span in zip(LENGTHS, spans, strict=True)
-            ]
-            assert checksum_triton.inspect(out, LENGTHS).tolist() == expected
+            expected = findings(checksum, [out[each] for each in spans])
+            assert findings(checksum_triton, out) == expected
             out[span.start + byte] ^= 64
             seen |= set(expected)
     assert seen == {wire.INTACT, wire.OTHER_VERSION, wire.OTHER_LENGTH, wire.DAMAGED}
@@ -56,4 +58,4 @@ def test_findings_are_those_of_the_host():
 def test_no_frames():
     none = torch.empty(0, dtype=torch.uint8)
     checksum_triton.seal(none, [])
-    assert checksum_triton.inspect(none, []).shape == (0,)
+    assert torch.cat(checksum_triton.inspect(none, [])).shape == (0,)
