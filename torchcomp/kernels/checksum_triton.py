@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchcomp.kernels.segments_triton import Rows, row_of, table
-from torchcomp.kernels.triton_jit import kernel, on_device_of
+from torchcomp.kernels.triton_jit import EXACT, kernel, on_device_of
 from torchcomp.wire import DAMAGED, INTACT, OTHER_LENGTH, OTHER_VERSION, VERSION, framed
 
 _WORDS = 2048
@@ -32,7 +32,9 @@ def seal(frames: Tensor, lengths: Sequence[int]) -> None:
         words = frames.view(torch.int64)
         rows, programs = table(_placed, frames.device, lengths, (_WORDS,))
         if programs:
-            _add_up[(programs,)](words, words, rows, rows.shape[0], SEAL=True, WORDS=_WORDS)
+            _add_up[(programs,)](
+                words, words, rows, rows.shape[0], SEAL=True, WORDS=_WORDS, **EXACT
+            )
 
 
 def inspect(frames: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -52,10 +54,10 @@ def inspect(frames: Tensor, lengths: Sequence[int]) -> Tensor:
         if programs:
             count = rows.shape[0]
             sums = torch.zeros(count, dtype=torch.int64, device=frames.device)
-            _add_up[(programs,)](words, sums, rows, count, SEAL=False, WORDS=_WORDS)
+            _add_up[(programs,)](words, sums, rows, count, SEAL=False, WORDS=_WORDS, **EXACT)
             _compare[(count,)](
                 words, sums, rows, found, VERSION=VERSION, INTACT=INTACT, DAMAGED=DAMAGED,
-                OTHER_VERSION=OTHER_VERSION, OTHER_LENGTH=OTHER_LENGTH, num_warps=1,
+                OTHER_VERSION=OTHER_VERSION, OTHER_LENGTH=OTHER_LENGTH, num_warps=1, **EXACT,
             )  # fmt: skip
     return found
 
