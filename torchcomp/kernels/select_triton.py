@@ -83,7 +83,7 @@ def select(x: Tensor, k: int, scratch: Scratch, summands: tuple[Tensor, Tensor] 
         )  # fmt: skip
         source = x, keys, found, counts, state, n, k, capacity
         for done in range(_ROUNDS):
-            _count[(blocks,)](*source, DONE=done, BLOCK=_BLOCK, BINS=_BINS, num_warps=8, **EXACT)
+            _count[(blocks,)](*source, DONE=done, BLOCK=_BLOCK, BINS=_BINS, num_warps=16, **EXACT)
         _tally[(blocks,)](
             *source, begin, size, above, tied,
             DONE=_ROUNDS, BLOCK=_BLOCK, CHUNK=_CHUNK, BINS=_BINS, num_warps=2, **EXACT,
