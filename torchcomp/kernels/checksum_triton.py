@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchcomp.kernels.segments_triton import Rows, row_of, table
-from torchcomp.kernels.triton_jit import kernel, on_device_of
+from torchcomp.kernels.triton_jit import EXACT, kernel, on_device_of
 from torchcomp.wire import framed, signature
 
 _WORDS = 2048
@@ -32,7 +32,9 @@ def seal(frames: Tensor, lengths: Sequence[int]) -> None:
         words = frames.view(torch.int64)
         rows, programs = table(_placed, frames.device, lengths, (_WORDS,))
         if programs:
-            _add_up[(programs,)](words, words, rows, rows.shape[0], SEAL=True, WORDS=_WORDS)
+            _add_up[(programs,)](
+                words, words, rows, rows.shape[0], SEAL=True, WORDS=_WORDS, **EXACT
+            )
 
 
 def inspect(frames: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -50,7 +52,9 @@ def inspect(frames: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
         rows, programs = table(_placed, frames.device, lengths, (_WORDS,))
         found = torch.zeros((2, len(lengths)), dtype=torch.int64, device=frames.device)
         if programs:
-            _add_up[(programs,)](words, found, rows, rows.shape[0], SEAL=False, WORDS=_WORDS)
+            _add_up[(programs,)](
+                words, found, rows, rows.shape[0], SEAL=False, WORDS=_WORDS, **EXACT
+            )
     signatures, checksums = found
     return signatures, checksums
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from torchcomp.kernels.elias_fano import low_bits, nbytes
 from torchcomp.kernels.segments_triton import Rows, Segment, row_of, table
-from torchcomp.kernels.triton_jit import kernel, on_device_of
+from torchcomp.kernels.triton_jit import EXACT, kernel, on_device_of
 
 _ENTRIES = 512
 """Entries that a program encodes."""
@@ -57,7 +57,7 @@ def encode(
         shift = out.data_ptr() % 4
         rows, programs = table(_encoded, index.device, segments, out_offsets, (shift, _ENTRIES))
         if programs:
-            _encode[(programs,)](index, rows, rows.shape[0], out, shift, ENTRIES=_ENTRIES)
+            _encode[(programs,)](index, rows, rows.shape[0], out, shift, ENTRIES=_ENTRIES, **EXACT)
 
 
 def decode(
@@ -83,11 +83,13 @@ def decode(
             return intact.fill_(1).view(torch.bool)[0]
         counts = torch.empty(programs, dtype=torch.int32, device=raw.device)
         count = rows.shape[0]
-        _count[(programs,)](raw, rows, count, counts, intact, BITS=_BITS)
+        _count[(programs,)](raw, rows, count, counts, intact, BITS=_BITS, **EXACT)
         ends = counts.cumsum(0)
         longest = max(n for _, n, _ in segments)
         local = tl.int32 if longest <= _SHORT else tl.int64
-        _decode[(programs,)](raw, rows, count, ends, index, intact, LOCAL=local, BITS=_BITS)
+        _decode[(programs,)](
+            raw, rows, count, ends, index, intact, LOCAL=local, BITS=_BITS, **EXACT
+        )
     return intact.view(torch.bool)[0]
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchcomp.kernels.triton_jit import kernel, number, on_device_of, rounded
+from torchcomp.kernels.triton_jit import EXACT, kernel, number, on_device_of, rounded
 
 _TILE = 4096
 """Elements of the vector that a program adds to: 16 KiB of float32."""
@@ -46,9 +46,8 @@ def subtract(x: Tensor, index: Tensor, values: Tensor, weight: float) -> None:
     k = index.numel()
     with on_device_of(x):
         if k:
-            # Without enable_fp_fusion=False, the product would not be rounded.
             _subtract[(triton.cdiv(k, _BLOCK),)](
-                x, index, values, k, float(weight), BLOCK=_BLOCK, enable_fp_fusion=False
+                x, index, values, k, float(weight), BLOCK=_BLOCK, **EXACT
             )
 
 
@@ -88,13 +87,13 @@ def _add(
         if n:
             starts = torch.empty((count, tiles + 1), dtype=torch.int32, device=out.device)
             _find[(triton.cdiv(tiles + 1, _BLOCK), count)](
-                index, starts, k, tiles, TILE=_TILE, BLOCK=_BLOCK
+                index, starts, k, tiles, TILE=_TILE, BLOCK=_BLOCK, **EXACT
             )
             _add_up[(tiles,)](
                 out, index, values, intact.view(torch.uint8), starts,
                 n, k, values.stride(0), count, tiles, float(weight), divisor,
                 MEAN=divisor > 0, TILE=_TILE, CHUNK=_CHUNK, WIDE=_BLOCK,
-                num_warps=2, enable_fp_fusion=False,
+                num_warps=2, **EXACT,
             )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchcomp.kernels.quantize import BLOCK, LEVELS, largest_scale
 from torchcomp.kernels.segments_triton import Rows, Segment, row_of, table
-from torchcomp.kernels.triton_jit import INFINITY, kernel, number, on_device_of
+from torchcomp.kernels.triton_jit import EXACT, INFINITY, kernel, number, on_device_of
 
 _ROWS = 4
 """Blocks of 128 values per program."""
@@ -52,6 +52,7 @@ def encode(
             _encode[(programs,)](
                 values, drawn, rows, rows.shape[0], scale, codes, largest_scale(levels),
                 RANDOM=uniform is not None, PAIRS=pairs, LEVELS=levels, ROWS=_ROWS, BLOCK=BLOCK,
+                **EXACT,
             )  # fmt: skip
     return scale, codes
 
@@ -70,7 +71,15 @@ def decode(scale: Tensor, codes: Tensor, segments: Sequence[Segment]) -> Tensor:
         rows, programs = table(_placed, codes.device, segments, (_ROWS, 2 if pairs else 1))
         if programs:
             _decode[(programs,)](
-                scale, codes, rows, rows.shape[0], values, PAIRS=pairs, ROWS=_ROWS, BLOCK=BLOCK
+                scale,
+                codes,
+                rows,
+                rows.shape[0],
+                values,
+                PAIRS=pairs,
+                ROWS=_ROWS,
+                BLOCK=BLOCK,
+                **EXACT,
             )
     return values
 

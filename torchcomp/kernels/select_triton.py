@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchcomp.kernels.select import Scratch
-from torchcomp.kernels.triton_jit import kernel, magnitude, number, on_device_of
+from torchcomp.kernels.triton_jit import EXACT, kernel, magnitude, number, on_device_of
 
 _BLOCK = 4096
 """Entries per program that reads them in one piece."""
@@ -79,21 +79,31 @@ def select(x: Tensor, k: int, scratch: Scratch, summands: tuple[Tensor, Tensor] 
         g, e = summands or (x, x)
         _collect[(blocks,)](
             g, e, x, bound, found, keys, positions, begin, size, n, capacity,
-            ADD=summands is not None, BLOCK=_BLOCK, num_warps=8,
+            ADD=summands is not None, BLOCK=_BLOCK, num_warps=8, **EXACT,
         )  # fmt: skip
         source = x, keys, found, counts, state, n, k, capacity
         for done in range(_ROUNDS):
-            _count[(blocks,)](*source, DONE=done, BLOCK=_BLOCK, BINS=_BINS, num_warps=8)
+            _count[(blocks,)](*source, DONE=done, BLOCK=_BLOCK, BINS=_BINS, num_warps=16, **EXACT)
         _tally[(blocks,)](
             *source, begin, size, above, tied,
-            DONE=_ROUNDS, BLOCK=_BLOCK, CHUNK=_CHUNK, BINS=_BINS, num_warps=2,
+            DONE=_ROUNDS, BLOCK=_BLOCK, CHUNK=_CHUNK, BINS=_BINS, num_warps=2, **EXACT,
         )  # fmt: skip
         _place[(1,)](
-            state, above, tied, bound, found, blocks, k, DONE=_ROUNDS, CHUNK=_BLOCK, num_warps=8
+            state,
+            above,
+            tied,
+            bound,
+            found,
+            blocks,
+            k,
+            DONE=_ROUNDS,
+            CHUNK=_BLOCK,
+            num_warps=8,
+            **EXACT,
         )
         _write[(blocks,)](
             *source, begin, size, above, tied, positions, chosen,
-            DONE=_ROUNDS, BLOCK=_BLOCK, CHUNK=_CHUNK, num_warps=2,
+            DONE=_ROUNDS, BLOCK=_BLOCK, CHUNK=_CHUNK, num_warps=2, **EXACT,
         )  # fmt: skip
     return chosen
 
@@ -111,7 +121,7 @@ def _bound(x: Tensor, k: int, scratch: Scratch, summands: tuple[Tensor, Tensor] 
     g, e = summands or (x, x)
     _sample[(1,)](
         g, e, bound, drawn, n // drawn, rank, _MARGIN,
-        ADD=summands is not None, SAMPLE=_SAMPLE, num_warps=16,
+        ADD=summands is not None, SAMPLE=_SAMPLE, num_warps=16, **EXACT,
     )  # fmt: skip
     scratch.kept = _Kept(bound, task)
     return bound

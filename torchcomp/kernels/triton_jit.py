@@ -16,6 +16,10 @@ INFINITY = tl.constexpr(0x7F800000)
 """The bits of infinity in float32. The bits of NaN are larger."""
 
 
+EXACT = {"enable_fp_fusion": False}
+"""Options of every launch: round every product, as torch does. Triton's default varies."""
+
+
 def kernel(*general: str) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function with ``triton.jit``.
 
