@@ -1,11 +1,15 @@
 """Launches and host waits of every method on a simulated device, among 2, 8 and 64 ranks."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.support.budgets import BUDGETS, Budget
 from tests.support.launches import one_bucket
 
+PAGE = Path(__file__).parents[2] / "docs" / "cuda.md"
 METHODS = [(spec.format(ratio=0.01), budget) for spec, budget in BUDGETS.items()]
 
 
@@ -46,3 +50,12 @@ def test_other_methods_do_not_wait_for_a_bucket(spec: str) -> None:
     per_bucket, per_step = one_bucket(spec, 8)
     assert per_bucket.waits == 0, per_bucket
     assert per_step.waits == 1, per_step
+
+
+def test_the_page_has_these_numbers() -> None:
+    rows = re.findall(r"^\| `(.+)` ((?:\| \d+ )+)\|$", PAGE.read_text(), flags=re.M)
+    assert len(rows) > 5
+    for spec, cells in rows:
+        eight, many = (one_bucket(spec, ranks) for ranks in (8, 64))
+        counted = [eight[0].waits, eight[1].waits, eight[0].launches, many[0].launches]
+        assert [int(cell) for cell in cells.split("|")[1:]] == counted, spec
