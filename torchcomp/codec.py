@@ -110,14 +110,17 @@ class Codec:
             frames: 1-D uint8, ``framed`` elements, aligned to 8 bytes.
         """
         parts = iter([part for encoded in message for part in encoded.parts])
-        lengths = [length for length in self.lengths if length]
+        lengths = tuple(length for length in self.lengths if length)
         headers = iter(wire.headers(lengths, frames.device) if lengths else ())
         pieces = []
         for layout, length, size in zip(self.layouts, self.lengths, self.sizes, strict=True):
             if size:
-                header, zeros = torch.split(next(headers), wire.HEADER)
-                pieces += [header, *wire.raw(list(islice(parts, len(layout))), layout)]
-                pieces.append(zeros[: size - wire.HEADER - length])
+                header = next(headers)
+                pieces += [
+                    header[: wire.HEADER],
+                    *wire.raw(list(islice(parts, len(layout))), layout),
+                    header[wire.HEADER :][: size - wire.HEADER - length],
+                ]
         if pieces:
             # One call for all fields of all frames: on an accelerator, one kernel.
             torch.cat(pieces, out=frames)

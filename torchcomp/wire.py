@@ -85,15 +85,20 @@ def signature(length: int) -> int:
     return 256 * length + VERSION
 
 
-def headers(lengths: Sequence[int], device: torch.device) -> Iterable[Tensor]:
+def headers(lengths: tuple[int, ...], device: torch.device) -> Iterable[Tensor]:
     """Return a row of bytes for each frame: its header without the checksum, and 8 zeros.
 
     Args:
         lengths: size of each message in bytes.
         device: device of the frames.
     """
-    words = torch.tensor([[signature(length), 0, 0] for length in lengths])
-    return host.copy_to(words.view(torch.uint8), device)
+    return host.copy_to(_headers(lengths), device)
+
+
+@lru_cache(maxsize=4096)
+def _headers(lengths: tuple[int, ...]) -> Tensor:
+    # Kept on the CPU: kept on a device, it could be read on another stream than the copy's.
+    return torch.tensor([[signature(length), 0, 0] for length in lengths]).view(torch.uint8)
 
 
 def finding(header: int, checksum: int) -> int:

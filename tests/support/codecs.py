@@ -28,7 +28,7 @@ def packed(codec: Codec, message: Message) -> Tensor:
 def sealed(message: Tensor) -> Tensor:
     """Return the frame of a message."""
     length = message.numel()
-    (header,) = wire.headers([length], message.device)
+    (header,) = wire.headers((length,), message.device)
     start, zeros = header.split(wire.HEADER)
     frame = torch.cat([start, message, zeros[: -length % 8]])
     checksum.seal(frame, [length])
@@ -37,4 +37,5 @@ def sealed(message: Tensor) -> Tensor:
 
 def inspected(frame: Tensor, length: int) -> int:
     """Return what is found in a received frame."""
-    return wire.finding(*(int(each) for each in checksum.inspect([frame], [length])))
+    found = checksum.inspect([frame], [length])
+    return wire.INTACT if found is None else wire.finding(*(int(each) for each in found))

@@ -14,7 +14,7 @@ from torchcomp.compressors.sparse import Selector, segments_of
 from torchcomp.draws import drawn
 from torchcomp.errors import SpecError
 from torchcomp.kernels import elias_fano, entries, quantize, select
-from torchcomp.kernels.segments import Segment, joined
+from torchcomp.kernels.segments import Segment, joined, split
 from torchcomp.kernels.select import Scratch
 from torchcomp.keys import Key, uniform
 from torchcomp.wire import Field, Layout, Parts
@@ -80,7 +80,7 @@ class TopK(Selector):
         if not host.can_read(x):
             return self._encode_together(x, segments, index, noise)
         message = []
-        for segment, chosen, own in zip(segments, torch.split(index, counts), noise, strict=True):
+        for segment, chosen, own in zip(segments, split(index, counts), noise, strict=True):
             local = chosen - segment.start if segment.start else chosen
             # First, because it checks the indices. The Numba quantizer reads x[index] unchecked.
             code = elias_fano.encode(local, segment.n)
@@ -103,7 +103,7 @@ class TopK(Selector):
             drawn_together if self.rounding == "stochastic" else None,
         )
         codes = elias_fano.encode_all(index, segments)
-        each = zip(values, codes, torch.split(index, counts), strict=True)
+        each = zip(values, codes, split(index, counts), strict=True)
         return [Encoded((*fields, code), chosen) for fields, code, chosen in each]
 
     def subtract(self, encoded: Encoded, x: Tensor, key: Key, weight: float = 1.0) -> None:

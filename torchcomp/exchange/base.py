@@ -153,7 +153,8 @@ class Exchange(ABC):
         if sent:
             self.must_conclude = True
             found = checksum.inspect([frames[i] for i in sent], [lengths[i] for i in sent])
-            self._found.append(([senders[i] for i in sent], *found))
+            if found is not None:
+                self._found.append(([senders[i] for i in sent], *found))
         return [wire.payload(f, length) for f, length in zip(frames, lengths, strict=True)]
 
     def any_at_end(self, flags: Iterable[bool]) -> list[bool]:

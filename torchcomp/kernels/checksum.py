@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchcomp import host
 from torchcomp.kernels import backend
-from torchcomp.kernels.segments import joined, starts
+from torchcomp.kernels.segments import joined, split, starts
 from torchcomp.wire import framed, signature
 
 _ODD = np.arange(1, 2 << 14, 2)
@@ -32,7 +32,7 @@ def seal(frames: Tensor, lengths: Sequence[int]) -> None:
     """
     sizes, form = [framed(length) for length in lengths], _on_device(frames)
     if host.can_read(frames):
-        for frame in torch.split(frames, sizes):
+        for frame in split(frames, sizes):
             words = frame.view(torch.int64).numpy()
             words[1] = _checksum(words)
     elif form is not None:
@@ -41,13 +41,13 @@ def seal(frames: Tensor, lengths: Sequence[int]) -> None:
         rows = frames.view(torch.int64).view(len(sizes), -1)
         torch.sum(rows * _weights(rows), 1, out=rows[:, 1])
     else:
-        rows = _rows(torch.split(frames, sizes))
+        rows = _rows(split(frames, sizes))
         at = torch.tensor([start // 8 + 1 for start in starts(sizes)])
         checksums = (rows * _weights(rows)).sum(1)
         frames.view(torch.int64).index_copy_(0, host.copy_to(at, frames.device), checksums)
 
 
-def inspect(frames: Sequence[Tensor], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+def inspect(frames: Sequence[Tensor], lengths: Sequence[int]) -> tuple[Tensor, Tensor] | None:
     """Check the headers and the checksums of received frames, without a host sync.
 
     Args:
@@ -56,15 +56,18 @@ def inspect(frames: Sequence[Tensor], lengths: Sequence[int]) -> tuple[Tensor, T
 
     Returns:
         Two numbers for each frame, as two int64 tensors on their device. Both are 0 if the frame is
-        intact; otherwise :func:`torchcomp.wire.finding` says what they mean.
+        intact; otherwise :func:`torchcomp.wire.finding` says what they mean. None if the host knows
+        already that all frames are intact.
     """
     form = _on_device(frames[0])
     if form is not None:
         both: tuple[Tensor, Tensor] = form.inspect(joined(frames), lengths)
         return both
     if host.can_read(frames[0]):
-        each = zip(frames, lengths, strict=True)
-        signatures, checksums = torch.tensor([_differences(*one) for one in each]).T
+        found = [_differences(*each) for each in zip(frames, lengths, strict=True)]
+        if not any(map(any, found)):
+            return None
+        signatures, checksums = torch.tensor(found).T
         return signatures, checksums
     rows = _rows(frames)
     expected: int | Tensor = signature(lengths[0])

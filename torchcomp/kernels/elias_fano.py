@@ -48,7 +48,7 @@ from torch import Tensor
 
 from torchcomp import host
 from torchcomp.kernels import backend, elias_fano_torch
-from torchcomp.kernels.segments import Segment, joined, starts
+from torchcomp.kernels.segments import Segment, joined, split, starts
 
 
 def nbytes(n: int, k: int) -> int:
@@ -119,7 +119,7 @@ def encode_all(index: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
     if not coded:
         return [index.new_empty(0, dtype=torch.uint8) for _ in segments]
     if len(coded) < len(segments):
-        parts = zip(torch.split(index, [segment.k for segment in segments]), segments, strict=True)
+        parts = zip(split(index, [segment.k for segment in segments]), segments, strict=True)
         index = torch.cat([part for part, segment in parts if segment in coded])
     form = _on_device(index)
     if form is None:
@@ -128,7 +128,7 @@ def encode_all(index: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
         sizes = [nbytes(segment.n, segment.k) for segment in coded]
         codes = torch.zeros(sum(sizes), dtype=torch.uint8, device=index.device)
         form.encode(index, coded, starts(sizes), codes)
-    return list(torch.split(codes, [nbytes(segment.n, segment.k) for segment in segments]))
+    return list(split(codes, [nbytes(segment.n, segment.k) for segment in segments]))
 
 
 def decode(raw: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
@@ -173,7 +173,7 @@ def decode_all(codes: Sequence[Tensor], segments: Sequence[Segment]) -> tuple[Te
     index = torch.empty(0, dtype=torch.int64, device=device)
     if coded:
         index, damaged = _decode([codes[i] for i in coded], whole)
-    found = dict(zip(coded, torch.split(index, [segment.k for segment in whole]), strict=True))
+    found = dict(zip(coded, split(index, [segment.k for segment in whole]), strict=True))
     every = [
         found[i] if i in found else torch.arange(at, at + k, device=device)
         for i, (at, _, k) in enumerate(segments)

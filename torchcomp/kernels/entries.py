@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchcomp import host
 from torchcomp.kernels import backend, elias_fano, quantize
-from torchcomp.kernels.segments import Segment, joined
+from torchcomp.kernels.segments import Segment, joined, split
 from torchcomp.wire import Parts
 
 Batch = tuple[Sequence[Segment], Sequence[Parts]]
@@ -119,7 +119,7 @@ def accumulate_all(messages: Sequence[Batch], out: Tensor, weight: float) -> Non
             form.accumulate(out, index.view(rows.shape), rows, ~damaged, weight)
             continue
         rest = iter(values)
-        for at, (each, _) in zip(torch.split(index, sizes), some, strict=True):
+        for at, (each, _) in zip(split(index, sizes), some, strict=True):
             out.index_add_(0, at, joined(list(islice(rest, len(each)))), alpha=weight)
         # Reading `damaged` would make the host wait.
         out[:1].masked_fill_(damaged, torch.nan)

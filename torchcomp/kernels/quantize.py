@@ -34,7 +34,7 @@ from torch import Tensor
 from torchcomp import host
 from torchcomp.kernels import backend
 from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.segments import Segment, joined
+from torchcomp.kernels.segments import Segment, joined, split
 from torchcomp.wire import Field, Layout, Parts
 
 BLOCK = 128
@@ -100,19 +100,19 @@ def encode_all(
     """
     if fmt not in LEVELS:
         narrowed = values if fmt is None else narrow(values, CASTS[fmt])
-        return [(each,) for each in torch.split(narrowed, list(counts))]
+        return [(each,) for each in split(narrowed, counts)]
     levels, form = LEVELS[fmt], _on_device(values)
     rows = [-(-count // BLOCK) for count in counts]
     fields = [count if fmt == "int8" else (count + 1) // 2 for count in counts]
     if form is not None:
         scale, codes = form.encode(values.contiguous(), _segments(counts), levels, noise)
-        each = torch.split(codes, fields)
+        each = split(codes, fields)
     else:
         scale, blocks = _encode_blocks(_blocks(values.float(), counts), levels, noise, counts)
         # A message has whole blocks, of which the last ends in zeros that are not sent.
-        whole = zip(torch.split(blocks, rows), fields, strict=True)
+        whole = zip(split(blocks, rows), fields, strict=True)
         each = tuple(codes.view(-1)[:size] for codes, size in whole)
-    return list(zip(torch.split(scale, rows), each, strict=True))
+    return list(zip(split(scale, rows), each, strict=True))
 
 
 def _encode_blocks(
@@ -164,12 +164,12 @@ def decode_all(
     if len(fields) == 1:
         if fields[0][0].dtype == dtype:
             return list(fields[0])
-        return list(torch.split(joined(fields[0]).to(dtype), list(counts)))
+        return list(split(joined(fields[0]).to(dtype), list(counts)))
     scale, codes = fields
     form = _on_device(codes[0])
     if form is not None:
         values = form.decode(joined(scale), joined(codes), _segments(counts)).to(dtype)
-        return list(torch.split(values, list(counts)))
+        return list(split(values, counts))
     if codes[0].dtype == torch.uint8:
         packed = _rows(codes, BLOCK // 2)
         # (nibble ^ 8) - 8 extends the sign of a 4-bit two's complement number.
@@ -179,7 +179,7 @@ def decode_all(
         rows = _rows(codes, BLOCK)
     values = (rows.float() * joined(scale)[:, None]).view(-1).to(dtype)
     sizes = [-(-count // BLOCK) * BLOCK for count in counts]
-    return [part[:count] for part, count in zip(torch.split(values, sizes), counts, strict=True)]
+    return [part[:count] for part, count in zip(split(values, sizes), counts, strict=True)]
 
 
 def _on_device(x: Tensor) -> ModuleType | None:
@@ -194,7 +194,7 @@ def _segments(counts: Sequence[int]) -> list[Segment]:
 
 def _blocks(values: Tensor, counts: Sequence[int]) -> Tensor:
     """Return the values of messages in blocks, one row each; filled up with zeros."""
-    return _rows(torch.split(values, list(counts)), BLOCK)
+    return _rows(split(values, counts), BLOCK)
 
 
 def _rows(parts: Sequence[Tensor], length: int) -> Tensor:

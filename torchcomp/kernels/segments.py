@@ -90,3 +90,9 @@ def add(x: Tensor, offset: Tensor | int) -> Tensor:
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors. One alone is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def split(x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
+    """Split a tensor into parts of these lengths. One alone is not split."""
+    # torch.split takes microseconds, and most buckets are one vector.
+    return (x,) if len(counts) == 1 else torch.split(x, list(counts))

@@ -20,7 +20,7 @@ def frames():
     sizes = [wire.framed(length) for length in LENGTHS]
     spans = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
     out = torch.zeros(sum(sizes), dtype=torch.uint8)
-    headers = wire.headers(LENGTHS, out.device)
+    headers = wire.headers(tuple(LENGTHS), out.device)
     for length, span, header in zip(LENGTHS, spans, headers, strict=True):
         out[span][: wire.HEADER] = header[: wire.HEADER]
         wire.payload(out[span], length).random_(0, 256)
@@ -28,7 +28,10 @@ def frames():
 
 
 def findings(form, *frames):
-    signatures, checksums = form.inspect(*frames, LENGTHS)
+    found = form.inspect(*frames, LENGTHS)
+    if found is None:
+        return [wire.INTACT] * len(LENGTHS)
+    signatures, checksums = found
     return list(map(wire.finding, signatures.tolist(), checksums.tolist()))
 
 
