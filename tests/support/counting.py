@@ -1,7 +1,7 @@
 """Count what a block of code launches and what it waits for, on tensors of the CPU.
 
-This sees whole steps of DDP and optimizers, which tests.support.launches cannot simulate. But copies
-to a device, and waits for them, cannot be told from others on the CPU: they count as launches.
+This sees whole steps of DDP and of optimizers. The device that tests.support.launches simulates has
+no backward pass. Copies between host and device, and their waits, are not seen here.
 """
 
 from collections import Counter

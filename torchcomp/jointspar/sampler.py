@@ -188,7 +188,7 @@ class Sampler:
 
     # The following are called after the exchange.
 
-    def learn(self, scale: float = 1.0) -> None:
+    def learn(self, scale: float) -> None:
         """Update the averages and p after a committed step.
 
         Args:

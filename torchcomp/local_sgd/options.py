@@ -94,7 +94,7 @@ def ranks_of(model: DistributedDataParallel, group: ProcessGroup | None) -> Proc
                 f"rank's DDP group is {mine}, and they share {shared}. To take local steps on "
                 "every rank, leave process_group out"
             )
-        return ProcessGroupExchange(chosen, device), {}
+        return ProcessGroupExchange(chosen, node.device), {}
 
     # Built over the node: `across` can fail on one rank alone, because groups differ between ranks.
     between = node.build("torchcomp.LocalSGD", {"process_group": "set"}, across)
