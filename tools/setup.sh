@@ -17,7 +17,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 VENV=.venv
 PY=$VENV/bin/python
-TRITON=triton==3.9.0 # not among the constraints, as CUDA builds of torch each demand their own
+TRITON=triton==3.7.1 # what CUDA builds of torch 2.13 require; each version has its own
 STAMP=$VENV/setup-stamp
 FFCV_LOG=$VENV/setup-ffcv.log
 APT_LOG=$VENV/setup-apt.log
@@ -115,7 +115,10 @@ pip_install() {
 
 # Its interpreter needs no GPU. Where there is no wheel, the tests of the kernels say so and skip.
 install_triton() {
-    if "$PY" -c 'import triton' 2>/dev/null; then return; fi
+    # Beside a CPU build of torch, no other version than this; a CUDA build has brought its own.
+    if "$PY" -c 'import sys, torch, triton
+sys.exit(torch.version.cuda is None and triton.__version__ != sys.argv[1])' "${TRITON#*==}" \
+        2>/dev/null; then return; fi
     say "installing Triton, whose interpreter tests the CUDA kernels (300 MB; 1 GB on disk)"
     pip_install --no-deps --only-binary :all: "$TRITON" || say "there is no Triton for this system"
 }

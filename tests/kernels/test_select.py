@@ -1,6 +1,5 @@
 """Selection: every form gives the result of a plain sort, with any scratch."""
 
-import os
 import subprocess
 import sys
 import threading
@@ -383,32 +382,3 @@ def test_the_form_for_any_device(n, dtype):
     magnitude = x.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
     for k in set(ks(n)) - {0, n}:
         assert torch.equal(select.largest_on_device(magnitude, k), sorted_out(x, k))
-
-
-TRITON = """
-import torch
-from tests.kernels.test_select import DTYPES, awkward, normal, sorted_out
-from torchcomp.kernels import select_triton
-
-for dtype in DTYPES[:3]:
-    for n in (2, 65, 4097, 9000):
-        x, e, out = awkward(n, dtype), normal(n, seed=1), torch.empty(n)
-        assert dtype in select_triton.DTYPES and (dtype, e.dtype, out.dtype) in select_triton.SUMS
-        for k in {n // 50, n // 3, n - 1} - {0, n}:
-            chosen = select_triton.select(x, k, None, None)
-            assert torch.equal(chosen, sorted_out(x, k)), (dtype, n, k)
-            chosen = select_triton.select(out, k, None, (x, e))
-            torch.testing.assert_close(out, x + e, rtol=0, atol=0, equal_nan=True)
-            assert torch.equal(chosen, sorted_out(x + e, k)), (dtype, n, k)
-    ties = torch.full((9000,), 2.0, dtype=dtype)
-    assert torch.equal(select_triton.select(ties, 5000, None, None), torch.arange(5000))
-assert torch.float64 not in select_triton.DTYPES
-"""
-
-
-@pytest.mark.thorough
-def test_triton():
-    reason = "Triton is missing: sh tools/setup.sh --triton installs it; it needs no GPU"
-    pytest.importorskip("triton", reason=reason)
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", TRITON], check=True, timeout=PATIENCE, env=env)

@@ -52,7 +52,7 @@ def subtract(x: Tensor, index: Tensor, fields: Parts, weight: float = 1.0) -> No
 def subtract_all(
     x: Tensor, index: Tensor, messages: Sequence[Parts], counts: Sequence[int], weight: float
 ) -> None:
-    """Subtract the values of several messages at once, in plain torch; see :func:`subtract`.
+    """Subtract the values of several messages at once; see :func:`subtract`.
 
     Args:
         x: 1-D, floating-point.
@@ -61,7 +61,10 @@ def subtract_all(
         counts: number of values of each message.
         weight: factor on the values.
     """
-    values = joined(quantize.decode_all(messages, counts, x.dtype))
+    values, form = joined(quantize.decode_all(messages, counts, x.dtype)), _on_device(x)
+    if form is not None:
+        form.subtract(x, index, values, weight)
+        return
     # Replace instead of masking: a boolean index would make the host wait for an accelerator.
     values = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
     # Not alpha=-weight: it can fuse both operations, and the Numba form rounds the product.
@@ -93,7 +96,7 @@ def accumulate(messages: Sequence[Parts], k: int, out: Tensor, weight: float = 1
 
 
 def accumulate_all(messages: Sequence[Batch], out: Tensor, weight: float) -> None:
-    """Add messages in order, in plain torch; see :func:`accumulate`.
+    """Add messages in order; see :func:`accumulate`.
 
     Args:
         messages: for each message, disjoint segments of `out`, and for each segment the fields of
@@ -107,11 +110,17 @@ def accumulate_all(messages: Sequence[Batch], out: Tensor, weight: float) -> Non
         if not segments:
             continue
         counts = [segment.k for segment in segments]
-        values = iter(quantize.decode_all([fields for *fields, _ in parts], counts, out.dtype))
+        values = quantize.decode_all([fields for *fields, _ in parts], counts, out.dtype)
         index, damaged = elias_fano.decode_all([code for *_, code in parts], segments)
         sizes = [sum(segment.k for segment in each) for each, _ in some]
+        form = _on_device(out)
+        if form is not None and len(set(sizes)) == 1:
+            rows = joined(values).view(len(some), -1)
+            form.accumulate(out, index.view(rows.shape), rows, ~damaged, weight)
+            continue
+        rest = iter(values)
         for at, (each, _) in zip(torch.split(index, sizes), some, strict=True):
-            out.index_add_(0, at, joined(list(islice(values, len(each)))), alpha=weight)
+            out.index_add_(0, at, joined(list(islice(rest, len(each)))), alpha=weight)
         # Reading `damaged` would make the host wait.
         out[:1].masked_fill_(damaged, torch.nan)
 
@@ -144,3 +153,11 @@ def _fast(x: Tensor) -> ModuleType | None:
     if not supported or not host.can_read(x):
         return None
     return backend.fast_form("entries", x.device.type)
+
+
+def _on_device(x: Tensor) -> ModuleType | None:
+    """Return the module that handles this vector faster than plain torch on an accelerator."""
+    form = None if host.can_read(x) else backend.fast_form("entries", x.device.type)
+    if form is None or x.dtype not in form.DTYPES or x.numel() >= form.LIMIT:
+        return None
+    return form if x.is_contiguous() else None

@@ -26,6 +26,7 @@ torch runs, with the same results.
 
 import math
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from torch import Tensor
 from torchcomp import host
 from torchcomp.kernels import backend
 from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.segments import joined
+from torchcomp.kernels.segments import Segment, joined
 from torchcomp.wire import Field, Layout, Parts
 
 BLOCK = 128
@@ -86,7 +87,7 @@ def encode(
 def encode_all(
     values: Tensor, counts: Sequence[int], fmt: str | None, noise: Tensor | None
 ) -> list[Parts]:
-    """Encode several messages at once, in plain torch.
+    """Encode several messages at once.
 
     Args:
         values: 1-D, the values of all messages, one after another.
@@ -100,8 +101,24 @@ def encode_all(
     if fmt not in LEVELS:
         narrowed = values if fmt is None else narrow(values, CASTS[fmt])
         return [(each,) for each in torch.split(narrowed, list(counts))]
-    levels = LEVELS[fmt]
-    blocks = _blocks(values.float(), counts)
+    levels, form = LEVELS[fmt], _on_device(values)
+    rows = [-(-count // BLOCK) for count in counts]
+    fields = [count if fmt == "int8" else (count + 1) // 2 for count in counts]
+    if form is not None:
+        scale, codes = form.encode(values.contiguous(), _segments(counts), levels, noise)
+        each = torch.split(codes, fields)
+    else:
+        scale, blocks = _encode_blocks(_blocks(values.float(), counts), levels, noise, counts)
+        # A message has whole blocks, of which the last ends in zeros that are not sent.
+        whole = zip(torch.split(blocks, rows), fields, strict=True)
+        each = tuple(codes.view(-1)[:size] for codes, size in whole)
+    return list(zip(torch.split(scale, rows), each, strict=True))
+
+
+def _encode_blocks(
+    blocks: Tensor, levels: int, noise: Tensor | None, counts: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Return the scale and the codes of each row, in plain torch."""
     scale = _scale(blocks, levels)
     # Division by a zero or NaN scale gives infinities and NaN. Their conversion to an integer is
     # undefined, so replace them first.
@@ -112,14 +129,10 @@ def encode_all(
         lower = quotient.floor()
         rounded = lower + (_blocks(noise, counts) < quotient - lower)
     codes = rounded.to(torch.int8)
-    if fmt == "int4":
-        nibbles = codes.view(torch.uint8) & 15
-        codes = nibbles[:, ::2] | (nibbles[:, 1::2] << 4)
-    # A message has whole blocks, of which the last ends in zeros that are not sent.
-    rows = [-(-count // BLOCK) for count in counts]
-    parts = zip(torch.split(scale, rows), torch.split(codes, rows), counts, strict=True)
-    fields = (count if fmt == "int8" else (count + 1) // 2 for count in counts)
-    return [(s, c.view(-1)[:size]) for (s, c, _), size in zip(parts, fields, strict=True)]
+    if levels == LEVELS["int8"]:
+        return scale, codes
+    nibbles = codes.view(torch.uint8) & 15
+    return scale, nibbles[:, ::2] | (nibbles[:, 1::2] << 4)
 
 
 def decode(parts: Sequence[Tensor], count: int, dtype: torch.dtype) -> Tensor:
@@ -137,7 +150,7 @@ def decode(parts: Sequence[Tensor], count: int, dtype: torch.dtype) -> Tensor:
 def decode_all(
     messages: Sequence[Sequence[Tensor]], counts: Sequence[int], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Decode several messages at once, in plain torch.
+    """Decode several messages at once.
 
     Args:
         messages: the fields of each message, in one format and of any contents.
@@ -153,6 +166,10 @@ def decode_all(
             return list(fields[0])
         return list(torch.split(joined(fields[0]).to(dtype), list(counts)))
     scale, codes = fields
+    form = _on_device(codes[0])
+    if form is not None:
+        values = form.decode(joined(scale), joined(codes), _segments(counts)).to(dtype)
+        return list(torch.split(values, list(counts)))
     if codes[0].dtype == torch.uint8:
         packed = _rows(codes, BLOCK // 2)
         # (nibble ^ 8) - 8 extends the sign of a 4-bit two's complement number.
@@ -163,6 +180,16 @@ def decode_all(
     values = (rows.float() * joined(scale)[:, None]).view(-1).to(dtype)
     sizes = [-(-count // BLOCK) * BLOCK for count in counts]
     return [part[:count] for part, count in zip(torch.split(values, sizes), counts, strict=True)]
+
+
+def _on_device(x: Tensor) -> ModuleType | None:
+    """Return the module that quantizes faster than plain torch on an accelerator, or None."""
+    form = None if host.can_read(x) else backend.fast_form("quantize", x.device.type)
+    return form if form is None or not x.is_floating_point() or x.dtype in form.DTYPES else None
+
+
+def _segments(counts: Sequence[int]) -> list[Segment]:
+    return [Segment(0, count, count) for count in counts]
 
 
 def _blocks(values: Tensor, counts: Sequence[int]) -> Tensor:

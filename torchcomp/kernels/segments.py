@@ -44,7 +44,7 @@ def shape_of(counts: Sequence[int]) -> tuple[int, ...]:
 def spread(
     counts: Sequence[int], device: torch.device, *columns: Sequence[int]
 ) -> list[Tensor | int]:
-    """Return numbers of segments as values for each of their entries.
+    """Return numbers of segments as values for each of their entries, with one copy to the device.
 
     Args:
         counts: number of entries of each segment.
@@ -60,7 +60,6 @@ def spread(
     if uneven and len(set(counts)) == 1:
         rows = iter(host.copy_to(torch.tensor(uneven), device)[:, :, None])
     elif uneven:
-        # One copy for all columns.
         table = host.copy_to(torch.tensor([counts, *uneven]), device)
         # With the size of the result, the host does not have to read the counts.
         segment = torch.repeat_interleave(table[0], output_size=sum(counts))

@@ -1,0 +1,67 @@
+"""Whole trainings with the forms for accelerators end in the bits of those with Numba."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import torchcomp
+from tests.support.cases import only
+from tests.support.models import METHODS, loss_of, mlp, rows, seeded, weights, wrap
+from tests.support.outcomes import same
+from tests.support.ranks import on_processes, on_threads
+from torchcomp.kernels import backend
+
+STEPS = 5
+
+
+@contextlib.contextmanager
+def device_forms() -> Iterator[None]:
+    """Run the forms for accelerators, in plain torch, on tensors of the CPU."""
+    with mock.patch("torchcomp.host.can_read", return_value=False), backend.plain_torch("cpu"):
+        yield
+
+
+def train(spec: str, dtype: torch.dtype, forms: bool) -> tuple[torch.Tensor, dict[str, Any], int]:
+    """Train on this rank. Return the weights, the state and the bytes that were sent."""
+    with device_forms() if forms else contextlib.nullcontext():
+        model = wrap(seeded(mlp(dtype)))
+        handle = torchcomp.register(model, spec)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model(rows(step, dtype))).backward()
+            optimizer.step()
+        state = handle.state_dict()
+        handle.close()
+        return weights(model), state, handle.stats.total_bytes_sent
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *only([torch.bfloat16, torch.float64], now=[])])
+@pytest.mark.parametrize("spec", METHODS)
+def test_the_bits_are_those_of_the_forms_for_the_cpu(spec: str, dtype: torch.dtype) -> None:
+    pytest.importorskip("numba", reason='needs pip install "torchcomp-ddp[kernels]"')
+    # One after another, because the threads of one run share the forms.
+    host, device = (on_threads(2, train, spec, dtype, forms) for forms in (False, True))
+    assert same(host, device)
+
+
+@pytest.mark.parametrize("spec", ['bidirectional(topk(0.1), topk(0.1), selection="exact")'])
+def test_over_gloo(spec: str) -> None:
+    host, device = (on_processes(2, train, spec, torch.float32, f) for f in (False, True))
+    assert same(host, device)
+
+
+def test_the_forms_differ() -> None:
+    """The comparison above is not of a form with itself."""
+    with (
+        device_forms(),
+        mock.patch(
+            "torchcomp.kernels.elias_fano_torch.encode", side_effect=RuntimeError("of a device")
+        ),
+        pytest.raises(RuntimeError, match="of a device"),
+    ):
+        on_threads(2, train, "ef(topk(0.1))", torch.float32, False)

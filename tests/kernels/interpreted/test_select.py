@@ -1,0 +1,130 @@
+"""Selection in Triton against the specification, a stable sort."""
+
+import pytest
+import torch
+
+from tests.kernels.test_select import awkward, drift, sorted_out
+from tests.support.cases import only, thorough
+from tests.support.vectors import normal
+from torchcomp.kernels import select_triton
+from torchcomp.kernels.select import Scratch
+from torchcomp.kernels.select_triton import DTYPES, SUMS, select
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    """Make short vectors use several blocks: the interpreter is slow."""
+    monkeypatch.setattr(select_triton, "_BLOCK", 256)
+    monkeypatch.setattr(select_triton, "_CHUNK", 64)
+    monkeypatch.setattr(select_triton, "_SAMPLE", 512)
+
+
+def ks(n):
+    return sorted({k for k in (1, n // 50, n // 3, n - 1) if 0 < k < n})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [2, 65, 600, *thorough([3000])])
+def test_awkward_numbers(n, dtype):
+    x = awkward(n, dtype)
+    for k in ks(n):
+        scratch = Scratch()
+        for _ in range(2):  # from a sample, and from the last threshold
+            chosen = select(x, k, scratch, None)
+            assert chosen.dtype == torch.int64
+            assert torch.equal(chosen, sorted_out(x, k)), k
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [600, *thorough([65, 3000])])
+def test_sums(n, dtype):
+    g, e, out = awkward(n, dtype), normal(n, seed=1), torch.empty(n)
+    assert (dtype, e.dtype, out.dtype) in SUMS
+    for k in ks(n):
+        chosen = select(out.fill_(7.0), k, Scratch(), (g, e))
+        torch.testing.assert_close(out, g + e, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(chosen, sorted_out(g + e, k)), k
+
+
+@pytest.mark.parametrize("value", [0.0, -3.0, torch.nan, torch.inf, *thorough([-0.0, 1e-45])])
+def test_among_equals_the_lowest_indices_win(value):
+    x = torch.full((600,), value)
+    for k in (1, 300, 599):
+        assert torch.equal(select(x, k, Scratch(), None), torch.arange(k))
+
+
+@pytest.mark.parametrize("k", [10, *thorough([1000])])
+def test_a_vector_mostly_of_zeros(k):
+    x = torch.zeros(3000)
+    x[::100] = normal(30)
+    assert torch.equal(select(x, k, Scratch(), None), sorted_out(x, k))
+
+
+def test_all_of_the_largest_in_one_block():
+    x = normal(2000)
+    x[512:768] *= 1e6
+    scratch = Scratch()
+    for _ in range(2):
+        assert torch.equal(select(x, 256, scratch, None), sorted_out(x, 256))
+
+
+INFINITY = 0x7F800000
+BOUNDS = {  # a threshold and a margin
+    "zero": (0, 0),
+    "negative": (0, 1 << 26),
+    "denormal": (1, 0),
+    "too low": (0x3C000000, 1 << 13),
+    "too high": (0x41000000, 1 << 13),
+    "infinity": (INFINITY, 0),
+    "above infinity": (2**31 - 1, 0),
+}
+
+
+@pytest.mark.parametrize(
+    "bound", only(BOUNDS, now=["zero", "too low", "too high", "above infinity"])
+)
+def test_no_bound_changes_the_result(bound):
+    n, scratch = 700, Scratch()
+    x = normal(n)
+    for k in (10, 300):  # at 10, most candidates of a low bound do not fit
+        expected = sorted_out(x, k)
+        select(x, k, scratch, None)
+        scratch.kept.bound.copy_(torch.tensor(BOUNDS[bound]))
+        for _ in range(2):
+            assert torch.equal(select(x, k, scratch, None), expected)
+        # Whatever the bound was, the threshold of this step is the next one's.
+        threshold = x.abs()[expected].min().view(torch.int32)
+        assert int(scratch.kept.bound[0]) == int(threshold)
+
+
+def test_the_margin_grows_when_there_were_too_few_candidates_and_shrinks_after_too_many():
+    x, margins, scratch = normal(700), [], Scratch()
+    for scale in (1.0, 0.25, 4.0):
+        select(x * scale, 50, scratch, None)
+        margins.append(int(scratch.kept.bound[1]))
+    assert margins[1] == 4 * margins[0]
+    assert margins[2] < margins[1]
+
+
+def test_step_after_step():
+    n, scratch = 900, Scratch()
+    for g, e, out in drift(n, 3):
+        assert torch.equal(select(out, n // 100, scratch, (g, e)), sorted_out(g + e, n // 100))
+
+
+def test_one_scratch_for_different_vectors():
+    scratch = Scratch()
+    for n, dtype in [(300, torch.float32), (703, torch.float16), (70, torch.bfloat16)] * 2:
+        x = awkward(n, dtype)
+        assert torch.equal(select(x, n // 7, scratch, None), sorted_out(x, n // 7))
+
+
+def test_a_scratch_of_another_form():
+    scratch = Scratch()
+    scratch.kept = "another form's"
+    x = normal(300)
+    assert torch.equal(select(x, 30, scratch, None), sorted_out(x, 30))
+
+
+def test_float64_is_left_to_another_form():
+    assert torch.float64 not in DTYPES

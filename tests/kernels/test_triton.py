@@ -1,0 +1,307 @@
+"""Triton kernels without a GPU: interpreted, compiled for three GPUs, and where they cannot run."""
+
+import ast
+import logging
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import torchcomp
+from tests.support.cases import only
+from tests.support.patience import PATIENCE
+from torchcomp.aggregators.rehearsal import rehearse
+from torchcomp.kernels import backend, elias_fano, select
+from torchcomp.kernels.select import Scratch
+
+REASON = "Triton is missing: sh tools/setup.sh --triton installs it; it needs no GPU"
+HERE = Path(__file__).parent
+FORMS = sorted(Path(torchcomp.__file__).parent.glob("kernels/*_triton.py"))
+
+
+# --- Results --------------------------------------------------------------------------------------
+
+
+def interpret(*options):
+    """Run the tests in `interpreted`: in a process of their own, as Triton interprets all or none.
+
+    They compare each kernel with the reference.
+    """
+    pytest.importorskip("triton", reason=REASON)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+    done = subprocess.run(
+        [*command, str(HERE / "interpreted")],
+        check=False,
+        timeout=PATIENCE,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+def test_in_the_interpreter():
+    interpret()
+
+
+@pytest.mark.thorough
+def test_more_cases_in_the_interpreter():
+    interpret("-m", "thorough")
+
+
+# --- Machine code ---------------------------------------------------------------------------------
+
+N, K = 25_000_000, 250_000
+
+
+def empty(*shape, dtype=torch.float32):
+    """A tensor without memory: reading a value of it would raise an error, not wait."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launch_select(form, dtype, n):
+    g, e, x = empty(n, dtype=dtype), empty(n), empty(n)
+    scratch = Scratch()
+    form.select(x, K, scratch, (g, e))  # from a sample
+    form.select(x, K, scratch, (g, e))  # from the last bound
+    form.select(g, K, Scratch(), None)
+
+
+def launch_elias_fano(form, dtype, n):
+    length = elias_fano.nbytes(n, K)
+    segments, offsets = [(n * rank, n, K) for rank in range(8)], [length * r for r in range(8)]
+    for index_dtype in (torch.int32, torch.int64):
+        index, raw = empty(8 * K, dtype=index_dtype), empty(8 * length, dtype=torch.uint8)
+        form.encode(index, segments, offsets, raw)
+        form.decode(raw, segments, offsets, index)
+
+
+def launch_entries(form, dtype, n):
+    intact = empty(dtype=torch.bool)
+    for index_dtype in (torch.int32, torch.int64):
+        index, values = empty(8, K, dtype=index_dtype), empty(8, K, dtype=dtype)
+        form.subtract(empty(n), index[0], values[0], 1.0)
+        form.accumulate(empty(n), index, values, intact, 1.0)
+        form.mean(empty(n, dtype=dtype), index, values, intact, 8)
+
+
+def launch_quantize(form, dtype, n):
+    for levels in (127, 7):
+        for uniform in (None, empty(n)):
+            scale, codes = form.encode(empty(n, dtype=dtype), [(0, n, n)], levels, uniform)
+            form.decode(scale, codes, [(0, n, n)])
+
+
+def launch_checksum(form, dtype, n):
+    frames = empty(8 * 1016, dtype=torch.uint8)
+    form.seal(frames, [1000] * 8)
+    form.inspect(frames, [1000] * 8)
+
+
+LAUNCHES = {
+    "select": (launch_select, {"_sample", "_collect", "_count", "_tally", "_place", "_write"}),
+    "elias_fano": (launch_elias_fano, {"_encode", "_count", "_decode"}),
+    "entries": (launch_entries, {"_subtract", "_find", "_add_up"}),
+    "quantize": (launch_quantize, {"_encode", "_decode"}),
+    "checksum": (launch_checksum, {"_add_up"}),
+}
+
+
+def test_every_form_is_compiled_below():
+    stems = {path.name.removesuffix("_triton.py") for path in FORMS}
+    assert stems == {*LAUNCHES, "segments"}
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """Compile for a GPU that is not there what functions launch, without launching it."""
+    pytest.importorskip("triton", reason=REASON)
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import jit
+
+    kernels = []
+
+    def compile_for(capability, function, *arguments):
+        driver = SimpleNamespace(
+            get_current_device=lambda: capability,
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        )
+        monkeypatch.setattr(jit, "driver", SimpleNamespace(active=driver))
+        function(*arguments)
+        return list({kernel.hash: kernel for kernel in kernels}.values())
+
+    run = jit.JITFunction.run
+
+    def compile_only(self, *arguments, grid, warmup, **options):
+        assert all(isinstance(size, int) for size in grid)
+        kernels.append(run(self, *arguments, grid=grid, warmup=True, **options))
+
+    monkeypatch.setattr(jit.JITFunction, "run", compile_only)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return compile_for
+
+
+def resources(kernels, folder):
+    """Yield each kernel with its registers per thread, and the bytes on its stack."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    for kernel in kernels:
+        path = folder / "kernel.cubin"
+        path.write_bytes(kernel.asm["cubin"])
+        told = subprocess.run([tool, "-res-usage", path], check=True, capture_output=True)
+        usage = dict(word.split(":") for word in told.stdout.decode().split() if ":" in word[1:-1])
+        yield kernel, int(usage["REG"]), int(usage["STACK"]) + int(usage["LOCAL"])
+
+
+CASES = [
+    (stem, capability, dtype, n)
+    for stem in LAUNCHES
+    for capability in (80, 86, 90)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    for n in (N, N - 1)
+]
+
+
+# Each GPU and each dtype once, with vectors that are aligned or not.
+USUAL = [(80, torch.float32, N), (86, torch.float16, N - 1), (90, torch.bfloat16, N)]
+
+
+@pytest.mark.parametrize(
+    "case", only(CASES, now=[(stem, *usual) for stem in LAUNCHES for usual in USUAL])
+)
+def test_kernels_compile_without_spills(case, compiled, tmp_path):
+    stem, capability, dtype, n = case
+    launch, names = LAUNCHES[stem]
+    form = import_module(f"torchcomp.kernels.{stem}_triton")
+    kernels = compiled(capability, launch, form, dtype, n)
+    assert {kernel.metadata.name for kernel in kernels} == names
+    for kernel, registers, stack in resources(kernels, tmp_path):
+        assert stack == 0, f"{kernel.metadata.name} spills registers"
+        # What a multiprocessor has.
+        assert registers * 32 * kernel.metadata.num_warps <= 65_536
+        # A fused product and sum is not rounded in between.
+        assert "fma.rn" not in kernel.asm["ptx"]
+        assert not kernel.metadata.enable_fp_fusion
+        # The interpreter runs one thread. On a GPU, a message is added before the next one begins.
+        if (stem, kernel.metadata.name) == ("entries", "_add_up"):
+            assert "bar.sync" in kernel.asm["ptx"]
+
+
+# --- Masks ----------------------------------------------------------------------------------------
+
+# Blocks that are never partial: the bins of a histogram.
+WHOLE = {("select_triton.py", "tl.load(counts + (DONE - 1) * BINS + digits)")}
+
+
+def unmasked(name, tree):
+    """Accesses of memory without a mask whose address comes from a block of positions."""
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    blocks = {function: set() for function in functions}
+    size = -1
+    while size != sum(map(len, blocks.values())):
+        size = sum(map(len, blocks.values()))
+        for node in functions.values():
+            spread(node, blocks, functions)
+    for function, node in functions.items():
+        for call in ast.walk(node):
+            if called(call) in ("tl.load", "tl.store", "tl.atomic_add", "tl.atomic_or"):
+                text, block = ast.unparse(call), is_block(call.args[0], blocks[function])
+                masked = any(keyword.arg == "mask" for keyword in call.keywords)
+                if block and not masked and (name, text) not in WHOLE:
+                    yield text
+
+
+def called(node):
+    return ast.unparse(node.func) if isinstance(node, ast.Call) else None
+
+
+def is_block(node, names):
+    """Whether an expression contains a block of positions, or what was computed from one."""
+    if called(node) in ("tl.sum", "tl.max"):
+        return False
+    if called(node) == "tl.arange":
+        return True
+    if isinstance(node, ast.Name):
+        return node.id in names
+    return any(is_block(child, names) for child in ast.iter_child_nodes(node))
+
+
+def spread(function, blocks, functions):
+    """Add the names of blocks in a function, and the arguments of functions that it calls."""
+    own = blocks[function.name]
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign | ast.AugAssign) and is_block(node.value, own):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                own.update(name.id for name in ast.walk(target) if isinstance(name, ast.Name))
+        if called(node) in functions:
+            parameters = functions[called(node)].args.args
+            for parameter, argument in zip(parameters, node.args, strict=False):
+                if is_block(argument, own):
+                    blocks[called(node)].add(parameter.arg)
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_every_access_to_a_block_has_a_mask(path):
+    assert list(unmasked(path.name, ast.parse(path.read_text()))) == []
+
+
+@pytest.mark.parametrize(
+    "access", ["tl.load(x + at)", "tl.store(at + x, 1)", "helper(x, at)", "tl.atomic_add(x + y, 1)"]
+)
+def test_an_access_without_a_mask_is_found(access):
+    text = f"""
+def helper(pointer, positions):
+    tl.load(pointer + positions)
+def kernel(x, n):
+    at = tl.program_id(0) * 8 + tl.arange(0, 8)
+    y = 2 * at
+    tl.load(x + at, mask=at < n)
+    tl.load(x + tl.sum(at, 0))
+    {access}
+"""
+    assert len(list(unmasked("new.py", ast.parse(text)))) == 1
+
+
+# --- Machines on which no kernel can run ----------------------------------------------------------
+
+
+@pytest.fixture
+def on_triton(monkeypatch):
+    """Look for Triton forms for tensors of the CPU, so that a method launches them here."""
+    pytest.importorskip("triton", reason=REASON)
+    monkeypatch.setattr(backend, "_LIBRARY", {"cpu": "triton"})
+    backend.fast_form.cache_clear()
+    rehearse.cache_clear()
+    yield
+    backend._failed.clear()
+    backend.fast_form.cache_clear()
+    rehearse.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("on_triton")
+def test_a_launch_that_fails_is_found_before_training(dtype, caplog):
+    # Nothing is simulated: Triton cannot launch a kernel on tensors of the CPU.
+    method, cpu = torchcomp.parse("ef(topk(0.01))"), torch.device("cpu")
+    assert backend.fast_form("select", "cpu").__name__ == "torchcomp.kernels.select_triton"
+    with caplog.at_level(logging.WARNING, logger="torchcomp"):
+        rehearse(method, dtype, cpu)
+    assert ["Triton" in record.getMessage() for record in caplog.records] == [True]
+    assert backend.fast_form("select", "cpu") is None
+    assert select.largest(torch.arange(1000.0), 3).tolist() == [997, 998, 999]
+
+
+@pytest.mark.usefixtures("on_triton")
+def test_the_rehearsal_reaches_the_kernels(compiled):
+    # What the selection returns here is arbitrary: nothing has run.
+    method, cpu = torchcomp.parse("ef(topk(0.01))"), torch.device("cpu")
+    kernels = compiled(80, rehearse, method, torch.float32, cpu)
+    assert {kernel.metadata.name for kernel in kernels} >= LAUNCHES["select"][1]

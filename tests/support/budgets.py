@@ -1,0 +1,38 @@
+"""How often the host may wait, and how many kernels it may launch, for each method.
+
+Launches are those of plain torch, which `tests/device/test_budgets.py` counts on a simulated
+device. Copies and collectives count as launches as well. `tests/gpu` checks the waits on a GPU.
+"""
+
+from typing import NamedTuple
+
+
+class Budget(NamedTuple):
+    """What one bucket may cost."""
+
+    waits: int  # of the host, for each bucket
+    waits_per_step: int
+    launches: int  # for each bucket, among any number of ranks
+    launches_per_rank: int
+
+    def launches_among(self, ranks: int) -> int:
+        """Return the number of launches that a bucket may take."""
+        return self.launches + self.launches_per_rank * ranks
+
+
+BUDGETS = {
+    "mean": Budget(0, 0, 2, 0),
+    'ef(topk({ratio}), exchange="allgather")': Budget(0, 1, 70, 3),
+    'ef(topk({ratio}, values="int8"), exchange="allgather")': Budget(0, 1, 110, 3),
+    'ef(topk({ratio}), exchange="sharded")': Budget(1, 1, 103, 4),
+    'bidirectional(topk({ratio}), topk({ratio}), selection="shard")': Budget(0, 1, 150, 5),
+    'bidirectional(topk({ratio}), topk({ratio}), selection="exact")': Budget(3, 1, 200, 5),
+    "ef(randk({ratio}))": Budget(0, 1, 23, 0),
+    'ef(cast("bf16"))': Budget(0, 1, 17, 0),
+    'quantize("int8")': Budget(0, 1, 60, 3),
+    'ef(quantize("int8"), exchange="allgather")': Budget(0, 1, 60, 3),
+    'quantize("int8", rounding="stochastic")': Budget(0, 1, 60, 3),
+    'ef21(topk({ratio}), exchange="allgather")': Budget(0, 1, 80, 3),
+    'dgc(topk({ratio}), exchange="allgather")': Budget(0, 1, 80, 3),
+}
+"""By method; `ratio` is the share of the entries that are kept."""

@@ -1,0 +1,76 @@
+"""Random numbers for an accelerator are drawn one step ahead, and are those of the host."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from torchcomp import host
+from torchcomp.draws import drawn
+from torchcomp.keys import Key, uniform
+
+X = torch.zeros(3)
+
+
+class Recorder:
+    """Draws like `uniform`, and notes who drew which step."""
+
+    def __init__(self) -> None:
+        self.drew = {}
+        self.ended = {step: threading.Event() for step in range(20)}
+
+    def __call__(self, key: Key, count: int) -> np.ndarray:
+        numbers = uniform(key, count)
+        self.drew.setdefault(key.step, []).append(threading.current_thread())
+        self.ended[key.step].set()
+        return numbers
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    monkeypatch.setattr(host, "can_read", lambda x: False)
+
+
+def expected(key, count):
+    return torch.from_numpy(uniform(key, count))
+
+
+def test_the_host_draws_when_it_needs_numbers():
+    draw = Recorder()
+    assert drawn(draw, Key(1, step=4), 5, like=X).equal(expected(Key(1, step=4), 5))
+    assert draw.drew == {4: [threading.current_thread()]}
+
+
+def test_the_next_step_is_drawn_by_a_thread_before_it_begins(on_device):
+    draw = Recorder()
+    for step in range(4):
+        key = Key(1, step=step, tensor=7, rank=2)
+        assert drawn(draw, key, 5, like=X).equal(expected(key, 5))
+        assert draw.ended[step + 1].wait(60)
+    assert {step: len(threads) for step, threads in draw.drew.items()} == dict.fromkeys(range(5), 1)
+    assert threading.current_thread() not in {t for threads in draw.drew.values() for t in threads}
+
+
+def test_a_run_can_continue_at_any_step(on_device):
+    draw = Recorder()
+    for step in (3, 4, 9, 2, 3):
+        assert drawn(draw, Key(1, step=step), 5, like=X).equal(expected(Key(1, step=step), 5))
+
+
+def test_vectors_seeds_and_ranks_have_numbers_of_their_own(on_device):
+    keys = [Key(1), Key(2), Key(1, tensor=3), Key(1, rank=1)]
+    draw = Recorder()
+    for step in range(3):
+        for key in keys:
+            now = Key(key.seed, step, key.tensor, key.rank)
+            assert drawn(draw, now, 5, like=X).equal(expected(now, 5))
+    assert not drawn(draw, Key(1, step=1), 6, like=X).equal(expected(Key(1, step=1), 5)[:6])
+
+
+def test_an_error_reaches_the_caller(on_device):
+    def fails(key: Key) -> np.ndarray:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        drawn(fails, Key(1), like=X)

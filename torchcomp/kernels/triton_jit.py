@@ -1,0 +1,67 @@
+"""What the Triton kernels share. Import it only with Triton installed.
+
+The kernels use only what Triton 3.2 has, the version of torch 2.6. They run on CPU tensors as well,
+in Triton's interpreter, if the environment sets ``TRITON_INTERPRET=1`` before the first import.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INFINITY = tl.constexpr(0x7F800000)
+"""The bits of infinity in float32. The bits of NaN are larger."""
+
+
+EXACT = {"enable_fp_fusion": False}
+"""Options of every launch: round every product, as torch does. Triton's default varies."""
+
+
+def kernel(*general: str) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function with ``triton.jit``.
+
+    Args:
+        general: names of integer arguments. Triton would compile one form for each of: the value 1,
+            multiples of 16, and the others. For these arguments, one form serves them all.
+    """
+    return lambda function: triton.jit(function, do_not_specialize=general)
+
+
+def on_device_of(x: Tensor) -> torch.cuda.device:
+    """Make the device of `x` the current one, in a ``with`` block."""
+    # Triton launches on the current device, which can differ from the device of `x`. -1 changes
+    # nothing: in Triton's interpreter, tensors are on the CPU.
+    return torch.cuda.device(x.device.index if x.is_cuda else -1)
+
+
+@kernel()
+def number(x: tl.tensor) -> tl.tensor:
+    """Return values of a 16-bit or 32-bit floating-point dtype as float32."""
+    # Convert the bits, because Triton's interpreter flushes bfloat16 denormals to zero.
+    if x.dtype == tl.bfloat16:
+        wide = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        x = wide.to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@kernel()
+def magnitude(x: tl.tensor) -> tl.tensor:
+    """Return int32 keys that order as the magnitudes of `x` do. NaN counts as infinity."""
+    bits = number(x).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.minimum(bits, INFINITY)
+
+
+@kernel()
+def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Round float32 values to a 16-bit or 32-bit floating-point dtype, half to even."""
+    # By hand, because Triton's interpreter cuts off what does not fit into bfloat16.
+    if dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        bits = tl.where(x == x, bits, 0x7FC0)
+        return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
