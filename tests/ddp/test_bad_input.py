@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import torchcomp
+from tests.support.launches import counted
 from tests.support.models import Branches, loss_of, mlp, residual_norm, rows, seeded, wrap
 from tests.support.outcomes import assert_refused, raised_by
 from tests.support.ranks import on_processes, on_threads
@@ -269,15 +270,21 @@ def test_parameters_on_several_devices(call: str) -> None:
     assert_refused(2, body, UnsupportedModelError, match=message)
 
 
-def test_a_frozen_parameter_on_another_device_takes_no_part() -> None:
+@pytest.mark.parametrize("device", ["meta", "cuda"])
+@pytest.mark.parametrize("call", INSTALLERS)
+def test_a_frozen_parameter_on_another_device_takes_no_part(call: str, device: str) -> None:
+    with counted():  # simulates CUDA
+        frozen = nn.Parameter(torch.empty(16, 16, device=device), requires_grad=False)
+
     def body() -> str:
         module = mlp()
         module[0].weight.requires_grad_(False)
         model = wrap(module)
-        model.module[0].weight = nn.Parameter(torch.empty(16, 16, device="meta"), False)
-        return str(torchcomp.register(model, TOPK).method)
+        model.module[0].weight = frozen
+        INSTALLERS[call](model)
+        return next(model.parameters()).device.type
 
-    assert on_threads(2, body) == [TOPK, TOPK]
+    assert on_threads(2, body) == [device, device]
 
 
 # --- The arguments --------------------------------------------------------------------------------

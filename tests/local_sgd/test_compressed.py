@@ -212,26 +212,35 @@ def lasting(script):
     return [tensor.clone() for part in parts for tensor in part.values()]
 
 
-def poisoned(spec):
-    local = []
-    script = compressed(spec, optimizer=spied(sgd, lambda: local.append(script.weights())))
+def poisoned(spec, **local):
+    seen = []
+    watched = spied(sgd, lambda: seen.append(script.weights()))
+    script = compressed(spec, optimizer=watched, local=local)
     script.train(0, 5)
     before = lasting(script)
     if script.rank == 1:
         nn.init.constant_(script.model.module[0].bias[2:3].detach(), float("nan"))
     with pytest.raises(torchcomp.NonFiniteError) as raised:
         script.step(5)
-    assert torch.equal(local[-1].nan_to_num(), script.weights().nan_to_num())
+    assert torch.equal(seen[-1].nan_to_num(), script.weights().nan_to_num())
     assert script.sync.next_sync is not None
     return str(raised.value), all(map(torch.equal, before, lasting(script)))
 
 
-@pytest.mark.parametrize("spec", some([*CONSERVING, *LOSSY], of=3))
-def test_a_nan_on_one_rank_raises_on_every_rank_and_changes_no_state(spec):
-    for message, unchanged in on_threads(3, poisoned, spec):
+def assert_found(outcomes):
+    for message, unchanged in outcomes:
         for word in ("'0.bias'", "rank 1", "step 6"):
             assert word in message
         assert unchanged
+
+
+@pytest.mark.parametrize("spec", some([*CONSERVING, *LOSSY], of=3))
+def test_a_nan_on_one_rank_raises_on_every_rank_and_changes_no_state(spec):
+    assert_found(on_threads(3, poisoned, spec))
+
+
+def test_a_nan_is_found_before_an_outer_step_without_compression():
+    assert_found(on_threads(3, partial(poisoned, "mean", outer="slowmo")))
 
 
 DAMAGES = {

@@ -1,6 +1,7 @@
 """With overlap=True, a run is the same bit for bit."""
 
 import copy
+import sys
 from functools import partial
 from threading import Event
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import torchcomp
 from tests.local_sgd.script import Script, batch, mlp, momentum, spied, synchronised_steps
+from tests.support.commands import run as run_command
 from tests.support.outcomes import assert_refused, equal_on_all, flat
 from tests.support.ranks import on_processes, on_threads
 from torchcomp.local_sgd import Nesterov
@@ -199,6 +201,45 @@ def test_over_gloo_a_layer_computes_during_the_next_all_reduce_and_no_bit_change
     for mine, wanted in zip(overlapped, plain, strict=True):
         for step in set(range(TOTAL)) - {end - 1 for end in ENDS}:
             assert torch.equal(mine[step], wanted[step])
+
+
+# --- The end of the process -----------------------------------------------------------------------
+
+SCRIPT = """
+import os, threading
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import torchcomp
+from torchcomp.local_sgd import averages
+
+averages.AT_EXIT_SECONDS = {seconds}
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+model = DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sync = torchcomp.LocalSGD(model, optimizer, "every(1)", total_steps=2, overlap=True)
+started = threading.Event()
+
+def slow(values):
+    started.set()
+    threading.Event().wait({lasts})
+    print("averaged", flush=True)
+
+sync._steps.averages.async_exchange.all_reduce = slow
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+assert started.wait(60)
+print("the script ends", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("seconds", "lasts", "ends"), [(0.1, None, False), (60, 0.5, True)])
+def test_a_process_ends_after_a_slow_average_but_not_behind_a_stuck_one(seconds, lasts, ends):
+    script = SCRIPT.format(seconds=seconds, lasts=lasts)
+    # `run_command` fails if the process is still there after the tests' patience.
+    printed = run_command([sys.executable, "-c", script]).stdout
+    assert "the script ends" in printed
+    assert ("averaged" in printed) == ends
 
 
 # --- Failure and bad input ------------------------------------------------------------------------

@@ -24,7 +24,7 @@ LOCAL = {
     "nesterov": {"outer": "nesterov(lr=0.7, momentum=0.9)"},
 }
 
-WAITS = {"plain": 2, "overlap": 3, "moments": 4, "fragments": 2, "slowmo": 2, "nesterov": 2}
+WAITS = {"plain": 2, "overlap": 2, "moments": 4, "fragments": 2, "slowmo": 2, "nesterov": 2}
 """In a synchronisation: to compare the ranks, to average further state, to check the values."""
 
 QUIET = {"fragments": (2, 4, 6)}

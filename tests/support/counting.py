@@ -1,6 +1,10 @@
-"""Count what a block of code launches and what it waits for, on tensors of the CPU."""
+"""Count what a block of code launches and what it waits for, on tensors of the CPU.
 
-import collections
+This sees whole steps of DDP and of optimizers. The device that tests.support.launches simulates has
+no backward pass. Copies between host and device, and their waits, are not seen here.
+"""
+
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -10,26 +14,10 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_WAITING_OPERATORS = {
-    "_local_scalar_dense",
-    "_unique2",
-    "bincount",
-    "equal",
-    "masked_select",
-    "nonzero",
-}
+from tests.support.launches import WAITS, launches
+
 # These read a tensor of the CPU without an operator.
 _WAITING_METHODS = ("tolist", "numpy", "cpu", "__array__")
-_NO_KERNEL = {
-    "detach",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "lift_fresh",
-    "new_empty",
-    "new_empty_strided",
-    "promote_types",
-}
 
 
 @dataclass
@@ -41,8 +29,8 @@ class Counts:
         waits: what would make the host wait if the tensors were on an accelerator.
     """
 
-    launches: "collections.Counter[str]" = field(default_factory=collections.Counter)
-    waits: "collections.Counter[str]" = field(default_factory=collections.Counter)
+    launches: "Counter[str]" = field(default_factory=Counter)
+    waits: "Counter[str]" = field(default_factory=Counter)
 
 
 class _Operators(TorchDispatchMode):
@@ -52,11 +40,12 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = op.overloadpacket.__name__
-        if name in _WAITING_OPERATORS:
+        result = op(*args, **(kwargs or {}))
+        if name in WAITS:
             self._counts.waits[name] += 1
-        elif op.namespace == "aten" and not op.is_view and name not in _NO_KERNEL:
+        elif op.namespace == "aten" and launches(op, name, result):
             self._counts.launches[name] += 1
-        return op(*args, **(kwargs or {}))
+        return result
 
 
 @contextmanager

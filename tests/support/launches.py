@@ -39,7 +39,7 @@ _PRODUCT, _TORCH = (str(Path(package.__file__).parent) for package in (torchcomp
 # By name without the overload. Operations whose schema returns a view are found by the schema.
 FREE = {
     *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
-    *("_unsafe_view", "is_pinned", "is_same_size", "resize_", "set_"),
+    *("_unsafe_view", "is_pinned", "is_same_size", "promote_types", "resize_", "set_"),
 }
 """Operations that launch nothing."""
 
@@ -179,7 +179,7 @@ class _Device(TorchDispatchMode):
         kwargs.pop("pin_memory", None)
         unpinned = _waits(name, args, kwargs, on_device)
         result = func(*tree_map(_host, args), **tree_map(_host, kwargs))
-        if _launches(func, name, result):
+        if launches(func, name, result):
             self._count.launch(name)
         if unpinned:
             self._count.wait(name)
@@ -237,7 +237,8 @@ def is_view(func: Any) -> bool:
     return any(alias is not None and not alias.is_write for alias in returned)
 
 
-def _launches(func: Any, name: str, result: Any) -> bool:
+def launches(func: Any, name: str, result: Any) -> bool:
+    """Whether an operation launches anything."""
     if name in FREE or is_view(func):
         return False
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]

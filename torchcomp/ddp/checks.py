@@ -103,9 +103,12 @@ def trained_parameters(model: DistributedDataParallel) -> list[tuple[str, nn.Par
 
 
 def device_of(model: DistributedDataParallel) -> torch.device:
-    """Return the device of what DDP reduces."""
+    """Return the device of what DDP reduces, or of the other parameters if it reduces nothing."""
     trained = [parameter for _, parameter in trained_parameters(model)]
-    return next(iter(trained or model.module.parameters())).device
+    # The meta device has no collectives. A parameter there may be refused, but raising on every
+    # rank takes an exchange that works.
+    devices = (p.device for p in (*trained, *model.module.parameters()) if not p.is_meta)
+    return next(devices, torch.device("cpu"))
 
 
 def bucket_caps(model: DistributedDataParallel) -> Caps:

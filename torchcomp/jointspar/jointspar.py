@@ -20,6 +20,7 @@ from torchcomp.ddp.checks import (
     check_is_ddp,
     check_model,
     check_scaler,
+    device_of,
     trained_parameters,
 )
 from torchcomp.ddp.register import register
@@ -162,8 +163,7 @@ class JointSpar(Gatherable):
         scaler: "torch.amp.GradScaler | None" = None,
     ) -> None:
         check_is_ddp(model)
-        device = next(model.module.parameters()).device
-        self._exchange = ProcessGroupExchange(model.process_group, device)
+        self._exchange = ProcessGroupExchange(model.process_group, device_of(model))
         arguments = {"budget": budget, "costs": costs, "compress": compress, "seed": seed}
 
         # `build` calls this and verifies the values across ranks. An argument that is refused on
@@ -188,7 +188,6 @@ class JointSpar(Gatherable):
         self._model = weakref.ref(model)
         self._parameters = dict(trained_parameters(model))
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._to_none = skipped == "none"
         key = Key(seed, rank=self._exchange.rank)
         self._sampler = Sampler(options, self.layers, self._costs_in_advance(costs), key)
@@ -198,8 +197,8 @@ class JointSpar(Gatherable):
         # A DDP bucket can contain several layers, and each step keeps different ones.
         averager.regroup(by_layer(averager.groups, self._sampler.layer_of))
         averager.on_finish(self._sampler.finish)
-        if self._scaler is not None and self._to_none:
-            _allow_empty_steps(self._scaler)
+        if scaler is not None and scaler.is_enabled() and self._to_none:
+            _allow_empty_steps(scaler)
         callbacks = self._forward_begins, self._backward_done
         self._skipper = Skipper(model.module, self._parameters, *callbacks)
         self._skip()
@@ -356,12 +355,7 @@ class JointSpar(Gatherable):
         if not committed:
             sampler.reset()
             return
-        scale = None
-        if self._scaler is not None:
-            # Still that of this step: the loop calls scaler.update() after backward. It stays on
-            # the device, because scaler.get_scale() would wait for it.
-            scale = self._scaler.scale(torch.ones((), device=self._exchange.device))
-        sampler.learn(scale)
+        sampler.learn(self._handle.averager.scale)
         if sampler.bandit is None and sampler.step >= sampler.options.warmup_steps:
             sampler.bandit = sampler.options.bandit(self._measured_costs())
         sampler.draw()

@@ -188,16 +188,15 @@ class Sampler:
 
     # The following are called after the exchange.
 
-    def learn(self, scale: Tensor | None = None) -> None:
+    def learn(self, scale: float) -> None:
         """Update the averages and p after a committed step.
 
         Args:
-            scale: the loss scale, which the gradients were multiplied by: a scalar on the device of
-                the gradients, or None for 1.
+            scale: the loss scale, which the gradients were multiplied by.
         """
-        held = [*self._norms.values(), *([] if scale is None else [scale.double()])]
+        # Empty if no layer was exchanged.
+        held = list(self._norms.values())
         values = torch.stack(held).tolist() if held else []
-        loss_scale = 1.0 if scale is None else values.pop()
         # Parameters of layers that were not exchanged have norm 0. The bandit ignores them.
         norms = dict.fromkeys(self.layer_of, 0.0)
         keep, take = _NORM_DECAY, 1 - _NORM_DECAY
@@ -205,7 +204,7 @@ class Sampler:
             # Algorithm 1 takes norms before the division by p. The means were divided, so their
             # norms are multiplied by p again. A rank's own norms were recorded before the division.
             p = float(self.p[self.layer_of[name]]) if self.shared else 1.0
-            norms[name] = value * p / loss_scale
+            norms[name] = value * p / scale
             # The weights sum to less than 1 at first. norm() divides by their sum.
             total, weight = self._averages.get(name, [0.0, 0.0])
             self._averages[name] = [keep * total + take * norms[name], keep * weight + take]

@@ -135,7 +135,7 @@ class Skipper:
         self._module = module
         # Weak, because the owner of these methods refers to this object.
         self._on_forward, self._on_backward = _weakly(on_forward), _weakly(on_backward)
-        self.clock = Clock(next(module.parameters()).device)
+        self.clock = Clock(next(iter(parameters.values())).device)
         self.arrived: set[str] = set()
         self._skipped: list[str] = []
         self._replaced: list[Registration] = []

@@ -21,6 +21,13 @@ from torchcomp.traffic import Load
 
 UNCHANGED = "No rank has averaged its parameters, and the residual is unchanged."
 
+AT_EXIT_SECONDS = 60.0
+"""How long a process that ends waits for overlapped all-reduces.
+
+Another rank may still wait for them, for example to save its model: they get the time that they
+need, except behind a rank that never joins.
+"""
+
 Future = torch.futures.Future[Tensor]
 Due = Sequence[tuple[Group, float]]
 """Groups of parameters to average, each with the mean learning rate of its round."""
@@ -56,7 +63,7 @@ class Averages:
     ) -> None:
         self._outer = method.outer
         self.averager = Averager(
-            ExactMean() if method.plain else method.aggregator,
+            ExactMean() if method.aggregator.transparent else method.aggregator,
             exchange,
             parameters,
             groups,
@@ -168,7 +175,7 @@ class OverlappedAverages(Averages):
     Attributes:
         async_exchange: issues the all-reduces. With gloo it has its own process group, because
             DDP and the user issue collectives from another thread.
-        close: ends the executor.
+        close: ends the executor; called at the end of the process as well.
     """
 
     def __init__(
@@ -182,7 +189,7 @@ class OverlappedAverages(Averages):
         self.async_exchange, self._executor = transport(exchange.group, exchange.device)
         self._of_layers = frozenset(parameters)
         self._running: list[tuple[Bucket, Future]] = []
-        self.close = weakref.finalize(self, self._executor.close)
+        self.close = weakref.finalize(self, self._executor.close, AT_EXIT_SECONDS)
 
     def synchronise(self, due: Due, step: int, dense_bytes: int) -> None:
         # The groups run from the last layers to the first. The next forward pass needs the first

@@ -20,7 +20,7 @@ from torchcomp.aggregators import Aggregator
 from torchcomp.bucket import Group
 from torchcomp.checks import check_choice, check_count, check_flag, is_number
 from torchcomp.component import Component
-from torchcomp.ddp.checks import OWNER, check_model, check_scaler, trained_parameters
+from torchcomp.ddp.checks import OWNER, check_model, check_scaler, device_of, trained_parameters
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.keys import check_seed
@@ -72,11 +72,7 @@ class LocalMethod:
 
 def ranks_of(model: DistributedDataParallel, group: ProcessGroup | None) -> ProcessGroupExchange:
     """The exchange that averages parameters; with `group`, the upper level of two."""
-    # The meta device has no collectives. check_values() refuses such a parameter, but raising on
-    # every rank takes an exchange that works.
-    devices = (p.device for p in model.module.parameters() if not p.is_meta)
-    device = next(devices, torch.device("cpu"))
-    node = ProcessGroupExchange(model.process_group, device)
+    node = ProcessGroupExchange(model.process_group, device_of(model))
     if group is None:
         return node
 
@@ -98,7 +94,7 @@ def ranks_of(model: DistributedDataParallel, group: ProcessGroup | None) -> Proc
                 f"rank's DDP group is {mine}, and they share {shared}. To take local steps on "
                 "every rank, leave process_group out"
             )
-        return ProcessGroupExchange(chosen, device), {}
+        return ProcessGroupExchange(chosen, node.device), {}
 
     # Built over the node: `across` can fail on one rank alone, because groups differ between ranks.
     between = node.build("torchcomp.LocalSGD", {"process_group": "set"}, across)
