@@ -347,7 +347,8 @@ def _device_guard() -> Iterator[None]:
     guards = (ctypes.c_void_p * 15).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     cuda, meta = 1, 14
     before = guards[cuda]
-    guards[cuda] = before or guards[meta]
+    # A build with CUDA has a guard, but without a driver it raises.
+    guards[cuda] = before if torch.cuda.is_available() else guards[meta]
     try:
         yield
     finally:
