@@ -10,12 +10,19 @@ import torch
 
 import torchcomp
 from tests.support.cases import only
-from tests.support.models import METHODS, loss_of, mlp, rows, seeded, weights, wrap
+from tests.support.models import METHODS, THROUGH_DDP, loss_of, mlp, rows, seeded, weights, wrap
 from tests.support.outcomes import same
 from tests.support.ranks import on_processes, on_threads
 from torchcomp.kernels import backend
 
 STEPS = 5
+MORE = (
+    "topk(0.1)",
+    'ef(topk(0.1, values="int8"))',
+    'ef(quantize("int8"))',
+    "bidirectional(topk(0.1), topk(0.1))",
+    'bidirectional(topk(0.2, values="int4", rounding="stochastic"), topk(0.2, values="bf16"))',
+)
 
 
 @contextlib.contextmanager
@@ -41,7 +48,7 @@ def train(spec: str, dtype: torch.dtype, forms: bool) -> tuple[torch.Tensor, dic
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *only([torch.bfloat16, torch.float64], now=[])])
-@pytest.mark.parametrize("spec", METHODS)
+@pytest.mark.parametrize("spec", only(METHODS, now=THROUGH_DDP + MORE))
 def test_the_bits_are_those_of_the_forms_for_the_cpu(spec: str, dtype: torch.dtype) -> None:
     pytest.importorskip("numba", reason='needs pip install "torchcomp-ddp[kernels]"')
     # One after another, because the threads of one run share the forms.

@@ -15,11 +15,11 @@ SHAPES = {"weight": (60, 40), "bias": (77,)}
 RANKS = 2
 METHODS = [
     'ef(topk(0.05), exchange="allgather")',
-    'ef(topk(0.05, values="int8"), exchange="allgather")',
-    'ef(topk(0.05), exchange="sharded")',
     "bidirectional(topk(0.05), topk(0.05))",
     *only(
         [
+            'ef(topk(0.05, values="int8"), exchange="allgather")',
+            'ef(topk(0.05), exchange="sharded")',
             'ef(topk(0.05, scope="tensor", values="int4"), exchange="allgather")',
             'bidirectional(topk(0.05), topk(0.05), selection="exact")',
             'ef(quantize("int4"))',
