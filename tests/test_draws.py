@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchcomp import host
-from torchcomp.draws import drawn
+from torchcomp.draws import Ahead, drawn
 from torchcomp.keys import Key, uniform
 
 X = torch.zeros(3)
@@ -44,8 +44,9 @@ def test_the_host_draws_when_it_needs_numbers():
 
 def test_the_next_step_is_drawn_by_a_thread_before_it_begins(on_device):
     draw = Recorder()
+    ahead = Ahead()
     for step in range(4):
-        key = Key(1, step=step, tensor=7, rank=2)
+        key = Key(1, step=step, tensor=7, rank=2, ahead=ahead)
         assert drawn(draw, key, 5, like=X).equal(expected(key, 5))
         assert draw.ended[step + 1].wait(60)
     assert {step: len(threads) for step, threads in draw.drew.items()} == dict.fromkeys(range(5), 1)
@@ -53,24 +54,32 @@ def test_the_next_step_is_drawn_by_a_thread_before_it_begins(on_device):
 
 
 def test_a_run_can_continue_at_any_step(on_device):
-    draw = Recorder()
+    draw, ahead = Recorder(), Ahead()
     for step in (3, 4, 9, 2, 3):
-        assert drawn(draw, Key(1, step=step), 5, like=X).equal(expected(Key(1, step=step), 5))
+        key = Key(1, step=step, ahead=ahead)
+        assert drawn(draw, key, 5, like=X).equal(expected(key, 5))
+        ahead.clear()
 
 
 def test_vectors_seeds_and_ranks_have_numbers_of_their_own(on_device):
     keys = [Key(1), Key(2), Key(1, tensor=3), Key(1, rank=1)]
-    draw = Recorder()
+    draw, ahead = Recorder(), Ahead()
     for step in range(3):
         for key in keys:
-            now = Key(key.seed, step, key.tensor, key.rank)
+            now = Key(key.seed, step, key.tensor, key.rank, ahead)
             assert drawn(draw, now, 5, like=X).equal(expected(now, 5))
-    assert not drawn(draw, Key(1, step=1), 6, like=X).equal(expected(Key(1, step=1), 5)[:6])
+            assert drawn(draw, now, 6, like=X).equal(expected(now, 6))
 
 
 def test_an_error_reaches_the_caller(on_device):
     def fails(key: Key) -> np.ndarray:
         raise MemoryError
 
-    with pytest.raises(MemoryError):
-        drawn(fails, Key(1), like=X)
+    for ahead in (None, Ahead()):
+        with pytest.raises(MemoryError):
+            drawn(fails, Key(1, ahead=ahead), like=X)
+
+
+def test_a_key_is_the_same_with_and_without_draws_ahead():
+    assert Key(1, 2, 3, 4, Ahead()) == Key(1, 2, 3, 4)
+    assert Key(1, ahead="ahead").of_tensor("w").ahead == "ahead"

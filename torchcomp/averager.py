@@ -13,6 +13,7 @@ from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.bucket import DEFAULT_CAPS, Bucket, BucketShape, Group, Shard, merge, partition
 from torchcomp.component import Component
 from torchcomp.compressors import Identity
+from torchcomp.draws import Ahead
 from torchcomp.errors import CheckpointError, SpecError
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key, check_seed
@@ -103,6 +104,7 @@ class Averager:
         self.groups = tuple(groups or partition(self.parameters.items(), DEFAULT_CAPS))
         self.buckets = self.groups
         self.state = State()
+        self._ahead = Ahead()
         self.step = 0
         self.unused: tuple[str, ...] = ()
         self.seed = seed
@@ -194,7 +196,7 @@ class Averager:
         # gradients is not needed.
         if guarded and not method.residual_shows_nonfinite(bucket.flat.dtype):
             self._watch.before(bucket)
-        key = Key(self.seed, self.step, rank=self.exchange.rank)
+        key = Key(self.seed, self.step, rank=self.exchange.rank, ahead=self._ahead)
         method.aggregate(bucket, self.exchange, self.state, key)
         if guarded:
             self._watch.after(bucket)
@@ -395,6 +397,7 @@ class Averager:
         # Before `self.buckets` changes: the server residual is stored by the old buckets' shards.
         owned, self._active = self._owned(), method
         self.buckets, before = buckets, self.buckets
+        self._ahead.clear()
         declared = {slot.name: slot for slot in self._declared(method, buckets)}
         # A server residual fits only the shards of the same buckets. Otherwise, add it to this
         # rank's own residual.

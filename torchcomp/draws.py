@@ -33,38 +33,42 @@ def drawn(draw: Draw, key: Key, *args: Any, like: Tensor) -> Tensor:
     """
     if host.can_read(like):
         return torch.from_numpy(draw(key, *args))
-    series = _series(draw, replace(key, step=0), args, like.device)
-    return host.copy_to(series.at(key.step), like.device)
+    numbers = _pinned(draw, key, args) if key.ahead is None else key.ahead.at(draw, key, args)
+    return host.copy_to(numbers, like.device)
 
 
-class _Series:
-    """The draws of one vector, step after step."""
+class Ahead:
+    """The numbers of this step and of the next one, for all vectors of one engine."""
 
-    def __init__(self, draw: Callable[[int], Tensor]) -> None:
-        self._draw = draw
+    def __init__(self) -> None:
+        # The thread of the exchange draws, and that of the user can clear.
         self._lock = threading.Lock()
-        self._steps: dict[int, Future[Tensor]] = {}
+        self._steps: dict[object, dict[int, Future[Tensor]]] = {}
 
-    def at(self, step: int) -> Tensor:
-        """Return the numbers of a step, and begin to draw those of the next."""
-        # Two models with parameters of the same names share their draws.
+    def at(self, draw: Draw, key: Key, args: tuple[Any, ...]) -> Tensor:
+        """Return the numbers of a step on the host, and begin to draw those of the next."""
+        vector = draw, replace(key, step=0), args
         with self._lock:
-            for each in (step, step + 1):
-                if each not in self._steps:
-                    self._steps[each] = _worker().submit(self._draw, each)
-            self._steps = {each: self._steps[each] for each in (step, step + 1)}
-            ready = self._steps[step]
-        return ready.result()
+            known, steps = self._steps.get(vector, {}), (key.step, key.step + 1)
+            drawing = {
+                step: known[step]
+                if step in known
+                else _worker().submit(_pinned, draw, replace(key, step=step), args)
+                for step in steps
+            }
+            self._steps[vector] = drawing
+        return drawing[key.step].result()
+
+    def clear(self) -> None:
+        """Drop all numbers, when other vectors will need others."""
+        with self._lock:
+            self._steps.clear()
 
 
-@lru_cache(maxsize=1024)
-def _series(draw: Draw, key: Key, args: tuple[Any, ...], device: torch.device) -> _Series:
-    def at(step: int) -> Tensor:
-        numbers = torch.from_numpy(draw(replace(key, step=step), *args))
-        # Pinned here, in the thread: `host.copy_to` then only starts the copy.
-        return numbers.pin_memory() if torch.cuda.is_available() else numbers
-
-    return _Series(at)
+def _pinned(draw: Draw, key: Key, args: tuple[Any, ...]) -> Tensor:
+    numbers = torch.from_numpy(draw(key, *args))
+    # Pinned in the thread that draws: `host.copy_to` then only starts the copy.
+    return numbers.pin_memory() if torch.cuda.is_available() else numbers
 
 
 @lru_cache(maxsize=1)

@@ -6,8 +6,9 @@ without interruption.
 """
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +25,12 @@ class Key:
     step: int = 0  # index of the exchange
     tensor: int = 0  # identifies the vector within the step (see :func:`tensor_id`)
     rank: int = 0  # rank that draws; ignored by :meth:`shared`
+    # An `Ahead` of draws.py, if there will be a next step. It does not change any number.
+    ahead: Any = field(default=None, compare=False, repr=False)
 
     def of_tensor(self, name: str) -> "Key":
         """Return this key for the vector of this name."""
-        return Key(self.seed, self.step, tensor_id(name), self.rank)
+        return Key(self.seed, self.step, tensor_id(name), self.rank, self.ahead)
 
     def shared(self) -> np.random.Generator:
         """Return a generator that draws the same numbers on every rank."""

@@ -39,9 +39,9 @@ def fast_form(stem: str, device: str) -> ModuleType | None:
     except ModuleNotFoundError as error:
         # No kernel has all forms. If this module exists, what it imports is missing.
         missing = error.name != f"torchcomp.kernels.{stem}_{_LIBRARY[device]}"
-        # No warning for CUDA: PyTorch's CUDA builds install Triton wherever Triton exists.
-        if missing and device == "cpu":
-            without_fast_forms(device, f'pip install "torchcomp-ddp[kernels]" ({error})')
+        if missing:
+            package = {"cpu": '"torchcomp-ddp[kernels]"', "cuda": "triton"}[device]
+            without_fast_forms(device, f"pip install {package} ({error})")
     except Exception as error:  # importing Numba or Triton can raise any type of exception
         without_fast_forms(device, f"{type(error).__name__}: {error}")
     return None
