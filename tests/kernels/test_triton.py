@@ -17,6 +17,7 @@ from tests.support.cases import only
 from tests.support.patience import PATIENCE
 from torchcomp.aggregators.rehearsal import rehearse
 from torchcomp.kernels import backend, elias_fano, select
+from torchcomp.kernels.segments import Segment
 from torchcomp.kernels.select import Scratch
 
 REASON = "Triton is missing: sh tools/setup.sh --triton installs it; it needs no GPU"
@@ -71,6 +72,8 @@ def launch_select(form, dtype, n):
     form.select(x, K, scratch, (g, e))  # from a sample
     form.select(x, K, scratch, (g, e))  # from the last bound
     form.select(g, K, Scratch(), None)
+    shards = [Segment(n // 8 * rank, n // 8, K // 8) for rank in range(8)]
+    form.select_all(x, shards, Scratch(), (g, e))
 
 
 def launch_elias_fano(form, dtype, n):
@@ -83,12 +86,12 @@ def launch_elias_fano(form, dtype, n):
 
 
 def launch_entries(form, dtype, n):
-    intact = empty(dtype=torch.bool)
+    damaged = empty(dtype=torch.bool)
     for index_dtype in (torch.int32, torch.int64):
         index, values = empty(8, K, dtype=index_dtype), empty(8, K, dtype=dtype)
         form.subtract(empty(n), index[0], values[0], 1.0)
-        form.accumulate(empty(n), index, values, intact, 1.0)
-        form.mean(empty(n, dtype=dtype), index, values, intact, 8)
+        form.accumulate(empty(n), index, values, damaged, 1.0)
+        form.mean(empty(n, dtype=dtype), index, values, damaged, 8)
 
 
 def launch_quantize(form, dtype, n):
@@ -198,7 +201,7 @@ def test_kernels_compile_without_spills(case, compiled, tmp_path):
 # --- Masks ----------------------------------------------------------------------------------------
 
 # Blocks that are never partial: the bins of a histogram.
-WHOLE = {("select_triton.py", "tl.load(counts + (DONE - 1) * BINS + digits)")}
+WHOLE = {("select_triton.py", "tl.load(counts + ((DONE - 1) * rows + segment) * BINS + digits)")}
 
 
 def unmasked(name, tree):

@@ -16,7 +16,8 @@ import contextlib
 import ctypes
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +25,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 import torchcomp
@@ -377,8 +378,8 @@ class EchoExchange(Exchange):
     findings are ignored.
     """
 
-    def __init__(self, world_size: int, count: Count) -> None:
-        super().__init__(0, world_size, DEVICE)
+    def __init__(self, world_size: int, count: Count, device: torch.device = DEVICE) -> None:
+        super().__init__(0, world_size, device)
         self._count = count
 
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
@@ -386,8 +387,8 @@ class EchoExchange(Exchange):
 
     def conclude(self, finite: Tensor, where: str, advice: str) -> bool:
         for finding in tree_leaves(self._found):
-            if isinstance(finding, DeviceTensor):
-                finding.host.zero_()
+            if isinstance(finding, Tensor):
+                _host(finding).zero_()
         # A message that was cut decodes to a NaN.
         return super().conclude(None if finite is None else torch.ones_like(finite), where, advice)
 
@@ -397,18 +398,23 @@ class EchoExchange(Exchange):
 
     def _all_gather(self, mine: Tensor) -> Tensor:
         self._count.launch("all_gather")
-        return DeviceTensor(_host(mine).repeat(self.world_size))
+        with _disable_current_modes():
+            return self._received(_host(mine).repeat(self.world_size))
 
     def _all_to_all(
         self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]
     ) -> Tensor:
         self._count.launch("all_to_all")
-        mine = torch.split(_host(outgoing), list(sizes))[self.rank]
-        parts = [
-            mine.repeat(-(-length // max(1, len(mine))))[:length] if length else mine[:0]
-            for length in arriving
-        ]
-        return DeviceTensor(torch.cat(parts))
+        with _disable_current_modes():
+            mine = torch.split(_host(outgoing), list(sizes))[self.rank]
+            parts = [
+                mine.repeat(-(-length // max(1, len(mine))))[:length] if length else mine[:0]
+                for length in arriving
+            ]
+            return self._received(torch.cat(parts))
+
+    def _received(self, values: Tensor) -> Tensor:
+        return DeviceTensor(values) if self.device == DEVICE else values
 
 
 def one_bucket(
@@ -417,6 +423,8 @@ def one_bucket(
     numel: int = 2**14,
     dtype: torch.dtype = torch.float32,
     steps: int = 2,
+    simulation: Callable[[], AbstractContextManager[Count]] = counted,
+    device: torch.device = DEVICE,
 ) -> tuple[Count, Count]:
     """Average one bucket `steps` times, and count the last step, when caches are filled.
 
@@ -426,18 +434,21 @@ def one_bucket(
         numel: size of the bucket, a multiple of 64; one matrix with 64 rows.
         dtype: dtype of the gradients.
         steps: number of steps.
+        simulation: counts what happens on the device.
+        device: device of the gradients, simulated or not.
 
     Returns:
         The costs per bucket (of `average`) and per step (of `begin` and `finish`).
     """
     draws = torch.Generator().manual_seed(0)
-    with counted() as count, torch.no_grad():
-        weight = on_device(torch.zeros(64, numel // 64, dtype=dtype))
-        averager = Averager(spec, EchoExchange(world_size, count), {"weight": weight})
+    place = on_device if device == DEVICE else Tensor.clone
+    with simulation() as count, torch.no_grad():
+        weight = place(torch.zeros(64, numel // 64, dtype=dtype))
+        averager = Averager(spec, EchoExchange(world_size, count, device), {"weight": weight})
         (group,) = averager.buckets
         for _ in range(steps):
             flat = torch.randn(numel, generator=draws).to(dtype)
-            bucket = Bucket(averager.shape_of(group), on_device(flat))
+            bucket = Bucket(averager.shape_of(group), place(flat))
             count.reset()
             averager.begin()
             per_step = count.take()

@@ -48,7 +48,7 @@ from torch import Tensor
 
 from torchcomp import host
 from torchcomp.kernels import backend, elias_fano_torch
-from torchcomp.kernels.segments import Segment, joined, split, starts
+from torchcomp.kernels.segments import Segment, split, starts, within
 
 
 def nbytes(n: int, k: int) -> int:
@@ -188,9 +188,9 @@ def _decode(codes: Sequence[Tensor], segments: Sequence[Segment]) -> tuple[Tenso
     index = torch.empty(
         sum(segment.k for segment in segments), dtype=torch.int64, device=codes[0].device
     )
-    offsets = starts([code.numel() for code in codes])
-    intact: Tensor = form.decode(joined(codes), segments, offsets, index)
-    return index, ~intact
+    raw, offsets = within(codes)
+    damaged: Tensor = form.decode(raw, segments, offsets, index)
+    return index, damaged
 
 
 def _on_device(x: Tensor) -> ModuleType | None:

@@ -63,7 +63,7 @@ def encode(
 def decode(
     raw: Tensor, segments: Sequence[Segment], in_offsets: Sequence[int], index: Tensor
 ) -> Tensor:
-    """Decode the indices of all segments, and test whether all codes are intact.
+    """Decode the indices of all segments, and test whether a code is damaged.
 
     Args:
         raw: 1-D uint8, contiguous, of any contents.
@@ -73,24 +73,24 @@ def decode(
             in each strictly ascending within [start, start + n).
 
     Returns:
-        A scalar bool tensor. If it is false, a code is damaged, and the indices are any within
-        their segment's bounds.
+        A scalar bool tensor, whether a code is damaged. If so, the indices are any within their
+        segment's bounds.
     """
     with on_device_of(raw):
         rows, programs = table(_decoded, raw.device, segments, in_offsets, (_BITS,))
-        intact = torch.empty(1, dtype=torch.uint8, device=raw.device)
+        damaged = torch.empty(1, dtype=torch.uint8, device=raw.device)
         if not programs:
-            return intact.fill_(1).view(torch.bool)[0]
+            return damaged.zero_().view(torch.bool)[0]
         counts = torch.empty(programs, dtype=torch.int32, device=raw.device)
         count = rows.shape[0]
-        _count[(programs,)](raw, rows, count, counts, intact, BITS=_BITS, **EXACT)
+        _count[(programs,)](raw, rows, count, counts, damaged, BITS=_BITS, **EXACT)
         ends = counts.cumsum(0)
         longest = max(n for _, n, _ in segments)
         local = tl.int32 if longest <= _SHORT else tl.int64
         _decode[(programs,)](
-            raw, rows, count, ends, index, intact, LOCAL=local, BITS=_BITS, **EXACT
+            raw, rows, count, ends, index, damaged, LOCAL=local, BITS=_BITS, **EXACT
         )
-    return intact.view(torch.bool)[0]
+    return damaged.view(torch.bool)[0]
 
 
 # --- Tables ---------------------------------------------------------------------------------------
@@ -170,13 +170,13 @@ def _count(
     table: tl.tensor,
     rows: tl.tensor,
     counts: tl.tensor,
-    intact: tl.tensor,
+    damaged: tl.tensor,
     BITS: tl.constexpr,
 ) -> None:
     """Count the set bits of a block of a high part."""
     block = tl.program_id(0)
     if block == 0:
-        tl.store(intact, 1)
+        tl.store(damaged, 0)
     row = row_of(block, table, rows, 10)
     at = (block - tl.load(row)) * (BITS // 8) + tl.arange(0, BITS // 8)
     byte = tl.load(raw + tl.load(row + 8) + at, mask=at < tl.load(row + 9), other=0).to(tl.int32)
@@ -208,7 +208,7 @@ def _decode(
     rows: tl.tensor,
     ends: tl.tensor,
     index: tl.tensor,
-    intact: tl.tensor,
+    damaged: tl.tensor,
     LOCAL: tl.constexpr,
     BITS: tl.constexpr,
 ) -> None:
@@ -252,4 +252,4 @@ def _decode(
             i = rest + tl.arange(0, BITS)
             tl.store(entries + i, start + i, mask=i < k)
     if bad > 0:
-        tl.store(intact, 0)
+        tl.store(damaged, 1)

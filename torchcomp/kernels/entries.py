@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchcomp import host
 from torchcomp.kernels import backend, elias_fano, quantize
-from torchcomp.kernels.segments import Segment, joined, split
+from torchcomp.kernels.segments import Segment, joined, rows, split
 from torchcomp.wire import Parts
 
 Batch = tuple[Sequence[Segment], Sequence[Parts]]
@@ -115,8 +115,9 @@ def accumulate_all(messages: Sequence[Batch], out: Tensor, weight: float) -> Non
         sizes = [sum(segment.k for segment in each) for each, _ in some]
         form = _on_device(out)
         if form is not None and len(set(sizes)) == 1:
-            rows = joined(values).view(len(some), -1)
-            form.accumulate(out, index.view(rows.shape), rows, ~damaged, weight)
+            alone = len(values) == len(some)
+            matrix = rows(values) if alone else joined(values).view(len(some), -1)
+            form.accumulate(out, index.view(matrix.shape), matrix, damaged, weight)
             continue
         rest = iter(values)
         for at, (each, _) in zip(split(index, sizes), some, strict=True):

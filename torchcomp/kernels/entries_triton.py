@@ -52,34 +52,34 @@ def subtract(x: Tensor, index: Tensor, values: Tensor, weight: float) -> None:
 
 
 def accumulate(
-    out: Tensor, index: Tensor, values: Tensor, intact: Tensor, weight: float = 1.0
+    out: Tensor, index: Tensor, values: Tensor, damaged: Tensor, weight: float = 1.0
 ) -> None:
     """Add `weight` times each message to `out`, in order.
 
-    If the messages are not intact, nothing is added and ``out[0]`` becomes NaN.
+    If a message is damaged, nothing is added and ``out[0]`` becomes NaN.
 
     Args:
         out: 1-D, contiguous, n < LIMIT elements, of one of DTYPES.
         index: (W, k) int64 or int32, contiguous: for each of W >= 1 messages its k indices, within
-            [0, n). They ascend strictly if `intact` is true.
+            [0, n). They ascend strictly unless `damaged` is true.
         values: (W, k) of one of DTYPES, with contiguous rows: a view of W frames will do. Like in
             :func:`subtract`, values and their products are rounded to the dtype of `out`.
-        intact: scalar bool tensor.
+        damaged: scalar bool tensor.
         weight: factor on the values, exact in the dtype of `out`.
     """
-    _add(out, index, values, intact, weight, 0)
+    _add(out, index, values, damaged, weight, 0)
 
 
-def mean(out: Tensor, index: Tensor, values: Tensor, intact: Tensor, divisor: int) -> None:
+def mean(out: Tensor, index: Tensor, values: Tensor, damaged: Tensor, divisor: int) -> None:
     """Write the sum of all messages, in order, divided by `divisor`, to `out`.
 
     The arguments are those of :func:`accumulate`. The values that `out` had do not matter.
     """
-    _add(out, index, values, intact, 1.0, divisor)
+    _add(out, index, values, damaged, 1.0, divisor)
 
 
 def _add(
-    out: Tensor, index: Tensor, values: Tensor, intact: Tensor, weight: float, divisor: int
+    out: Tensor, index: Tensor, values: Tensor, damaged: Tensor, weight: float, divisor: int
 ) -> None:
     (count, k), n = index.shape, out.numel()
     tiles = triton.cdiv(n, _TILE)
@@ -90,7 +90,7 @@ def _add(
                 index, starts, k, tiles, TILE=_TILE, BLOCK=_BLOCK, **EXACT
             )
             _add_up[(tiles,)](
-                out, index, values, intact.view(torch.uint8), starts,
+                out, index, values, damaged.view(torch.uint8), starts,
                 n, k, values.stride(0), count, tiles, float(weight), divisor,
                 MEAN=divisor > 0, TILE=_TILE, CHUNK=_CHUNK, WIDE=_BLOCK,
                 num_warps=2, **EXACT,
@@ -151,7 +151,7 @@ def _add_up(
     out: tl.tensor,
     index: tl.tensor,
     values: tl.tensor,
-    intact: tl.tensor,
+    damaged: tl.tensor,
     starts: tl.tensor,
     n: tl.tensor,
     k: tl.tensor,
@@ -174,7 +174,7 @@ def _add_up(
             tl.store(out + at, tl.zeros((WIDE,), dtype), mask=at < end)
         # Other threads of this program add to what this one has written.
         tl.debug_barrier()
-    sound = tl.load(intact) > 0
+    sound = tl.load(damaged) == 0
     # Of the message: its first entry in `index`, and in `values`.
     first, own = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     for message in range(0, tl.where(sound, count, 0)):

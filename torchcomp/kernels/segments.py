@@ -88,8 +88,44 @@ def add(x: Tensor, offset: Tensor | int) -> Tensor:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors. One alone is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    """Concatenate 1-D tensors of one dtype. Parts that are adjacent in memory are not copied."""
+    if len(parts) == 1:
+        return parts[0]
+    whole, at = within(parts)
+    sizes = [part.numel() for part in parts]
+    return whole if at == starts(sizes) else torch.cat(list(parts))
+
+
+def rows(parts: Sequence[Tensor]) -> Tensor:
+    """Return 1-D tensors of one dtype and length as the rows of a matrix, if possible as a view.
+
+    Each row is contiguous, but there can be a gap between rows.
+    """
+    whole, at = within(parts)
+    size = parts[0].numel()
+    step = at[1] if len(at) > 1 else size
+    if at != [step * row for row in range(len(at))]:
+        return torch.stack(list(parts))
+    return whole.as_strided((len(parts), size), (step, 1))
+
+
+def within(parts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """Return a tensor that contains all of several 1-D tensors, and where each begins in it.
+
+    All have one dtype. They are not copied if they are parts of one tensor and in order there.
+    """
+    first, sizes = parts[0], [part.numel() for part in parts]
+    width, begin = first.element_size(), first.data_ptr()
+    at = [(part.data_ptr() - begin) // width for part in parts]
+    # The address of a tensor without memory is 0: that of a simulated device, for example.
+    end = begin and first.untyped_storage().nbytes() // width - first.storage_offset()
+    apart = all(
+        this + size <= following
+        for this, size, following in zip(at, sizes, [*at[1:], end], strict=True)
+    )
+    if not apart or not all(part.is_contiguous() for part in parts):
+        return torch.cat(list(parts)), starts(sizes)
+    return first.as_strided((at[-1] + sizes[-1],), (1,)), at
 
 
 def split(x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:

@@ -59,12 +59,8 @@ def add_and_select(
     All three tensors are 1-D with equal length, and their dtypes can differ. `out` must not share
     memory with `g` or `e`.
     """
-    form = _fast(out) if 0 < k < out.numel() else None
-    if (
-        form is not None
-        and (g.dtype, e.dtype, out.dtype) in form.SUMS
-        and all(x.is_contiguous() for x in (g, e, out))
-    ):
+    form = _adding(g, e, out) if 0 < k < out.numel() else None
+    if form is not None:
         summands = g.detach(), e.detach()
         chosen: Tensor = form.select(out.detach(), k, scratch or Scratch(), summands)
         return chosen
@@ -72,12 +68,21 @@ def add_and_select(
     return largest(out, k, scratch)
 
 
+def _adding(g: Tensor, e: Tensor, out: Tensor) -> ModuleType | None:
+    """Return the form that adds `g` and `e` in the pass that selects from the sum, or None."""
+    form = _fast(out)
+    if form is None or (g.dtype, e.dtype, out.dtype) not in form.SUMS:
+        return None
+    return form if all(x.is_contiguous() for x in (g, e, out)) else None
+
+
 def _fast(x: Tensor) -> ModuleType | None:
     """Return the form that selects from `x` faster than the reference, or None.
 
     A form has a function ``select(x, k, scratch, summands)`` for 0 < k < n and contiguous tensors.
-    If `summands` is not None, the function first writes their sum to `x`. The constants ``DTYPES``,
-    ``LIMIT`` and ``SUMS`` list what the form supports.
+    If `summands` is not None, the function first writes their sum to `x`. A form for accelerators
+    also has ``select_all(x, segments, scratch, summands)``, with one scratch for all segments of
+    any k. The constants ``DTYPES``, ``LIMIT`` and ``SUMS`` list what the form supports.
     """
     form = backend.fast_form("select", x.device.type)
     return form if form and x.dtype in form.DTYPES and x.numel() < form.LIMIT else None
@@ -111,9 +116,8 @@ def largest_all(x: Tensor, segments: Sequence[Segment], scratch: Sequence[Scratc
     Returns:
         1-D int64, indices within `x`: those of the first segment, of the second, and so on.
     """
-    if _together(x):
-        groups = _of_similar_length(segments)
-        return joined([_largest_of_group(x, group) for group in groups] or [_none(x)])
+    if not host.can_read(x):
+        return _largest_together(x, segments, scratch)
     each: Sequence[Scratch | None] = scratch or [None] * len(segments)
     chosen = (largest(x[s.span], s.k, kept) for s, kept in zip(segments, each, strict=True))
     return _placed(chosen, segments, x)
@@ -127,20 +131,36 @@ def add_and_select_all(
     scratch: Sequence[Scratch] = (),
 ) -> Tensor:
     """Write ``g + e`` to `out` in the segments, and select from it; see :func:`largest_all`."""
-    if _together(out):
+    if not host.can_read(out):
+        # The form leaves out segments of which nothing is selected.
+        form = _adding(g, e, out) if all(segment.k for segment in segments) else None
+        if form is not None:
+            summands = g.detach(), e.detach()
+            chosen: Tensor = form.select_all(out.detach(), segments, _first(scratch), summands)
+            return chosen
         torch.add(g, e, out=out)
-        return largest_all(out, segments)
+        return _largest_together(out, segments, scratch)
     each: Sequence[Scratch | None] = scratch or [None] * len(segments)
-    chosen = (
+    parts = (
         add_and_select(g[s.span], e[s.span], out[s.span], s.k, kept)
         for s, kept in zip(segments, each, strict=True)
     )
-    return _placed(chosen, segments, out)
+    return _placed(parts, segments, out)
 
 
-def _together(x: Tensor) -> bool:
-    """Whether segments of `x` are handled at once: the host only launches, in plain torch."""
-    return _fast(x) is None and not host.can_read(x)
+def _largest_together(x: Tensor, segments: Sequence[Segment], scratch: Sequence[Scratch]) -> Tensor:
+    """Select from all segments at once, without a wait for an accelerator."""
+    form = _fast(x)
+    if form is not None:
+        chosen: Tensor = form.select_all(x.detach().contiguous(), segments, _first(scratch), None)
+        return chosen
+    groups = _of_similar_length(segments)
+    return joined([_largest_of_group(x, group) for group in groups] or [_none(x)])
+
+
+def _first(scratch: Sequence[Scratch]) -> Scratch:
+    """Return the scratch for all segments together."""
+    return scratch[0] if scratch else Scratch()
 
 
 def _placed(chosen: Iterable[Tensor], segments: Sequence[Segment], x: Tensor) -> Tensor:

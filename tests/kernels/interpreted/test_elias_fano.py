@@ -55,9 +55,9 @@ def check_both_ways(subsets, dtype=torch.int64):
     encode(index, segments, offsets, out)
     assert out.equal(content)
     decoded = torch.full_like(index, -1)
-    intact = decode(content, segments, offsets, decoded)
-    assert (intact.dtype, intact.shape) == (torch.bool, ())
-    assert intact
+    broken = decode(content, segments, offsets, decoded)
+    assert (broken.dtype, broken.shape) == (torch.bool, ())
+    assert not broken
     assert decoded.equal(index)
 
 
@@ -84,7 +84,7 @@ def test_segments_without_any_entry():
         empty = torch.empty(0, dtype=torch.int64)
         raw = torch.empty(0, dtype=torch.uint8)
         encode(empty, segments, [0] * len(segments), raw)
-        assert decode(raw, segments, [0] * len(segments), empty)
+        assert not decode(raw, segments, [0] * len(segments), empty)
 
 
 def test_all_entries_of_a_long_segment_are_kept():
@@ -155,13 +155,13 @@ def test_damage_is_found_and_the_indices_stay_within_bounds(n, k):
         segments = [(0, 50, 5), (50, n, k), (50 + n, 50, 5)]
         offsets = [0, len(sound), len(sound) + len(raw)]
         index = torch.full((k + 10,), -1)
-        intact = decode(content, segments, offsets, index)
-        assert bool(intact) == is_code(raw, n, k)
+        broken = decode(content, segments, offsets, index)
+        assert bool(broken) != is_code(raw, n, k)
         assert (index[5:-5] >= 50).all()
         assert (index[5:-5] < 50 + n).all()
         assert index[:5].tolist() == subset(50, 5)[0]
         assert (index[-5:] - 50 - n).tolist() == subset(50, 5)[0]
-        verdicts.append(bool(intact))
+        verdicts.append(not broken)
     assert not all(verdicts)
 
 
@@ -179,6 +179,6 @@ def test_indices_that_do_not_ascend_below_n_are_found(chosen, n):
     assert len(raw) == nbytes(n, len(chosen))
     assert not is_code(raw, n, len(chosen))
     index = torch.full((len(chosen),), -1)
-    assert not decode(torch.tensor(raw, dtype=torch.uint8), [(0, n, len(chosen))], [0], index)
+    assert decode(torch.tensor(raw, dtype=torch.uint8), [(0, n, len(chosen))], [0], index)
     assert (index >= 0).all()
     assert (index < n).all()

@@ -41,7 +41,7 @@ def test_messages_are_added_in_order(shape, dtype):
         for weight in (1.0, -0.5):
             out = normal(n, dtype=out_dtype)
             expected = added(out.clone(), index, values, weight)
-            accumulate(out, index.int(), values, torch.tensor(True), weight)
+            accumulate(out, index.int(), values, torch.tensor(False), weight)
             assert out.equal(expected)
 
 
@@ -51,7 +51,7 @@ def test_means(shape, dtype):
     n, _, count = shape
     index, values = messages(*shape, dtype)
     out = torch.full((n,), torch.nan, dtype=dtype)
-    mean(out, index, values, torch.tensor(True), count)
+    mean(out, index, values, torch.tensor(False), count)
     assert out.equal(added(torch.zeros_like(out), index, values, 1.0).div_(count))
 
 
@@ -62,7 +62,7 @@ def test_values_may_be_a_view_of_frames():
     view.copy_(values)
     out = normal(500)
     expected = added(out.clone(), index, values, 1.0)
-    accumulate(out, index, view, torch.tensor(True))
+    accumulate(out, index, view, torch.tensor(False))
     assert out.equal(expected)
 
 
@@ -70,7 +70,7 @@ def test_a_product_is_rounded_before_it_is_added():
     index, values = messages(500, 200, 2, torch.float32)
     out = normal(500)
     expected = added(out.clone(), index, values, 0.3)
-    accumulate(out, index, values, torch.tensor(True), 0.3)
+    accumulate(out, index, values, torch.tensor(False), 0.3)
     assert out.equal(expected)
 
 
@@ -79,10 +79,10 @@ def test_damaged_messages_add_only_a_nan(dtype):
     index = torch.randint(0, 300, (3, 40))
     values = torch.full((3, 40), torch.inf, dtype=dtype)
     out = torch.ones(300, dtype=dtype)
-    accumulate(out, index, values, torch.tensor(False))
+    accumulate(out, index, values, torch.tensor(True))
     assert out[0].isnan()
     assert (out[1:] == 1).all()
-    mean(out, index, values, torch.tensor(False), 3)
+    mean(out, index, values, torch.tensor(True), 3)
     assert out[0].isnan()
     assert (out[1:] == 0).all()
 

@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from triton.runtime import interpreter
 
+from tests.kernels.interpreted.test_steps import triton_on_the_cpu
 from tests.kernels.test_select import awkward, drift, sorted_out
 from tests.support.cases import only, thorough
 from tests.support.vectors import normal
 from torchcomp.kernels import select_triton
-from torchcomp.kernels.select import Scratch
-from torchcomp.kernels.select_triton import DTYPES, SUMS, select
+from torchcomp.kernels.segments import Segment
+from torchcomp.kernels.select import Scratch, add_and_select_all, largest_all
+from torchcomp.kernels.select_triton import DTYPES, SUMS, select, select_all
 
 
 @pytest.fixture(autouse=True)
@@ -89,19 +92,19 @@ def test_no_bound_changes_the_result(bound):
     for k in (10, 300):  # at 10, most candidates of a low bound do not fit
         expected = sorted_out(x, k)
         select(x, k, scratch, None)
-        scratch.kept.bound.copy_(torch.tensor(BOUNDS[bound]))
+        scratch.kept.bound.copy_(torch.tensor(BOUNDS[bound])[:, None])
         for _ in range(2):
             assert torch.equal(select(x, k, scratch, None), expected)
         # Whatever the bound was, the threshold of this step is the next one's.
         threshold = x.abs()[expected].min().view(torch.int32)
-        assert int(scratch.kept.bound[0]) == int(threshold)
+        assert int(scratch.kept.bound[0, 0]) == int(threshold)
 
 
 def test_the_margin_grows_when_there_were_too_few_candidates_and_shrinks_after_too_many():
     x, margins, scratch = normal(700), [], Scratch()
     for scale in (1.0, 0.25, 4.0):
         select(x * scale, 50, scratch, None)
-        margins.append(int(scratch.kept.bound[1]))
+        margins.append(int(scratch.kept.bound[1, 0]))
     assert margins[1] == 4 * margins[0]
     assert margins[2] < margins[1]
 
@@ -128,3 +131,74 @@ def test_a_scratch_of_another_form():
 
 def test_float64_is_left_to_another_form():
     assert torch.float64 not in DTYPES
+
+
+# --- Several segments -----------------------------------------------------------------------------
+
+SEGMENTS = {
+    "shards": [(0, 256, 3), (256, 256, 3), (512, 255, 2), (767, 255, 2)],
+    "uneven": [(0, 1, 1), (1, 1300, 13), (1301, 2, 1), (1303, 300, 200)],
+    "all and none": [(0, 300, 300), (300, 300, 0), (600, 7, 7), (607, 400, 4)],
+    "with gaps": [(16, 512, 5), (1024, 64, 6)],
+    "none": [(0, 300, 0)],
+}
+
+
+def segments_of(case):
+    return [Segment(*numbers) for numbers in SEGMENTS[case]]
+
+
+def each_sorted_out(x, segments):
+    chosen = [sorted_out(x[segment.span], segment.k) + segment.start for segment in segments]
+    return torch.cat(chosen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *thorough([torch.bfloat16])])
+@pytest.mark.parametrize("case", SEGMENTS)
+def test_segments(case, dtype):
+    segments, scratch = segments_of(case), Scratch()
+    x = awkward(segments[-1].span.stop, dtype)
+    for _ in range(2):
+        chosen = select_all(x, segments, scratch, None)
+        assert chosen.dtype == torch.int64
+        assert torch.equal(chosen, each_sorted_out(x, segments))
+
+
+def test_segments_of_different_scales_have_a_bound_each():
+    segments, scratch = segments_of("uneven"), Scratch()
+    for step in range(2):
+        g, e = normal(1603, seed=step), normal(1603, seed=9)
+        g[1301:] *= 1e6
+        out = torch.empty(1603)
+        chosen = select_all(out, segments, scratch, (g, e))
+        assert torch.equal(out, g + e)
+        assert torch.equal(chosen, each_sorted_out(out, segments))
+
+
+@pytest.mark.parametrize("case", only(SEGMENTS, now=["all and none"]))
+def test_segments_as_the_methods_select_them(case):
+    segments = segments_of(case)
+    n = segments[-1].span.stop
+    g, e, out = awkward(n, torch.float32), normal(n, seed=1), torch.empty(n)
+    scratch = [Scratch() for _ in segments]
+    with triton_on_the_cpu():
+        for kept in (scratch, ()):
+            chosen = add_and_select_all(g, e, out.fill_(7.0), segments, kept)
+            for segment in segments:
+                own = segment.span
+                torch.testing.assert_close(out[own], (g + e)[own], rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(chosen, each_sorted_out(g + e, segments))
+            assert torch.equal(largest_all(g, segments, kept), each_sorted_out(g, segments))
+
+
+def test_the_number_of_launches_does_not_depend_on_the_number_of_segments(monkeypatch):
+    launched = []
+    run = interpreter.GridExecutor.__call__
+    count = lambda self, *args, **options: launched.append(self) or run(self, *args, **options)  # noqa: E731
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", count)
+    numbers = []
+    for parts in (1, 5):
+        select_all(normal(500), [Segment(100 * i, 100, 9) for i in range(parts)], Scratch(), None)
+        numbers.append(len(launched))
+        launched.clear()
+    assert numbers[0] == numbers[1] == 9
