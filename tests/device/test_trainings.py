@@ -25,6 +25,9 @@ MORE = (
 )
 
 
+Outcome = tuple[torch.Tensor, dict[str, Any], int]
+
+
 @contextlib.contextmanager
 def device_forms() -> Iterator[None]:
     """Run the forms for accelerators, in plain torch, on tensors of the CPU."""
@@ -32,33 +35,40 @@ def device_forms() -> Iterator[None]:
         yield
 
 
-def train(spec: str, dtype: torch.dtype, forms: bool) -> tuple[torch.Tensor, dict[str, Any], int]:
+def train(spec: str, dtype: torch.dtype) -> Outcome:
     """Train on this rank. Return the weights, the state and the bytes that were sent."""
-    with device_forms() if forms else contextlib.nullcontext():
-        model = wrap(seeded(mlp(dtype)))
-        handle = torchcomp.register(model, spec)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model(rows(step, dtype))).backward()
-            optimizer.step()
-        state = handle.state_dict()
-        handle.close()
-        return weights(model), state, handle.stats.total_bytes_sent
+    model = wrap(seeded(mlp(dtype)))
+    handle = torchcomp.register(model, spec)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model(rows(step, dtype))).backward()
+        optimizer.step()
+    state = handle.state_dict()
+    handle.close()
+    return weights(model), state, handle.stats.total_bytes_sent
+
+
+def train_with_device_forms(spec: str, dtype: torch.dtype) -> Outcome:
+    with device_forms():
+        return train(spec, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *only([torch.bfloat16, torch.float64], now=[])])
 @pytest.mark.parametrize("spec", only(METHODS, now=THROUGH_DDP + MORE))
 def test_the_bits_are_those_of_the_forms_for_the_cpu(spec: str, dtype: torch.dtype) -> None:
     pytest.importorskip("numba", reason='needs pip install "torchcomp-ddp[kernels]"')
-    # One after another, because the threads of one run share the forms.
-    host, device = (on_threads(2, train, spec, dtype, forms) for forms in (False, True))
-    assert same(host, device)
+    host = on_threads(2, train, spec, dtype)
+    # Once around both ranks: the threads share the forms.
+    with device_forms():
+        assert same(host, on_threads(2, train, spec, dtype))
 
 
 @pytest.mark.parametrize("spec", ['bidirectional(topk(0.1), topk(0.1), selection="exact")'])
 def test_over_gloo(spec: str) -> None:
-    host, device = (on_processes(2, train, spec, torch.float32, f) for f in (False, True))
+    host, device = (
+        on_processes(2, body, spec, torch.float32) for body in (train, train_with_device_forms)
+    )
     assert same(host, device)
 
 
@@ -71,4 +81,4 @@ def test_the_forms_differ() -> None:
         ),
         pytest.raises(RuntimeError, match="of a device"),
     ):
-        on_threads(2, train, "ef(topk(0.1))", torch.float32, False)
+        on_threads(2, train, "ef(topk(0.1))", torch.float32)
