@@ -5,6 +5,7 @@ for a large bucket. For an accelerator, a thread therefore draws the numbers of 
 this step runs.
 """
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,9 +32,11 @@ def drawn(draw: Draw, key: Key, *args: Any, like: Tensor) -> Tensor:
         args: further arguments, hashable.
         like: a tensor on the device that needs the numbers.
     """
+    # Without it, a cache of `draw` would keep all numbers of an engine alive.
+    plain = replace(key, ahead=None)
     if host.can_read(like):
-        return torch.from_numpy(draw(key, *args))
-    numbers = _pinned(draw, key, args) if key.ahead is None else key.ahead.at(draw, key, args)
+        return torch.from_numpy(draw(plain, *args))
+    numbers = _pinned(draw, plain, args) if key.ahead is None else key.ahead.at(draw, plain, args)
     return host.copy_to(numbers, like.device)
 
 
@@ -44,11 +47,16 @@ class Ahead:
         # The thread of the exchange draws, and that of the user can clear.
         self._lock = threading.Lock()
         self._steps: dict[object, dict[int, Future[Tensor]]] = {}
+        self._now = -1
 
     def at(self, draw: Draw, key: Key, args: tuple[Any, ...]) -> Tensor:
         """Return the numbers of a step on the host, and begin to draw those of the next."""
         vector = draw, replace(key, step=0), args
         with self._lock:
+            if key.step != self._now:
+                # Keep what was drawn ahead for this step. No other vector was asked for lately.
+                self._steps = {v: own for v, own in self._steps.items() if key.step in own}
+                self._now = key.step
             known, steps = self._steps.get(vector, {}), (key.step, key.step + 1)
             drawing = {
                 step: known[step]
@@ -74,3 +82,7 @@ def _pinned(draw: Draw, key: Key, args: tuple[Any, ...]) -> Tensor:
 @lru_cache(maxsize=1)
 def _worker() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="torchcomp-draws")
+
+
+# A forked process has no such thread.
+os.register_at_fork(after_in_child=_worker.cache_clear)

@@ -17,7 +17,7 @@ the sum of (2 i + 1) w[i] modulo 2^64. The weights are odd, so every change of a
 detected.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -85,8 +85,8 @@ def signature(length: int) -> int:
     return 256 * length + VERSION
 
 
-def headers(lengths: tuple[int, ...], device: torch.device) -> Iterable[Tensor]:
-    """Return a row of bytes for each frame: its header without the checksum, and 8 zeros.
+def headers(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return a row of uint8 for each frame: its header without the checksum, and 8 zeros.
 
     Args:
         lengths: size of each message in bytes.

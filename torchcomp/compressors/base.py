@@ -22,8 +22,8 @@ class Encoded:
 
     Attributes:
         parts: the fields of the message, in the order of :meth:`Compressor.layout`.
-        index: ascending int64 indices of the selected entries, if the compressor selects; within
-            the tensor that was passed to be encoded.
+        index: ascending int64 indices of the selected entries, if the compressor selects. From
+            `encode` they are within the vector, from `encode_all` within the whole tensor.
     """
 
     parts: Parts

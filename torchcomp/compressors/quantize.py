@@ -12,6 +12,7 @@ from torchcomp.component import Choices
 from torchcomp.compressors.base import Compressor, Encoded
 from torchcomp.draws import drawn
 from torchcomp.kernels import quantize
+from torchcomp.kernels.segments import TOGETHER, batches
 from torchcomp.keys import Key, uniform
 from torchcomp.wire import Layout, Parts
 
@@ -53,10 +54,11 @@ class Quantize(Compressor):
             for parts in messages:
                 out.add_(quantize.decode(parts, out.numel(), out.dtype), alpha=weight)
             return
-        # All at once, because each launch delays the backward pass.
+        # Together, because each launch delays the backward pass.
         counts = [out.numel()] * len(messages)
-        for values in quantize.decode_all(messages, counts, out.dtype):
-            out.add_(values, alpha=weight)
+        for run in batches(counts, TOGETHER):
+            for values in quantize.decode_all(messages[run], counts[run], out.dtype):
+                out.add_(values, alpha=weight)
 
     def alpha(self, numel: int) -> float:
         # One bound serves both kinds of rounding; see error_bound() for the proof.

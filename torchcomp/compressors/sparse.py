@@ -166,6 +166,24 @@ class Selector(Sparsifier):
         keys = keys_of(vectors, key)
         return selector.encode_selected(narrow(out, dtype), segments, index, keys)
 
+    @classmethod
+    def subtract_all(
+        cls,
+        vectors: Sequence[Vector],
+        message: Sequence[Encoded],
+        x: Tensor,
+        key: Key,
+        weight: float,
+    ) -> None:
+        # `encode_all` returns indices within the whole tensor, and `subtract` takes a vector.
+        local = [
+            encoded
+            if encoded.index is None
+            else replace(encoded, index=encoded.index - v.span.start)
+            for encoded, v in zip(message, vectors, strict=True)
+        ]
+        super().subtract_all(vectors, local, x, key, weight)
+
 
 def selector_of(vectors: Sequence[Vector]) -> Selector:
     """Return the compressor of vectors, which can differ in the number of entries only."""

@@ -95,12 +95,9 @@ class TopK(Selector):
         noise: Sequence[Tensor | None],
     ) -> list[Encoded]:
         counts = [segment.k for segment in segments]
-        drawn_together = joined([own for own in noise if own is not None] or [index])
+        together = [own for own in noise if own is not None]
         values = quantize.encode_all(
-            x.index_select(0, index),
-            counts,
-            self.values,
-            drawn_together if self.rounding == "stochastic" else None,
+            x.index_select(0, index), counts, self.values, joined(together) if together else None
         )
         codes = elias_fano.encode_all(index, segments)
         each = zip(values, codes, split(index, counts), strict=True)
@@ -121,14 +118,17 @@ class TopK(Selector):
         key: Key,
         weight: float,
     ) -> None:
-        sent = [(encoded.index, encoded.parts[:-1]) for encoded in message]
-        index = [each for each, _ in sent if each is not None]
+        index = [encoded.index for encoded in message if encoded.index is not None]
+        if len(index) < len(vectors):
+            super().subtract_all(vectors, message, x, key, weight)
+            return
+        fields = [encoded.parts[:-1] for encoded in message]
         if host.can_read(x):
-            for at, (_, fields) in zip(index, sent, strict=True):
-                entries.subtract(x, at, fields, weight)
+            for at, own in zip(index, fields, strict=True):
+                entries.subtract(x, at, own, weight)
         elif index:
             counts = [at.numel() for at in index]
-            entries.subtract_all(x, joined(index), [fields for _, fields in sent], counts, weight)
+            entries.subtract_all(x, joined(index), fields, counts, weight)
 
     def accumulate(
         self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0

@@ -167,10 +167,10 @@ class Exchange(ABC):
             A list that is empty until `conclude` fills it with one value per flag: whether it is
             set on any rank. It stays empty if the step is discarded before.
         """
-        answer: list[bool] = []
-        self._asked.append((list(flags), answer))
+        combined: list[bool] = []
+        self._asked.append((list(flags), combined))
         self.must_conclude = True
-        return answer
+        return combined
 
     def conclude(self, finite: Tensor | None, where: str, advice: str) -> bool:
         """Combine the checks of this step over the ranks, with one message and one wait.
@@ -213,13 +213,13 @@ class Exchange(ABC):
         for level in levels:
             flags = level.any_of(flags)
         self.reset()
-        combined = host.copy_from(flags)
+        received = host.copy_from(flags)
 
         def decide() -> bool:
-            damaged, nonfinite, *answers = combined().tolist()  # the only wait of a step
-            remaining = map(bool, answers)
-            for mine, answer in asked:
-                answer.extend(islice(remaining, len(mine)))
+            damaged, nonfinite, *others = received().tolist()  # the only wait of a step
+            remaining = map(bool, others)
+            for mine, combined in asked:
+                combined.extend(islice(remaining, len(mine)))
             if damaged:
                 raise self._wire_error(found, where, advice)
             return not nonfinite

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchcomp import host
 from torchcomp.kernels import backend
-from torchcomp.kernels.segments import joined, split, starts
+from torchcomp.kernels.segments import TOGETHER, batches, joined, split, starts
 from torchcomp.wire import framed, signature
 
 _ODD = np.arange(1, 2 << 14, 2)
@@ -69,14 +69,9 @@ def inspect(frames: Sequence[Tensor], lengths: Sequence[int]) -> tuple[Tensor, T
             return None
         signatures, checksums = torch.tensor(found).T
         return signatures, checksums
-    rows = _rows(frames)
-    expected: int | Tensor = signature(lengths[0])
-    if len(set(lengths)) > 1:
-        words = torch.tensor([signature(length) for length in lengths])
-        expected = host.copy_to(words, rows.device)
-    # The sum has the weight 3 for the checksum itself: it is 4 times the checksum of the others.
-    total = (rows * _weights(rows)).sum(1)
-    return rows[:, 0] - expected, torch.sub(total, rows[:, 1], alpha=4)
+    runs = batches([frame.numel() // 8 for frame in frames], TOGETHER)
+    signatures, checksums = zip(*(_inspect_rows(frames[r], lengths[r]) for r in runs), strict=True)
+    return joined(signatures), joined(checksums)
 
 
 def _on_device(frames: Tensor) -> ModuleType | None:
@@ -121,6 +116,17 @@ def _weights(rows: Tensor) -> Tensor:
     return torch.arange(1, 2 * rows.shape[1], 2, device=rows.device)
 
 
+def _inspect_rows(frames: Sequence[Tensor], lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    rows = _rows(frames)
+    expected: int | Tensor = signature(lengths[0])
+    if len(set(lengths)) > 1:
+        words = torch.tensor([signature(length) for length in lengths])
+        expected = host.copy_to(words, rows.device)
+    # The sum has the weight 3 for the checksum itself: it is 4 times the checksum of the others.
+    total = (rows * _weights(rows)).sum(1)
+    return rows[:, 0] - expected, torch.sub(total, rows[:, 1], alpha=4)
+
+
 def _rows(frames: Sequence[Tensor]) -> Tensor:
     """Return frames as the rows of a matrix of words, filled up with zeros."""
     size = max(frame.numel() for frame in frames)
@@ -128,4 +134,4 @@ def _rows(frames: Sequence[Tensor]) -> Tensor:
         # Zeros do not change a checksum.
         zeros = frames[0].new_zeros(size)
         frames = [part for frame in frames for part in (frame, zeros[frame.numel() :])]
-    return torch.cat(list(frames)).view(-1, size).view(torch.int64)
+    return joined(frames).view(-1, size).view(torch.int64)

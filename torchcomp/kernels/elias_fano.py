@@ -35,8 +35,8 @@ Both directions can run in parallel. When encoding, the bits of an entry depend 
 and its position i. When decoding, a prefix sum over the set bits of each word of the high part
 gives the positions of its entries.
 
-On a CPU with Numba, :mod:`.elias_fano_numba` runs. Everywhere else, accelerators included,
-:mod:`.elias_fano_torch` runs, with the same results.
+On a CPU with Numba, :mod:`.elias_fano_numba` runs. On CUDA with Triton, :mod:`.elias_fano_triton`
+runs, and everywhere else :mod:`.elias_fano_torch`, with the same results.
 """
 
 import functools
@@ -120,7 +120,7 @@ def encode_all(index: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
         return [index.new_empty(0, dtype=torch.uint8) for _ in segments]
     if len(coded) < len(segments):
         parts = zip(split(index, [segment.k for segment in segments]), segments, strict=True)
-        index = torch.cat([part for part, segment in parts if segment in coded])
+        index = torch.cat([part for part, segment in parts if 0 < segment.k < segment.n])
     form = _on_device(index)
     if form is None:
         codes = elias_fano_torch.encode(index, _shape(coded))

@@ -7,11 +7,11 @@ A message with k of n entries consists of these fields:
 
 The fields have the lengths of their layout: :func:`torchcomp.wire.unpack` checks received bytes.
 
-On a CPU with Numba, :mod:`.entries_numba` runs. Everywhere else, accelerators included, plain torch
-runs, with the same results.
+On a CPU with Numba, :mod:`.entries_numba` runs. On CUDA with Triton, :mod:`.entries_triton` runs, and
+everywhere else plain torch, with the same results.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from types import ModuleType
 
@@ -25,9 +25,6 @@ from torchcomp.wire import Parts
 
 Batch = tuple[Sequence[Segment], Sequence[Parts]]
 """A message: segments of a vector, and the fields of each."""
-
-_TOGETHER = 2**22
-"""Number of entries that are decoded at once, which limits the memory for it."""
 
 
 def subtract(x: Tensor, index: Tensor, fields: Parts, weight: float = 1.0) -> None:
@@ -104,7 +101,9 @@ def accumulate_all(messages: Sequence[Batch], out: Tensor, weight: float) -> Non
         out: 1-D, floating-point.
         weight: factor on the values.
     """
-    for some in _batches(messages):
+    sizes = [sum(segment.k for segment in each) for each, _ in messages]
+    for run in batches(sizes, TOGETHER):
+        some = messages[run]
         segments = [segment for each, _ in some for segment in each]
         parts = [part for _, each in some for part in each]
         if not segments:
@@ -124,20 +123,6 @@ def accumulate_all(messages: Sequence[Batch], out: Tensor, weight: float) -> Non
             out.index_add_(0, at, joined(list(islice(rest, len(each)))), alpha=weight)
         # Reading `damaged` would make the host wait.
         out[:1].masked_fill_(damaged, torch.nan)
-
-
-def _batches(messages: Sequence[Batch]) -> Iterator[Sequence[Batch]]:
-    """Split messages into runs of at most _TOGETHER entries, or one message."""
-    run: list[Batch] = []
-    entries = 0
-    for message in messages:
-        count = sum(segment.k for segment in message[0])
-        if run and entries + count > _TOGETHER:
-            yield run
-            run, entries = [], 0
-        run.append(message)
-        entries += count
-    yield run
 
 
 def _plain(fields: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:

@@ -20,8 +20,8 @@ Special values:
   infinities stay.
 
 Blocks are independent, and the values of a block depend on each other only through their maximum.
-On a CPU with Numba, :mod:`.quantize_numba` runs. Everywhere else, accelerators included, plain
-torch runs, with the same results.
+On a CPU with Numba, :mod:`.quantize_numba` runs. On CUDA with Triton, :mod:`.quantize_triton` runs,
+and everywhere else plain torch, with the same results.
 """
 
 import math

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from torchcomp import host
 
+TOGETHER = 2**22
+"""Number of values that are decoded at once, which limits the memory for it."""
+
 
 class Segment(NamedTuple):
     """A part of a vector, and how many of its entries are sent."""
@@ -132,3 +135,15 @@ def split(x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
     """Split a tensor into parts of these lengths. One alone is not split."""
     # torch.split takes microseconds, and most buckets are one vector.
     return (x,) if len(counts) == 1 else torch.split(x, list(counts))
+
+
+def batches(counts: Sequence[int], most: int) -> Iterator[slice]:
+    """Cut a list of items into runs of at most `most` in sum of their counts, or one item."""
+    start, total = 0, 0
+    for stop, count in enumerate(counts):
+        if stop > start and total + count > most:
+            yield slice(start, stop)
+            start, total = stop, 0
+        total += count
+    if start < len(counts):
+        yield slice(start, len(counts))

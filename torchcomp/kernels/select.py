@@ -189,7 +189,7 @@ def _largest_of_group(x: Tensor, segments: Sequence[Segment]) -> Tensor:
     within = x[first : segments[-1].span.stop].detach()
     magnitude = within.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
     counts = [segment.k for segment in segments]
-    if magnitude.numel() == longest * len(segments):
+    if all(s.n == longest and s.start == first + i * longest for i, s in enumerate(segments)):
         chosen = _largest_of_rows(magnitude.view(-1, longest), counts).view(-1)
     else:
         # Below every magnitude, so that no filling is selected.

@@ -19,7 +19,10 @@ class Route(Protocol):
     """
 
     def send(self, x: Tensor) -> None:
-        """Encode `x` (1-D, of the bucket's dtype) as this rank's message; can overwrite `x`."""
+        """Encode `x` (1-D, of the bucket's dtype) as this rank's message; can overwrite `x`.
+
+        A selection from a whole bucket also exchanges how many entries there are in each shard.
+        """
 
     def send_sum(self, g: Tensor, e: Tensor, x: Tensor) -> None:
         """Write ``g + e`` to `x` and encode it as this rank's message; can overwrite `g`."""

@@ -29,7 +29,7 @@ from torchcomp.compressors.base import Vector
 from torchcomp.compressors.sparse import Selector, keys_of, segments_of, selector_of
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.segments import Segment
+from torchcomp.kernels.segments import Segment, joined
 from torchcomp.keys import Key
 from torchcomp.profiling import label
 from torchcomp.routes.base import add_frames
@@ -358,10 +358,12 @@ class ShardedRoute:
             down.counted(owner, [found[piece.vector].counts[owner] for piece in pieces])
             for owner, pieces in enumerate(down.pieces)
         ]
-        return codecs, torch.cat(indices)
+        return codecs, joined(indices or [index])
 
     def _encode_selected(self, codec: Codec, x: Tensor, index: Tensor) -> Message:
         if not codec.vectors:
             return []
-        segments, keys = segments_of(codec.vectors), keys_of(codec.vectors, self._key)
+        # The next step will need other numbers of draws: draw nothing ahead.
+        segments, key = segments_of(codec.vectors), replace(self._key, ahead=None)
+        keys = keys_of(codec.vectors, key)
         return selector_of(codec.vectors).encode_selected(x, segments, index, keys)

@@ -64,7 +64,8 @@ def chosen(candidates: Tensor, threshold: int, count: int) -> Tensor:
     above, tied = candidates > threshold, candidates == threshold
     # Static shapes, because nonzero() would make the host wait for an accelerator.
     selected = above | (tied & (tied.cumsum(0) <= count - above.sum()))
-    return torch.nonzero_static(selected, size=count)[:, 0]
+    # Counts that were damaged on the way must not lead outside.
+    return torch.nonzero_static(selected, size=count)[:, 0].clamp_(min=0)
 
 
 class _Search:
@@ -129,7 +130,8 @@ class _Search:
             self.low = max(self.low, self._start + (found << self._shift))
         inside = (self.candidates >= self.low) & (self.candidates < self.high)
         left = torch.nonzero_static(inside, size=self.inside[rank])[:, 0]
-        self.candidates = self.candidates.index_select(0, left)
+        # Counts that were damaged on the way must not lead outside.
+        self.candidates = self.candidates.index_select(0, left.clamp_(min=0))
         self._fill_interval()
 
     def select(self, remaining: Sequence[Tensor]) -> Selection:
