@@ -17,6 +17,8 @@ from benchmarks.gpu.__main__ import COLUMNS, main
 from benchmarks.gpu.device import WAIT, counted_waits
 from benchmarks.gpu.models import TASKS
 from benchmarks.net.rows import Table
+from tests.gpu.compiler import c_compiler
+from tests.gpu.place import on_ranks
 from tests.support.cases import thorough
 from tests.support.commands import ROOT, run
 from tests.support.threads import torch_threads
@@ -65,6 +67,34 @@ def test_a_hung_command_is_stopped_with_its_children_and_its_output_is_kept() ->
     assert time.monotonic() - start < 60
     assert output == "begun\n"
     assert status != 0
+
+
+def test_tests_for_which_no_time_is_left_are_named_and_have_not_failed() -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "gpu.py"))
+    failed, left_out = tool["tested"](sys.executable, True, 0.0)
+    assert failed == []
+    assert left_out == tool["TESTS"]
+
+
+def test_ranks_may_take_what_is_left_for_their_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHCOMP_DEADLINE", str(time.monotonic()))
+    with pytest.raises(TimeoutError):
+        on_ranks(1, time.sleep, 20, start="forkserver")
+
+
+def test_triton_finds_the_compiler_that_is_named_or_gcc_or_clang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert c_compiler() is None
+    for name in ("clang", "gcc"):
+        (tmp_path / name).touch(mode=0o755)
+        assert c_compiler() == str(tmp_path / name)
+    monkeypatch.setenv("CC", "clang")
+    assert c_compiler() == str(tmp_path / "clang")
+    monkeypatch.setenv("CC", "absent")
+    assert c_compiler() is None
 
 
 # --- A rehearsal ----------------------------------------------------------------------------------

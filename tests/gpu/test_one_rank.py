@@ -1,12 +1,11 @@
 """One rank over NCCL: equality with plain DDP, conservation, resumption, swaps and loss scales."""
 
-import shutil
-
 import pytest
 import torch
 from torch import Tensor
 
 import torchcomp
+from tests.gpu.compiler import c_compiler
 from tests.gpu.place import DEVICE, GPUS, REHEARSAL, WIDTH, delayed, gpu
 from tests.gpu.training import PLAIN, Run, model_of, trained
 from tests.support.models import CONSERVING, THROUGH_DDP, Account, assert_conserved, residual_norm
@@ -158,9 +157,12 @@ def test_without_set_device(index: int, spec: str) -> None:
     resumed.close()
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="torch.compile needs a C compiler")
 @pytest.mark.parametrize("spec", ["mean", "ef(topk(0.1))"])
 def test_a_compiled_model(spec: str) -> None:
+    if not REHEARSAL:
+        pytest.importorskip("triton", reason="inductor needs Triton on a GPU")
+        if c_compiler() is None:
+            pytest.skip("Triton needs a C compiler")
     backend = "aot_eager" if REHEARSAL else "inductor"
     module = torch.compile(model_of().to(DEVICE), backend=backend)
     # With the default bucket size: torch splits the compiled graph at buckets of 1 MiB or more.
