@@ -22,7 +22,7 @@ from torchcomp.profiling import bucket_number, label
 from torchcomp.spec import parse_aggregator
 from torchcomp.state import Kind, Slot, State
 from torchcomp.stats import Meter, Stats
-from torchcomp.traffic import sum_bytes
+from torchcomp.traffic import Traffic, sum_bytes
 
 UNCHANGED = "This step was discarded: the residual and the parameters did not change."
 LATE = (
@@ -215,8 +215,8 @@ class Averager:
 
         If the averager was built with ``late=True``, the step counts at first. What is wrong with
         it is raised by the next :meth:`begin`, :meth:`use`, :meth:`regroup` or :meth:`state_dict`.
-        The state is then rolled back, but the caller has used the means. A flush is never late,
-        nor is a step with `may_skip` or `used`.
+        The state and :attr:`step` are then rolled back, but the caller has used the means. A flush
+        is never late, nor is a step with `may_skip` or `used`.
 
         Args:
             may_skip: return False instead of raising if there is a NaN or an infinity.
@@ -290,13 +290,18 @@ class Averager:
         return True
 
     def _settle(self) -> None:
-        """Raise if the last step should not have counted, after rolling it back."""
+        """Raise if the last step should not have counted, after rolling it back.
+
+        The step counter and the state then are those before the step.
+        """
         settle, self._undecided = self._undecided, None
         if settle is not None:
             try:
                 settle()
             except Exception:
                 self.state.revert()
+                self.step -= 1
+                self._meter.record(Traffic(), self.step)
                 raise
 
     def average_all(self, tensors: Mapping[str, Tensor], **options: Any) -> bool:

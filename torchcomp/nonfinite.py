@@ -13,17 +13,23 @@ from torchcomp.exchange import Exchange
 from torchcomp.kernels.cast import nan_unless_finite
 
 
-def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return a scalar bool on `device`: whether every element of all tensors is finite.
+def largest_magnitudes(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return the largest magnitude in each tensor with any elements: a vector on `device`.
 
-    This takes one pass and no host synchronization.
+    The dtype is that of the tensors, which may be on several devices. Of a sparse tensor, only the
+    values count. One call reads all tensors, and the host waits only for sparse ones.
     """
-    filled = [tensor for tensor in tensors if tensor.numel()]
+    values = [each.coalesce().values() if each.is_sparse else each for each in tensors]
+    filled = [each for each in values if each.numel()]
     if not filled:
-        return torch.ones((), dtype=torch.bool, device=device)
-    # One call for all tensors. Unlike a Euclidean norm, the largest magnitude cannot overflow.
-    largest = torch._foreach_norm(filled, math.inf)
-    return torch.stack([each.to(device) for each in largest]).isfinite().all()
+        return torch.zeros(0, device=device)
+    # Unlike a Euclidean norm, the largest magnitude cannot overflow.
+    return torch.stack([each.to(device) for each in torch._foreach_norm(filled, math.inf)])
+
+
+def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return a scalar bool on `device`: whether every element of all tensors is finite."""
+    return largest_magnitudes(tensors, device).isfinite().all()
 
 
 class FiniteWatch:

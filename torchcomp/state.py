@@ -196,7 +196,8 @@ class State:
         for name in names:
             store = self._stores.pop(name, None)
             if store is not None:
-                self._in_flight -= set(store.flats.values())
+                self._in_flight.difference_update(store.flats.values())
+                self._committed.difference_update(store.flats.values())
 
     def unshard(self, owned: Iterable[Shard], world_size: int) -> None:
         """Add this rank's server residual to its own residual, and remove the server residual.
@@ -236,6 +237,7 @@ class State:
         for names in [names for names in store.flats if not set(slot.names).isdisjoint(names)]:
             old = store.flats.pop(names)
             self._in_flight.discard(old)
+            self._committed.discard(old)
             store.loose.update(old.parts(old.before))
         flat = store.flats[slot.names] = _Flat(slot, device)
         for name, view in flat.parts(flat.before):

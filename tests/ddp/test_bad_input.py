@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.optim.swa_utils import AveragedModel
 
 import torchcomp
 from tests.support.launches import counted
@@ -476,13 +477,34 @@ def test_calls_after_close_raise_with_advice() -> None:
             assert re.match(message, str(error)), error
 
 
-def test_pickling_a_handle_raises_with_advice() -> None:
+def hooked(scaler: torch.amp.GradScaler | None = None) -> tuple[DistributedDataParallel, Any]:
+    model = wrap(mlp())
+    return model, torchcomp.register(model, TOPK, scaler=scaler)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [lambda: hooked()[1], lambda: hooked()[0], lambda: hooked(torch.amp.GradScaler("cpu"))[0]],
+    ids=["handle", "model", "model with a scaler"],
+)
+def test_pickling_what_register_has_changed_raises_with_advice(build: Callable[[], Any]) -> None:
     def body() -> None:
-        torch.save({"handle": torchcomp.register(wrap(mlp()), TOPK)}, io.BytesIO())
+        torch.save({"saved": build()}, io.BytesIO())
 
     assert_refused(
         2, body, TypeError, match=r"handle\.state_dict\(\).* model\.module\.state_dict\(\)"
     )
+
+
+def test_a_model_with_a_scaler_can_be_copied() -> None:
+    def body() -> None:
+        scaler = torch.amp.GradScaler("cpu")
+        model, _ = hooked(scaler)
+        scaler.scale(loss_of(model(rows(0)))).backward()
+        average = AveragedModel(model)
+        assert torch.equal(average.module(rows(1)), model(rows(1)))
+
+    on_threads(2, body)
 
 
 def test_closed_handle_still_has_its_statistics_and_state() -> None:

@@ -37,7 +37,7 @@ def fails_late() -> None:
     handle = torchcomp.register(model, TOPK, check="late")
     for step in range(2):
         loss_of(model(rows(step))).backward()
-    before = kept(handle.state_dict())
+    before, sent = kept(handle.state_dict()), handle.stats.total_bytes_sent
     spoil = model.module[0].weight.register_hook(lambda g: g / dist.get_rank())
     loss_of(model(rows(2))).backward()
     spoil.remove()
@@ -48,9 +48,12 @@ def fails_late() -> None:
         assert part in str(error)
     assert "on rank 1" not in str(error)
     assert same(kept(handle.state_dict()), before)
+    # As with check="step", the step did not count, but its bytes did.
+    assert handle.state_dict()["step"] == handle.stats.steps == 2
+    assert handle.stats.total_bytes_sent > sent
     model.zero_grad()
     loss_of(model(rows(4))).backward()
-    assert handle.state_dict()["step"] == 4
+    assert handle.state_dict()["step"] == 3
     handle.close()
 
 

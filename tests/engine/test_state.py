@@ -1,5 +1,7 @@
 """State: slots follow parameter names into other buckets, and discarded steps change nothing."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -236,6 +238,18 @@ def test_drop_removes_a_slot_and_its_step_in_flight(state):
     assert held(state) == {}
     assert state.slots() == {"momentum": (Kind.ESTIMATE, False)}
     assert held(state, "momentum") == {"a": [5.0] * 2, "b": [6.0] * 3}
+
+
+@pytest.mark.parametrize(
+    "remove",
+    [lambda state: state.drop(["error"]), lambda state: state.open(slot("b", "a"), CPU)],
+    ids=["drop", "other bucket"],
+)
+def test_what_is_removed_after_a_commit_leaves_the_memory(state, remove):
+    copies = [weakref.ref(copy) for copy in state.open(slot("a", "b"), CPU)]
+    state.commit()
+    remove(state)
+    assert [copy() for copy in copies] == [None, None]
 
 
 def test_debts_and_estimates_are_scaled_in_buckets_and_outside(state):

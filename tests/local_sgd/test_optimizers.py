@@ -61,6 +61,20 @@ def test_a_step_that_calls_its_parents_step_counts_once():
     assert synchronised_steps(on_threads(2, body)) == [3, 5]
 
 
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_sparse_gradients_tell_whether_a_step_only_creates_state(scale):
+    def body():
+        # It is no part of the model.
+        table = nn.Embedding(4, 2, sparse=True)
+        sgd = lambda parameters: torch.optim.SGD([*parameters, table.weight], lr=0.0)  # noqa: E731
+        script = Script("every(2)", optimizer=sgd, lr=lambda step: 0.0)
+        (scale * table(torch.tensor([1, 1])).sum()).backward()
+        script.optimizer.step(closure=None)
+        return script.sync.stats.steps
+
+    assert on_threads(1, body) == [int(scale)]
+
+
 def test_an_optimizer_that_evaluates_a_closure_more_often_on_one_rank():
     def body():
         calls = []

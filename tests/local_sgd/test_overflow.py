@@ -4,11 +4,14 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
 from tests.local_sgd.script import Script, batch, loss_of, mlp, synchronised_steps, trained
+from tests.support.models import seeded
 from tests.support.outcomes import assert_refused
 from tests.support.ranks import on_threads
+from torchcomp.local_sgd.overflow import backward_until_finite
 
 TOTAL = 8
 FITS, LARGE = 1024.0, 8192.0
@@ -162,6 +165,27 @@ def test_a_micro_batch_that_raises_leaves_the_gradients_of_the_others():
         return all(map(torch.equal, before, [p.grad for p in script.model.parameters()]))
 
     assert on_threads(2, body) == [True, True]
+
+
+def test_gradients_that_are_views_of_buckets_add_up_and_survive_an_error():
+    def body(view):
+        model = DistributedDataParallel(seeded(mlp()), gradient_as_bucket_view=view)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=FITS)
+        rank = torch.distributed.get_rank()
+
+        def add(step, factor):
+            compute = lambda: factor * loss_of(model, *batch(rank, step))  # noqa: E731
+            backward_until_finite(scaler, [optimizer], compute, tries=2)
+
+        add(0, 1.0)
+        add(1, 1.0)
+        with pytest.raises(torchcomp.NonFiniteError):
+            add(2, float("nan"))
+        return [p.grad.clone() for p in model.parameters()]
+
+    for views, plain in zip(on_threads(2, body, True), on_threads(2, body, False), strict=True):
+        assert all(map(torch.equal, views, plain))
 
 
 def test_it_needs_the_scaler():

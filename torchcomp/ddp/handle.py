@@ -5,7 +5,7 @@
 import time
 import weakref
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from torchcomp.bucket import Bucket
 from torchcomp.component import Component
 from torchcomp.ddp.checks import AFTER_CLOSE, check_not_joined
 from torchcomp.ddp.executors import AT_EXIT_SECONDS, Executor, after_backward
-from torchcomp.ddp.loss_scale import LossScale, fetch_in_forward
+from torchcomp.ddp.loss_scale import LossScale
+from torchcomp.ddp.one_process import OfOneProcess
 from torchcomp.ddp.reordering import Reordering
 from torchcomp.ddp.unused import UnusedWatch
 from torchcomp.exchange import Exchange
@@ -36,7 +37,7 @@ _SCALER_ADVICE = (
 Future = torch.futures.Future[Tensor]
 
 
-class Handle(Gatherable):
+class Handle(OfOneProcess, Gatherable):
     """Compressed gradient exchange of one DDP model; returned by :func:`torchcomp.register`.
 
     The hook submits every bucket to an executor: a thread for gloo, a side stream for CUDA. The
@@ -65,7 +66,7 @@ class Handle(Gatherable):
         self._executor = executor
         self._loss_scale = LossScale(scaler)
         if self._loss_scale.in_use:
-            model.register_forward_pre_hook(fetch_in_forward(self._loss_scale))
+            model.register_forward_pre_hook(self._loss_scale.fetch)
         may_leave_unused = bool(model.find_unused_parameters) and not model.static_graph
         self._unused = UnusedWatch(averager.parameters) if may_leave_unused else None
         self._reordering, self._reordered = Reordering(None), (False, averager.buckets)
@@ -178,16 +179,6 @@ class Handle(Gatherable):
         self._closed = True
         if self._finalizer.detach() is not None:
             self._executor.close()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Handle":
-        # A copy of the model, such as torch's AveragedModel, lists the hook but never calls it.
-        return self
-
-    def __getstate__(self) -> NoReturn:
-        raise TypeError(
-            "a handle cannot be pickled, because it belongs to its process and process group. Save "
-            "handle.state_dict() instead, and model.module.state_dict() for the model"
-        )
 
     def __enter__(self) -> "Handle":
         return self

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from torchcomp import host
+from torchcomp.ddp.one_process import OfOneProcess
 
 
-class LossScale:
+class LossScale(OfOneProcess):
     """Read the loss scale of each step.
 
     ``scaler.get_scale()`` waits until the device has done everything that was launched so far. In
@@ -32,8 +33,13 @@ class LossScale:
         """Whether the loop scales its losses. The scaler then skips steps that overflow."""
         return self._scaler is not None
 
-    def fetch(self) -> None:
-        """Start a copy of the scale to the host, if it changed since the last copy."""
+    # Compiled apart, because a compiled forward pass cannot start the copy.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def fetch(self, module: Any = None, args: Any = None) -> None:
+        """Start a copy of the scale to the host, if it changed since the last copy.
+
+        This is a forward pre-hook, which needs neither the module nor its arguments.
+        """
         scale = None if self._scaler is None else self._scaler._get_scale_async()
         # The scaler has no tensor before the first loss. One on the CPU can be read at any time.
         if scale is None or host.can_read(scale) or self._is_fetched(scale):
@@ -54,14 +60,3 @@ class LossScale:
         # An update changes the tensor in place. The host sees only that its version changes.
         fetched, version = (None, 0) if self._fetched is None else self._fetched[:2]
         return scale is not None and fetched is scale and version == scale._version
-
-
-def fetch_in_forward(loss_scale: LossScale) -> Callable[..., None]:
-    """Return a forward pre-hook that fetches the loss scale."""
-
-    # A function, because copy.deepcopy of the model copies bound methods and what they belong to.
-    def hook(module: Any, args: Any) -> None:
-        loss_scale.fetch()
-
-    compiled_apart: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    return compiled_apart

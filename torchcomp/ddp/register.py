@@ -58,9 +58,9 @@ def register(
         check: when a step with a NaN, an infinity or a damaged message raises. "step": at the end
             of its backward pass, and nothing has changed. "late": in the next backward pass, swap
             or ``state_dict()``, so that the host does not wait for the device at the end of a step.
-            The optimizer has then applied the step; only the residual is rolled back. Not with a
-            scaler, nor with ``find_unused_parameters=True``, which need the result in the same
-            step.
+            The optimizer has then applied the step; only the handle's state is rolled back. Not
+            with a scaler, nor with ``find_unused_parameters=True``, which need the result in the
+            same step.
 
     Returns:
         A handle for statistics, checkpoints and changes of the method.

@@ -52,6 +52,8 @@ class Clock:
         self._span: tuple[Stamp, Stamp] | None = None
         # A parameter, and the times of the gradient before its own and of its own.
         self._gradients: list[tuple[str, Stamp, Stamp]] = []
+        # The seconds of gradients that are no longer listed above.
+        self._seconds: dict[str, float] = defaultdict(float)
         self.detailed = False
 
     @property
@@ -61,6 +63,10 @@ class Clock:
 
     def begin(self) -> None:
         """Record the beginning of a backward pass."""
+        # Keep the events of one step, not of a whole warm-up. A step ends with a wait, so its
+        # events have passed. After a pass under no_sync, they can be read later.
+        if self._span is not None and _has_passed(self._span[1]):
+            self._add_up()
         self._begin = self._last = self._now()
 
     def arrived(self, name: str) -> None:
@@ -79,11 +85,14 @@ class Clock:
         A gradient takes the time since the previous one. The times of several backward passes are
         added up.
         """
-        times: dict[str, float] = defaultdict(float)
-        for name, before, now in self._gradients:
-            times[name] += _seconds(before, now)
-        self._gradients.clear()
+        self._add_up()
+        times, self._seconds = self._seconds, defaultdict(float)
         return times
+
+    def _add_up(self) -> None:
+        for name, before, now in self._gradients:
+            self._seconds[name] += _seconds(before, now)
+        self._gradients.clear()
 
     def _now(self) -> Stamp:
         if self._device.type != "cuda":
@@ -92,6 +101,13 @@ class Clock:
         # Name the device: the model can be on another one than the current device.
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+
+def _has_passed(stamp: Stamp) -> bool:
+    if not isinstance(stamp, torch.cuda.Event):
+        return True
+    passed: bool = stamp.query()  # type: ignore[no-untyped-call]
+    return passed
 
 
 def _seconds(begin: Stamp, end: Stamp) -> float:

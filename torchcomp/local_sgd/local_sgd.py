@@ -1,6 +1,5 @@
 """LocalSGD: local optimizer steps, and an average of the parameters at the end of each round."""
 
-import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from torchcomp.local_sgd.averages import OverlappedAverages
 from torchcomp.local_sgd.options import ProcessGroup, Specs, check_arguments, ranks_of
 from torchcomp.local_sgd.overflow import backward_until_finite
 from torchcomp.local_sgd.rounds import LocalSteps
+from torchcomp.nonfinite import largest_magnitudes
 from torchcomp.outer_steps import OuterStep
 from torchcomp.schedules import Schedule
 from torchcomp.stats import Stats
@@ -486,9 +486,9 @@ def creates_state(optimizer: torch.optim.Optimizer) -> bool:
         return False
     # The gradients decide: a real step in warm-up can have learning rate 0 as well.
     held = (p.grad for group in groups for p in group["params"])
-    gradients = [g for g in held if g is not None and g.numel()]
+    gradients = [g for g in held if g is not None]
     # All of them in one call, and a single wait.
-    return not gradients or not bool(torch.stack(torch._foreach_norm(gradients, math.inf)).any())
+    return not gradients or not bool(largest_magnitudes(gradients, gradients[0].device).any())
 
 
 def wrap_scaler(scaler: torch.amp.GradScaler, sync: LocalSGD) -> Undo:

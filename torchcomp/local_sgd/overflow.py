@@ -27,8 +27,12 @@ def backward_until_finite(
     """
     check_count("tries", tries)
     parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
-    # 1. Away from .grad, where unscale_() would divide them by the scale a second time.
-    aside = [(p, p.grad) for p in parameters if p.grad is not None]
+    # 1. Copies away from .grad, where unscale_() would divide them by the scale a second time. With
+    # gradient_as_bucket_view, DDP writes into the memory of the old .grad as well.
+    earlier = [p for p in parameters if p.grad is not None]
+    aside = [torch.empty_like(p.grad) for p in earlier]
+    if aside:
+        torch._foreach_copy_(aside, [p.grad for p in earlier])
     finite = False
     try:
         # A disabled scaler has no scale to lower, so a second try would give the same result.
@@ -54,10 +58,12 @@ def backward_until_finite(
         for parameter in parameters if not finite else ():
             parameter.grad = None
         # 3. Restore the earlier micro-batches, and add them to this one in one call.
-        both = [(p.grad, before) for p, before in aside if p.grad is not None]
+        both = [
+            (p.grad, before) for p, before in zip(earlier, aside, strict=True) if p.grad is not None
+        ]
         if both:
             torch._foreach_add_(*map(list, zip(*both, strict=True)))
-        for parameter, before in aside:
+        for parameter, before in zip(earlier, aside, strict=True):
             if parameter.grad is None:
                 parameter.grad = before
     if not finite:
