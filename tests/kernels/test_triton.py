@@ -20,7 +20,7 @@ from torchcomp.kernels import backend, elias_fano, select
 from torchcomp.kernels.segments import Segment
 from torchcomp.kernels.select import Scratch
 
-REASON = "Triton is missing: sh tools/setup.sh --triton installs it; it needs no GPU"
+REASON = "Triton 3.7 is missing: sh tools/setup.sh --triton installs it; it needs no GPU"
 HERE = Path(__file__).parent
 FORMS = sorted(Path(torchcomp.__file__).parent.glob("kernels/*_triton.py"))
 
@@ -33,7 +33,7 @@ def interpret(*options):
 
     They compare each kernel with the reference.
     """
-    pytest.importorskip("triton", reason=REASON)
+    pytest.importorskip("triton", minversion="3.7", reason=REASON)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
     done = subprocess.run(
         [*command, str(HERE / "interpreted")],
@@ -124,7 +124,7 @@ def test_every_form_is_compiled_below():
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
     """Compile for a GPU that is not there what functions launch, without launching it."""
-    pytest.importorskip("triton", reason=REASON)
+    pytest.importorskip("triton", minversion="3.7", reason=REASON)
     from triton.backends.compiler import GPUTarget
     from triton.runtime import jit
 
@@ -279,7 +279,7 @@ def kernel(x, n):
 @pytest.fixture
 def on_triton(monkeypatch):
     """Look for Triton forms for tensors of the CPU, so that a method launches them here."""
-    pytest.importorskip("triton", reason=REASON)
+    pytest.importorskip("triton", minversion="3.7", reason=REASON)
     monkeypatch.setattr(backend, "_LIBRARY", {"cpu": "triton"})
     backend.fast_form.cache_clear()
     rehearse.cache_clear()

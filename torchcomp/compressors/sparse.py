@@ -176,12 +176,10 @@ class Selector(Sparsifier):
         weight: float,
     ) -> None:
         # `encode_all` returns indices within the whole tensor, and `subtract` takes a vector.
-        local = [
-            encoded
-            if encoded.index is None
-            else replace(encoded, index=encoded.index - v.span.start)
-            for encoded, v in zip(message, vectors, strict=True)
-        ]
+        local = []
+        for encoded, v in zip(message, vectors, strict=True):
+            index = None if encoded.index is None else encoded.index - v.span.start
+            local.append(Encoded(encoded.parts, index))
         super().subtract_all(vectors, local, x, key, weight)
 
 

@@ -7,8 +7,8 @@ A message with k of n entries consists of these fields:
 
 The fields have the lengths of their layout: :func:`torchcomp.wire.unpack` checks received bytes.
 
-On a CPU with Numba, :mod:`.entries_numba` runs. On CUDA with Triton, :mod:`.entries_triton` runs, and
-everywhere else plain torch, with the same results.
+On a CPU with Numba, :mod:`.entries_numba` runs. On CUDA with Triton, :mod:`.entries_triton` runs,
+and everywhere else plain torch, with the same results.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchcomp import host
 from torchcomp.kernels import backend, elias_fano, quantize
-from torchcomp.kernels.segments import Segment, joined, rows, split
+from torchcomp.kernels.segments import TOGETHER, Segment, batches, joined, rows, split
 from torchcomp.wire import Parts
 
 Batch = tuple[Sequence[Segment], Sequence[Parts]]

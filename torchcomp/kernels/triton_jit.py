@@ -1,7 +1,7 @@
 """What the Triton kernels share. Import it only with Triton installed.
 
-The kernels use only what Triton 3.2 has, the version of torch 2.6. They run on CPU tensors as well,
-in Triton's interpreter, if the environment sets ``TRITON_INTERPRET=1`` before the first import.
+The kernels run on CPU tensors as well, in Triton's interpreter, if the environment sets
+``TRITON_INTERPRET=1`` before the first import.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+    # Older interpreters cannot run the tests, or compute other numbers.
+    raise ImportError(
+        f"the kernels need Triton 3.7, which torch 2.13 requires, or newer, not {triton.__version__}"
+    )
 
 INFINITY = tl.constexpr(0x7F800000)
 """The bits of infinity in float32. The bits of NaN are larger."""
