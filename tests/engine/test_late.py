@@ -63,7 +63,8 @@ def test_a_nan_is_raised_by_the_next_call_and_leaves_the_state_before_it(method,
         assert "'bias' on rank 1" in str(error)
         assert "rank 0" not in str(error)
         assert "step 3" in str(error)
-        # The step goes back; its bytes were sent. `use` and `regroup` raise before they change anything.
+        # The step goes back, and its bytes were sent. `use` and `regroup` raise before they change
+        # anything.
         assert changed == {"traffic"}
 
 

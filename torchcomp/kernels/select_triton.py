@@ -366,8 +366,7 @@ def _count(
             matches = matches & (key >> (32 - 8 * DONE) == prefix)
         digit = (key >> (24 - 8 * DONE)) & (BINS - 1)
         digits = tl.arange(0, BINS)
-        # Count the others as digit 0, which takes no mask: no choice depends
-        # on how often the lowest digit occurs.
+        # Count the others as digit 0: no choice depends on how often the lowest digit occurs.
         count = tl.histogram(tl.where(matches, digit, 0), BINS)
         # The mask saves the atomics of empty bins.
         bins = counts + (DONE * rows + segment) * BINS + digits
