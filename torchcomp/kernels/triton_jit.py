@@ -15,7 +15,7 @@ from torch import Tensor
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
     # Older interpreters cannot run the tests, or compute other numbers.
     raise ImportError(
-        f"the kernels need Triton 3.7 (the version of torch 2.13) or newer, not {triton.__version__}"
+        f"the kernels need Triton 3.7 (that of torch 2.13) or newer, not {triton.__version__}"
     )
 
 INFINITY = tl.constexpr(0x7F800000)
