@@ -10,7 +10,7 @@ from torchcomp.bucket import Bucket
 from torchcomp.checkpoint import listed
 from torchcomp.errors import NonFiniteError
 from torchcomp.exchange import Exchange
-from torchcomp.kernels.cast import nan_unless_finite
+from torchcomp.kernels.cast import finite_if_all
 
 
 def largest_magnitudes(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -39,8 +39,8 @@ class FiniteWatch:
         self._exchange = exchange
         # The norms of this rank's values, by bucket. Only `error` reads them.
         self._local: list[tuple[tuple[str, ...], Tensor]] = []
-        # A scalar for each mean: 0 if it is finite, else NaN. All stay on the device until the end
-        # of the step, so that the host waits once.
+        # A scalar for each mean, finite if the mean is. All stay on the device until the end of the
+        # step, so that the host waits once.
         self._means: list[Tensor] = []
 
     def before(self, bucket: Bucket) -> None:
@@ -57,7 +57,7 @@ class FiniteWatch:
         if self._exchange.must_conclude:
             rank, world_size = self._exchange.rank, self._exchange.world_size
             flat = flat[rank * flat.numel() // world_size : (rank + 1) * flat.numel() // world_size]
-        self._means.append(nan_unless_finite(flat))
+        self._means.append(finite_if_all(flat))
 
     def finite(self) -> Tensor | None:
         """Return whether the means that this rank watched are finite, or None if it watched none.

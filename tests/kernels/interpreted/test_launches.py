@@ -14,7 +14,7 @@ from tests.support.launches import Count, launches, one_bucket
 from torchcomp import host
 
 BUDGETS = {
-    'ef(topk(0.01), exchange="allgather")': lambda ranks: 25 + ranks,
+    'ef(topk(0.01), exchange="allgather")': lambda ranks: 24 + ranks,
     "bidirectional(topk(0.01), topk(0.01))": lambda ranks: 50 + 2 * ranks,
 }
 
