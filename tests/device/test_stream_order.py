@@ -61,7 +61,11 @@ def faults_of(body: Callable[[], Any], executor: Any = StreamExecutor) -> list[s
     return list(simulator.faults)
 
 
-@pytest.mark.parametrize("spec", only(METHODS, now=THROUGH_DDP))
+# The ranks are fake, and echo what this one sends. Here, it sends each owner another number.
+ECHOED = [s for s in METHODS if not ('scope="tensor"' in s and '"exact"' in s)]
+
+
+@pytest.mark.parametrize("spec", only(ECHOED, now=THROUGH_DDP))
 def test_steps_of_every_method(spec: str) -> None:
     assert not faults_of(lambda: Run(spec).train(0, 1, 2))
 
