@@ -34,7 +34,7 @@ def interpret(*options):
     They compare each kernel with the reference.
     """
     pytest.importorskip("triton", minversion="3.7", reason=REASON)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *options]
     done = subprocess.run(
         [*command, str(HERE / "interpreted")],
         check=False,

@@ -27,7 +27,7 @@ def ks(n):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", [2, 65, 600, *thorough([3000])])
+@pytest.mark.parametrize("n", [2, 65, *thorough([600, 3000])])
 def test_awkward_numbers(n, dtype):
     x = awkward(n, dtype)
     for k in ks(n):
