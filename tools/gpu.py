@@ -224,7 +224,7 @@ def watched(
 ) -> tuple[int | str, str]:
     """Run a command. Return its status, or that it was stopped, and its output unless `shown`.
 
-    After so many seconds, the command and all its processes are killed.
+    After `seconds`, the command and all its processes are killed.
     """
     process = subprocess.Popen(
         command,

@@ -67,7 +67,7 @@ class Averager:
         what: what is averaged ("a gradient"), for error messages.
         unchanged: a sentence on what a discarded step leaves unchanged, for error messages.
         late: whether a step is checked when the next one begins. The host then never waits at the
-            end of a step, but an error comes when the step has already been applied: see
+            end of a step, but it raises errors after the step was applied: see
             :meth:`finish`.
         client_slots: returns, for the shape of a bucket, the slots that the caller opens in
             :attr:`state`. Declaring them adds them to checkpoints.

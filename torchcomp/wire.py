@@ -117,15 +117,6 @@ def finding(header: int, checksum: int) -> int:
     return DAMAGED if checksum else INTACT
 
 
-def pack(parts: Sequence[Tensor], layout: Layout, out: Tensor) -> None:
-    """Write the fields of one message to `out`, a uint8 tensor of ``nbytes(layout)`` elements.
-
-    Raises:
-        ValueError: if a part has another dtype or size than its field in the layout.
-    """
-    torch.cat(raw(parts, layout), out=out)
-
-
 def raw(parts: Sequence[Tensor], layout: Layout) -> list[Tensor]:
     """Return the fields of one message as bytes, after a check of their dtypes and sizes.
 

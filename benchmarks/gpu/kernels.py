@@ -11,7 +11,7 @@ Rows, in the order in which they are measured:
     pack                      the message in its frame, with the checksum
     subtract                  subtract what is sent
     encode cold, warm         all of the above, as ``ef(topk(...))`` calls it
-    decode 8, decode 64       check the frames of so many ranks and add up their messages
+    decode 8, decode 64       check the frames of 8 or 64 ranks and add up their messages
     step of 8, step of 64     encode warm, and then decode
     add + torch.topk          what selection costs without these kernels
     quantise, dequantise      the whole vector as int8

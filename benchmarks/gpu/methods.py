@@ -1,7 +1,7 @@
 """Time each method on one bucket: on the GPU, on the thread that launches, launches and waits.
 
 The bucket has the size of DDP's, 25 MiB. The other ranks exist only in name, see `ranks.py`: the
-times are those of a rank among so many, without the network.
+times are those of one rank of a group of that size, without the network.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Time training steps of ResNet-50 and ViT-B/16: every method beside plain DDP.
+"""Time training steps of ResNet-50 and ViT-B/16: every method compared with plain DDP.
 
 Mixed precision: bfloat16 activations by autocast, float32 parameters and gradients. SGD with
 momentum. With one GPU there is no network, so the step shows what a method costs and not what it
@@ -65,7 +65,7 @@ def begin(device: Device, task: Task, method: str, seed: int) -> Loop:
 
 
 def step_milliseconds(device: Device, step: Callable[[], None], seconds: float) -> list[float]:
-    """Return the time of every step, for about so many seconds, after a warm-up.
+    """Return the time of each step, for about `seconds` after a warm-up.
 
     The number of steps is the same on all ranks.
     """

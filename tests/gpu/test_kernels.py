@@ -34,7 +34,7 @@ COMPRESSORS = (
 
 
 def there(*tensors: Tensor) -> list[Tensor]:
-    """Copies on the device. In a rehearsal, too, they are copies: no test changes its input."""
+    """Copies on the device. They are copies in a rehearsal as well: no test changes its input."""
     return [tensor.to(DEVICE, copy=True) for tensor in tensors]
 
 

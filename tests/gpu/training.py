@@ -8,7 +8,15 @@ from torch import Tensor, nn
 
 import torchcomp
 from tests.gpu.place import DEVICE, KIND, WIDTH
-from tests.support.models import SMALL_BUCKETS, Account, loss_of, mlp, rows, wrap
+from tests.support.models import (
+    SMALL_BUCKETS,
+    Account,
+    loss_of,
+    mlp,
+    optimizer_step,
+    rows,
+    wrap,
+)
 from tests.support.outcomes import flat
 
 Snapshot = dict[str, Any]
@@ -62,11 +70,7 @@ class Run:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def optimizer_step(self) -> None:
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        optimizer_step(self.optimizer, self.scaler)
 
     def train(self, start: int, stop: int) -> "Run":
         for step in range(start, stop):

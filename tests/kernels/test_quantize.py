@@ -8,6 +8,7 @@ import torch
 
 from tests.kernels.forms import use_form
 from tests.support.cases import thorough
+from tests.support.codecs import write_fields
 from tests.support.vectors import normal
 from torchcomp import wire
 from torchcomp.kernels import quantize
@@ -43,14 +44,14 @@ def through(values, fmt, noise=None, dtype=torch.float32):
     count = values.numel()
     layout = quantize.layout(fmt, count, torch.float32)
     message = torch.empty(wire.nbytes(layout), dtype=torch.uint8)
-    wire.pack(encode(values, fmt, noise), layout, message)
+    write_fields(encode(values, fmt, noise), layout, message)
     return quantize.decode(wire.unpack(message, layout), count, dtype)
 
 
 def message(values, fmt, noise=None):
     layout = quantize.layout(fmt, values.numel(), torch.float32)
     out = torch.empty(wire.nbytes(layout), dtype=torch.uint8)
-    wire.pack(encode(values, fmt, noise), layout, out)
+    write_fields(encode(values, fmt, noise), layout, out)
     return bytes(out.tolist())
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import torchcomp
-from tests.support.models import kept, seeded
+from tests.support.models import kept, optimizer_step, seeded
 from tests.support.outcomes import equal_on_all, flat
 
 sgd = partial(torch.optim.SGD, lr=1.0)
@@ -139,11 +139,7 @@ class Script:
 
     def optimizer_step(self) -> None:
         """Step the optimizer, through the scaler if there is one."""
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        optimizer_step(self.optimizer, self.scaler)
 
     def step(self, step: int, scale: float = 1.0) -> Tensor:
         """Take one step; return the weights right after the optimizer step."""

@@ -9,6 +9,7 @@ from torchcomp import wire
 from torchcomp.codec import Codec, Message, codec
 from torchcomp.compressors import Compressor
 from torchcomp.kernels import checksum
+from torchcomp.wire import Layout, Parts
 
 
 def codec_of(
@@ -16,6 +17,11 @@ def codec_of(
 ) -> Codec:
     names = tuple(f"layer{i}" for i in range(len(sizes)))
     return codec(compressor, names, tuple(sizes), dtype)
+
+
+def write_fields(parts: Parts, layout: Layout, out: Tensor) -> None:
+    """Write the fields of one message to `out`, 1-D uint8, after the check of their layout."""
+    torch.cat(wire.raw(parts, layout), out=out)
 
 
 def packed(codec: Codec, message: Message) -> Tensor:

@@ -199,6 +199,17 @@ def loss_of(output: Tensor) -> Tensor:
     return output.square().sum()
 
 
+def optimizer_step(
+    optimizer: torch.optim.Optimizer, scaler: "torch.amp.GradScaler | None" = None
+) -> None:
+    """Step the optimizer, through the scaler if there is one."""
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+
+
 def gradients(model: nn.Module) -> Gradients:
     """Return a copy of the gradients that the optimizer uses, in float64 and on the CPU."""
     return {name: _grad(parameter) for name, parameter in inner(model).named_parameters()}

@@ -39,7 +39,7 @@ MakeExecutor = Callable[[torch.device], Executor]
 
 
 def join(clock: Clock, other: Clock) -> None:
-    """Everything that happened before `other` has now happened before `clock`, too."""
+    """Order everything that happened before `other` before `clock` as well."""
     for stream, time in other.items():
         clock[stream] = max(clock.get(stream, 0), time)
 

@@ -126,7 +126,7 @@ class TopK(Selector):
         if host.can_read(x):
             for at, own in zip(index, fields, strict=True):
                 entries.subtract(x, at, own, weight)
-        elif index:
+        else:
             counts = [at.numel() for at in index]
             entries.subtract_all(x, joined(index), fields, counts, weight)
 

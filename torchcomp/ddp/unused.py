@@ -13,7 +13,7 @@ from torchcomp.bucket import Bucket
 
 
 class UnusedWatch:
-    """Track which parameters are used in a step, and restore the buckets of those that are not.
+    """Track which parameters a step uses, and restore the buckets of the others.
 
     A parameter is used if a gradient was accumulated for it since the last exchange, including
     under ``no_sync``.

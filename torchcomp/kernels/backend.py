@@ -9,6 +9,10 @@ from contextlib import contextmanager
 from types import BuiltinFunctionType, ModuleType
 from typing import Any
 
+from torch import Tensor
+
+from torchcomp import host
+
 _log = logging.getLogger(__name__)
 _LIBRARY = {"cpu": "numba", "cuda": "triton"}
 # Device types whose fast forms failed in this process.
@@ -45,6 +49,16 @@ def fast_form(stem: str, device: str) -> ModuleType | None:
     except Exception as error:  # importing Numba or Triton can raise any type of exception
         without_fast_forms(device, f"{type(error).__name__}: {error}")
     return None
+
+
+def host_form(stem: str, x: Tensor) -> ModuleType | None:
+    """Return the fast form of a kernel for `x` if the host can read `x`, or None."""
+    return fast_form(stem, x.device.type) if host.can_read(x) else None
+
+
+def device_form(stem: str, x: Tensor) -> ModuleType | None:
+    """Return the fast form of a kernel for `x` if it is on an accelerator, or None."""
+    return None if host.can_read(x) else fast_form(stem, x.device.type)
 
 
 def without_fast_forms(device: str, reason: str) -> None:

@@ -6,7 +6,6 @@ accelerator, plain torch handles the frames as the rows of a matrix.
 """
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ def seal(frames: Tensor, lengths: Sequence[int]) -> None:
             8 bytes.
         lengths: size of each message in bytes.
     """
-    sizes, form = [framed(length) for length in lengths], _on_device(frames)
+    sizes, form = [framed(length) for length in lengths], backend.device_form("checksum", frames)
     if host.can_read(frames):
         for frame in split(frames, sizes):
             words = frame.view(torch.int64).numpy()
@@ -59,7 +58,7 @@ def inspect(frames: Sequence[Tensor], lengths: Sequence[int]) -> tuple[Tensor, T
         intact; otherwise :func:`torchcomp.wire.finding` says what they mean. None if the host knows
         already that all frames are intact.
     """
-    form = _on_device(frames[0])
+    form = backend.device_form("checksum", frames[0])
     if form is not None:
         both: tuple[Tensor, Tensor] = form.inspect(joined(frames), lengths)
         return both
@@ -72,10 +71,6 @@ def inspect(frames: Sequence[Tensor], lengths: Sequence[int]) -> tuple[Tensor, T
     runs = batches([frame.numel() // 8 for frame in frames], TOGETHER)
     signatures, checksums = zip(*(_inspect_rows(frames[r], lengths[r]) for r in runs), strict=True)
     return joined(signatures), joined(checksums)
-
-
-def _on_device(frames: Tensor) -> ModuleType | None:
-    return None if host.can_read(frames) else backend.fast_form("checksum", frames.device.type)
 
 
 # --- NumPy ----------------------------------------------------------------------------------------

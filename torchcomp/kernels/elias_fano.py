@@ -41,7 +41,6 @@ runs, and everywhere else :mod:`.elias_fano_torch`, with the same results.
 
 import functools
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -97,7 +96,7 @@ def encode(index: Tensor, n: int) -> Tensor:
             f"Elias-Fano can encode only indices that ascend strictly within [0, {n}); check the "
             "selector that chose them"
         )
-    fast = backend.fast_form("elias_fano", index.device.type)
+    fast = backend.host_form("elias_fano", index)
     if fast is None:
         return encode_all(index, [Segment(0, n, k)])[0]
     out = torch.empty(nbytes(n, k), dtype=torch.uint8)
@@ -121,7 +120,7 @@ def encode_all(index: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
     if len(coded) < len(segments):
         parts = zip(split(index, [segment.k for segment in segments]), segments, strict=True)
         index = torch.cat([part for part, segment in parts if 0 < segment.k < segment.n])
-    form = _on_device(index)
+    form = backend.device_form("elias_fano", index)
     if form is None:
         codes = elias_fano_torch.encode(index, _shape(coded))
     else:
@@ -144,8 +143,8 @@ def decode(raw: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
         tensor, whether the code is intact: then :func:`encode` turns the indices back into `raw`.
         If not, the indices are placeholders within [0, n).
     """
-    fast = backend.fast_form("elias_fano", raw.device.type) if 0 < k < n else None
-    if fast is None or not host.can_read(raw):
+    fast = backend.host_form("elias_fano", raw) if 0 < k < n else None
+    if fast is None:
         index, damaged = decode_all([raw], [Segment(0, n, k)])
         return index, ~damaged
     index = torch.empty(k, dtype=torch.int64)
@@ -182,7 +181,7 @@ def decode_all(codes: Sequence[Tensor], segments: Sequence[Segment]) -> tuple[Te
 
 
 def _decode(codes: Sequence[Tensor], segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
-    form = _on_device(codes[0])
+    form = backend.device_form("elias_fano", codes[0])
     if form is None:
         return elias_fano_torch.decode(codes, _shape(segments))
     index = torch.empty(
@@ -191,11 +190,6 @@ def _decode(codes: Sequence[Tensor], segments: Sequence[Segment]) -> tuple[Tenso
     raw, offsets = within(codes)
     damaged: Tensor = form.decode(raw, segments, offsets, index)
     return index, damaged
-
-
-def _on_device(x: Tensor) -> ModuleType | None:
-    """Return the module that codes all segments faster than plain torch on an accelerator."""
-    return None if host.can_read(x) else backend.fast_form("elias_fano", x.device.type)
 
 
 def _shape(segments: Sequence[Segment]) -> elias_fano_torch.Shape:

@@ -18,7 +18,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from torchcomp import host
 from torchcomp.kernels import backend, elias_fano, quantize
 from torchcomp.kernels.segments import TOGETHER, Segment, batches, joined, rows, split
 from torchcomp.wire import Parts
@@ -135,15 +134,14 @@ def _plain(fields: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
 
 def _fast(x: Tensor) -> ModuleType | None:
     """Return the module that handles a vector of the host faster than plain torch, or None."""
-    supported = x.dtype in (torch.float32, torch.float64) and x.is_contiguous()
-    if not supported or not host.can_read(x):
+    if x.dtype not in (torch.float32, torch.float64) or not x.is_contiguous():
         return None
-    return backend.fast_form("entries", x.device.type)
+    return backend.host_form("entries", x)
 
 
 def _on_device(x: Tensor) -> ModuleType | None:
     """Return the module that handles this vector faster than plain torch on an accelerator."""
-    form = None if host.can_read(x) else backend.fast_form("entries", x.device.type)
+    form = backend.device_form("entries", x)
     if form is None or x.dtype not in form.DTYPES or x.numel() >= form.LIMIT:
         return None
     return form if x.is_contiguous() else None

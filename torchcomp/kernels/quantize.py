@@ -31,7 +31,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from torchcomp import host
 from torchcomp.kernels import backend
 from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.segments import Segment, joined, split
@@ -73,8 +72,8 @@ def encode(
             within 2^-24 of a level.
         index: 1-D int64, within bounds. If given, encode ``values[index]`` instead.
     """
-    fast = backend.fast_form("quantize", values.device.type) if fmt in LEVELS else None
-    if fast is not None and host.can_read(values):
+    fast = backend.host_form("quantize", values) if fmt in LEVELS else None
+    if fast is not None:
         # The Numba form reads float32 values through the index, which saves a copy of them.
         if index is not None and values.dtype != torch.float32:
             values, index = values.index_select(0, index), None
@@ -140,8 +139,8 @@ def decode(parts: Sequence[Tensor], count: int, dtype: torch.dtype) -> Tensor:
 
     The product of code and scale is computed in float32 and then converted.
     """
-    fast = backend.fast_form("quantize", parts[-1].device.type) if len(parts) == 2 else None
-    if fast is None or not host.can_read(parts[-1]):
+    fast = backend.host_form("quantize", parts[-1]) if len(parts) == 2 else None
+    if fast is None:
         return decode_all([parts], [count], dtype)[0]
     decoded: Tensor = fast.decode(*parts, count)
     return decoded.to(dtype)
@@ -184,7 +183,7 @@ def decode_all(
 
 def _on_device(x: Tensor) -> ModuleType | None:
     """Return the module that quantizes faster than plain torch on an accelerator, or None."""
-    form = None if host.can_read(x) else backend.fast_form("quantize", x.device.type)
+    form = backend.device_form("quantize", x)
     return form if form is None or not x.is_floating_point() or x.dtype in form.DTYPES else None
 
 

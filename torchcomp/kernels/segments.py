@@ -58,7 +58,8 @@ def spread(
         For each column, an int64 tensor that broadcasts to :func:`shape_of` the entries; or a
         number, if the numbers of all segments are equal.
     """
-    uneven = [column for column in columns if len(set(column)) > 1]
+    even = [len(set(column)) == 1 for column in columns]
+    uneven = [column for column, alike in zip(columns, even, strict=True) if not alike]
     rows: Iterator[Tensor] = iter(())
     if uneven and len(set(counts)) == 1:
         rows = iter(host.copy_to(torch.tensor(uneven), device)[:, :, None])
@@ -67,7 +68,7 @@ def spread(
         # With the size of the result, the host does not have to read the counts.
         segment = torch.repeat_interleave(table[0], output_size=sum(counts))
         rows = iter(table[1:].index_select(1, segment))
-    return [next(rows) if len(set(column)) > 1 else column[0] for column in columns]
+    return [c[0] if alike else next(rows) for c, alike in zip(columns, even, strict=True)]
 
 
 def line(

@@ -3,6 +3,7 @@
 import torch
 
 from tests.algorithms.two_direction.quadratics import quadratics
+from tests.support.codecs import write_fields
 from torchcomp import wire
 from torchcomp.algorithms import Simulated, TwoDirectionMethod
 from torchcomp.algorithms.parameter_server import DENSE
@@ -25,7 +26,7 @@ class Recorded(Simulated):
         parts = compressor.encode(vector, Key(self.seed, call, tensor_id("downlink"))).parts
         layout = compressor.layout(vector.numel(), vector.dtype)
         out = torch.zeros(wire.nbytes(layout), dtype=torch.uint8)
-        wire.pack(parts, layout, out)
+        write_fields(parts, layout, out)
         self.wires.append(out)
         return super().down(vector, compressor, call)
 
