@@ -25,8 +25,9 @@ TableMaker = Callable[[Path], str]
 """From the folder of the results to markdown."""
 
 _HERE = Path(__file__).resolve().parent
-_MARKED = re.compile(r"(<!-- table: (\w+)/(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _STARTS = re.compile(r"<!-- table: ")
+# The text between the marks contains no other mark.
+_MARKED = re.compile(r"(<!-- table: (\w+)/(\w+) -->\n)(?:(?!<!-- ).)*(<!-- end -->)", re.DOTALL)
 
 
 def main() -> None:
@@ -59,10 +60,9 @@ def filled(text: str) -> str:
     Raises:
         RecipeError: if a table is unknown, or a mark has no end.
     """
-    found, count = _MARKED.subn(_written, text), len(_STARTS.findall(text))
-    if count != len(_MARKED.findall(text)):
+    if len(_STARTS.findall(text)) != len(_MARKED.findall(text)):
         raise RecipeError("a mark <!-- table: folder/name --> has no <!-- end --> after it")
-    return found
+    return _MARKED.sub(_written, text)
 
 
 def _written(match: re.Match[str]) -> str:
@@ -70,7 +70,8 @@ def _written(match: re.Match[str]) -> str:
     tables = tables_of(folder)
     if name not in tables:
         raise RecipeError(f"recipes/{folder}/tables.py has no table {name!r}, only {[*tables]}")
-    return f"{match[1]}{tables[name](_HERE / folder / 'results').strip()}\n{match[4]}"
+    table = tables[name](_HERE / folder / "results").strip()
+    return f"{match[1]}{table}\n{match[4]}"
 
 
 def tables_of(folder: str) -> Mapping[str, TableMaker]:

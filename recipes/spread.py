@@ -29,14 +29,18 @@ class Spread:
         """The standard error of the mean; NaN for a single value."""
         return self.deviation / math.sqrt(self.count)
 
-    def with_deviation(self, digits: int = 2) -> str:
-        """Return mean and deviation as text: ``"89.14 ± 1.24"``; a single value stands alone."""
-        return _plus_minus(f"{self.mean:.{digits}f}", self.deviation, digits)
+    def with_deviation(self, digits: int = 2, sign: str = "") -> str:
+        """Return mean and deviation as text: ``"89.14 ± 1.24"``; a single value stands alone.
+
+        Args:
+            digits: after the decimal point.
+            sign: "+" to show the sign of a positive mean, too.
+        """
+        return _plus_minus(self.mean, self.deviation, digits, sign)
 
     def with_error(self, digits: int = 2) -> str:
         """Return a difference and its standard error as text, with a sign: ``"+1.17 ± 0.52"``."""
-        # Adding 0 turns -0.0 into 0.0.
-        return _plus_minus(f"{round(self.mean, digits) + 0.0:+.{digits}f}", self.error, digits)
+        return _plus_minus(self.mean, self.error, digits, "+")
 
 
 def spread(values: Iterable[float]) -> Spread:
@@ -62,5 +66,7 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Spread:
     return spread(ours[seed] - theirs[seed] for seed in seeds)
 
 
-def _plus_minus(mean: str, spread: float, digits: int) -> str:
-    return mean if math.isnan(spread) else f"{mean} ± {spread:.{digits}f}"
+def _plus_minus(mean: float, spread: float, digits: int, sign: str) -> str:
+    # Adding 0 turns -0.0 into 0.0.
+    text = f"{round(mean, digits) + 0.0:{sign}.{digits}f}"
+    return text if math.isnan(spread) else f"{text} ± {spread:.{digits}f}"

@@ -146,7 +146,8 @@ def text_table(compared: list[Summary]) -> str:
     """Return the comparison as text."""
     lines = [f"{'loss':>6}{'excess, %':>15}{'traffic':>13}  method"]
     for each in compared:
-        lines.append(f"{each.loss:>6.3f}{each.excess.with_deviation(1):>15}{each.saving:>7.1f}x less  {each.method}")
+        excess = each.excess.with_deviation(1, sign="+")
+        lines.append(f"{each.loss.mean:>6.3f}{excess:>15}{each.saving:>7.1f}x less  {each.method}")
     lines.append("excess: validation loss above that of plain DDP, by seed: mean and deviation")
     return "\n".join(lines)
 

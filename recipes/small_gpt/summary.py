@@ -31,10 +31,9 @@ def summaries(rows: list[dict[str, str]]) -> list[Summary]:
 
 def _summary(method: str, rows: list[dict[str, str]], dense: dict[str, float]) -> Summary:
     own = [row for row in rows if row["method"] == method]
-    losses = [float(row["loss"]) for row in own]
     return Summary(
         method=method,
-        loss=spread(losses),
-        excess=spread(100 * (l / dense[r["seed"]] - 1) for l, r in zip(losses, own, strict=True)),
+        loss=spread(float(row["loss"]) for row in own),
+        excess=spread(100 * (float(row["loss"]) / dense[row["seed"]] - 1) for row in own),
         saving=sum(int(row["dense_bytes"]) for row in own) / sum(int(row["bytes"]) for row in own),
     )
