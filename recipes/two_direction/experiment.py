@@ -72,7 +72,7 @@ def main() -> None:
     torch.set_num_threads(1)
     started = time.monotonic()
     # All input is checked before anything is computed and before any file is written.
-    parts = [_PARTS[name](arguments) for name in arguments.only if name in _PARTS]
+    parts = [part for name in arguments.only if name in _PARTS for part in _PARTS[name](arguments)]
     for part in parts:
         for setting, methods in part.races:
             check(setting, methods, arguments.seeds)
@@ -91,52 +91,51 @@ def main() -> None:
     print(f"total time: {time.monotonic() - started:.0f} s")
 
 
-def _contest(arguments: argparse.Namespace) -> Part:
+def _contest(arguments: argparse.Namespace) -> list[Part]:
     samples = open_samples(arguments.dataset, arguments.data)
     sent = contest.tenth(samples) if arguments.k is None else Messages(arguments.k, arguments.k)
     options = contest.Options(arguments.gap, arguments.budget, arguments.powers)
-    races = contest.contest_races(
-        samples, sent, arguments.workers, arguments.mu, arguments.methods, options
-    )
-    task = contest.task(samples, sent, options)
-    path = arguments.out / f"contest_{samples.name}.csv"
-    curves = ResultTable(
-        path.with_stem(f"{path.stem}_curves"),
-        CURVE_COLUMNS,
-        task,
-        resume=arguments.resume,
-        curves=True,
-    )
-    table = ResultTable(path, COLUMNS, task, resume=arguments.resume)
-    return Part(table, races, pictures.draw_contest, curves)
+    parts = []
+    for n in arguments.workers:
+        races = contest.contest_races(samples, n, sent, arguments.mu, arguments.methods, options)
+        task, name = contest.task(samples, n, sent, options), f"contest_{samples.name}_n{n}"
+        curves = ResultTable(
+            arguments.out / f"{name}_curves.csv",
+            CURVE_COLUMNS,
+            task,
+            resume=arguments.resume,
+            curves=True,
+        )
+        parts.append(Part(_table(arguments, name, task), races, pictures.draw_contest, curves))
+    return parts
 
 
-def _alpha(arguments: argparse.Namespace) -> Part:
+def _alpha(arguments: argparse.Namespace) -> list[Part]:
     races = sweeps.alpha_races(quick=arguments.quick)
-    return Part(_table(arguments, "alpha", sweeps.TASK), races, pictures.draw_alpha)
+    return [Part(_table(arguments, "alpha", sweeps.TASK), races, pictures.draw_alpha)]
 
 
-def _price(arguments: argparse.Namespace) -> Part:
+def _price(arguments: argparse.Namespace) -> list[Part]:
     races = sweeps.price_races(quick=arguments.quick)
-    return Part(_table(arguments, "price", sweeps.TASK), races, pictures.draw_price)
+    return [Part(_table(arguments, "price", sweeps.TASK), races, pictures.draw_price)]
 
 
-def _scaling(arguments: argparse.Namespace) -> Part:
+def _scaling(arguments: argparse.Namespace) -> list[Part]:
     races = scaling.scaling_races(quick=arguments.quick)
     draw = functools.partial(pictures.draw_scaling, quick=arguments.quick)
-    return Part(_table(arguments, "scaling", winners.TASK), races, draw)
+    return [Part(_table(arguments, "scaling", winners.TASK), races, draw)]
 
 
-def _winners(arguments: argparse.Namespace) -> Part:
+def _winners(arguments: argparse.Namespace) -> list[Part]:
     races = winners.winner_races(quick=arguments.quick)
-    return Part(_table(arguments, "winners", winners.TASK), races, pictures.draw_winners)
+    return [Part(_table(arguments, "winners", winners.TASK), races, pictures.draw_winners)]
 
 
 def _table(arguments: argparse.Namespace, name: str, task: str) -> ResultTable:
     return ResultTable(arguments.out / f"{name}.csv", COLUMNS, task, resume=arguments.resume)
 
 
-_PARTS: dict[str, Callable[[argparse.Namespace], Part]] = {
+_PARTS: dict[str, Callable[[argparse.Namespace], list[Part]]] = {
     "contest": _contest,
     "alpha": _alpha,
     "price": _price,

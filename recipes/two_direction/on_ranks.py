@@ -21,7 +21,7 @@ from torchcomp.algorithms.parameter_server import ParameterServer, Ranks, Simula
 
 RANKS = 4
 MU = 1e-4
-# Step sizes 2^i; see results/contest_digits.csv.
+# Step sizes 2^i; see results/contest_digits_n10.csv.
 POWERS = {"2Direction": 2, "AGD": 2, "EF21-P + DIANA": 3}
 COLUMNS = (
     *("method", "iterations", "up", "down", "total", "bytes_up", "bytes_down", "value"),
@@ -74,7 +74,12 @@ def setting(gap: float | None = None) -> Setting:
 
 def open_table(shared: Setting, folder: Path, *, resume: bool) -> ResultTable:
     """Open the table, with the finished methods if the run is resumed."""
-    return ResultTable(folder / "on_ranks.csv", COLUMNS, f"{shared}, f - f* <= {shared.gap:g}, seed 0", resume=resume)
+    return ResultTable(
+        folder / "on_ranks.csv",
+        COLUMNS,
+        f"{shared}, f - f* <= {shared.gap:g}, seed 0",
+        resume=resume,
+    )
 
 
 def run_ranks(shared: Setting, table: ResultTable) -> None:

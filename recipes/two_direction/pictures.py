@@ -1,4 +1,286 @@
-"""stub"""
-def draw_contest(p): pass
-draw_alpha=draw_price=draw_winners=draw_contest
-def draw_scaling(p,quick): pass
+"""Pictures of the parts, drawn from their CSV files."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from recipes.result_files import pyplot, read_csv, save_figure
+from recipes.two_direction.contest import PAPER
+from recipes.two_direction.methods import METHODS, Messages
+from recipes.two_direction.outcomes import (
+    Cost,
+    cheapest,
+    coordinates,
+    over_seeds,
+    priced,
+    read_rows,
+    select,
+)
+from recipes.two_direction.race import Row
+from recipes.two_direction.scaling import THEORY, Sweep, counts, exponent, sweeps
+from recipes.two_direction.sweeps import DIGITS_D, PAIRS, PRICES, chance
+from recipes.two_direction.winners import PRICES as MAP_PRICES
+from recipes.two_direction.winners import D
+
+# Every method has the same colour in all pictures.
+COLOURS = {method: f"C{index}" for index, method in enumerate(METHODS)}
+_OURS = "2Direction"
+_THOUSAND = 1000
+# The map's text must fit into its cells.
+_SHORT = {"AGD, three sequences": "AGD 3-seq.", "EF21-P + DIANA": "EF21-P+\nDIANA"}
+
+
+def draw_contest(path: Path) -> None:
+    """Draw the coordinates by mu, and the gap against coordinates for each mu."""
+    rows, curves = read_rows(path), read_csv(path.with_stem(f"{path.stem}_curves"))
+    n, mus = rows[0].n, sorted({row.mu for row in rows})
+    figure, panels = _subplots(1, len(mus) + 1, (4, 3.8))
+    first, *others = panels[0]
+    _draw_crossing(first, rows)
+    for mu, axes in zip(mus, others, strict=True):
+        _draw_gap(axes, [row for row in rows if row.mu == mu], curves)
+    figure.legend(*_labels(panels), loc="outside lower center", ncols=8)
+    figure.suptitle(
+        f"Traffic of a worker until f − f* is at most the gap, n = {n}. Left: mean and deviation "
+        f"of {_seeds(rows)}. Others: one seed, up to the slowest of the thick lines"
+    )
+    save_figure(figure, path.with_suffix(".png"), dpi=80)
+
+
+def _labels(panels: Any) -> tuple[list[Any], list[str]]:
+    """Return the handles and labels of all panels, each label once."""
+    found = {
+        label: handle
+        for axes in panels.flat
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    return list(found.values()), list(found)
+
+
+def _draw_crossing(axes: Any, rows: Sequence[Row]) -> None:
+    mus = sorted({row.mu for row in rows})
+    for method in METHODS:
+        spreads = [
+            (i, over_seeds(select(rows, method, mu=mu), coordinates)) for i, mu in enumerate(mus)
+        ]
+        found = [(i, own.mean / _THOUSAND, own.deviation / _THOUSAND) for i, own in spreads if own]
+        if found:
+            xs, means, deviations = zip(*found, strict=True)
+            style = _style(method)
+            axes.errorbar(xs, means, deviations, marker="o", capsize=3, label=method, **style)
+    gaps = {row.mu: row.gap for row in rows}
+    axes.set_xticks(range(len(mus)), [f"{mu:g}\ngap {gaps[mu]:g}" for mu in mus])
+    axes.set_xlabel("regulariser mu")
+    axes.set_ylabel("thousand coordinates, up and down")
+    axes.set_yscale("log")
+    axes.grid(True, which="both", alpha=0.2)
+
+
+def _draw_gap(axes: Any, rows: Sequence[Row], curves: Sequence[dict[str, str]]) -> None:
+    mu, gap = rows[0].mu, rows[0].gap
+    for method in METHODS:
+        own = [
+            (float(point["total"]) / _THOUSAND, max(float(point["gap"]), gap / 10))
+            for point in curves
+            if (float(point["mu"]), point["method"]) == (mu, method)
+        ]
+        if own:
+            axes.plot(*zip(*own, strict=True), label=method, **_style(method))
+    axes.set_title(f"mu = {mu:g}")
+    axes.set_ylabel("f − f*")
+    axes.set_xlabel("thousand coordinates, up and down")
+    ends = [row.total / _THOUSAND for row in rows if row.method in PAPER and row.reached]
+    axes.set_yscale("log")
+    axes.set_xlim(0, 1.05 * max(ends, default=1000.0))
+    axes.locator_params(axis="x", nbins=5)
+    axes.grid(True, alpha=0.3)
+
+
+def draw_alpha(path: Path) -> None:
+    """Draw the coordinates against the share of the downlink message."""
+    rows = read_rows(path)
+    figure, axes = pyplot().subplots(figsize=(7.5, 5), layout="constrained")
+    for method in ("2Direction", "EF21-P + DIANA"):
+        own = {k: over_seeds(select(rows, method, k_down=k), coordinates) for k in _k_downs(rows)}
+        found = [
+            (k / DIGITS_D, each.mean / _THOUSAND, each.deviation / _THOUSAND)
+            for k, each in own.items()
+            if each
+        ]
+        if found:
+            xs, means, deviations = zip(*found, strict=True)
+            style = _style(method)
+            axes.errorbar(xs, means, deviations, marker="o", capsize=3, label=method, **style)
+    for method in ("AGD", "AGD, three sequences"):
+        dense = over_seeds(select(rows, method), coordinates)
+        if dense:
+            label = f"{method} (dense)"
+            axes.axhline(dense.mean / _THOUSAND, ls="--", color=COLOURS[method], label=label)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("K down / d, the alpha of TopK")
+    axes.set_ylabel("thousand coordinates, up and down")
+    axes.set_title(
+        "Coordinates until f − f* ≤ 1e-6, by size of the downlink message\n"
+        f"digits, n = 10, mu = 1e-3, K up = 65; mean and deviation of {_seeds(rows)}",
+        fontsize=10,
+    )
+    axes.grid(True, which="both", alpha=0.2)
+    axes.legend(fontsize=9)
+    save_figure(figure, path.with_suffix(".png"), dpi=90)
+
+
+def _k_downs(rows: Sequence[Row]) -> list[int]:
+    return sorted({row.k_down for row in rows})
+
+
+def draw_price(path: Path) -> None:
+    """Draw the price of a run against the weight r of the downlink."""
+    rows = read_rows(path)
+    pairs = [pair for pair in PAIRS if pair in {(row.k_up, row.k_down) for row in rows}]
+    figure, panels = _subplots(1, len(pairs), (6, 4.4))
+    for axes, pair in zip(panels[0], pairs, strict=True):
+        _draw_price_of(axes, Messages(*pair), rows)
+    panels[0][0].set_ylabel("(1 − r) up + r down, thousand coordinates")
+    figure.legend(*_labels(panels), loc="outside lower center", ncols=5)
+    figure.suptitle(
+        "Price of a run until f − f* ≤ 1e-6, by weight r of the downlink\n"
+        f"digits, n = 10, mu = 1e-3; mean and deviation of {_seeds(rows)}"
+    )
+    save_figure(figure, path.with_suffix(".png"), dpi=80)
+
+
+def _draw_price_of(axes: Any, sent: Messages, rows: Sequence[Row]) -> None:
+    own = [row for row in rows if (row.k_up, row.k_down) == (sent.k_up, sent.k_down)]
+    lines: list[tuple[str, str, dict[str, Any]]] = [
+        (method, method, {"color": COLOURS[method], "ls": "-"}) for method in PAPER
+    ]
+    lines[0] = (_OURS, "2Direction, default p", {"color": COLOURS[_OURS], "ls": ":", "lw": 2})
+    lines.insert(1, (_OURS, "2Direction, p for r", {"color": COLOURS[_OURS], "lw": 2.2}))
+    for method, label, style in lines:
+        points = []
+        for r in PRICES:
+            for_r = chance(sent, r) if label.endswith("p for r") else None
+            chosen = select(own, method, p=for_r.p if for_r else 0.0)
+            found = over_seeds(chosen, priced(r))
+            if found:
+                points.append((r, found.mean / _THOUSAND, found.deviation / _THOUSAND))
+        if points:
+            xs, means, deviations = zip(*points, strict=True)
+            axes.errorbar(xs, means, deviations, marker=".", capsize=3, label=label, **style)
+    axes.set_title(f"K up = {sent.k_up}, K down = {sent.k_down}")
+    axes.set_xlabel("r, weight of the downlink")
+    axes.set_yscale("log")
+    axes.grid(True, which="both", alpha=0.2)
+
+
+def draw_scaling(path: Path, *, quick: bool = False) -> None:
+    """Draw the iterations of each sweep, and the theory's lines through their middle."""
+    rows, drawn = read_rows(path), sweeps(quick=quick)
+    figure, panels = _subplots(1, len(drawn), (5.4, 4.6))
+    for axes, sweep in zip(panels[0], drawn, strict=True):
+        for method in sweep.methods:
+            _draw_sweep(axes, sweep, method, rows)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel(sweep.label)
+        axes.grid(True, which="both", alpha=0.2)
+        axes.legend(fontsize=8)
+    panels[0][0].set_ylabel("iterations until f − f* has fallen to 1e-4 of its start")
+    figure.suptitle(
+        f"Iterations on quadratics (d = {D}), and the theory's terms times one constant (dashed)\n"
+        f"mean and deviation of {_seeds(rows)}; slope ± deviation (slope of the theory)"
+    )
+    save_figure(figure, path.with_suffix(".png"), dpi=80)
+
+
+def _draw_sweep(axes: Any, sweep: Sweep, method: str, rows: Sequence[Row]) -> None:
+    own = counts(sweep, method, rows)
+    if not own:
+        return
+    found, xs = exponent(sweep, method, rows), [sweep.x(point) for point in sweep.points]
+    by_point = [
+        over_seeds(
+            [row for row in rows if (row.method, row.shared) == (method, point.setting.shared)],
+            _iterations,
+        )
+        for point in sweep.points
+    ]
+    means = [each.mean for each in by_point if each]
+    deviations = [each.deviation for each in by_point if each]
+    label = f"{method}: {found.measured.with_deviation(2)} ({found.theory:.2f})"
+    axes.errorbar(xs, means, deviations, marker="o", capsize=3, label=label, color=COLOURS[method])
+    theory = [THEORY[method](point) for point in sweep.points]
+    # Theory leaves the constant open: draw its line through the middle point.
+    middle = len(xs) // 2
+    factor = means[middle] / theory[middle]
+    axes.plot(xs, [factor * each for each in theory], "--", color=COLOURS[method], alpha=0.7)
+
+
+def _iterations(row: Row) -> float:
+    return row.iterations
+
+
+def draw_winners(path: Path) -> None:
+    """Draw the map of winners: condition number by omega, for each n and price."""
+    rows = read_rows(path)
+    ns = sorted({row.n for row in rows})
+    figure, panels = _subplots(len(ns), len(MAP_PRICES), (4.6, 3.7))
+    for n, line in zip(ns, panels, strict=True):
+        for r, axes in zip(MAP_PRICES, line, strict=True):
+            _draw_map(axes, [row for row in rows if row.n == n], priced(r))
+            axes.set_title(f"n = {n}, r = {r:g}")
+        line[0].set_ylabel("omega of RandK")
+    for axes in panels[-1]:
+        axes.set_xlabel("condition number L/mu")
+    figure.suptitle(
+        "Which method pays least, (1 − r) up + r down, and how many times more the second pays\n"
+        f"(in brackets 2Direction, if it is neither). Quadratics, d = {D}; means of {_seeds(rows)}"
+    )
+    save_figure(figure, path.with_suffix(".png"), dpi=80)
+
+
+def _draw_map(axes: Any, rows: Sequence[Row], cost: Cost) -> None:
+    mus = sorted({row.mu for row in rows}, reverse=True)
+    ks = sorted({row.k_up for row in rows}, reverse=True)
+    for i, mu in enumerate(mus):
+        for j, k in enumerate(ks):
+            own = [row for row in rows if (row.mu, row.k_up) == (mu, k)]
+            ranked = cheapest(own, METHODS, cost)
+            (best, least), second = ranked[0], ranked[1] if len(ranked) > 1 else None
+            text = _SHORT.get(best, best) + (f"\n{second[1] / least:.2f}x" if second else "")
+            ours = dict(ranked).get(_OURS)
+            if ours and _OURS not in {best, second and second[0]}:
+                text += f" ({ours / least:.2f}x)"
+            square = (i - 0.5, j - 0.5)
+            axes.add_patch(_rectangle(square, COLOURS[best]))
+            axes.text(i, j, text, ha="center", va="center", fontsize=8)
+    axes.set_xlim(-0.5, len(mus) - 0.5)
+    axes.set_ylim(-0.5, len(ks) - 0.5)
+    axes.set_xticks(range(len(mus)), [f"{1 / mu:,.0f}" for mu in mus])
+    axes.set_yticks(range(len(ks)), [f"{D / k - 1:g}" for k in ks])
+
+
+def _rectangle(corner: tuple[float, float], colour: str) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle(corner, 1, 1, facecolor=colour, alpha=0.35, edgecolor="white")
+
+
+def _subplots(rows: int, columns: int, size: tuple[float, float], **options: Any) -> Any:
+    """Return a figure and a matrix of its panels, each of this size in inches."""
+    figsize = (columns * size[0], rows * size[1] + 1)
+    return pyplot().subplots(
+        rows, columns, figsize=figsize, layout="constrained", squeeze=False, **options
+    )
+
+
+def _style(method: str) -> dict[str, Any]:
+    # Thick lines are the methods of the paper.
+    width = 2.2 if method in PAPER else 1.2
+    return {"color": COLOURS[method], "linewidth": width}
+
+
+def _seeds(rows: Sequence[Row]) -> str:
+    count = len({row.seed for row in rows if row.reached})
+    return f"{count} seeds" if count > 1 else "one seed"

@@ -1,4 +1,4 @@
-"""Quadratics f_i(x) = 1/2 x'Sx - b_i'x with logarithmically spaced eigenvalues from 1/kappa to 1."""
+"""Quadratics f_i(x) = 1/2 x'Sx - b_i'x with eigenvalues spaced evenly in log from 1/kappa to 1."""
 
 import math
 

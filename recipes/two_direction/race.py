@@ -18,7 +18,7 @@ from torchcomp.algorithms.parameter_server import ParameterServer, Simulated
 Case = Callable[[int], tuple[Problem, float]]
 """A function from a seed to the problem and the infimum of its value."""
 
-CURVE_COLUMNS = ("n", "mu", "method", "iterations", "total", "gap")
+CURVE_COLUMNS = ("mu", "method", "iterations", "total", "gap")
 # More points would not change the picture.
 _CURVE_POINTS = 100
 # If the second tuning seed fails, try this many smaller step sizes.
@@ -265,7 +265,7 @@ def curve_rows(
     """Return about :data:`_CURVE_POINTS` points of a run, in the columns :data:`CURVE_COLUMNS`."""
     stride = -(-len(done.curve) // _CURVE_POINTS)
     points = [*done.curve[:-1:stride], done.curve[-1]]
-    named = (setting.n, setting.mu, method)
+    named = (setting.mu, method)
     return [
         (*named, each.iterations, each.traffic.coordinates, f"{each.value - least:.6g}")
         for each in points

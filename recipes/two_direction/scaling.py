@@ -25,8 +25,8 @@ class Point:
 
     kappa: float = 100.0
     n: int = 4
-    k_up: int = 6
-    k_down: int = 6
+    k_up: int = 12
+    k_down: int = 12
 
     @property
     def omega(self) -> float:
@@ -93,7 +93,7 @@ def sweeps(*, quick: bool = False) -> list[Sweep]:
     workers = (1, 4) if quick else (1, 4, 16, 64)
     by_kappa = tuple(replace(base, kappa=10.0**e) for e in exponents)
     by_omega = tuple(replace(uplink, k_up=k) for k in k_ups)
-    by_n = tuple(replace(uplink, k_up=15 if quick else 2, n=n) for n in workers)
+    by_n = tuple(replace(uplink, k_up=15 if quick else 3, n=n) for n in workers)
     return [
         Sweep("condition number L/mu", "kappa", by_kappa, ("2Direction", "AGD", "EF21-P + DIANA")),
         Sweep("omega", "omega", by_omega, COMPRESSED),

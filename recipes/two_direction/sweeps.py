@@ -8,6 +8,8 @@ With equal messages in both directions, the p for a price equals the default for
 therefore uses messages that are smaller downwards.
 """
 
+import math
+
 from recipes.two_direction.contest import setting
 from recipes.two_direction.data_sets import digits
 from recipes.two_direction.methods import Messages
@@ -15,6 +17,7 @@ from recipes.two_direction.race import Race
 from torchcomp.algorithms.two_direction.theory import Probabilities, priced_probabilities
 
 MU, WORKERS = 1e-3, 10
+DIGITS_D = 650
 PRICES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 """The values of r."""
 PAIRS = ((65, 7), (325, 65))
@@ -23,10 +26,17 @@ PAIRS = ((65, 7), (325, 65))
 TASK = "digits, 10 workers, mu = 0.001, f - f* to 1e-6, step sizes and budget of the contest"
 
 
-def priced(sent: Messages, d: int, r: float) -> Probabilities:
-    """Return 2Direction's probabilities for a price of the downlink."""
-    omega = d / sent.k_up - 1
-    return priced_probabilities(omega, d=d, k_up=sent.k_up, k_down=sent.k_down, r=r)
+def chance(sent: Messages, r: float) -> Probabilities | None:
+    """Return 2Direction's probabilities for a price of the downlink, None if they are its default.
+
+    Args:
+        sent: the compressed messages.
+        r: the price.
+    """
+    omega = DIGITS_D / sent.k_up - 1
+    found = priced_probabilities(omega, d=DIGITS_D, k_up=sent.k_up, k_down=sent.k_down, r=r)
+    # The default is p = tau = 1/(omega + 1).
+    return None if math.isclose(found.p, 1 / (omega + 1)) else found
 
 
 def alpha_races(*, quick: bool = False) -> list[Race]:
@@ -45,14 +55,14 @@ def price_races(*, quick: bool = False) -> list[Race]:
     """Return the races by probability of the coin."""
     samples = digits()
     races: list[Race] = []
-    for sent in [Messages(*pair) for pair in PAIRS[: 1 if quick else None]]:
-        others = ("EF21-P + DIANA", "AGD", "AGD, three sequences", "2Direction")
-        races.append((setting(samples, WORKERS, MU, sent), others))
-        chances = {priced(sent, samples.d, r) for r in PRICES[:: 5 if quick else 1]}
-        # The default, up to rounding, is in the race above.
-        default = 1 / (samples.d / sent.k_up)
-        for chance in sorted(chances, key=lambda chance: chance.p):
-            if chance.p < 0.999 * default:
-                own = Messages(sent.k_up, sent.k_down, chance)
-                races.append((setting(samples, WORKERS, MU, own), ("2Direction",)))
+    for pair in PAIRS[: 1 if quick else None]:
+        # The rivals have no coin.
+        rivals = ("EF21-P + DIANA", "AGD", "AGD, three sequences")
+        races.append((setting(samples, WORKERS, MU, Messages(*pair)), rivals))
+        # Several prices can have the same probability.
+        chances = dict.fromkeys(chance(Messages(*pair), r) for r in PRICES[:: 5 if quick else 1])
+        races += [
+            (setting(samples, WORKERS, MU, Messages(*pair, own)), ("2Direction",))
+            for own in chances
+        ]
     return races
