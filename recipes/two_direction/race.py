@@ -252,8 +252,11 @@ def race(
         known = known_rows(table, setting, method)
         found = measure(setting, method, seeds, known)
         if curves and found and not known:
-            least = setting.case(found[0][0].seed)[1]
-            curves.add(*curve_rows(setting, method, found[0][1], least))
+            points = curve_rows(setting, method, found[0][1], setting.case(found[0][0].seed)[1])
+            # An interrupted run can have left the curve without the rows.
+            named = [str(cell) for cell in points[0][:2]]
+            curves.rows = [row for row in curves.rows if [row["mu"], row["method"]] != named]
+            curves.add(*points)
         if found:
             table.add(*(astuple(row) for row, _ in found))
         print(line([*known, *(row for row, _ in found)]), flush=True)
