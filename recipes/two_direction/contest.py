@@ -91,7 +91,7 @@ def contest_races(
         others = replace(shared, budget=options.budget or BUDGET_OF_OTHERS)
         races.append((shared, [name for name in methods if name in PAPER]))
         races.append((others, [name for name in methods if name not in PAPER]))
-    return races
+    return [race for race in races if race[1]]
 
 
 def task(samples: Samples, n: int, sent: Messages, options: Options) -> str:

@@ -20,9 +20,9 @@ from recipes.two_direction.tuning import MethodRun
 from torchcomp.algorithms.parameter_server import ParameterServer, Ranks, Simulated
 
 RANKS = 4
-MU = 1e-4
+MU = 1e-2
 # Step sizes 2^i; see results/contest_digits_n10.csv.
-POWERS = {"2Direction": 2, "AGD": 2, "EF21-P + DIANA": 3}
+POWERS = {"2Direction": 6, "AGD": 0, "EF21-P + DIANA": 1}
 COLUMNS = (
     *("method", "iterations", "up", "down", "total", "bytes_up", "bytes_down", "value"),
     *("received_by_rank", "ms_ranks", "ms_simulated"),

@@ -9,15 +9,17 @@ therefore uses messages that are smaller downwards.
 """
 
 import math
+from dataclasses import replace
 
-from recipes.two_direction.contest import setting
+from recipes.two_direction.contest import Options, setting
 from recipes.two_direction.data_sets import digits
 from recipes.two_direction.methods import Messages
-from recipes.two_direction.race import Race
+from recipes.two_direction.race import Race, Setting
 from torchcomp.algorithms.two_direction.theory import Probabilities, priced_probabilities
 
 MU, WORKERS = 1e-3, 10
 DIGITS_D = 650
+_QUICK_GAP = 1e-2
 PRICES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 """The values of r."""
 PAIRS = ((65, 7), (325, 65))
@@ -41,11 +43,10 @@ def chance(sent: Messages, r: float) -> Probabilities | None:
 
 def alpha_races(*, quick: bool = False) -> list[Race]:
     """Return the races by size of the server's message."""
-    samples = digits()
     k_downs = (65, 650) if quick else (7, 33, 65, 195, 650)
+    base = _base(quick=quick)
     compressed: list[Race] = [
-        (setting(samples, WORKERS, MU, Messages(65, k)), ("2Direction", "EF21-P + DIANA"))
-        for k in k_downs
+        (replace(base, sent=Messages(65, k)), ("2Direction", "EF21-P + DIANA")) for k in k_downs
     ]
     # AGD's messages are dense: one race is enough.
     return [(compressed[0][0], ("AGD", "AGD, three sequences")), *compressed]
@@ -53,16 +54,18 @@ def alpha_races(*, quick: bool = False) -> list[Race]:
 
 def price_races(*, quick: bool = False) -> list[Race]:
     """Return the races by probability of the coin."""
-    samples = digits()
-    races: list[Race] = []
+    base, races = _base(quick=quick), []
     for pair in PAIRS[: 1 if quick else None]:
         # The rivals have no coin.
-        rivals = ("EF21-P + DIANA", "AGD", "AGD, three sequences")
-        races.append((setting(samples, WORKERS, MU, Messages(*pair)), rivals))
+        rivals: tuple[str, ...] = ("EF21-P + DIANA", "AGD", "AGD, three sequences")
+        races.append((replace(base, sent=Messages(*pair)), rivals))
         # Several prices can have the same probability.
         chances = dict.fromkeys(chance(Messages(*pair), r) for r in PRICES[:: 5 if quick else 1])
-        races += [
-            (setting(samples, WORKERS, MU, Messages(*pair, own)), ("2Direction",))
-            for own in chances
-        ]
+        races += [(replace(base, sent=Messages(*pair, own)), ("2Direction",)) for own in chances]
     return races
+
+
+def _base(*, quick: bool) -> Setting:
+    # One setting for all sizes of messages: f* is then found once.
+    options = Options(gap=_QUICK_GAP) if quick else Options()
+    return setting(digits(), WORKERS, MU, Messages(65, 65), options)
