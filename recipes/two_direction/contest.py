@@ -84,13 +84,13 @@ def contest_races(
     methods: Sequence[str],
     options: Options,
 ) -> list[Race]:
-    """Return the races on n workers, two for each mu: those of the paper, and the others."""
-    races: list[Race] = []
-    for mu in mus:
-        shared = setting(samples, n, mu, sent, options)
-        others = replace(shared, budget=options.budget or BUDGET_OF_OTHERS)
-        races.append((shared, [name for name in methods if name in PAPER]))
-        races.append((others, [name for name in methods if name not in PAPER]))
+    """Return the races on n workers: those of the paper's methods first, then the others."""
+    first = [setting(samples, n, mu, sent, options) for mu in mus]
+    then = [replace(each, budget=options.budget or BUDGET_OF_OTHERS) for each in first]
+    races: list[Race] = [
+        *((each, [name for name in methods if name in PAPER]) for each in first),
+        *((each, [name for name in methods if name not in PAPER]) for each in then),
+    ]
     return [race for race in races if race[1]]
 
 

@@ -41,8 +41,9 @@ def draw_contest(path: Path) -> None:
         _draw_gap(axes, [row for row in rows if row.mu == mu], curves)
     figure.legend(*_labels(panels), loc="outside lower center", ncols=8)
     figure.suptitle(
-        f"Traffic of a worker until f − f* is at most the gap, n = {n}. Left: mean and deviation "
-        f"of {_seeds(rows)}. Others: one seed, up to the slowest of the thick lines"
+        f"Coordinates of a worker until f − f* is at most the gap, n = {n}\n"
+        f"Left: mean and deviation of {_seeds(rows)}. Others: one seed, until the slowest of the "
+        "thick lines reaches the gap"
     )
     save_figure(figure, path.with_suffix(".png"), dpi=80)
 
@@ -72,8 +73,7 @@ def _draw_crossing(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_xticks(range(len(mus)), [f"{mu:g}\ngap {gaps[mu]:g}" for mu in mus])
     axes.set_xlabel("regulariser mu")
     axes.set_ylabel("thousand coordinates, up and down")
-    axes.set_yscale("log")
-    axes.grid(True, which="both", alpha=0.2)
+    _logarithmic(axes)
 
 
 def _draw_gap(axes: Any, rows: Sequence[Row], curves: Sequence[dict[str, str]]) -> None:
@@ -92,6 +92,7 @@ def _draw_gap(axes: Any, rows: Sequence[Row], curves: Sequence[dict[str, str]]) 
     ends = [row.total / _THOUSAND for row in rows if row.method in PAPER and row.reached]
     axes.set_yscale("log")
     axes.set_xlim(0, 1.05 * max(ends, default=1000.0))
+    axes.set_ylim(bottom=gap / 2)
     axes.locator_params(axis="x", nbins=5)
     axes.grid(True, alpha=0.3)
 
@@ -117,7 +118,7 @@ def draw_alpha(path: Path) -> None:
             label = f"{method} (dense)"
             axes.axhline(dense.mean / _THOUSAND, ls="--", color=COLOURS[method], label=label)
     axes.set_xscale("log")
-    axes.set_yscale("log")
+    _logarithmic(axes)
     axes.set_xlabel("K down / d, the alpha of TopK")
     axes.set_ylabel("thousand coordinates, up and down")
     axes.set_title(
@@ -125,7 +126,6 @@ def draw_alpha(path: Path) -> None:
         f"digits, n = 10, mu = 1e-3, K up = 65; mean and deviation of {_seeds(rows)}",
         fontsize=10,
     )
-    axes.grid(True, which="both", alpha=0.2)
     axes.legend(fontsize=9)
     save_figure(figure, path.with_suffix(".png"), dpi=90)
 
@@ -170,8 +170,7 @@ def _draw_price_of(axes: Any, sent: Messages, rows: Sequence[Row]) -> None:
             axes.errorbar(xs, means, deviations, marker=".", capsize=3, label=label, **style)
     axes.set_title(f"K up = {sent.k_up}, K down = {sent.k_down}")
     axes.set_xlabel("r, weight of the downlink")
-    axes.set_yscale("log")
-    axes.grid(True, which="both", alpha=0.2)
+    _logarithmic(axes)
 
 
 def draw_scaling(path: Path, *, quick: bool = False) -> None:
@@ -273,6 +272,15 @@ def _subplots(rows: int, columns: int, size: tuple[float, float], **options: Any
     return pyplot().subplots(
         rows, columns, figsize=figsize, layout="constrained", squeeze=False, **options
     )
+
+
+def _logarithmic(axes: Any) -> None:
+    """Make the vertical axis logarithmic, with numbers instead of powers of ten."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_locator(pyplot().LogLocator(subs=(2, 5)))
+    axes.grid(True, which="both", alpha=0.2)
 
 
 def _style(method: str) -> dict[str, Any]:
