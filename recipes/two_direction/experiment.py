@@ -9,8 +9,8 @@ The parts are
 
 * contest: what a worker sends and receives in softmax regression until f is within a gap of its
   infimum, by regulariser and number of workers (``contest.py``).
-* alpha, price: the same with other sizes of the downlink messages, and with 2Direction's
-  probability for a price of the downlink (``sweeps.py``).
+* alpha: the same by size of the downlink messages, and by their price, with 2Direction's
+  probability for that price (``sweeps.py``).
 * scaling: iterations on quadratics by condition number, omega and number of workers
   (``scaling.py``).
 * winners: on quadratics, which method sends least by condition number and omega (``winners.py``).
@@ -40,7 +40,7 @@ from recipes.two_direction.methods import METHODS, Messages
 from recipes.two_direction.race import COLUMNS, CURVE_COLUMNS, Setting, check, race
 from torchcomp.checks import check_at_least_0, check_count, check_positive
 
-PARTS = ("contest", "alpha", "price", "scaling", "winners", "ranks")
+PARTS = ("contest", "alpha", "scaling", "winners", "ranks")
 _HERE = Path(__file__).resolve().parent
 # A step size 2^i and its inverse are normal floats up to this i.
 _LARGEST_POWER = 1022
@@ -110,14 +110,9 @@ def _contest(arguments: argparse.Namespace) -> list[Part]:
     return parts
 
 
-def _alpha(arguments: argparse.Namespace) -> list[Part]:
-    races = sweeps.alpha_races(quick=arguments.quick)
-    return [Part(_table(arguments, "alpha", sweeps.TASK), races, pictures.draw_alpha)]
-
-
-def _price(arguments: argparse.Namespace) -> list[Part]:
-    races = sweeps.price_races(quick=arguments.quick)
-    return [Part(_table(arguments, "price", sweeps.TASK), races, pictures.draw_price)]
+def _downlink(arguments: argparse.Namespace) -> list[Part]:
+    races = sweeps.downlink_races(quick=arguments.quick)
+    return [Part(_table(arguments, "alpha", sweeps.TASK), races, pictures.draw_downlink)]
 
 
 def _scaling(arguments: argparse.Namespace) -> list[Part]:
@@ -137,8 +132,7 @@ def _table(arguments: argparse.Namespace, name: str, task: str) -> ResultTable:
 
 _PARTS: dict[str, Callable[[argparse.Namespace], list[Part]]] = {
     "contest": _contest,
-    "alpha": _alpha,
-    "price": _price,
+    "alpha": _downlink,
     "scaling": _scaling,
     "winners": _winners,
 }

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.result_files import pyplot, read_csv, save_figure
+from recipes.spread import Spread
 from recipes.two_direction.contest import PAPER
 from recipes.two_direction.methods import METHODS, Messages
 from recipes.two_direction.outcomes import (
@@ -18,7 +19,7 @@ from recipes.two_direction.outcomes import (
 )
 from recipes.two_direction.race import Row
 from recipes.two_direction.scaling import THEORY, Sweep, counts, exponent, sweeps
-from recipes.two_direction.sweeps import DIGITS_D, PAIRS, PRICES, chance
+from recipes.two_direction.sweeps import DIGITS_D, K_UP, PRICED_K_DOWNS, PRICES, chance
 from recipes.two_direction.winners import PRICES as MAP_PRICES
 from recipes.two_direction.winners import D
 
@@ -61,14 +62,12 @@ def _labels(panels: Any) -> tuple[list[Any], list[str]]:
 def _draw_crossing(axes: Any, rows: Sequence[Row]) -> None:
     mus = sorted({row.mu for row in rows})
     for method in METHODS:
-        spreads = [
-            (i, over_seeds(select(rows, method, mu=mu), coordinates)) for i, mu in enumerate(mus)
+        found = [
+            (float(i), over_seeds(select(rows, method, mu=mu), coordinates))
+            for i, mu in enumerate(mus)
         ]
-        found = [(i, own.mean / _THOUSAND, own.deviation / _THOUSAND) for i, own in spreads if own]
-        if found:
-            xs, means, deviations = zip(*found, strict=True)
-            style = _style(method)
-            axes.errorbar(xs, means, deviations, marker="o", capsize=3, label=method, **style)
+        points = [(x, each) for x, each in found if each]
+        _draw_points(axes, points, method, _style(method))
     gaps = {row.mu: row.gap for row in rows}
     axes.set_xticks(range(len(mus)), [f"{mu:g}\ngap {gaps[mu]:g}" for mu in mus])
     axes.set_xlabel("regulariser mu")
@@ -97,80 +96,70 @@ def _draw_gap(axes: Any, rows: Sequence[Row], curves: Sequence[dict[str, str]]) 
     axes.grid(True, alpha=0.3)
 
 
-def draw_alpha(path: Path) -> None:
-    """Draw the coordinates against the share of the downlink message."""
+def draw_downlink(path: Path) -> None:
+    """Draw the coordinates by size of the downlink message, and the price of a run by r."""
     rows = read_rows(path)
-    figure, axes = pyplot().subplots(figsize=(7.5, 5), layout="constrained")
-    for method in ("2Direction", "EF21-P + DIANA"):
-        own = {k: over_seeds(select(rows, method, k_down=k), coordinates) for k in _k_downs(rows)}
-        found = [
-            (k / DIGITS_D, each.mean / _THOUSAND, each.deviation / _THOUSAND)
-            for k, each in own.items()
-            if each
-        ]
-        if found:
-            xs, means, deviations = zip(*found, strict=True)
-            style = _style(method)
-            axes.errorbar(xs, means, deviations, marker="o", capsize=3, label=method, **style)
-    for method in ("AGD", "AGD, three sequences"):
-        dense = over_seeds(select(rows, method), coordinates)
-        if dense:
-            label = f"{method} (dense)"
-            axes.axhline(dense.mean / _THOUSAND, ls="--", color=COLOURS[method], label=label)
-    axes.set_xscale("log")
-    _logarithmic(axes)
-    axes.set_xlabel("K down / d, the alpha of TopK")
-    axes.set_ylabel("thousand coordinates, up and down")
-    axes.set_title(
-        "Coordinates until f − f* ≤ 1e-6, by size of the downlink message\n"
-        f"digits, n = 10, mu = 1e-3, K up = 65; mean and deviation of {_seeds(rows)}",
-        fontsize=10,
-    )
-    axes.legend(fontsize=9)
-    save_figure(figure, path.with_suffix(".png"), dpi=90)
-
-
-def _k_downs(rows: Sequence[Row]) -> list[int]:
-    return sorted({row.k_down for row in rows})
-
-
-def draw_price(path: Path) -> None:
-    """Draw the price of a run against the weight r of the downlink."""
-    rows = read_rows(path)
-    pairs = [pair for pair in PAIRS if pair in {(row.k_up, row.k_down) for row in rows}]
-    figure, panels = _subplots(1, len(pairs), (6, 4.4))
-    for axes, pair in zip(panels[0], pairs, strict=True):
-        _draw_price_of(axes, Messages(*pair), rows)
-    panels[0][0].set_ylabel("(1 − r) up + r down, thousand coordinates")
+    k_downs = [k for k in PRICED_K_DOWNS if k in {row.k_down for row in rows}]
+    figure, panels = _subplots(1, 1 + len(k_downs), (5, 4.4))
+    first, *others = panels[0]
+    _draw_sizes(first, rows)
+    for axes, k in zip(others, k_downs, strict=True):
+        _draw_prices(axes, Messages(K_UP, k), rows)
     figure.legend(*_labels(panels), loc="outside lower center", ncols=5)
     figure.suptitle(
-        "Price of a run until f − f* ≤ 1e-6, by weight r of the downlink\n"
-        f"digits, n = 10, mu = 1e-3; mean and deviation of {_seeds(rows)}"
+        f"Traffic until f − f* ≤ {rows[0].gap:g}: digits, n = 10, mu = 1e-3, K up = {K_UP}\n"
+        f"mean and deviation of {_seeds(rows)}"
     )
     save_figure(figure, path.with_suffix(".png"), dpi=80)
 
 
-def _draw_price_of(axes: Any, sent: Messages, rows: Sequence[Row]) -> None:
-    own = [row for row in rows if (row.k_up, row.k_down) == (sent.k_up, sent.k_down)]
-    lines: list[tuple[str, str, dict[str, Any]]] = [
-        (method, method, {"color": COLOURS[method], "ls": "-"}) for method in PAPER
-    ]
-    lines[0] = (_OURS, "2Direction, default p", {"color": COLOURS[_OURS], "ls": ":", "lw": 2})
-    lines.insert(1, (_OURS, "2Direction, p for r", {"color": COLOURS[_OURS], "lw": 2.2}))
-    for method, label, style in lines:
-        points = []
-        for r in PRICES:
-            for_r = chance(sent, r) if label.endswith("p for r") else None
-            chosen = select(own, method, p=for_r.p if for_r else 0.0)
-            found = over_seeds(chosen, priced(r))
-            if found:
-                points.append((r, found.mean / _THOUSAND, found.deviation / _THOUSAND))
-        if points:
-            xs, means, deviations = zip(*points, strict=True)
-            axes.errorbar(xs, means, deviations, marker=".", capsize=3, label=label, **style)
-    axes.set_title(f"K up = {sent.k_up}, K down = {sent.k_down}")
-    axes.set_xlabel("r, weight of the downlink")
+def _draw_sizes(axes: Any, rows: Sequence[Row]) -> None:
+    for method in ("2Direction", "EF21-P + DIANA"):
+        own = select(rows, method, p=0.0)
+        sizes = sorted({row.k_down for row in own})
+        found = [(k, over_seeds(select(own, method, k_down=k), coordinates)) for k in sizes]
+        points = [(k / DIGITS_D, each) for k, each in found if each]
+        _draw_points(axes, points, method, _style(method))
+    for method in ("AGD", "AGD, three sequences"):
+        dense = over_seeds(select(rows, method), coordinates)
+        if dense:
+            axes.axhline(dense.mean / _THOUSAND, ls="--", color=COLOURS[method], label=method)
+    axes.set_xscale("log")
+    axes.set_xlabel("K down / d, the alpha of TopK")
+    axes.set_ylabel("thousand coordinates, up and down")
     _logarithmic(axes)
+
+
+def _draw_prices(axes: Any, sent: Messages, rows: Sequence[Row]) -> None:
+    # AGD's messages do not depend on K.
+    dense = [row for row in rows if row.method.startswith("AGD")]
+    own = [*(row for row in rows if row.k_down == sent.k_down and row not in dense), *dense]
+    for method in PAPER:
+        points = [(r, over_seeds(select(own, method, p=0.0), priced(r))) for r in PRICES]
+        found = [(r, each) for r, each in points if each]
+        _draw_points(axes, found, method, _style(method))
+    chosen = []
+    for r in PRICES:
+        for_r = chance(sent, r)
+        spread = over_seeds(select(own, _OURS, p=for_r.p if for_r else 0.0), priced(r))
+        if spread:
+            chosen.append((r, spread))
+    _draw_points(axes, chosen, "2Direction, p for r", {"color": COLOURS[_OURS], "ls": ":"})
+    axes.set_title(f"K down = {sent.k_down}", fontsize=10)
+    axes.set_xlabel("r, weight of the downlink")
+    axes.set_ylabel("(1 − r) up + r down, thousand coordinates")
+    _logarithmic(axes)
+
+
+def _draw_points(
+    axes: Any, points: Sequence[tuple[float, Spread]], label: str, style: dict[str, Any]
+) -> None:
+    """Draw means in thousands, with their deviations."""
+    if points:
+        xs = [x for x, _ in points]
+        means = [own.mean / _THOUSAND for _, own in points]
+        deviations = [own.deviation / _THOUSAND for _, own in points]
+        axes.errorbar(xs, means, deviations, marker="o", ms=4, capsize=3, label=label, **style)
 
 
 def draw_scaling(path: Path, *, quick: bool = False) -> None:

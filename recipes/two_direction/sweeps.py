@@ -1,11 +1,11 @@
-"""Two sweeps on the digits, with ten workers and mu = 1e-3.
+"""The downlink on the digits, with ten workers and mu = 1e-3: its size and its price.
 
-* alpha: values of the server's message, from a hundredth to all of the coordinates.
-* price: 2Direction's coin with the probability p for each price r of the downlink, compared with
+* Size: values of the server's message, from a hundredth to all of the coordinates.
+* Price: 2Direction's coin with the probability p for each price r of the downlink, compared with
   the default p = 1/(omega + 1). A worker pays (1 - r) up + r down for its coordinates.
 
 With equal messages in both directions, the p for a price equals the default for every r. The sweep
-therefore uses messages that are smaller downwards.
+of prices therefore uses messages that are smaller downwards.
 """
 
 import math
@@ -22,8 +22,12 @@ DIGITS_D = 650
 _QUICK_GAP = 1e-2
 PRICES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 """The values of r."""
-PAIRS = ((65, 7), (325, 65))
-"""Values of a worker's and of the server's message, for the sweep of r."""
+K_UP = 65
+"""Values of a worker's message."""
+K_DOWNS = (7, 33, 65, 195, 650)
+"""Values of the server's message."""
+PRICED_K_DOWNS = (7, 33)
+"""The same, for the sweep of r."""
 
 TASK = "digits, 10 workers, mu = 0.001, f - f* to 1e-6, step sizes and budget of the contest"
 
@@ -41,31 +45,26 @@ def chance(sent: Messages, r: float) -> Probabilities | None:
     return None if math.isclose(found.p, 1 / (omega + 1)) else found
 
 
-def alpha_races(*, quick: bool = False) -> list[Race]:
-    """Return the races by size of the server's message."""
-    k_downs = (65, 650) if quick else (7, 33, 65, 195, 650)
+def downlink_races(*, quick: bool = False) -> list[Race]:
+    """Return the races by size of the server's message, and by probability of the coin."""
     base = _base(quick=quick)
-    compressed: list[Race] = [
-        (replace(base, sent=Messages(65, k)), ("2Direction", "EF21-P + DIANA")) for k in k_downs
+    races: list[Race] = [
+        # AGD's messages are dense: one race is enough.
+        (replace(base, sent=Messages(K_UP, K_DOWNS[0])), ("AGD", "AGD, three sequences")),
+        *(
+            (replace(base, sent=Messages(K_UP, k)), ("EF21-P + DIANA", "2Direction"))
+            for k in (K_DOWNS[1:3] if quick else K_DOWNS)
+        ),
     ]
-    # AGD's messages are dense: one race is enough.
-    return [(compressed[0][0], ("AGD", "AGD, three sequences")), *compressed]
-
-
-def price_races(*, quick: bool = False) -> list[Race]:
-    """Return the races by probability of the coin."""
-    base, races = _base(quick=quick), []
-    for pair in PAIRS[: 1 if quick else None]:
-        # The rivals have no coin.
-        rivals: tuple[str, ...] = ("EF21-P + DIANA", "AGD", "AGD, three sequences")
-        races.append((replace(base, sent=Messages(*pair)), rivals))
+    for k in K_DOWNS[1:2] if quick else PRICED_K_DOWNS:
+        chances = (chance(Messages(K_UP, k), r) for r in PRICES)
         # Several prices can have the same probability.
-        chances = dict.fromkeys(chance(Messages(*pair), r) for r in PRICES[:: 5 if quick else 1])
-        races += [(replace(base, sent=Messages(*pair, own)), ("2Direction",)) for own in chances]
+        for own in dict.fromkeys(each for each in chances if each):
+            races.append((replace(base, sent=Messages(K_UP, k, own)), ("2Direction",)))
     return races
 
 
 def _base(*, quick: bool) -> Setting:
     # One setting for all sizes of messages: f* is then found once.
     options = Options(gap=_QUICK_GAP) if quick else Options()
-    return setting(digits(), WORKERS, MU, Messages(65, 65), options)
+    return setting(digits(), WORKERS, MU, Messages(K_UP, K_UP), options)

@@ -21,7 +21,7 @@ from recipes.two_direction.outcomes import (
 )
 from recipes.two_direction.race import Row
 from recipes.two_direction.scaling import exponent, sweeps
-from recipes.two_direction.sweeps import PAIRS, PRICES, chance
+from recipes.two_direction.sweeps import DIGITS_D, K_DOWNS, K_UP, PRICED_K_DOWNS, PRICES, chance
 
 REFERENCE = {
     (1e-4, "2Direction"): 333_125,
@@ -111,39 +111,35 @@ def _reference(results: Path) -> str:
     return markdown_table(["mu", "method", "here", "other program"], lines)
 
 
-def _alpha(results: Path) -> str:
+def _sizes(results: Path) -> str:
     rows = read_rows(results / "alpha.csv")
     lines = [
         [
-            f"{k / 650:.2f}",
+            f"{k / DIGITS_D:.2f}",
             *(
-                _cost(select(rows, method, k_down=k), _thousands, 1)
+                _cost(select(rows, method, k_down=k, p=0.0), _thousands, 1)
                 for method in (_OURS, "EF21-P + DIANA")
             ),
         ]
-        for k in sorted({row.k_down for row in rows if row.method == _OURS})
+        for k in K_DOWNS
     ]
     return markdown_table(["K down / d", _OURS, "EF21-P + DIANA"], lines)
 
 
-def _price(results: Path) -> str:
-    rows, lines = read_rows(results / "price.csv"), []
-    for k_up, k_down in PAIRS:
-        own = [row for row in rows if (row.k_up, row.k_down) == (k_up, k_down)]
+def _prices(results: Path) -> str:
+    rows, lines = read_rows(results / "alpha.csv"), []
+    for k_down in PRICED_K_DOWNS:
         for r in PRICES:
-            own_chance = chance(Messages(k_up, k_down), r)
-            p = own_chance.p if own_chance else 0.0
+            for_r = chance(Messages(K_UP, k_down), r)
+            p, cost = for_r.p if for_r else 0.0, _in_thousands(priced(r))
             cells = [
-                _cost(select(own, method, p=chance), _in_thousands(priced(r)), 1)
-                for method, chance in (
-                    (_OURS, 0.0),
-                    (_OURS, p),
-                    ("EF21-P + DIANA", 0.0),
-                    ("AGD, three sequences", 0.0),
-                )
+                _cost(select(rows, _OURS, k_down=k_down, p=0.0), cost, 1),
+                _cost(select(rows, _OURS, k_down=k_down, p=p), cost, 1),
+                _cost(select(rows, "EF21-P + DIANA", k_down=k_down), cost, 1),
+                _cost(select(rows, "AGD, three sequences"), cost, 1),
             ]
-            lines.append([f"{k_up}, {k_down}", f"{r:g}", f"{p:.3g}" if p else "default", *cells])
-    header = ["K up, K down", "r", "p for r", "2Direction, default p", "2Direction, p for r"]
+            lines.append([k_down, f"{r:g}", f"{p:.3f}" if p else "default", *cells])
+    header = ["K down", "r", "p for r", "2Direction, default p", "2Direction, p for r"]
     return markdown_table([*header, "EF21-P + DIANA", "AGD, three sequences"], lines)
 
 
@@ -180,8 +176,8 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "megabytes_100": _costs(100, PAPER, megabytes, 2),
     "ranking": _ranking,
     "reference": _reference,
-    "alpha": _alpha,
-    "price": _price,
+    "sizes": _sizes,
+    "prices": _prices,
     "scaling": _scaling,
     "ranks": _ranks,
 }

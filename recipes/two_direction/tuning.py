@@ -1,7 +1,7 @@
 """Tuning of step sizes 2^i: run all candidates side by side and pause those that fall far behind.
 
-Advance the cheapest candidate, in small portions. Pause it if the best one so far was better at a
-third of its cost. Resume it only if that best one fails, which means that it diverges or spends
+Advance the cheapest candidate, in small portions. Pause it if the best one so far was better at an
+eighth of its cost. Resume it only if that best one fails, which means that it diverges or spends
 its budget without reaching the target. Few candidates therefore cost much more than the winner, and
 none is given up because of one that later diverges or stalls.
 
@@ -20,7 +20,7 @@ from torchcomp.algorithms.method import Method
 from torchcomp.algorithms.parameter_server import ServerTraffic
 from torchcomp.errors import NonFiniteError, SpecError
 
-BEHIND = 3.0
+BEHIND = 8.0
 """Pause a run if the best one was as good with this many times less traffic."""
 
 # Accelerated methods oscillate at first, so compare no run before this many iterations.
@@ -179,7 +179,7 @@ def _racing(runs: Collection[MethodRun], budget: float) -> list[MethodRun]:
 def _behind(run: MethodRun, leader: MethodRun | None) -> bool:
     if leader is None or run.method.iterations < _SETTLED:
         return False
-    # Runs can oscillate. The leader must still be as good as it was at a third of the cost. For
+    # Runs can oscillate. The leader must still be as good as it was at an eighth of the cost. For
     # the other run, its best value counts, so that one bad moment does not pause it.
     return run.best > max(leader.value_at(run.cost / BEHIND), leader.curve[-1].value)
 

@@ -357,7 +357,7 @@ def test_a_contest_leaves_a_table_curves_and_a_picture(
     assert "digits, mu = 0.1, 10 workers, K = 65 up" in capsys.readouterr().out
     found = outcomes.read_rows(tmp_path / "contest_digits_n10.csv")
     expected = [
-        (mu, method, seed) for mu in (0, 0.1) for method in ("AGD", "EF21-P") for seed in (0, 1)
+        (mu, method, seed) for method in ("AGD", "EF21-P") for mu in (0, 0.1) for seed in (0, 1)
     ]
     assert [(row.mu, row.method, row.seed) for row in found] == expected
     for row in found:
@@ -474,15 +474,17 @@ def test_a_price_changes_the_coin_only_where_the_downlink_is_dear() -> None:
     assert dear.p == pytest.approx(7 / 650)
     # Every probability of the picture is run, once.
     run = [
-        (setting.sent.k_up, setting.sent.k_down, setting.sent.chance)
-        for setting, methods in sweeps.price_races()
+        (setting.sent.k_down, setting.sent.chance)
+        for setting, methods in sweeps.downlink_races()
         if "2Direction" in methods
     ]
     needed = {
-        (*pair, sweeps.chance(Messages(*pair), r)) for pair in sweeps.PAIRS for r in sweeps.PRICES
+        (k, sweeps.chance(Messages(sweeps.K_UP, k), r))
+        for k in sweeps.PRICED_K_DOWNS
+        for r in sweeps.PRICES
     }
     assert len(run) == len(set(run))
-    assert set(run) == needed
+    assert set(run) == needed | {(k, None) for k in sweeps.K_DOWNS}
 
 
 def made_row(method: str, seed: int = 0, up: int = 0, down: int = 0, **changes: Any) -> race.Row:
@@ -612,7 +614,6 @@ def test_quick_runs_all_parts_and_resume_keeps_them(
         "alpha.csv",
         *contests,
         "on_ranks.csv",
-        "price.csv",
         "scaling.csv",
         "winners.csv",
     ]
