@@ -8,8 +8,9 @@ The code of Gu et al., ICLR 2024 (arXiv 2310.14423), uses Composer's RandAugment
   in [1, magnitude] or in [1 - 0.09 magnitude, 1].
 
 Composer changes one Pillow image at a time. Here all images with the same operation are changed
-together, each with its own strength. Bytes equal Pillow's up to rounding (1 of 255). It is written
-here from these facts, so Composer need not be installed.
+together, each with its own strength. On the CPU the result is Pillow's, except that a byte of a
+rotated or sheared image can differ by 1. It is written here from these facts, so Composer need not
+be installed.
 """
 
 from collections.abc import Sequence
@@ -92,12 +93,8 @@ def _affine(images: Tensor, matrix: Sequence[Tensor | float]) -> Tensor:
         images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False
     )
     inside = (from_x >= 0) & (from_x < width) & (from_y >= 0) & (from_y < height)
-    return _to_bytes(read * inside[:, None])
-
-
-def _to_bytes(values: Tensor) -> Tensor:
     # Pillow truncates. The small shift keeps whole numbers, which float32 can miss from below.
-    return (values.clamp(0, 255) + 1e-3).to(torch.uint8)
+    return (read * inside[:, None] + 1e-3).to(torch.uint8)
 
 
 # Operations on colours.
@@ -146,7 +143,9 @@ def _sharpness(images: Tensor, uniform: Tensor, signs: Tensor, magnitude: float)
 def _blend(degenerate: Tensor, images: Tensor, factor: Tensor) -> Tensor:
     """Move from ``degenerate`` (factor 0) to ``images`` (factor 1) and beyond."""
     start = degenerate.float()
-    return _to_bytes(start + _per_image(factor.float(), images) * (images.float() - start))
+    values = start + _per_image(factor.float(), images) * (images.float() - start)
+    # Pillow truncates too, in float32.
+    return values.clamp(0, 255).to(torch.uint8)
 
 
 def _grey(images: Tensor) -> Tensor:
