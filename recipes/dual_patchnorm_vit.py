@@ -1,7 +1,8 @@
 """The simple ViT of vit-pytorch, which Gu et al., ICLR 2024 (arXiv 2310.14423), train as ViT-B.
 
-Their code calls ``SimpleViT`` and requires vit-pytorch 1.2.8. That version differs from the simple
-ViT of Beyer et al. (see ``simple_vit.py``):
+Their code calls its ``SimpleViT`` and requires version 1.2.8 (github.com/hmgxr128/QSR,
+``trainer_process.py`` and ``README.md``). It differs from the simple ViT of Beyer et al. (see
+``simple_vit.py``):
 
 - attention has no biases;
 - a layer norm before and after the patch embedding (Kumar, Dehghani, Houlsby, "Dual PatchNorm",

@@ -1,7 +1,8 @@
 """The RandAugment operations of MosaicML's Composer 0.15.1, for images of different strengths.
 
-The code of Gu et al., ICLR 2024 (arXiv 2310.14423), uses Composer's RandAugment with its set
-"all" of 13 operations. A magnitude of at most 10 is the upper end of a level that every use draws:
+The code of Gu et al., ICLR 2024 (arXiv 2310.14423), uses Composer's RandAugment with its set "all"
+of 13 operations (github.com/hmgxr128/QSR, ``rand_augment.py`` and the defaults in ``main.py``). A
+magnitude of at most 10 is the upper end of a level that every use draws:
 
 - the level of a geometric operation, posterize and solarize is uniform in [0.1, magnitude];
 - the factor of colour, contrast, brightness and sharpness is, with probability 1/2 each, uniform
@@ -21,7 +22,7 @@ from torch.nn.functional import conv2d, grid_sample
 
 from recipes.torchvision_compat import functional
 
-MAX_MAGNITUDE = 10
+_MAX_MAGNITUDE = 10
 _LEAST_LEVEL = 0.1
 # What an operation does at the highest level.
 _SHEAR, _SHIFT, _DEGREES, _BITS, _SOLARIZED = 0.3, 1 / 3, 30, 4, 256
@@ -30,7 +31,7 @@ _GREY = (19_595, 38_470, 7_471)
 
 
 def _level(uniform: Tensor, magnitude: float) -> Tensor:
-    return (_LEAST_LEVEL + uniform * (magnitude - _LEAST_LEVEL)) / MAX_MAGNITUDE
+    return (_LEAST_LEVEL + uniform * (magnitude - _LEAST_LEVEL)) / _MAX_MAGNITUDE
 
 
 def _factor(uniform: Tensor, signs: Tensor, magnitude: float) -> Tensor:

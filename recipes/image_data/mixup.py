@@ -24,9 +24,9 @@ class MixUp:
       an even number of images. The result does not depend on the number of ranks.
     - ``shares="micro-batch"``: a share for each micro-batch, whose images are mixed in a random
       permutation. An image can meet itself. The code of Gu et al., ICLR 2024 (arXiv 2310.14423),
-      does this with the MixUp of MosaicML's Composer 0.15.1. The result depends on the size of a
-      micro-batch, and so on the number of ranks: 16 ranks with 2 micro-batches each and 32 ranks
-      with 1 give the same.
+      does this with the MixUp of MosaicML's Composer 0.15.1 (github.com/hmgxr128/QSR,
+      ``xmodel.py``). The result depends on the size of a micro-batch, and so on the number of
+      ranks: 16 ranks with 2 micro-batches each and 32 ranks with 1 give the same.
 
     Attributes:
         alpha: of the Beta distribution; 0 disables MixUp.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recipes.torchvision_compat import functional
 
-MAX_MAGNITUDE = 30
+_MAX_MAGNITUDE = 30
 # torchvision's values at the maximum magnitude.
 _SHEAR, _SHIFT, _DEGREES, _BLEND, _BITS = 0.3, 150 / 331, 30.0, 0.9, 4
 
@@ -30,7 +30,7 @@ def _operation(change: _Change) -> Callable[[Tensor, Tensor, Tensor, float], Ten
         for sign in (-1, 1):
             rows = (signs == sign).nonzero().squeeze(1).to(images.device)
             if len(rows):
-                changed[rows] = change(functional(), images[rows], magnitude / MAX_MAGNITUDE, sign)
+                changed[rows] = change(functional(), images[rows], magnitude / _MAX_MAGNITUDE, sign)
         return changed
 
     return change_each

@@ -79,6 +79,12 @@ def test_a_file_overrides_its_base_and_flags_override_both(tmp_path: Path) -> No
     assert read_yaml(Settings, Path(path)) == {"lr": 0.5, "epochs": 5, "momentum": 0.5}
 
 
+def test_two_files_that_are_based_on_each_other(tmp_path: Path) -> None:
+    (tmp_path / "other.yaml").write_text("base: some.yaml\n")
+    with pytest.raises(RecipeError, match=r"other\.yaml: base: some\.yaml"):
+        read_yaml(Settings, Path(written(tmp_path, "base: other.yaml\n")))
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configurations_are_valid_and_say_whether_they_were_run(path: Path) -> None:
     comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
