@@ -84,7 +84,7 @@ RESNET152: dict[str, Any] = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "resnet152": RESNET152,
-    # Not in our notes of the paper: all but the epochs.
+    # Ours: all but the epochs.
     "resnet50": {**RESNET152, "model": "torchvision/resnet50", "epochs": 90},
     "vit_b16": {
         **{"model": "vit_pytorch/simple_b16", "epochs": 300, "accumulate": 2},
