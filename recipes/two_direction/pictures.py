@@ -235,6 +235,8 @@ def _draw_map(axes: Any, rows: Sequence[Row], cost: Cost) -> None:
         for j, k in enumerate(ks):
             own = [row for row in rows if (row.mu, row.k_up) == (mu, k)]
             ranked = cheapest(own, METHODS, cost)
+            if not ranked:
+                continue
             (best, least), second = ranked[0], ranked[1] if len(ranked) > 1 else None
             text = _SHORT.get(best, best) + (f"\n{second[1] / least:.2f}x" if second else "")
             ours = dict(ranked).get(_OURS)

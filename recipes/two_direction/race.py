@@ -6,7 +6,7 @@ the gap by chance with a step that is too large. If the second does not reach th
 are tried.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 
 from recipes.errors import RecipeError
@@ -207,12 +207,12 @@ def tuned(setting: Setting, method: str, seeds: Sequence[int]) -> Tuned:
 
 def measure(
     setting: Setting, method: str, seeds: Sequence[int], known: Sequence[Row]
-) -> list[tuple[Row, MethodRun]]:
-    """Run the seeds that the ``known`` rows of the method lack; return their rows and runs."""
+) -> Iterator[tuple[Row, MethodRun]]:
+    """Run the seeds that the ``known`` rows of the method lack; yield each row and its run."""
     missing = [seed for seed in seeds if seed not in {row.seed for row in known}]
     # The row of a tuning seed says that no step size reaches the gap.
     if not missing or any(row.seed not in seeds and not row.reached for row in known):
-        return []
+        return
     if known:
         power = known[0].power
     else:
@@ -220,9 +220,11 @@ def measure(
         power = best.power
         if not best.run.reached:
             seed = tuning_seeds(seeds, 1)[0]
-            return [(Row.of(setting, method, power, seed, best.run), best.run)]
-    runs = [(seed, run(setting, method, power, seed)) for seed in missing]
-    return [(Row.of(setting, method, power, seed, each), each) for seed, each in runs]
+            yield Row.of(setting, method, power, seed, best.run), best.run
+            return
+    for seed in missing:
+        done = run(setting, method, power, seed)
+        yield Row.of(setting, method, power, seed, done), done
 
 
 def known_rows(table: ResultTable, setting: Setting, method: str) -> list[Row]:
@@ -238,7 +240,7 @@ def race(
     table: ResultTable,
     curves: ResultTable | None = None,
 ) -> None:
-    """Run what the table lacks; print and save each method as it ends.
+    """Run what the table lacks; save each run and print each method as it ends.
 
     Args:
         setting: the problem and its limits.
@@ -250,16 +252,18 @@ def race(
     print(f"\n{setting}: f - f* <= {setting.gap:g}")
     for method in methods:
         known = known_rows(table, setting, method)
-        found = measure(setting, method, seeds, known)
-        if curves and found and not known:
-            points = curve_rows(setting, method, found[0][1], setting.case(found[0][0].seed)[1])
-            # An interrupted run can have left the curve without the rows.
-            named = [str(cell) for cell in points[0][:2]]
-            curves.rows = [row for row in curves.rows if [row["mu"], row["method"]] != named]
-            curves.add(*points)
-        if found:
-            table.add(*(astuple(row) for row, _ in found))
-        print(line([*known, *(row for row, _ in found)]), flush=True)
+        for row, done in measure(setting, method, seeds, known):
+            if curves and not known:
+                points = curve_rows(setting, method, done, setting.case(row.seed)[1])
+                # An interrupted run can have left the curve without the row.
+                named = [str(cell) for cell in points[0][:2]]
+                curves.rows = [
+                    each for each in curves.rows if [each["mu"], each["method"]] != named
+                ]
+                curves.add(*points)
+            table.add(astuple(row))
+            known = [*known, row]
+        print(line(known), flush=True)
 
 
 def curve_rows(

@@ -2,6 +2,7 @@
 
 import bz2
 import pickle
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from recipes.two_direction import (
     experiment,
     on_ranks,
     outcomes,
+    pictures,
     race,
     scaling,
     softmax_regression,
@@ -291,7 +293,7 @@ def test_a_reported_seed_chooses_no_step(monkeypatch: pytest.MonkeyPatch) -> Non
     best = race.tuned(replace(setting, case=recorded), "EF21-P + DIANA", seeds=(0, 1))
     assert tuned_on[0] == 1000
     assert set(tuned_on) <= {1000, 1001}
-    found = race.measure(setting, "EF21-P + DIANA", (3, 0), [])
+    found = list(race.measure(setting, "EF21-P + DIANA", (3, 0), []))
     assert [(row.seed, row.power) for row, _ in found] == [(3, best.power), (0, best.power)]
     again = race.run(setting, "EF21-P + DIANA", best.power, 0)
     assert found[1][1].curve == again.curve
@@ -315,7 +317,7 @@ def test_a_method_that_fails_has_one_row_of_the_tuning_seed() -> None:
     setting = small_setting(budget=20)
     ((row, _),) = race.measure(setting, "EF14", (0, 1), [])
     assert (row.seed, row.reached) == (1000, False)
-    assert race.measure(setting, "EF14", (0, 1, 2), [row]) == []
+    assert not list(race.measure(setting, "EF14", (0, 1, 2), [row]))
 
 
 def test_more_seeds_extend_the_rows_with_the_same_step() -> None:
@@ -544,6 +546,16 @@ def test_our_results_are_those_of_other_programs(mu: float, method: str) -> None
     assert ours.count == 5
     # Step sizes are powers of 2, and a noisy method can reach the gap sooner or later.
     assert ours.mean == pytest.approx(tables.REFERENCE[mu, method], rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["contest_digits_n100", "alpha", "scaling", "winners"])
+def test_pictures_are_drawn_from_the_committed_rows(name: str, tmp_path: Path) -> None:
+    for path in RESULTS.glob(f"{name}*.csv"):
+        shutil.copy(path, tmp_path)
+    draw = {"alpha": pictures.draw_downlink, "contest_digits_n100": pictures.draw_contest}
+    draw |= {"scaling": pictures.draw_scaling, "winners": pictures.draw_winners}
+    draw[name](tmp_path / f"{name}.csv")
+    assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("n", contest.WORKERS)
