@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.result_files import pyplot, read_csv, save_figure
-from recipes.spread import Spread
+from recipes.spread import Spread, spread
 from recipes.two_direction.contest import PAPER
 from recipes.two_direction.methods import METHODS, Messages
 from recipes.two_direction.outcomes import (
@@ -141,9 +141,9 @@ def _draw_prices(axes: Any, sent: Messages, rows: Sequence[Row]) -> None:
     chosen = []
     for r in PRICES:
         for_r = chance(sent, r)
-        spread = over_seeds(select(own, _OURS, p=for_r.p if for_r else 0.0), priced(r))
-        if spread:
-            chosen.append((r, spread))
+        cost = over_seeds(select(own, _OURS, p=for_r.p if for_r else 0.0), priced(r))
+        if cost:
+            chosen.append((r, cost))
     _draw_points(axes, chosen, "2Direction, p for r", {"color": COLOURS[_OURS], "ls": ":"})
     axes.set_title(f"K down = {sent.k_down}", fontsize=10)
     axes.set_xlabel("r, weight of the downlink")
@@ -187,15 +187,9 @@ def _draw_sweep(axes: Any, sweep: Sweep, method: str, rows: Sequence[Row]) -> No
     if not own:
         return
     found, xs = exponent(sweep, method, rows), [sweep.x(point) for point in sweep.points]
-    by_point = [
-        over_seeds(
-            [row for row in rows if (row.method, row.shared) == (method, point.setting.shared)],
-            _iterations,
-        )
-        for point in sweep.points
-    ]
-    means = [each.mean for each in by_point if each]
-    deviations = [each.deviation for each in by_point if each]
+    by_point = [spread(counted) for counted in zip(*own.values(), strict=True)]
+    means = [each.mean for each in by_point]
+    deviations = [each.deviation for each in by_point]
     label = f"{method}: {found.measured.with_deviation(2)} ({found.theory:.2f})"
     axes.errorbar(xs, means, deviations, marker="o", capsize=3, label=label, color=COLOURS[method])
     theory = [THEORY[method](point) for point in sweep.points]
@@ -203,10 +197,6 @@ def _draw_sweep(axes: Any, sweep: Sweep, method: str, rows: Sequence[Row]) -> No
     middle = len(xs) // 2
     factor = means[middle] / theory[middle]
     axes.plot(xs, [factor * each for each in theory], "--", color=COLOURS[method], alpha=0.7)
-
-
-def _iterations(row: Row) -> float:
-    return row.iterations
 
 
 def draw_winners(path: Path) -> None:

@@ -15,7 +15,8 @@ from recipes.two_direction.winners import D, quadratic_setting
 
 # Large enough for every run: a sweep without a result at one point is useless.
 _BUDGET = 10**9
-_POWERS = range(-7, 7)
+# Up to 1/L. With larger steps, 2Direction is faster with some seeds and diverges with others.
+_POWERS = range(-7, 1)
 COMPRESSED = ("2Direction", "EF21-P + DIANA")
 
 

@@ -82,7 +82,7 @@ def _ranking(results: Path) -> str:
                 [
                     n,
                     f"{mu:g}",
-                    *(cheapest(own, METHODS, cost)[0][0] for cost in (coordinates, megabytes)),
+                    *(_best(own, cost) for cost in (coordinates, megabytes)),
                     *(_more(own, rival, coordinates) for rival in PAPER[1:]),
                     _more(own, "AGD, three sequences", megabytes),
                 ]
@@ -92,11 +92,16 @@ def _ranking(results: Path) -> str:
     return markdown_table([*header, *rivals, "bytes, against AGD, three sequences"], lines)
 
 
+def _best(rows: list[Row], cost: Cost) -> str:
+    ranked = cheapest(rows, METHODS, cost)
+    return ranked[0][0] if ranked else "not run"
+
+
 def _more(rows: list[Row], rival: str, cost: Cost) -> str:
     """Return how much more 2Direction sends than a rival, in percent, paired by seed."""
     ours, theirs = by_seed(select(rows, _OURS), cost), by_seed(select(rows, rival), cost)
     if not ours.keys() & theirs.keys():
-        return f"{rival} is over"
+        return "not run"
     relative = {seed: 100 * ours[seed] / theirs[seed] for seed in ours if seed in theirs}
     return f"{paired(relative, dict.fromkeys(relative, 100.0)).with_error(1)} %"
 
@@ -105,9 +110,9 @@ def _reference(results: Path) -> str:
     rows = _contest(results)
     lines = []
     for (mu, method), theirs in REFERENCE.items():
-        ours = over_seeds(select(rows, method, n=10, mu=mu), coordinates)
+        ours = over_seeds(select(rows, method, n=10, mu=mu), _thousands)
         assert ours is not None
-        lines.append([f"{mu:g}", method, ours.with_deviation(0), f"{theirs:,}"])
+        lines.append([f"{mu:g}", method, ours.with_deviation(1), f"{theirs / _THOUSAND:.1f}"])
     return markdown_table(["mu", "method", "here", "other program"], lines)
 
 
