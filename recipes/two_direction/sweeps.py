@@ -26,7 +26,7 @@ K_UP = 65
 """Values of a worker's message."""
 K_DOWNS = (7, 33, 65, 195, 650)
 """Values of the server's message."""
-PRICED_K_DOWNS = (7, 33)
+PRICED_K_DOWNS = (33, 7)
 """The same, for the sweep of r."""
 
 TASK = "digits, 10 workers, mu = 0.001, f - f* to 1e-6, step sizes and budget of the contest"
