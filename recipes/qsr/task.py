@@ -1,5 +1,6 @@
-"""The data set, as images in three parts, and the model."""
+"""The data set, as images in three parts, and its models."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from recipes.image_data.presets import PRESETS, Preset
 from recipes.image_data.public_sets import read_public
 from recipes.image_data.sources import Arrays
 from recipes.models import SmallCNN
+from recipes.qsr.side_by_side import EachInTurn, stacked_mlp
+from recipes.simple_vit import SimpleViT, Size
 
 _HIDDEN = 128
-LABEL_NOISE = {"digits": 0.2, "cifar10": 0.0}
+# Four patches of 4 x 4 pixels.
+_VIT = Size(patch=4, width=64, depth=2, heads=4, mlp=128)
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Task:
-    """A data set and its model; methods are tuned on ``validation`` and compared on ``test``."""
+    """A data set; methods are tuned on ``validation`` and compared on ``test``."""
 
     dataset: str
     preset: Preset
@@ -37,23 +41,28 @@ class Task:
     test: Part
     label_noise: float = 0.0
 
-    @property
-    def normalises(self) -> bool:
-        """Whether the model has BatchNorm layers."""
-        return self.dataset != "digits"
-
     def part(self, name: str) -> Part:
         """Return "validation" or "test"."""
         return {"validation": self.validation, "test": self.test}[name]
 
-    def build(self, seed: int) -> nn.Module:
-        """Return the model with fresh weights, the same for the same seed."""
+    def build(self, model: str, seeds: Sequence[int]) -> nn.Module:
+        """Return a model for each seed, side by side, with fresh weights.
+
+        Args:
+            model: "mlp", "vit" or "cnn".
+            seeds: the same seed gives the same weights.
+        """
+        models = [self._build_one(model, seed) for seed in seeds]
+        return stacked_mlp(models) if model == "mlp" else EachInTurn(models)
+
+    def _build_one(self, model: str, seed: int) -> nn.Module:
         # The caller's random state stays as it is.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            if self.dataset == "digits":
+            if model == "mlp":
                 return _mlp(self.preset.size**2, self.preset.classes)
-            return SmallCNN(self.preset.channels, self.preset.classes)
+            shape = (self.preset.channels, self.preset.classes)
+            return SimpleViT(_VIT, *shape) if model == "vit" else SmallCNN(*shape)
 
     def inputs(self, images: Tensor) -> Tensor:
         """Convert uint8 images to the model's normalised input."""
@@ -115,9 +124,8 @@ def _noisy(part: Part, classes: int, share: float) -> Part:
     return replace(part, labels=torch.where(drawn, others, part.labels))
 
 
-def _mlp(inputs: int, classes: int) -> nn.Module:
+def _mlp(inputs: int, classes: int) -> nn.Sequential:
     return nn.Sequential(
-        nn.Flatten(),
         nn.Linear(inputs, _HIDDEN),
         nn.ReLU(),
         nn.Linear(_HIDDEN, _HIDDEN),
