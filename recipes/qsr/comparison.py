@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from recipes.qsr.ledger import Ledger
-from recipes.qsr.training import PARALLEL, Outcome, Point
 from recipes.qsr.settings import Setting, Study
 from recipes.qsr.task import Task
+from recipes.qsr.training import PARALLEL, Outcome, Point
 
 EXPONENTS = {"linear": 1, "QSR": 2, "cubic": 3}
 _POST_LOCAL_PERIODS = (4, 8, 16)
@@ -65,7 +65,9 @@ class Grid:
         points = {
             "constant H": [f"every({h})" for h in self.periods],
             "post-local": [
-                f"post_local(switch={s}, h={h})" for s in switches[2::3] for h in _POST_LOCAL_PERIODS
+                f"post_local(switch={s}, h={h})"
+                for s in switches[2::3]
+                for h in _POST_LOCAL_PERIODS
             ],
             "SWAP": [f"swap(switch={s})" for s in switches],
         }
@@ -133,8 +135,8 @@ class Laboratory:
     def run(self, study: Study) -> None:
         """Tune every method on the validation part and run its best point with all seeds.
 
-        With ranks that are processes, all of them call this. The peak learning rate and the weight decay are those that are best for
-        parallel training. All methods use them, as in the paper.
+        The peak learning rate and the weight decay are those that are best for parallel training.
+        All methods use them, as in the paper. Ranks that are processes call this together.
         """
         setting, task = study.setting, self.open_task(study.setting)
         samples = len(task.train.labels)

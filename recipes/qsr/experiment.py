@@ -8,9 +8,9 @@
 
 Every method is tuned on validation images, with seeds used for nothing else. Then its best point
 runs with every seed and is evaluated on test images. Every part has a file in ``--out``, with one
-row per run and seed. A flag of a setting, such as ``--decay``, replaces the published comparisons by
-a single one. All ranks of a run are in one process. With ``--processes``, they are processes over
-gloo that train through plain DDP and ``torchcomp.LocalSGD``, with the same results.
+row per run and seed. A flag of a setting, such as ``--decay``, replaces the published comparisons
+by a single one. All ranks of a run are in one process. With ``--processes``, they are processes
+over gloo that train through plain DDP and ``torchcomp.LocalSGD``, with the same results.
 """
 
 import argparse
@@ -18,20 +18,24 @@ import sys
 import time
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from recipes.errors import RecipeError, exit_on_user_error
 from recipes.experiments import ExperimentParser
 from recipes.qsr.comparison import QUICK_GRID, Grid
 from recipes.qsr.figures import draw_all
-from recipes.qsr.ledger import open_tables
 from recipes.qsr.launch import run_studies
+from recipes.qsr.ledger import open_tables
 from recipes.qsr.settings import (
     ALL_DECAYS,
+    CIFAR10,
     LABEL_NOISE,
     METHODS,
     MODELS,
     OPTIMIZERS,
+    OWN,
     PARTS,
+    SGD_MLP,
     Setting,
     Study,
 )
@@ -41,9 +45,8 @@ from recipes.result_files import make_folder
 from torchcomp.checks import check_count, check_share
 
 _HERE = Path(__file__).resolve().parent
-OWN = "own"
 _QUICK_SHORTER = 20
-_CIFAR_EPOCHS = 100
+_BATCH_HELP = f"images per step of all ranks [{SGD_MLP.batch}; cifar10: {CIFAR10.batch}]"
 _SETTING_FLAGS = (*(field.name for field in fields(Setting)), "methods")
 
 
@@ -53,9 +56,7 @@ def main() -> None:
     arguments = parse(sys.argv[1:])
     started = time.monotonic()
     # All input is checked before any process starts and before any file is written.
-    for studies in arguments.parts.values():
-        for study in studies:
-            open_task(study.setting.dataset, arguments.data, study.setting.label_noise)
+    samples = training_images(arguments)
     tables = {
         part: open_tables(arguments.out, part, resume=arguments.resume) for part in arguments.parts
     }
@@ -63,9 +64,16 @@ def main() -> None:
     for part, studies in arguments.parts.items():
         run_studies(studies, arguments, tables[part])
     print(f"\n{summary(arguments.out)}\n")
-    draw_all(arguments.out)
+    draw_all(arguments.out, samples)
     print(f"tables and pictures are in {arguments.out}")
     print(f"total time: {time.monotonic() - started:.0f} s")
+
+
+def training_images(arguments: argparse.Namespace) -> int:
+    """Read the data of the studies and return the number of training images."""
+    # All studies of a command are of one data set.
+    setting = next(study.setting for studies in arguments.parts.values() for study in studies)
+    return len(open_task(setting.dataset, arguments.data, setting.label_noise).train.labels)
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -100,8 +108,9 @@ def _parser() -> ExperimentParser:
     parser.add_argument("--model", choices=MODELS, help="[digits: mlp; cifar10: cnn]")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="[sgd]")
     parser.add_argument("--decay", choices=ALL_DECAYS, help="of the learning rate [cosine]")
-    parser.add_argument("--ranks", type=int, help=f"[{Setting().ranks}]")
-    parser.add_argument("--epochs", type=int, help=f"[{Setting().epochs}; cifar10: {_CIFAR_EPOCHS}]")
+    parser.add_argument("--ranks", type=int, help=f"[{SGD_MLP.ranks}]")
+    parser.add_argument("--batch", type=int, help=_BATCH_HELP)
+    parser.add_argument("--epochs", type=int, help=f"[{SGD_MLP.epochs}; cifar10: {CIFAR10.epochs}]")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="[all]")
     parser.add_argument(
         "--processes", action="store_true", help="ranks are processes over gloo (always for cnn)"
@@ -109,20 +118,20 @@ def _parser() -> ExperimentParser:
     return parser
 
 
-def _flag(given: dict[str, object]) -> str:
+def _flag(given: dict[str, Any]) -> str:
     return next(iter(given)).replace("_", "-")
 
 
-def _own_study(given: dict[str, object]) -> Study:
+def _own_study(given: dict[str, Any]) -> Study:
     """Return the study of a setting that the command line describes."""
-    for name in ("ranks", "epochs"):
+    for name in ("ranks", "batch", "epochs"):
         if name in given:
             check_count(f"--{name}", given[name])
     if "label_noise" in given:
         check_share("--label-noise", given["label_noise"])
-    usual = Setting()
+    usual = SGD_MLP
     if given.get("dataset") == "cifar10":
-        usual = Setting("cifar10", LABEL_NOISE["cifar10"], "cnn", epochs=_CIFAR_EPOCHS)
+        usual = CIFAR10
     # A method that is named twice runs once.
     methods = tuple(dict.fromkeys(given.pop("methods", METHODS)))
     setting = replace(usual, **given)
@@ -130,7 +139,7 @@ def _own_study(given: dict[str, object]) -> Study:
     return Study(setting, methods, curves=True)
 
 
-def _shortened(study: Study, given: dict[str, object]) -> Study:
+def _shortened(study: Study, given: dict[str, Any]) -> Study:
     epochs = given.get("epochs", max(2, study.setting.epochs // _QUICK_SHORTER))
     return replace(study, setting=replace(study.setting, epochs=epochs))
 

@@ -58,9 +58,7 @@ def _run(
         return opened(setting.dataset, setting.label_noise)
 
     tuning = tuning_seeds(arguments.seeds, arguments.grid.seeds)
-    laboratory = Laboratory(
-        train, ledger, task_of, arguments.grid, tuning, arguments.seeds, report
-    )
+    laboratory = Laboratory(train, ledger, task_of, arguments.grid, tuning, arguments.seeds, report)
     for study in studies:
         report(f"{study.setting}")
         laboratory.run(study)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.experiments import ResultTable
-from recipes.qsr.training import Outcome, Point
 from recipes.qsr.settings import Setting
+from recipes.qsr.training import Outcome, Point
 
 TASK = "schedules of averages; the columns have all settings"
 
@@ -23,9 +23,9 @@ class TrainingRun:
 
 
 # Column names, and the types that convert their text.
-_SETTING = {field.name: field.type for field in fields(Setting)}
-_POINT = {field.name: field.type for field in fields(Point)}
-_RESULT = {
+_SETTING: dict[str, Any] = {field.name: field.type for field in fields(Setting)}
+_POINT: dict[str, Any] = {field.name: field.type for field in fields(Point)}
+_RESULT: dict[str, Any] = {
     field.name: field.type for field in fields(Outcome) if field.name != "curve"
 }
 _RUN_COLUMNS = (*_SETTING, *_POINT, "seed", "part", *_RESULT)
@@ -46,10 +46,16 @@ def open_tables(folder: Path, part: str, *, resume: bool) -> Tables:
     Raises:
         RecipeError: if ``resume`` is set and a file has other columns.
     """
-    curves = ResultTable(
-        folder / f"{part}_curves.csv", _CURVE_COLUMNS, TASK, resume=resume, curves=True
+    of_runs, of_curves = paths(folder, part)
+    return Tables(
+        ResultTable(of_runs, _RUN_COLUMNS, TASK, resume=resume),
+        ResultTable(of_curves, _CURVE_COLUMNS, TASK, resume=resume, curves=True),
     )
-    return Tables(ResultTable(folder / f"{part}.csv", _RUN_COLUMNS, TASK, resume=resume), curves)
+
+
+def paths(folder: Path, part: str) -> tuple[Path, Path]:
+    """Return the files of a part: of its runs, and of their curves."""
+    return folder / f"{part}.csv", folder / f"{part}_curves.csv"
 
 
 def read_outcomes(rows: Iterable[dict[str, str]]) -> dict[TrainingRun, Outcome]:
@@ -83,7 +89,7 @@ def read_curves(rows: Iterable[dict[str, str]]) -> dict[Curve, dict[int, float]]
     return curves
 
 
-def _typed(row: dict[str, str], types: dict[str, Callable[[str], Any]]) -> dict[str, Any]:
+def _typed(row: dict[str, str], types: dict[str, Any]) -> dict[str, Any]:
     return {name: convert(row[name]) for name, convert in types.items()}
 
 

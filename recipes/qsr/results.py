@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.errors import RecipeError
-from recipes.qsr.ledger import Curve, TrainingRun, read_curves, read_outcomes
+from recipes.qsr.ledger import Curve, TrainingRun, paths, read_curves, read_outcomes
+from recipes.qsr.settings import OWN, PARTS, Setting
 from recipes.qsr.training import Outcome, Point
-from recipes.qsr.settings import Setting
 from recipes.result_files import read_csv
 from recipes.spread import Spread, paired, spread
 
@@ -85,15 +85,13 @@ class Results:
 
 
 def read_results(folder: Path) -> Results:
-    """Read all files of a folder."""
+    """Read the files of all parts that a folder has."""
     runs: dict[TrainingRun, Outcome] = {}
     curves: dict[Curve, dict[int, float]] = {}
-    for path in sorted(folder.glob("*.csv")):
-        rows = read_csv(path)
-        if path.stem.endswith("_curves"):
-            curves |= read_curves(rows)
-        else:
-            runs |= read_outcomes(rows)
+    for part in (*PARTS, OWN):
+        of_runs, of_curves = paths(folder, part)
+        runs |= read_outcomes(read_csv(of_runs)) if of_runs.exists() else {}
+        curves |= read_curves(read_csv(of_curves)) if of_curves.exists() else {}
     entries: dict[tuple[Setting, Point, str], Entry] = {}
     for run, outcome in runs.items():
         key = (run.setting, run.point, run.part)

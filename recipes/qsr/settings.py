@@ -14,7 +14,6 @@ METHODS = ("parallel", "constant H", "linear", "QSR", "cubic", "post-local", "SW
 MAIN_METHODS = ("parallel", "constant H", "QSR")
 LABEL_NOISE = {"digits": 0.2, "cifar10": 0.0}
 FINAL_LR = 1e-6
-_BATCH = {"digits": 32, "cifar10": 256}
 _MODELS_OF = {"digits": ("mlp", "vit"), "cifar10": ("cnn",)}
 # Warm-up takes this fraction of the epochs, as in the paper: 5 of 200, and 10,000 of 93,600 steps.
 _EPOCHS_PER_WARMUP_EPOCH = 20
@@ -32,7 +31,8 @@ class Setting:
         model: "mlp" or "vit" for the digits, "cnn" for CIFAR-10.
         optimizer: "sgd" (momentum 0.9) or "adamw".
         decay: of the learning rate after warm-up, one of :data:`ALL_DECAYS`.
-        ranks: K, the workers. They share a batch of constant size, as in the paper.
+        ranks: K, the workers.
+        batch: images per step, summed over all ranks: each takes a share, as in the paper.
         epochs: passes over the training images.
     """
 
@@ -42,12 +42,8 @@ class Setting:
     optimizer: str = "sgd"
     decay: str = "cosine"
     ranks: int = 4
+    batch: int = 32
     epochs: int = 160
-
-    @property
-    def batch(self) -> int:
-        """Images per step, summed over all ranks."""
-        return _BATCH[self.dataset]
 
     def check(self) -> None:
         """Raise RecipeError if the values do not go together."""
@@ -102,6 +98,7 @@ class Study:
 
 SGD_MLP = Setting()
 ADAMW_MLP = Setting(optimizer="adamw")
+CIFAR10 = Setting("cifar10", LABEL_NOISE["cifar10"], "cnn", batch=256, epochs=100)
 ADAMW_VIT = Setting(model="vit", optimizer="adamw", epochs=60)
 
 PARTS = {
@@ -114,3 +111,5 @@ PARTS = {
     "clean_labels": (Study(Setting(label_noise=0.0)),),
 }
 """The published comparisons, by the names that ``--only`` takes."""
+OWN = "own"
+"""The part of a setting that the command line describes."""

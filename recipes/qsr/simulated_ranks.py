@@ -2,8 +2,7 @@
 
 A step of a small model on a rank takes less time than its wait for the other ranks. The schedule
 decides when to average, by :func:`torchcomp.sync_steps`. Tests compare the results with those of
-``torchcomp.LocalSGD`` and of plain DDP: with two ranks, they are equal bit for bit, and with more up
-to the order of a sum.
+``torchcomp.LocalSGD`` and of plain DDP: they are equal.
 """
 
 import copy

@@ -1,6 +1,5 @@
 """The tables of the pages, computed from the files of the results."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,7 +49,10 @@ def settings(folder: Path, chosen: dict[str, Setting]) -> str:
         if parallel and constant and qsr:
             rows.append(
                 (
-                    *(name, *(entry.accuracy.with_deviation() for entry in (parallel, constant, qsr))),
+                    *(
+                        name,
+                        *(entry.accuracy.with_deviation() for entry in (parallel, constant, qsr)),
+                    ),
                     *(_difference(qsr, parallel), _difference(qsr, constant)),
                     *(_share(entry, parallel) for entry in (constant, qsr)),
                 )

@@ -1,8 +1,9 @@
 """The data set, as images in three parts, and its models."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from recipes.models import SmallCNN
 from recipes.qsr.side_by_side import EachInTurn, stacked_mlp
 from recipes.simple_vit import SimpleViT, Size
 
+_Model = TypeVar("_Model", bound=nn.Module)
 _HIDDEN = 128
 # Four patches of 4 x 4 pixels.
 _VIT = Size(patch=4, width=64, depth=2, heads=4, mlp=128)
@@ -34,12 +36,10 @@ class Part:
 class Task:
     """A data set; methods are tuned on ``validation`` and compared on ``test``."""
 
-    dataset: str
     preset: Preset
     train: Part
     validation: Part
     test: Part
-    label_noise: float = 0.0
 
     def part(self, name: str) -> Part:
         """Return "validation" or "test"."""
@@ -52,17 +52,12 @@ class Task:
             model: "mlp", "vit" or "cnn".
             seeds: the same seed gives the same weights.
         """
-        models = [self._build_one(model, seed) for seed in seeds]
-        return stacked_mlp(models) if model == "mlp" else EachInTurn(models)
-
-    def _build_one(self, model: str, seed: int) -> nn.Module:
-        # The caller's random state stays as it is.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            if model == "mlp":
-                return _mlp(self.preset.size**2, self.preset.classes)
-            shape = (self.preset.channels, self.preset.classes)
-            return SimpleViT(_VIT, *shape) if model == "vit" else SmallCNN(*shape)
+        shape = (self.preset.channels, self.preset.classes)
+        if model == "mlp":
+            return stacked_mlp([_fresh(seed, _mlp, self.preset) for seed in seeds])
+        if model == "vit":
+            return EachInTurn([_fresh(seed, SimpleViT, _VIT, *shape) for seed in seeds])
+        return EachInTurn([_fresh(seed, SmallCNN, *shape) for seed in seeds])
 
     def inputs(self, images: Tensor) -> Tensor:
         """Convert uint8 images to the model's normalised input."""
@@ -82,7 +77,7 @@ def open_task(dataset: str, data: Path | None, label_noise: float) -> Task:
     """
     task = _digits(data) if dataset == "digits" else _cifar10(data)
     train = _noisy(task.train, task.preset.classes, label_noise)
-    return replace(task, train=train, label_noise=label_noise)
+    return replace(task, train=train)
 
 
 def _digits(data: Path | None) -> Task:
@@ -90,7 +85,7 @@ def _digits(data: Path | None) -> Task:
     # A fifth to train on, and the rest to evaluate on: an image of 719 is 0.14 points.
     fifth = np.arange(len(whole)) % 5
     chosen = (fifth == 0, fifth % 2 == 1, (fifth == 2) | (fifth == 4))
-    return Task("digits", PRESETS["digits"], *(_part(whole, those) for those in chosen))
+    return Task(PRESETS["digits"], *(_part(whole, those) for those in chosen))
 
 
 def _cifar10(data: Path | None) -> Task:
@@ -99,7 +94,7 @@ def _cifar10(data: Path | None) -> Task:
     tuning = np.arange(len(arrays["train"])) % 10 == 9
     every = np.ones(len(arrays["test"]), dtype=bool)
     parts = [_part(arrays["train"], ~tuning), _part(arrays["train"], tuning)]
-    return Task("cifar10", PRESETS["cifar10"], *parts, _part(arrays["test"], every))
+    return Task(PRESETS["cifar10"], *parts, _part(arrays["test"], every))
 
 
 def _joined(splits: dict[str, Arrays]) -> Arrays:
@@ -124,11 +119,19 @@ def _noisy(part: Part, classes: int, share: float) -> Part:
     return replace(part, labels=torch.where(drawn, others, part.labels))
 
 
-def _mlp(inputs: int, classes: int) -> nn.Sequential:
+def _fresh(seed: int, build: Callable[..., _Model], *shape: Any) -> _Model:
+    """Return a model whose weights depend on the seed alone."""
+    # The caller's random state stays as it is.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build(*shape)
+
+
+def _mlp(preset: Preset) -> nn.Sequential:
     return nn.Sequential(
-        nn.Linear(inputs, _HIDDEN),
+        nn.Linear(preset.channels * preset.size**2, _HIDDEN),
         nn.ReLU(),
         nn.Linear(_HIDDEN, _HIDDEN),
         nn.ReLU(),
-        nn.Linear(_HIDDEN, classes),
+        nn.Linear(_HIDDEN, preset.classes),
     )
