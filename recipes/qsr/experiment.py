@@ -73,7 +73,12 @@ def training_images(arguments: argparse.Namespace) -> int:
     """Read the data of the studies and return the number of training images."""
     # All studies of a command are of one data set.
     setting = next(study.setting for studies in arguments.parts.values() for study in studies)
-    return len(open_task(setting.dataset, arguments.data, setting.label_noise).train.labels)
+    samples = len(open_task(setting.dataset, arguments.data, setting.label_noise).train.labels)
+    if setting.batch > samples:
+        raise RecipeError(
+            f"--batch {setting.batch}: expected at most the {samples:,} training images"
+        )
+    return samples
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -132,11 +137,10 @@ def _own_study(given: dict[str, Any]) -> Study:
     usual = SGD_MLP
     if given.get("dataset") == "cifar10":
         usual = CIFAR10
-    # A method that is named twice runs once.
-    methods = tuple(dict.fromkeys(given.pop("methods", METHODS)))
-    setting = replace(usual, **given)
+    setting = replace(usual, **{name: given[name] for name in given if name != "methods"})
     setting.check()
-    return Study(setting, methods, curves=True)
+    # A method that is named twice runs once.
+    return Study(setting, tuple(dict.fromkeys(given.get("methods", METHODS))), curves=True)
 
 
 def _shortened(study: Study, given: dict[str, Any]) -> Study:
