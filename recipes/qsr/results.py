@@ -6,7 +6,7 @@ from pathlib import Path
 
 from recipes.errors import RecipeError
 from recipes.qsr.ledger import Curve, TrainingRun, paths, read_curves, read_outcomes
-from recipes.qsr.settings import OWN, PARTS, Setting
+from recipes.qsr.settings import MAIN_METHODS, OWN, PARTS, Setting
 from recipes.qsr.training import Outcome, Point
 from recipes.result_files import read_csv
 from recipes.spread import Spread, paired, spread
@@ -23,7 +23,7 @@ class Entry:
     @property
     def accuracy(self) -> Spread:
         """Accuracy over the seeds, in per cent."""
-        return spread(outcome.accuracy for outcome in self.outcomes.values())
+        return spread(self.by_seed.values())
 
     @property
     def syncs(self) -> int:
@@ -35,12 +35,14 @@ class Entry:
         """Bytes that one rank sent in a run."""
         return max(outcome.nbytes for outcome in self.outcomes.values())
 
+    @property
+    def by_seed(self) -> dict[int, float]:
+        """Accuracy in per cent by seed."""
+        return {seed: outcome.accuracy for seed, outcome in self.outcomes.items()}
+
     def ahead_of(self, other: "Entry") -> Spread:
         """Return the difference in accuracy, paired by seed."""
-        return paired(
-            {seed: outcome.accuracy for seed, outcome in self.outcomes.items()},
-            {seed: outcome.accuracy for seed, outcome in other.outcomes.items()},
-        )
+        return paired(self.by_seed, other.by_seed)
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ class Results:
                 "Measure the part again without --resume"
             )
         return found[0] if found else None
+
+    def main(self, setting: Setting) -> tuple[Entry, Entry, Entry] | None:
+        """Return parallel training, constant H and QSR, or None unless all three have runs."""
+        parallel, constant, qsr = (self.reported(setting, method) for method in MAIN_METHODS)
+        return (parallel, constant, qsr) if parallel and constant and qsr else None
 
     def tried(self, setting: Setting, method: str) -> list[Entry]:
         """Return the points of a method that were tried on the validation part."""

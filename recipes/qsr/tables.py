@@ -7,8 +7,10 @@ from pathlib import Path
 from recipes.page_tables import markdown_table
 from recipes.qsr.results import Entry, Results, read_results
 from recipes.qsr.settings import ADAMW_MLP, ADAMW_VIT, MAIN_METHODS, METHODS, SGD_MLP, Setting
+from recipes.spread import paired, spread
 
 _NONE = "–"
+_LENGTHS = {f"{epochs} epochs": Setting(epochs=epochs) for epochs in (40, 160, 480)}
 _CLEAN = replace(SGD_MLP, label_noise=0.0)
 
 
@@ -44,21 +46,35 @@ def settings(folder: Path, chosen: dict[str, Setting]) -> str:
     results = read_results(folder)
     rows = []
     for name, setting in chosen.items():
-        entries = [results.reported(setting, method) for method in MAIN_METHODS]
-        parallel, constant, qsr = entries
-        if parallel and constant and qsr:
+        if entries := results.main(setting):
+            parallel, constant, qsr = entries
             rows.append(
                 (
-                    *(
-                        name,
-                        *(entry.accuracy.with_deviation() for entry in (parallel, constant, qsr)),
-                    ),
+                    *(name, *(entry.accuracy.with_deviation() for entry in entries)),
                     *(_difference(qsr, parallel), _difference(qsr, constant)),
-                    *(_share(entry, parallel) for entry in (constant, qsr)),
+                    *(_share(constant, parallel), _share(qsr, parallel)),
                 )
             )
     header = ("", "parallel, %", "constant H, %", "QSR, %", "QSR − parallel", "QSR − constant H")
     return markdown_table((*header, "averages: constant H", "QSR"), rows)
+
+
+def growth(folder: Path) -> str:
+    """Return how QSR's lead changes from the shortest run to the longest, paired by seed."""
+    results = read_results(folder)
+    found = [entries for each in _LENGTHS.values() if (entries := results.main(each))]
+    rows = []
+    for index, name in enumerate(MAIN_METHODS[:2]):
+        leads = [_lead(entries[2], entries[index]) for entries in (found[0], found[-1])]
+        rows.append((name, *(spread(lead.values()).with_error() for lead in leads)))
+        rows[-1] += (paired(leads[1], leads[0]).with_error(),)
+    short, *_, long = _LENGTHS
+    return markdown_table(("QSR ahead of", short, long, "change"), rows)
+
+
+def _lead(ours: Entry, theirs: Entry) -> dict[int, float]:
+    both = theirs.by_seed
+    return {seed: accuracy - both[seed] for seed, accuracy in ours.by_seed.items()}
 
 
 def tuned(folder: Path) -> str:
@@ -66,16 +82,14 @@ def tuned(folder: Path) -> str:
     results = read_results(folder)
     rows = []
     for setting in results.settings():
-        entries = [results.reported(setting, method) for method in MAIN_METHODS]
-        parallel, constant, qsr = entries
-        if parallel and constant and qsr:
-            point = parallel.point
+        if entries := results.main(setting):
+            parallel, constant, qsr = (entry.point for entry in entries)
             rows.append(
                 (
                     *(setting.model, setting.optimizer, setting.decay, setting.ranks),
                     *(setting.epochs, f"{setting.label_noise:g}"),
-                    *(f"{point.lr:g}", f"{point.weight_decay:g}"),
-                    *(f"`{constant.point.schedule}`", f"`{qsr.point.schedule}`"),
+                    *(f"{parallel.lr:g}", f"{parallel.weight_decay:g}"),
+                    *(f"`{constant.schedule}`", f"`{qsr.schedule}`"),
                 )
             )
     header = ("model", "optimizer", "decay", "K", "epochs", "label noise", "peak lr")
@@ -102,10 +116,8 @@ TABLES = {
         settings,
         chosen={"SGD, MLP": SGD_MLP, "AdamW, MLP": ADAMW_MLP, "AdamW, ViT": ADAMW_VIT},
     ),
-    "lengths": partial(
-        settings,
-        chosen={f"{epochs} epochs": Setting(epochs=epochs) for epochs in (40, 160, 480)},
-    ),
+    "lengths": partial(settings, chosen=_LENGTHS),
+    "growth": growth,
     "decays": partial(
         settings,
         chosen={each: Setting(decay=each) for each in ("cosine", "linear", "step-cosine", "step")},
