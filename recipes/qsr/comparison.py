@@ -1,17 +1,19 @@
 """Tune each method on a grid, then measure the best point of each."""
 
+import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from recipes.qsr.ledger import Ledger
 from recipes.qsr.settings import Setting, Study
 from recipes.qsr.task import Task
 from recipes.qsr.training import PARALLEL, Outcome, Point
+from torchcomp.schedules import Horizon
 
 EXPONENTS = {"linear": 1, "QSR": 2, "cubic": 3}
-_POST_LOCAL_PERIODS = (4, 8, 16)
+_HALF = 0.5
 
 
 @dataclass(frozen=True)
@@ -19,13 +21,11 @@ class Grid:
     """The points to try: the same number for every method.
 
     Attributes:
-        lrs: peak learning rates of parallel training, by optimizer.
-        weight_decays: with each of them, by optimizer. The other methods use the best pair.
-        periods: H of constant H.
-        bases: H_base of the three rules.
-        ratios: the coefficient (alpha, for QSR) divided by the peak learning rate.
+        lrs: peak learning rates of parallel training, by optimizer. The others use the best.
+        weight_decays: of all methods, by optimizer. Each method uses its own best.
+        periods: H of constant H, and of post-local SGD after half of the steps.
+        rules: H_base and the coefficient (alpha, for QSR) divided by the peak learning rate.
         switches: when SWAP stops averaging every step, as a fraction of the steps after warm-up.
-            Post-local SGD tries the 3rd, 6th and 9th, with three H after the switch.
         map_bases: H_base of the map.
         map_ratios: alpha divided by the peak learning rate, of the map.
         seeds: how many seeds every point is tried with.
@@ -35,12 +35,11 @@ class Grid:
         default_factory=lambda: {"sgd": (0.05, 0.1, 0.2), "adamw": (0.001, 0.003, 0.01)}
     )
     weight_decays: Mapping[str, tuple[float, ...]] = field(
-        default_factory=lambda: {"sgd": (5e-4, 5e-3, 2e-2), "adamw": (0.1, 0.3, 1.0)}
+        default_factory=lambda: {"sgd": (5e-4, 5e-3, 2e-2), "adamw": (0.1, 0.5, 2.0)}
     )
-    periods: tuple[int, ...] = (2, 3, 4, 6, 8, 12, 16, 32, 64)
-    bases: tuple[int, ...] = (2, 4, 8)
-    ratios: tuple[float, ...] = (0.5, 1.0, 2.0)
-    switches: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    periods: tuple[int, ...] = (2, 4, 8)
+    rules: tuple[tuple[int, float], ...] = ((2, 1.0), (4, 1.0), (4, 2.0))
+    switches: tuple[float, ...] = (0.5, 0.7, 0.9)
     map_bases: tuple[int, ...] = (2, 4, 8, 16)
     map_ratios: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0)
     seeds: int = 3
@@ -53,34 +52,36 @@ class Grid:
             for weight_decay in self.weight_decays[optimizer]
         ]
 
-    def schedules(self, method: str, *, peak: float, total: int, warmup: int) -> list[str]:
-        """Return the schedules of another method, for T = ``total`` and W = ``warmup`` steps."""
+    def local(self, method: str, optimizer: str, *, peak: float, horizon: Horizon) -> list[Point]:
+        """Return the points of another method, at the peak learning rate of parallel training."""
+        return [
+            Point(method, schedule, peak, weight_decay)
+            for schedule in self._schedules(method, peak, horizon)
+            for weight_decay in self.weight_decays[optimizer]
+        ]
+
+    def _schedules(self, method: str, peak: float, horizon: Horizon) -> list[str]:
         if method in EXPONENTS:
-            return [
-                rule(EXPONENTS[method], peak * ratio, h_base)
-                for h_base in self.bases
-                for ratio in self.ratios
-            ]
-        switches = [warmup + round(share * (total - warmup)) for share in self.switches]
-        points = {
+            exponent = EXPONENTS[method]
+            return [rule(exponent, peak * ratio, h_base) for h_base, ratio in self.rules]
+        decaying = horizon.total_steps - horizon.warmup_steps
+        half, *switches = (
+            horizon.warmup_steps + round(share * decaying) for share in (_HALF, *self.switches)
+        )
+        schedules = {
             "constant H": [f"every({h})" for h in self.periods],
-            "post-local": [
-                f"post_local(switch={s}, h={h})"
-                for s in switches[2::3]
-                for h in _POST_LOCAL_PERIODS
-            ],
-            "SWAP": [f"swap(switch={s})" for s in switches],
+            "post-local": [f"post_local(switch={half}, h={h})" for h in self.periods],
+            "SWAP": [f"swap(switch={switch})" for switch in switches],
         }
-        return points[method]
+        return schedules[method]
 
 
 QUICK_GRID = Grid(
     lrs={"sgd": (0.1,), "adamw": (0.003,)},
-    weight_decays={"sgd": (5e-4,), "adamw": (0.05,)},
+    weight_decays={"sgd": (5e-4,), "adamw": (0.1,)},
     periods=(4,),
-    bases=(2,),
-    ratios=(1.0,),
-    switches=(0.3, 0.5, 0.7),
+    rules=((2, 1.0),),
+    switches=(0.5,),
     map_bases=(2, 4),
     map_ratios=(0.5, 1.0),
     seeds=1,
@@ -119,8 +120,8 @@ class Laboratory:
         ledger: stores the outcomes.
         open_task: opens the data of a setting.
         grid: the points to try.
-        tuning_seeds: for tuning only, evaluated on the validation part.
-        seeds: the reported ones, evaluated on the test part.
+        tuning_seeds: for tuning only, on the "validation" part.
+        seeds: the reported ones, on the "test" part.
         report: called with a line of text per measured point.
     """
 
@@ -133,34 +134,28 @@ class Laboratory:
     report: Callable[[str], None]
 
     def run(self, study: Study) -> None:
-        """Tune every method on the validation part and run its best point with all seeds.
+        """Tune every method and run its best point with all seeds.
 
-        The peak learning rate and the weight decay are those that are best for parallel training.
-        All methods use them, as in the paper. Ranks that are processes call this together.
+        All methods use the peak learning rate that is best for parallel training, and each uses its
+        own weight decay, as in the paper. Ranks that are processes call this together.
         """
         setting, task = study.setting, self.open_task(study.setting)
-        samples = len(task.train.labels)
-        tried = {"parallel": self._tune(task, setting, self.grid.parallel(setting.optimizer))}
-        best = tried["parallel"]
-        horizon = {
-            "total": setting.total_steps(samples),
-            "warmup": setting.warmup_steps(samples),
-        }
+        horizon = Horizon(setting.total_steps(task.samples), setting.warmup_steps(task.samples))
+        optimizer = setting.optimizer
+        best = {"parallel": self._tune(task, setting, self.grid.parallel(optimizer))}
+        peak = best["parallel"].lr
         for method in study.methods:
             if method != "parallel":
-                schedules = self.grid.schedules(method, peak=best.lr, **horizon)
-                points = [Point(method, each, best.lr, best.weight_decay) for each in schedules]
-                tried[method] = self._tune(task, setting, points)
-            self._measure(task, setting, tried[method], self.seeds, "test", curve=study.curves)
+                points = self.grid.local(method, optimizer, peak=peak, horizon=horizon)
+                best[method] = self._tune(task, setting, points)
+            self._measure(task, setting, best[method], self.seeds, "test", curve=study.curves)
         if study.map:
-            for h_base in self.grid.map_bases:
-                for ratio in self.grid.map_ratios:
-                    schedule = rule(2, best.lr * ratio, h_base)
-                    point = Point("QSR", schedule, best.lr, best.weight_decay)
-                    self._measure(task, setting, point, self.tuning_seeds, "validation")
+            for h_base, ratio in itertools.product(self.grid.map_bases, self.grid.map_ratios):
+                point = replace(best["QSR"], schedule=rule(2, peak * ratio, h_base))
+                self._measure(task, setting, point, self.tuning_seeds, "validation")
 
     def _tune(self, task: Task, setting: Setting, points: Sequence[Point]) -> Point:
-        """Return the point of highest validation accuracy; among equals, of least traffic."""
+        """Return the point of highest accuracy in tuning; among equals, that of least traffic."""
 
         def merit(point: Point) -> tuple[float, int]:
             found = self._measure(task, setting, point, self.tuning_seeds, "validation").values()

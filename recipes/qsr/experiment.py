@@ -6,11 +6,12 @@
     python -m recipes.qsr.experiment --optimizer adamw --decay linear --ranks 2 --epochs 40
     python -m recipes.qsr.experiment --dataset cifar10 --data ARCHIVE
 
-Every method is tuned on validation images, with seeds used for nothing else. Then its best point
-runs with every seed and is evaluated on test images. Every part has a file in ``--out``, with one
-row per run and seed. A flag of a setting, such as ``--decay``, replaces the published comparisons
-by a single one. All ranks of a run are in one process. With ``--processes``, they are processes
-over gloo that train through plain DDP and ``torchcomp.LocalSGD``, with the same results.
+Every method is tuned on one half of the images. Its best point runs on the other half, with other
+seeds. A seed draws training images, wrong labels and images to evaluate on. Every part has a file
+in ``--out``, with one row per run and seed. A flag of a setting, such as ``--decay``, replaces the
+published comparisons by a single one. All ranks of a run are in one process. With ``--processes``,
+they are processes over gloo that train through plain DDP and ``torchcomp.LocalSGD``, with the same
+results.
 """
 
 import argparse
@@ -73,7 +74,7 @@ def training_images(arguments: argparse.Namespace) -> int:
     """Read the data of the studies and return the number of training images."""
     # All studies of a command are of one data set.
     setting = next(study.setting for studies in arguments.parts.values() for study in studies)
-    samples = len(open_task(setting.dataset, arguments.data, setting.label_noise).train.labels)
+    samples = open_task(setting.dataset, arguments.data, setting.label_noise).samples
     if setting.batch > samples:
         raise RecipeError(
             f"--batch {setting.batch}: expected at most the {samples:,} training images"

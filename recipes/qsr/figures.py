@@ -155,10 +155,13 @@ def draw_curves(results: Results, settings: Sequence[Setting], path: Path) -> No
 def map_cells(results: Results, setting: Setting) -> dict[tuple[int, float], Entry]:
     """Return the points of QSR that were tried, by H_base and alpha / peak learning rate."""
     cells = {}
+    chosen = results.reported(setting, "QSR")
     for entry in results.tried(setting, "QSR"):
         schedule = torchcomp.parse(entry.point.schedule)
         assert isinstance(schedule, QSR)
-        cells[schedule.h_base, round(schedule.alpha / entry.point.lr, 3)] = entry
+        # Tuning tried other weight decays, too.
+        if chosen and entry.point.weight_decay == chosen.point.weight_decay:
+            cells[schedule.h_base, round(schedule.alpha / entry.point.lr, 3)] = entry
     bases = {h_base for h_base, _ in cells}
     ratios = {ratio for _, ratio in cells}
     # The points of tuning alone are no map.

@@ -25,7 +25,7 @@ def train_on_ranks(
 
     The arguments are those of :func:`recipes.qsr.training.train`.
     """
-    ranks = RealRanks(task, setting, point, seeds)
+    ranks = RealRanks(task, setting, point, seeds, part)
     try:
         found = train(task, setting, point, ranks, seeds=seeds, part=part, curve=curve)
     except torchcomp.NonFiniteError:
@@ -50,8 +50,10 @@ def train_on_ranks(
 class RealRanks:
     """This rank's share of one run."""
 
-    def __init__(self, task: Task, setting: Setting, point: Point, seeds: Sequence[int]) -> None:
-        self._task, self._setting, self._seeds = task, setting, seeds
+    def __init__(
+        self, task: Task, setting: Setting, point: Point, seeds: Sequence[int], part: str
+    ) -> None:
+        self._task, self._setting, self._seeds, self._part = task, setting, seeds, part
         self._schedule = point.schedule
         self.model = DistributedDataParallel(task.build(setting.model, seeds))
         self._sync: torchcomp.LocalSGD | None = None
@@ -65,7 +67,7 @@ class RealRanks:
         """Wrap model and optimizer, except for parallel training."""
         if self._schedule == PARALLEL:
             return
-        samples = len(self._task.train.labels)
+        samples = self._task.samples
         self._sync = torchcomp.LocalSGD(
             self.model,
             optimizer,
@@ -80,27 +82,28 @@ class RealRanks:
     def after_step(self, step: int) -> None:
         """Do nothing: ``LocalSGD`` has averaged the parameters."""
 
-    def averaged(self) -> tuple[nn.Module, int]:
+    def averaged(self) -> nn.Module:
         """Return a copy with the mean of all ranks' parameters and statistics."""
         averaged = copy.deepcopy(self.model.module)
         for tensor in itertools.chain(averaged.parameters(), averaged.buffers()):
             if tensor.is_floating_point():
                 dist.all_reduce(tensor.data)
                 tensor.data /= dist.get_world_size()
-        return averaged, len(self._seeds)
+        return averaged
 
     def finish(self) -> tuple[int, int]:
         """Return the traffic of a seed, after re-estimating the statistics of BatchNorm."""
         if self._sync is None:
             # DDP has no counter. Its traffic is what the plan of an uncompressed mean predicts.
             plan = torchcomp.explain("mean", model=self.model, world_size=dist.get_world_size())
-            syncs = self._setting.total_steps(len(self._task.train.labels))
+            syncs = self._setting.total_steps(self._task.samples)
             return syncs, syncs * plan.dense_bytes_sent // len(self._seeds)
         stats = self._sync.stats
         self.close()
         # The mean of the ranks' statistics fits the averaged weights only approximately.
         if any(isinstance(each, nn.BatchNorm2d) for each in self.model.modules()):
-            more = batches(self._task, self._setting, self._seeds, self._setting.epochs)
+            train = [self._task.draw(seed, self._part)[0] for seed in self._seeds]
+            more = batches(self._task, self._setting, self._seeds, train, self._setting.epochs)
             images = (self.shard(batch)[0] for batch in more)
             torchcomp.reestimate_batchnorm(self.model, images, BN_IMAGES)
         return stats.syncs, stats.total_bytes_sent // len(self._seeds)

@@ -43,7 +43,7 @@ class Setting:
     decay: str = "cosine"
     ranks: int = 4
     batch: int = 32
-    epochs: int = 160
+    epochs: int = 120
 
     def check(self) -> None:
         """Raise RecipeError if the values do not go together."""
@@ -87,7 +87,7 @@ class Study:
         setting: what its methods share.
         methods: which are compared.
         curves: whether the accuracy is also measured during the run.
-        map: whether QSR also runs with every H_base and alpha of a map.
+        map: whether QSR also runs with every H_base and alpha of a map, with tuning seeds.
     """
 
     setting: Setting
@@ -105,7 +105,7 @@ PARTS = {
     "sgd_mlp": (Study(SGD_MLP, METHODS, curves=True, map=True),),
     "adamw_mlp": (Study(ADAMW_MLP, METHODS, curves=True, map=True),),
     "adamw_vit": (Study(ADAMW_VIT, curves=True),),
-    "lengths": tuple(Study(Setting(epochs=epochs)) for epochs in (40, 480)),
+    "lengths": tuple(Study(Setting(epochs=epochs)) for epochs in (30, 480)),
     "decays": tuple(Study(Setting(decay=decay)) for decay in ("linear", "step-cosine", "step")),
     "workers": tuple(Study(Setting(ranks=ranks)) for ranks in (2, 8)),
     "clean_labels": (Study(Setting(label_noise=0.0)),),

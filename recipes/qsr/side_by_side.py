@@ -71,6 +71,15 @@ def average_over_ranks(model: nn.Module, ranks: int, *, gradients: bool = False)
                 tensor.copy_(own)
 
 
+def first_models(model: nn.Module, count: int) -> nn.Module:
+    """Return the first models of some that are side by side. A stack loses the others."""
+    if isinstance(model, EachInTurn):
+        return EachInTurn([*model.models[:count]])
+    for parameter in model.parameters():
+        parameter.data = parameter.data[:count]
+    return model
+
+
 def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad

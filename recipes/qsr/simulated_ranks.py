@@ -13,7 +13,7 @@ from torch import nn
 
 import torchcomp
 from recipes.qsr.settings import Setting
-from recipes.qsr.side_by_side import average_over_ranks
+from recipes.qsr.side_by_side import average_over_ranks, first_models
 from recipes.qsr.task import Task
 from recipes.qsr.training import PARALLEL, Batch, Outcome, Point, train
 
@@ -30,8 +30,7 @@ class SimulatedRanks:
     """The ranks of one run. Their models must have no BatchNorm, whose buffers are not averaged."""
 
     def __init__(self, task: Task, setting: Setting, point: Point, seeds: Sequence[int]) -> None:
-        samples = len(task.train.labels)
-        total = setting.total_steps(samples)
+        samples = task.samples
         self._count, self._seeds = setting.ranks, len(seeds)
         # All ranks start with the same weights.
         self.model = task.build(setting.model, [*seeds] * self._count)
@@ -40,7 +39,7 @@ class SimulatedRanks:
             torchcomp.sync_steps(
                 "every(1)" if self._parallel else point.schedule,
                 lr=setting.lr_function(point.lr, samples),
-                total_steps=total,
+                total_steps=setting.total_steps(samples),
                 warmup_steps=setting.warmup_steps(samples),
             )
         )
@@ -65,11 +64,11 @@ class SimulatedRanks:
         if step in self._ends and not self._parallel:
             average_over_ranks(self.model, self._count)
 
-    def averaged(self) -> tuple[nn.Module, int]:
-        """Return a copy in which all ranks have the mean, and the number of its models."""
+    def averaged(self) -> nn.Module:
+        """Return the mean over the ranks, as a copy."""
         averaged = copy.deepcopy(self.model)
         average_over_ranks(averaged, self._count)
-        return averaged, self._count * self._seeds
+        return first_models(averaged, self._seeds)
 
     def finish(self) -> tuple[int, int]:
         """Return the number of averages, and the bytes that a rank of processes would send."""

@@ -19,6 +19,7 @@ PARALLEL = "parallel"
 CURVE_POINTS = 16
 # Images that are augmented at a time. One call for an epoch of the digits is faster than 11.
 _AUGMENTED = 1024
+_EVALUATED = 1000
 Batch = tuple[Tensor, Tensor]
 Score = tuple[float, float]
 """Accuracy in per cent, and mean loss."""
@@ -85,11 +86,8 @@ class Ranks(Protocol):
     def after_step(self, step: int) -> None:
         """Average the parameters if a round ends after this step, counted from 1."""
 
-    def averaged(self) -> tuple[nn.Module, int]:
-        """Return the mean model of the ranks, side by side for all seeds, and their number.
-
-        The first S of them count. Training goes on as if nothing had happened.
-        """
+    def averaged(self) -> nn.Module:
+        """Return the mean models of the ranks, side by side for all seeds, as a copy."""
 
     def finish(self) -> tuple[int, int]:
         """End the run; return the number of averages, and the bytes that one rank sent."""
@@ -112,23 +110,25 @@ def train(
         setting: model, optimizer and length.
         point: the schedule, and the tuned numbers.
         ranks: that hold the models.
-        seeds: of weights, order and augmentation.
-        part: what accuracy and loss are measured on, "validation" or "test".
+        seeds: of the data, the weights, the order and the augmentation.
+        part: "validation" for tuning or "test" for reporting.
         curve: whether the accuracy is also measured during the run.
 
     Returns:
         One outcome per seed.
     """
-    samples = len(task.train.labels)
-    total = setting.total_steps(samples)
-    lr_at = setting.lr_function(point.lr, samples)
+    total = setting.total_steps(task.samples)
+    lr_at = setting.lr_function(point.lr, task.samples)
+    drawn = [task.draw(seed, part) for seed in seeds]
+    evaluated = [each for _, each in drawn]
+    stream = batches(task, setting, seeds, [each for each, _ in drawn])
     optimizer = build_optimizer(setting, point, ranks.model)
     ranks.start(optimizer)
     marks = {round(total * i / CURVE_POINTS) for i in range(1, CURVE_POINTS)} if curve else set()
     found: list[tuple[int, list[Score]]] = []
-    for step, batch in enumerate(itertools.islice(batches(task, setting, seeds), total)):
+    for step, batch in enumerate(itertools.islice(stream, total)):
         if step in marks:
-            found.append((step, evaluate(*ranks.averaged(), task, task.part(part))))
+            found.append((step, evaluate(ranks.averaged(), task, evaluated)))
         optimizer.param_groups[0]["lr"] = lr_at(step)
         optimizer.zero_grad()
         loss_of(ranks.model, ranks.shard(batch)).backward()
@@ -136,7 +136,7 @@ def train(
         optimizer.step()
         ranks.after_step(step + 1)
     syncs, nbytes = ranks.finish()
-    found.append((total, evaluate(*ranks.averaged(), task, task.part(part))))
+    found.append((total, evaluate(ranks.averaged(), task, evaluated)))
     return [
         Outcome(
             *found[-1][1][i],
@@ -163,39 +163,50 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def batches(
-    task: Task, setting: Setting, seeds: Sequence[int], first_epoch: int = 0
+    task: Task,
+    setting: Setting,
+    seeds: Sequence[int],
+    parts: Sequence[Part],
+    first_epoch: int = 0,
 ) -> Iterator[Batch]:
-    """Yield inputs (N, S, C, H, W) and labels (N, S) of all ranks, epoch after epoch."""
-    orders = [TrainOrder(len(task.train.labels), setting.batch, 0, 1, seed) for seed in seeds]
+    """Yield inputs (N, S, C, H, W) and labels (N, S) of all ranks, epoch after epoch.
+
+    Args:
+        task: of the data.
+        setting: for the size N of a batch.
+        seeds: of order and augmentation.
+        parts: the training images of each seed.
+        first_epoch: to begin with.
+    """
+    orders = [TrainOrder(task.samples, setting.batch, 0, 1, seed) for seed in seeds]
     steps = max(1, _AUGMENTED // setting.batch)
     for epoch in itertools.count(first_epoch):
-        rows = torch.stack([torch.from_numpy(order.batches(epoch)) for order in orders], dim=2)
-        for number, block in enumerate(rows.split(steps)):
-            each = [
-                _augmented(task, order, block[..., i], epoch, number)
-                for i, order in enumerate(orders)
-            ]
-            yield from zip(torch.stack(each, dim=2), task.train.labels[block], strict=True)
+        rows = [torch.from_numpy(order.batches(epoch)).split(steps) for order in orders]
+        for number, blocks in enumerate(zip(*rows, strict=True)):
+            each = list(zip(orders, parts, blocks, strict=True))
+            inputs = [_augmented(task, *one, epoch, number) for one in each]
+            labels = [part.labels[block] for _, part, block in each]
+            yield from zip(torch.stack(inputs, 2), torch.stack(labels, 2), strict=True)
 
 
-def _augmented(task: Task, order: TrainOrder, rows: Tensor, epoch: int, block: int) -> Tensor:
+def _augmented(
+    task: Task, order: TrainOrder, part: Part, rows: Tensor, epoch: int, block: int
+) -> Tensor:
     """Return the inputs of some steps, (steps, batch, C, H, W), for indices (steps, batch)."""
     augmentation = Augmentation(task.preset, replace(order, batch_size=rows.numel()))
-    images = augmentation(task.train.images[rows.flatten()], epoch, block)
+    images = augmentation(part.images[rows.flatten()], epoch, block)
     return task.inputs(images).unflatten(0, rows.shape)
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, count: int, task: Task, part: Part) -> list[Score]:
-    """Return the scores of models that are side by side on a part of the data."""
+def evaluate(model: nn.Module, task: Task, parts: Sequence[Part]) -> list[Score]:
+    """Return the scores of models that are side by side, each on its own images."""
     model.eval()
+    chunks = zip(*(part.images.split(_EVALUATED) for part in parts), strict=True)
     scores = torch.cat(
-        [
-            model(task.inputs(some)[:, None].expand(-1, count, -1, -1, -1))
-            for some in part.images.split(1000)
-        ]
+        [model(torch.stack([task.inputs(own) for own in each], dim=1)) for each in chunks]
     )
-    return [_score(own, part.labels) for own in scores.unbind(1)]
+    return [_score(own, part.labels) for own, part in zip(scores.unbind(1), parts, strict=True)]
 
 
 def _score(scores: Tensor, labels: Tensor) -> Score:
