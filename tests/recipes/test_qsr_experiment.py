@@ -27,6 +27,7 @@ from recipes.qsr.simulated_ranks import train_simulated
 from recipes.qsr.training import Outcome, Point
 from tests.recipes.forked_ranks import RECIPES
 from tests.support.ranks import on_threads
+from torchcomp.schedules import Horizon
 
 FOLDER = RECIPES / "qsr"
 
@@ -196,13 +197,13 @@ def test_each_method_is_reported_at_its_best_point(finished: argparse.Namespace)
         entry = found.reported(SHORT, method)
         assert entry is not None
         assert sorted(entry.outcomes) == [0, 1]
-        tried = {each.point.schedule: each for each in found.tried(SHORT, method)}
-        chosen = tried[entry.point.schedule]
+        tried = {each.point: each for each in found.tried(SHORT, method)}
         # QSR was also tried on the map, which chooses nothing.
-        points = ["parallel"]
+        points = SMALL_GRID.parallel("sgd")
         if method != "parallel":
-            points = SMALL_GRID.schedules(method, peak=0.1, total=22, warmup=11)
-        assert all(chosen.accuracy.mean >= tried[point].accuracy.mean for point in points)
+            points = SMALL_GRID.local(method, "sgd", peak=0.1, horizon=Horizon(22, 11))
+        best = tried[entry.point].accuracy.mean
+        assert all(best >= tried[point].accuracy.mean for point in points)
         # Tuning and reporting share no seed.
         assert all(not {*other.outcomes} & {*entry.outcomes} for other in tried.values())
 
@@ -213,7 +214,7 @@ def test_every_method_has_as_many_points_as_parallel_training(optimizer: str) ->
     count = len(set(grid.parallel(optimizer)))
     assert count == 9
     for method in METHODS[1:]:
-        points = grid.schedules(method, peak=0.1, total=1760, warmup=88)
+        points = grid.local(method, optimizer, peak=0.1, horizon=Horizon(1320, 66))
         assert len(set(points)) == count, method
 
 
@@ -337,9 +338,9 @@ def test_cifar10_is_read_from_its_archive(
 ) -> None:
     monkeypatch.setattr(real_ranks, "BN_IMAGES", 20)
     opened = task.open_task("cifar10", cifar_archive, 0.0)
-    assert [len(part.labels) for part in (opened.train, opened.validation, opened.test)] == [
-        *(90, 10, 20)
-    ]
+    for part, count in (("validation", 10), ("test", 20)):
+        train, evaluated = opened.draw(0, part)
+        assert (len(train.labels), len(evaluated.labels)) == (90, count)
     setting = Setting("cifar10", 0.0, "cnn", ranks=2, batch=10, epochs=2)
     point = Point("constant H", "every(4)", 0.1, 5e-4)
     found = on_threads(
@@ -354,18 +355,30 @@ def test_cifar10_is_read_from_its_archive(
 # --- Data and bad input ---------------------------------------------------------------------------
 
 
-def test_the_parts_of_the_digits_are_disjoint_and_only_training_labels_are_wrong(
-    digits_task: task.Task,
-) -> None:
-    opened = digits_task
-    parts = (opened.train, opened.validation, opened.test)
-    assert [len(part.labels) for part in parts] == [360, 719, 718]
-    clean = task._joined(digits())
-    order = {"train": slice(0, None, 5), "odd": slice(1, None, 5)}
-    wrong = (opened.train.labels != torch.from_numpy(clean.labels[order["train"]])).float().mean()
+def test_tuning_and_reporting_share_no_image(digits_task: task.Task) -> None:
+    whole = torch.cat([torch.from_numpy(split.images) for split in digits().values()])
+    halves = []
+    for part in ("validation", "test"):
+        train, evaluated = digits_task.draw(3, part)
+        assert (len(train.images), len(train.labels)) == (360, 360)
+        halves.append(torch.cat([train.images, evaluated.images]))
+    # Some digits are in the data set twice.
+    images = torch.cat(halves)
+    assert len(images) == len(whole)
+    assert torch.equal(*(torch.sort(each.flatten(1).sum(1)).values for each in (images, whole)))
+
+
+def test_a_seed_draws_its_images_and_its_wrong_labels(digits_task: task.Task) -> None:
+    clean_task = task.open_task("digits", None, 0.0)
+    (noisy, evaluated), (other, _) = (digits_task.draw(seed, "test") for seed in (3, 4))
+    clean, same = clean_task.draw(3, "test")
+    assert torch.equal(noisy.images, clean.images)
+    assert not torch.equal(noisy.images, other.images)
+    assert torch.equal(evaluated.labels, same.labels)
     # A tenth of the replaced labels are right again.
-    assert 0.12 < float(wrong) < 0.24
-    assert torch.equal(opened.validation.labels[::2], torch.from_numpy(clean.labels[order["odd"]]))
+    assert 0.12 < float((noisy.labels != clean.labels).float().mean()) < 0.24
+    again, _ = digits_task.draw(3, "test")
+    assert torch.equal(again.labels, noisy.labels)
 
 
 @pytest.mark.parametrize("decay", ALL_DECAYS)
