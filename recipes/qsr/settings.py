@@ -99,13 +99,13 @@ class Study:
 SGD_MLP = Setting()
 ADAMW_MLP = Setting(optimizer="adamw")
 CIFAR10 = Setting("cifar10", LABEL_NOISE["cifar10"], "cnn", batch=256, epochs=100)
-ADAMW_VIT = Setting(model="vit", optimizer="adamw", epochs=60)
+ADAMW_VIT = Setting(model="vit", optimizer="adamw", epochs=40)
 
 PARTS = {
     "sgd_mlp": (Study(SGD_MLP, METHODS, curves=True, map=True),),
-    "adamw_mlp": (Study(ADAMW_MLP, METHODS, curves=True, map=True),),
+    "adamw_mlp": (Study(ADAMW_MLP, curves=True, map=True),),
     "adamw_vit": (Study(ADAMW_VIT, curves=True),),
-    "lengths": tuple(Study(Setting(epochs=epochs)) for epochs in (30, 480)),
+    "lengths": tuple(Study(Setting(epochs=epochs)) for epochs in (30, 360)),
     "decays": tuple(Study(Setting(decay=decay)) for decay in ("linear", "step-cosine", "step")),
     "workers": tuple(Study(Setting(ranks=ranks)) for ranks in (2, 8)),
     "clean_labels": (Study(Setting(label_noise=0.0)),),

@@ -10,7 +10,7 @@ from recipes.qsr.settings import ADAMW_MLP, ADAMW_VIT, MAIN_METHODS, METHODS, SG
 from recipes.spread import paired, spread
 
 _NONE = "–"
-_LENGTHS = {f"{epochs} epochs": Setting(epochs=epochs) for epochs in (30, 120, 480)}
+_LENGTHS = {f"{epochs} epochs": Setting(epochs=epochs) for epochs in (30, 120, 360)}
 _CLEAN = replace(SGD_MLP, label_noise=0.0)
 
 
