@@ -183,7 +183,7 @@ def draw_maps(results: Results, settings: Sequence[Setting], path: Path) -> None
         left.set_title(f"{name_of(setting)}: accuracy, %", fontsize=9)
         right.set_title("averages in % of the steps", fontsize=9)
     count = next(iter(cells.values())).accuracy.count
-    figure.suptitle(f"QSR by H_base and alpha: validation accuracy, {count} seed(s)")
+    figure.suptitle(f"QSR by H_base and alpha, mean over {count} seeds for tuning")
     save_figure(figure, path)
 
 
@@ -238,7 +238,7 @@ def _reported(results: Results, setting: Setting, methods: Sequence[str]) -> lis
 
 def _panels(count: int) -> tuple[Any, Sequence[Any]]:
     figure, (panels,) = pyplot().subplots(
-        1, count, figsize=(5 * count, 4.6), layout="constrained", squeeze=False
+        1, count, figsize=(max(8.0, 5.0 * count), 4.6), layout="constrained", squeeze=False
     )
     for axes in panels:
         axes.grid(True, alpha=0.3)

@@ -21,7 +21,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 _DIGITS = 360
 _HIDDEN = 128
 # Four patches of 4 x 4 pixels.
-_VIT = Size(patch=4, width=64, depth=2, heads=4, mlp=128)
+_VIT = Size(patch=4, width=64, depth=1, heads=4, mlp=128)
 
 
 @dataclass(frozen=True)
