@@ -135,9 +135,7 @@ def _own_study(given: dict[str, Any]) -> Study:
             check_count(f"--{name}", given[name])
     if "label_noise" in given:
         check_share("--label-noise", given["label_noise"])
-    usual = SGD_MLP
-    if given.get("dataset") == "cifar10":
-        usual = CIFAR10
+    usual = CIFAR10 if given.get("dataset") == "cifar10" else SGD_MLP
     setting = replace(usual, **{name: given[name] for name in given if name != "methods"})
     setting.check()
     # A method that is named twice runs once.
