@@ -92,13 +92,23 @@ class Results:
 
 
 def read_results(folder: Path) -> Results:
-    """Read the files of all parts that a folder has."""
+    """Read the files of all parts that a folder has.
+
+    Raises:
+        RecipeError: if a file lacks a column.
+    """
     runs: dict[TrainingRun, Outcome] = {}
     curves: dict[Curve, dict[int, float]] = {}
     for part in (*PARTS, OWN):
         of_runs, of_curves = paths(folder, part)
-        runs |= read_outcomes(read_csv(of_runs)) if of_runs.exists() else {}
-        curves |= read_curves(read_csv(of_curves)) if of_curves.exists() else {}
+        try:
+            runs |= read_outcomes(read_csv(of_runs)) if of_runs.exists() else {}
+            curves |= read_curves(read_csv(of_curves)) if of_curves.exists() else {}
+        except KeyError as missing:
+            raise RecipeError(
+                f"the files of {part} in {folder} have no column {missing}: another version wrote "
+                "them. Delete them, or choose another folder with --out"
+            ) from None
     entries: dict[tuple[Setting, Point, str], Entry] = {}
     for run, outcome in runs.items():
         key = (run.setting, run.point, run.part)

@@ -88,12 +88,13 @@ def tuned(folder: Path) -> str:
                 (
                     *(setting.model, setting.optimizer, setting.decay, setting.ranks),
                     *(setting.epochs, f"{setting.label_noise:g}"),
-                    *(f"{parallel.lr:g}", f"{parallel.weight_decay:g}"),
+                    f"{parallel.lr:g}",
+                    ", ".join(f"{entry.point.weight_decay:g}" for entry in entries),
                     *(f"`{constant.schedule}`", f"`{qsr.schedule}`"),
                 )
             )
     header = ("model", "optimizer", "decay", "K", "epochs", "label noise", "peak lr")
-    return markdown_table((*header, "weight decay", "constant H", "QSR"), rows)
+    return markdown_table((*header, "weight decays of the three", "constant H", "QSR"), rows)
 
 
 def _difference(ours: Entry | None, theirs: Entry | None) -> str:

@@ -447,6 +447,12 @@ def test_the_flags_describe_one_study() -> None:
     assert experiment.parse(["--dataset", "cifar10"]).processes
 
 
+def test_results_of_another_version_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "decays.csv").write_text("# task: older\nmethod,accuracy\nQSR,90\n")
+    with pytest.raises(RecipeError, match=r"decays.*dataset.*--out"):
+        results.read_results(tmp_path)
+
+
 def test_resume_refuses_a_file_with_other_columns(tmp_path: Path) -> None:
     ledger.open_tables(tmp_path, "own", resume=False).runs.save()
     path = tmp_path / "own.csv"
