@@ -44,7 +44,6 @@ PARTS = ("contest", "alpha", "scaling", "winners", "ranks")
 _HERE = Path(__file__).resolve().parent
 # A step size 2^i and its inverse are normal floats up to this i.
 _LARGEST_POWER = 1022
-_QUICK_METHODS = ("2Direction", "AGD", "AGD, three sequences", "EF21-P + DIANA")
 _QUICK_GAP = 1e-2
 
 
@@ -97,7 +96,8 @@ def _contest(arguments: argparse.Namespace) -> list[Part]:
     options = contest.Options(arguments.gap, arguments.budget, arguments.powers)
     parts = []
     for n in arguments.workers:
-        races = contest.contest_races(samples, n, sent, arguments.mu, arguments.methods, options)
+        methods = arguments.methods or contest.usual_methods(n)
+        races = contest.contest_races(samples, n, sent, arguments.mu, methods, options)
         task, name = contest.task(samples, n, sent, options), f"contest_{samples.name}_n{n}"
         curves = ResultTable(
             arguments.out / f"{name}_curves.csv",
@@ -149,11 +149,11 @@ def parse(words: list[str]) -> argparse.Namespace:
     if parsed.quick:
         parsed.gap = parsed.gap or _QUICK_GAP
         parsed.workers, parsed.mu = parsed.workers or [10], parsed.mu or [0.0, 1e-2]
-        parsed.methods = parsed.methods or _QUICK_METHODS
+        parsed.methods = parsed.methods or contest.PAPER
     # A value that is named twice runs once.
     parsed.workers = list(dict.fromkeys(parsed.workers or contest.WORKERS))
     parsed.mu = list(dict.fromkeys(contest.MUS if parsed.mu is None else parsed.mu))
-    parsed.methods = list(dict.fromkeys(parsed.methods or METHODS))
+    parsed.methods = list(dict.fromkeys(parsed.methods or ()))
     return parsed
 
 
@@ -181,7 +181,7 @@ def _parser() -> ExperimentParser:
         nargs="+",
         metavar="METHOD",
         choices=METHODS,
-        help=f"some of: {'; '.join(METHODS)} [all]",
+        help=f"some of: {'; '.join(METHODS)} [all; with many workers the paper's]",
     )
     return parser
 

@@ -212,10 +212,22 @@ def draw_winners(path: Path) -> None:
     for axes in panels[-1]:
         axes.set_xlabel("condition number L/mu")
     figure.suptitle(
-        "Which method pays least, (1 − r) up + r down, and how many times more the second pays\n"
-        f"(in brackets 2Direction, if it is neither). Quadratics, d = {D}; means of {_seeds(rows)}"
+        f"2Direction pays least in {_wins(rows)}. Cells: the method that pays least, and how many "
+        "times more the second pays\n(in brackets 2Direction, if it is neither). "
+        f"Price (1 − r) up + r down; quadratics, d = {D}; means of {_seeds(rows)}"
     )
     save_figure(figure, path.with_suffix(".png"), dpi=80)
+
+
+def _wins(rows: Sequence[Row]) -> str:
+    """Return in how many cells of the map 2Direction pays least."""
+    settings = {row.shared for row in rows}
+    ranked = [
+        cheapest([row for row in rows if row.shared == shared], METHODS, priced(r))
+        for shared in settings
+        for r in MAP_PRICES
+    ]
+    return f"{sum(each[0][0] == _OURS for each in ranked if each)} of {len(ranked)} cells"
 
 
 def _draw_map(axes: Any, rows: Sequence[Row], cost: Cost) -> None:
