@@ -67,7 +67,10 @@ def _draw_crossing(axes: Any, rows: Sequence[Row]) -> None:
             for i, mu in enumerate(mus)
         ]
         points = [(x, each) for x, each in found if each]
-        _draw_points(axes, points, method, _style(method))
+        # No line joins points of different gaps.
+        apart = [point for point in points if mus[int(point[0])] == 0]
+        _draw_points(axes, apart, "_", _style(method))
+        _draw_points(axes, points[len(apart) :], method, _style(method))
     gaps = {row.mu: row.gap for row in rows}
     axes.set_xticks(range(len(mus)), [f"{mu:g}\ngap {gaps[mu]:g}" for mu in mus])
     axes.set_xlabel("regulariser mu")
