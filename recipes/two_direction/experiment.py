@@ -44,7 +44,7 @@ PARTS = ("contest", "alpha", "scaling", "winners", "ranks")
 _HERE = Path(__file__).resolve().parent
 # A step size 2^i and its inverse are normal floats up to this i.
 _LARGEST_POWER = 1022
-_QUICK_GAP = 1e-2
+_QUICK_GAP, _QUICK_POWERS = 1e-1, range(-1, 7)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     options = (parsed.gap, parsed.budget, parsed.powers, parsed.k)
     parsed.out = parser.output_folder(parsed, published=all(own is None for own in options))
     if parsed.quick:
-        parsed.gap = parsed.gap or _QUICK_GAP
+        parsed.gap, parsed.powers = parsed.gap or _QUICK_GAP, parsed.powers or _QUICK_POWERS
         parsed.workers, parsed.mu = parsed.workers or [10], parsed.mu or [0.0, 1e-2]
         parsed.methods = parsed.methods or contest.PAPER
     # A value that is named twice runs once.

@@ -19,7 +19,7 @@ from torchcomp.algorithms.two_direction.theory import Probabilities, priced_prob
 
 MU, WORKERS = 1e-3, 10
 DIGITS_D = 650
-_QUICK_GAP = 1e-2
+_QUICK_GAP = 1e-1
 PRICES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 """The values of r."""
 K_UP = 65
