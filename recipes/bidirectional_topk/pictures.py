@@ -114,7 +114,9 @@ def _draw_union_curves(axes: Any, groups: list[Unions]) -> None:
         axes.axhline(each.random, color=f"C{index}", linestyle=":", linewidth=1)
     axes.set_xlabel("step")
     axes.set_ylabel("union of supports, in units of K")
-    axes.set_title("It grows for hundreds of steps (dotted: random supports)", fontsize=10)
+    axes.set_title(
+        "Unidirectional, MLP; shaded: range of the seeds; dotted: random supports", fontsize=10
+    )
 
 
 def _draw_unions(axes: Any, groups: list[Unions]) -> None:
@@ -159,7 +161,7 @@ def _draw_savings(axes: Any, groups: list[Unions]) -> None:
         axes.plot(ends, heights, color=f"C{index}")
     axes.set_xlabel("workers N")
     axes.set_ylabel("union / K")
-    axes.set_title("Saving on the downlink of a server (MLP): almost linear in N", fontsize=10)
+    axes.set_title("Saving on the downlink of a server (MLP), with straight lines", fontsize=10)
 
 
 def _draw_bytes(axes: Any, received: list[TrafficMeans]) -> None:

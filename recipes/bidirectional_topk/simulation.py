@@ -63,22 +63,16 @@ class Workers:
         model: the model that they share.
         spec: the method that averages their gradients.
         count: number of workers.
-        watch: whether to record ``supports``.
 
     Attributes:
         exchanges: one for each worker; their logs count the bytes of the last step.
         averagers: one for each worker.
-        supports: for each worker and parameter, a mask of the entries sent in the last step. The
-            masks are correct only for methods that send values without rounding, because a sent
-            entry is recognised by a residual of exactly 0.
     """
 
-    def __init__(self, model: nn.Module, spec: str, count: int, *, watch: bool = False) -> None:
+    def __init__(self, model: nn.Module, spec: str, count: int) -> None:
         self.parameters = dict(model.named_parameters())
-        self.watch = watch
         self.exchanges = LoggedExchange.ranks(count)
         self.averagers = [Averager(spec, each, self.parameters) for each in self.exchanges]
-        self.supports: list[Gradients] = [{} for _ in self.exchanges]
 
     def backward(self, loss_of: Callable[[int], Tensor]) -> bool:
         """Compute and average the gradients of all workers, and store the result in ``grad``.
@@ -123,20 +117,7 @@ class Workers:
 
     def _average(self, exchange: LoggedExchange, gradients: Gradients) -> bool:
         exchange.log.clear()
-        averager = self.averagers[exchange.rank]
-        if not self.watch:
-            return averager.average_all(gradients, may_skip=True)
-        # Error feedback compresses the gradient plus the residual. An entry of that sum was sent
-        # if its new residual is 0.
-        wanted = {name: gradient.flatten().clone() for name, gradient in gradients.items()}
-        for name, residual in averager.state.items("error"):
-            wanted[name] = wanted[name] + residual
-        taken = averager.average_all(gradients, may_skip=True)
-        self.supports[exchange.rank] = {
-            name: (residual == 0) & (wanted[name] != 0)
-            for name, residual in averager.state.items("error")
-        }
-        return taken
+        return self.averagers[exchange.rank].average_all(gradients, may_skip=True)
 
     def _write(self, gradients: list[Gradients]) -> None:
         first, *others = gradients

@@ -22,23 +22,25 @@ class UnionSize:
     """The grid of the measurement.
 
     Attributes:
-        seeds: how many of the reported seeds are used.
-        workers: N of the MLP, with both methods. All other runs are unidirectional.
-        cnn_workers: N of the CNN.
-        shifted_workers: N of the MLP on the shifted digits.
+        seeds, varied_seeds: how many of the reported seeds are used, for the MLP at the usual
+            settings and for all other runs.
+        workers, both_ways_workers: N of the MLP, unidirectional and bidirectional. All other runs
+            are unidirectional.
+        other_workers: N of the CNN, and of the MLP on the shifted digits.
         ratio_workers, ratios: N of the runs with another K, and their K as shares of d.
         lr_workers, lrs: N of the runs with another learning rate, and their learning rates.
         long_workers, long_steps: N of the runs with more steps, and how many.
     """
 
     seeds: int = 3
+    varied_seeds: int = 2
     steps: int = STEPS
     workers: tuple[int, ...] = (2, 5, 10, 20, 50, 100)
-    cnn_workers: tuple[int, ...] = (5, 20, 100)
-    shifted_workers: tuple[int, ...] = (20, 50, 100)
+    both_ways_workers: tuple[int, ...] = (2, 5, 10, 20, 100)
+    other_workers: tuple[int, ...] = (5, 20, 100)
     ratio_workers: tuple[int, ...] = (20, 50)
     ratios: tuple[float, ...] = (0.0003, 0.003, 0.01)
-    lr_workers: int = 50
+    lr_workers: int = 20
     lrs: tuple[float, ...] = (0.1, 1.0)
     long_workers: int = 20
     long_steps: int = 2 * STEPS
@@ -49,20 +51,28 @@ class UnionSize:
 
     def runs(self, dataset: str, seeds: Sequence[int]) -> list[Run]:
         """Return all runs, one seed after another."""
-        return [run for seed in seeds[: self.seeds] for run in self._runs(dataset, seed)]
+        usual = Run(dataset, "mlp", ONE_WAY, self.long_workers, LR, self.steps, seed=0)
+        found: list[Run] = []
+        for index, seed in enumerate(seeds[: self.seeds]):
+            found += self._usual_runs(replace(usual, seed=seed))
+            if index < self.varied_seeds:
+                found += self._varied_runs(replace(usual, seed=seed))
+        return found
 
-    def _runs(self, dataset: str, seed: int) -> Iterator[Run]:
-        usual = Run(dataset, "mlp", ONE_WAY, self.long_workers, LR, self.steps, seed)
-        for n in self.workers:
-            yield from (replace(usual, method=each, workers=n) for each in (ONE_WAY, BOTH_WAYS))
-        yield from (replace(usual, model="cnn", workers=n) for n in self.cnn_workers)
+    def _usual_runs(self, usual: Run) -> Iterator[Run]:
+        yield from (replace(usual, workers=n) for n in self.workers)
+        both_ways = replace(usual, method=BOTH_WAYS)
+        yield from (replace(both_ways, workers=n) for n in self.both_ways_workers)
+
+    def _varied_runs(self, usual: Run) -> Iterator[Run]:
+        yield from (replace(usual, model="cnn", workers=n) for n in self.other_workers)
         for n in self.ratio_workers:
             yield from (replace(usual, workers=n, ratio=ratio) for ratio in self.ratios)
         yield from (replace(usual, workers=self.lr_workers, lr=lr) for lr in self.lrs)
         yield replace(usual, steps=self.long_steps)
-        if dataset == "digits":
+        if usual.dataset == "digits":
             shifted = replace(usual, dataset=SHIFTED_DIGITS)
-            yield from (replace(shifted, workers=n) for n in self.shifted_workers)
+            yield from (replace(shifted, workers=n) for n in self.other_workers)
             yield replace(shifted, steps=self.long_steps)
 
 
