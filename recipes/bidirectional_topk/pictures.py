@@ -166,7 +166,7 @@ def _draw_savings(axes: Any, groups: list[Unions]) -> None:
 
 def _draw_bytes(axes: Any, received: list[TrafficMeans]) -> None:
     n = [each.workers for each in received]
-    columns = {
+    columns: dict[str, list[float]] = {
         "bidirectional: downlink messages": [each.down for each in received],
         "bidirectional: uplink and downlink messages": [e.up + e.down for e in received],
         "bidirectional: all, with control": [each.total for each in received],

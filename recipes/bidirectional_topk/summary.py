@@ -188,15 +188,19 @@ def traffic_means(rows: Iterable[Row]) -> list[TrafficMeans]:
 
 
 def _traffic_mean(n: int, rows: list[Row]) -> TrafficMeans:
-    counted = [spread(float(row[each.name]) for row in rows).mean for each in fields(Traffic)]
     ratio, d = float(rows[0]["ratio"]), int(rows[0]["d"])
     gather = METHODS[ONE_WAY].spec(ratio)
-    specs = (
-        METHODS[BOTH_WAYS].spec(ratio, selection="shard"),
-        gather,
-        gather.replace("allgather", "sharded"),
+    by_shard = METHODS[BOTH_WAYS].spec(ratio, selection="shard")
+    return TrafficMeans(
+        workers=n,
+        by_shard=received_bytes(by_shard, d, n),
+        gather=received_bytes(gather, d, n),
+        sharded=received_bytes(gather.replace("allgather", "sharded"), d, n),
+        **{
+            each.name: statistics.fmean(float(row[each.name]) for row in rows)
+            for each in fields(Traffic)
+        },
     )
-    return TrafficMeans(n, *counted, *(received_bytes(spec, d, n) for spec in specs))
 
 
 @dataclass
