@@ -36,10 +36,10 @@ def make_folder(path: Path) -> None:
 def write_csv(
     path: Path, header: Sequence[str], rows: Iterable[Sequence[object]], **notes: str
 ) -> None:
-    """Write a CSV file. Its first lines are comments: command, versions, date and ``notes``."""
+    """Write a CSV file. Its first lines are comments: the ``notes``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        file.writelines(f"# {key}: {text}\n" for key, text in (provenance() | notes).items())
+        file.writelines(f"# {key}: {text}\n" for key, text in notes.items())
         # The default is CRLF, which diff tools show as ^M.
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(header)
@@ -53,7 +53,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def read_notes(path: Path) -> dict[str, str]:
-    """Return the comments of a table by key: "command", "versions", "date" and the other notes."""
+    """Return the comments of a table, such as ``# task: ...``, by key."""
     with path.open() as file:
         comments = [line[1:].partition(":") for line in file if line.startswith("#")]
     return {key.strip(): text.strip() for key, _, text in comments}

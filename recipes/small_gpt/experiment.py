@@ -30,7 +30,7 @@ from torchcomp.spec import parse_aggregator, parse_outer_step
 
 _HERE = Path(__file__).resolve().parent
 COLUMNS = ("method", "seed", "loss", "bytes", "dense_bytes")
-RANKS, STEPS, SEEDS = 2, 200, 5
+RANKS, STEPS = 2, 200
 QUICK_STEPS = 10
 METHODS = (
     DENSE,
@@ -70,23 +70,20 @@ def main() -> None:
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = ExperimentParser(__doc__.splitlines()[0], _HERE)
+    parser = ExperimentParser(__doc__.splitlines()[0], _HERE, quick_seeds=(0,))
     parser.add_argument(
         "--methods",
         nargs="+",
         default=list(METHODS),
         help='"dense", spec strings, schedules, and "every(8) with compress=..., outer=..."',
     )
-    parser.add_argument("--seeds", type=int, help=f"runs of every method [{SEEDS}; quick: 1]")
     parser.add_argument("--steps", type=int, help=f"of every run [{STEPS}; quick: {QUICK_STEPS}]")
     parser.add_argument("--ranks", type=int, default=RANKS, help=f"processes [{RANKS}]")
     parser.add_argument("--lr", type=float, default=LR, help=f"peak learning rate [{LR:g}]")
-    parsed = parser.parse_args(words)
-    usual = {"seeds": 1, "steps": QUICK_STEPS} if parsed.quick else {"seeds": SEEDS, "steps": STEPS}
-    for name, number in usual.items():
-        if getattr(parsed, name) is None:
-            setattr(parsed, name, number)
-    for name in ("seeds", "steps", "ranks"):
+    parsed = parser.read(words)
+    if parsed.steps is None:
+        parsed.steps = QUICK_STEPS if parsed.quick else STEPS
+    for name in ("steps", "ranks"):
         check_count(f"--{name}", getattr(parsed, name))
     check_positive("--lr", parsed.lr)
     if BATCH % parsed.ranks:
@@ -95,7 +92,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parsed.methods = list(dict.fromkeys([DENSE, *parsed.methods]))
     for method in parsed.methods[1:]:
         check_method(method)
-    same = parsed.methods == list(METHODS) and (parsed.seeds, parsed.steps) == (SEEDS, STEPS)
+    same = parsed.methods == list(METHODS) and parsed.steps == STEPS
     parsed.out = parser.output_folder(
         parsed, published=same and (parsed.ranks, parsed.lr) == (RANKS, LR)
     )
@@ -125,7 +122,7 @@ def missing(arguments: argparse.Namespace, table: ResultTable) -> list[Run]:
     finished = {(row["method"], int(row["seed"])) for row in table.rows}
     return [
         Run(method, arguments.steps, seed, arguments.lr)
-        for seed in range(arguments.seeds)
+        for seed in arguments.seeds
         for method in arguments.methods
         if (method, seed) not in finished
     ]
@@ -149,7 +146,8 @@ def text_table(compared: list[Summary]) -> str:
     """Return the comparison as text."""
     lines = [f"{'loss':>6}{'excess, %':>15}{'traffic':>13}  method"]
     for each in compared:
-        lines.append(f"{each.loss:>6.3f}{each.spread:>15}{each.saving:>7.1f}x less  {each.method}")
+        excess = each.excess.with_deviation(1, sign="+")
+        lines.append(f"{each.loss.mean:>6.3f}{excess:>15}{each.saving:>7.1f}x less  {each.method}")
     lines.append("excess: validation loss above that of plain DDP, by seed: mean and deviation")
     return "\n".join(lines)
 

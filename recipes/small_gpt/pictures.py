@@ -15,11 +15,13 @@ def draw_tradeoff(compared: list[Summary], title: str, path: Path) -> None:
 
     figure, axes = pyplot().subplots(figsize=(11.5, 5.2), layout="constrained")
     # The legend lists the best methods first, like the points from the bottom up.
-    shown = sorted((c for c in compared if c.method != DENSE), key=lambda each: each.excess)
+    shown = sorted((c for c in compared if c.method != DENSE), key=lambda each: each.excess.mean)
     for number, each in enumerate(shown, 1):
         color = "C2" if _is_good(each) else "C0"
-        point, spread = (each.saving, each.excess), each.deviation
-        axes.errorbar(*point, yerr=spread, color=color, alpha=0.4, capsize=3, linewidth=1)
+        point = (each.saving, each.excess.mean)
+        axes.errorbar(
+            *point, yerr=each.excess.deviation, color=color, alpha=0.4, capsize=3, linewidth=1
+        )
         axes.plot(*point, "o", color=color, markersize=15, label=f"{number:>2}  {each.method}")
         axes.annotate(
             str(number), point, ha="center", va="center", color="white", fontweight="bold", size=9
@@ -49,4 +51,4 @@ def draw_tradeoff(compared: list[Summary], title: str, path: Path) -> None:
 
 
 def _is_good(each: Summary) -> bool:
-    return each.excess <= _TARGET_EXCESS and each.saving >= _TARGET_SAVING
+    return each.excess.mean <= _TARGET_EXCESS and each.saving >= _TARGET_SAVING

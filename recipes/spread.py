@@ -1,0 +1,72 @@
+"""Means over seeds, their deviations, and differences paired by seed.
+
+All experiments use these, so a "±" means the same on all pages: after a mean, the sample standard
+deviation over the seeds; after a difference, its standard error.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The mean and the spread of some values.
+
+    Attributes:
+        mean: their mean.
+        deviation: their sample standard deviation; NaN for a single value.
+        count: how many there are.
+    """
+
+    mean: float
+    deviation: float
+    count: int
+
+    @property
+    def error(self) -> float:
+        """The standard error of the mean; NaN for a single value."""
+        return self.deviation / math.sqrt(self.count)
+
+    def with_deviation(self, digits: int = 2, sign: str = "") -> str:
+        """Return mean and deviation as text: ``"89.14 ± 1.24"``; a single value stands alone.
+
+        Args:
+            digits: after the decimal point.
+            sign: "+" to show the sign of a positive mean, too.
+        """
+        return _plus_minus(self.mean, self.deviation, digits, sign)
+
+    def with_error(self, digits: int = 2) -> str:
+        """Return a difference and its standard error as text, with a sign: ``"+1.17 ± 0.52"``."""
+        return _plus_minus(self.mean, self.error, digits, "+")
+
+
+def spread(values: Iterable[float]) -> Spread:
+    """Return mean and deviation of at least one value."""
+    listed = list(values)
+    deviation = statistics.stdev(listed) if len(listed) > 1 else math.nan
+    return Spread(statistics.fmean(listed), deviation, len(listed))
+
+
+def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Spread:
+    """Return the spread of the differences ``ours - theirs``, seed by seed.
+
+    Args:
+        ours: a value by seed.
+        theirs: a value by seed. Only the seeds of both are compared.
+
+    Raises:
+        ValueError: if they have no seed in common.
+    """
+    seeds = [seed for seed in ours if seed in theirs]
+    if not seeds:
+        raise ValueError(f"no seed in common: {sorted(ours)} and {sorted(theirs)}")
+    return spread(ours[seed] - theirs[seed] for seed in seeds)
+
+
+def _plus_minus(mean: float, spread: float, digits: int, sign: str) -> str:
+    # Adding 0 turns -0.0 into 0.0.
+    text = f"{round(mean, digits) + 0.0:{sign}.{digits}f}"
+    return text if math.isnan(spread) else f"{text} ± {spread:.{digits}f}"
