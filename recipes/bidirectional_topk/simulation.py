@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recipes.bidirectional_topk.serial import SerialWorkers
 from torchcomp import Averager, InProcessExchange, run_in_process
 
 Gradients = dict[str, Tensor]
@@ -98,6 +99,23 @@ class Workers:
         if taken:
             self._write(gradients)
         return taken and all(bool(p.grad.isfinite().all()) for p in self.parameters.values())
+
+    def continue_from(self, serial: SerialWorkers) -> None:
+        """Take over the residuals of a serial run of the same method and model."""
+        server = serial.parts(serial.server_residual)
+        taken = dict.fromkeys(server, 0)
+        for rank, averager in enumerate(self.averagers):
+            state = averager.state_dict()
+            slots = {name: slot["tensors"] for name, slot in state["slots"].items()}
+            if "error" in slots and serial.method.up:
+                for name, values in serial.parts(serial.residuals[rank]).items():
+                    slots["error"][name].view(-1).copy_(values)
+            # Ranks own successive parts of a parameter.
+            for name, part in slots.get("server_error", {}).items():
+                first = taken[name]
+                part.copy_(server[name][first : first + part.numel()])
+                taken[name] += part.numel()
+            averager.load_state_dict(state)
 
     def _gradients(self, loss: Tensor) -> Gradients:
         gradients = torch.autograd.grad(loss, list(self.parameters.values()))
