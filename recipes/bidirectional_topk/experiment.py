@@ -13,9 +13,10 @@ The experiments are those of Zou's thesis (2022). The parts are
   status is 1 if a number differs from the thesis's.
 * union: the union of the workers' supports over whole runs, and the bytes that a rank receives.
 * accuracy: test accuracy without compression, and with it in one direction or in both.
+* lr_inside: test accuracy with the learning rate inside the residual and outside of it.
 
-The last two simulate N workers in one process (``serial.py``), with batches of 10 and K = 0.001 d.
-Each part writes its table as a CSV file and draws a picture from it.
+All but the first simulate N workers in one process (``serial.py``), with batches of 10 and, if not
+said otherwise, K = 0.001 d. Each part writes its table as a CSV file and draws a picture from it.
 """
 
 import argparse
@@ -31,8 +32,17 @@ from pathlib import Path
 
 import torch
 
-from recipes.bidirectional_topk import accuracy, counterexample, pictures, runs, tables, union
+from recipes.bidirectional_topk import (
+    accuracy,
+    counterexample,
+    lr_inside,
+    pictures,
+    runs,
+    tables,
+    union,
+)
 from recipes.bidirectional_topk.accuracy import AccuracySize
+from recipes.bidirectional_topk.lr_inside import LrInsideSize
 from recipes.bidirectional_topk.problems import DATASETS, Problem, open_problem
 from recipes.bidirectional_topk.runs import Run
 from recipes.bidirectional_topk.union import UnionSize
@@ -41,7 +51,7 @@ from recipes.experiments import ExperimentParser, ResultTable, tuning_seeds
 from recipes.result_files import make_folder
 from torchcomp.checks import check_count
 
-PARTS = ("counterexample", "union", "accuracy")
+PARTS = ("counterexample", "union", "accuracy", "lr_inside")
 _HERE = Path(__file__).resolve().parent
 _Measure = Callable[[Run, Problem], list[object]]
 
@@ -53,9 +63,10 @@ class ExperimentSize:
     lrs: tuple[float, ...]
     union: UnionSize
     accuracy: AccuracySize
+    lr_inside: LrInsideSize
 
 
-WHOLE = ExperimentSize(counterexample.LRS, UnionSize(), AccuracySize())
+WHOLE = ExperimentSize(counterexample.LRS, UnionSize(), AccuracySize(), LrInsideSize())
 QUICK = ExperimentSize(
     lrs=counterexample.QUICK_LRS,
     union=UnionSize(
@@ -73,6 +84,7 @@ QUICK = ExperimentSize(
         long_steps=150,
     ),
     accuracy=AccuracySize(cases=(("mlp", 4), ("cnn", 4)), lrs=(0.1, 0.3), steps=20, tuning_seeds=1),
+    lr_inside=LrInsideSize(workers=4, steps=20, lrs=(0.3,), tuning_seeds=1),
 )
 
 
@@ -91,6 +103,8 @@ def main() -> None:
     if "counterexample" in parts:
         differing = run_counterexample(size, parts["counterexample"])
     run_workers(arguments, size, parts)
+    if "lr_inside" in parts:
+        run_lr_inside(arguments, size, parts["lr_inside"])
     print(f"tables and pictures are in {arguments.out}")
     print(f"total time: {time.monotonic() - started:.0f} s")
     if differing:
@@ -116,6 +130,7 @@ def open_tables(arguments: argparse.Namespace, size: ExperimentSize) -> dict[str
         "counterexample": (counterexample.COLUMNS, counterexample.TASK),
         "union": (union.COLUMNS, size.union.task(arguments.dataset)),
         "accuracy": (accuracy.COLUMNS, size.accuracy.task(arguments.dataset)),
+        "lr_inside": (lr_inside.COLUMNS, size.lr_inside.task(arguments.dataset)),
     }
     return {
         part: ResultTable(
@@ -160,6 +175,15 @@ def run_workers(
     finally:
         # After an error or Ctrl-C, do not start the queued measurements.
         pool.shutdown(cancel_futures=True)
+
+
+def run_lr_inside(arguments: argparse.Namespace, size: ExperimentSize, table: ResultTable) -> None:
+    """Compare both places of the learning rate, one run after another."""
+    torch.set_num_threads(1)
+    problem = open_problem(arguments.dataset, lr_inside.MODEL, arguments.data)
+    tuning = tuning_seeds(arguments.seeds, size.lr_inside.tuning_seeds)
+    lr_inside.measure(problem, size.lr_inside, table, arguments.seeds, tuning)
+    _show(arguments.out, "lr_inside")
 
 
 def _measure_missing(

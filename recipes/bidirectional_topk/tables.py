@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from recipes.bidirectional_topk import counterexample
+from recipes.bidirectional_topk import counterexample, lr_inside
 from recipes.bidirectional_topk.methods import METHODS
 from recipes.bidirectional_topk.problems import SHIFTED_DIGITS
 from recipes.bidirectional_topk.runs import RATIO
@@ -183,6 +183,11 @@ def differences(results: Path) -> str:
     return markdown_table(["", *(f"{ours} - {theirs}" for ours, theirs in pairs)], rows)
 
 
+def learning_rate(results: Path) -> str:
+    """Return the comparison of the learning rate inside the residual and outside of it."""
+    return lr_inside.text_of(read_csv(results / lr_inside.TABLE))
+
+
 TABLES = {
     "counterexample_values": counterexample_values,
     "counterexample_scan": counterexample_scan,
@@ -194,6 +199,7 @@ TABLES = {
     "traffic": traffic,
     "accuracy": accuracy,
     "differences": differences,
+    "lr_inside": learning_rate,
 }
 
 
