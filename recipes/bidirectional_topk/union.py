@@ -22,8 +22,8 @@ class UnionSize:
     """The grid of the measurement.
 
     Attributes:
-        seeds, varied_seeds: how many of the reported seeds are used, for the MLP at the usual
-            settings and for all other runs.
+        seeds, varied_seeds: how many of the reported seeds are used, for the unidirectional runs of
+            the MLP at the usual settings, and for all other runs.
         workers, both_ways_workers: N of the MLP, unidirectional and bidirectional. All other runs
             are unidirectional.
         other_workers: N of the CNN, and of the MLP on the shifted digits.
@@ -54,17 +54,14 @@ class UnionSize:
         usual = Run(dataset, "mlp", ONE_WAY, self.long_workers, LR, self.steps, seed=0)
         found: list[Run] = []
         for index, seed in enumerate(seeds[: self.seeds]):
-            found += self._usual_runs(replace(usual, seed=seed))
+            found += [replace(usual, seed=seed, workers=n) for n in self.workers]
             if index < self.varied_seeds:
                 found += self._varied_runs(replace(usual, seed=seed))
         return found
 
-    def _usual_runs(self, usual: Run) -> Iterator[Run]:
-        yield from (replace(usual, workers=n) for n in self.workers)
+    def _varied_runs(self, usual: Run) -> Iterator[Run]:
         both_ways = replace(usual, method=BOTH_WAYS)
         yield from (replace(both_ways, workers=n) for n in self.both_ways_workers)
-
-    def _varied_runs(self, usual: Run) -> Iterator[Run]:
         yield from (replace(usual, model="cnn", workers=n) for n in self.other_workers)
         for n in self.ratio_workers:
             yield from (replace(usual, workers=n, ratio=ratio) for ratio in self.ratios)
