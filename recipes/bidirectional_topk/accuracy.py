@@ -27,7 +27,7 @@ class AccuracySize:
     cases: tuple[tuple[str, int], ...] = (("mlp", 20), ("mlp", 50), ("mlp", 100), ("cnn", 20))
     lrs: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0)
     steps: int = 200
-    tuning_seeds: int = 2
+    tuning_seeds: int = 1
 
     def task(self, dataset: str) -> str:
         """Return the settings that all rows share."""

@@ -50,13 +50,15 @@ class UnionSize:
         return f"{dataset}, {self.steps} steps, unions over windows of {WINDOW} steps"
 
     def runs(self, dataset: str, seeds: Sequence[int]) -> list[Run]:
-        """Return all runs, one seed after another."""
+        """Return all runs, those at the usual settings first."""
         usual = Run(dataset, "mlp", ONE_WAY, self.long_workers, LR, self.steps, seed=0)
-        found: list[Run] = []
-        for index, seed in enumerate(seeds[: self.seeds]):
-            found += [replace(usual, seed=seed, workers=n) for n in self.workers]
-            if index < self.varied_seeds:
-                found += self._varied_runs(replace(usual, seed=seed))
+        found = [
+            replace(usual, seed=seed, workers=n)
+            for seed in seeds[: self.seeds]
+            for n in self.workers
+        ]
+        for seed in seeds[: self.varied_seeds]:
+            found += self._varied_runs(replace(usual, seed=seed))
         return found
 
     def _varied_runs(self, usual: Run) -> Iterator[Run]:
