@@ -12,6 +12,8 @@ from recipes.bidirectional_topk.runs import Run
 COLUMNS = runs.COLUMNS
 Row = dict[str, str]
 """A row of the table, as texts by column."""
+Case = tuple[str, int]
+"""A model and a number of workers."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +21,12 @@ class AccuracySize:
     """The grid of the measurement.
 
     Attributes:
-        cases: models, each with a number of workers.
+        cases: models, each with a number of workers. They are measured one after another.
         lrs: the learning rates that are tried with every method.
         tuning_seeds: how many seeds each is tried with.
     """
 
-    cases: tuple[tuple[str, int], ...] = (("mlp", 20), ("mlp", 50), ("mlp", 100), ("cnn", 20))
+    cases: tuple[Case, ...] = (("mlp", 20), ("mlp", 50), ("mlp", 100), ("cnn", 20))
     lrs: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0)
     steps: int = 200
     tuning_seeds: int = 1
@@ -34,28 +36,30 @@ class AccuracySize:
         lrs = " ".join(f"{lr:g}" for lr in self.lrs)
         return f"{dataset}, {self.steps} steps, learning rates {lrs}"
 
-    def tuning_runs(self, dataset: str, seeds: Sequence[int]) -> list[Run]:
-        """Return the runs that choose the learning rates."""
+    def tuning_runs(self, dataset: str, case: Case, seeds: Sequence[int]) -> list[Run]:
+        """Return the runs that choose the learning rates of one case."""
         return [
             replace(usual, lr=lr, seed=seed, images="validation")
-            for usual in self._usual(dataset)
+            for usual in self._usual(dataset, case)
             for lr in self.lrs
             for seed in seeds
         ]
 
-    def test_runs(self, dataset: str, seeds: Sequence[int], rows: Sequence[Row]) -> list[Run]:
-        """Return the reported runs, each at the learning rate that the tuning runs chose."""
+    def test_runs(
+        self, dataset: str, case: Case, seeds: Sequence[int], rows: Sequence[Row]
+    ) -> list[Run]:
+        """Return the reported runs of one case, each at the learning rate that was chosen."""
         return [
             replace(usual, lr=best_lr(usual, rows), seed=seed)
-            for usual in self._usual(dataset)
+            for usual in self._usual(dataset, case)
             for seed in seeds
         ]
 
-    def _usual(self, dataset: str) -> list[Run]:
+    def _usual(self, dataset: str, case: Case) -> list[Run]:
+        model, workers = case
         # The longest first, so that no process is left alone with one at the end.
         return [
             Run(dataset, model, method, workers, self.lrs[0], self.steps, seed=0)
-            for model, workers in sorted(self.cases, key=lambda case: -case[1])
             for method in reversed(METHODS)
         ]
 

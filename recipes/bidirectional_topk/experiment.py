@@ -166,10 +166,11 @@ def run_workers(
             pictures.draw_union(arguments.out)
         if (table := parts.get("accuracy")) is not None:
             tuning = tuning_seeds(seeds, size.accuracy.tuning_seeds)
-            tried = size.accuracy.tuning_runs(dataset, tuning)
-            _measure_missing(pool, accuracy.measure, tried, data, table)
-            tested = size.accuracy.test_runs(dataset, seeds, table.rows)
-            _measure_missing(pool, accuracy.measure, tested, data, table)
+            for case in size.accuracy.cases:
+                tried = size.accuracy.tuning_runs(dataset, case, tuning)
+                _measure_missing(pool, accuracy.measure, tried, data, table)
+                tested = size.accuracy.test_runs(dataset, case, seeds, table.rows)
+                _measure_missing(pool, accuracy.measure, tested, data, table)
             _show(arguments.out, "accuracy", "differences")
             pictures.draw_accuracy(arguments.out)
     finally:

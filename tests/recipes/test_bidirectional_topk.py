@@ -491,11 +491,11 @@ def test_the_learning_rate_is_the_best_on_the_held_out_images() -> None:
         for run, percent, loss in scored
         for outcome in [runs.Outcome(10, 1, 10, percent, loss, (1.0,))]
     ]
-    size = accuracy.AccuracySize(cases=(("mlp", 20),))
     assert accuracy.best_lr(usual, rows) == 1.0
     reported = Run("digits", "mlp", "dense", 20, 1.0, 200, 7)
     assert accuracy.best_lr(reported, rows) == 1.0
-    assert len(size.tuning_runs("digits", [1000, 1001])) == 4 * 4 * 2
+    size = accuracy.AccuracySize()
+    assert len(size.tuning_runs("digits", ("mlp", 20), [1000, 1001])) == 4 * 4 * 2
 
 
 def test_real_averagers_count_the_traffic(digits: problems.Problem) -> None:
@@ -598,11 +598,10 @@ def test_published_tables_are_resumed_with_nothing_missing() -> None:
     assert runs.missing(wanted, unions) == []
     removed = unions.pop()
     assert runs.missing(wanted, unions) == [Run.of(removed)]
-    for wanted in (
-        size.accuracy.tuning_runs("digits", [1000]),
-        size.accuracy.test_runs("digits", seeds, accuracies),
-    ):
-        assert runs.missing(wanted, accuracies) == []
+    for case in size.accuracy.cases:
+        tuned = size.accuracy.tuning_runs("digits", case, [1000])
+        tested = size.accuracy.test_runs("digits", case, seeds, accuracies)
+        assert runs.missing(tuned + tested, accuracies) == []
 
 
 def test_published_unions_are_near_the_thesis_s() -> None:
