@@ -42,8 +42,8 @@ def seen(results: Path) -> str:
     return (
         f"- **What we see**: with N = {workers}, the union is {unions} K (thesis: {thesis} K). The "
         f"saving of a server grows like N^{entries:.2f} in entries and like N^{nbytes:.2f} in "
-        f"bytes ({_MEASURED}, {len(groups[0].late)} seeds, `--only union`). Bidirectional TopK ends "
-        f"{gaps[0]} points from unidirectional and {gaps[1]} from dense (200 steps, 5 seeds, "
+        f"bytes ({_MEASURED}, {len(groups[0].late)} seeds, `--only union`). Bidirectional TopK "
+        f"ends {gaps[0]} points from unidirectional and {gaps[1]} from dense (200 steps, 5 seeds, "
         "`--only accuracy`)."
     )
 
