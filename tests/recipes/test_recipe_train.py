@@ -84,6 +84,7 @@ def gloo_threads() -> int:
         ["--schedule", "step", "--milestones", "1", "--warmup-steps", "5", "--eval-every", "5"],
         ["--model", "timm/test_resnet"],
         ["--mixup", "0.2", "--clip-norm", "0.5", "--randaugment-ops", "2", "--amp", "bf16"],
+        ["--compress", "ef(topk(0.1))", "--lr-inside", "--momentum", "0"],
         ["--sync", "every(3)", "--bn-images", "100"],
         ["--outer", "nesterov(lr=0.9, momentum=0.5)", "--sync", "every(3)"],
     ],
