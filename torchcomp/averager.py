@@ -598,7 +598,7 @@ class Averager:
     ) -> None:
         self.groups, self.buckets = _groups(state["groups"]), _groups(state["buckets"])
         self.step, self.seed, self.scale = state["step"], state["seed"], float(state["scale"])
-        self.lrs = {name: float(lr) for name, lr in state["lrs"].items()}
+        self.lrs = dict(state["lrs"])
         self._meter.load_state_dict(state["traffic"], self.step)
         self._flushing = state["flushing"]
         self._active = _FLUSH if self._flushing else self._aggregator
