@@ -184,7 +184,7 @@ class Averager:
             # the ranks would run different collectives.
             thresholds = [(name, t.tolist()) for name, t in self.state.items("thresholds")]
             values["thresholds"] = sorted(thresholds)
-            values["lr"] = lr
+            values["lr"] = self._step_lrs
             self.exchange.verify("the first step", values, checkpoint.ONE_STEP)
             self._verified = True
         # Residuals and estimates have the unit of the scaled gradients.
