@@ -75,6 +75,10 @@ def text(results: Path) -> str:
         return "Not measured yet."
     tuning = len({row["seed"] for row in rows if row["images"] == HELD_OUT})
     first = next(row for row in rows if row["images"] == TEST)
+
+    def distinct(column: str) -> list[str]:
+        return sorted({row[column].partition("T")[0] for row in rows})
+
     return f"""
 Accuracy on the digits' test images at the end of the schedule, for every method of this page. The
 small CNN trains on {first["ranks"]} ranks over the loopback, in the setting of [time to
@@ -86,12 +90,15 @@ python -m benchmarks.accuracy --resume
 
 - Mean and standard deviation over the seeds; after a difference, its standard error, paired by
   seed. One test image is {100 / 360:.2f} points.
-- The peak learning rate of each method is the best of {", ".join(f"{lr:g}" for lr in LRS)} on 240
-  held-out images, every sixth of the training images, with {tuning} other
-  seed{"s" if tuning > 1 else ""}. The reported runs train on all training images.
-- These are few images: learning rates that differ by less than half a point on them cannot be told
-  apart, so as small a difference between two methods can come from the choice of theirs.
+- Each method has its own peak learning rate: the best of {", ".join(f"{lr:g}" for lr in LRS)} on
+  240 held-out images. They are every sixth training image, and the seeds are others ({tuning} per
+  learning rate). The reported runs train on all training images.
+- So few images cannot tell apart learning rates that differ by less than half a point. A difference
+  of that size between two methods can come from this choice, and the best learning rate can lie
+  beyond an end of the grid.
 - Rank 0's weights are tested. Momentum is 0.9, as in the configuration.
+- Measured on {", ".join(distinct("date"))}, with torch {", ".join(distinct("torch"))}, at revisions
+  {", ".join(distinct("revision"))}.
 
 {conclusion(found)}
 """
