@@ -31,6 +31,7 @@ from recipes.result_files import make_folder
 from recipes.spread import Spread, paired, spread
 
 TABLE = "lr_inside.csv"
+MODEL = "mlp"
 FORMS = ("outside", "inside")
 COMPARED = ("unidirectional", "bidirectional")
 
@@ -58,11 +59,11 @@ class LrInsideSize:
     lrs: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0)
     tuning_seeds: int = 2
 
-    def task(self, problem: Problem) -> str:
+    def task(self, dataset: str) -> str:
         """Return the settings that all rows share."""
         lrs = " ".join(f"{lr:g}" for lr in self.lrs)
         return (
-            f"{problem.dataset}, {problem.model}, {self.workers} workers, {self.steps} steps, "
+            f"{dataset}, {MODEL}, {self.workers} workers, {self.steps} steps, "
             f"K = {RATIO:g} d, peak learning rates {lrs}"
         )
 
@@ -89,15 +90,15 @@ COLUMNS = (*(field.name for field in fields(LrRun)), "accuracy", "loss")
 
 
 def main() -> None:
-    """Measure the digits with the MLP, and print the comparison."""
+    """Measure the digits, and print the comparison."""
     parser = ExperimentParser(__doc__.splitlines()[0], Path(__file__).parent, seeds=range(10))
     with exit_on_user_error():
         arguments = parser.read(sys.argv[1:])
         size = LrInsideSize(workers=4, steps=20, lrs=(0.3,)) if arguments.quick else LrInsideSize()
-        folder, problem = parser.output_folder(arguments), open_problem("digits", "mlp", None)
+        folder, problem = parser.output_folder(arguments), open_problem("digits", MODEL, None)
         make_folder(folder)
         torch.set_num_threads(1)  # tensors are small: more threads would only wait for each other
-        task = size.task(problem)
+        task = size.task(problem.dataset)
         table = ResultTable(folder / TABLE, COLUMNS, task, resume=arguments.resume)
         tuning = tuning_seeds(arguments.seeds, size.tuning_seeds)
         measure(problem, size, table, arguments.seeds, tuning)

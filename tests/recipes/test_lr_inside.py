@@ -81,7 +81,7 @@ def test_the_rows_are_resumed_and_compared(
     size = LrInsideSize(lrs=(1.0, 2.0))
 
     def measured(resume: bool) -> ResultTable:
-        path, task = tmp_path / lr_inside.TABLE, size.task(problem)
+        path, task = tmp_path / lr_inside.TABLE, size.task(problem.dataset)
         table = ResultTable(path, lr_inside.COLUMNS, task, resume=resume)
         lr_inside.measure(problem, size, table, seeds=(0, 1), tuning=(7,))
         return table
