@@ -33,12 +33,25 @@ class Settings:
         0.875, "photographs: share of the shorter side that a test image keeps", above=0, max=1
     )
     randaugment_ops: int = option(0, "RandAugment: operations per image (0: none)", min=0)
-    randaugment_magnitude: int = option(10, "RandAugment: magnitude, 0 to 30", min=0, max=30)
+    randaugment_magnitude: int = option(
+        10, "RandAugment: magnitude, 0 to 30; with composer, 1 to 10", min=0, max=30
+    )
+    randaugment_variant: str = option(
+        "torchvision",
+        "RandAugment: operations of torchvision, all of one strength, or those of Composer, which "
+        "draw theirs below the magnitude",
+        choices=("torchvision", "composer"),
+    )
     mixup: float = option(0.0, "MixUp: alpha of Beta(alpha, alpha) (0: none)", min=0)
+    mixup_shares: str = option(
+        "image", "MixUp: a share for each image or micro-batch", choices=("image", "micro-batch")
+    )
 
     # Model and loss.
     model: str = option(
-        "smallcnn", "smallcnn, simple_vit/b16 or ti16, torchvision/NAME or timm/NAME"
+        "smallcnn",
+        "smallcnn, simple_vit/b16 or ti16, vit_pytorch/simple_b16 or simple_ti16, torchvision/NAME "
+        "or timm/NAME",
     )
     small_stem: bool = option(
         False, "torchvision ResNets: 3x3 stem without pooling, for small images"
@@ -78,6 +91,9 @@ class Settings:
     compress: str = option(
         "none",
         'compress gradients (with --sync: pseudo-gradients), e.g. "ef(topk(0.01))"',
+    )
+    lr_inside: bool = option(
+        False, "with --compress: keep the residual in the unit of the update, not of the gradient"
     )
     sync: str = option("none", 'local steps between averages, e.g. "qsr(alpha=0.0175, h_base=4)"')
     outer: str = option("none", 'with --sync: outer step, e.g. "nesterov(lr=0.7, momentum=0.9)"')
@@ -129,9 +145,19 @@ def _check_together(settings: Settings) -> None:
         raise RecipeError(
             "--schedule step-cosine needs --final-lr above 0, because it takes the logarithm"
         )
+    if settings.randaugment_variant == "composer" and not 1 <= settings.randaugment_magnitude <= 10:
+        raise RecipeError(
+            "--randaugment-variant composer needs a --randaugment-magnitude of 1 to 10, found "
+            f"{settings.randaugment_magnitude}"
+        )
     if settings.outer != "none" and settings.sync == "none":
         raise RecipeError(
             f"--outer {settings.outer} needs --sync: an outer step follows an average of weights"
+        )
+    if settings.lr_inside and (settings.compress == "none" or settings.sync != "none"):
+        raise RecipeError(
+            "--lr-inside needs --compress, and no --sync: only the residual of compressed "
+            "gradients can be in another unit; pseudo-gradients contain the learning rate already"
         )
     # --dry-run and --shrink do not read the data, except to count the images of a folder.
     opened = settings.dataset == "folder" or not (settings.dry_run or settings.shrink)

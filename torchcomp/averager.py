@@ -184,7 +184,7 @@ class Averager:
             # the ranks would run different collectives.
             thresholds = [(name, t.tolist()) for name, t in self.state.items("thresholds")]
             values["thresholds"] = sorted(thresholds)
-            values["lr"] = lr
+            values["lr"] = self._step_lrs
             self.exchange.verify("the first step", values, checkpoint.ONE_STEP)
             self._verified = True
         # Residuals and estimates have the unit of the scaled gradients.
@@ -598,7 +598,7 @@ class Averager:
     ) -> None:
         self.groups, self.buckets = _groups(state["groups"]), _groups(state["buckets"])
         self.step, self.seed, self.scale = state["step"], state["seed"], float(state["scale"])
-        self.lrs = {name: float(lr) for name, lr in state["lrs"].items()}
+        self.lrs = dict(state["lrs"])
         self._meter.load_state_dict(state["traffic"], self.step)
         self._flushing = state["flushing"]
         self._active = _FLUSH if self._flushing else self._aggregator

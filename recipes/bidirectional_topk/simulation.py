@@ -74,11 +74,12 @@ class Workers:
         self.exchanges = LoggedExchange.ranks(count)
         self.averagers = [Averager(spec, each, self.parameters) for each in self.exchanges]
 
-    def backward(self, loss_of: Callable[[int], Tensor]) -> bool:
+    def backward(self, loss_of: Callable[[int], Tensor], lr: float | None = None) -> bool:
         """Compute and average the gradients of all workers, and store the result in ``grad``.
 
         Args:
             loss_of: returns the loss of a worker's batch, given its rank.
+            lr: learning rate of the step, to keep it inside the residuals.
 
         Returns:
             Whether the result is finite. If it is not, the caller must skip the optimizer step.
@@ -86,7 +87,7 @@ class Workers:
         gradients = [self._gradients(loss_of(exchange.rank)) for exchange in self.exchanges]
 
         def average(exchange: LoggedExchange) -> bool:
-            return self._average(exchange, gradients[exchange.rank])
+            return self._average(exchange, gradients[exchange.rank], lr)
 
         # All workers skip a step together, so rank 0's result is valid for all.
         taken = run_in_process(len(self.exchanges), average, self.exchanges)[0]
@@ -115,9 +116,10 @@ class Workers:
         gradients = torch.autograd.grad(loss, list(self.parameters.values()))
         return dict(zip(self.parameters, gradients, strict=True))
 
-    def _average(self, exchange: LoggedExchange, gradients: Gradients) -> bool:
+    def _average(self, exchange: LoggedExchange, gradients: Gradients, lr: float | None) -> bool:
         exchange.log.clear()
-        return self.averagers[exchange.rank].average_all(gradients, may_skip=True)
+        averager = self.averagers[exchange.rank]
+        return averager.average_all(gradients, lr=lr, may_skip=True)
 
     def _write(self, gradients: list[Gradients]) -> None:
         first, *others = gradients
