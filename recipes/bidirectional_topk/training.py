@@ -1,7 +1,7 @@
 """Training by many simulated workers. Each one takes its own ten images of every batch."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -32,12 +32,11 @@ def train(
     lr: float,
     steps: int,
     seed: int,
-    after_step: Callable[[int], None] | None = None,
 ) -> bool:
     """Take ``steps`` steps of plain SGD, and return whether every gradient stayed finite."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     chosen = batches(problem, len(workers.exchanges), seed)
-    for step, shares in enumerate(itertools.islice(chosen, steps)):
+    for shares in itertools.islice(chosen, steps):
         # The default argument binds this step's shares, not those of a later step.
         def loss_of(rank: int, shares: torch.Tensor = shares) -> torch.Tensor:
             mine = problem.train.take(shares[rank])
@@ -46,8 +45,6 @@ def train(
         if not workers.backward(loss_of):
             return False
         optimizer.step()
-        if after_step is not None:
-            after_step(step)
     return True
 
 
