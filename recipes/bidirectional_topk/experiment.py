@@ -74,7 +74,6 @@ QUICK = ExperimentSize(
         varied_seeds=1,
         steps=100,
         workers=(2, 4, 8),
-        both_ways_workers=(2, 8),
         other_workers=(2, 4),
         ratio_workers=(4,),
         ratios=(0.003,),

@@ -93,7 +93,7 @@ def unions(results: Path) -> str:
         n = each.run.workers
         halves = [spread(half.values()).with_deviation(2) for half in each.halves]
         first = f"{spread(each.over(0, 25).values()).mean:.2f}"
-        both = spread(both_ways[n].late.values()).with_deviation(2) if n in both_ways else ""
+        both = spread(both_ways[n].late.values()).with_deviation(2)
         rows.append(
             [n, PUBLISHED.get(n, ""), f"{each.random:.2f}", first, *halves, _change(each), both]
         )

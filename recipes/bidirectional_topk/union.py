@@ -24,8 +24,7 @@ class UnionSize:
     Attributes:
         seeds, varied_seeds: how many of the reported seeds are used, for the unidirectional runs of
             the MLP at the usual settings, and for all other runs.
-        workers, both_ways_workers: N of the MLP, unidirectional and bidirectional. All other runs
-            are unidirectional.
+        workers: N of the MLP, unidirectional and bidirectional. All other runs are unidirectional.
         other_workers: N of the CNN, and of the MLP on the shifted digits.
         ratio_workers, ratios: N of the runs with another K, and their K as shares of d.
         lr_workers, lrs: N of the runs with another learning rate, and their learning rates.
@@ -36,7 +35,6 @@ class UnionSize:
     varied_seeds: int = 2
     steps: int = STEPS
     workers: tuple[int, ...] = (2, 5, 10, 20, 50, 100)
-    both_ways_workers: tuple[int, ...] = (2, 5, 10, 20, 100)
     other_workers: tuple[int, ...] = (5, 20, 100)
     ratio_workers: tuple[int, ...] = (20, 50)
     ratios: tuple[float, ...] = (0.0003, 0.003, 0.01)
@@ -63,7 +61,7 @@ class UnionSize:
 
     def _varied_runs(self, usual: Run) -> Iterator[Run]:
         both_ways = replace(usual, method=BOTH_WAYS)
-        yield from (replace(both_ways, workers=n) for n in self.both_ways_workers)
+        yield from (replace(both_ways, workers=n) for n in self.workers)
         yield from (replace(usual, model="cnn", workers=n) for n in self.other_workers)
         for n in self.ratio_workers:
             yield from (replace(usual, workers=n, ratio=ratio) for ratio in self.ratios)
