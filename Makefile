@@ -13,7 +13,7 @@ help: ## list the targets
 quickstart: setup ## three methods, two ranks: a table and a plot
 	@.venv/bin/python -m recipes.quickstart $(ARGS)
 
-experiment-bidirectional-topk: setup ## counterexample, bytes, accuracy (30 min)
+experiment-bidirectional-topk: setup ## counterexample, unions, bytes, accuracy (30 min)
 	@.venv/bin/python -m recipes.bidirectional_topk.experiment $(ARGS)
 
 experiment-qsr: setup ## QSR and other schedules, SGD and AdamW (40 min)
