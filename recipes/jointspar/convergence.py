@@ -1,0 +1,213 @@
+"""Convergence of the paper's algorithm and of ours, with linear scaling, SGD and LARS.
+
+    python -m recipes.jointspar.convergence
+    python -m recipes.jointspar.convergence --quick
+    python -m recipes.jointspar.convergence --workers 4 --optimizers sgd \\
+        --methods 'jointspar(0.6, selection="per-rank", rule=Literal(alpha=1e-8))'
+
+Takes half an hour on two cores. The ranks are simulated in one process each run (simulation.py). The
+batch of a worker is fixed, so the whole batch and the learning rate grow with the workers. Held-out
+images and seeds that are not reported choose the learning rate of each method and optimizer. Every
+method is then trained with its own learning rate and with that of dense training. Writes
+``convergence_tuning.csv``, ``convergence.csv``, ``convergence_curves.csv`` and a picture for each
+optimizer.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+
+import torch
+
+from recipes.errors import RecipeError, exit_on_user_error
+from recipes.experiments import ResultTable, tuning_seeds
+from recipes.jointspar.convergence_drawing import draw_convergence
+from recipes.jointspar.convergence_runs import (
+    BATCH,
+    OUTCOME_COLUMNS,
+    RUN_COLUMNS,
+    SimulatedRun,
+    Trajectory,
+    simulate,
+    steps_per_epoch,
+)
+from recipes.jointspar.convergence_summary import chosen_lrs
+from recipes.jointspar.methods import parse_method
+from recipes.jointspar.parts import part_parser
+from recipes.jointspar.simulation import check_simulated
+from recipes.result_files import make_folder
+from torchcomp.checks import check_count
+
+DENSE = "dense"
+OPTIMIZERS = ("sgd", "lars")
+WORKERS = (2, 4, 8)
+LRS = {"sgd": (0.003125, 0.00625, 0.0125, 0.025), "lars": (0.025, 0.05, 0.1, 0.2)}
+"""Peak learning rates of one worker, for every method."""
+BUDGETS = (0.6, 0.3)
+# In the bandit's units, p_min^3 / L^2, this is 0.07 for L = 3.7, the largest norm of one rank's layer
+# that trial runs showed. The bandit experiment's best is 0.1.
+_LITERAL = "Literal(alpha=1e-08)"
+_TUNING_SEEDS = 2
+
+
+@dataclass(frozen=True)
+class ConvergenceSize:
+    """The length and the number of the runs."""
+
+    epochs: int
+    workers: tuple[int, ...]
+    grid: int
+
+    @property
+    def task(self) -> str:
+        """The settings that all rows share."""
+        return f"digits, residual MLP of 10 layers, {self.epochs} epochs, {BATCH} images per worker"
+
+
+WHOLE = ConvergenceSize(epochs=30, workers=WORKERS, grid=4)
+QUICK = ConvergenceSize(epochs=3, workers=(2, 4), grid=1)
+
+
+def default_methods() -> tuple[str, ...]:
+    """Return dense training, and at each budget the paper's algorithm and its variants."""
+    sampled = []
+    for budget in BUDGETS:
+        sampled += [
+            f'jointspar({budget}, selection="per-rank", rule={_LITERAL})',
+            f"jointspar({budget}, rule={_LITERAL})",
+            f'jointspar({budget}, costs="bytes")',
+            f"jointspar({budget}, rule=None)",
+        ]
+    return DENSE, *(str(parse_method(method)) for method in sampled)
+
+
+@exit_on_user_error()
+def main() -> None:
+    """Train the missing runs, print the learning rates, and draw the pictures."""
+    arguments = parse(sys.argv[1:])
+    tuning = open_table(arguments, "convergence_tuning")
+    table, curves = open_table(arguments), open_curves(arguments)
+    make_folder(arguments.out)
+    # The layers are small: threads within a run would only wait for each other.
+    torch.set_num_threads(1)
+    train_missing(tuning_runs(arguments), arguments, tuning)
+    chosen = chosen_lrs(tuning.rows)
+    for (optimizer, method), lr in chosen.items():
+        print(f"{optimizer}, {method}: lr {lr:g} per worker")
+    train_missing(reported_runs(arguments, chosen), arguments, table, curves)
+    for optimizer in arguments.optimizers:
+        path = arguments.out / f"convergence_{optimizer}.png"
+        draw_convergence(optimizer, curves.rows, chosen, path)
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = part_parser(__doc__)
+    parser.add_argument(
+        "--methods", nargs="+", metavar="METHOD", help="compared with dense (methods.py)"
+    )
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    parser.add_argument("--workers", nargs="+", type=int, metavar="N", help="simulated ranks")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count(), help="runs at a time [one per core]"
+    )
+    parsed = parser.read(words)
+    parsed.size = QUICK if parsed.quick else WHOLE
+    published = not (parsed.methods or parsed.workers) and parsed.optimizers == list(OPTIMIZERS)
+    parsed.out = parser.output_folder(parsed, published=published)
+    parsed.methods = _methods(parsed.methods)
+    parsed.workers = parsed.workers or list(parsed.size.workers)
+    check_count("--processes", parsed.processes)
+    for workers in parsed.workers:
+        check_count("--workers", workers)
+        if not steps_per_epoch(workers):
+            raise RecipeError(f"--workers {workers} x {BATCH} images: digits has too few images")
+    return parsed
+
+
+def _methods(texts: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the canonical texts of the methods, with dense training first."""
+    if not texts:
+        return default_methods()
+    methods = [parse_method(text) for text in texts]
+    for method in methods:
+        check_simulated(method)
+    return tuple(dict.fromkeys([DENSE, *map(str, methods)]))
+
+
+def open_table(arguments: argparse.Namespace, name: str = "convergence") -> ResultTable:
+    """Open a table of runs, with the finished ones if the experiment is resumed."""
+    path, columns = arguments.out / f"{name}.csv", (*RUN_COLUMNS, *OUTCOME_COLUMNS)
+    return ResultTable(path, columns, arguments.size.task, resume=arguments.resume)
+
+
+def open_curves(arguments: argparse.Namespace) -> ResultTable:
+    """Open the curves, with those of the finished runs if the experiment is resumed."""
+    size, path = arguments.size, arguments.out / "convergence_curves.csv"
+    columns = (*RUN_COLUMNS, "quantity", *map(str, range(1, size.epochs + 1)))
+    return ResultTable(path, columns, size.task, resume=arguments.resume, curves=True)
+
+
+def tuning_runs(arguments: argparse.Namespace) -> Iterator[SimulatedRun]:
+    """Yield the runs that choose the learning rates."""
+    for seed in tuning_seeds(arguments.seeds, _TUNING_SEEDS):
+        for optimizer in arguments.optimizers:
+            for workers in arguments.workers:
+                for method in arguments.methods:
+                    for lr in LRS[optimizer][-arguments.size.grid :]:
+                        yield SimulatedRun(optimizer, workers, method, lr, seed)
+
+
+def reported_runs(
+    arguments: argparse.Namespace, chosen: dict[tuple[str, str], float]
+) -> Iterator[SimulatedRun]:
+    """Yield each method with its own learning rate, and with that of dense training."""
+    for seed in arguments.seeds:
+        for optimizer in arguments.optimizers:
+            for workers in arguments.workers:
+                for method in arguments.methods:
+                    for lr in {chosen[optimizer, method], chosen[optimizer, DENSE]}:
+                        yield SimulatedRun(optimizer, workers, method, lr, seed)
+
+
+def train_missing(
+    runs: Iterator[SimulatedRun],
+    arguments: argparse.Namespace,
+    table: ResultTable,
+    curves: ResultTable | None = None,
+) -> None:
+    """Train the runs that the tables do not have, several at a time, and save each one's rows."""
+    # The curves of a run are saved before its row, so a finished row always has its curves.
+    if curves is not None:
+        finished = {SimulatedRun.of(row) for row in table.rows}
+        curves.rows = [row for row in curves.rows if SimulatedRun.of(row) in finished]
+    finished = {SimulatedRun.of(row) for row in table.rows}
+    missing = [run for run in runs if run not in finished]
+    for run, trajectory in zip(missing, _trajectories(missing, arguments), strict=True):
+        if curves is not None:
+            curves.add(*((*run.cells, *cells) for cells in trajectory.curves))
+        table.add((*run.cells, *trajectory.cells))
+        print(*run.cells, *trajectory.cells, flush=True)
+
+
+def _trajectories(
+    runs: list[SimulatedRun], arguments: argparse.Namespace
+) -> Iterator[Trajectory]:
+    train = partial(simulate, epochs=arguments.size.epochs)
+    processes = min(arguments.processes, len(runs))
+    if processes < 2:
+        yield from map(train, runs)
+        return
+    # Fresh processes: PyTorch's threads do not survive a fork.
+    context = get_context("spawn")
+    with ProcessPoolExecutor(processes, context, torch.set_num_threads, (1,)) as pool:
+        yield from pool.map(train, runs)
+
+
+if __name__ == "__main__":
+    main()
