@@ -4,8 +4,8 @@
 
 Two ranks on this machine train three times, with the same data, seed and epochs: plain DDP,
 compressed gradients with error feedback, and local steps with the Quadratic Synchronization Rule.
-The program prints a table and writes ``runs/quickstart/accuracy.png``. ``--seeds 5`` repeats
-everything with five seeds and prints mean and standard deviation. Other methods are strings:
+The program prints a table and writes ``runs/quickstart/accuracy.png``. ``--seeds 0,1,2`` repeats
+everything with three seeds and prints mean and standard deviation. Other methods are strings:
 
     python -m recipes.quickstart --ranks 4 --methods dense 'ef(quantize("int8"))' 'every(8)'
 """
@@ -24,7 +24,9 @@ from typing import Any
 
 import torchcomp
 from recipes.errors import exit_on_user_error
+from recipes.experiments import seed_list
 from recipes.result_files import pyplot, save_figure
+from recipes.spread import spread
 from torchcomp.schedules import Schedule
 
 _CONFIG = Path(__file__).resolve().parent / "configs" / "digits.yaml"
@@ -47,7 +49,7 @@ def main() -> None:
         flags = {method: flags_of(method) for method in arguments.methods}
     started = time.monotonic()
     results: dict[str, list[Result]] = {method: [] for method in flags}
-    for seed in range(arguments.seeds):
+    for seed in arguments.seeds:
         for method in flags:
             print(f"\n== {method}, seed {seed}", flush=True)
             results[method].append(run(method, seed, flags[method], arguments))
@@ -70,13 +72,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine [2]")
     # Half of the configuration's epochs: enough for all three methods.
     parser.add_argument("--epochs", type=int, default=12, help="passes over the data [12]")
-    parser.add_argument("--seeds", type=int, default=1, help="repeat with this many seeds [1]")
+    parser.add_argument(
+        "--seeds", type=seed_list, default=(0,), metavar="LIST", help="such as 0,1,2 [0]"
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("runs/quickstart"), help="folder [runs/quickstart]"
     )
     parser.add_argument("extra", nargs="*", help="after --: further flags of recipes.train")
     parsed = parser.parse_args(arguments)
-    for name in ("ranks", "epochs", "seeds"):
+    for name in ("ranks", "epochs"):
         if getattr(parsed, name) < 1:
             parser.error(f"--{name} must be at least 1, not {getattr(parsed, name)}")
     return parsed
@@ -150,10 +154,7 @@ def saving(runs: list[Result]) -> float:
 
 def accuracy(runs: list[Result]) -> str:
     """Return the test accuracy in percent, with its standard deviation for several runs."""
-    values = [100 * run.summary["test_accuracy"] for run in runs]
-    if len(values) == 1:
-        return f"{values[0]:.1f} %"
-    return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f} %"
+    return f"{spread(100 * run.summary['test_accuracy'] for run in runs).with_deviation(1)} %"
 
 
 def draw(results: dict[str, list[Result]], path: Path, ranks: int) -> None:
