@@ -1,4 +1,89 @@
 """The pictures of the convergence experiment."""
+
+from collections.abc import Sequence
 from pathlib import Path
-def draw_convergence(optimizer, curves, chosen, path: Path) -> None:
-    pass
+from typing import Any
+
+import numpy as np
+
+from recipes.jointspar.convergence_runs import steps_per_epoch
+from recipes.jointspar.convergence_summary import (
+    DENSE,
+    QUANTITIES,
+    LrByMethod,
+    Row,
+    curves_by_seed,
+    name_of,
+    selected,
+)
+from recipes.jointspar.methods import parse_method
+from recipes.result_files import pyplot, save_figure
+
+_AXES = {"train_loss": "training loss, nats", "test_accuracy": "test accuracy, %"}
+
+
+def draw_convergence(optimizer: str, curves: Sequence[Row], lrs: LrByMethod, path: Path) -> None:
+    """Draw loss and accuracy against the step, for each number of workers.
+
+    All methods have dense training's learning rate, so that only the sampling differs. Lines are
+    medians over the seeds. A run that diverged counts as the worst.
+
+    Args:
+        optimizer: "sgd" or "lars".
+        curves: the rows of ``convergence_curves.csv``.
+        lrs: the chosen learning rates, by optimizer and method.
+        path: path of the picture.
+    """
+    lr = lrs[optimizer, DENSE]
+    rows = selected(curves, optimizer=optimizer, lr=lr)
+    workers = sorted({int(row["workers"]) for row in rows})
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    budgets = sorted({parse_method(method).budget for method in methods} - {1.0}, reverse=True)
+    names = list(dict.fromkeys(map(name_of, methods)))
+    figure, axes = pyplot().subplots(
+        *(2, len(workers)),
+        figsize=(4.6 * len(workers), 7.6),
+        layout="constrained",
+        sharey="row",
+        squeeze=False,
+    )
+    for line, quantity in enumerate(QUANTITIES):
+        for each, count in zip(axes[line], workers, strict=True):
+            of_panel = selected(rows, workers=count, quantity=quantity)
+            for method in methods:
+                budget = parse_method(method).budget
+                dashed = budget != 1 and budget != budgets[0]
+                color = "black" if budget == 1 else f"C{names.index(name_of(method)) - 1}"
+                name = name_of(method).replace("`", "")
+                label = name if budget == 1 else f"{name}, {budget:.0%}"
+                style = {"color": color, "linestyle": "--" if dashed else "-", "label": label}
+                curves_of = curves_by_seed(selected(of_panel, method=method)).values()
+                _draw_median(each, list(curves_of), quantity, steps_per_epoch(count), style)
+            _label(each, line, quantity, f"{count} workers, lr {lr * count:g}")
+    seeds = len({row["seed"] for row in rows})
+    figure.suptitle(
+        f"{optimizer.upper()} on digits, all methods with the learning rate of dense training: "
+        f"medians of {seeds} seeds"
+    )
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    save_figure(figure, path)
+
+
+def _draw_median(
+    axes: Any, curves: list[list[float]], quantity: str, per_epoch: int, style: dict[str, str]
+) -> None:
+    worst = np.inf if quantity == "train_loss" else 0.0
+    median = np.median(np.nan_to_num(np.array(curves), nan=worst), axis=0)
+    axes.plot(per_epoch * np.arange(1, len(median) + 1), median, linewidth=1.3, **style)
+
+
+def _label(axes: Any, line: int, quantity: str, title: str) -> None:
+    if line == 0:
+        axes.set_yscale("log")
+        axes.set_title(title, fontsize=10)
+    else:
+        axes.set_ylim(90, 99)
+        axes.set_xlabel("step")
+    if axes.get_subplotspec().is_first_col():
+        axes.set_ylabel(_AXES[quantity])
+    axes.grid(True, alpha=0.3)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from recipes.image_data.order import TrainOrder
+from recipes.jointspar.convergence_summary import QUANTITIES
 from recipes.jointspar.image_sets import SIZES, Batches, ImageSet, accuracy, open_images
 from recipes.jointspar.layer_training import build_optimizer, paper_schedule
 from recipes.jointspar.methods import LayerSampling, parse_method
@@ -24,7 +25,6 @@ OUTCOME_COLUMNS = (
     *("train_loss", "validation", "test", "computed", "sent"),
     *("lowest_p", "highest_p", "largest_norm"),
 )
-QUANTITIES = ("train_loss", "test_accuracy")
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def simulate(run: SimulatedRun, epochs: int) -> Trajectory:
             return _diverged(epochs)
         optimizer.step()
         if (step + 1) % per_epoch == 0:
-            losses.append(float(_loss(module, images.train.images, images.train.labels)))
+            losses.append(_loss(module, images.train.images, images.train.labels).item())
             tests.append(accuracy(module, images.test))
     return Trajectory(
         *(tuple(losses), tuple(tests), accuracy(module, images.validation)),

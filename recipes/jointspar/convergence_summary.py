@@ -1,20 +1,42 @@
 """What the runs of the convergence experiment show: learning rates, accuracies and speed."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from recipes.jointspar.convergence_runs import QUANTITIES
-from recipes.spread import spread
+from recipes.jointspar.methods import Dense, LayerSampling, parse_method
+from recipes.jointspar.run_table import FAILED
+from recipes.page_tables import markdown_table
+from recipes.spread import paired, spread
+from torchcomp.jointspar import Literal
 
 Row = Mapping[str, str]
+LrByMethod = Mapping[tuple[str, str], float]
+"""Learning rates of one worker, by optimizer and method."""
+
+DENSE = str(Dense())
+QUANTITIES = ("train_loss", "test_accuracy")
+LEVELS = (0.1, 0.01)
+"""Training losses, in nats, that the steps of two methods are compared at."""
 
 
-def chosen_lrs(tuning: Iterable[Row]) -> dict[tuple[str, str], float]:
+def name_of(text: str) -> str:
+    """Return a short name of a method, without its budget."""
+    method = parse_method(text)
+    if not isinstance(method, LayerSampling):
+        return method.name
+    if method.rule is None:
+        return "uniform, shared sets"
+    rule = "paper's rule" if isinstance(method.rule, Literal) else "`Baseline`"
+    sets = "shared sets" if method.shared else "per-rank sets"
+    return f"{rule}, {sets}, {method.costs}"
+
+
+def chosen_lrs(tuning: Sequence[Row]) -> dict[tuple[str, str], float]:
     """Return the learning rate of one worker for each optimizer and method.
 
-    It is the one with the best mean accuracy on held-out images over the worker counts and the
-    tuning seeds. It is the same for all worker counts, since the paper scales it linearly.
+    It is the one with the best mean accuracy on held-out images over the worker counts. It is the
+    same for all worker counts, since the paper scales it linearly.
     """
     found: dict[tuple[str, str], dict[float, list[float]]] = {}
     for row in tuning:
@@ -22,37 +44,31 @@ def chosen_lrs(tuning: Iterable[Row]) -> dict[tuple[str, str], float]:
         accuracy = float(row["validation"])
         # A run that diverged counts as 0 %. Leaving it out would favour unstable settings.
         by_lr.setdefault(float(row["lr"]), []).append(0.0 if math.isnan(accuracy) else accuracy)
-    return {
-        key: max(by_lr, key=lambda lr, by_lr=by_lr: spread(by_lr[lr]).mean)
+    means = {
+        key: {lr: spread(accuracies).mean for lr, accuracies in by_lr.items()}
         for key, by_lr in found.items()
     }
+    return {key: max(by_lr, key=by_lr.__getitem__) for key, by_lr in means.items()}
 
 
-def by_seed(rows: Iterable[Row], column: str, **wanted: object) -> dict[int, float]:
-    """Return a column's values by seed, of the rows whose cells are as wanted."""
-    return {
-        int(row["seed"]): float(row[column])
-        for row in rows
-        if all(row[name] == str(value) for name, value in wanted.items())
-    }
+def selected(rows: Sequence[Row], **wanted: object) -> list[Row]:
+    """Return the rows whose cells are as wanted."""
+    cells = {name: str(value) for name, value in wanted.items()}
+    return [row for row in rows if all(row[name] == text for name, text in cells.items())]
 
 
-def finished(values: Mapping[int, float]) -> dict[int, float]:
-    """Return the values of the runs that did not diverge."""
-    return {seed: value for seed, value in values.items() if not math.isnan(value)}
+def by_seed(rows: Sequence[Row], column: str) -> dict[int, float]:
+    """Return a column's values by seed."""
+    return {int(row["seed"]): float(row[column]) for row in rows}
 
 
-def curves_by_seed(curves: Iterable[Row], quantity: str, **wanted: object) -> dict[int, list[float]]:
-    """Return the values after each epoch by seed."""
-    found = {}
-    for row in curves:
-        if row["quantity"] == quantity and all(row[k] == str(v) for k, v in wanted.items()):
-            epochs = [name for name in row if name.isdecimal()]
-            found[int(row["seed"])] = [float(row[epoch]) for epoch in epochs]
-    return found
+def curves_by_seed(rows: Sequence[Row]) -> dict[int, list[float]]:
+    """Return the values after each epoch by seed, of rows of one quantity."""
+    epochs = [name for name in rows[0] if name.isdecimal()] if rows else []
+    return {int(row["seed"]): [float(row[epoch]) for epoch in epochs] for row in rows}
 
 
-def epochs_to(losses: list[float], level: float) -> float:
+def epochs_to(losses: Sequence[float], level: float) -> float:
     """Return the epochs until the training loss is first at most ``level``; NaN if it never is.
 
     Between two epochs, the logarithm of the loss is interpolated linearly.
@@ -65,7 +81,102 @@ def epochs_to(losses: list[float], level: float) -> float:
     return math.nan
 
 
-def epochs_by_seed(curves: Iterable[Row], level: float, **wanted: object) -> dict[int, float]:
-    """Return the epochs to a level of the training loss, of the seeds that reach it."""
-    losses = curves_by_seed(curves, QUANTITIES[0], **wanted)
-    return finished({seed: epochs_to(each, level) for seed, each in losses.items()})
+def accuracy_table(optimizer: str, runs: Sequence[Row], lrs: LrByMethod) -> str:
+    """Return test accuracies and differences to dense training, each method at its own lr."""
+    workers = _workers(runs)
+    rows = []
+    for method in _methods(runs):
+        lr = lrs[optimizer, method]
+        cells = [_accuracy_cell(optimizer, method, runs, lrs, count) for count in workers]
+        rows.append([*_named(method), f"{lr:g}", *cells])
+    return markdown_table(["method", "budget", "lr", *_heads(workers)], rows)
+
+
+def speed_table(optimizer: str, curves: Sequence[Row], lrs: LrByMethod) -> str:
+    """Return the steps to a level of the training loss, as multiples of those of dense training.
+
+    All methods have the learning rate of dense training.
+    """
+    lr = lrs[optimizer, DENSE]
+    workers = _workers(curves)
+    of_lr = selected(curves, optimizer=optimizer, lr=lr, quantity=QUANTITIES[0])
+    rows = []
+    for method in _methods(curves):
+        for level in LEVELS:
+            cells = [_speed_cell(selected(of_lr, workers=n), method, level) for n in workers]
+            rows.append([*_named(method), f"{level:g}", *cells])
+    return markdown_table(["method", "budget", "loss", *_heads(workers)], rows)
+
+
+def sets_table(runs: Sequence[Row], lrs: LrByMethod) -> str:
+    """Return the share of layers computed and of bytes sent, over all runs that did not diverge."""
+    workers = _workers(runs)
+    rows = []
+    for method in _methods(runs):
+        cells = []
+        for count in workers:
+            chosen = [
+                row
+                for row in selected(runs, method=method, workers=count)
+                if row["lowest_p"] != "nan" and float(row["lr"]) == lrs[row["optimizer"], method]
+            ]
+            computed, sent = (spread(float(row[c]) for row in chosen) for c in ("computed", "sent"))
+            cells.append(f"{computed.mean:.0%}, {sent.mean:.0%}")
+        rows.append([*_named(method), *cells])
+    return markdown_table(["method", "budget", *_heads(workers)], rows)
+
+
+def _accuracy_cell(
+    optimizer: str, method: str, runs: Sequence[Row], lrs: LrByMethod, workers: int
+) -> str:
+    ours, dense = (
+        by_seed(
+            selected(runs, optimizer=optimizer, workers=workers, method=m, lr=lrs[optimizer, m]),
+            "test",
+        )
+        for m in (method, DENSE)
+    )
+    least = spread(dense.values()).mean - FAILED
+    finished = {seed: test for seed, test in ours.items() if test >= least}
+    failed = f"{len(ours) - len(finished)} of {len(ours)} failed"
+    if not finished:
+        return failed
+    cell = spread(finished.values()).with_deviation()
+    if method != DENSE:
+        cell += f" ({paired(finished, dense).with_error()})"
+    return cell if len(finished) == len(ours) else f"{cell}, {failed}"
+
+
+def _speed_cell(rows: Sequence[Row], method: str, level: float) -> str:
+    ours, dense = (
+        {
+            seed: epochs_to(losses, level)
+            for seed, losses in curves_by_seed(selected(rows, method=m)).items()
+        }
+        for m in (method, DENSE)
+    )
+    if method == DENSE:
+        return f"{spread(dense.values()).mean:.1f} epochs"
+    ratios = [ours[seed] / dense[seed] for seed in ours if not math.isnan(ours[seed])]
+    reached = f"{len(ratios)} of {len(ours)} seeds"
+    if not ratios:
+        return reached
+    ratio = spread(ratios)
+    cell = f"{ratio.mean:.2f} ± {ratio.error:.2f}"
+    return cell if len(ratios) == len(ours) else f"{cell}, {reached}"
+
+
+def _named(text: str) -> tuple[str, str]:
+    return name_of(text), f"{parse_method(text).budget:.0%}"
+
+
+def _methods(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row["method"] for row in rows))
+
+
+def _workers(rows: Sequence[Row]) -> list[int]:
+    return sorted({int(row["workers"]) for row in rows})
+
+
+def _heads(workers: Sequence[int]) -> list[str]:
+    return [f"{count} workers" for count in workers]

@@ -19,6 +19,7 @@ import torchcomp
 from recipes.jointspar.methods import Dense, LayerSampling, Method, TopK, check_optimizer
 from torchcomp.jointspar import LARS, Sampling
 
+
 class TrainingData(Protocol):
     """The data that a run trains on and is tested on."""
 
@@ -61,7 +62,7 @@ class Hyperparameters:
 
 
 def paper_schedule(steps: int, lr: float, optimizer: str = "lars") -> Hyperparameters:
-    """Return the paper's schedule for a shorter run: 5 of 90 epochs of warm-up, drops at 30, 50, 70."""
+    """Return the paper's schedule, shortened: warm-up for 5 of 90 epochs, drops at 30, 50, 70."""
     drops = tuple(steps * part // 9 for part in (3, 5, 7))
     return Hyperparameters(steps, max(1, steps // 18), drops, lr, optimizer)
 

@@ -1,7 +1,8 @@
 """The methods that the experiments compare, and the texts that name them.
 
-A method is written as the expression that builds it: ``dense``, ``topk(0.3)``, or ``jointspar(...)``
-with the arguments of :class:`torchcomp.JointSpar`. The paper's algorithm, for example, is
+A method is written as the expression that builds it: ``dense``, ``topk(0.3)``, or
+``jointspar(...)`` with the arguments of :class:`torchcomp.JointSpar`. The paper's algorithm, for
+example, is
 
     jointspar(0.6, selection="per-rank", rule=Literal(alpha=1e-5, bound=3.0))
 
@@ -23,6 +24,9 @@ from torchcomp.jointspar import Baseline, Literal, SamplingOptions
 OPTIMIZERS = ("sgd", "lars", "lars-own")
 """``lars`` divides by a running norm of the gradients before their division by p, which keeps the
 mean update. ``lars-own`` divides by the norm of each gradient, which cancels 1 / p."""
+
+
+_BASELINE = Baseline()
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class LayerSampling(Component):
     budget: float
     costs: Annotated[str, Choices(("layers", "bytes", "time"))] = "layers"
     selection: Annotated[str, Choices(("shared", "per-rank"))] = "shared"
-    rule: Baseline | Literal | None = Baseline()
+    rule: Baseline | Literal | None = _BASELINE
     p_min: float = 0.0125
     topk: float | None = None
 
@@ -126,11 +130,13 @@ def check_optimizer(method: Method, optimizer: str) -> None:
         RecipeError: if it cannot.
     """
     if optimizer not in OPTIMIZERS:
-        raise RecipeError(f"unknown optimizer {optimizer!r}: expected one of {', '.join(OPTIMIZERS)}")
+        raise RecipeError(
+            f"unknown optimizer {optimizer!r}: expected one of {', '.join(OPTIMIZERS)}"
+        )
     if optimizer == "lars" and isinstance(method, LayerSampling) and not method.shared:
         raise RecipeError(
-            f"the optimizer lars cannot be used with {method}: ranks that draw separate sets know no "
-            "common probability of a layer; use lars-own or sgd"
+            f"the optimizer lars cannot be used with {method}: ranks that draw separate sets have "
+            "no common probability of a layer; use lars-own or sgd"
         )
 
 

@@ -1,4 +1,4 @@
-"""JointSpar on several simulated ranks: one process, one copy of the weights, the library's sampler.
+"""JointSpar on simulated ranks: one process, one copy of the weights, the library's sampler.
 
 The ranks' gradients are computed one after another. A test compares the result with
 :class:`torchcomp.JointSpar` on DDP. What is missing is everything that makes real ranks slow, so
@@ -146,6 +146,6 @@ def check_simulated(method: Method) -> None:
     compressed = isinstance(method, LayerSampling) and method.topk is not None
     if timed or compressed or not isinstance(method, Dense | LayerSampling):
         raise RecipeError(
-            f"{method} cannot be simulated: only dense and jointspar(...) can, with costs of layers "
-            "or bytes and without topk; use recipes.jointspar.paper"
+            f"{method} cannot be simulated: only dense and jointspar(...) can, with costs of "
+            "layers or bytes and without topk; use recipes.jointspar.paper"
         )
