@@ -7,6 +7,7 @@
     python -m recipes.jointspar.experiment --seeds 8,9,10
 
 The whole takes an hour on two cores. Each part is a program that can also be run separately.
+``--seeds`` is for bandit, selection, convergence and large_batch (five seeds by default).
 ``wall_clock`` needs root for network namespaces, and is skipped for other users. It uses the
 results of ``large_batch``.
 """
@@ -36,7 +37,8 @@ PARTS = {
 def main() -> None:
     """Run the parts one after another. The first part that fails ends the experiment."""
     arguments = parse(sys.argv[1:])
-    flags = ["--out", str(arguments.out), "--seeds", ",".join(map(str, arguments.seeds))]
+    flags = ["--out", str(arguments.out)]
+    flags += ["--seeds", ",".join(map(str, arguments.seeds))] if arguments.seeds else []
     flags += ["--quick"] if arguments.quick else []
     flags += ["--resume"] if arguments.resume else []
     check_parts(arguments.only, flags)
@@ -56,6 +58,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser = ExperimentParser(summary, HOME, tuple(PARTS), seeds=SEEDS, quick_seeds=QUICK_SEEDS)
     parsed = parser.read(words)
     parsed.out = parser.output_folder(parsed)
+    # Each part has its own default.
+    parsed.seeds = parser.parse_args(words).seeds
     if parsed.only == list(PARTS) and os.geteuid() != 0:
         print("wall_clock is skipped: network namespaces need root")
         parsed.only.remove("wall_clock")

@@ -42,6 +42,8 @@ from recipes.local_ranks import run_on_ranks
 from recipes.result_files import make_folder
 
 RANKS = 2
+# A run of a seed takes minutes, so there are fewer than of the other parts.
+SEEDS = (0, 1, 2, 3, 4)
 BUDGETS = (0.3, 0.45, 0.6, 0.75, 0.9)
 LOGGED = Contender(LayerSampling(0.6, "bytes"))
 # The share of dense DDP's bytes that TopK within the kept layers would send if all were kept.
@@ -94,7 +96,7 @@ def main() -> None:
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = part_parser(__doc__)
+    parser = part_parser(__doc__, SEEDS)
     parser.add_argument("--dataset", choices=sorted(set(SIZES) - {"imagenet"}), default="digits")
     parser.add_argument("--data", type=Path, help="folder of the data set; digits needs none")
     parser.add_argument("--network", choices=("mlp", "conv"), default="mlp")
