@@ -36,8 +36,8 @@ from recipes.jointspar.convergence_runs import (
     simulate,
     steps_per_epoch,
 )
-from recipes.jointspar.convergence_summary import DENSE, chosen_lrs
-from recipes.jointspar.methods import parse_method
+from recipes.jointspar.convergence_summary import DENSE, OURS, PAPER, PAPERS_RULE, chosen_lrs
+from recipes.jointspar.methods import LayerSampling, parse_method
 from recipes.jointspar.parts import part_parser
 from recipes.jointspar.simulation import check_simulated
 from recipes.result_files import make_folder
@@ -47,9 +47,6 @@ OPTIMIZERS = ("sgd", "lars")
 WORKERS = (2, 4, 8)
 LRS = {"sgd": (0.003125, 0.00625, 0.0125, 0.025, 0.05), "lars": (0.025, 0.05, 0.1, 0.2)}
 """Peak learning rates of one worker, for every method."""
-# L is the largest norm seen so far, about 4 here. In the bandit experiment's units, p_min^3 / L^2,
-# this alpha is then 0.08, close to the best of that experiment, 0.1.
-_LITERAL = "Literal(alpha=1e-08)"
 _TUNING_SEEDS = 1
 
 
@@ -74,14 +71,12 @@ QUICK = ConvergenceSize(epochs=3, workers=(2, 4), grid=1)
 def default_methods() -> tuple[str, ...]:
     """Return dense training, the paper's algorithm, and its variants."""
     sampled = [
-        f'jointspar(0.6, selection="per-rank", rule={_LITERAL})',
-        f"jointspar(0.6, rule={_LITERAL})",
-        'jointspar(0.6, costs="bytes")',
-        "jointspar(0.6, rule=None)",
-        f'jointspar(0.3, selection="per-rank", rule={_LITERAL})',
-        'jointspar(0.3, costs="bytes")',
+        LayerSampling(0.6, rule=PAPERS_RULE),
+        LayerSampling(0.6, rule=None),
+        LayerSampling(0.3, selection="per-rank", rule=PAPERS_RULE),
+        LayerSampling(0.3, "bytes"),
     ]
-    return DENSE, *(str(parse_method(method)) for method in sampled)
+    return DENSE, PAPER, OURS, *map(str, sampled)
 
 
 @exit_on_user_error()

@@ -9,15 +9,20 @@ import numpy as np
 from recipes.jointspar.convergence_runs import steps_per_epoch
 from recipes.jointspar.convergence_summary import (
     DENSE,
+    LEVELS,
+    OURS,
+    PAPER,
     QUANTITIES,
     LrByMethod,
     Row,
     curves_by_seed,
     name_of,
     selected,
+    speed_ratios,
 )
 from recipes.jointspar.methods import parse_method
 from recipes.result_files import pyplot, save_figure
+from recipes.spread import spread
 
 _AXES = {"train_loss": "training loss, nats", "test_accuracy": "test accuracy, %"}
 
@@ -52,21 +57,35 @@ def draw_convergence(optimizer: str, curves: Sequence[Row], lrs: LrByMethod, pat
             of_panel = selected(rows, workers=count, quantity=quantity)
             for method in methods:
                 budget = parse_method(method).budget
-                dashed = budget != 1 and budget != budgets[0]
+                line_style = "--" if budget in budgets[1:] else "-"
+                # Dotted, because it would hide the paper's rule, which stays close to uniform.
+                line_style = ":" if name_of(method).startswith("uniform") else line_style
                 color = "black" if budget == 1 else f"C{names.index(name_of(method)) - 1}"
                 name = name_of(method).replace("`", "")
                 label = name if budget == 1 else f"{name}, {budget:.0%}"
-                style = {"color": color, "linestyle": "--" if dashed else "-", "label": label}
+                style = {"color": color, "linestyle": line_style, "label": label}
                 curves_of = curves_by_seed(selected(of_panel, method=method)).values()
                 _draw_median(each, list(curves_of), quantity, steps_per_epoch(count), style)
             _label(each, line, quantity, f"{count} workers, lr {lr * count:g}")
     seeds = len({row["seed"] for row in rows})
-    figure.suptitle(
-        f"{optimizer.upper()} on digits, all methods with the learning rate of dense training: "
-        f"medians of {seeds} seeds"
-    )
+    figure.suptitle(f"{optimizer.upper()}, medians of {seeds} seeds. {_finding(rows)}", fontsize=11)
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     save_figure(figure, path)
+
+
+def _finding(rows: Sequence[Row]) -> str:
+    """State how many steps the paper's algorithm and ours need, compared with dense training."""
+    level = LEVELS[-1]
+    losses = selected(rows, quantity=QUANTITIES[0])
+    workers = sorted({int(row["workers"]) for row in rows})
+    parts = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        of_workers = [speed_ratios(selected(losses, workers=n), method, level) for n in workers]
+        if method in (PAPER, OURS) and all(of_workers):
+            means = "/".join(f"{spread(ratios).mean:.2f}" for ratios in of_workers)
+            parts.append(f"{name_of(method).replace('`', '')} {means}")
+    compared = f"Steps to a training loss of {level:g}, compared with dense training"
+    return f"{compared}:\n{'; '.join(parts)}" if parts else "Loss and accuracy against the step"
 
 
 def _draw_median(

@@ -209,6 +209,21 @@ def test_differences_are_paired_and_failed_runs_are_counted() -> None:
     assert "95.50 ± 0.71 (-1.50 ± 0.50), 1 of 3 failed" in lines[3]
 
 
+def test_speeds_are_ratios_to_dense_training() -> None:
+    curves = []
+    for method, losses in {"dense": (1.0, 0.01), "jointspar(0.6)": (10.0, 0.1)}.items():
+        for seed in (0, 1):
+            run = rows_of(method, {seed: 0.0}, quantity="train_loss")[0]
+            # The second run of JointSpar never reaches a loss of 0.01.
+            last = (losses[1], 0.001 if seed == 0 else losses[1])
+            curves.append({**run, "1": str(losses[0]), "2": str(last[0]), "3": str(last[1])})
+    lrs = {("sgd", "dense"): 0.1, ("sgd", "jointspar(0.6)"): 0.1}
+    lines = convergence_summary.speed_table("sgd", curves, lrs).splitlines()
+    # 1.5 and 2 epochs; 2 and 2.5 epochs, the latter of one seed.
+    assert "1.33 ± 0.00 |" in lines[4]
+    assert "1.25, 1 of 2 reach it" in lines[5]
+
+
 def test_held_out_images_choose_one_lr_for_all_worker_counts() -> None:
     rows = []
     for lr, by_workers in {0.1: (96.0, 95.0), 0.2: (97.0, math.nan), 0.3: (90.0, 90.0)}.items():
