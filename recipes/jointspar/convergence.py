@@ -7,16 +7,17 @@
 
 Takes a quarter of an hour on two cores. Each run simulates its ranks in one process
 (simulation.py). The batch of a worker is fixed, so the whole batch and the learning rate grow with
-the number of workers. Held-out images and seeds that are not reported choose the learning rate of
+the number of workers. Held-out images and a seed that is not reported choose the learning rate of
 each method and optimizer. Every method is then trained with its own learning rate and with that of
 dense training. Writes ``convergence_tuning.csv``, ``convergence.csv``, ``convergence_curves.csv``
 and a picture for each optimizer.
 """
 
 import argparse
+import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -44,19 +45,21 @@ from recipes.result_files import make_folder
 from torchcomp.checks import check_count
 
 OPTIMIZERS = ("sgd", "lars")
-WORKERS = (2, 4, 8)
-LRS = {"sgd": (0.003125, 0.00625, 0.0125, 0.025, 0.05), "lars": (0.025, 0.05, 0.1, 0.2)}
-"""Peak learning rates of one worker, for every method."""
-_TUNING_SEEDS = 1
 
 
 @dataclass(frozen=True)
 class ConvergenceSize:
-    """The length and the number of the runs."""
+    """The length and the number of the runs.
+
+    Attributes:
+        epochs: epochs of a run.
+        workers: numbers of simulated ranks.
+        lrs: for each optimizer, the peak learning rates of one worker that every method tries.
+    """
 
     epochs: int
     workers: tuple[int, ...]
-    grid: int
+    lrs: Mapping[str, tuple[float, ...]]
 
     @property
     def task(self) -> str:
@@ -64,8 +67,12 @@ class ConvergenceSize:
         return f"digits, residual MLP of 10 layers, {self.epochs} epochs, {BATCH} images per worker"
 
 
-WHOLE = ConvergenceSize(epochs=30, workers=WORKERS, grid=4)
-QUICK = ConvergenceSize(epochs=3, workers=(2, 4), grid=1)
+WHOLE = ConvergenceSize(
+    epochs=30,
+    workers=(2, 4, 8),
+    lrs={"sgd": (0.003125, 0.00625, 0.0125, 0.025, 0.05), "lars": (0.025, 0.05, 0.1, 0.2)},
+)
+QUICK = ConvergenceSize(epochs=3, workers=(2, 4), lrs={"sgd": (0.0125,), "lars": (0.1,)})
 
 
 def default_methods() -> tuple[str, ...]:
@@ -148,12 +155,10 @@ def open_curves(arguments: argparse.Namespace) -> ResultTable:
 
 def tuning_runs(arguments: argparse.Namespace) -> Iterator[SimulatedRun]:
     """Yield the runs that choose the learning rates."""
-    for seed in tuning_seeds(arguments.seeds, _TUNING_SEEDS):
-        for optimizer in arguments.optimizers:
-            for workers in arguments.workers:
-                for method in arguments.methods:
-                    for lr in LRS[optimizer][-arguments.size.grid :]:
-                        yield SimulatedRun(optimizer, workers, method, lr, seed)
+    (seed,) = tuning_seeds(arguments.seeds, 1)
+    for optimizer, workers, method in _combinations(arguments):
+        for lr in arguments.size.lrs[optimizer]:
+            yield SimulatedRun(optimizer, workers, method, lr, seed)
 
 
 def reported_runs(
@@ -161,11 +166,13 @@ def reported_runs(
 ) -> Iterator[SimulatedRun]:
     """Yield each method with its own learning rate, and with that of dense training."""
     for seed in arguments.seeds:
-        for optimizer in arguments.optimizers:
-            for workers in arguments.workers:
-                for method in arguments.methods:
-                    for lr in {chosen[optimizer, method], chosen[optimizer, DENSE]}:
-                        yield SimulatedRun(optimizer, workers, method, lr, seed)
+        for optimizer, workers, method in _combinations(arguments):
+            for lr in dict.fromkeys([chosen[optimizer, method], chosen[optimizer, DENSE]]):
+                yield SimulatedRun(optimizer, workers, method, lr, seed)
+
+
+def _combinations(arguments: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
+    return itertools.product(arguments.optimizers, arguments.workers, arguments.methods)
 
 
 def train_missing(
