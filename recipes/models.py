@@ -1,13 +1,18 @@
-"""Models by name: a small CNN, a simple ViT, and the models of torchvision and timm."""
+"""Models by name: a small CNN, two simple ViTs, and the models of torchvision and timm."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from recipes.dual_patchnorm_vit import DualPatchNormViT
 from recipes.errors import RecipeError, nearest
 from recipes.simple_vit import SIZES, SimpleViT
 from recipes.torchvision_compat import import_torchvision
+
+# One name of each family, for the hint of an error.
+_EXAMPLES = ["smallcnn", "simple_vit/b16", "vit_pytorch/simple_b16", "torchvision/resnet18"]
+_EXAMPLES += ["timm/resnet10t"]
 
 
 class SmallCNN(nn.Module):
@@ -36,7 +41,8 @@ def build_model(name: str, *, channels: int, classes: int, small_stem: bool) -> 
     """Build a model with newly initialised weights.
 
     Args:
-        name: "smallcnn", "simple_vit/SIZE", "torchvision/NAME" or "timm/NAME".
+        name: "smallcnn", "simple_vit/SIZE", "vit_pytorch/simple_SIZE", "torchvision/NAME" or
+            "timm/NAME".
         channels: of the images, 1 or 3.
         classes: number of classes.
         small_stem: replace the stem of a torchvision ResNet by one for small images.
@@ -52,14 +58,17 @@ def build_model(name: str, *, channels: int, classes: int, small_stem: bool) -> 
     if library == "simple_vit":
         _check_known("simple_vit", architecture, list(SIZES))
         return SimpleViT(SIZES[architecture], channels, classes)
+    if library == "vit_pytorch":
+        sizes = {f"simple_{size}": numbers for size, numbers in SIZES.items()}
+        _check_known("vit_pytorch", architecture, list(sizes))
+        return DualPatchNormViT(sizes[architecture], channels, classes)
     if library == "torchvision":
         return _torchvision_model(architecture, channels, classes, small_stem)
     if library == "timm":
         return _timm_model(architecture, channels, classes)
-    hint = nearest(name, ["smallcnn", "simple_vit/b16", "torchvision/resnet18", "timm/resnet10t"])
     raise RecipeError(
-        f"--model {name!r}: expected smallcnn, simple_vit/SIZE, torchvision/NAME or timm/NAME; "
-        f"did you mean {hint}?"
+        f"--model {name!r}: expected smallcnn, simple_vit/SIZE, vit_pytorch/simple_SIZE, "
+        f"torchvision/NAME or timm/NAME; did you mean {nearest(name, _EXAMPLES)}?"
     )
 
 

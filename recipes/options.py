@@ -17,6 +17,9 @@ from recipes.errors import RecipeError, nearest
 
 _Options = TypeVar("_Options")
 
+# The key of a configuration file that names another file to begin from. It is not a setting.
+_BASE = "base"
+
 
 def option(default: Any, text: str, **limits: Any) -> Any:
     """Declare a setting.
@@ -49,12 +52,41 @@ def read_options(cls: type[_Options], argv: list[str]) -> _Options:
     return cls(**values)
 
 
-def read_yaml(cls: type[Any], path: Path) -> dict[str, Any]:
-    """Read a configuration file.
+def read_yaml(cls: type[Any], path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Read a configuration file and the file that its key ``base`` names, if any.
+
+    The path of the base is relative to the file. The file's own keys override those of its base,
+    which can have a base itself.
+
+    Args:
+        cls: a frozen dataclass whose fields are declared by :func:`option`.
+        path: of the file.
+        above: the files that have this one as their base, directly or indirectly.
 
     Raises:
-        RecipeError: if the file is missing or is not YAML, or if a key is not a field of ``cls``.
+        RecipeError: if a file is missing or is not YAML, if it is its own base, or if a key is not
+            a field of ``cls``.
     """
+    raw = _load_yaml(path)
+    base = raw.pop(_BASE, None)
+    types = _types(cls)
+    for key in raw:
+        if key not in types:
+            hint = nearest(str(key), [*types, _BASE])
+            raise RecipeError(f"unknown key {key!r} in {path}; did you mean {hint!r}?")
+    own = {key: convert(f"{path}: {key}", types[key], value) for key, value in raw.items()}
+    if base is None:
+        return own
+    below = path.parent / convert(f"{path}: {_BASE}", str, base)
+    chain = (*above, path.resolve())
+    if below.resolve() in chain:
+        raise RecipeError(f"{path}: {_BASE}: {base} is based on this file; name another base")
+    if not below.is_file():
+        raise RecipeError(f"{path}: {_BASE}: there is no file {below}; expected a YAML file")
+    return read_yaml(cls, below, chain) | own
+
+
+def _load_yaml(path: Path) -> dict[Any, Any]:
     if not path.is_file():
         raise RecipeError(f"--config {path}: there is no such file; expected a YAML file")
     try:
@@ -64,12 +96,7 @@ def read_yaml(cls: type[Any], path: Path) -> dict[str, Any]:
         raise RecipeError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
         raise RecipeError(f"--config {path} has no settings: expected lines such as 'key: value'")
-    types = _types(cls)
-    for key in raw:
-        if key not in types:
-            hint = nearest(str(key), types)
-            raise RecipeError(f"unknown key {key!r} in {path}; did you mean {hint!r}?")
-    return {key: convert(f"{path}: {key}", types[key], value) for key, value in raw.items()}
+    return raw
 
 
 def check_limits(options: Any) -> None:

@@ -36,7 +36,7 @@ def total_steps(settings: Settings, steps_per_epoch: int) -> int:
 
 
 def check_micro_batches(settings: Settings, world_size: int) -> None:
-    """Check that every rank gets equal micro-batches and, with MixUp, an even number of images.
+    """Check that every rank gets equal micro-batches and, with MixUp, images to mix.
 
     Raises:
         RecipeError: if ``--batch-size`` does not allow that.
@@ -48,13 +48,24 @@ def check_micro_batches(settings: Settings, world_size: int) -> None:
             f"micro-batches ({world_size} ranks x --accumulate {settings.accumulate}); "
             "--batch-size counts the images of all ranks"
         )
-    per_rank = settings.batch_size // world_size
+    if settings.mixup:
+        _check_images_to_mix(settings, world_size)
+
+
+def _check_images_to_mix(settings: Settings, world_size: int) -> None:
     # MixUp pairs images of one rank, so that no image is sent for it.
-    if settings.mixup and per_rank % 2:
+    per_rank = settings.batch_size // world_size
+    if settings.mixup_shares == "image" and per_rank % 2:
         raise RecipeError(
             f"--mixup {settings.mixup:g} mixes pairs of images, but --batch-size "
             f"{settings.batch_size} gives each of the {world_size} ranks {per_rank} images; "
             "choose a --batch-size that gives an even number"
+        )
+    if settings.mixup_shares == "micro-batch" and per_rank == settings.accumulate:
+        raise RecipeError(
+            f"--mixup-shares micro-batch mixes the images of a micro-batch, but --batch-size "
+            f"{settings.batch_size} gives micro-batches of 1 image ({world_size} ranks x "
+            f"--accumulate {settings.accumulate}); raise --batch-size or lower --accumulate"
         )
 
 

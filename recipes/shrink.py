@@ -20,6 +20,7 @@ SMALLER = {
     "torchvision/resnet50": "torchvision/resnet18",
     "torchvision/resnet152": "torchvision/resnet18",
     "simple_vit/b16": "simple_vit/ti16",
+    "vit_pytorch/simple_b16": "vit_pytorch/simple_ti16",
 }
 _CLASSES = 2
 # The smallest multiple of ViT's patch size 16 with more than one patch per side.

@@ -39,7 +39,7 @@ class SimpleViT(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(channels, size.width, size.patch, stride=size.patch)
         # Not nn.TransformerEncoder: it copies one block, so all would start with the same weights.
-        self.blocks = nn.Sequential(*(_block(size) for _ in range(size.depth)))
+        self.blocks = nn.Sequential(*(encoder_block(size, _EPS) for _ in range(size.depth)))
         self.norm = nn.LayerNorm(size.width, eps=_EPS)
         self.head = nn.Linear(size.width, classes)
         _initialise(self)
@@ -53,23 +53,34 @@ class SimpleViT(nn.Module):
         Raises:
             ValueError: if H or W is not such a multiple.
         """
-        side = self.patches.kernel_size[0]
-        if images.shape[-1] % side or images.shape[-2] % side:
-            raise ValueError(f"height and width must be multiples of the patch size {side}")
-        grid = self.patches(images)
-        tokens = grid.flatten(2).transpose(1, 2) + sin_cos_positions(*grid.shape[1:], like=grid)
+        rows, columns = patch_grid(images, self.patches.kernel_size[0])
+        tokens = self.patches(images).flatten(2).transpose(1, 2)
+        tokens = tokens + sin_cos_positions(tokens.shape[-1], rows, columns, like=tokens)
         scores: Tensor = self.head(self.norm(self.blocks(tokens)).mean(1))
         return scores
 
 
-def _block(size: Size) -> nn.Module:
+def patch_grid(images: Tensor, side: int) -> tuple[int, int]:
+    """Return the number of rows and columns of patches with ``side`` pixels per side.
+
+    Raises:
+        ValueError: if the height or width of the images is not a multiple of ``side``.
+    """
+    height, width = images.shape[-2:]
+    if height % side or width % side:
+        raise ValueError(f"height and width must be multiples of the patch size {side}")
+    return height // side, width // side
+
+
+def encoder_block(size: Size, eps: float) -> nn.TransformerEncoderLayer:
+    """Return a pre-norm block without dropout: attention, then the MLP. ``eps`` is the norms'."""
     return nn.TransformerEncoderLayer(
         size.width,
         size.heads,
         size.mlp,
         dropout=0.0,
         activation="gelu",
-        layer_norm_eps=_EPS,
+        layer_norm_eps=eps,
         batch_first=True,
         norm_first=True,
     )

@@ -8,6 +8,7 @@ use only the Python parts (models, transforms, datasets). They work once the ope
 import importlib
 import sys
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -29,6 +30,12 @@ def import_torchvision() -> ModuleType:
     _declare_operators()
     _remove_partial_import()
     return importlib.import_module("torchvision")
+
+
+def functional() -> Any:
+    """Return torchvision's functional transforms."""
+    import_torchvision()
+    return importlib.import_module("torchvision.transforms.functional")
 
 
 def _declare_operators() -> None:

@@ -106,8 +106,19 @@ def open_batches(
         order,
         test_shard(test_reader.samples, rank, world_size),
         device,
-        RandAugment(settings.randaugment_ops, settings.randaugment_magnitude, order),
-        MixUp(settings.mixup, train_reader.classes, order),
+        RandAugment(
+            settings.randaugment_ops,
+            settings.randaugment_magnitude,
+            order,
+            settings.randaugment_variant,
+        ),
+        MixUp(
+            settings.mixup,
+            train_reader.classes,
+            order,
+            settings.mixup_shares,
+            settings.accumulate,
+        ),
     )
 
 

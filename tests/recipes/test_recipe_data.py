@@ -3,14 +3,14 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageEnhance, ImageOps
 
 from recipes.errors import RecipeError
 from recipes.image_data import beton, dataset_sizes, open_batches, sources
@@ -18,7 +18,7 @@ from recipes.image_data.augment import Augmentation, normalise
 from recipes.image_data.mixup import MixUp
 from recipes.image_data.order import TrainOrder
 from recipes.image_data.presets import PRESETS
-from recipes.image_data.randaugment import OPERATIONS, RandAugment, functional
+from recipes.image_data.randaugment import OPERATIONS, RandAugment
 from recipes.settings import Settings
 from recipes.torchvision_compat import import_torchvision
 from tests.support.patience import PATIENCE
@@ -62,6 +62,10 @@ def test_digits_match_their_preset() -> None:
     assert shares.max() < 0.26
 
 
+AUTHORS = {"randaugment_ops": 2, "randaugment_variant": "composer", "mixup": 0.2}
+AUTHORS |= {"mixup_shares": "micro-batch"}
+
+
 @pytest.mark.parametrize("more", [{}, {"randaugment_ops": 2, "mixup": 0.2}], ids=["plain", "all"])
 def test_ranks_together_see_what_one_rank_sees(more: dict[str, Any]) -> None:
     whole = list(opened(**more).train(1, 20))
@@ -73,9 +77,18 @@ def test_ranks_together_see_what_one_rank_sees(more: dict[str, Any]) -> None:
         assert torch.equal(torch.cat([part[1] for part in parts]), labels)
 
 
+def test_ranks_together_see_what_one_rank_with_as_many_micro_batches_sees() -> None:
+    whole = all_of(opened(**AUTHORS, accumulate=4).train(1, 20))
+    halves = [list(opened(rank, 2, **AUTHORS, accumulate=2).train(1, 20)) for rank in range(2)]
+    parts = [part for pair in zip(*halves, strict=True) for part in pair]
+    assert same(all_of(iter(parts)), whole)
+    assert not same(all_of(opened(**AUTHORS, accumulate=2).train(1, 20)), whole)
+
+
+@pytest.mark.parametrize("more", [{}, AUTHORS], ids=["plain", "authors"])
 @pytest.mark.parametrize("step", [0, 1, 21])
-def test_an_epoch_resumes_bit_for_bit_from_any_step(step: int) -> None:
-    batches = opened()
+def test_an_epoch_resumes_bit_for_bit_from_any_step(step: int, more: dict[str, Any]) -> None:
+    batches = opened(**more)
     whole = list(batches.train(2, 0))
     rest = list(batches.train(2, step))
     assert len(rest) == len(whole) - step
@@ -141,8 +154,8 @@ def test_normalised_images_have_mean_0_and_deviation_1() -> None:
 # RandAugment.
 
 
-def random_ops(magnitude: int = 10, ranks: int = 1, rank: int = 0) -> RandAugment:
-    return RandAugment(2, magnitude, TrainOrder(100, 20, rank, ranks, seed=3))
+def random_ops(variant: str = "torchvision", ranks: int = 1, rank: int = 0) -> RandAugment:
+    return RandAugment(2, 10, TrainOrder(100, 20, rank, ranks, seed=3), variant)
 
 
 # torchvision's names of our operations, in our order.
@@ -165,7 +178,8 @@ def test_operations_equal_torchvisions(index: int, magnitude: int) -> None:
     for sign in (-1, 1):
         strength = level * sign if signed else level
         expected = autoaugment._apply_op(images, name, strength, InterpolationMode.NEAREST, None)
-        found = OPERATIONS[index](functional(), images, magnitude / 30, sign)
+        signs, uniform = torch.full((3,), sign), torch.rand(3)
+        found = OPERATIONS["torchvision"][index](images, uniform, signs, magnitude)
         # torchvision's strengths are float32, so a blended byte can round differently.
         assert (found.int() - expected.int()).abs().max() <= 1
 
@@ -175,30 +189,88 @@ def test_there_are_as_many_operations_as_torchvision_has() -> None:
     from torchvision.transforms import autoaugment
 
     assert set(autoaugment.RandAugment()._augmentation_space(31, (8, 8))) == set(NAMES)
-    assert len(OPERATIONS) == len(NAMES)
+    assert len(OPERATIONS["torchvision"]) == len(NAMES)
 
 
-def test_operations_are_applied_in_sequence_to_each_image() -> None:
+# Composer 0.15.1's operations on a Pillow image x: a level from 0.1 to the magnitude, with a sign s
+# for the geometric ones, or a factor. In the order of its list.
+AFFINE, BILINEAR = Image.Transform.AFFINE, Image.Resampling.BILINEAR
+
+
+def sheared(x: Any, *matrix: float) -> Any:
+    return x.transform(x.size, AFFINE, matrix, resample=BILINEAR)
+
+
+COMPOSERS: dict[str, Callable[[Any, float, int, float], Any]] = {
+    "autocontrast": lambda x, level, s, factor: ImageOps.autocontrast(x),
+    "equalize": lambda x, level, s, factor: ImageOps.equalize(x),
+    "posterize": lambda x, level, s, factor: ImageOps.posterize(x, 4 - int(level * 4 / 10)),
+    "rotate": lambda x, level, s, factor: x.rotate(s * int(level * 3), resample=BILINEAR),
+    "solarize": lambda x, level, s, factor: ImageOps.solarize(x, 256 - int(level * 25.6)),
+    "shear_x": lambda x, level, s, factor: sheared(x, 1, s * level * 0.03, 0, 0, 1, 0),
+    "shear_y": lambda x, level, s, factor: sheared(x, 1, 0, 0, s * level * 0.03, 1, 0),
+    "translate_x": lambda x, level, s, f: sheared(x, 1, 0, s * int(level * x.width / 30), 0, 1, 0),
+    "translate_y": lambda x, level, s, f: sheared(x, 1, 0, 0, 0, 1, s * int(level * x.height / 30)),
+    "color": lambda x, level, s, factor: ImageEnhance.Color(x).enhance(factor),
+    "contrast": lambda x, level, s, factor: ImageEnhance.Contrast(x).enhance(factor),
+    "brightness": lambda x, level, s, factor: ImageEnhance.Brightness(x).enhance(
+        0.75 * factor if factor > 1 else factor
+    ),
+    "sharpness": lambda x, level, s, factor: ImageEnhance.Sharpness(x).enhance(factor),
+}
+
+
+@pytest.mark.parametrize("magnitude", [3, 10])
+@pytest.mark.parametrize("name", COMPOSERS)
+def test_operations_equal_composers_on_pillow_images(name: str, magnitude: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (16, 3, 40, 52), dtype=torch.uint8, generator=random)
+    images[:, :, :20] //= 3
+    uniform = torch.rand(16, dtype=torch.float64, generator=random)
+    signs = torch.tensor([-1, 1]).repeat(8)
+    operation = OPERATIONS["composer"][list(COMPOSERS).index(name)]
+    found = operation(images, uniform, signs, magnitude).permute(0, 2, 3, 1).int()
+    for index, (u, sign) in enumerate(zip(uniform.tolist(), signs.tolist(), strict=True)):
+        level = 0.1 + u * (magnitude - 0.1)
+        factor = 1 + u * (magnitude - 1) if sign > 0 else 1 - u * 0.09 * magnitude
+        image = Image.fromarray(images[index].permute(1, 2, 0).numpy())
+        expected = torch.from_numpy(np.array(COMPOSERS[name](image, level, sign, factor)))
+        difference = (found[index] - expected.int()).abs()
+        # Only the two kinds of interpolation can round differently.
+        assert difference.max() <= (name in ("rotate", "shear_x", "shear_y"))
+        assert difference.float().mean() < 0.01
+
+
+def test_there_are_as_many_operations_as_composer_has() -> None:
+    assert len(OPERATIONS["composer"]) == len(COMPOSERS)
+
+
+@pytest.mark.parametrize("variant", OPERATIONS)
+def test_operations_are_applied_in_sequence_to_each_image(variant: str) -> None:
     images = torch.randint(0, 256, (20, 32, 32, 3), dtype=torch.uint8)
-    augment = random_ops()
-    chosen, signs = augment._draw(1, 2)
+    augment = random_ops(variant)
+    drawn = augment._draw(1, 2)
     expected = images.permute(0, 3, 1, 2).clone()
     for image in range(20):
-        for operation, sign in zip(chosen[image], signs[image], strict=True):
-            one = expected[image : image + 1]
-            expected[image] = OPERATIONS[operation](functional(), one, 1 / 3, int(sign))[0]
+        own = slice(image, image + 1)
+        for chosen, signs, uniform in zip(*drawn, strict=True):
+            operation = OPERATIONS[variant][chosen[image]]
+            expected[own] = operation(expected[own], uniform[own], signs[own], 10)
     assert torch.equal(augment(images, 1, 2), expected.permute(0, 2, 3, 1))
+    chosen, signs, uniform = drawn
     assert len(chosen.unique()) > 7
     assert set(signs.unique().tolist()) == {-1, 1}
+    assert len(uniform.unique()) == uniform.numel()
 
 
-def test_random_operations_depend_on_epoch_and_step_and_not_on_ranks() -> None:
+@pytest.mark.parametrize("variant", OPERATIONS)
+def test_random_operations_depend_on_epoch_and_step_and_not_on_ranks(variant: str) -> None:
     images = torch.randint(0, 256, (20, 32, 32, 3), dtype=torch.uint8)
-    whole = random_ops()(images, 1, 2)
-    halves = [random_ops(ranks=2, rank=r)(images[10 * r : 10 * r + 10], 1, 2) for r in range(2)]
+    whole = random_ops(variant)(images, 1, 2)
+    halves = [random_ops(variant, 2, r)(images[10 * r : 10 * r + 10], 1, 2) for r in range(2)]
     assert torch.equal(torch.cat(halves), whole)
-    assert not torch.equal(random_ops()(images, 1, 3), whole)
-    assert not torch.equal(random_ops()(images, 2, 2), whole)
+    assert not torch.equal(random_ops(variant)(images, 1, 3), whole)
+    assert not torch.equal(random_ops(variant)(images, 2, 2), whole)
 
 
 def test_without_operations_images_do_not_change() -> None:
@@ -209,16 +281,19 @@ def test_without_operations_images_do_not_change() -> None:
 # MixUp.
 
 
-def mixing(ranks: int = 1, rank: int = 0, alpha: float = 0.2) -> MixUp:
-    return MixUp(alpha, 4, TrainOrder(100, 20, rank, ranks, seed=3))
+def mixing(ranks: int = 1, rank: int = 0, alpha: float = 0.2, **more: Any) -> MixUp:
+    return MixUp(alpha, 4, TrainOrder(100, 20, rank, ranks, seed=3), **more)
 
 
-def test_images_and_labels_of_a_pair_are_mixed_with_the_same_share() -> None:
+BY_MICRO_BATCH = {"shares": "micro-batch", "micro_batches": 2}
+
+
+@pytest.mark.parametrize("more", [{}, BY_MICRO_BATCH], ids=["image", "micro-batch"])
+def test_images_and_labels_are_mixed_with_the_same_share(more: dict[str, Any]) -> None:
     images, labels = torch.randn(20, 1, 2, 2), torch.arange(20) % 4
-    shares = mixing().shares(1, 2).float()
-    mixed, targets = mixing()(images, labels, 1, 2)
-    for index, share in enumerate(shares):
-        other = index + 1 if index % 2 == 0 else index - 1
+    shares, others = mixing(**more).draw(1, 2)
+    mixed, targets = mixing(**more)(images, labels, 1, 2)
+    for index, (share, other) in enumerate(zip(shares.float(), others, strict=True)):
         expected = (1 - share) * images[index] + share * images[other]
         torch.testing.assert_close(mixed[index], expected)
         weights = torch.zeros(4)
@@ -227,8 +302,33 @@ def test_images_and_labels_of_a_pair_are_mixed_with_the_same_share() -> None:
         torch.testing.assert_close(targets[index], weights)
 
 
-def test_shares_have_the_beta_distribution() -> None:
-    many = torch.cat([mixing().shares(0, step) for step in range(300)]).numpy()
+def test_images_are_mixed_in_pairs() -> None:
+    shares, others = mixing().draw(1, 2)
+    assert others.tolist() == [index + 1 - 2 * (index % 2) for index in range(20)]
+    assert len(set(shares.tolist())) == 20
+
+
+def test_a_micro_batch_has_one_share_and_a_random_permutation() -> None:
+    for rank in range(2):
+        drawn = [mixing(2, rank, **BY_MICRO_BATCH).draw(0, step) for step in range(20)]
+        orders = set()
+        for shares, others in drawn:
+            # A rank has 10 images, in two micro-batches: 0 to 4 and 5 to 9.
+            assert [sorted(part) for part in others.view(2, 5).tolist()] == [
+                [*range(5)],
+                [*range(5, 10)],
+            ]
+            assert [len(set(part)) for part in shares.view(2, 5).tolist()] == [1, 1]
+            assert shares[0] != shares[5]
+            orders.add(tuple(others.tolist()))
+        assert len(orders) == 20
+
+
+@pytest.mark.parametrize("more", [{}, BY_MICRO_BATCH], ids=["image", "micro-batch"])
+def test_shares_have_the_beta_distribution(more: dict[str, Any]) -> None:
+    each = slice(None, None, 10 if more else 1)
+    steps = 3000 if more else 300
+    many = torch.cat([mixing(**more).draw(0, step)[0][each] for step in range(steps)]).numpy()
     assert len(set(many)) == len(many)
     drawn = np.random.default_rng(0).beta(0.2, 0.2, 100_000)
     expected = np.minimum(drawn, 1 - drawn)
@@ -243,8 +343,8 @@ def test_mixing_depends_on_epoch_and_step_and_not_on_ranks() -> None:
     parts = [slice(10 * rank, 10 * rank + 10) for rank in range(2)]
     halves = [mixing(2, r)(images[p], labels[p], 1, 2) for r, p in enumerate(parts)]
     assert same(tuple(torch.cat(pieces) for pieces in zip(*halves, strict=True)), whole)
-    assert not torch.equal(mixing().shares(1, 2), mixing().shares(1, 3))
-    assert not torch.equal(mixing().shares(1, 2), mixing().shares(2, 2))
+    assert not torch.equal(mixing().draw(1, 2)[0], mixing().draw(1, 3)[0])
+    assert not torch.equal(mixing().draw(1, 2)[0], mixing().draw(2, 2)[0])
 
 
 def test_without_mixup_labels_stay_labels() -> None:
@@ -258,9 +358,14 @@ def test_settings_reach_the_training_images(photo_folder: Path) -> None:
     assert plain[0].shape == (12, 3, 32, 32)
     changed = all_of(opened(**where, randaugment_ops=2).train(0, 0))
     assert not torch.equal(changed[0], plain[0])
+    other = all_of(opened(**where, randaugment_ops=2, randaugment_variant="composer").train(0, 0))
+    assert not torch.equal(other[0], plain[0])
+    assert not torch.equal(other[0], changed[0])
     mixed = all_of(opened(**where, mixup=0.2).train(0, 0))
     assert mixed[1].shape == (12, 2)
     assert torch.equal(mixed[1].sum(1), torch.ones(12))
+    by_micro_batch = {"mixup": 0.2, "mixup_shares": "micro-batch", "accumulate": 2}
+    assert not same(all_of(opened(**where, **by_micro_batch).train(0, 0)), mixed)
 
 
 def test_a_test_image_keeps_its_share_of_the_shorter_side(photo_folder: Path) -> None:

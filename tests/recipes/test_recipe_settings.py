@@ -69,6 +69,22 @@ def test_yaml_reads_small_numbers_without_a_dot(tmp_path: Path) -> None:
     assert read_yaml(Settings, Path(written(tmp_path, "final_lr: 1e-7\n"))) == {"final_lr": 1e-7}
 
 
+def test_a_file_overrides_its_base_and_flags_override_both(tmp_path: Path) -> None:
+    (tmp_path / "root.yaml").write_text("lr: 0.3\nepochs: 4\nmomentum: 0.5\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "middle.yaml").write_text("base: ../root.yaml\nepochs: 5\nlr: 0.4\n")
+    path = written(tmp_path, "base: sub/middle.yaml\nlr: 0.5\n")
+    expected = replace(Settings(), lr=0.2, epochs=5, momentum=0.5)
+    assert read_settings(["--config", path, "--lr", "0.2"]) == expected
+    assert read_yaml(Settings, Path(path)) == {"lr": 0.5, "epochs": 5, "momentum": 0.5}
+
+
+def test_two_files_that_are_based_on_each_other(tmp_path: Path) -> None:
+    (tmp_path / "other.yaml").write_text("base: some.yaml\n")
+    with pytest.raises(RecipeError, match=r"other\.yaml: base: some\.yaml"):
+        read_yaml(Settings, Path(written(tmp_path, "base: other.yaml\n")))
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configurations_are_valid_and_say_whether_they_were_run(path: Path) -> None:
     comment = [line for line in path.read_text().splitlines() if line.startswith("#")]
@@ -101,6 +117,11 @@ def test_configurations_are_valid_and_say_whether_they_were_run(path: Path) -> N
         (["--lr", "1e-9"], "--final-lr .*--lr 1e-09.* 1e-06"),
         (["--crop-ratio", "1.5"], r"--crop-ratio .* 1, .*1\.5"),
         (["--randaugment-magnitude", "31"], "--randaugment-magnitude .* 30, .*31"),
+        (
+            ["--randaugment-variant", "composer", "--randaugment-magnitude", "11"],
+            "composer .*--randaugment-magnitude .* 10, .*11",
+        ),
+        (["--mixup-shares", "batch"], "--mixup-shares 'batch' .*micro-batch"),
         (["--dataset", "folder", "--dry-run"], "--dataset folder .*--data-path"),
         (["--seed", str(2**63)], "--seed .* 9223372036854775807, .*9223372036854775808"),
         (["--config", "nowhere.yaml"], r"--config nowhere\.yaml"),
@@ -117,6 +138,10 @@ def test_bad_flags(flags: list[str], message: str) -> None:
         ("learning_rte: 1", r"'learning_rte' .*some\.yaml"),
         ("epoch: 3", r"'epoch' .*some\.yaml.*'epochs'"),
         ("config: a.yaml", r"'config' .*some\.yaml"),
+        ("bas: a.yaml", r"'bas' .*some\.yaml.*'base'"),
+        ("base: a.yaml", r"some\.yaml: base: .*a\.yaml"),
+        ("base: some.yaml", r"some\.yaml: base: some\.yaml"),
+        ("base: [a.yaml]", r"some\.yaml: base: .*text"),
         ("amp: no", "amp: .*quote.* False"),
         ("epochs: true", "epochs: .*True"),
         ("epochs: 1.0", r"epochs: .*1\.0"),

@@ -84,6 +84,10 @@ def gloo_threads() -> int:
         ["--schedule", "step", "--milestones", "1", "--warmup-steps", "5", "--eval-every", "5"],
         ["--model", "timm/test_resnet"],
         ["--mixup", "0.2", "--clip-norm", "0.5", "--randaugment-ops", "2", "--amp", "bf16"],
+        [
+            *("--mixup-shares", "micro-batch", "--mixup", "0.2", "--accumulate", "4"),
+            *("--randaugment-variant", "composer", "--randaugment-ops", "2"),
+        ],
         ["--sync", "every(3)", "--bn-images", "100"],
         ["--outer", "nesterov(lr=0.9, momentum=0.5)", "--sync", "every(3)"],
     ],
@@ -246,6 +250,11 @@ def convert(*flags: str) -> None:
             ["--mixup", "0.2", "--batch-size", "63"],
             RecipeError,
             "--mixup.* --batch-size 63 .*1 ranks 63 ",
+        ),
+        (
+            ["--mixup", "0.2", "--mixup-shares", "micro-batch", "--accumulate", "64"],
+            RecipeError,
+            "--mixup-shares micro-batch .* --batch-size 64 .* --accumulate 64",
         ),
     ],
 )
