@@ -7,7 +7,7 @@
 
 Takes a quarter of an hour on two cores. Each run simulates its ranks in one process
 (simulation.py). The batch of a worker is fixed, so the whole batch and the learning rate grow with
-the number of workers. Held-out images and a seed that is not reported choose the learning rate of
+the number of workers. Held-out images and seeds that are not reported choose the learning rate of
 each method and optimizer. Every method is then trained with its own learning rate and with that of
 dense training. Writes ``convergence_tuning.csv``, ``convergence.csv``, ``convergence_curves.csv``
 and a picture for each optimizer.
@@ -155,10 +155,10 @@ def open_curves(arguments: argparse.Namespace) -> ResultTable:
 
 def tuning_runs(arguments: argparse.Namespace) -> Iterator[SimulatedRun]:
     """Yield the runs that choose the learning rates."""
-    (seed,) = tuning_seeds(arguments.seeds, 1)
-    for optimizer, workers, method in _combinations(arguments):
-        for lr in arguments.size.lrs[optimizer]:
-            yield SimulatedRun(optimizer, workers, method, lr, seed)
+    for seed in tuning_seeds(arguments.seeds, 2):
+        for optimizer, workers, method in _combinations(arguments):
+            for lr in arguments.size.lrs[optimizer]:
+                yield SimulatedRun(optimizer, workers, method, lr, seed)
 
 
 def reported_runs(

@@ -40,8 +40,8 @@ def name_of(text: str) -> str:
 def chosen_lrs(tuning: Sequence[Row]) -> dict[tuple[str, str], float]:
     """Return the learning rate of one worker for each optimizer and method.
 
-    It is the one with the best mean accuracy on held-out images over the worker counts. It is the
-    same for all worker counts, since the paper scales it linearly.
+    It is the one with the best mean accuracy on held-out images over the worker counts and the
+    tuning seeds. It is the same for all worker counts, since the paper scales it linearly.
     """
     found: dict[tuple[str, str], dict[float, list[float]]] = {}
     for row in tuning:
@@ -114,21 +114,30 @@ def speed_table(optimizer: str, curves: Sequence[Row], lrs: LrByMethod) -> str:
 
 
 def sets_table(runs: Sequence[Row], lrs: LrByMethod) -> str:
-    """Return the share of layers computed and of bytes sent, over all runs that did not diverge."""
+    """Return the layers computed and the bytes sent, the final p, and the largest norm L.
+
+    Each method has its own learning rate. Runs that diverged are left out.
+    """
     workers = _workers(runs)
     rows = []
     for method in _methods(runs):
+        chosen = [
+            row
+            for row in selected(runs, method=method)
+            if row["computed"] != "nan" and float(row["lr"]) == lrs[row["optimizer"], method]
+        ]
         cells = []
         for count in workers:
-            chosen = [
-                row
-                for row in selected(runs, method=method, workers=count)
-                if row["lowest_p"] != "nan" and float(row["lr"]) == lrs[row["optimizer"], method]
-            ]
-            computed, sent = (spread(float(row[c]) for row in chosen) for c in ("computed", "sent"))
-            cells.append(f"{computed.mean:.0%}, {sent.mean:.0%}")
-        rows.append([*_named(method), *cells])
-    return markdown_table(["method", "budget", *_heads(workers)], rows)
+            of_count = selected(chosen, workers=count)
+            means = [spread(float(row[c]) for row in of_count).mean for c in ("computed", "sent")]
+            cells.append(f"{means[0]:.0%}, {means[1]:.0%}")
+        p, norm = (
+            f"{min(float(row[low]) for row in chosen):.2g} to "
+            f"{max(float(row[high]) for row in chosen):.2g}"
+            for low, high in (("lowest_p", "highest_p"), ("largest_norm", "largest_norm"))
+        )
+        rows.append([*_named(method), *cells, p, norm if "Literal" in method else ""])
+    return markdown_table(["method", "budget", *_heads(workers), "final p", "L"], rows)
 
 
 def _accuracy_cell(

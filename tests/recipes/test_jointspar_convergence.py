@@ -245,7 +245,7 @@ def test_the_program_trains_what_it_is_asked_for(
     rows = read_csv(tmp_path / "convergence.csv")
     assert [(row["method"], row["seed"]) for row in rows] == [("dense", "5"), (PER_RANK, "5")]
     assert float(rows[1]["sent"]) > 0.95
-    assert len(read_csv(tmp_path / "convergence_tuning.csv")) == 2
+    assert len(read_csv(tmp_path / "convergence_tuning.csv")) == 4
     before = (tmp_path / "convergence.csv").read_text()
     assert (tmp_path / "convergence_lars.png").exists()
     monkeypatch.setattr(sys, "argv", ["convergence.py", *words, "--resume"])
