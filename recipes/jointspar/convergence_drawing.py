@@ -31,7 +31,8 @@ def draw_convergence(optimizer: str, curves: Sequence[Row], lrs: LrByMethod, pat
     """Draw loss and accuracy against the step, for each number of workers.
 
     All methods have dense training's learning rate, so that only the sampling differs. Lines are
-    medians over the seeds. A run that diverged counts as the worst.
+    medians over the seeds. A run that diverged counts as the worst, so a method of which half of
+    the runs diverged has no line.
 
     Args:
         optimizer: "sgd" or "lars".
@@ -44,7 +45,7 @@ def draw_convergence(optimizer: str, curves: Sequence[Row], lrs: LrByMethod, pat
     workers = sorted({int(row["workers"]) for row in rows})
     methods = list(dict.fromkeys(row["method"] for row in rows))
     budgets = sorted({parse_method(method).budget for method in methods} - {1.0}, reverse=True)
-    names = list(dict.fromkeys(map(name_of, methods)))
+    names = list(dict.fromkeys(name_of(method) for method in methods if method != DENSE))
     figure, axes = pyplot().subplots(
         *(2, len(workers)),
         figsize=(4.6 * len(workers), 7.6),
@@ -60,7 +61,7 @@ def draw_convergence(optimizer: str, curves: Sequence[Row], lrs: LrByMethod, pat
                 line_style = "--" if budget in budgets[1:] else "-"
                 # Dotted, because it would hide the paper's rule, which stays close to uniform.
                 line_style = ":" if name_of(method).startswith("uniform") else line_style
-                color = "black" if budget == 1 else f"C{names.index(name_of(method)) - 1}"
+                color = "black" if method == DENSE else f"C{names.index(name_of(method))}"
                 name = name_of(method).replace("`", "")
                 label = name if budget == 1 else f"{name}, {budget:.0%}"
                 style = {"color": color, "linestyle": line_style, "label": label}
@@ -83,8 +84,11 @@ def _finding(rows: Sequence[Row]) -> str:
         of_workers = [speed_ratios(selected(losses, workers=n), method, level) for n in workers]
         if method in (PAPER, OURS) and all(of_workers):
             means = "/".join(f"{spread(ratios).mean:.2f}" for ratios in of_workers)
-            parts.append(f"{name_of(method).replace('`', '')} {means}")
-    compared = f"Steps to a training loss of {level:g}, compared with dense training"
+            name = name_of(method).replace("`", "")
+            parts.append(f"{name}, {parse_method(method).budget:.0%}: {means}")
+    counts = "/".join(map(str, workers))
+    compared = f"Steps to a training loss of {level:g} with {counts} workers, compared with dense"
+    compared += ", of runs that reach it"
     return f"{compared}:\n{'; '.join(parts)}" if parts else "Loss and accuracy against the step"
 
 
