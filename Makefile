@@ -19,7 +19,7 @@ experiment-bidirectional-topk: setup ## counterexample, unions, bytes, accuracy 
 experiment-qsr: setup ## QSR and other schedules, SGD and AdamW (40 min)
 	@.venv/bin/python -m recipes.qsr.experiment $(ARGS)
 
-experiment-jointspar: setup ## bandit, bytes, time, accuracy (30 min)
+experiment-jointspar: setup ## bandit, bytes, time, convergence, accuracy (1 h)
 	@.venv/bin/python -m recipes.jointspar.experiment $(ARGS)
 
 experiment-2direction: setup ## 2Direction, AGD and others (an hour)
