@@ -8,21 +8,25 @@
 The parts are
 
 * contest: what a worker sends and receives in softmax regression until f is within a gap of its
-  minimum (``contest.py``).
+  infimum, by regulariser and number of workers (``contest.py``).
+* alpha: the same by size of the downlink messages, and by their price, with 2Direction's
+  probability for that price (``sweeps.py``).
 * scaling: iterations on quadratics by condition number, omega and number of workers
   (``scaling.py``).
+* winners: on quadratics, which method sends least by condition number and omega (``winners.py``).
 * ranks: four real ranks over gloo, compared with the simulation bit for bit (``on_ranks.py``). The
   exit status is 1 if they differ.
 
-In the contest, each method uses its best step size 2^i, found with seed 0, and then runs with every
-seed. A seed shuffles the samples and draws the messages. If a seed does not reach the gap, the
-method uses the largest of the next three smaller step sizes with which all seeds reach it, if there
-is one. Each part writes its tables as CSV files and draws pictures from them.
+Each method uses its best step size 2^i, found with seeds that are not reported (``race.py``). Each
+part writes its table as a CSV file and draws its picture from it.
 """
 
 import argparse
+import functools
 import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,37 +34,34 @@ import torch
 from recipes.errors import exit_on_user_error
 from recipes.experiments import ExperimentParser, ResultTable
 from recipes.result_files import make_folder
-from recipes.two_direction import on_ranks, scaling
-from recipes.two_direction.contest import METHODS, Setting, check
-from recipes.two_direction.contest_table import ContestTables, run_contest
+from recipes.two_direction import contest, on_ranks, pictures, scaling, sweeps, winners
 from recipes.two_direction.data_sets import DATASETS, open_samples
-from recipes.two_direction.pictures import draw_contest, draw_sweep
-from recipes.two_direction.tuning import POWERS
-from torchcomp.checks import check_count, check_positive
+from recipes.two_direction.methods import METHODS, Messages
+from recipes.two_direction.race import COLUMNS, CURVE_COLUMNS, Setting, check, race
+from torchcomp.checks import check_at_least_0, check_count, check_positive
 
-PARTS = ("contest", "scaling", "ranks")
+PARTS = ("contest", "alpha", "scaling", "winners", "ranks")
 _HERE = Path(__file__).resolve().parent
 # A step size 2^i and its inverse are normal floats up to this i.
 _LARGEST_POWER = 1022
-WHOLE = {
-    "dataset": "digits",
-    "workers": 10,
-    "mu": [1e-4, 1e-2],
-    "k": None,
-    "gap": 1e-6,
-    "budget": 3_000_000,
-    "every": 1,
-    "powers": [POWERS[0], POWERS[-1]],
-    "seeds": 5,
-    "methods": list(METHODS),
-}
-QUICK = WHOLE | {
-    "mu": [1e-2],
-    "gap": 1e-2,
-    "powers": [0, 5],
-    "seeds": 2,
-    "methods": ["2Direction", "AGD", "EF21-P + DIANA"],
-}
+_QUICK_GAP = 1e-2
+
+
+@dataclass(frozen=True)
+class Part:
+    """Races whose rows are in one table.
+
+    Attributes:
+        table: the rows.
+        races: the settings, and the methods of each.
+        draw: draws the picture from the table's file.
+        curves: of the first seeds.
+    """
+
+    table: ResultTable
+    races: Sequence[tuple[Setting, Sequence[str]]]
+    draw: Callable[[Path], None]
+    curves: ResultTable | None = None
 
 
 @exit_on_user_error()
@@ -70,123 +71,136 @@ def main() -> None:
     torch.set_num_threads(1)
     started = time.monotonic()
     # All input is checked before anything is computed and before any file is written.
-    contests = open_contests(arguments)
-    sweeps = open_sweeps(arguments)
+    parts = [part for name in arguments.only if name in _PARTS for part in _PARTS[name](arguments)]
+    for part in parts:
+        for setting, methods in part.races:
+            check(setting, methods, arguments.seeds)
     shared = on_ranks.setting(arguments.gap) if "ranks" in arguments.only else None
     ranks_table = (
         on_ranks.open_table(shared, arguments.out, resume=arguments.resume) if shared else None
     )
     make_folder(arguments.out)
-    for setting, tables in contests:
-        run_contest(setting, arguments.methods, arguments.seeds, tables)
-        draw_contest(tables.results.path, tables.curves.path, setting)
-    for sweep, table in sweeps:
-        scaling.run_sweep(sweep, table)
-        draw_sweep(table.path, sweep)
+    for part in parts:
+        for setting, methods in part.races:
+            race(setting, methods, arguments.seeds, part.table, part.curves)
+        part.draw(part.table.path)
     if shared and ranks_table:
         on_ranks.run_ranks(shared, ranks_table)
     print(f"\ntables and pictures are in {arguments.out}")
     print(f"total time: {time.monotonic() - started:.0f} s")
 
 
-def open_contests(arguments: argparse.Namespace) -> list[tuple[Setting, ContestTables]]:
-    """Read the data and open the contest's tables, a pair for each mu."""
-    if "contest" not in arguments.only:
-        return []
-    settings = contest_settings(arguments)
-    for setting in settings:
-        check(setting, arguments.methods)
-    return [
-        (each, ContestTables.open(each, arguments.seeds, arguments.out, resume=arguments.resume))
-        for each in settings
-    ]
+def _contest(arguments: argparse.Namespace) -> list[Part]:
+    samples = open_samples(arguments.dataset, arguments.data)
+    sent = contest.tenth(samples) if arguments.k is None else Messages(arguments.k, arguments.k)
+    options = contest.Options(arguments.gap, arguments.budget, arguments.powers)
+    parts = []
+    for n in arguments.workers:
+        methods = arguments.methods or contest.usual_methods(n)
+        races = contest.contest_races(samples, n, sent, arguments.mu, methods, options)
+        task, name = contest.task(samples, n, sent, options), f"contest_{samples.name}_n{n}"
+        curves = ResultTable(
+            arguments.out / f"{name}_curves.csv",
+            CURVE_COLUMNS,
+            task,
+            resume=arguments.resume,
+            curves=True,
+        )
+        parts.append(Part(_table(arguments, name, task), races, pictures.draw_contest, curves))
+    return parts
 
 
-def open_sweeps(arguments: argparse.Namespace) -> list[tuple[scaling.Sweep, ResultTable]]:
-    """Open the tables of the sweeps that the flags name."""
-    if "scaling" not in arguments.only:
-        return []
-    return [
-        (sweep, scaling.open_table(sweep, arguments.out, resume=arguments.resume))
-        for sweep in scaling.sweeps(quick=arguments.quick)
-        if sweep.field in arguments.sweeps
-    ]
+def _downlink(arguments: argparse.Namespace) -> list[Part]:
+    races = sweeps.downlink_races(quick=arguments.quick)
+    return [Part(_table(arguments, "alpha", sweeps.TASK), races, pictures.draw_downlink)]
+
+
+def _scaling(arguments: argparse.Namespace) -> list[Part]:
+    races = scaling.scaling_races(quick=arguments.quick)
+    draw = functools.partial(pictures.draw_scaling, quick=arguments.quick)
+    return [Part(_table(arguments, "scaling", winners.TASK), races, draw)]
+
+
+def _winners(arguments: argparse.Namespace) -> list[Part]:
+    races = winners.winner_races(quick=arguments.quick)
+    return [Part(_table(arguments, "winners", winners.TASK), races, pictures.draw_winners)]
+
+
+def _table(arguments: argparse.Namespace, name: str, task: str) -> ResultTable:
+    return ResultTable(arguments.out / f"{name}.csv", COLUMNS, task, resume=arguments.resume)
+
+
+_PARTS: dict[str, Callable[[argparse.Namespace], list[Part]]] = {
+    "contest": _contest,
+    "alpha": _downlink,
+    "scaling": _scaling,
+    "winners": _winners,
+}
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = _parser()
-    parsed = parser.parse_args(words)
-    for name, value in (QUICK if parsed.quick else WHOLE).items():
-        if getattr(parsed, name) is None:
-            setattr(parsed, name, value)
-    # A value that is named twice runs once.
-    parsed.only = list(dict.fromkeys(parsed.only or PARTS))
-    for name in ("mu", "methods", "sweeps"):
-        setattr(parsed, name, list(dict.fromkeys(getattr(parsed, name))))
+    parsed = parser.read(words)
     _check_flags(parsed)
-    # The names of the files contain mu, so any choice of mu leaves the other files as they are.
-    published = all(getattr(parsed, name) == WHOLE[name] for name in WHOLE if name != "mu")
-    parsed.out = parser.output_folder(parsed, published=published)
+    # A table holds races of several mu, numbers of workers and methods.
+    options = (parsed.gap, parsed.budget, parsed.powers, parsed.k)
+    parsed.out = parser.output_folder(parsed, published=all(own is None for own in options))
+    if parsed.quick:
+        parsed.gap = parsed.gap or _QUICK_GAP
+        parsed.workers, parsed.mu = parsed.workers or [10], parsed.mu or [0.0, 1e-2]
+        parsed.methods = parsed.methods or contest.PAPER
+    # A value that is named twice runs once.
+    parsed.workers = list(dict.fromkeys(parsed.workers or contest.WORKERS))
+    parsed.mu = list(dict.fromkeys(contest.MUS if parsed.mu is None else parsed.mu))
+    parsed.methods = list(dict.fromkeys(parsed.methods or ()))
     return parsed
 
 
 def _parser() -> ExperimentParser:
     parser = ExperimentParser(__doc__.splitlines()[0], _HERE, PARTS)
-    contest = parser.add_argument_group("contest; --quick has other defaults")
-    contest.add_argument("--dataset", choices=DATASETS, help="[digits]")
-    contest.add_argument("--data", type=Path, help="path of cifar10 or real-sim")
-    contest.add_argument("--workers", type=int, help="n, with equal shards [10]")
-    contest.add_argument("--mu", type=float, nargs="+", help="regulariser [1e-4 1e-2]")
-    contest.add_argument("--k", type=int, help="values of a compressed message [d/10]")
-    contest.add_argument("--gap", type=float, help="f - f* to reach; also for ranks [1e-6]")
-    contest.add_argument("--budget", type=int, help="coordinates that a run can send [3e6]")
-    contest.add_argument("--every", type=int, help="iterations between evaluations of f [1]")
-    contest.add_argument(
+    group = parser.add_argument_group("contest")
+    group.add_argument("--dataset", choices=DATASETS, default="digits", help="[digits]")
+    group.add_argument("--data", type=Path, help="path of cifar10 or real-sim")
+    group.add_argument("--workers", type=int, nargs="+", help="n, with equal shards [10 100]")
+    group.add_argument("--mu", type=float, nargs="+", help="regulariser [0 1e-4 1e-3 1e-2]")
+    group.add_argument("--k", type=int, help="values of a compressed message [d/10]")
+    group.add_argument(
+        "--gap", type=float, help="f - f* to reach; also for ranks [1e-6, and 1e-3 for mu = 0]"
+    )
+    group.add_argument("--budget", type=int, help="coordinates that a run can send [1e6]")
+    group.add_argument(
         "--powers",
         nargs=2,
         metavar=("LOW", "HIGH"),
         type=int,
-        help="step sizes to try: 2^LOW to 2^HIGH [-20 20]",
+        help="step sizes to try: 2^LOW to 2^HIGH [-4 8, and 0 16 for mu = 0]",
     )
-    contest.add_argument("--seeds", type=int, help="runs of a method [5]")
-    contest.add_argument(
+    group.add_argument(
         "--methods",
         nargs="+",
         metavar="METHOD",
         choices=METHODS,
-        help=f"some of: {'; '.join(METHODS)} [all]",
-    )
-    sweeps = parser.add_argument_group("scaling")
-    sweeps.add_argument(
-        "--sweeps",
-        nargs="+",
-        choices=scaling.SWEEPS,
-        default=list(scaling.SWEEPS),
-        help="quantities to vary [all]",
+        help=f"some of: {'; '.join(METHODS)} [all; with many workers the paper's]",
     )
     return parser
 
 
 def _check_flags(parsed: argparse.Namespace) -> None:
-    for name in ("workers", "k", "budget", "every", "seeds"):
+    for value in parsed.workers or ():
+        check_count("--workers", value)
+    for name in ("k", "budget"):
         if (value := getattr(parsed, name)) is not None:
             check_count(f"--{name}", value)
-    for value in parsed.mu:
-        check_positive("--mu", value)
-    check_positive("--gap", parsed.gap)
-    low, high = parsed.powers
-    check_count("--powers LOW", low, -_LARGEST_POWER, _LARGEST_POWER)
-    check_count("--powers HIGH", high, low, _LARGEST_POWER)
-
-
-def contest_settings(arguments: argparse.Namespace) -> list[Setting]:
-    """Read the data, and return one setting for each mu."""
-    samples = open_samples(arguments.dataset, arguments.data)
-    k = max(1, samples.d // 10) if arguments.k is None else arguments.k
-    low, high = arguments.powers
-    limits = (k, arguments.gap, arguments.budget, arguments.every, range(low, high + 1))
-    return [Setting(samples, arguments.workers, mu, *limits) for mu in arguments.mu]
+    for value in parsed.mu or ():
+        check_at_least_0("--mu", value)
+    if parsed.gap is not None:
+        check_positive("--gap", parsed.gap)
+    if parsed.powers:
+        low, high = parsed.powers
+        check_count("--powers LOW", low, -_LARGEST_POWER, _LARGEST_POWER)
+        check_count("--powers HIGH", high, low, _LARGEST_POWER)
+        parsed.powers = range(low, high + 1)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,18 @@ from pathlib import Path
 from recipes.errors import RecipeError
 from recipes.experiments import ResultTable
 from recipes.local_ranks import run_on_ranks
-from recipes.two_direction.contest import Setting, run
+from recipes.two_direction.contest import Options, tenth
+from recipes.two_direction.contest import setting as contest_setting
 from recipes.two_direction.data_sets import digits
+from recipes.two_direction.race import Setting, run
 from recipes.two_direction.tuning import MethodRun
 from torchcomp.algorithms.parameter_server import ParameterServer, Ranks, Simulated
 
 RANKS = 4
-# Step sizes 2^i at mu = 1e-4; see results/digits_n10_mu0.0001.csv.
-POWERS = {"2Direction": 2, "AGD": 2, "EF21-P + DIANA": 3}
+MU = 1e-2
+# Step sizes 2^i, as in results/contest_digits_n10.csv; with fewer workers, EF21-P + DIANA needs a
+# smaller one.
+POWERS = {"2Direction": 6, "AGD": 0, "EF21-P + DIANA": 0}
 COLUMNS = (
     *("method", "iterations", "up", "down", "total", "bytes_up", "bytes_down", "value"),
     *("received_by_rank", "ms_ranks", "ms_simulated"),
@@ -60,17 +64,23 @@ class RankRun:
         return _MILLISECONDS * self.seconds / self.iterations
 
 
-def setting(gap: float) -> Setting:
+def setting(gap: float | None = None) -> Setting:
     """Return the digits on four workers, with f* computed."""
-    shared = Setting(digits(), RANKS, 1e-4, 65, gap, 3_000_000)
+    samples = digits()
+    shared = contest_setting(samples, RANKS, MU, tenth(samples), Options(gap))
     # Before the clock starts: f* is cached.
-    shared.least(0)
+    shared.case(0)
     return shared
 
 
 def open_table(shared: Setting, folder: Path, *, resume: bool) -> ResultTable:
     """Open the table, with the finished methods if the run is resumed."""
-    return ResultTable(folder / "on_ranks.csv", COLUMNS, shared.task(seeds=1), resume=resume)
+    return ResultTable(
+        folder / "on_ranks.csv",
+        COLUMNS,
+        f"{shared}, f - f* <= {shared.gap:g}, seed 0",
+        resume=resume,
+    )
 
 
 def run_ranks(shared: Setting, table: ResultTable) -> None:

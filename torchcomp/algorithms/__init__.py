@@ -1,6 +1,6 @@
 """Server-worker methods. Each one replaces the optimizer step, instead of averaging gradients."""
 
-from torchcomp.algorithms.agd import AGD, ConstantMomentumAGD
+from torchcomp.algorithms.agd import AGD, FISTA, ConstantMomentumAGD
 from torchcomp.algorithms.diana import DIANA
 from torchcomp.algorithms.ef14 import EF14
 from torchcomp.algorithms.ef21 import EF21
@@ -17,6 +17,7 @@ __all__ = [
     "EF21",
     "EF21P",
     "EF21PDIANA",
+    "FISTA",
     "ConstantMomentumAGD",
     "Ranks",
     "Simulated",

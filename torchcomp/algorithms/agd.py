@@ -1,11 +1,14 @@
 """AGD: accelerated gradient descent. Messages are dense in both directions.
 
 :class:`AGD` has three sequences. It equals 2Direction with identity compressors and p = tau = 1,
-and does not require strong convexity. :class:`ConstantMomentumAGD` is Nesterov's scheme for
-strongly convex functions (Nesterov, "Lectures on Convex Optimization", 2018, section 2.2).
+and does not require strong convexity. The other two extrapolate from the last two points.
+:class:`ConstantMomentumAGD` is Nesterov's scheme for strongly convex functions (Nesterov, "Lectures
+on Convex Optimization", 2018, section 2.2). :class:`FISTA` has the growing momentum for convex ones
+(Beck, Teboulle, "A Fast Iterative Shrinkage-Thresholding Algorithm", 2009).
 """
 
 import math
+from abc import abstractmethod
 from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
@@ -48,28 +51,55 @@ class AGD(Method):
 
 
 @dataclass(eq=False, repr=False)
-class ConstantMomentumAGD(Method):
-    """Nesterov's method with a constant momentum.
-
-    gamma is the step size (1/L in theory). mu is the strong convexity of f, at most 1/gamma.
-    """
+class _Extrapolation(Method):
+    """A gradient step of size gamma from a point extrapolated by a momentum."""
 
     _: KW_ONLY
     gamma: float
-    mu: float
 
     def __post_init__(self, x0: Tensor) -> None:
         super().__post_init__(x0)
         check_positive("gamma", self.gamma)
-        check_positive("mu", self.mu)
-        check_convexity(self.mu, 1 / self.gamma, "1/gamma")
-        root = math.sqrt(self.gamma * self.mu)  # 1 / sqrt(condition number), if gamma = 1/L
-        self.momentum = (1 - root) / (1 + root)
         self.y = self.x
+
+    @abstractmethod
+    def _momentum(self, t: int) -> float:
+        """Return the momentum of iteration `t`, counted from 0."""
 
     def _iterate(self, t: int) -> None:
         y = self.server.down(self.y)
         _, g = self.server.uplink(self.gradients_at(y), DENSE, t)
         x = y - self.gamma * g  # gradient step from the extrapolated point
-        self.y = x + self.momentum * (x - self.x)  # extrapolation
+        self.y = x + self._momentum(t) * (x - self.x)  # extrapolation
         self.x = x
+
+
+@dataclass(eq=False, repr=False)
+class ConstantMomentumAGD(_Extrapolation):
+    """Nesterov's method with a constant momentum.
+
+    gamma is the step size (1/L in theory). mu is the strong convexity of f, at most 1/gamma.
+    """
+
+    mu: float
+
+    def __post_init__(self, x0: Tensor) -> None:
+        super().__post_init__(x0)
+        check_positive("mu", self.mu)
+        check_convexity(self.mu, 1 / self.gamma, "1/gamma")
+        root = math.sqrt(self.gamma * self.mu)  # 1 / sqrt(condition number), if gamma = 1/L
+        self.momentum = (1 - root) / (1 + root)
+
+    def _momentum(self, t: int) -> float:
+        return self.momentum
+
+
+@dataclass(eq=False, repr=False)
+class FISTA(_Extrapolation):
+    """Nesterov's method with a growing momentum, which needs no strong convexity.
+
+    gamma is the step size (1/L in theory). The momentum is (t_k - 1)/t_(k+1) with t_k = (k + 2)/2.
+    """
+
+    def _momentum(self, t: int) -> float:
+        return t / (t + 3)

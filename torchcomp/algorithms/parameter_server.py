@@ -70,7 +70,7 @@ class Uplink:
 
     compressor: Compressor
     call: int  # the number of the message, the same on all workers
-    encoded: list[Encoded]  # each worker's message
+    encoded: Encoded | None  # the message, if this process sends it; None in a simulation
     decoded: Tensor  # the values that the server decodes; (workers of this process, d)
     faulty: list[int]  # workers whose vector contains a NaN or an infinity
 
@@ -107,12 +107,8 @@ class ParameterServer(ABC):
             compressor: compressor of the workers.
             call: number of the message, unique within the run, because it seeds the randomness.
         """
-        encoded, decoded = [], torch.empty_like(vectors)
-        for row, vector, worker in zip(decoded, vectors, self.mine, strict=True):
-            key = self._uplink_key(worker, call)
-            encoded.append(compressor.encode(vector, key))
-            # A worker needs the value that the server decodes, for example to update its h_i.
-            compressor.decode(encoded[-1].parts, row, key)
+        keys = [self._uplink_key(worker, call) for worker in self.mine]
+        encoded, decoded = self._encode(vectors, compressor, keys)
         finite = vectors.isfinite().all(1).tolist()
         faulty = [worker for worker, good in zip(self.mine, finite, strict=True) if not good]
         return Uplink(compressor, call, encoded, decoded, faulty)
@@ -158,8 +154,13 @@ class ParameterServer(ABC):
         self.traffic.down_coordinates += compressor.kept(d)
         self.traffic.down_bytes += wire.framed(wire.nbytes(compressor.layout(d, dtype)))
         key = Key(self.seed, call, tensor_id("downlink"))
-        parts = compressor.encode(vector, key).parts
-        return compressor.decode(parts, torch.empty_like(vector), key)
+        return compressor.round_trips(vector[None], [key])[0]
+
+    @abstractmethod
+    def _encode(
+        self, vectors: Tensor, compressor: Compressor, keys: list[Key]
+    ) -> tuple[Encoded | None, Tensor]:
+        """Return the message if this process sends one, and what the server decodes; (mine, d)."""
 
     @abstractmethod
     def _deliver(self, messages: Messages, codec: Codec, faults: Faults) -> Decoded:
@@ -190,6 +191,11 @@ class Simulated(ParameterServer):
     def __init__(self, n: int, seed: int = 0) -> None:
         check_count("n", n)
         super().__init__(n, range(n), seed)
+
+    def _encode(
+        self, vectors: Tensor, compressor: Compressor, keys: list[Key]
+    ) -> tuple[Encoded | None, Tensor]:
+        return None, compressor.round_trips(vectors, keys)
 
     def _deliver(self, messages: Messages, codec: Codec, faults: Faults) -> Decoded:
         if faults:
@@ -231,9 +237,17 @@ class Ranks(ParameterServer):
         super().__init__(self.exchange.world_size, range(rank, rank + 1), seed)
         self.exchange.verify("the seed of compressed messages", {"seed": seed})
 
+    def _encode(
+        self, vectors: Tensor, compressor: Compressor, keys: list[Key]
+    ) -> tuple[Encoded | None, Tensor]:
+        encoded = compressor.encode(vectors[0], keys[0])
+        # A worker needs the value that the server decodes, for example to update its h_i.
+        decoded = compressor.decode(encoded.parts, torch.empty_like(vectors[0]), keys[0])
+        return encoded, decoded[None]
+
     def _deliver(self, messages: Messages, codec: Codec, faults: Faults) -> Decoded:
         frame = torch.empty(codec.framed, dtype=torch.uint8, device=self.exchange.device)
-        codec.pack([message.encoded[0] for message in messages], frame)
+        codec.pack([message.encoded for message in messages if message.encoded], frame)
         frames, ranks = self.exchange.all_gather(frame), range(self.n)
         received = self.exchange.receive(ranks, frames, codec.lengths * self.n)
         # A rank with a fault has also sent its frame, so that no rank waits forever. The collective

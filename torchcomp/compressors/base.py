@@ -139,6 +139,24 @@ class Compressor(Component):
         self.accumulate((parts,), out.zero_(), key)
         return out
 
+    def round_trips(self, rows: Tensor, keys: Sequence[Key]) -> Tensor:
+        """Return what the receivers decode from the message of each vector.
+
+        It equals :meth:`encode` and :meth:`decode` of each row with its key. A simulation needs
+        only this result, so a subclass can compute it without building messages.
+
+        Args:
+            rows: the vectors; (count, n).
+            keys: the key of each vector.
+
+        Returns:
+            A new tensor, shaped like `rows`.
+        """
+        out = torch.empty_like(rows)
+        for row, key, decoded in zip(rows, keys, out, strict=True):
+            self.decode(self.encode(row, key).parts, decoded, key)
+        return out
+
     # Several vectors of one tensor, by compressors of this class. A compressor whose kernels are
     # small overrides these for accelerators, where each launch delays the backward pass.
 

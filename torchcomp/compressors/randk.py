@@ -52,6 +52,17 @@ class RandK(Sparsifier):
         # ranks see only the message.
         return Encoded((values + nan_unless_finite(x),), index)
 
+    def round_trips(self, rows: Tensor, keys: Sequence[Key]) -> Tensor:
+        index = torch.from_numpy(self.supports(keys, rows.shape[1])).to(rows.device)
+        values = rows.gather(1, index) * self._scale(rows.shape[1])
+        # As in encode(): 0, or NaN for a row that is not finite.
+        values += (rows * 0.0).sum(1, keepdim=True)
+        return torch.zeros_like(rows).scatter_(1, index, values)
+
+    def supports(self, keys: Sequence[Key], numel: int) -> NDArray[np.int64]:
+        """Return the entries that each key keeps of `numel`; (keys, k), each row ascending."""
+        return np.stack([_draw(key, numel, self.kept(numel)) for key in keys])
+
     def subtract(self, encoded: Encoded, x: Tensor, key: Key, weight: float = 1.0) -> None:
         index = self._support(x, key) if encoded.index is None else encoded.index
         x.index_add_(0, index, encoded.parts[0].to(x.dtype), alpha=-weight)

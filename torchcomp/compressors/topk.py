@@ -103,6 +103,15 @@ class TopK(Selector):
         each = zip(values, codes, split(index, counts), strict=True)
         return [Encoded((*fields, code), chosen) for fields, code, chosen in each]
 
+    def round_trips(self, rows: Tensor, keys: Sequence[Key]) -> Tensor:
+        if self.values is not None:  # the values are rounded
+            return super().round_trips(rows, keys)
+        out = torch.zeros_like(rows)
+        for row, decoded in zip(rows, out, strict=True):
+            index = self.select(row, self._whole(row), ())
+            decoded[index] = row[index]
+        return out
+
     def subtract(self, encoded: Encoded, x: Tensor, key: Key, weight: float = 1.0) -> None:
         if encoded.index is None:  # decode the indices from the message
             super().subtract(encoded, x, key, weight)

@@ -15,6 +15,7 @@ from torchcomp.algorithms import (
     EF21,
     EF21P,
     EF21PDIANA,
+    FISTA,
     ConstantMomentumAGD,
     Simulated,
     TwoDirectionMethod,
@@ -126,6 +127,24 @@ def test_nesterovs_method_is_as_fast_as_its_theory(iterations):
     agd = run(ConstantMomentumAGD(F.gradients, F.x0, server, gamma=1 / L, mu=mu), iterations)
     energy = F.gap(F.x0) + mu / 2 * float(F.solution @ F.solution)
     assert F.gap(agd.x) <= energy * (1 - math.sqrt(mu / L)) ** iterations
+
+
+@pytest.mark.parametrize("iterations", [1, 10, 50, 150])
+def test_fista_is_as_fast_as_its_theory(iterations):
+    L = F.smoothness
+    fista = run(FISTA(F.gradients, F.x0, Simulated(F.n), gamma=1 / L), iterations)
+    assert F.gap(fista.x) <= 2 * L * float(F.solution @ F.solution) / (iterations + 1) ** 2
+
+
+def test_fista_extrapolates_by_t_over_t_plus_3():
+    gamma = 0.5 / F.smoothness
+    fista = FISTA(F.gradients, F.x0, Simulated(F.n), gamma=gamma)
+    x = before = F.x0
+    for t in range(20):
+        y = x + (t - 1) / (t + 2) * (x - before) if t else x
+        before, x = x, y - gamma * F.gradients(y).mean(0)
+        fista.step()
+        torch.testing.assert_close(fista.x, x)
 
 
 def mean_gap(build, iterations, seeds=10):
