@@ -72,7 +72,7 @@ WHOLE = ConvergenceSize(
     workers=(2, 4, 8),
     lrs={"sgd": (0.003125, 0.00625, 0.0125, 0.025, 0.05), "lars": (0.025, 0.05, 0.1, 0.2)},
 )
-QUICK = ConvergenceSize(epochs=3, workers=(2, 4), lrs={"sgd": (0.0125,), "lars": (0.1,)})
+QUICK = ConvergenceSize(epochs=3, workers=(4,), lrs={"sgd": (0.0125,), "lars": (0.1,)})
 
 
 def default_methods() -> tuple[str, ...]:
