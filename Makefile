@@ -16,7 +16,7 @@ quickstart: setup ## three methods, two ranks: a table and a plot
 experiment-bidirectional-topk: setup ## counterexample, unions, bytes, accuracy (30 min)
 	@.venv/bin/python -m recipes.bidirectional_topk.experiment $(ARGS)
 
-experiment-qsr: setup ## QSR and other schedules, 4 ranks (25 min)
+experiment-qsr: setup ## QSR and other schedules, SGD and AdamW (40 min)
 	@.venv/bin/python -m recipes.qsr.experiment $(ARGS)
 
 experiment-jointspar: setup ## bandit, bytes, time, accuracy (30 min)

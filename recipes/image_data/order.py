@@ -15,7 +15,7 @@ from recipes.errors import RecipeError
 Indices = npt.NDArray[np.int64]
 
 # The first part of every key, so that no two uses of a seed get the same random numbers.
-ORDER, AUGMENT, CROP, NOISE, RANDAUGMENT, MIXUP = 1, 2, 3, 4, 5, 6
+ORDER, AUGMENT, CROP, NOISE, RANDAUGMENT, MIXUP, SPLIT = 1, 2, 3, 4, 5, 6, 7
 
 
 def keyed_seed(*key: int) -> int:

@@ -1,218 +1,187 @@
 """Tune each method on a grid, then measure the best point of each."""
 
-import math
+import itertools
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-import torch.distributed as dist
-
-from recipes.qsr.ledger import Ledger, TrainingRun
-from recipes.qsr.local_training import PARALLEL, Length, Outcome, train
+from recipes.qsr.ledger import Ledger
+from recipes.qsr.settings import Setting, Study
 from recipes.qsr.task import Task
+from recipes.qsr.training import PARALLEL, Outcome, Point
+from torchcomp.schedules import Horizon
 
-METHODS = ("parallel", "constant H", "linear", "QSR", "cubic", "post-local", "SWAP")
 EXPONENTS = {"linear": 1, "QSR": 2, "cubic": 3}
+_HALF = 0.5
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The points to try.
+    """The points to try: the same number for every method.
 
     Attributes:
-        lrs: peak learning rates of parallel training. The other methods use the best of them.
-        periods: H of constant H.
-        bases: H_base of the three rules.
-        starts: the H that a rule gives at the peak learning rate, which sets its coefficient.
-        switches: when post-local SGD and SWAP stop averaging every step, as a fraction of the steps
-            after warm-up.
-        post_local_periods: H of post-local SGD after the switch.
-        seeds: every point runs with these and is evaluated on the validation part. The reported
-            seeds are others, so that they choose nothing.
+        lrs: peak learning rates of parallel training, by optimizer. The others use the best.
+        weight_decays: of all methods, by optimizer. Each method uses its own best.
+        periods: H of constant H, and of post-local SGD after half of the steps.
+        rules: H_base and the coefficient (alpha, for QSR) divided by the peak learning rate.
+        switches: when SWAP stops averaging every step, as a fraction of the steps after warm-up.
+        map_bases: H_base of the map.
+        map_ratios: alpha divided by the peak learning rate, of the map.
+        seeds: how many seeds every point is tried with.
     """
 
-    lrs: tuple[float, ...] = (0.1, 0.2, 0.4)
-    periods: tuple[int, ...] = (2, 4, 8, 16)
-    bases: tuple[int, ...] = (2, 4)
-    starts: tuple[int, ...] = (1, 4, 16)
-    switches: tuple[float, ...] = (0.25, 0.5, 0.75)
-    post_local_periods: tuple[int, ...] = (4, 16)
-    seeds: tuple[int, ...] = (1000, 1001)
+    lrs: Mapping[str, tuple[float, ...]] = field(
+        default_factory=lambda: {"sgd": (0.05, 0.1, 0.2), "adamw": (0.001, 0.003, 0.01)}
+    )
+    weight_decays: Mapping[str, tuple[float, ...]] = field(
+        default_factory=lambda: {"sgd": (5e-4, 5e-3, 2e-2), "adamw": (0.1, 0.5, 2.0)}
+    )
+    periods: tuple[int, ...] = (2, 4, 8)
+    rules: tuple[tuple[int, float], ...] = ((2, 1.0), (4, 1.0), (4, 2.0))
+    switches: tuple[float, ...] = (0.5, 0.7, 0.9)
+    map_bases: tuple[int, ...] = (2, 4, 8, 16)
+    map_ratios: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0)
+    seeds: int = 3
 
-    def schedules(self, method: str, *, peak: float, total: int, warmup: int) -> list[str]:
-        """Return the points of a method, for T = ``total`` and W = ``warmup`` steps."""
+    def parallel(self, optimizer: str) -> list[Point]:
+        """Return the points of parallel training."""
+        return [
+            Point(PARALLEL, PARALLEL, lr, weight_decay)
+            for lr in self.lrs[optimizer]
+            for weight_decay in self.weight_decays[optimizer]
+        ]
+
+    def local(self, method: str, optimizer: str, *, peak: float, horizon: Horizon) -> list[Point]:
+        """Return the points of another method, at the peak learning rate of parallel training."""
+        return [
+            Point(method, schedule, peak, weight_decay)
+            for schedule in self._schedules(method, peak, horizon)
+            for weight_decay in self.weight_decays[optimizer]
+        ]
+
+    def _schedules(self, method: str, peak: float, horizon: Horizon) -> list[str]:
         if method in EXPONENTS:
             exponent = EXPONENTS[method]
-            # H = (coefficient / lr)^exponent equals `start` at the peak learning rate.
-            return [
-                _rule(exponent, peak * start ** (1 / exponent), h_base)
-                for h_base in self.bases
-                for start in self.starts
-            ]
-        switches = [warmup + round(share * (total - warmup)) for share in self.switches]
-        points = {
-            "parallel": [PARALLEL],
+            return [rule(exponent, peak * ratio, h_base) for h_base, ratio in self.rules]
+        decaying = horizon.total_steps - horizon.warmup_steps
+        half, *switches = (
+            horizon.warmup_steps + round(share * decaying) for share in (_HALF, *self.switches)
+        )
+        schedules = {
             "constant H": [f"every({h})" for h in self.periods],
-            "post-local": [
-                f"post_local(switch={s}, h={h})" for s in switches for h in self.post_local_periods
-            ],
-            "SWAP": [f"swap(switch={s})" for s in switches],
+            "post-local": [f"post_local(switch={half}, h={h})" for h in self.periods],
+            "SWAP": [f"swap(switch={switch})" for switch in switches],
         }
-        return points[method]
+        return schedules[method]
 
 
-def _rule(exponent: int, coefficient: float, h_base: int) -> str:
+QUICK_GRID = Grid(
+    lrs={"sgd": (0.1,), "adamw": (0.003,)},
+    weight_decays={"sgd": (5e-4,), "adamw": (0.1,)},
+    periods=(4,),
+    rules=((2, 1.0),),
+    switches=(0.5,),
+    map_bases=(2, 4),
+    map_ratios=(0.5, 1.0),
+    seeds=1,
+)
+
+
+def rule(exponent: int, coefficient: float, h_base: int) -> str:
+    """Return the schedule H = max(h_base, floor((coefficient / lr)^exponent))."""
     if exponent == 2:
         return f"qsr(alpha={coefficient:g}, h_base={h_base})"
     return f"power(coef={coefficient:g}, exponent={exponent}, h_base={h_base})"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A schedule of a method, with one outcome per seed."""
+class Train(Protocol):
+    """Trains a point with several seeds: on this rank, or on simulated ones."""
 
-    method: str
-    schedule: str
-    lr: float
-    outcomes: tuple[Outcome, ...]
-
-    @property
-    def accuracy(self) -> float:
-        """Mean accuracy over the seeds, in per cent."""
-        return statistics.fmean(outcome.accuracy for outcome in self.outcomes)
-
-    @property
-    def deviation(self) -> float:
-        """Sample standard deviation of the accuracy over the seeds; NaN for a single seed."""
-        return _deviation([outcome.accuracy for outcome in self.outcomes])
-
-    @property
-    def loss(self) -> float:
-        """Mean loss over the seeds."""
-        return statistics.fmean(outcome.loss for outcome in self.outcomes)
-
-    @property
-    def syncs(self) -> int:
-        """Number of synchronisations, which does not depend on the seed."""
-        return self.outcomes[0].syncs
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that one rank sent in a run."""
-        return self.outcomes[0].nbytes
-
-    def ahead_of(self, other: "Entry") -> tuple[float, float]:
-        """Return mean and standard error of the difference in accuracy, paired by seed."""
-        pairs = zip(self.outcomes, other.outcomes, strict=True)
-        differences = [mine.accuracy - theirs.accuracy for mine, theirs in pairs]
-        error = _deviation(differences) / math.sqrt(len(differences))
-        return statistics.fmean(differences), error
-
-
-def _deviation(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else math.nan
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The results of all methods.
-
-    Attributes:
-        dataset: name.
-        label_noise: fraction of the training labels that were replaced by random ones.
-        total_steps: T.
-        warmup_steps: W.
-        peak: peak learning rate of every method.
-        trials: every point of the grid, on the validation part.
-        entries: each method's best point, on the test part.
-    """
-
-    dataset: str
-    label_noise: float
-    total_steps: int
-    warmup_steps: int
-    peak: float
-    trials: list[Entry]
-    entries: list[Entry]
-
-    def entry(self, method: str) -> Entry | None:
-        """Return the method's best point, or None if the method was not run."""
-        return next((entry for entry in self.entries if entry.method == method), None)
-
-
-def best(trials: list[Entry]) -> Entry:
-    """Return the trial of highest validation accuracy; among equals, the one with least traffic."""
-    return max(trials, key=lambda trial: (trial.accuracy, -trial.nbytes))
+    def __call__(
+        self,
+        task: Task,
+        setting: Setting,
+        point: Point,
+        *,
+        seeds: Sequence[int],
+        part: str,
+        curve: bool,
+    ) -> list[Outcome]:
+        """Return an outcome per seed."""
 
 
 @dataclass(frozen=True)
 class Laboratory:
-    """Trains schedules on all ranks, unless the ledger has their outcome.
+    """Trains points, unless the ledger has their outcome.
 
     Attributes:
-        task: data and model.
-        length: of every run.
+        train: trains a point.
         ledger: stores the outcomes.
-        report: called with a line of text per measured schedule.
+        open_task: opens the data of a setting.
+        grid: the points to try.
+        tuning_seeds: for tuning only, on the "validation" part.
+        seeds: the reported ones, on the "test" part.
+        report: called with a line of text per measured point.
     """
 
-    task: Task
-    length: Length
+    train: Train
     ledger: Ledger
+    open_task: Callable[[Setting], Task]
+    grid: Grid
+    tuning_seeds: Sequence[int]
+    seeds: Sequence[int]
     report: Callable[[str], None]
 
-    def measure(
-        self, method: str, schedule: str, lr: float, seeds: Sequence[int], part: str
-    ) -> Entry:
-        """Train a schedule with every seed and evaluate it on a part; all ranks call this."""
-        outcomes = tuple(self._outcome(schedule, lr, seed, part) for seed in seeds)
-        entry = Entry(method, schedule, lr, outcomes)
+    def run(self, study: Study) -> None:
+        """Tune every method and run its best point with all seeds.
+
+        All methods use the peak learning rate that is best for parallel training, and each uses its
+        own weight decay, as in the paper. Ranks that are processes call this together.
+        """
+        setting, task = study.setting, self.open_task(study.setting)
+        horizon = Horizon(setting.total_steps(task.samples), setting.warmup_steps(task.samples))
+        optimizer = setting.optimizer
+        best = {"parallel": self._tune(task, setting, self.grid.parallel(optimizer))}
+        peak = best["parallel"].lr
+        for method in study.methods:
+            if method != "parallel":
+                points = self.grid.local(method, optimizer, peak=peak, horizon=horizon)
+                best[method] = self._tune(task, setting, points)
+            self._measure(task, setting, best[method], self.seeds, "test", curve=study.curves)
+        if study.map:
+            for h_base, ratio in itertools.product(self.grid.map_bases, self.grid.map_ratios):
+                point = replace(best["QSR"], schedule=rule(2, peak * ratio, h_base))
+                self._measure(task, setting, point, self.tuning_seeds, "validation")
+
+    def _tune(self, task: Task, setting: Setting, points: Sequence[Point]) -> Point:
+        """Return the point of highest accuracy in tuning; among equals, that of least traffic."""
+
+        def merit(point: Point) -> tuple[float, int]:
+            found = self._measure(task, setting, point, self.tuning_seeds, "validation").values()
+            # A run that diverged sent nothing. It is no better for that.
+            return statistics.fmean(each.accuracy for each in found), -max(e.nbytes for e in found)
+
+        return max(points, key=merit)
+
+    def _measure(
+        self,
+        task: Task,
+        setting: Setting,
+        point: Point,
+        seeds: Sequence[int],
+        part: str,
+        *,
+        curve: bool = False,
+    ) -> dict[int, Outcome]:
+        found = self.ledger.outcomes(
+            *(setting, point, seeds, part),
+            lambda missing: self.train(task, setting, point, seeds=missing, part=part, curve=curve),
+        )
+        accuracy = statistics.fmean(outcome.accuracy for outcome in found.values())
+        syncs = max(outcome.syncs for outcome in found.values())
         self.report(
-            f"{part:<11}{schedule:<40}lr {lr:<6g}{entry.accuracy:6.2f} %{entry.syncs:8,} syncs"
+            f"{part:<11}{point.schedule:<40}lr {point.lr:<6g} decay {point.weight_decay:<6g}"
+            f"{accuracy:6.2f} %{syncs:8,} syncs"
         )
-        return entry
-
-    def _outcome(self, schedule: str, lr: float, seed: int, part: str) -> Outcome:
-        length, evaluated = self.length, self.task.part(part)
-        size = (dist.get_world_size(), length.batch, length.epochs, length.warmup_epochs)
-        run = TrainingRun(self.task.dataset, self.task.label_noise, *size, schedule, lr, seed, part)
-        return self.ledger.outcome(
-            run,
-            lambda: _from_rank_0(
-                train(self.task, schedule, lr=lr, seed=seed, length=length, evaluated=evaluated)
-            ),
-        )
-
-
-def _from_rank_0(outcome: Outcome) -> Outcome:
-    """Return rank 0's outcome on all ranks."""
-    # Rounding can differ between ranks. Without this, two ranks could choose different points of
-    # the grid, and their next collectives would not match.
-    box = [outcome]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-def compare(laboratory: Laboratory, methods: Sequence[str], grid: Grid, seeds: int) -> Comparison:
-    """Tune every method on the validation part and run it with all seeds; all ranks call this.
-
-    The peak learning rate is that of parallel training. All methods use it, as in the paper.
-    """
-    task = laboratory.task
-    samples = len(task.train.labels)
-    total, warmup = laboratory.length.steps(samples), laboratory.length.warmup_steps(samples)
-
-    def trial(method: str, schedule: str, lr: float) -> Entry:
-        return laboratory.measure(method, schedule, lr, grid.seeds, "validation")
-
-    trials = [trial("parallel", PARALLEL, lr) for lr in grid.lrs]
-    peak = best(trials).lr
-    entries = []
-    for method in methods:
-        # Parallel training has a single schedule, which was tried above.
-        if method != "parallel":
-            points = grid.schedules(method, peak=peak, total=total, warmup=warmup)
-            trials += [trial(method, schedule, peak) for schedule in points]
-        chosen = best([trial for trial in trials if trial.method == method]).schedule
-        entries.append(laboratory.measure(method, chosen, peak, range(seeds), "test"))
-    return Comparison(task.dataset, task.label_noise, total, warmup, peak, trials, entries)
+        return found

@@ -1,178 +1,150 @@
-"""QSR compared with the synchronisation schedules of its paper, on a small task.
+"""QSR compared with the synchronisation schedules of its paper, on small tasks.
 
-    python -m recipes.qsr.experiment               # digits, 4 ranks, 5 seeds
+    python -m recipes.qsr.experiment               # all published comparisons, 12 seeds
     python -m recipes.qsr.experiment --quick
-    python -m recipes.qsr.experiment --resume
+    python -m recipes.qsr.experiment --only lengths decays --resume
+    python -m recipes.qsr.experiment --optimizer adamw --decay linear --ranks 2 --epochs 40
     python -m recipes.qsr.experiment --dataset cifar10 --data ARCHIVE
 
-Ranks are processes over gloo that train through ``torchcomp.LocalSGD``. Every method is tuned on
-validation images, with seeds used for nothing else. Then its best schedule runs with every seed and
-is evaluated on test images. The files in ``--out`` are ``runs.csv`` (every run, saved as it ends),
-``results.csv``, ``tuning.csv``, ``schedules.png`` and ``accuracy.png``.
+Every method is tuned on one half of the images. Its best point runs on the other half, with other
+seeds. A seed draws training images, wrong labels and images to evaluate on. Every part has a file
+in ``--out``, with one row per run and seed. A flag of a setting, such as ``--decay``, replaces the
+published comparisons by a single one. All ranks of a run are in one process. With ``--processes``,
+they are processes over gloo that train through plain DDP and ``torchcomp.LocalSGD``, with the same
+results.
 """
 
 import argparse
-import math
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from recipes.errors import RecipeError, exit_on_user_error
 from recipes.experiments import ExperimentParser
-from recipes.qsr.comparison import METHODS, Comparison, Entry, Grid
-from recipes.qsr.figures import draw_accuracy, draw_schedules
-from recipes.qsr.ledger import open_table
-from recipes.qsr.local_training import Length
-from recipes.qsr.processes import on_processes
-from recipes.qsr.task import LABEL_NOISE, open_task
-from recipes.result_files import make_folder, write_csv
+from recipes.qsr.comparison import QUICK_GRID, Grid
+from recipes.qsr.figures import draw_all
+from recipes.qsr.launch import run_studies
+from recipes.qsr.ledger import open_tables
+from recipes.qsr.settings import (
+    ALL_DECAYS,
+    CIFAR10,
+    LABEL_NOISE,
+    METHODS,
+    MODELS,
+    OPTIMIZERS,
+    OWN,
+    PARTS,
+    SGD_MLP,
+    Setting,
+    Study,
+)
+from recipes.qsr.tables import summary
+from recipes.qsr.task import open_task
+from recipes.result_files import make_folder
 from torchcomp.checks import check_count, check_share
 
 _HERE = Path(__file__).resolve().parent
-RANKS = 4
-LENGTHS = {"digits": Length(32, 160, 8), "cifar10": Length(256, 100, 5)}
-QUICK_EPOCHS = {"epochs": 6, "warmup_epochs": 1}
-QUICK_GRID = Grid(lrs=(0.1,), seeds=(1000,))
+_QUICK_SHORTER = 20
+_BATCH_HELP = f"images per step of all ranks [{SGD_MLP.batch}; cifar10: {CIFAR10.batch}]"
+_SETTING_FLAGS = (*(field.name for field in fields(Setting)), "methods")
 
 
 @exit_on_user_error()
 def main() -> None:
-    """Run the comparison, print and save its results; bad input ends in one line."""
+    """Run the comparisons, print and save their results; bad input ends in one line."""
     arguments = parse(sys.argv[1:])
     started = time.monotonic()
-    data = (arguments.dataset, arguments.label_noise)
     # All input is checked before any process starts and before any file is written.
-    open_task(arguments.dataset, arguments.data, arguments.label_noise)
-    runs = open_table(
-        arguments.out, *data, arguments.ranks, arguments.length, resume=arguments.resume
-    )
+    samples = training_images(arguments)
+    tables = {
+        part: open_tables(arguments.out, part, resume=arguments.resume) for part in arguments.parts
+    }
     make_folder(arguments.out)
-    comparison = on_processes(arguments, runs)
-    print(f"\n{table(comparison)}\n")
-    save(comparison, arguments.out)
+    for part, studies in arguments.parts.items():
+        run_studies(studies, arguments, tables[part])
+    print(f"\n{summary(arguments.out)}\n")
+    draw_all(arguments.out, samples)
     print(f"tables and pictures are in {arguments.out}")
-    if runs.rows:
-        print(f"{len(runs.rows)} finished runs were kept")
     print(f"total time: {time.monotonic() - started:.0f} s")
 
 
+def training_images(arguments: argparse.Namespace) -> int:
+    """Read the data of the studies and return the number of training images."""
+    # All studies of a command are of one data set.
+    setting = next(study.setting for studies in arguments.parts.values() for study in studies)
+    samples = open_task(setting.dataset, arguments.data, setting.label_noise).samples
+    if setting.batch > samples:
+        raise RecipeError(
+            f"--batch {setting.batch}: expected at most the {samples:,} training images"
+        )
+    return samples
+
+
 def parse(words: list[str]) -> argparse.Namespace:
-    """Read the command line."""
+    """Read the command line, and set ``parts``: the studies to run, by name."""
     parser = _parser()
-    parsed = parser.parse_args(words)
-    # A method that is named twice runs once.
-    parsed.methods = list(dict.fromkeys(parsed.methods))
-    for name in ("seeds", "epochs", "ranks"):
-        value = getattr(parsed, name)
-        if value is not None:
-            check_count(f"--{name}", value)
-    if parsed.label_noise is not None:
-        check_share("--label-noise", parsed.label_noise)
-    _fill(parsed)
-    length = parsed.length
-    if length.epochs <= length.warmup_epochs:
+    parsed = parser.read(words)
+    own = {name: getattr(parsed, name) for name in _SETTING_FLAGS}
+    given = {name: value for name, value in own.items() if value is not None}
+    if given and parsed.only != list(PARTS):
         raise RecipeError(
-            f"--epochs {length.epochs}: expected more than the {length.warmup_epochs} of warm-up"
+            f"--only picks published comparisons: it cannot be combined with --{_flag(given)}"
         )
-    if length.batch % parsed.ranks:
-        raise RecipeError(
-            f"--ranks {parsed.ranks}: expected a divisor of the batch of {length.batch} images"
-        )
-    parsed.out = parser.output_folder(parsed, published=_is_published(parsed))
+    parsed.grid = QUICK_GRID if parsed.quick else Grid()
+    parsed.parts = {OWN: (_own_study(given),)} if given else {p: PARTS[p] for p in parsed.only}
+    parsed.processes = parsed.processes or parsed.model == "cnn" or parsed.dataset == "cifar10"
+    if parsed.quick:
+        parsed.parts = {
+            part: tuple(_shortened(study, given) for study in studies)
+            for part, studies in parsed.parts.items()
+        }
+    parsed.out = parser.output_folder(parsed, published=not given and not parsed.processes)
     return parsed
 
 
 def _parser() -> ExperimentParser:
-    parser = ExperimentParser(__doc__.splitlines()[0], _HERE)
-    parser.add_argument("--dataset", choices=LABEL_NOISE, default="digits", help="[digits]")
+    parser = ExperimentParser(
+        __doc__.splitlines()[0], _HERE, tuple(PARTS), seeds=range(12), quick_seeds=(0, 1)
+    )
+    parser.add_argument("--dataset", choices=LABEL_NOISE, help="[digits]")
     parser.add_argument("--data", type=Path, help="cifar10: its python archive")
     parser.add_argument("--label-noise", type=float, help="[digits: 0.2; cifar10: 0]")
+    parser.add_argument("--model", choices=MODELS, help="[digits: mlp; cifar10: cnn]")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="[sgd]")
+    parser.add_argument("--decay", choices=ALL_DECAYS, help="of the learning rate [cosine]")
+    parser.add_argument("--ranks", type=int, help=f"[{SGD_MLP.ranks}]")
+    parser.add_argument("--batch", type=int, help=_BATCH_HELP)
+    parser.add_argument("--epochs", type=int, help=f"[{SGD_MLP.epochs}; cifar10: {CIFAR10.epochs}]")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="[all]")
     parser.add_argument(
-        "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="[all]"
+        "--processes", action="store_true", help="ranks are processes over gloo (always for cnn)"
     )
-    parser.add_argument("--seeds", type=int, help="runs of every tuned method [5; quick: 2]")
-    parser.add_argument("--epochs", type=int, help="of every run [160; cifar10: 100; quick: 6]")
-    parser.add_argument("--ranks", type=int, default=RANKS, help=f"processes [{RANKS}]")
     return parser
 
 
-def _fill(parsed: argparse.Namespace) -> None:
-    """Set what the flags leave open."""
-    whole = LENGTHS[parsed.dataset]
-    length = replace(whole, **QUICK_EPOCHS) if parsed.quick else whole
-    parsed.length = replace(length, epochs=parsed.epochs or length.epochs)
-    parsed.grid = QUICK_GRID if parsed.quick else Grid()
-    parsed.seeds = parsed.seeds or (2 if parsed.quick else 5)
-    usual = LABEL_NOISE[parsed.dataset]
-    parsed.label_noise = usual if parsed.label_noise is None else parsed.label_noise
+def _flag(given: dict[str, Any]) -> str:
+    return next(iter(given)).replace("_", "-")
 
 
-def _is_published(parsed: argparse.Namespace) -> bool:
-    """Return whether the flags are those of the committed results."""
-    same = parsed.dataset == "digits" and parsed.label_noise == LABEL_NOISE["digits"]
-    long = parsed.length == LENGTHS["digits"] and parsed.grid == Grid() and parsed.seeds == 5
-    return same and long and parsed.ranks == RANKS and parsed.methods == list(METHODS)
+def _own_study(given: dict[str, Any]) -> Study:
+    """Return the study of a setting that the command line describes."""
+    for name in ("ranks", "batch", "epochs"):
+        if name in given:
+            check_count(f"--{name}", given[name])
+    if "label_noise" in given:
+        check_share("--label-noise", given["label_noise"])
+    usual = CIFAR10 if given.get("dataset") == "cifar10" else SGD_MLP
+    setting = replace(usual, **{name: given[name] for name in given if name != "methods"})
+    setting.check()
+    # A method that is named twice runs once.
+    return Study(setting, tuple(dict.fromkeys(given.get("methods", METHODS))), curves=True)
 
 
-def table(comparison: Comparison) -> str:
-    """Return the results as text."""
-    lines = [
-        f"{'method':<11}{'accuracy, %':>15}{'- parallel':>15}{'syncs':>8}{'share':>8}{'MB':>8}"
-        "  schedule"
-    ]
-    for entry in comparison.entries:
-        share = entry.syncs / comparison.total_steps
-        lines.append(
-            f"{entry.method:<11}{_spread(entry.accuracy, entry.deviation):>15}"
-            f"{_spread(*_against_parallel(comparison, entry)):>15}{entry.syncs:>8,}{share:>8.1%}"
-            f"{entry.nbytes / 1e6:>8.1f}  {entry.schedule}"
-        )
-    lines.append(
-        f"{comparison.total_steps:,} steps, {comparison.warmup_steps:,} of warm-up; peak lr "
-        f"{comparison.peak:g}; MB that a rank sends; - parallel: difference and its standard "
-        "error, paired by seed"
-    )
-    return "\n".join(lines)
-
-
-def _against_parallel(comparison: Comparison, entry: Entry) -> tuple[float, float]:
-    parallel = comparison.entry("parallel")
-    return entry.ahead_of(parallel) if parallel else (math.nan, math.nan)
-
-
-def _spread(middle: float, spread: float) -> str:
-    return "-" if math.isnan(middle) else f"{middle:.2f} ± {spread:.2f}"
-
-
-def save(comparison: Comparison, folder: Path) -> None:
-    """Write tables and pictures."""
-    common = {
-        "dataset": comparison.dataset,
-        "label_noise": comparison.label_noise,
-        "steps": comparison.total_steps,
-        "warmup_steps": comparison.warmup_steps,
-    }
-    header = [*common, "method", "schedule", "lr", "mean", "deviation", "ahead", "error", "loss"]
-    header += ["syncs", "bytes"]
-    rows = []
-    for entry in comparison.entries:
-        numbers = [entry.accuracy, entry.deviation, *_against_parallel(comparison, entry)]
-        shown = [f"{number:.3f}" for number in numbers]
-        named = [*common.values(), entry.method, entry.schedule, entry.lr]
-        rows.append([*named, *shown, f"{entry.loss:.4f}", entry.syncs, entry.nbytes])
-    write_csv(folder / "results.csv", header, rows)
-    tried = [
-        [
-            *(trial.method, trial.schedule, trial.lr, f"{trial.accuracy:.3f}"),
-            *(f"{trial.loss:.4f}", trial.syncs, trial.nbytes),
-        ]
-        for trial in comparison.trials
-    ]
-    header = ["method", "schedule", "lr", "validation", "validation_loss", "syncs", "bytes"]
-    write_csv(folder / "tuning.csv", header, tried)
-    draw_schedules(comparison, folder / "schedules.png")
-    draw_accuracy(comparison, folder / "accuracy.png")
+def _shortened(study: Study, given: dict[str, Any]) -> Study:
+    epochs = given.get("epochs", max(2, study.setting.epochs // _QUICK_SHORTER))
+    return replace(study, setting=replace(study.setting, epochs=epochs))
 
 
 if __name__ == "__main__":

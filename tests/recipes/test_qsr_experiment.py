@@ -1,12 +1,14 @@
-"""The comparison of schedules: real ranks, exact counts, files, resuming, and bad input."""
+"""The comparison of schedules: ranks, counts, grids, files, resuming, and bad input."""
 
 import argparse
 import csv
+import functools
 import math
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +18,32 @@ from torch import nn
 
 from recipes import result_files
 from recipes.errors import RecipeError
-from recipes.experiments import ResultTable
 from recipes.image_data.sources import digits
-from recipes.qsr import comparison, experiment, figures, ledger, local_training, processes, task
+from recipes.page_tables import tables_of
+from recipes.qsr import comparison, experiment, figures, launch, ledger, real_ranks, results, task
+from recipes.qsr.real_ranks import train_on_ranks
+from recipes.qsr.settings import ALL_DECAYS, METHODS, PARTS, Setting, Study
+from recipes.qsr.simulated_ranks import train_simulated
+from recipes.qsr.training import Outcome, Point
 from tests.recipes.forked_ranks import RECIPES
 from tests.support.ranks import on_threads
+from torchcomp.schedules import Horizon
 
 FOLDER = RECIPES / "qsr"
 
-RANKS = 2
 NUMEL = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10
-SMALL_GRID = comparison.Grid((0.1,), (2,), (2,), (1, 4), (0.5,), (4,), (1000,))
-
-PUBLISHED = [
-    (".", comparison.METHODS),
-    ("no_label_noise", ("parallel", "constant H", "QSR", "SWAP")),
-]
+STEPS_PER_EPOCH = 11
+SHORT = Setting(ranks=2, epochs=2)
+SMALL_GRID = replace(comparison.QUICK_GRID, periods=(2, 4), seeds=2)
+QSR = Point("QSR", "qsr(alpha=0.1, h_base=2)", 0.1, 5e-4)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def digits_task() -> task.Task:
+    return task.open_task("digits", None, 0.2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,9 +51,9 @@ def _one_model_at_a_time() -> Iterator[None]:
     # Threads share torch's global random generator, from which the weights are drawn.
     build, lock = task.Task.build, threading.Lock()
 
-    def alone(opened: Any, seed: int) -> nn.Module:
+    def alone(opened: Any, *args: Any) -> nn.Module:
         with lock:
-            return build(opened, seed)
+            return build(opened, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(task.Task, "build", alone)
@@ -54,22 +63,31 @@ def _one_model_at_a_time() -> Iterator[None]:
 # --- The rules, as the paper defines them ---------------------------------------------------------
 
 
-def counted(schedule: str, peak: float, total: int, warmup: int) -> int:
+@functools.cache
+def counted(schedule: str, peak: float, setting: Setting) -> int:
     """Count the synchronisations of a run, round by round."""
     name, *words = re.findall(r"[a-z_]+|[\d.]+", schedule)
     numbers = [float(word) for word in words if word[0].isdigit()]
+    warmup = max(1, setting.epochs // 20) * STEPS_PER_EPOCH
+    total = setting.epochs * STEPS_PER_EPOCH
     syncs = step = 0
     while step < total:
-        step += min(period(name, numbers, lr_at(step, peak, total, warmup), step, warmup), total)
+        eta = lr_at(step, peak, total, warmup, setting.decay)
+        step += min(period(name, numbers, eta, step, warmup), total)
         syncs += 1
     return syncs
 
 
-def lr_at(step: int, peak: float, total: int, warmup: int) -> float:
+def lr_at(step: int, peak: float, total: int, warmup: int, decay: str) -> float:
     if step < warmup:
         return 1e-6 + (peak - 1e-6) * step / warmup
+    if decay == "step":
+        return peak * (1 if step < total / 2 else 0.1 if step < 3 * total / 4 else 0.01)
     done = (step - warmup) / (total - warmup)
-    return 1e-6 + (peak - 1e-6) * 0.5 * (1 + math.cos(math.pi * done))
+    if decay == "linear":
+        return 1e-6 + (peak - 1e-6) * (1 - done)
+    cosine = 1e-6 + (peak - 1e-6) * 0.5 * (1 + math.cos(math.pi * done))
+    return 2.0 ** round(math.log2(cosine)) if decay == "step-cosine" else cosine
 
 
 def period(name: str, numbers: list[float], eta: float, step: int, warmup: int) -> int:
@@ -83,139 +101,233 @@ def period(name: str, numbers: list[float], eta: float, step: int, warmup: int) 
 
 
 def test_the_counts_by_hand() -> None:
-    assert counted("qsr(alpha=0.0175, h_base=4)", 0.008, 93_600, 10_000) == 9_711
-    assert counted("post_local(switch=10, h=4)", 0.1, 21, 2) == 10 + 3
-    assert counted("swap(switch=10)", 0.1, 21, 2) == 10 + 1
+    setting = Setting(epochs=2)  # 22 steps, 11 of warm-up
+    assert counted("post_local(switch=10, h=4)", 0.1, setting) == 10 + 3
+    assert counted("swap(switch=10)", 0.1, setting) == 10 + 1
+    # Six rounds of two steps in warm-up, the last of them longer than it, then H = 25 to the end.
+    assert counted("qsr(alpha=0.5, h_base=2)", 0.1, setting) == 7
 
 
-# --- The experiment on two ranks ------------------------------------------------------------------
+# --- Simulated ranks and real ones ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "optimizer", "decay", "schedule"),
+    [
+        (2, "mlp", "adamw", "cosine", "parallel"),
+        (4, "mlp", "sgd", "cosine", "parallel"),
+        (4, "mlp", "sgd", "step", "qsr(alpha=0.1, h_base=2)"),
+        (4, "mlp", "adamw", "linear", "swap(switch=12)"),
+        (2, "vit", "adamw", "cosine", "every(3)"),
+    ],
+)
+def test_simulated_ranks_do_what_ddp_and_local_sgd_do(
+    ranks: int, model: str, optimizer: str, decay: str, schedule: str, digits_task: task.Task
+) -> None:
+    setting = Setting(model=model, optimizer=optimizer, decay=decay, ranks=ranks, epochs=2)
+    point = Point("any", schedule, 0.1 if optimizer == "sgd" else 0.003, 5e-4)
+    chosen: dict[str, Any] = {"seeds": (3, 5), "part": "test", "curve": True}
+    real = on_threads(ranks, lambda: train_on_ranks(digits_task, setting, point, **chosen))
+    assert all(each == real[0] for each in real)
+    # Accuracy, loss, curve, synchronisations and bytes.
+    assert train_simulated(digits_task, setting, point, **chosen) == real[0]
+
+
+@pytest.mark.parametrize("model", ["mlp", "vit"])
+def test_seeds_side_by_side_do_not_change_each_other(model: str, digits_task: task.Task) -> None:
+    setting = replace(SHORT, model=model)
+    both = train_simulated(digits_task, setting, QSR, seeds=(3, 5), part="test", curve=False)
+    for seed, outcome in zip((3, 5), both, strict=True):
+        (alone,) = train_simulated(
+            digits_task, setting, QSR, seeds=[seed], part="test", curve=False
+        )
+        assert outcome.loss == pytest.approx(alone.loss, abs=2e-4)
+        assert (outcome.syncs, outcome.nbytes) == (alone.syncs, alone.nbytes)
+    assert both[0].loss != both[1].loss
+
+
+def test_a_run_that_diverges_gets_the_worst_score(digits_task: task.Task) -> None:
+    point = Point("constant H", "every(4)", 1e30, 0.0)
+    chosen: dict[str, Any] = {"seeds": (0, 1), "part": "validation", "curve": False}
+    simulated = train_simulated(digits_task, SHORT, point, **chosen)
+    real = on_threads(2, lambda: train_on_ranks(digits_task, SHORT, point, **chosen))[0]
+    for outcome in (*simulated, *real):
+        assert (outcome.accuracy, outcome.loss) == (0, math.inf)
+
+
+# --- The experiment -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[argparse.Namespace, Any]:
-    """Run the whole experiment with 22 steps per run, every method and two seeds."""
-    out = tmp_path_factory.mktemp("qsr")
-    arguments = experiment.parse(["--quick", "--epochs", "2", "--out", str(out)])
+def finished(tmp_path_factory: pytest.TempPathFactory) -> argparse.Namespace:
+    """Run two small studies: all methods with map and curves, and the decay in steps."""
+    arguments = experiment.parse(["--quick", "--out", str(tmp_path_factory.mktemp("qsr"))])
     arguments.grid = SMALL_GRID
-    torch.set_num_threads(1)
-    by_rank = on_threads(RANKS, processes.on_this_rank, arguments, open_runs(arguments))
-    assert all(other == by_rank[0] for other in by_rank)
-    experiment.save(by_rank[0], out)
-    return arguments, by_rank[0]
+    studies = (
+        Study(SHORT, METHODS, curves=True, map=True),
+        Study(replace(SHORT, decay="step")),
+    )
+    arguments.parts = {"own": studies}
+    run(arguments)
+    return arguments
 
 
-def open_runs(arguments: argparse.Namespace, *, resume: bool = False) -> ResultTable:
-    data = (arguments.dataset, arguments.label_noise)
-    return ledger.open_table(arguments.out, *data, RANKS, arguments.length, resume=resume)
+def run(arguments: argparse.Namespace, *, resume: bool = False) -> None:
+    tables = ledger.open_tables(arguments.out, "own", resume=resume)
+    launch.run_studies(arguments.parts["own"], arguments, tables)
 
 
 def rows(path: Path) -> list[dict[str, str]]:
     lines = path.read_text().splitlines()
-    assert lines[0].startswith("# command: ")
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
-def test_every_count_is_exact(finished: tuple[argparse.Namespace, Any]) -> None:
-    arguments, _ = finished
-    runs = rows(arguments.out / "runs.csv")
-    # Parallel is tuned at one learning rate. Then each of seven methods runs with two seeds.
-    assert len(runs) == (1 + 1 + 3 * 2 + 1 + 1) + 7 * 2
-    for run in runs:
-        syncs = counted(run["schedule"], 0.1, 22, 11)
-        assert int(run["syncs"]) == syncs, run["schedule"]
+def test_every_count_is_exact(finished: argparse.Namespace) -> None:
+    runs = ledger.read_outcomes(rows(finished.out / "own.csv"))
+    for each, outcome in runs.items():
+        syncs = counted(each.point.schedule, each.point.lr, each.setting)
+        assert outcome.syncs == syncs, each
         # In an all-reduce, each of two ranks sends half of the model twice.
-        assert int(run["nbytes"]) == syncs * NUMEL * 4
+        assert outcome.nbytes == syncs * NUMEL * 4
 
 
-def test_the_tables_contain_the_runs_results(
-    finished: tuple[argparse.Namespace, Any],
-) -> None:
-    arguments, outcome = finished
-    runs = rows(arguments.out / "runs.csv")
-    tuning = rows(arguments.out / "tuning.csv")
-    for row in rows(arguments.out / "results.csv"):
-        mine = [trial for trial in tuning if trial["method"] == row["method"]]
-        chosen = next(trial for trial in mine if trial["schedule"] == row["schedule"])
-        assert all(float(chosen["validation"]) >= float(trial["validation"]) for trial in mine)
-        tested = [
-            float(run["accuracy"])
-            for run in runs
-            if (run["schedule"], run["part"]) == (row["schedule"], "test")
-        ]
-        middle, apart = sum(tested) / 2, abs(tested[0] - tested[1]) / math.sqrt(2)
-        assert float(row["mean"]) == pytest.approx(middle, abs=1e-3)
-        assert float(row["deviation"]) == pytest.approx(apart, abs=1e-3)
-    names = [line.split("  ")[0].strip() for line in experiment.table(outcome).splitlines()]
-    assert names[1:-1] == list(comparison.METHODS)
+def test_each_method_is_reported_at_its_best_point(finished: argparse.Namespace) -> None:
+    found = results.read_results(finished.out)
+    for method in METHODS:
+        entry = found.reported(SHORT, method)
+        assert entry is not None
+        assert sorted(entry.outcomes) == [0, 1]
+        tried = {each.point: each for each in found.tried(SHORT, method)}
+        # QSR was also tried on the map, which chooses nothing.
+        points = SMALL_GRID.parallel("sgd")
+        if method != "parallel":
+            points = SMALL_GRID.local(method, "sgd", peak=0.1, horizon=Horizon(22, 11))
+        best = tried[entry.point].accuracy.mean
+        assert all(best >= tried[point].accuracy.mean for point in points)
+        # Tuning and reporting share no seed.
+        assert all(not {*other.outcomes} & {*entry.outcomes} for other in tried.values())
 
 
-def test_the_pictures_are_drawn(finished: tuple[argparse.Namespace, Any]) -> None:
-    arguments, outcome = finished
-    for name in ("schedules.png", "accuracy.png"):
-        assert (arguments.out / name).read_bytes().startswith(b"\x89PNG")
-    starts, lengths = figures.rounds(outcome, "power(coef=0.2, exponent=3, h_base=2)")
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_every_method_has_as_many_points_as_parallel_training(optimizer: str) -> None:
+    grid = comparison.Grid()
+    count = len(set(grid.parallel(optimizer)))
+    assert count == 9
+    for method in METHODS[1:]:
+        points = grid.local(method, optimizer, peak=0.1, horizon=Horizon(1320, 66))
+        assert len(set(points)) == count, method
+
+
+def test_the_accuracy_is_measured_during_the_run(finished: argparse.Namespace) -> None:
+    found = results.read_results(finished.out)
+    curves = {each.method: points for each, points in found.curves.items() if each.seed == 1}
+    assert set(curves) == set(METHODS)
+    for method, points in curves.items():
+        entry = found.reported(SHORT, method)
+        assert entry is not None
+        assert len(points) == 16
+        # The last point is the reported accuracy.
+        assert points[22] == entry.outcomes[1].accuracy
+
+
+def test_tables_and_pictures_are_made_from_the_files(finished: argparse.Namespace) -> None:
+    figures.draw_all(finished.out, 360)
+    for name in ("schedules", "accuracy", "curves", "maps", "differences"):
+        assert (finished.out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    found = results.read_results(finished.out)
+    qsr, parallel = (found.reported(SHORT, method) for method in ("QSR", "parallel"))
+    assert qsr is not None
+    assert parallel is not None
+    table = tables_of("qsr")["sgd_mlp"]
+    assert table(finished.out).count("\n") == 1  # Other settings: a header without rows.
+    made = functools.partial(table.func, setting=SHORT)(finished.out)
+    line = next(line for line in made.splitlines() if line.startswith("| QSR"))
+    for text in (qsr.point.schedule, qsr.accuracy.with_deviation(), f"{qsr.syncs}"):
+        assert text in line
+    assert qsr.ahead_of(parallel).with_error() in line
+
+
+def test_the_rounds_of_a_schedule() -> None:
+    entry = results.Entry(
+        Setting(epochs=2),
+        Point("cubic", "power(coef=0.2, exponent=3, h_base=2)", 0.1, 0.0),
+        {0: Outcome(0.0, 0.0, 0, 0)},
+    )
+    starts, lengths = figures.rounds(entry, 360)
     assert (starts[0], starts[-1], sum(lengths[:-1])) == (0, 22, 22)
     assert lengths[:3] == [2, 2, 2]
 
 
-def test_resume_trains_only_the_missing_runs(
-    finished: tuple[argparse.Namespace, Any], monkeypatch: pytest.MonkeyPatch
+def test_resume_trains_only_the_missing_seeds(
+    finished: argparse.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments, whole = finished
-    table = open_runs(arguments, resume=True)
-    known = ledger.read_outcomes(table)
-    lost = [row for row in table.rows if (row["schedule"], row["part"]) == ("parallel", "test")]
-    trained: list[str] = []
-    train: Callable[..., Any] = local_training.train
+    whole = (finished.out / "own.csv").read_text().splitlines()
+    lost = [line for line in whole if ",parallel," in line and ",1,test," in line]
+    (tmp_path / "own.csv").write_text("\n".join(each for each in whole if each not in lost))
+    trained: list[tuple[str, Any]] = []
 
-    def recorded(task: Any, schedule: str, **options: Any) -> Any:
-        trained.append(schedule)
-        return train(task, schedule, **options)
+    def recorded(*args: Any, seeds: Any, **options: Any) -> list[Outcome]:
+        trained.append((args[2].schedule, seeds))
+        return train_simulated(*args, seeds=seeds, **options)
 
-    monkeypatch.setattr(comparison, "train", recorded)
-    table.rows = [row for row in table.rows if row not in lost]
-    again = on_threads(RANKS, processes.on_this_rank, arguments, table)[0]
-    assert trained == ["parallel"] * (RANKS * len(lost))
-    assert again == whole
-    assert ledger.read_outcomes(open_runs(arguments, resume=True)) == known
+    monkeypatch.setattr(launch, "train_simulated", recorded)
+    arguments = argparse.Namespace(**{**vars(finished), "out": tmp_path})
+    run(arguments, resume=True)
+    assert trained == [("parallel", [1])] * len(lost)
+    assert len(lost) == 2
+    assert ledger.read_outcomes(rows(tmp_path / "own.csv")) == pytest.approx(
+        ledger.read_outcomes(rows(finished.out / "own.csv"))
+    )
+
+
+def test_runs_of_two_grids_are_not_mixed(finished: argparse.Namespace, tmp_path: Path) -> None:
+    text = (finished.out / "own.csv").read_text()
+    # One of the two seeds ran with another H.
+    chosen = re.findall(r"every\((\d)\),0.1,0.0005,1,test", text)[0]
+    other = "every(9),0.1,0.0005,1,test"
+    (tmp_path / "own.csv").write_text(text.replace(f"every({chosen}),0.1,0.0005,1,test", other))
+    with pytest.raises(RecipeError, match=r"constant H.*2 points"):
+        results.read_results(tmp_path).reported(SHORT, "constant H")
 
 
 @pytest.mark.thorough
 def test_the_command_starts_its_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--quick", "--epochs", "2", "--seeds", "1", "--ranks", "1", "--methods", "SWAP"]
-    words += ["--out", str(tmp_path)]
+    words = ["--epochs", "2", "--seeds", "7", "--ranks", "2", "--methods", "SWAP", "--quick"]
+    words += ["--processes", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["recipes/qsr/experiment.py", *words])
     experiment.main()
-    (row,) = rows(tmp_path / "results.csv")
-    assert (row["method"], row["bytes"], row["ahead"]) == ("SWAP", "0", "nan")
-    assert row["schedule"] in capsys.readouterr().out
-    before = (tmp_path / "runs.csv").read_bytes()
+    assert "swap(switch=" in capsys.readouterr().out
+    (entry,) = [
+        each
+        for (_, _, part), each in results.read_results(tmp_path).entries.items()
+        if part == "test"
+    ]
+    assert (entry.point.method, [*entry.outcomes], entry.setting.ranks) == ("SWAP", [7], 2)
+    before = (tmp_path / "own.csv").read_bytes()
     monkeypatch.setattr(sys, "argv", ["recipes/qsr/experiment.py", *words, "--resume"])
     experiment.main()
-    assert (tmp_path / "runs.csv").read_bytes() == before
+    assert (tmp_path / "own.csv").read_bytes() == before
 
 
-@pytest.mark.parametrize(("folder", "methods"), PUBLISHED)
-def test_the_published_results_are_whole_and_their_counts_exact(
-    folder: str, methods: tuple[str, ...]
-) -> None:
-    length = experiment.LENGTHS["digits"]
-    total, warmup = length.steps(360), length.warmup_steps(360)
-    runs = rows(FOLDER / "results" / folder / "runs.csv")
-    for run in runs:
-        syncs = counted(run["schedule"], float(run["lr"]), total, warmup)
-        assert int(run["syncs"]) == syncs, run["schedule"]
-        # Each of four ranks sends 2 * 3/4 of the model.
-        assert int(run["nbytes"]) == syncs * NUMEL * 4 * 6 // 4
-    results = rows(FOLDER / "results" / folder / "results.csv")
-    assert tuple(row["method"] for row in results) == methods
-    for row in results:
-        mine = [run for run in runs if (run["schedule"], run["part"]) == (row["schedule"], "test")]
-        assert sorted(int(run["seed"]) for run in mine) == [0, 1, 2, 3, 4]
-        middle = sum(float(run["accuracy"]) for run in mine) / 5
-        assert float(row["mean"]) == pytest.approx(middle, abs=1e-3)
+@pytest.mark.parametrize("part", PARTS)
+def test_the_published_results_are_whole_and_their_counts_exact(part: str) -> None:
+    folder = FOLDER / "results"
+    runs = ledger.read_outcomes(rows(folder / f"{part}.csv"))
+    for each, outcome in runs.items():
+        syncs = counted(each.point.schedule, each.point.lr, each.setting)
+        assert outcome.syncs == syncs, each
+    found = results.read_results(folder)
+    for study in PARTS[part]:
+        for method in study.methods:
+            entry = found.reported(study.setting, method)
+            assert entry is not None
+            assert sorted(entry.outcomes) == list(range(12))
+            if study.setting.model == "mlp":
+                # Each of K ranks sends 2 (K - 1) / K of the model.
+                sent = NUMEL * 4 * 2 * (study.setting.ranks - 1) // study.setting.ranks
+                assert entry.nbytes == pytest.approx(entry.syncs * sent, rel=1e-4)
 
 
 # --- CIFAR-10 by path -----------------------------------------------------------------------------
@@ -224,36 +336,58 @@ def test_the_published_results_are_whole_and_their_counts_exact(
 def test_cifar10_is_read_from_its_archive(
     cifar_archive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_training, "BN_IMAGES", 20)
+    monkeypatch.setattr(real_ranks, "BN_IMAGES", 20)
     opened = task.open_task("cifar10", cifar_archive, 0.0)
-    assert [len(part.labels) for part in (opened.train, opened.validation, opened.test)] == [
-        *(90, 10, 20)
-    ]
-    length = local_training.Length(batch=10, epochs=1, warmup_epochs=0)
-    outcomes = on_threads(
+    for part, count in (("validation", 10), ("test", 20)):
+        train, evaluated = opened.draw(0, part)
+        assert (len(train.labels), len(evaluated.labels)) == (90, count)
+    setting = Setting("cifar10", 0.0, "cnn", ranks=2, batch=10, epochs=2)
+    point = Point("constant H", "every(4)", 0.1, 5e-4)
+    found = on_threads(
         2,
-        lambda: local_training.train(
-            opened, "every(4)", lr=0.1, seed=0, length=length, evaluated=opened.test
-        ),
+        lambda: train_on_ranks(opened, setting, point, seeds=(0, 1), part="test", curve=False),
     )
-    assert outcomes[0].syncs == 3
+    assert [each.syncs for each in found[0]] == [5, 5]
     # Weights and re-estimated statistics are equal on both ranks.
-    assert outcomes[0] == outcomes[1]
+    assert found[0] == found[1]
 
 
 # --- Data and bad input ---------------------------------------------------------------------------
 
 
-def test_the_parts_of_the_digits_are_disjoint_and_only_training_labels_are_wrong() -> None:
-    opened = task.open_task("digits", None, 0.2)
-    parts = (opened.train, opened.validation, opened.test)
-    assert [len(part.labels) for part in parts] == [360, 719, 718]
-    clean = task._joined(digits())
-    order = {"train": slice(0, None, 5), "odd": slice(1, None, 5)}
-    wrong = (opened.train.labels != torch.from_numpy(clean.labels[order["train"]])).float().mean()
+def test_tuning_and_reporting_share_no_image(digits_task: task.Task) -> None:
+    whole = torch.cat([torch.from_numpy(split.images) for split in digits().values()])
+    halves = []
+    for part in ("validation", "test"):
+        train, evaluated = digits_task.draw(3, part)
+        assert (len(train.images), len(train.labels)) == (360, 360)
+        halves.append(torch.cat([train.images, evaluated.images]))
+    # Some digits are in the data set twice.
+    images = torch.cat(halves)
+    assert len(images) == len(whole)
+    assert torch.equal(*(torch.sort(each.flatten(1).sum(1)).values for each in (images, whole)))
+
+
+def test_a_seed_draws_its_images_and_its_wrong_labels(digits_task: task.Task) -> None:
+    clean_task = task.open_task("digits", None, 0.0)
+    (noisy, evaluated), (other, _) = (digits_task.draw(seed, "test") for seed in (3, 4))
+    clean, same = clean_task.draw(3, "test")
+    assert torch.equal(noisy.images, clean.images)
+    assert not torch.equal(noisy.images, other.images)
+    assert torch.equal(evaluated.labels, same.labels)
     # A tenth of the replaced labels are right again.
-    assert 0.12 < float(wrong) < 0.24
-    assert torch.equal(opened.validation.labels[::2], torch.from_numpy(clean.labels[order["odd"]]))
+    assert 0.12 < float((noisy.labels != clean.labels).float().mean()) < 0.24
+    again, _ = digits_task.draw(3, "test")
+    assert torch.equal(again.labels, noisy.labels)
+
+
+@pytest.mark.parametrize("decay", ALL_DECAYS)
+def test_the_learning_rates_are_the_papers(decay: str) -> None:
+    setting = Setting(decay=decay, epochs=40)
+    lr = setting.lr_function(0.1, 360)
+    assert [lr(step) for step in range(440)] == pytest.approx(
+        [lr_at(step, 0.1, 440, 22, decay) for step in range(440)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -263,57 +397,66 @@ def test_the_parts_of_the_digits_are_disjoint_and_only_training_labels_are_wrong
         (["--data", "nowhere"], "--data nowhere.*digits"),
         (["--out", __file__], "--out .*test_qsr_experiment.py"),
         (["--quick", "--out", str(FOLDER / "results")], "--quick.*--out .*results"),
-        (["--resume", "--epochs", "9", "--out", str(FOLDER / "results")], "--resume.*160.* 9 "),
         (["--ranks", "3"], "--ranks 3.* 32 "),
-        (["--epochs", "8"], "--epochs 8.* 8 "),
+        (["--batch", "30"], "--ranks 4.* 30 "),
+        (["--batch", "512"], "512"),
+        (["--epochs", "1"], "--epochs 1.* 2"),
         (["--label-noise", "1.5"], r"--label-noise.*1\.5"),
-        (["--seeds", "0"], "--seeds.* 0"),
+        (["--model", "cnn"], "--model cnn.*mlp or vit.*digits"),
+        (["--optimizer", "lion"], "--optimizer.*lion"),
+        (["--decay", "cubic"], "--decay.*cubic"),
+        (["--seeds", "-1"], "--seeds.*-1"),
         (["--methods", "SGD"], "--methods.*SGD"),
+        (["--only", "lengths", "--decay", "linear"], "--only.*--decay"),
     ],
 )
 def test_bad_input_ends_in_one_line_before_anything_starts(
     words: list[str], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["experiment.py", *words])
-    monkeypatch.setattr(experiment, "on_processes", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(experiment, "run_studies", lambda *_: pytest.fail("it ran"))
     monkeypatch.setattr(result_files, "write_csv", lambda *_, **__: pytest.fail("it wrote"))
     with pytest.raises(SystemExit, match=rf"^error[^\n]*: [^\n]*{problem}[^\n]*$"):
         experiment.main()
 
 
-def test_quick_and_unpublished_settings_do_not_write_to_the_committed_results() -> None:
+@pytest.mark.parametrize(
+    "words", [["--seeds", "1"], ["--decay", "linear"], ["--methods", "QSR"], ["--processes"]]
+)
+def test_unpublished_settings_do_not_write_to_the_committed_results(words: list[str]) -> None:
     assert experiment.parse([]).out == FOLDER / "results"
+    assert experiment.parse(["--only", "decays"]).out == FOLDER / "results"
     assert experiment.parse(["--quick"]).out == Path("runs/qsr-quick")
-    assert experiment.parse(["--seeds", "1"]).out == Path("runs/qsr")
+    assert experiment.parse(words).out == Path("runs/qsr")
 
 
-def test_a_method_that_is_named_twice_runs_once() -> None:
-    assert experiment.parse(["--methods", "SWAP", "QSR", "SWAP"]).methods == ["SWAP", "QSR"]
+def test_the_flags_describe_one_study() -> None:
+    words = ["--optimizer", "adamw", "--decay", "step", "--ranks", "2", "--epochs", "9"]
+    parsed = experiment.parse([*words, "--methods", "SWAP", "QSR", "SWAP"])
+    (studies,) = parsed.parts.values()
+    # A method that is named twice runs once.
+    assert studies == (
+        Study(
+            Setting(optimizer="adamw", decay="step", ranks=2, epochs=9),
+            ("SWAP", "QSR"),
+            curves=True,
+        ),
+    )
+    assert not parsed.processes
+    # BatchNorm needs ranks of its own.
+    assert experiment.parse(["--dataset", "cifar10"]).processes
+
+
+def test_results_of_another_version_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "decays.csv").write_text("# task: older\nmethod,accuracy\nQSR,90\n")
+    with pytest.raises(RecipeError, match=r"decays.*dataset.*--out"):
+        results.read_results(tmp_path)
 
 
 def test_resume_refuses_a_file_with_other_columns(tmp_path: Path) -> None:
-    arguments = experiment.parse(["--out", str(tmp_path)])
-    open_runs(arguments).save()
-    path = tmp_path / "runs.csv"
+    ledger.open_tables(tmp_path, "own", resume=False).runs.save()
+    path = tmp_path / "own.csv"
     notes = [line for line in path.read_text().splitlines() if line.startswith("#")]
     path.write_text("\n".join([*notes, "method,accuracy", "QSR,90", ""]))
-    with pytest.raises(
-        RecipeError, match=r"--resume.*runs.csv.*method, accuracy.*dataset, label_n"
-    ):
-        open_runs(arguments, resume=True)
-
-
-def test_the_titles_are_computed_from_the_results() -> None:
-    def entry(method: str, schedule: str, nbytes: int, *accuracies: float) -> comparison.Entry:
-        outcomes = [local_training.Outcome(value, 0.5, 10, nbytes) for value in accuracies]
-        return comparison.Entry(method, schedule, 0.1, tuple(outcomes))
-
-    parallel = entry("parallel", "parallel", 900, 80.0, 82.0)
-    qsr = entry("QSR", "qsr(alpha=0.1, h_base=2)", 200, 81.0, 81.0)
-    found = comparison.Comparison("digits", 0.2, 100, 10, 0.1, [], [parallel, qsr])
-    title = figures.accuracy_title(found)
-    for number in ("4.5x", "81.00 %", "+0.00 ± 1.00"):
-        assert number in title
-    assert "10 times in 100 steps, 10.0x" in figures.schedules_title(found)
-    alone = comparison.Comparison("digits", 0.2, 100, 10, 0.1, [], [parallel])
-    assert "QSR" not in figures.accuracy_title(alone) + figures.schedules_title(alone)
+    with pytest.raises(RecipeError, match=r"--resume.*own.csv.*method, accuracy.*dataset, label_n"):
+        ledger.open_tables(tmp_path, "own", resume=True)
