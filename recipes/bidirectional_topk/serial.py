@@ -72,7 +72,6 @@ class SerialWorkers:
         self.weights.add_(update, alpha=-lr)
         return True
 
-    @torch.no_grad()
     def parts(self, vector: Tensor) -> dict[str, Tensor]:
         """Return the values of a vector (d) by parameter name, each as a vector."""
         names, parameters = zip(*self.model.named_parameters(), strict=True)
