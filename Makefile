@@ -13,13 +13,13 @@ help: ## list the targets
 quickstart: setup ## three methods, two ranks: a table and a plot
 	@.venv/bin/python -m recipes.quickstart $(ARGS)
 
-experiment-bidirectional-topk: setup ## counterexample, bytes, accuracy (30 min)
+experiment-bidirectional-topk: setup ## counterexample, unions, bytes, accuracy (30 min)
 	@.venv/bin/python -m recipes.bidirectional_topk.experiment $(ARGS)
 
 experiment-qsr: setup ## QSR and other schedules, SGD and AdamW (40 min)
 	@.venv/bin/python -m recipes.qsr.experiment $(ARGS)
 
-experiment-jointspar: setup ## bandit, bytes, time, accuracy (30 min)
+experiment-jointspar: setup ## bandit, bytes, time, convergence, accuracy (1 h)
 	@.venv/bin/python -m recipes.jointspar.experiment $(ARGS)
 
 experiment-2direction: setup ## 2Direction, AGD and others (30 min)

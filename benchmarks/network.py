@@ -13,7 +13,6 @@ iproute2 and gcc.
 
 import argparse
 import signal
-import socket
 import statistics
 import sys
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any
 
 from benchmarks.net.hosts import Hosts
 from benchmarks.net.job import Job
-from benchmarks.net.launch import LaunchError, results
+from benchmarks.net.launch import LaunchError, free_port, results
 from benchmarks.net.names import BASELINES, PLAIN
 from benchmarks.net.rows import ACCURACY, STEPS, Table, conditions
 from benchmarks.net.shell import ShellError, missing
@@ -280,7 +279,7 @@ def loopback(arguments: argparse.Namespace) -> list[str]:
             methods=tuple(arguments.methods),
             world=link.hosts,
             address="127.0.0.1",
-            port=_free_port(),
+            port=free_port(),
             interface="lo",
             counted=False,
             # The time per method is divided over the rounds.
@@ -296,13 +295,6 @@ def loopback(arguments: argparse.Namespace) -> list[str]:
             print(f"error: {error}", file=sys.stderr, flush=True)
             failures.append(f"loopback, {model}")
     return failures
-
-
-def _free_port() -> int:
-    # The loopback is shared with other programs. In a namespace, a fixed port is free.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
 """The plots of docs/performance.md, drawn from the CSV files.
 
 Titles are computed from the rows: the speed-up of torchcomp's best method among those that reached
-the target accuracy. A method that is fast but was never trained to an accuracy proves nothing.
+the target accuracy, in all runs of time_to_accuracy.csv or on average at the end of those of
+accuracy.csv. A method that is fast but does not reach an accuracy proves nothing.
 Labels of torchcomp's methods are specs as the rows store them, so they can be pasted into a script.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.net.names import BASELINES, BF16, FLOOR, NAIVE_TOPK, PLAIN, POWERSGD
 from benchmarks.report_accuracy import times_to_accuracy
 from benchmarks.report_data import StepRows, read
+from benchmarks.report_final import finals
 
 NAMES = ("step_time.png", "bytes.png", "time_to_accuracy.png")
 # On slow links these two are so long that no other bar would be visible. Their bars are cut off.
@@ -36,7 +38,11 @@ def draw_all(results: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     steps, path = StepRows(results / "network.csv"), results / "time_to_accuracy.csv"
     trained = {result.method for result in times_to_accuracy(path) if not result.missed}
-    figures = (step_time(steps, trained), traffic(steps, trained), accuracy(path))
+    found = finals(results / "accuracy.csv").items()
+    accuracies = {method: final.accuracy.mean for method, final in found}
+    targets = [100 * float(row["target"]) for row in read(path)[:1]]
+    trained |= {method for method, mean in accuracies.items() if targets and mean >= targets[0]}
+    figures = (step_time(steps, trained, accuracies), traffic(steps, trained), accuracy(path))
     for name, figure in zip(NAMES, figures, strict=True):
         # Without matplotlib's version in the metadata, the same data give the same file.
         figure.savefig(folder / name, dpi=110, metadata={"Software": None})
@@ -84,9 +90,21 @@ def label(method: str) -> str:
 
 
 def step_time(
-    steps: StepRows, trained: Collection[str], model: str = "resnet18", hosts: int = 4
+    steps: StepRows,
+    trained: Collection[str],
+    accuracies: Mapping[str, float],
+    model: str = "resnet18",
+    hosts: int = 4,
 ) -> Any:
-    """One panel per link and one bar per method, divided into the parts of a step."""
+    """One panel per link and one bar per method, divided into the parts of a step.
+
+    Args:
+        steps: the rows.
+        trained: the methods that reached the target accuracy.
+        accuracies: at the end of training, in per cent, by method.
+        model: the model.
+        hosts: number of hosts.
+    """
     from matplotlib.figure import Figure
 
     speeds = [mbit for mbit in steps.values(2) if (model, hosts, mbit) in steps.by_link]
@@ -94,14 +112,18 @@ def step_time(
     figure = Figure(figsize=(10, 1 + height * max(1, len(speeds))), layout="constrained")
     panels = figure.subplots(max(1, len(speeds)), squeeze=False)[:, 0]
     for axes, mbit in zip(panels, speeds, strict=False):
-        _step_panel(axes, steps, (model, hosts, mbit), trained)
+        _step_panel(axes, steps, (model, hosts, mbit), trained, accuracies)
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper center", ncols=len(_PARTS))
     return figure
 
 
 def _step_panel(
-    axes: Any, steps: StepRows, link: tuple[str, int, int], trained: Collection[str]
+    axes: Any,
+    steps: StepRows,
+    link: tuple[str, int, int],
+    trained: Collection[str],
+    accuracies: Mapping[str, float],
 ) -> None:
     methods = [m for m in steps.methods() if steps.split(*link, m) is not None][::-1]
     left = [0.0] * len(methods)
@@ -118,7 +140,10 @@ def _step_panel(
         if method != PLAIN and PLAIN in measured:
             note += f", {compared(measured[PLAIN] / measured[method])}"
         # It can be the fastest, but is not in the title.
-        note += "" if method in {*BASELINES, *trained} else " (accuracy not measured)"
+        if method not in {*BASELINES, *trained}:
+            found = accuracies.get(method)
+            known = "not measured" if found is None else f"only {found:.1f} %"
+            note += f" (accuracy {known})"
         weight = "bold" if method == best_of(measured, trained) else "normal"
         _label_bar(axes, position, min(end, limit), note, weight, is_cut=end >= limit)
     axes.set_yticks(range(len(methods)), [label(method) for method in methods], **_LABELS)

@@ -10,10 +10,11 @@ import statistics
 import sys
 from pathlib import Path
 
-from benchmarks import plots, report_gpu, report_kernels
+from benchmarks import plots, report_final, report_gpu, report_kernels
 from benchmarks.net.names import BASELINES, FLOOR, PLAIN, POWERSGD
 from benchmarks.report_accuracy import Reached, loopback_ratios, times_to_accuracy
 from benchmarks.report_data import FLAT, MISSING, StepRows, read
+from benchmarks.report_final import Final
 
 _ROOT = Path(__file__).parents[1]
 RESULTS = _ROOT / "benchmarks" / "results"
@@ -65,6 +66,9 @@ def document(results: Path) -> str:
         "## Time to accuracy",
         accuracy_text(results),
         accuracy_table(reached),
+        "## Final accuracy",
+        report_final.text(results),
+        markdown(report_final.HEADS, report_final.table(results)),
         "## Bytes",
         _BYTES_TEXT,
         *[bytes_table(steps, model) for model in steps.values(0)],
@@ -79,7 +83,7 @@ def document(results: Path) -> str:
         *[f"{title}\n\n{markdown(*table)}" for title, *table in report_gpu.sections(results)],
         "## Goals",
         _GOALS_TEXT,
-        goals(steps, reached, ratios, kernel_goals),
+        goals(steps, reached, ratios, kernel_goals, report_final.finals(results / "accuracy.csv")),
         "## Where the time goes",
         _SPLIT_TEXT,
         split_table(steps, "resnet18", 4),
@@ -120,8 +124,9 @@ A method is a [torchcomp spec](usage.md#methods) or one of five baselines:
 | `naive-topk` | error feedback with `torch.topk`, 1 %, fp32 values and int32 indices |
 
 In the tables, {MISSING} means not measured. The title of a plot compares plain DDP with
-the best method of torchcomp that reached the [target accuracy](#time-to-accuracy). In bar charts,
-the value of that method is bold.
+the best method of torchcomp that reached the [target accuracy](#time-to-accuracy), in all of those
+runs or on average at the [end of training](#final-accuracy). In bar charts, the value of that
+method is bold.
 """
 
 _STEP_TEXT = """
@@ -150,7 +155,9 @@ Communication that overlaps the backward pass is not part of *wait*.
 _BYTES_TEXT = """
 Payload bytes that a rank sends per step, as the kernel counts them: the bytes of the interface's
 queue, minus 66 bytes of headers per packet. This also removes acknowledgements, which consist of
-headers only. gloo's own headers and all control messages are included.
+headers only. gloo's own headers and all control messages are included. In brackets: the bytes of
+the messages alone, as `handle.stats` counts them
+([comparison](#bytes-counted-by-the-kernel-and-by-handlestats)).
 
 ![Bytes by method and hosts](performance/bytes.png)
 """
@@ -237,10 +244,11 @@ def goals(
     reached: list[Reached],
     ratios: dict[tuple[str, int], dict[str, list[float]]],
     kernels: list[tuple[str, str, str, bool]],
+    finals: dict[str, Final],
 ) -> str:
     rows: list[Goal] = []
     for method in two_way(steps.methods()):
-        rows += [above_floor_goal(steps, method)]
+        rows += [above_floor_goal(steps, method, finals)]
         rows += [flat_goal(steps, model, method) for model in steps.values(0)]
     rows += [accuracy_goal(reached, method) for method in ours({one.method for one in reached})]
     rows += loopback_goals(ratios)
@@ -261,14 +269,26 @@ def ours(methods: set[str]) -> list[str]:
     return sorted(methods - set(BASELINES))
 
 
-def above_floor_goal(steps: StepRows, method: str, model: str = "resnet18", hosts: int = 4) -> Goal:
-    goal = f"100 Mbit/s, {hosts} hosts, {model}: time above `no-op` at most half of PowerSGD's"
+def above_floor_goal(
+    steps: StepRows,
+    method: str,
+    finals: dict[str, Final],
+    model: str = "resnet18",
+    hosts: int = 4,
+) -> Goal:
+    goal = f"100 Mbit/s, {hosts} hosts, {model}: time above `no-op` at most half of PowerSGD's, "
+    goal += "and [accuracy](#final-accuracy) not below PowerSGD's"
     # Time above `no-op`: every method does the same arithmetic, so the rest is what it costs.
     own, theirs = (steps.above_floor(model, hosts, 100, name) for name in (method, POWERSGD))
     if own is None or theirs is None:
         return f"`{method}`", goal, "not measured", MISSING
     share = own / theirs
-    return f"`{method}`", goal, f"{own:.0f} ms of {theirs:.0f} ms: {share:.2f}", yes(share <= 0.5)
+    measured = f"{own:.0f} ms of {theirs:.0f} ms: {share:.2f}"
+    if not {method, POWERSGD} <= finals.keys():
+        return f"`{method}`", goal, f"{measured}; accuracy not measured", MISSING
+    final, powersgd = finals[method], finals[POWERSGD]
+    measured += f"; {final.above(powersgd).with_error()} points"
+    return f"`{method}`", goal, measured, yes(share <= 0.5 and not final.is_below(powersgd))
 
 
 def accuracy_goal(reached: list[Reached], method: str, mbit: int = 10) -> Goal:
@@ -364,41 +384,54 @@ def bytes_table(steps: StepRows, model: str) -> str:
     counts = [hosts for hosts in steps.values(1) if steps.payload(model, hosts, FLOOR) is not None]
     rows = []
     for method in steps.methods():
-        sent = [steps.payload(model, hosts, method) for hosts in counts]
-        if method != FLOOR and any(sent):
-            rows.append([f"`{method}`", *[f"{v:,.0f}" if v else MISSING for v in sent]])
+        cells = [bytes_cell(steps, model, hosts, method) for hosts in counts]
+        if method != FLOOR and any(cell != MISSING for cell in cells):
+            rows.append([f"`{method}`", *cells])
     return markdown([model, *[f"{hosts} hosts" for hosts in counts]], rows)
+
+
+def bytes_cell(steps: StepRows, model: str, hosts: int, method: str) -> str:
+    """The kernel's count, and in brackets that of `handle.stats`, if there is one."""
+    kernel = steps.payload(model, hosts, method)
+    counted = steps.median("counted_bytes", model, hosts, method)
+    if not kernel:
+        return MISSING
+    return f"{kernel:,.0f}" + (f" ({counted:,.0f})" if counted else "")
 
 
 def counted_text(steps: StepRows) -> str:
     """The section that compares the kernel's count of bytes with `handle.stats`."""
-    rows = []
-    for (model, hosts, _), methods in sorted(steps.by_link.items()):
-        for row in methods.values():
-            if row["counted_bytes"]:
-                kernel, counted = float(row["payload_bytes"]), float(row["counted_bytes"])
-                difference = f"{kernel / counted - 1:+.2%}"
-                # Both are averages over the same steps of the same run.
-                link = f"{int(row['mbit']):,}"
-                rows.append([f"`{row['method']}`", model, str(hosts), link, f"{kernel:,.0f}"])
-                rows[-1] += [f"{counted:,.0f}", difference]
-    heads = [
-        "method",
-        "model",
-        "hosts",
-        "Mbit/s",
-        "kernel, payload",
-        "`handle.stats`",
-        "difference",
-    ]
-    text = """
+    rows, ratios = [], {}
+    for model, hosts in dict.fromkeys(key[:2] for key in sorted(steps.by_link)):
+        for method in steps.methods():
+            kernel = steps.payload(model, hosts, method)
+            counted = steps.median("counted_bytes", model, hosts, method)
+            if kernel and counted:
+                control = 2 * (hosts - 1)
+                ratios[model, hosts, method] = kernel / counted
+                parts = (kernel, counted, control, kernel - counted - control)
+                cells = [f"{nbytes:,.0f}" for nbytes in parts]
+                rows.append([f"`{method}`", model, str(hosts), *cells, f"{kernel / counted:.2f}"])
+    if not rows:
+        return ""
+    heads = ["method", "model", "hosts", "kernel, payload", "messages", "control messages"]
+    heads += ["gloo's headers", "kernel / messages"]
+    (model, hosts, method), ratio = max(ratios.items(), key=lambda item: item[1])
+    text = f"""
 ## Bytes counted by the kernel and by `handle.stats`
 
-`handle.stats` counts the messages themselves. The kernel also counts gloo's headers and the few
-numbers that end a step. gloo adds a header to every send, so its headers grow with the number of
-collectives and ranks. The difference is large where messages are small.
+`handle.stats.bytes_sent` counts messages. `control_bytes_sent` counts control messages: at the end
+of a step, two bytes to every other rank (computed here, because the rows are older than this
+counter). The kernel counts a third part as well: the headers of the transport, gloo. It adds some
+to every send, so they grow with the number of collectives and ranks, and not with the size of the
+messages. Where messages are small, headers are most of the traffic. The two counts differ most, by
+a factor of {ratio:.1f}, with {model} on {hosts} hosts for
+
+- `{method}`
+
+All figures are medians over the links.
 """
-    return f"{text.strip()}\n\n{markdown(heads, rows)}" if rows else ""
+    return f"{text.strip()}\n\n{markdown(heads, rows)}"
 
 
 def accuracy_text(results: Path) -> str:

@@ -94,10 +94,14 @@ class StepRows:
 
     def payload(self, model: str, hosts: int, method: str) -> float | None:
         """Payload bytes that a rank sends per step: the median over link speeds."""
+        return self.median("payload_bytes", model, hosts, method)
+
+    def median(self, column: str, model: str, hosts: int, method: str) -> float | None:
+        """The median of a column over link speeds, or None if it is empty."""
         found = [
-            float(rows[method]["payload_bytes"])
+            float(rows[method][column])
             for (name, count, _), rows in self.by_link.items()
-            if (name, count) == (model, hosts) and method in rows
+            if (name, count) == (model, hosts) and method in rows and rows[method][column]
         ]
         return statistics.median(found) if found else None
 

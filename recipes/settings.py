@@ -92,6 +92,9 @@ class Settings:
         "none",
         'compress gradients (with --sync: pseudo-gradients), e.g. "ef(topk(0.01))"',
     )
+    lr_inside: bool = option(
+        False, "with --compress: keep the residual in the unit of the update, not of the gradient"
+    )
     sync: str = option("none", 'local steps between averages, e.g. "qsr(alpha=0.0175, h_base=4)"')
     outer: str = option("none", 'with --sync: outer step, e.g. "nesterov(lr=0.7, momentum=0.9)"')
     bn_images: int = option(
@@ -150,6 +153,11 @@ def _check_together(settings: Settings) -> None:
     if settings.outer != "none" and settings.sync == "none":
         raise RecipeError(
             f"--outer {settings.outer} needs --sync: an outer step follows an average of weights"
+        )
+    if settings.lr_inside and (settings.compress == "none" or settings.sync != "none"):
+        raise RecipeError(
+            "--lr-inside needs --compress, and no --sync: only the residual of compressed "
+            "gradients can be in another unit; pseudo-gradients contain the learning rate already"
         )
     # --dry-run and --shrink do not read the data, except to count the images of a folder.
     opened = settings.dataset == "folder" or not (settings.dry_run or settings.shrink)

@@ -111,7 +111,11 @@ def attach_torchcomp(
         # Compressed gradients: in every backward pass, DDP averages compressed gradients. This
         # replaces its all-reduce of dense ones.
         return torchcomp.register(
-            model, settings.compress, seed=settings.seed, scaler=scaler_or_none
+            model,
+            settings.compress,
+            seed=settings.seed,
+            scaler=scaler_or_none,
+            lr_inside=optimizer if settings.lr_inside else None,
         )
     return None
 
@@ -399,7 +403,7 @@ class Trainer:
         self.logged_at, self.logged_step = now, self.step
 
     def _bytes_sent(self) -> int:
-        """Return the payload bytes that this rank has sent."""
+        """Return the bytes of messages that this rank has sent."""
         if self.method is None:
             return self.step * self.dense_bytes
         return self.method.stats.total_bytes_sent
@@ -446,11 +450,13 @@ class Trainer:
 
     def _summary(self, accuracy: float, **more: Any) -> dict[str, Any]:
         sent, dense = self._bytes_sent(), self.step * self.dense_bytes
+        control = 0 if self.method is None else self.method.stats.total_control_bytes_sent
         return {
             "test_accuracy": accuracy,
             "steps": self.step,
             "ranks": self.worker.world_size,
             "bytes_sent": sent,
+            "control_bytes_sent": control,
             "bytes_per_step": sent / self.step,
             "dense_bytes_per_step": dense / self.step,
             # A single rank sends nothing.

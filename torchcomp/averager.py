@@ -1,5 +1,6 @@
 """Averager: averages named tensors over the ranks with one compression method, step after step."""
 
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from torchcomp import checkpoint
 from torchcomp.aggregators import EF, Aggregator
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.bucket import DEFAULT_CAPS, Bucket, BucketShape, Group, Shard, merge, partition
+from torchcomp.checks import check_at_least_0
 from torchcomp.component import Component
 from torchcomp.compressors import Identity
 from torchcomp.draws import Ahead
@@ -24,6 +26,9 @@ from torchcomp.state import Kind, Slot, State
 from torchcomp.stats import Meter, Stats
 from torchcomp.traffic import Traffic, sum_bytes
 
+LR = float | Mapping[str, float] | None
+"""Learning rate of a step: one for all parameters, or one by name. None: not given."""
+
 UNCHANGED = "This step was discarded: the residual and the parameters did not change."
 LATE = (
     "This was found one step later, because of check='late': the residual is that before the step, "
@@ -33,6 +38,7 @@ LATE = (
 # Sends a residual that the current method has no slot for. Every value is sent uncompressed, so one
 # step is usually enough; see `_flushed`.
 _FLUSH = EF(Identity())
+_SAME_LR = "The learning rate must be the same function of the step on all ranks."
 _ADVICE = {
     "spec": "build the method of the checkpoint, load, then swap to the new method",
     "world_size": "convert all ranks' state dicts with torchcomp.redistribute(states, world_size)",
@@ -78,6 +84,8 @@ class Averager:
         state: the slots of this rank.
         step: number of steps that finished without an error.
         scale: loss scale of the gradients of the last step, which the state follows.
+        lrs: learning rates, by parameter name, whose update the residual's unit is. Empty if the
+            residual has the unit of the gradients.
         unused: names of the parameters that no rank used in the last step; see :meth:`finish`.
 
     Raises:
@@ -117,6 +125,8 @@ class Averager:
         self._shapes: dict[Group, BucketShape] = {}
         self._nbytes = sum(parameter.nbytes for parameter in self.parameters.values())
         self.scale = 1.0
+        self.lrs: dict[str, float] = {}
+        self._step_lrs: dict[str, float] = {}  # of the step in flight, if they were given
         self._meter = Meter()
         self._averaged = 0  # buckets of the step in flight, for the labels of a trace
         self._callbacks: list[Callable[[bool], None]] = []
@@ -141,19 +151,28 @@ class Averager:
 
     # One step.
 
-    def begin(self, scale: float = 1.0) -> None:
+    def begin(self, scale: float = 1.0, lr: LR = None) -> None:
         """Begin a step. Roll back whatever a step that raised left behind.
 
         Args:
             scale: loss scale of this step's gradients. When it changes, the state is rescaled.
+            lr: learning rate of this step, or one by parameter name. The residual is then kept in
+                the unit of the update, the learning rate times the gradient: when a learning rate
+                changes from a to b, the residual in the unit of the gradients is multiplied by
+                a / b. At learning rate 0, where the optimizer applies nothing, the state of a
+                parameter does not change. None leaves the learning rate out of the residual. Pass
+                it in all steps, or in none.
 
         Raises:
+            SpecError: if a learning rate is negative, not finite or missing.
             RankMismatchError: if the ranks differ in a value that must match, such as the spec or
                 the step. They are compared at the first step, and again after loading a checkpoint
                 or :meth:`regroup`.
-            NonFiniteError, WireError: those of the last step, if they are raised late.
+            NonFiniteError, WireError, RankMismatchError: those of the last step, if they are raised
+                late.
         """
         self._settle()
+        self._step_lrs = _by_name(lr, self.parameters)
         self.state.rollback()
         self.exchange.reset()
         self._averaged, self.unused = 0, ()
@@ -165,17 +184,28 @@ class Averager:
             # the ranks would run different collectives.
             thresholds = [(name, t.tolist()) for name, t in self.state.items("thresholds")]
             values["thresholds"] = sorted(thresholds)
+            values["lr"] = self._step_lrs
             self.exchange.verify("the first step", values, checkpoint.ONE_STEP)
             self._verified = True
         # Residuals and estimates have the unit of the scaled gradients.
         if scale != self.scale:
             self.state.scale(scale / self.scale)
             self.scale = scale
+        self._follow(self._step_lrs)
         now = self._active.at(self.step)
         if now != self._now:
             # A stage has workspaces of its own, and those of a high ratio are large.
             self.state.free_scratch()
             self._now = now
+
+    def _follow(self, lrs: Mapping[str, float]) -> None:
+        """Convert the residual, which is in the unit of the last update, to that of the next."""
+        nonzero = {name: lr for name, lr in lrs.items() if lr}
+        ratios = {name: self.lrs.get(name, lr) / lr for name, lr in nonzero.items()}
+        changed = {name: ratio for name, ratio in ratios.items() if ratio != 1}
+        if changed:
+            self.state.scale_debts(changed)
+        self.lrs |= nonzero
 
     def average(self, bucket: Bucket) -> None:
         """Replace the values of a bucket with the method's estimate of their mean, in place.
@@ -234,33 +264,35 @@ class Averager:
             NonFiniteError: on all ranks if there is a NaN or an infinity, unless `may_skip`; names
                 the ranks and the parameters.
             WireError: on all ranks if a message was damaged; names its sender.
+            RankMismatchError: on all ranks if the learning rates of the step differ between them.
         """
         if dense_bytes is None:
             dense_bytes = sum_bytes(self._nbytes, self.exchange.world_size)
-        traffic = self.exchange.take_traffic(dense_bytes)
         where = where or f"step {self.step + 1}"
         flags = [] if used is None else [name in used for name in self.parameters]
-        used_by_any = self.exchange.any_at_end(flags) if flags else []
+        used_by_any = self.exchange.max_at_end(flags) if flags else []
         advice = f" {advice}" if advice else ""
+        check_lrs = self._compare_lrs(where)
         try:
             if self._late and used is None and not (may_skip or self._flushing):
-                counts = self._postpone(where, advice)
+                counts = self._postpone(where, advice, check_lrs)
             else:
                 counts = self.exchange.conclude(self._watch.finite(), where, self._unchanged)
+                check_lrs(self._unchanged)
             if not counts and not may_skip:
                 what, traces = f"{self._what} at {where}", self._traces(self.state.pending("error"))
                 raise self._watch.error(what, self._unchanged + advice, traces)
         except Exception:
             self.state.rollback()
             # A step that is discarded has sent its bytes all the same.
-            self._meter.record(traffic, self.step)
+            self._meter.record(self.exchange.take_traffic(dense_bytes), self.step)
             raise
         finally:
             # Not strict: if the collective failed, nothing is known about any parameter.
             flagged = zip(self.parameters, used_by_any, strict=False)
             self.unused = tuple(name for name, is_used in flagged if not is_used)
         if counts:
-            self.state.undo(self.unused)
+            self.state.undo({*self.unused, *(n for n, lr in self._step_lrs.items() if not lr)})
             # `_flushed` changes the values that are about to be committed.
             flushed = self._flushing and self._flushed()
             self.state.commit()
@@ -272,12 +304,29 @@ class Averager:
         else:
             self.state.rollback()
         self.step += 1
-        self._meter.record(traffic, self.step)
+        self._meter.record(self.exchange.take_traffic(dense_bytes), self.step)
         for callback in self._callbacks:
             callback(counts)
         return counts
 
-    def _postpone(self, where: str, advice: str) -> bool:
+    def _compare_lrs(self, where: str) -> Callable[[str], None]:
+        """Add the learning rates of the step to the concluding message.
+
+        Returns:
+            A function for after that message: raises on every rank if the learning rates differ.
+            Its argument is what state this leaves, for the error.
+        """
+        lrs = self._step_lrs
+        digest = zlib.crc32(repr(lrs).encode()).to_bytes(4, "big")
+        same = self.exchange.same_at_end(digest) if lrs else None
+
+        def check(unchanged: str) -> None:
+            if same is not None and not same():
+                self.exchange.verify(where, {"lr": lrs}, f"{_SAME_LR} {unchanged}")
+
+        return check
+
+    def _postpone(self, where: str, advice: str, check_lrs: Callable[[str], None]) -> bool:
         """Send the concluding message, and read the result later."""
         decide, watch = self.exchange.conclude_later(self._watch.finite(), where, LATE), self._watch
 
@@ -285,6 +334,7 @@ class Averager:
             if not decide():
                 traces = self._traces(self.state.items("error"))
                 raise watch.error(f"{self._what} at {where}", LATE + advice, traces)
+            check_lrs(LATE)
 
         self._undecided = settle
         return True
@@ -304,11 +354,12 @@ class Averager:
                 self._meter.record(Traffic(), self.step)
                 raise
 
-    def average_all(self, tensors: Mapping[str, Tensor], **options: Any) -> bool:
+    def average_all(self, tensors: Mapping[str, Tensor], *, lr: LR = None, **options: Any) -> bool:
         """Run one complete step: replace all `tensors` with their means over the ranks, in place.
 
         Args:
             tensors: for each of :attr:`parameters`, a tensor of the same shape.
+            lr: learning rate of this step, to keep it inside the residual; see :meth:`begin`.
             options: passed to :meth:`finish`.
 
         Returns:
@@ -323,7 +374,7 @@ class Averager:
                 "average_all needs a tensor for each parameter, but there is none for "
                 f"{checkpoint.listed(missing)}: if a gradient is None, pass zeros"
             )
-        self.begin()
+        self.begin(lr=lr)
         # The buckets are copies. The tensors are written only once the step is known to count.
         buckets = [Bucket.read(self.shape_of(group), tensors) for group in self.buckets]
         for bucket in buckets:
@@ -497,6 +548,7 @@ class Averager:
             "step": self.step,
             "seed": self.seed,
             "scale": self.scale,
+            "lrs": dict(self.lrs),
             "flushing": self._flushing,
             "groups": [list(group) for group in self.groups],
             "buckets": [list(group) for group in self.buckets],
@@ -546,6 +598,7 @@ class Averager:
     ) -> None:
         self.groups, self.buckets = _groups(state["groups"]), _groups(state["buckets"])
         self.step, self.seed, self.scale = state["step"], state["seed"], float(state["scale"])
+        self.lrs = dict(state["lrs"])
         self._meter.load_state_dict(state["traffic"], self.step)
         self._flushing = state["flushing"]
         self._active = _FLUSH if self._flushing else self._aggregator
@@ -586,6 +639,20 @@ def exact_mean(exchange: Exchange, tensors: Mapping[str, Tensor]) -> dict[str, T
         average_in_place(exchange, bucket.flat)
         means |= bucket.tensors()
     return means
+
+
+def _by_name(lr: LR, parameters: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the learning rate of each parameter; empty if none was given.
+
+    Raises:
+        SpecError: if one is missing, negative or not finite.
+    """
+    if lr is None:
+        return {}
+    lrs = lr if isinstance(lr, Mapping) else dict.fromkeys(parameters, lr)
+    for name in parameters:
+        check_at_least_0(f"lr of '{name}'", lrs.get(name))
+    return {name: float(lrs[name]) for name in parameters}
 
 
 def _groups(names: Sequence[Sequence[str]]) -> tuple[Group, ...]:

@@ -22,7 +22,7 @@ from torchcomp.state import Kind, Slot
 ONE_STEP = "Load checkpoints of the same step on all ranks (each rank its own), or on none."
 """Advice for ranks that are not at the same step."""
 
-VERSION = 3
+VERSION = 4
 """Version of the format. A state dict of another version is refused."""
 
 # Without the 8-bit floats: torch does not implement `isfinite` for them.
@@ -54,6 +54,11 @@ def loss_scale(value: Any, where: str) -> None:
     # 2^-126 is the smallest normal number.
     valid = is_number(value) and 2.0**-126 <= value < 2.0**128
     _require(valid, where, "a number from 2^-126 to 2^128", value)
+
+
+def learning_rate(value: Any, where: str) -> None:
+    """Require a positive learning rate."""
+    _require(is_number(value) and value > 0, where, "a finite number above 0", value)
 
 
 def text(value: Any, where: str) -> None:
@@ -165,11 +170,12 @@ _ENGINE = record(
     step=count,
     seed=count,
     scale=loss_scale,
+    lrs=dict_of(learning_rate),
     flushing=flag,
     groups=list_of(list_of(text)),
     buckets=list_of(list_of(text)),
     parameters=dict_of(dict_of(list_of(count), ("shape", "stride"))),
-    traffic=dict_of(count, ("sent", "received", "dense")),
+    traffic=dict_of(count, ("sent", "received", "dense", "control")),
     slots=dict_of(record(kind=text, sharded=flag, tensors=dict_of(tensor()))),
 )
 _GATHERED = record(version=count, states=list_of(record(version=count)))
@@ -498,7 +504,7 @@ def _complete(states: list[dict[str, Any]], world_size: int) -> list[dict[str, A
     # The length first: a damaged world size must not make `range` huge.
     if len(ranks) != size or ranks != list(range(size)):
         raise CheckpointError(f"expected one state of each of {size} ranks, not of ranks {ranks}")
-    shared = ("version", "spec", "world_size", "step", "seed", "scale", "flushing")
+    shared = ("version", "spec", "world_size", "step", "seed", "scale", "lrs", "flushing")
     for name in (*shared, "parameters", "groups", "buckets"):
         if any(state[name] != states[0][name] for state in states):
             raise CheckpointError(f"the states are not of one run at one step: {name} differs")

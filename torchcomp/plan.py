@@ -12,6 +12,9 @@ from torchcomp.traffic import compared, three_digits
 class Plan:
     """The cost of a method per rank and step. ``str(plan)`` is a table.
 
+    Bytes are those of messages, as in :class:`torchcomp.Stats`. Control messages come on top: in
+    most methods, two bytes to every other rank at the end of a step.
+
     Attributes:
         spec: the method or schedule, in canonical form.
         numel: number of gradient elements of the model.
@@ -19,15 +22,15 @@ class Plan:
         collective: "allreduce", "allgather" or "sharded" (all-to-all to the owners of shards, then
             all-gather). Joined by "and" if groups of parameters differ.
         message_bytes: size of one rank's encoded gradient.
-        bytes_sent: payload bytes that a rank sends per step; for a schedule, on average.
-        bytes_received: payload bytes that a rank receives per step; for a schedule, on average.
-        dense_bytes_sent: payload bytes that a rank sends per step under plain DDP.
+        bytes_sent: bytes that a rank sends per step; for a schedule, on average.
+        bytes_received: bytes that a rank receives per step; for a schedule, on average.
+        dense_bytes_sent: bytes that a rank sends per step under plain DDP.
         memory_bytes: bytes of state that a rank stores in addition to the model.
         break_even_world_size: smallest number of ranks at which the method sends at least as much
             as plain DDP. None if there is none up to a million, or if all messages are all-reduced.
         warmup_steps: length of a method's warm-up in steps, else None. The other fields are those
             of the steps after it. A schedule has None: its averages include the warm-up.
-        warmup_bytes_sent: payload bytes that a rank sends per step of the warm-up, on average.
+        warmup_bytes_sent: bytes that a rank sends per step of the warm-up, on average.
         syncs: number of synchronisations of the whole run, for a schedule; else None.
         total_steps: number of optimizer steps of the whole run, for a schedule; else None.
         wall_clock: wall-clock time of the whole run, for a schedule with a time model; else None.

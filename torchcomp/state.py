@@ -7,7 +7,7 @@ Every slot has two copies: its values before the step in flight, and its values 
 commit makes the second copy current. A roll-back discards it, so a discarded step changes nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
@@ -33,7 +33,8 @@ class Kind(Enum):
       of the number of ranks drops it.
 
     The values of a sharded slot are split into new shards when the number of ranks changes. Debts
-    and estimates are in the unit of the gradients, so they are rescaled with the loss scale.
+    and estimates are in the unit of the gradients, so they are rescaled with the loss scale. Debts
+    can be in the unit of the update instead, the learning rate times the gradient.
     """
 
     DEBT = "debt"
@@ -221,14 +222,18 @@ class State:
 
     def scale(self, factor: float) -> None:
         """Multiply all debts and estimates by `factor`, the ratio of two loss scales."""
-        # One launch for each dtype and device: mixed lists are scaled one by one.
-        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for store in self._stores.values():
-            if store.kind is not Kind.CACHE:
-                for values in store.tensors():
-                    alike.setdefault((values.dtype, values.device), []).append(values)
-        for tensors in alike.values():
-            torch._foreach_mul_(tensors, factor)
+        stores = [store for store in self._stores.values() if store.kind is not Kind.CACHE]
+        _multiply((values, factor) for store in stores for values in store.tensors())
+
+    def scale_debts(self, factors: Mapping[str, float]) -> None:
+        """Multiply the debts of each parameter by its factor, the ratio of two learning rates.
+
+        Args:
+            factors: by parameter name. The debts of other parameters do not change.
+        """
+        stores = [store for store in self._stores.values() if store.kind is Kind.DEBT]
+        parts = (part for store in stores for part in store.items())
+        _multiply((part, factors[name]) for name, part in parts if name in factors)
 
     def _lay_out(self, store: _Store, slot: Slot, device: torch.device) -> _Flat:
         """Move the values of a slot into the layout of a new bucket."""
@@ -251,6 +256,16 @@ class State:
             elif slot.init is not None:
                 slot.init(name, view)
         return flat
+
+
+def _multiply(factors: Iterable[tuple[Tensor, float]]) -> None:
+    """Multiply each tensor by its factor, in place."""
+    # One launch for each dtype, device and factor: mixed lists are scaled one by one.
+    alike: dict[tuple[torch.dtype, torch.device, float], list[Tensor]] = {}
+    for values, factor in factors:
+        alike.setdefault((values.dtype, values.device, factor), []).append(values)
+    for (_, _, factor), tensors in alike.items():
+        torch._foreach_mul_(tensors, factor)
 
 
 def _swap(flats: Iterable[_Flat]) -> None:

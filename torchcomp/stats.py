@@ -10,15 +10,24 @@ from torchcomp.traffic import Traffic, compared
 class Stats:
     """A snapshot of one rank's counters.
 
+    Messages carry the values that are averaged, their indices, and what a selection over all ranks
+    takes (counts and histograms). Control messages are checks: of NaN and damaged messages at the
+    end of each step, and of values that must match on all ranks. The transport adds its own
+    headers to both, which are not counted.
+
     Attributes:
         steps: number of exchanges (gradient methods) or of optimizer steps (local steps).
         syncs: number of exchanges (gradient methods) or of synchronisations (local steps).
-        bytes_sent: payload bytes that this rank sent in the last step.
-        bytes_received: payload bytes that this rank received in the last step.
+        bytes_sent: bytes of messages that this rank sent in the last step, as planned by
+            :func:`torchcomp.explain`.
+        bytes_received: bytes of messages that this rank received in the last step.
         dense_bytes_sent: bytes that plain DDP would have sent in the last step.
-        total_bytes_sent: payload bytes sent since the start.
-        total_bytes_received: payload bytes received since the start.
+        control_bytes_sent: bytes of control messages that this rank sent in the last step, on top
+            of `bytes_sent`. It received as many.
+        total_bytes_sent: bytes of messages sent since the start.
+        total_bytes_received: bytes of messages received since the start.
         total_dense_bytes_sent: bytes that plain DDP would have sent since the start.
+        total_control_bytes_sent: bytes of control messages sent since the start.
     """
 
     steps: int
@@ -26,16 +35,18 @@ class Stats:
     bytes_sent: int
     bytes_received: int
     dense_bytes_sent: int
+    control_bytes_sent: int
     total_bytes_sent: int
     total_bytes_received: int
     total_dense_bytes_sent: int
+    total_control_bytes_sent: int
 
     def as_dict(self, prefix: str = "torchcomp/") -> dict[str, int | float]:
         """Return the counters as scalars by name, as TensorBoard and Weights & Biases log them.
 
         Derived from them are ``traffic_ratio`` and ``total_traffic_ratio``: how many times fewer
-        bytes than plain DDP this rank sent in the last step and since the start; 31.0 is "31x
-        less". They are left out while this rank has sent nothing.
+        bytes than plain DDP this rank sent in messages, in the last step and since the start; 31.0
+        is "31x less". They are left out while this rank has sent nothing.
 
         Args:
             prefix: put in front of every name.
@@ -49,7 +60,8 @@ class Stats:
     def __str__(self) -> str:
         return (
             f"{self.steps} steps, {self.syncs} exchanges, "
-            f"{sent_instead(self.total_bytes_sent, self.total_dense_bytes_sent)}"
+            f"{sent_instead(self.total_bytes_sent, self.total_dense_bytes_sent)}, "
+            f"{self.total_control_bytes_sent:,} bytes of control messages"
         )
 
 

@@ -49,6 +49,7 @@ class Load(_Counters):
     summed: int = 0  # bytes of the tensors that were all-reduced
     sent: int = 0  # bytes sent by other collectives
     received: int = 0  # bytes received by other collectives
+    control: int = 0  # bytes sent, and as many received, in control messages
 
     @classmethod
     def total(cls, loads: Iterable["Load"]) -> "Load":
@@ -61,13 +62,14 @@ class Load(_Counters):
     def traffic(self, world_size: int, dense: int) -> "Traffic":
         """Return the traffic of this rank; `dense` is what plain DDP would have sent."""
         around = sum_bytes(self.summed, world_size)
-        return Traffic(around + self.sent, around + self.received, dense)
+        return Traffic(around + self.sent, around + self.received, dense, self.control)
 
 
 @dataclass
 class Traffic(_Counters):
-    """Payload bytes that this rank sent and received."""
+    """Bytes that this rank sent and received; the transport's headers are not included."""
 
     sent: int = 0
     received: int = 0
     dense: int = 0  # bytes that plain DDP would have sent instead
+    control: int = 0  # bytes sent, and as many received, in control messages, on top of `sent`

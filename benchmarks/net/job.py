@@ -9,31 +9,37 @@ class Job:
     """One launch: methods measured one after another by the same processes.
 
     Attributes:
-        task: "steps" (time and bytes of a step) or "accuracy" (time to a test accuracy).
+        task: "steps" (time and bytes of a step), "accuracy" (time to a test accuracy) or "final"
+            (accuracy at the end of the schedule).
         counted: Whether the kernel's counters of the interface belong to this job alone.
         seconds: Bound on the measured time per method.
         least: Smallest number of measured steps per method.
         rounds: How often the list of methods is repeated. If the machine slows down, this slows
             all methods.
         rates: Peak learning rates to try, for the task "accuracy".
+        runs: (method, peak learning rate, seed) of each run. By default, every combination of
+            `methods`, `rates` and `seeds`.
+        held_out: For the task "final", whether to test on held-out training images.
         timeout: Seconds after which a worker without a result is ended.
     """
 
     task: str
     model: str
     batch: int
-    methods: tuple[str, ...]
     world: int
     address: str
     port: int
     interface: str
     counted: bool
+    methods: tuple[str, ...] = ()
     seconds: float = 20.0
     least: int = 3
     rounds: int = 1
     seeds: tuple[int, ...] = (0,)
     rates: tuple[float, ...] = (0.1,)
     target: float = 0.99
+    runs: tuple[tuple[str, float, int], ...] = ()
+    held_out: bool = False
     timeout: float = 600.0
 
     def to_json(self) -> str:

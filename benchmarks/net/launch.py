@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,14 @@ def results(job: Job, prefixes: list[list[str]]) -> Iterator[dict[str, Any]]:
     worker = [sys.executable, "-m", "benchmarks.net.worker"]
     commands = [[*prefix, *worker, str(r), job.to_json()] for r, prefix in enumerate(prefixes)]
     yield from lines_of(commands, job.interface, job.timeout)
+
+
+def free_port() -> int:
+    """Return a port of the loopback that no program uses."""
+    # The loopback is shared with other programs. In a namespace, a fixed port is free.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def lines_of(commands: list[list[str]], interface: str, timeout: float) -> Iterator[dict[str, Any]]:

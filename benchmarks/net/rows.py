@@ -15,6 +15,8 @@ STEPS += ["system_ms", "collective_ms", "wire_bytes", "packets", "payload_bytes"
 STEPS += ["counted_bytes"]
 ACCURACY = [*_COMMON, *_RUN, "rate", "seed", "target", "reached", "accuracy", "steps", "seconds"]
 ACCURACY += ["wire_bytes", "payload_bytes"]
+FINAL = [*_COMMON, "ranks", "model", "parameters", "batch", "method", "images", "lr", "seed"]
+FINAL += ["steps", "accuracy", "loss"]
 
 
 class Table:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 from benchmarks.net.job import Job
@@ -67,15 +68,11 @@ def parameters(model: str) -> int:
 
 def measured(job: Job, rank: int, clock: Any) -> Iterator[tuple[dict[str, Any], Any]]:
     """Yield every measurement of the job, with the labels that identify it."""
-    if job.task == "accuracy":
-        from benchmarks.net.accuracy import AccuracyBench
-
-        trainer = AccuracyBench(job, rank)
-        for method in job.methods:
-            for rate in job.rates:
-                for seed in job.seeds:
-                    labels = {"method": method, "rate": rate, "seed": seed}
-                    yield labels, trainer.measure(method, seed, rate)
+    if job.task != "steps":
+        trainer = trainer_of(job, rank)
+        for method, rate, seed in job.runs or product(job.methods, job.rates, job.seeds):
+            labels = {"method": method, "rate": rate, "seed": seed}
+            yield labels, trainer.measure(method, seed, rate)
         return
     from benchmarks.net.steps import StepBench
 
@@ -83,6 +80,16 @@ def measured(job: Job, rank: int, clock: Any) -> Iterator[tuple[dict[str, Any], 
     for round_index in range(job.rounds):
         for method in job.methods:
             yield {"method": method, "round": round_index}, bench.measure(method)
+
+
+def trainer_of(job: Job, rank: int) -> Any:
+    if job.task == "final":
+        from benchmarks.net.final import FinalBench
+
+        return FinalBench(job, rank)
+    from benchmarks.net.accuracy import AccuracyBench
+
+    return AccuracyBench(job, rank)
 
 
 if __name__ == "__main__":

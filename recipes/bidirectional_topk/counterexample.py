@@ -172,11 +172,16 @@ def differences(rows: list[Row]) -> list[str]:
     names = [f"F at t = {t}" for t in MOMENTS] + [f"mean F over [{TAIL_FROM}, {STEPS})"]
     found = []
     for row in at_thesis_lr(rows):
-        numbers = [f"{float(row[column]):.3f}" for column in _NUMBERS]
-        for name, number, printed in zip(names, numbers, PUBLISHED[row["method"]], strict=True):
+        printed_ones = PUBLISHED[row["method"]]
+        for name, number, printed in zip(names, numbers(row), printed_ones, strict=True):
             if number != printed:
                 found.append(f"{row['method']}, {name}: {number}, printed {printed}")
     return found
+
+
+def numbers(row: Row) -> list[str]:
+    """Return the numbers that the thesis prints, with as many digits."""
+    return [f"{float(row[column]):.3f}" for column in _NUMBERS]
 
 
 def at_thesis_lr(rows: list[Row]) -> list[Row]:
@@ -191,25 +196,6 @@ def late_gaps(rows: list[Row]) -> dict[float, dict[str, float]]:
         if row["method"] in SCANNED:
             gaps.setdefault(float(row["lr"]), {})[row["method"]] = float(row[LATE_GAP])
     return gaps
-
-
-def thesis_table(rows: list[Row]) -> str:
-    """Return our numbers and the thesis's as text."""
-    lines = [f"{'':<15}{'F(300)':>9}{'F(500)':>9}{'mean F':>9}   the thesis prints"]
-    for row in at_thesis_lr(rows):
-        ours = "".join(f"{float(row[column]):>9.3f}" for column in _NUMBERS)
-        lines.append(f"{row['method']:<15}{ours}   {' / '.join(PUBLISHED[row['method']])}")
-    return "\n".join([*lines, f"F* = {MINIMUM:.3f}; lr {LR}"])
-
-
-def scan_table(rows: list[Row]) -> str:
-    """Return how far above F* each method stays, by learning rate, as text."""
-    lines = [f"mean F - F* over t in [{LATE_FROM}, {STEPS}), by learning rate"]
-    lines.append(f"{'lr':<8}" + "".join(f"{method:>16}" for method in SCANNED) + "   lower")
-    for lr, gaps in sorted(late_gaps(rows).items()):
-        cells = "".join(f"{gaps[method]:>16.3f}" for method in SCANNED)
-        lines.append(f"{lr:<8}{cells}   {min(SCANNED, key=gaps.__getitem__)}")
-    return "\n".join(lines)
 
 
 def _job(row: Row) -> tuple[str, float]:

@@ -1,20 +1,30 @@
 """The pictures of the three parts, drawn from their CSV files."""
 
 from itertools import pairwise
+from math import isnan
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from recipes.bidirectional_topk import counterexample
-from recipes.bidirectional_topk.downlink import (
+from recipes.bidirectional_topk.downlink import random_union
+from recipes.bidirectional_topk.methods import METHODS
+from recipes.bidirectional_topk.problems import SHIFTED_DIGITS
+from recipes.bidirectional_topk.runs import WINDOW
+from recipes.bidirectional_topk.summary import (
     PUBLISHED,
-    Downlink,
-    by_model,
-    random_union,
-    saving_line,
+    Quantity,
+    Scores,
+    TrafficMeans,
+    Unions,
+    grouped,
+    growth,
+    scores,
+    traffic_means,
+    usual,
 )
 from recipes.result_files import pyplot, read_csv, save_figure
-
-_MARKERS = {"mlp": "o", "cnn": "s"}
+from recipes.spread import paired, spread
 
 
 def draw_counterexample(folder: Path) -> None:
@@ -66,124 +76,145 @@ def _draw_scan(axes: Any, gaps: dict[float, dict[str, float]]) -> None:
     axes.set_title(f"The order changes {changes} times over {len(lrs)} learning rates", fontsize=10)
 
 
-def draw_downlink(folder: Path) -> None:
-    """Draw unions, savings and counted bytes against the number of workers."""
-    rows = [Downlink.of(row) for row in read_csv(folder / "downlink.csv")]
-    figure, axes = pyplot().subplots(1, 3, figsize=(15, 5.2), layout="constrained")
-    figure.suptitle(_downlink_title(rows))
-    _draw_unions(axes[0], rows)
-    _draw_savings(axes[1], rows)
-    _draw_bytes(axes[2], rows)
-    for each in axes:
-        each.set_xlabel("workers N")
+def draw_union(folder: Path) -> None:
+    """Draw the union against the step and against N, the saving, and the counted bytes."""
+    rows = read_csv(folder / "union.csv")
+    groups = grouped(rows)
+    figure, axes = pyplot().subplots(2, 2, figsize=(13, 10), layout="constrained")
+    figure.suptitle(_union_title(usual(groups)))
+    _draw_union_curves(axes[0, 0], usual(groups))
+    _draw_unions(axes[0, 1], groups)
+    _draw_savings(axes[1, 0], usual(groups))
+    _draw_bytes(axes[1, 1], traffic_means(rows))
+    for each in axes.flat:
         each.grid(True, alpha=0.3)
-        each.legend(fontsize=7)
-    save_figure(figure, folder / "downlink.png")
+        each.legend(fontsize=8)
+    save_figure(figure, folder / "union.png")
 
 
-def _downlink_title(rows: list[Downlink]) -> str:
-    most = max(row.workers for row in rows)
-    savings = [row.saving for row in rows if row.workers == most and row.method == "bidirectional"]
+def _union_title(groups: list[Unions]) -> str:
+    most = groups[-1]
+    late = spread(most.late.values())
     return (
-        f"Bidirectional TopK: {min(savings):.1f}x to {max(savings):.1f}x fewer bytes from a server "
-        f"to each of {most} workers than unidirectional ({rows[0].dataset}, K = 0.001 d)"
+        f"{most.run.workers} workers send {late.with_deviation(1)} K different entries (MLP, "
+        f"{most.run.dataset}, K = {most.run.ratio:g} d): a server that sends K of them "
+        f"sends {spread(most.saving.values()).mean:.0f}x fewer bytes"
     )
 
 
-def _draw_unions(axes: Any, rows: list[Downlink]) -> None:
-    counts = sorted({row.workers for row in rows})
-    # The unidirectional curves would cover these; the table has both.
-    for index, (name, group) in enumerate(by_model(rows, "bidirectional").items()):
-        n, union = [row.workers for row in group], [row.union for row in group]
-        axes.plot(n, union, _MARKERS[group[0].model] + "-", color=f"C{index}", label=name)
-    d, k = rows[0].d, rows[0].k
-    grid = range(1, counts[-1] + 1)
-    random = [random_union(d, k, n) for n in grid]
-    axes.plot(grid, random, ":", color="black", label="random supports")
-    shown = {n: union for n, union in PUBLISHED.items() if n <= counts[-1]}
-    if shown:
-        axes.plot(list(shown), list(shown.values()), "k*", markersize=10, label="thesis")
+def _draw_union_curves(axes: Any, groups: list[Unions]) -> None:
+    for index, each in enumerate(groups):
+        curves = list(zip(*each.windows.values(), strict=True))
+        steps = [WINDOW * (i + 0.5) for i in range(len(curves))]
+        label = f"N = {each.run.workers}"
+        axes.plot(steps, [fmean(c) for c in curves], color=f"C{index}", label=label)
+        axes.fill_between(
+            steps, [min(c) for c in curves], [max(c) for c in curves], color=f"C{index}", alpha=0.2
+        )
+        axes.axhline(each.random, color=f"C{index}", linestyle=":", linewidth=1)
+    axes.set_xlabel("step")
     axes.set_ylabel("union of supports, in units of K")
-    axes.set_title("Entries of an uncompressed downlink", fontsize=10)
+    axes.set_title(
+        "Unidirectional, MLP; shaded: range of the seeds; dotted: random supports", fontsize=10
+    )
 
 
-def _draw_savings(axes: Any, rows: list[Downlink]) -> None:
-    for index, (name, group) in enumerate(by_model(rows, "bidirectional").items()):
-        n = [row.workers for row in group]
-        slope, intercept, fit = saving_line(group)
-        marker = _MARKERS[group[0].model]
-        axes.plot(n, [row.saving for row in group], marker, color=f"C{index}")
-        label = f"{name}: {intercept:.2f} + {slope:.3f} N, R² = {fit:.3f}"
+def _draw_unions(axes: Any, groups: list[Unions]) -> None:
+    digits = usual(groups)
+    k = f"K = {digits[0].run.ratio:g} d"
+    curves = {
+        "MLP": digits,
+        "CNN": usual(groups, model="cnn"),
+        "MLP, shifted digits": usual(groups, dataset=SHIFTED_DIGITS),
+    }
+    for (name, found), marker in zip(curves.items(), "osD", strict=True):
+        n, late = [e.run.workers for e in found], [spread(e.late.values()) for e in found]
+        errors = [0.0 if isnan(each.deviation) else each.deviation for each in late]
+        axes.errorbar(n, [each.mean for each in late], errors, fmt=marker + "-", label=name)
+    most = digits[-1]
+    grid = range(1, most.run.workers + 1)
+    random = [random_union(most.d, most.k, n) for n in grid]
+    axes.plot(grid, random, ":", color="black", label="random supports")
+    shown = {n: union for n, union in PUBLISHED.items() if n <= most.run.workers}
+    if shown:
+        axes.plot(list(shown), list(shown.values()), "k*", markersize=11, label="thesis")
+    axes.set_xlabel("workers N")
+    axes.set_ylabel("union of supports, in units of K")
+    last = digits[0].steps
+    axes.set_title(f"Mean over steps {last * 3 // 5 + 1} to {last}, {k}", fontsize=10)
+
+
+def _draw_savings(axes: Any, groups: list[Unions]) -> None:
+    quantities: dict[str, Quantity] = {
+        "entries": lambda each: each.late,
+        "bytes": lambda each: each.saving,
+    }
+    n = [each.run.workers for each in groups]
+    for index, (name, quantity) in enumerate(quantities.items()):
+        fit = growth(groups, quantity)
+        means = [spread(quantity(each).values()).mean for each in groups]
+        power = f"N^{fit.exponent.mean:.2f}"
+        line = f"{fit.intercept.mean:.2f} + {fit.slope.mean:.3f} N, R² = {fit.r2.mean:.4f}"
+        axes.plot(n, means, "os"[index], color=f"C{index}", label=f"{name}: {line}; {power}")
         ends = [0, n[-1]]
-        axes.plot(ends, [intercept + slope * x for x in ends], color=f"C{index}", label=label)
-    axes.set_ylabel("bytes of the union / bytes of K entries")
-    axes.set_title("Saving on the downlink of a server", fontsize=10)
+        heights = [fit.intercept.mean + fit.slope.mean * x for x in ends]
+        axes.plot(ends, heights, color=f"C{index}")
+    axes.set_xlabel("workers N")
+    axes.set_ylabel("union / K")
+    axes.set_title("Saving on the downlink of a server (MLP), with straight lines", fontsize=10)
 
 
-def _draw_bytes(axes: Any, rows: list[Downlink]) -> None:
-    *_, group = by_model(rows, "bidirectional").values()
-    n = [row.workers for row in group]
-    columns = {
-        "bidirectional: downlink messages": [row.down for row in group],
-        "bidirectional: uplink and downlink messages": [row.down + row.up for row in group],
-        "bidirectional: all, with control": [row.down + row.up + row.control for row in group],
-        'bidirectional, selection="shard": all': [row.by_shard for row in group],
-        "bidirectional: uplink of the busiest rank": [row.up_most for row in group],
-        "unidirectional by all-gather": [row.gather for row in group],
-        "unidirectional, sharded": [row.sharded for row in group],
+def _draw_bytes(axes: Any, received: list[TrafficMeans]) -> None:
+    n = [each.workers for each in received]
+    columns: dict[str, list[float]] = {
+        "bidirectional: downlink messages": [each.down for each in received],
+        "bidirectional: uplink and downlink messages": [e.up + e.down for e in received],
+        "bidirectional: all, with control": [each.total for each in received],
+        'bidirectional, selection="shard": all': [each.by_shard for each in received],
+        "bidirectional: uplink of the busiest rank": [each.busiest for each in received],
+        "unidirectional by all-gather": [each.gather for each in received],
+        "unidirectional, sharded": [each.sharded for each in received],
     }
     for (label, heights), marker in zip(columns.items(), "osDPx^v", strict=True):
         axes.plot(n, heights, marker + "-", label=label)
     axes.set_yscale("log")
     # Leave room for the legend above the curves.
-    axes.set_ylim(top=30 * max(columns["unidirectional, sharded"]))
+    axes.set_ylim(top=50 * max(columns["unidirectional, sharded"]))
+    axes.set_xlabel("ranks N")
     axes.set_ylabel("bytes that a rank receives per step (log)")
-    first = group[0]
-    axes.set_title(
-        f"Without a server: {first.model}, {first.phase}, d = {first.d:,}, K = {first.k}",
-        fontsize=10,
-    )
+    axes.set_title("Without a server (MLP), after training", fontsize=10)
 
 
 def draw_accuracy(folder: Path) -> None:
-    """Draw every seed's test accuracy, and mean and deviation, by model and method."""
-    rows = read_csv(folder / "accuracy.csv")
-    figure, axes = pyplot().subplots(figsize=(9, 4.8), layout="constrained")
-    for index, row in enumerate(rows):
-        mean, deviation = float(row["mean"]), float(row["deviation"])
-        accuracies = [float(text) for text in row["by_seed"].split()]
-        axes.plot([index] * len(accuracies), accuracies, ".", color="grey")
-        axes.errorbar(index, mean, deviation, fmt="o", color="C0", capsize=6)
-        axes.annotate(
-            f"{mean:.2f} ± {deviation:.2f}\nlr {float(row['lr']):g}",
-            (index, mean),
-            xytext=(8, 0),
-            textcoords="offset points",
-            verticalalignment="center",
-            fontsize=8,
-        )
-    labels = [f"{row['model']}\n{row['method']}" for row in rows]
-    axes.set_xticks(range(len(rows)), labels, fontsize=8)
-    axes.set_xlim(-0.5, len(rows) - 0.1)
+    """Draw every seed's test accuracy, and mean and deviation, by problem and method."""
+    found = scores(read_csv(folder / "accuracy.csv"))
+    figure, axes = pyplot().subplots(figsize=(10, 5), layout="constrained")
+    labels = []
+    for place, ((model, workers), methods) in enumerate(found.items()):
+        labels.append(f"{model.upper()}, N = {workers}")
+        for index, name in enumerate(METHODS):
+            x = place + 0.2 * (index - 1.5)
+            values = [*methods[name].accuracies.values()]
+            mean = spread(values)
+            error = 0.0 if isnan(mean.deviation) else mean.deviation
+            axes.plot([x] * len(values), values, ".", color="grey", markersize=4)
+            style = {"fmt": "osD^"[index], "color": f"C{index}", "capsize": 5}
+            axes.errorbar(x, mean.mean, error, label="" if place else name, **style)
+    axes.set_xticks(range(len(labels)), labels)
     axes.set_ylabel("test accuracy, %   (mean and deviation; grey: each seed)")
-    axes.set_title(_accuracy_title(rows), fontsize=10)
+    axes.set_title(_accuracy_title(found), fontsize=10)
     axes.grid(True, axis="y", alpha=0.3)
+    axes.legend(fontsize=8)
     save_figure(figure, folder / "accuracy.png")
 
 
-def _accuracy_title(rows: list[dict[str, str]]) -> str:
-    means: dict[str, dict[str, float]] = {}
-    for row in rows:
-        means.setdefault(row["model"], {})[row["method"]] = float(row["mean"])
-    # A table of other models can lack a method.
+def _accuracy_title(found: dict[tuple[str, int], dict[str, Scores]]) -> str:
     differences = [
-        f"{of['bidirectional'] - of['dense']:+.2f} points ({model})"
-        for model, of in means.items()
-        if {"bidirectional", "dense"} <= of.keys()
+        paired(methods["bidirectional"].accuracies, methods["unidirectional"].accuracies).mean
+        for methods in found.values()
     ]
-    first = rows[0]
-    seeds = len(first["by_seed"].split())
+    seeds = len(next(iter(found.values()))["dense"].accuracies)
     return (
-        f"Bidirectional TopK with K = 0.001 d compared with dense: {', '.join(differences)}\n"
-        f"{first['dataset']}, {first['workers']} workers, {first['steps']} steps, {seeds} seeds"
+        f"Bidirectional TopK is {min(differences):+.2f} to {max(differences):+.2f} points from "
+        f"unidirectional, in the mean over {seeds} seeds"
     )

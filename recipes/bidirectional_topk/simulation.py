@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recipes.bidirectional_topk.serial import SerialWorkers
 from torchcomp import Averager, InProcessExchange, run_in_process
 
 Gradients = dict[str, Tensor]
@@ -62,28 +63,23 @@ class Workers:
         model: the model that they share.
         spec: the method that averages their gradients.
         count: number of workers.
-        watch: whether to record ``supports``.
 
     Attributes:
         exchanges: one for each worker; their logs count the bytes of the last step.
         averagers: one for each worker.
-        supports: for each worker and parameter, a mask of the entries sent in the last step. The
-            masks are correct only for methods that send values without rounding, because a sent
-            entry is recognised by a residual of exactly 0.
     """
 
-    def __init__(self, model: nn.Module, spec: str, count: int, *, watch: bool = False) -> None:
+    def __init__(self, model: nn.Module, spec: str, count: int) -> None:
         self.parameters = dict(model.named_parameters())
-        self.watch = watch
         self.exchanges = LoggedExchange.ranks(count)
         self.averagers = [Averager(spec, each, self.parameters) for each in self.exchanges]
-        self.supports: list[Gradients] = [{} for _ in self.exchanges]
 
-    def backward(self, loss_of: Callable[[int], Tensor]) -> bool:
+    def backward(self, loss_of: Callable[[int], Tensor], lr: float | None = None) -> bool:
         """Compute and average the gradients of all workers, and store the result in ``grad``.
 
         Args:
             loss_of: returns the loss of a worker's batch, given its rank.
+            lr: learning rate of the step, to keep it inside the residuals.
 
         Returns:
             Whether the result is finite. If it is not, the caller must skip the optimizer step.
@@ -91,7 +87,7 @@ class Workers:
         gradients = [self._gradients(loss_of(exchange.rank)) for exchange in self.exchanges]
 
         def average(exchange: LoggedExchange) -> bool:
-            return self._average(exchange, gradients[exchange.rank])
+            return self._average(exchange, gradients[exchange.rank], lr)
 
         # All workers skip a step together, so rank 0's result is valid for all.
         taken = run_in_process(len(self.exchanges), average, self.exchanges)[0]
@@ -99,26 +95,31 @@ class Workers:
             self._write(gradients)
         return taken and all(bool(p.grad.isfinite().all()) for p in self.parameters.values())
 
+    def continue_from(self, serial: SerialWorkers) -> None:
+        """Take over the residuals of a serial run of the same method and model."""
+        server = serial.parts(serial.server_residual)
+        taken = dict.fromkeys(server, 0)
+        for rank, averager in enumerate(self.averagers):
+            state = averager.state_dict()
+            slots = {name: slot["tensors"] for name, slot in state["slots"].items()}
+            if "error" in slots and serial.method.up:
+                for name, values in serial.parts(serial.residuals[rank]).items():
+                    slots["error"][name].view(-1).copy_(values)
+            # Ranks own successive parts of a parameter.
+            for name, part in slots.get("server_error", {}).items():
+                first = taken[name]
+                part.copy_(server[name][first : first + part.numel()])
+                taken[name] += part.numel()
+            averager.load_state_dict(state)
+
     def _gradients(self, loss: Tensor) -> Gradients:
         gradients = torch.autograd.grad(loss, list(self.parameters.values()))
         return dict(zip(self.parameters, gradients, strict=True))
 
-    def _average(self, exchange: LoggedExchange, gradients: Gradients) -> bool:
+    def _average(self, exchange: LoggedExchange, gradients: Gradients, lr: float | None) -> bool:
         exchange.log.clear()
         averager = self.averagers[exchange.rank]
-        if not self.watch:
-            return averager.average_all(gradients, may_skip=True)
-        # Error feedback compresses the gradient plus the residual. An entry of that sum was sent
-        # if its new residual is 0.
-        wanted = {name: gradient.flatten().clone() for name, gradient in gradients.items()}
-        for name, residual in averager.state.items("error"):
-            wanted[name] = wanted[name] + residual
-        taken = averager.average_all(gradients, may_skip=True)
-        self.supports[exchange.rank] = {
-            name: (residual == 0) & (wanted[name] != 0)
-            for name, residual in averager.state.items("error")
-        }
-        return taken
+        return averager.average_all(gradients, lr=lr, may_skip=True)
 
     def _write(self, gradients: list[Gradients]) -> None:
         first, *others = gradients

@@ -1,6 +1,7 @@
 """Training by many simulated workers. Each one takes its own ten images of every batch."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -14,6 +15,15 @@ from recipes.image_data.order import TrainOrder
 BATCH = 10
 
 
+def batches(problem: Problem, count: int, seed: int) -> Iterator[torch.Tensor]:
+    """Yield the indices of the images of every step, one row for each worker, without an end."""
+    # One order for all workers, of which each step takes one share per worker.
+    order = TrainOrder(len(problem.train.labels), BATCH * count, 0, 1, seed)
+    for epoch in itertools.count():
+        for chosen in torch.from_numpy(order.batches(epoch)):
+            yield chosen.view(count, BATCH)
+
+
 def train(
     problem: Problem,
     workers: Workers,
@@ -22,19 +32,11 @@ def train(
     lr: float,
     steps: int,
     seed: int,
-    after_step: Callable[[int], None] | None = None,
 ) -> bool:
     """Take ``steps`` steps of plain SGD, and return whether every gradient stayed finite."""
-    count = len(workers.exchanges)
-    # One order for all workers. It is cut below into one share per worker.
-    order = TrainOrder(len(problem.train.labels), BATCH * count, 0, 1, seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    for step in range(steps):
-        epoch, index = divmod(step, order.steps_per_epoch)
-        if index == 0:
-            batches = torch.from_numpy(order.batches(epoch))
-        shares = batches[index].view(count, BATCH)
-
+    chosen = batches(problem, len(workers.exchanges), seed)
+    for shares in itertools.islice(chosen, steps):
         # The default argument binds this step's shares, not those of a later step.
         def loss_of(rank: int, shares: torch.Tensor = shares) -> torch.Tensor:
             mine = problem.train.take(shares[rank])
@@ -43,8 +45,6 @@ def train(
         if not workers.backward(loss_of):
             return False
         optimizer.step()
-        if after_step is not None:
-            after_step(step)
     return True
 
 

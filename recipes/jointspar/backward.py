@@ -254,7 +254,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, help=f"steps of each way [{ROUNDS}; with --quick: {LEAST_ROUNDS}]"
     )
-    parsed = parser.parse_args(words)
+    parsed = parser.read(words)
     if parsed.rounds is None:
         parsed.rounds = LEAST_ROUNDS if parsed.quick else ROUNDS
     check_count("--rounds", parsed.rounds, LEAST_ROUNDS)

@@ -2,13 +2,14 @@
 
     python -m recipes.jointspar.bandit
 
-Takes half a minute. There are 54 layers with log-normal norms (sigma 1.5), a budget of S = 32.4
+Takes two minutes. There are 54 layers with log-normal norms (sigma 1.5), a budget of S = 32.4
 layers per step, and p_min = 0.0125. After 5,000 steps the norms are drawn again. The cost of p is
 sum |g_d|^2 / p_d. The paper's form (``Literal``) runs with a grid of step sizes, of which the best
 is chosen afterwards. Writes ``bandit.csv``, ``bandit_curves.csv`` and ``bandit.png``.
 """
 
 import argparse
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from recipes.errors import exit_on_user_error
 from recipes.experiments import ResultTable
 from recipes.jointspar.parts import parse_common
 from recipes.result_files import make_folder, pyplot, read_csv, save_figure
+from recipes.spread import Spread, spread
 from torchcomp.jointspar import (
     Bandit,
     Baseline,
@@ -33,8 +35,8 @@ LAYERS, SHARE, P_MIN = 54, 0.6, 0.0125
 ALPHAS = (0.003, 0.01, 0.03)
 # In units of p_min^3 / L^2, for which the exponent of a kept layer at p_min is about 1.
 LITERAL_ALPHAS = (1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0, 1000.0)
-# Number of steps that one point of the curves averages, about one pixel of the picture.
-BLOCK = 20
+# Number of steps that one point of the curves averages.
+BLOCK = 50
 
 Curve = NDArray[np.float64]
 Rule = Baseline | Literal | None
@@ -42,59 +44,58 @@ Rule = Baseline | Literal | None
 
 @dataclass(frozen=True)
 class BanditSize:
-    """The length and the number of the runs.
-
-    Attributes:
-        steps: steps before the norms change, and steps after it.
-        seeds: number of runs of each form.
-    """
+    """The length of the runs: `steps` before the norms change, and as many after it."""
 
     steps: int
-    seeds: int
 
     @property
     def task(self) -> str:
         """The settings that all rows share."""
-        return f"{LAYERS} layers, norms change after {self.steps} steps, {self.seeds} seeds"
+        return f"{LAYERS} layers, norms change after {self.steps} steps"
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of the table."""
         first, last = self.steps, 2 * self.steps
         return (
-            *("form", f"excess_at_{first}", f"mean_excess_to_{first}", "steps_to_2_percent"),
-            *(f"excess_at_{last}", f"mean_excess_from_{first}"),
+            *("form", "seed", f"excess_at_{first}", f"mean_excess_to_{first}"),
+            *("steps_to_2_percent", f"excess_at_{last}", f"mean_excess_from_{first}"),
         )
 
     @property
     def curve_columns(self) -> tuple[str, ...]:
-        """The columns of the curves: the form, and the last step of each block."""
-        return "form", *(str(step) for step in range(BLOCK, 2 * self.steps + 1, BLOCK))
+        """The columns of the curves: the run, and the last step of each block."""
+        return "form", "seed", *(str(step) for step in range(BLOCK, 2 * self.steps + 1, BLOCK))
 
 
-WHOLE = BanditSize(steps=5000, seeds=5)
-QUICK = BanditSize(steps=200, seeds=1)
+WHOLE = BanditSize(steps=5000)
+QUICK = BanditSize(steps=200)
 
 
 @exit_on_user_error()
 def main() -> None:
-    """Run the missing forms, print the table, and draw the picture."""
+    """Compute the missing runs, print their summary, and draw the picture."""
     arguments = parse(sys.argv[1:])
-    size = size_of(arguments)
     table, curves = open_table(arguments), open_curves(arguments)
     make_folder(arguments.out)
-    # The curve of a form is saved before its row, so a finished row always has its curve.
-    finished = {row["form"] for row in table.rows} & {row["form"] for row in curves.rows}
+    # The curve of a run is saved before its row, so a finished row always has its curve.
+    finished = {_key(row) for row in table.rows} & {_key(row) for row in curves.rows}
     for each in (table, curves):
-        each.rows = [row for row in each.rows if row["form"] in finished]
-    for form in forms():
-        if form not in finished:
-            excess = mean_excess(form, size)
-            curves.add([form, *(f"{mean:.6g}" for mean in excess.reshape(-1, BLOCK).mean(1))])
-            table.add(cells_of(form, excess))
-    for line in [table.header, *(row.values() for row in table.rows)]:
-        print("  ".join(f"{cell!s:>22}" for cell in line))
+        each.rows = [row for row in each.rows if _key(row) in finished]
+    for seed in arguments.seeds:
+        for form in forms():
+            if (form, seed) not in finished:
+                excess = run(rule_of(form, seed), seed, size_of(arguments).steps)
+                means = excess.reshape(-1, BLOCK).mean(1)
+                curves.add([form, seed, *(f"{mean:.4g}" for mean in means)])
+                table.add([form, seed, *cells_of(excess)])
+    for form, numbers in summary(table.path).items():
+        print(f"{form:<22}{numbers['before'].mean:>10.2%}{numbers['after'].mean:>10.2%}")
     draw(table.path, curves.path, arguments.out / "bandit.png")
+
+
+def _key(row: dict[str, str]) -> tuple[str, int]:
+    return row["form"], int(row["seed"])
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -103,18 +104,18 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def size_of(arguments: argparse.Namespace) -> BanditSize:
-    """Return the length and the number of the runs."""
+    """Return the length of the runs."""
     return QUICK if arguments.quick else WHOLE
 
 
 def open_table(arguments: argparse.Namespace) -> ResultTable:
-    """Open the table, with the finished forms if the experiment is resumed."""
+    """Open the table, with the finished runs if the experiment is resumed."""
     size, path = size_of(arguments), arguments.out / "bandit.csv"
     return ResultTable(path, size.columns, size.task, resume=arguments.resume)
 
 
 def open_curves(arguments: argparse.Namespace) -> ResultTable:
-    """Open the curves, with those of the finished forms if the experiment is resumed."""
+    """Open the curves, with those of the finished runs if the experiment is resumed."""
     size, path = size_of(arguments), arguments.out / "bandit_curves.csv"
     return ResultTable(path, size.curve_columns, size.task, resume=arguments.resume)
 
@@ -145,15 +146,9 @@ def literal(alpha: float, seed: int) -> Literal:
 def norms_of(seed: int) -> tuple[Curve, Curve]:
     """Return the norms before and after the change."""
     rng = np.random.default_rng(seed)
-    before, after = np.exp(1.5 * rng.standard_normal((2, LAYERS)))
-    return before, after
-
-
-def mean_excess(form: str, size: BanditSize) -> Curve:
-    """Return the excess cost of a form at every step, as a mean over the seeds."""
-    curves = [run(rule_of(form, seed), seed, size.steps) for seed in range(size.seeds)]
-    mean: Curve = np.mean(curves, axis=0)
-    return mean
+    # Unlike np.exp, math.exp rounds equally on all processors.
+    norms = [math.exp(1.5 * value) for value in rng.standard_normal(2 * LAYERS).tolist()]
+    return np.array(norms[:LAYERS]), np.array(norms[LAYERS:])
 
 
 def run(rule: Rule, seed: int, steps: int) -> Curve:
@@ -170,22 +165,43 @@ def run(rule: Rule, seed: int, steps: int) -> Curve:
     return np.array(excess)
 
 
-def cells_of(form: str, excess: Curve) -> list[object]:
-    """Return a row of the table."""
+def cells_of(excess: Curve) -> list[object]:
+    """Return the last cells of a row of the table."""
     first, second = np.split(excess, 2)
     within = np.flatnonzero(first < 0.02)
     return [
-        *(form, f"{first[-1]:.4f}", f"{first.mean():.4f}"),
+        *(f"{first[-1]:.5f}", f"{first.mean():.5f}"),
         int(within[0]) if within.size else "never",
-        *(f"{second[-1]:.4f}", f"{second.mean():.4f}"),
+        *(f"{second[-1]:.5f}", f"{second.mean():.5f}"),
     ]
+
+
+def summary(table: Path) -> dict[str, dict[str, Spread]]:
+    """Return the spread over the seeds for each form.
+
+    "before" and "after" are the excess costs at the last step before and after the change of norms.
+    "steps" are the steps to 2 %, and are there only if all seeds reach it.
+    """
+    found: dict[str, dict[str, Spread]] = {}
+    rows = read_csv(table)
+    for form in dict.fromkeys(row["form"] for row in rows):
+        of_form = [row for row in rows if row["form"] == form]
+        ends = [name for name in rows[0] if name.startswith("excess_at_")]
+        found[form] = {
+            name: spread(float(row[column]) for row in of_form)
+            for name, column in zip(("before", "after"), ends, strict=True)
+        }
+        steps = [row["steps_to_2_percent"] for row in of_form]
+        if "never" not in steps:
+            found[form]["steps"] = spread(map(int, steps))
+    return found
 
 
 def draw(table: Path, curves: Path, path: Path) -> None:
     """Draw excess cost and regret of all forms; only the best of the paper's has a color."""
-    excess = {row.pop("form"): np.array([*map(float, row.values())]) for row in read_csv(curves)}
+    excess = mean_curves(curves)
     steps = BLOCK * np.arange(1, len(next(iter(excess.values()))) + 1)
-    final = final_excess(table)
+    final = {form: numbers["before"].mean for form, numbers in summary(table).items()}
     best = best_of(final, "literal")
     figure, axes = pyplot().subplots(1, 2, figsize=(13, 5.4), layout="constrained")
     for form, curve in excess.items():
@@ -209,9 +225,13 @@ def draw(table: Path, curves: Path, path: Path) -> None:
     save_figure(figure, path)
 
 
-def final_excess(table: Path) -> dict[str, float]:
-    """Return each form's excess cost at the last step before the change."""
-    return {row["form"]: float([*row.values()][1]) for row in read_csv(table)}
+def mean_curves(curves: Path) -> dict[str, Curve]:
+    """Return the excess cost of each form in each block of steps, as a mean over the seeds."""
+    of_form: dict[str, list[list[float]]] = {}
+    for row in read_csv(curves):
+        blocks = [float(row[name]) for name in row if name.isdecimal()]
+        of_form.setdefault(row["form"], []).append(blocks)
+    return {form: np.mean(blocks, axis=0) for form, blocks in of_form.items()}
 
 
 def best_of(final: dict[str, float], kind: str) -> str:

@@ -4,125 +4,122 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recipes.jointspar.layer_training import Method
-from recipes.jointspar.run_table import Summary
+from recipes.jointspar.methods import Dense, LayerSampling, TopK
+from recipes.jointspar.run_table import Contender, Summary, contender_of
 from recipes.result_files import pyplot, read_csv, save_figure
 
 _MARKERS = "osDv^P*X"
-_NAMES = {
-    "dense": "dense LARS",
-    "jointspar": "JointSpar-LARS",
-    "uniform": "uniform dropping",
-    "topk": "ef(topk)",
-    "jointspar+topk": "JointSpar-LARS + ef(topk)",
-}
+_DENSE = Dense()
 
 
 def draw_accuracy(rows: list[Summary], path: Path) -> None:
-    """Draw test accuracy against the share of bytes sent, with the deviation over the seeds."""
+    """Draw test accuracy against the share of bytes sent, with the deviation over the seeds.
+
+    Runs that failed are left out. Their number is written next to the point.
+    """
     figure, axes = pyplot().subplots(figsize=(9, 5.4), layout="constrained")
-    names = dict.fromkeys(_name(row.method) for row in rows if row.method.kind != "dense")
-    dense = next(row for row in rows if row.method.kind == "dense")
-    axes.axhspan(dense.mean - dense.deviation, dense.mean + dense.deviation, color="0.9")
-    axes.axhline(dense.mean, color="black", linewidth=1, label="dense LARS, ± 1 deviation")
-    for name, marker in zip(names, _MARKERS, strict=False):
+    dense = dense_of(rows)
+    labels = dict.fromkeys(row.contender.label for row in rows if row is not dense)
+    mean, deviation = dense.accuracy.mean, dense.accuracy.deviation
+    axes.axhspan(mean - deviation, mean + deviation, color="0.9")
+    axes.axhline(mean, color="black", linewidth=1, label="dense LARS, ± 1 deviation")
+    for index, (label, marker) in enumerate(zip(labels, _MARKERS, strict=False)):
         # Sorted by bytes, so that the line does not turn back.
         group = sorted(
-            (row for row in rows if _name(row.method) == name), key=lambda row: row.bytes_share
+            (row for row in rows if row.contender.label == label), key=lambda row: row.bytes_share
         )
-        axes.errorbar(
-            [100 * row.bytes_share for row in group],
-            [row.mean for row in group],
-            [row.deviation for row in group],
-            fmt=marker + "-",
-            capsize=4,
-            label=name,
-        )
-    axes.set_ylim(bottom=min(row.mean for row in rows) - 2, top=100)
+        # Moved apart: methods with the same budget would hide each other.
+        shares = [100 * row.bytes_share + 0.8 * (index - len(labels) / 2) for row in group]
+        means = [row.accuracy.mean for row in group]
+        deviations = [row.accuracy.deviation for row in group]
+        color = f"C{index}"
+        style = {"fmt": marker + "-", "color": color, "capsize": 4, "label": label}
+        axes.errorbar(shares, means, deviations, **style)
+        for row, x, y in zip(group, shares, means, strict=True):
+            if row.failed:
+                text = f"{row.failed} of {len(row.tests)} failed"
+                place = {"xytext": (8, -14), "textcoords": "offset points"}
+                axes.annotate(text, (x, y), fontsize=8, color=color, **place)
     axes.set_xlim(left=0)
-    axes.set_xlabel("bytes sent, % of dense DDP's")
-    axes.set_ylabel(f"test accuracy, % (mean and deviation, {len(dense.tests)} seeds)")
+    axes.set_xlabel("bytes sent, % of dense DDP's (methods moved apart)")
+    axes.set_ylabel(f"test accuracy of runs that did not fail, % ({len(dense.tests)} seeds)")
     axes.set_title(_accuracy_title(rows, dense), fontsize=11)
     axes.grid(True, alpha=0.3)
     axes.legend(fontsize=8, loc="lower right")
     save_figure(figure, path)
 
 
+def dense_of(rows: list[Summary]) -> Summary:
+    """Return the summary of dense training."""
+    return next(row for row in rows if row.contender.method == _DENSE)
+
+
 def _accuracy_title(rows: list[Summary], dense: Summary) -> str:
-    close = [row for row in rows if row.mean >= dense.mean - dense.deviation]
-    savings = []
-    for kind in ("jointspar", "topk"):
-        shares = [row.bytes_share for row in close if row.method == Method(kind, row.method.budget)]
-        if shares:
-            savings.append(f"{_NAMES[kind]} {1 / min(shares):.1f}x fewer bytes")
-    return f"Accuracy within one deviation of dense LARS: {', '.join(savings) or 'no method'}"
+    """State how far JointSpar-LARS is from dense training, with standard errors."""
+    wanted = {Contender(LayerSampling(budget, "bytes")): budget for budget in (0.6, 0.3)}
+    differences = [
+        f"{difference.with_error()} points at {wanted[row.contender]:.0%} of the bytes"
+        for row in rows
+        if row.contender in wanted and (difference := row.against(dense))
+    ]
+    return f"JointSpar-LARS, compared with dense LARS (± standard error):\n{', '.join(differences)}"
 
 
-def draw_wall_clock(table: Path, path: Path) -> None:
+def draw_wall_clock(table: Path, rows: list[Summary], path: Path) -> None:
     """Draw test accuracy against the seconds of a whole run on the shaped network.
 
     Args:
         table: ``wall_clock.csv``.
+        rows: the contenders with the accuracies of all seeds.
         path: path of the picture.
     """
-    rows = read_csv(table)
+    times = read_csv(table)
+    seconds = {contender_of(row): float(row["seconds"]) for row in times}
+    rows = [row for row in rows if row.contender in seconds]
     figure, axes = pyplot().subplots(figsize=(11, 6), layout="constrained")
     # Budgets are marker shapes, because texts next to the points would overlap.
-    budgets = sorted({_budget(row) for row in rows})
+    budgets = sorted({row.contender.method.budget for row in rows})
     markers = dict(zip(budgets, _MARKERS, strict=False))
-    for index, name in enumerate(dict.fromkeys(_name(_method(row)) for row in rows)):
-        group = [row for row in rows if _name(_method(row)) == name]
-        _draw_group(axes, sorted(group, key=_budget), markers, f"C{index}")
+    for index, label in enumerate(dict.fromkeys(row.contender.label for row in rows)):
+        group = [row for row in rows if row.contender.label == label]
+        _draw_group(axes, group, seconds, markers, f"C{index}")
     for budget, marker in markers.items():
         axes.plot([], [], marker, color="0.4", label=f"budget {budget:.0%}")
-    axes.set_ylim(bottom=min(float(row["accuracy"]) for row in rows) - 2, top=100)
     axes.set_xlim(left=0)
-    axes.set_xlabel(f"seconds of a run, two hosts at {rows[0]['mbit']} Mbit/s")
-    axes.set_ylabel("test accuracy, % (mean and deviation over the seeds)")
-    axes.set_title(_wall_clock_title(rows), fontsize=11)
+    axes.set_xlabel(f"seconds of a run (one seed), two hosts at {times[0]['mbit']} Mbit/s")
+    axes.set_ylabel("test accuracy of runs that did not fail, % (all seeds)")
+    axes.set_title(_wall_clock_title(rows, seconds), fontsize=11)
     axes.grid(True, alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8)
     save_figure(figure, path)
 
 
-def _wall_clock_title(rows: list[dict[str, str]]) -> str:
-    dense = next((row for row in rows if row["kind"] == "dense"), None)
-    if dense is None:
-        return "Accuracy against time"
-    least = float(dense["accuracy"]) - float(dense["deviation"])
-    speedups = []
-    for kind in ("jointspar", "topk"):
-        seconds = [
-            float(row["seconds"])
-            for row in rows
-            if _method(row) == Method(kind, _budget(row)) and float(row["accuracy"]) >= least
-        ]
-        if seconds:
-            speedups.append(f"{_NAMES[kind]} {float(dense['seconds']) / min(seconds):.2f}x faster")
-    return f"Accuracy within one deviation of dense LARS: {', '.join(speedups) or 'no method'}"
+def _wall_clock_title(rows: list[Summary], seconds: dict[Contender, float]) -> str:
+    dense = seconds[dense_of(rows).contender]
+    named = {"JointSpar-LARS at 60 %": LayerSampling(0.6, "bytes"), "ef(topk) at 5 %": TopK(0.05)}
+    speedups = [
+        f"{name} {seconds[Contender(method)] / dense:.0%}"
+        for name, method in named.items()
+        if Contender(method) in seconds
+    ]
+    return f"Time of a run, compared with dense LARS: {', '.join(speedups)}"
 
 
 def _draw_group(
-    axes: Any, rows: list[dict[str, str]], markers: dict[float, str], color: str
+    axes: Any,
+    group: list[Summary],
+    seconds: dict[Contender, float],
+    markers: dict[float, str],
+    color: str,
 ) -> None:
     """Draw a method's points, joined in the order of their budgets."""
-    seconds, means = ([float(row[column]) for row in rows] for column in ("seconds", "accuracy"))
-    axes.plot(seconds, means, color=color, linewidth=1.2, label=_name(_method(rows[0])))
-    for row, x, y in zip(rows, seconds, means, strict=True):
-        deviation = float(row["deviation"])
-        axes.errorbar(x, y, deviation, fmt=markers[_budget(row)], color=color, capsize=4)
-
-
-def _name(method: Method) -> str:
-    return _NAMES[method.kind] + ("" if method.norm == "running" else ", own norm")
-
-
-def _method(row: dict[str, str]) -> Method:
-    return Method(row["kind"], _budget(row), row["norm"])
-
-
-def _budget(row: dict[str, str]) -> float:
-    return float(row["budget"])
+    group = sorted(group, key=lambda row: row.contender.method.budget)
+    times = [seconds[row.contender] for row in group]
+    means = [row.accuracy.mean for row in group]
+    axes.plot(times, means, color=color, linewidth=1.2, label=group[0].contender.label)
+    for row, x, y in zip(group, times, means, strict=True):
+        marker = markers[row.contender.method.budget]
+        axes.errorbar(x, y, row.accuracy.deviation, fmt=marker, color=color, capsize=4)
 
 
 def draw_probabilities(metrics: Path, path: Path) -> None:

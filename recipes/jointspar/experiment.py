@@ -1,11 +1,13 @@
-"""JointSpar: bandit, bytes of a selection, backward time, accuracy, wall-clock time.
+"""JointSpar: bandit, bytes of a selection, backward time, convergence, accuracy, wall-clock time.
 
     python -m recipes.jointspar.experiment
     python -m recipes.jointspar.experiment --quick
     python -m recipes.jointspar.experiment --resume
     python -m recipes.jointspar.experiment --only bandit backward
+    python -m recipes.jointspar.experiment --seeds 8,9,10
 
-The whole takes half an hour on two cores. Each part is a program that can also be run separately.
+The whole takes an hour on two cores. Each part is a program that can also be run separately.
+``--seeds`` is for bandit, selection, convergence and large_batch (five seeds by default).
 ``wall_clock`` needs root for network namespaces, and is skipped for other users. It uses the
 results of ``large_batch``.
 """
@@ -17,14 +19,15 @@ import sys
 
 from recipes.errors import exit_on_user_error
 from recipes.experiments import ExperimentParser
-from recipes.jointspar import backward, bandit, large_batch, selection, wall_clock
-from recipes.jointspar.parts import HOME
+from recipes.jointspar import backward, bandit, convergence, large_batch, selection, wall_clock
+from recipes.jointspar.parts import HOME, QUICK_SEEDS, SEEDS
 from recipes.result_files import make_folder
 
 PARTS = {
     "bandit": bandit,
     "selection": selection,
     "backward": backward,
+    "convergence": convergence,
     "large_batch": large_batch,
     "wall_clock": wall_clock,
 }
@@ -35,6 +38,7 @@ def main() -> None:
     """Run the parts one after another. The first part that fails ends the experiment."""
     arguments = parse(sys.argv[1:])
     flags = ["--out", str(arguments.out)]
+    flags += ["--seeds", ",".join(map(str, arguments.seeds))] if arguments.seeds else []
     flags += ["--quick"] if arguments.quick else []
     flags += ["--resume"] if arguments.resume else []
     check_parts(arguments.only, flags)
@@ -50,20 +54,16 @@ def main() -> None:
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = ExperimentParser(__doc__.splitlines()[0], HOME, tuple(PARTS))
-    parsed = parser.parse_args(words)
+    summary = __doc__.splitlines()[0]
+    parser = ExperimentParser(summary, HOME, tuple(PARTS), seeds=SEEDS, quick_seeds=QUICK_SEEDS)
+    parsed = parser.read(words)
     parsed.out = parser.output_folder(parsed)
-    # A part that is named twice runs once, and wall_clock follows large_batch.
-    parsed.only = [part for part in PARTS if part in (parsed.only or default_parts())]
+    # Each part has its own default.
+    parsed.seeds = parser.parse_args(words).seeds
+    if parsed.only == list(PARTS) and os.geteuid() != 0:
+        print("wall_clock is skipped: network namespaces need root")
+        parsed.only.remove("wall_clock")
     return parsed
-
-
-def default_parts() -> list[str]:
-    """Return all parts that this user can run."""
-    if os.geteuid() == 0:
-        return list(PARTS)
-    print("wall_clock is skipped: network namespaces need root")
-    return [part for part in PARTS if part != "wall_clock"]
 
 
 def check_parts(parts: list[str], flags: list[str]) -> None:

@@ -25,12 +25,14 @@ from recipes.experiments import ResultTable
 from recipes.image_data.order import TrainOrder
 from recipes.jointspar.drawing import draw_accuracy, draw_probabilities
 from recipes.jointspar.image_sets import SIZES, Batches, ImageSet, open_images
-from recipes.jointspar.layer_training import Hyperparameters, Method, Outcome, train
+from recipes.jointspar.layer_training import paper_schedule, train
+from recipes.jointspar.methods import Dense, LayerSampling, Method, TopK
 from recipes.jointspar.networks import small_network
 from recipes.jointspar.parts import part_parser
 from recipes.jointspar.run_table import (
     COLUMNS,
     TABLE,
+    Contender,
     PlannedRun,
     TrainingRun,
     summaries,
@@ -40,33 +42,38 @@ from recipes.local_ranks import run_on_ranks
 from recipes.result_files import make_folder
 
 RANKS = 2
+# A run of a seed takes minutes, so there are fewer than of the other parts.
+SEEDS = (0, 1, 2, 3, 4)
 BUDGETS = (0.3, 0.45, 0.6, 0.75, 0.9)
-LOGGED = Method("jointspar", 0.6)
+LOGGED = Contender(LayerSampling(0.6, "bytes"))
+# The share of dense DDP's bytes that TopK within the kept layers would send if all were kept.
+_INNER_SHARE = 0.05
 
 
 @dataclass(frozen=True)
 class ExperimentSize:
     """The number and the length of the runs."""
 
-    seeds: int
     epochs: int
     batch: int
     lrs: tuple[float, ...]
     budgets: tuple[float, ...]
 
 
-WHOLE = ExperimentSize(seeds=5, epochs=60, batch=400, lrs=(0.3, 0.6), budgets=BUDGETS)
-QUICK = ExperimentSize(seeds=1, epochs=6, batch=400, lrs=(0.3,), budgets=(0.6,))
+WHOLE = ExperimentSize(epochs=60, batch=400, lrs=(0.3, 0.6), budgets=BUDGETS)
+QUICK = ExperimentSize(epochs=6, batch=400, lrs=(0.3,), budgets=(0.6,))
 
 
-def methods(budgets: tuple[float, ...]) -> list[Method]:
-    """Return all methods that are compared."""
-    found = [Method("dense")]
+def contenders(budgets: tuple[float, ...]) -> list[Contender]:
+    """Return all methods that are compared, each with its optimizer."""
+    found = [Contender(Dense())]
     for budget in budgets:
-        for kind in ("jointspar", "uniform"):
-            found += [Method(kind, budget, norm) for norm in ("running", "own")]
-        found.append(Method("topk", budget))
-    return [*found, Method("topk", 0.05), Method("jointspar+topk", 0.6)]
+        learned, uniform = LayerSampling(budget, "bytes"), LayerSampling(budget, "bytes", rule=None)
+        for method in (learned, uniform):
+            found += [Contender(method, optimizer) for optimizer in ("lars", "lars-own")]
+        found.append(Contender(TopK(budget)))
+    few: list[Method] = [TopK(0.05), LayerSampling(0.6, "bytes", topk=_INNER_SHARE)]
+    return [*found, *map(Contender, few)]
 
 
 @exit_on_user_error()
@@ -78,7 +85,7 @@ def main() -> None:
     open_images(arguments.dataset, arguments.data)
     make_folder(arguments.out)
     table.save()
-    planned = missing(arguments.size, [TrainingRun.of(row) for row in table.rows])
+    planned = missing(arguments, [TrainingRun.of(row) for row in table.rows])
     if planned:
         table.rows = run_on_ranks(RANKS, train_all, arguments, planned, table)[0]
     rows = summaries([TrainingRun.of(row) for row in table.rows])
@@ -89,11 +96,11 @@ def main() -> None:
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = part_parser(__doc__)
+    parser = part_parser(__doc__, SEEDS)
     parser.add_argument("--dataset", choices=sorted(set(SIZES) - {"imagenet"}), default="digits")
     parser.add_argument("--data", type=Path, help="folder of the data set; digits needs none")
     parser.add_argument("--network", choices=("mlp", "conv"), default="mlp")
-    parsed = parser.parse_args(words)
+    parsed = parser.read(words)
     published = parsed.dataset == "digits" and parsed.network == "mlp"
     parsed.out = parser.output_folder(parsed, published=published)
     parsed.size = QUICK if parsed.quick else WHOLE
@@ -111,18 +118,19 @@ def task_of(dataset: str, network: str, size: ExperimentSize) -> str:
     return f"{dataset}, {network}, {size.epochs} epochs of batches of {size.batch}, {RANKS} ranks"
 
 
-def missing(size: ExperimentSize, runs: list[TrainingRun]) -> list[PlannedRun]:
+def missing(arguments: argparse.Namespace, runs: list[TrainingRun]) -> list[PlannedRun]:
     """Return the planned runs that are not finished."""
     finished = {run.planned for run in runs}
-    return [planned for planned in everything(size) if planned not in finished]
+    planned = everything(arguments.size, arguments.seeds)
+    return [run for run in planned if run not in finished]
 
 
-def everything(size: ExperimentSize) -> Iterator[PlannedRun]:
+def everything(size: ExperimentSize, seeds: tuple[int, ...]) -> Iterator[PlannedRun]:
     """Yield all runs. The seed changes last, so an interrupted table has whole rounds."""
-    for seed in range(size.seeds):
-        for method in methods(size.budgets):
+    for seed in seeds:
+        for contender in contenders(size.budgets):
             for lr in size.lrs:
-                yield PlannedRun(method, lr, seed)
+                yield PlannedRun(contender, lr, seed)
 
 
 def train_all(
@@ -133,40 +141,26 @@ def train_all(
     for planned in runs:
         data = batches_of(images, arguments.size, planned.seed)
         # One log is enough: budget 60 %, the first learning rate, the first seed.
-        logged = planned == PlannedRun(LOGGED, arguments.size.lrs[0], 0)
-        log = arguments.out / "metrics.jsonl" if logged else None
+        first = PlannedRun(LOGGED, arguments.size.lrs[0], arguments.seeds[0])
+        log = arguments.out / "metrics.jsonl" if planned == first else None
         # The same seed on both ranks gives the same weights.
         torch.manual_seed(planned.seed)
         module = small_network(arguments.network, SIZES[arguments.dataset])
-        hyperparameters = hyperparameters_of(arguments.size, data.steps_per_epoch, planned.lr)
-        outcome = train(module, data, planned.method, hyperparameters, planned.seed, log)
+        contender = planned.contender
+        steps = arguments.size.epochs * data.steps_per_epoch
+        hyperparameters = paper_schedule(steps, planned.lr, contender.optimizer)
+        outcome = train(module, data, contender.method, hyperparameters, planned.seed, log)
         if dist.get_rank() == 0:
-            table.add(TrainingRun(planned, outcome).cells())
-            print(_described(planned, outcome), flush=True)
+            run = TrainingRun(planned, outcome)
+            table.add(run.cells())
+            print(*run.cells(), flush=True)
     return table.rows
-
-
-def _described(planned: PlannedRun, outcome: Outcome) -> str:
-    method = planned.method
-    named = f"{method.family} {method.budget:.0%}, lr {planned.lr:g}, seed {planned.seed}"
-    share = f"{outcome.bytes_share:.0%} of the bytes, {outcome.seconds:.1f} s"
-    return f"{named}: {outcome.test:.2f} %, {share}"
 
 
 def batches_of(images: ImageSet, size: ExperimentSize, seed: int) -> Batches:
     """Return this rank's batches."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     return Batches(images, TrainOrder(len(images.train.labels), size.batch, rank, ranks, seed))
-
-
-def hyperparameters_of(
-    size: ExperimentSize, steps_per_epoch: int, lr: float, steps: int | None = None
-) -> Hyperparameters:
-    """Return the paper's settings for a shorter run of ``steps`` steps, or of all epochs."""
-    steps = steps or size.epochs * steps_per_epoch
-    # As in the paper: 5 of 90 epochs of warm-up, and drops at epochs 30, 50 and 70.
-    drops = tuple(steps * part // 9 for part in (3, 5, 7))
-    return Hyperparameters(steps, max(1, steps // 18), drops, lr)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One training run of LARS with a large batch and warm-up, and one way to exchange gradients."""
+"""One training run with a large batch and warm-up, by one method and one optimizer."""
 
 import json
 import math
@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
 
 import torchcomp
-from torchcomp.jointspar import LARS, Baseline
-
-INNER_SHARE = 0.05
-"""Share of dense DDP's bytes that "jointspar+topk" would send if it kept all layers."""
+from recipes.jointspar.methods import Dense, LayerSampling, Method, TopK, check_optimizer
+from torchcomp.jointspar import LARS, Sampling
 
 
 class TrainingData(Protocol):
@@ -32,66 +31,40 @@ class TrainingData(Protocol):
 
 
 @dataclass(frozen=True)
-class Method:
-    """How gradients are exchanged.
-
-    Attributes:
-        kind: "dense", "jointspar" (learned p), "uniform" (the same p for all layers), "topk" with
-            error feedback, or "jointspar+topk" (TopK with error feedback on the kept layers).
-        budget: share of dense DDP's bytes; for "jointspar+topk", share of the layers; 1 for dense.
-        norm: the norm that LARS divides by. "running" is a running norm of the gradients before
-            their division by p, which keeps the mean update. "own" is the norm of each gradient,
-            which cancels 1 / p.
-        costs: unit of the budget: "layers", "bytes" or "time".
-    """
-
-    kind: str
-    budget: float = 1.0
-    norm: str = "running"
-    costs: str = "bytes"
-
-    @property
-    def family(self) -> str:
-        """The method without its budget."""
-        return self.kind if self.norm == "running" else f"{self.kind}, own norm"
-
-    @property
-    def samples(self) -> bool:
-        """Whether the method keeps a random set of layers."""
-        return self.kind in ("jointspar", "uniform", "jointspar+topk")
-
-
-@dataclass(frozen=True)
 class Hyperparameters:
-    """The length of a run in optimizer steps, and the settings of LARS and JointSpar.
+    """The length of a run in optimizer steps, and the settings of the optimizer.
 
     Attributes:
         steps: steps of the whole run.
         warmup: steps of the warm-up, during which the learning rate rises linearly to ``lr``.
         drops: steps at which the learning rate is divided by 10.
         lr: the peak learning rate.
-        momentum: momentum of LARS.
-        weight_decay: weight decay of LARS. Biases and norms have none.
+        optimizer: one of :data:`recipes.jointspar.methods.OPTIMIZERS`.
+        momentum: its momentum.
+        weight_decay: its weight decay. Biases and norms have none.
         trust: LARS's trust coefficient.
-        p_min: JointSpar's minimum probability of a layer.
-        alpha: step size of its bandit.
     """
 
     steps: int
     warmup: int
     drops: tuple[int, ...]
     lr: float
+    optimizer: str = "lars"
     momentum: float = 0.9
     weight_decay: float = 5e-4
     trust: float = 0.01
-    p_min: float = 0.0125
-    alpha: float = 0.01
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         return float(self.lr * 0.1 ** sum(step >= drop for drop in self.drops))
+
+
+def paper_schedule(steps: int, lr: float, optimizer: str = "lars") -> Hyperparameters:
+    """Return the paper's schedule, shortened: warm-up for 5 of 90 epochs, drops at 30, 50, 70."""
+    drops = tuple(steps * part // 9 for part in (3, 5, 7))
+    return Hyperparameters(steps, max(1, steps // 18), drops, lr, optimizer)
 
 
 @dataclass(frozen=True)
@@ -133,9 +106,12 @@ def train(
         seed: seed of JointSpar's draws.
         log: file for one line of metrics per step, written by rank 0.
     """
+    check_optimizer(method, hyperparameters.optimizer)
     model = DistributedDataParallel(module)
-    exchange = attach(method, model, hyperparameters, seed)
-    optimizer = lars(model, hyperparameters, exchange if _divides_by_running(method) else None)
+    exchange = attach(method, model, seed)
+    optimizer = build_optimizer(
+        model, hyperparameters, exchange if isinstance(method, LayerSampling) else None
+    )
     with ExitStack() as stack:
         writing = log is not None and dist.get_rank() == 0
         file = stack.enter_context(log.open("w")) if log is not None and writing else None
@@ -144,7 +120,7 @@ def train(
             if not trainer.step(step):
                 break
             if file is not None:
-                row = exchange.stats.row() if method.samples else {}
+                row = exchange.stats.row() if isinstance(method, LayerSampling) else {}
                 file.write(json.dumps({**row, "step": step + 1, "loss": trainer.loss}) + "\n")
     stats = exchange.stats
     share = stats.total_bytes_sent / max(stats.total_dense_bytes_sent, 1)
@@ -153,35 +129,43 @@ def train(
     return trainer.outcome(found, share)
 
 
-def attach(
-    method: Method, model: DistributedDataParallel, hyperparameters: Hyperparameters, seed: int
-) -> Any:
+def attach(method: Method, model: DistributedDataParallel, seed: int) -> Any:
     """Install a method, and return its handle."""
-    if method.kind == "dense":
+    if isinstance(method, Dense):
         return torchcomp.register(model, "mean", seed=seed)
-    if method.kind == "topk":
+    if isinstance(method, TopK):
         return torchcomp.register(model, topk_of_share(model, method.budget), seed=seed)
     return torchcomp.JointSpar(
         model,
         budget=method.budget,
         costs=method.costs,
-        rule=None if method.kind == "uniform" else Baseline(hyperparameters.alpha),
-        compress=topk_of_share(model, INNER_SHARE) if method.kind == "jointspar+topk" else "mean",
-        p_min=hyperparameters.p_min,
+        selection=method.selection,
+        rule=method.rule,
+        p_min=method.p_min,
+        compress="mean" if method.topk is None else topk_of_share(model, method.topk),
         seed=seed,
     )
 
 
-def lars(model: nn.Module, hyperparameters: Hyperparameters, sampled: Any = None) -> LARS:
-    """Return the LARS optimizer."""
+def build_optimizer(
+    model: nn.Module, hyperparameters: Hyperparameters, sampled: Sampling | None = None
+) -> Optimizer:
+    """Return the optimizer. Only ``lars`` asks ``sampled`` for the norms of undivided gradients."""
+    lr, momentum = hyperparameters.lr, hyperparameters.momentum
+    decay = hyperparameters.weight_decay
+    if hyperparameters.optimizer == "sgd":
+        vectors = [p for p in model.parameters() if p.dim() <= 1]
+        weights = [p for p in model.parameters() if p.dim() > 1]
+        groups: list[dict[str, Any]] = [{"params": weights, "weight_decay": decay}]
+        return SGD([*groups, {"params": vectors}], lr, momentum=momentum)
     return LARS(
         model.parameters(),
-        hyperparameters.lr,
-        momentum=hyperparameters.momentum,
-        weight_decay=hyperparameters.weight_decay,
+        lr,
+        momentum=momentum,
+        weight_decay=decay,
         trust_coefficient=hyperparameters.trust,
         exclude_vectors=True,
-        sampled=sampled,
+        sampled=sampled if hyperparameters.optimizer == "lars" else None,
     )
 
 
@@ -207,7 +191,7 @@ class _Trainer:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: LARS,
+        optimizer: Optimizer,
         data: TrainingData,
         hyperparameters: Hyperparameters,
     ) -> None:
@@ -247,7 +231,3 @@ class _Trainer:
             for times in (self._steps, self._backwards)
         )
         return Outcome(*found, share, step_ms, backward_ms, sum(self._steps))
-
-
-def _divides_by_running(method: Method) -> bool:
-    return method.samples and method.norm == "running"

@@ -1,5 +1,6 @@
 """The networks of the experiments: two residual networks of 22 layers, and a deep MLP."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from torch import Tensor, nn
@@ -8,6 +9,8 @@ from recipes.jointspar.image_sets import ImageSetSizes
 
 _BLOCKS = 3
 _WIDTHS = (16, 32, 64)
+# Different sizes, so that a budget in bytes differs from a budget in layers.
+_HIDDEN = (32, 64, 128, 256, 128, 64, 32, 64, 128, 256)
 
 
 class ResidualNetwork(nn.Module):
@@ -52,13 +55,20 @@ class Block(nn.Module):
 
 
 class ResidualMLP(nn.Module):
-    """A stem, ten residual blocks of two layers, and a head. Layer sizes differ eightfold."""
+    """A stem, residual blocks of two layers, and a head. By default, layer sizes differ eightfold.
 
-    def __init__(self, inputs: int, classes: int, width: int = 64) -> None:
+    Args:
+        inputs: number of pixels.
+        classes: number of classes.
+        hidden: width inside each block.
+        width: width between the blocks.
+    """
+
+    def __init__(
+        self, inputs: int, classes: int, hidden: Sequence[int] = _HIDDEN, width: int = 64
+    ) -> None:
         super().__init__()
         self.stem = nn.Linear(inputs, width)
-        # Different sizes, so that a budget in bytes differs from a budget in layers.
-        hidden = [32, 64, 128, 256, 128, 64, 32, 64, 128, 256]
         self.blocks = nn.ModuleList(
             nn.Sequential(
                 nn.LayerNorm(width), nn.Linear(width, wide), nn.ReLU(), nn.Linear(wide, width)

@@ -3,7 +3,8 @@
     python -m recipes.jointspar.paper --config recipes/jointspar/configs/cifar10.yaml \\
         --dry-run --workers 16
     torchrun --nproc-per-node 4 -m recipes.jointspar.paper \\
-        --config recipes/jointspar/configs/cifar10.yaml --data FOLDER
+        --config recipes/jointspar/configs/cifar10.yaml --data FOLDER \\
+        --optimizer sgd --method 'jointspar(0.6, selection="per-rank", rule=Literal(alpha=1e-8))'
 
 Every key of a configuration is also a flag, and a flag overrides the file. ``--dry-run`` prints the
 resolved configuration, the layers and the bytes that the run would send, without training. A run

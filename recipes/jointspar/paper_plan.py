@@ -5,6 +5,7 @@ import torch
 import torchcomp
 from recipes.errors import RecipeError
 from recipes.jointspar.image_sets import SIZES
+from recipes.jointspar.methods import LayerSampling, Method
 from recipes.jointspar.paper_setting import Setting
 from recipes.options import as_plain_dict
 from recipes.plan import as_text
@@ -27,6 +28,7 @@ def describe(setting: Setting, workers: int) -> str:
     layers = default_layers(module.named_parameters())
     check_several(layers)
     dense = torchcomp.explain("mean", model=module, world_size=workers).dense_bytes_sent
+    sent = _share(setting.exchange, workers) * dense
     rows = {
         "images": f"{sizes.train_images:,} to train, {sizes.test_images:,} to test",
         "batch": f"{workers} workers x {setting.batch}",
@@ -35,6 +37,14 @@ def describe(setting: Setting, workers: int) -> str:
         f"{hyperparameters.warmup:,} steps of warm-up, "
         f"{hyperparameters.lr_at(hyperparameters.steps - 1):g} last",
         "layers": f"{len(layers)}: {', '.join([*layers][:3])}, ..., {[*layers][-1]}",
-        "bytes per step": f"{setting.budget * dense:,.0f} at first, {dense:,} dense",
+        "bytes per step": f"{sent:,.0f} at first, {dense:,} dense",
     }
     return as_text(as_plain_dict(setting), rows)
+
+
+def _share(method: Method, workers: int) -> float:
+    """Return the expected share of dense DDP's bytes, while all layers have the same p."""
+    if isinstance(method, LayerSampling) and not method.shared:
+        # The ranks exchange every layer that any of them keeps.
+        return 1 - (1 - method.budget) ** workers
+    return method.budget

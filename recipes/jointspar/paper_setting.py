@@ -6,7 +6,8 @@ from torch import nn
 
 from recipes.errors import RecipeError
 from recipes.jointspar.image_sets import SIZES
-from recipes.jointspar.layer_training import Hyperparameters, Method
+from recipes.jointspar.layer_training import Hyperparameters
+from recipes.jointspar.methods import OPTIMIZERS, Method, check_optimizer, parse_method
 from recipes.jointspar.networks import small_network
 from recipes.models import build_model
 from recipes.options import check_epochs, check_limits, option
@@ -29,29 +30,19 @@ class Setting:
     drops: tuple[int, ...] = option(
         (30, 50, 70), "epochs at which the learning rate is divided by 10"
     )
-    momentum: float = option(0.9, "momentum of LARS", min=0, below=1)
-    weight_decay: float = option(5e-4, "weight decay of LARS; none on biases and norms", min=0)
+    optimizer: str = option(
+        "lars", "lars-own divides by the norm of each gradient", choices=OPTIMIZERS
+    )
+    momentum: float = option(0.9, "momentum of the optimizer", min=0, below=1)
+    weight_decay: float = option(5e-4, "weight decay; none on biases and norms", min=0)
     trust: float = option(0.01, "LARS's trust coefficient", above=0)
     shift: int = option(0, "maximum random shift of training images, in pixels", min=0)
     mirror: bool = option(False, "mirror training images at random")
     method: str = option(
-        "jointspar",
-        "how gradients are exchanged",
-        choices=("dense", "jointspar", "uniform", "topk"),
+        "jointspar(0.6)",
+        "how gradients are exchanged, such as dense, topk(0.05), or jointspar with the arguments "
+        "of torchcomp.JointSpar",
     )
-    budget: float = option(
-        0.6,
-        "share of the layers' costs; for topk, share of dense DDP's bytes; 1 for dense",
-        above=0,
-        max=1,
-    )
-    costs: str = option(
-        "layers",
-        "unit of the budget; the paper's is layers",
-        choices=("layers", "bytes", "time"),
-    )
-    p_min: float = option(0.0125, "minimum probability of a layer", above=0, max=1)
-    alpha: float = option(0.01, "step size of JointSpar's bandit", above=0)
     seed: int = option(0, "seed of weights, data order and draws", min=0, max=2**63 - 1)
     out: str = option("runs/jointspar_paper", "folder for metrics and summary")
     dry_run: bool = option(False, "print the configuration and the plan, without training")
@@ -64,21 +55,12 @@ class Setting:
             raise RecipeError(
                 f"--warmup-epochs must be below --epochs {self.epochs}, found {self.warmup_epochs}"
             )
-        if (self.method == "dense") != (self.budget == 1):
-            raise RecipeError(
-                f"--budget {self.budget:g} cannot be used with --method {self.method}: dense needs "
-                "a budget of 1, and the other methods need a budget below 1"
-            )
-        if self.exchange.samples and self.p_min > self.budget:
-            raise RecipeError(
-                f"--p-min must be at most --budget {self.budget:g}, found {self.p_min:g}: keeping "
-                "every layer with probability p-min would exceed the budget"
-            )
+        check_optimizer(self.exchange, self.optimizer)
 
     @property
     def exchange(self) -> Method:
         """How gradients are exchanged."""
-        return Method(self.method, self.budget, costs=self.costs)
+        return parse_method(self.method)
 
     def hyperparameters(self, steps_per_epoch: int, workers: int) -> Hyperparameters:
         """Return the length in steps, the learning rate and the other settings."""
@@ -88,11 +70,10 @@ class Setting:
             drops=tuple(drop * steps_per_epoch for drop in self.drops),
             # Linear scaling, as in the paper.
             lr=self.lr * workers,
+            optimizer=self.optimizer,
             momentum=self.momentum,
             weight_decay=self.weight_decay,
             trust=self.trust,
-            p_min=self.p_min,
-            alpha=self.alpha,
         )
 
     def module(self) -> nn.Module:

@@ -8,6 +8,7 @@ bytes are those of a ring all-reduce. Writes ``selection.csv`` and ``selection.p
 """
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from recipes.errors import exit_on_user_error
 from recipes.experiments import ResultTable
 from recipes.jointspar.parts import parse_common
 from recipes.result_files import make_folder, pyplot, read_csv, save_figure
+from recipes.spread import Spread, spread
 from recipes.torchvision_compat import import_torchvision
 from torchcomp.jointspar import default_layers, sample
 from torchcomp.keys import Key
@@ -26,7 +28,9 @@ RANKS = (2, 4, 8, 16, 32, 64)
 BUDGETS = (0.3, 0.6)
 STEPS = 200
 QUICK_STEPS = 10
-COLUMNS = ("budget", "ranks", "union_of_layers", "per_rank_bytes", "shared_bytes")
+# Both kinds of selection, with their lines in the picture.
+KINDS = {"per_rank": "o-", "shared": "s--"}
+COLUMNS = ("budget", "ranks", "seed", "union_of_layers", "per_rank_bytes", "shared_bytes")
 
 
 @exit_on_user_error()
@@ -35,15 +39,15 @@ def main() -> None:
     arguments = parse(sys.argv[1:])
     table = open_table(arguments)
     make_folder(arguments.out)
-    finished = {(float(row["budget"]), int(row["ranks"])) for row in table.rows}
+    finished = {(float(row["budget"]), int(row["ranks"]), int(row["seed"])) for row in table.rows}
     sizes = layer_bytes()
-    for budget in BUDGETS:
-        for ranks in RANKS:
-            if (budget, ranks) not in finished:
-                numbers = measure(sizes, budget, ranks, steps_of(arguments))
-                table.add([budget, ranks, *(f"{number:.4g}" for number in numbers)])
-    for line in [COLUMNS, *(row.values() for row in table.rows)]:
-        print("  ".join(f"{cell:>16}" for cell in line))
+    for run in itertools.product(BUDGETS, RANKS, arguments.seeds):
+        if run not in finished:
+            numbers = measure(sizes, *run, steps_of(arguments))
+            table.add([*run, *(f"{number:.4g}" for number in numbers)])
+    for (budget, ranks), shares in summary(table.path).items():
+        sent = ", ".join(f"{name} {share.mean:.1%}" for name, share in shares.items())
+        print(f"budget {budget:.0%}, {ranks} ranks: {sent} of the bytes")
     draw(table.path, arguments.out / "selection.png")
 
 
@@ -72,13 +76,13 @@ def layer_bytes() -> np.ndarray:
 
 
 def measure(
-    sizes: np.ndarray, budget: float, ranks: int, steps: int = STEPS
+    sizes: np.ndarray, budget: float, ranks: int, seed: int, steps: int = STEPS
 ) -> tuple[float, float, float]:
     """Return the union's share of the layers, and both selections' shares of dense bytes."""
     p = np.full(len(sizes), budget)
     unions, per_rank, shared = [], [], []
     for step in range(steps):
-        keys = [Key(0, step, rank=rank) for rank in range(ranks)]
+        keys = [Key(seed, step, rank=rank) for rank in range(ranks)]
         union = np.any([sample(p, key, shared=False) for key in keys], axis=0)
         unions.append(union.mean())
         per_rank.append(sum_bytes(int(sizes[union].sum()), ranks))
@@ -87,26 +91,37 @@ def measure(
     return float(np.mean(unions)), float(np.mean(per_rank)) / dense, float(np.mean(shared)) / dense
 
 
+def summary(table: Path) -> dict[tuple[float, int], dict[str, Spread]]:
+    """Return the bytes of both selections over the seeds, by budget and number of ranks."""
+    found: dict[tuple[float, int], dict[str, list[float]]] = {}
+    for row in read_csv(table):
+        shares = found.setdefault((float(row["budget"]), int(row["ranks"])), {})
+        for kind in KINDS:
+            shares.setdefault(kind, []).append(float(row[f"{kind}_bytes"]))
+    return {
+        key: {kind: spread(values) for kind, values in shares.items()}
+        for key, shares in found.items()
+    }
+
+
 def draw(table: Path, path: Path) -> None:
     """Draw the bytes of both selections against the number of ranks."""
-    rows = [{name: float(text) for name, text in row.items()} for row in read_csv(table)]
+    shares = summary(table)
     figure, axes = pyplot().subplots(figsize=(8, 4.8), layout="constrained")
     for index, budget in enumerate(BUDGETS):
-        of_budget = [row for row in rows if row["budget"] == budget]
-        ranks = [row["ranks"] for row in of_budget]
-        for kind, style in (("per_rank", "o-"), ("shared", "s--")):
-            shares = [100 * row[f"{kind}_bytes"] for row in of_budget]
+        for kind, style in KINDS.items():
+            percent = [100 * shares[budget, ranks][kind].mean for ranks in RANKS]
             label = f'selection="{kind.replace("_", "-")}", budget={budget}'
-            axes.plot(ranks, shares, style, color=f"C{index}", label=label)
+            axes.plot(RANKS, percent, style, color=f"C{index}", label=label)
     axes.set_xscale("log", base=2)
     axes.set_xticks(RANKS, [str(n) for n in RANKS])
     axes.set_ylim(0, 105)
     axes.set_xlabel("ranks")
     axes.set_ylabel("bytes that a rank sends per step, % of dense DDP's")
-    last = next(row for row in rows if (row["budget"], row["ranks"]) == (BUDGETS[0], RANKS[-1]))
-    ratio = last["per_rank_bytes"] / last["shared_bytes"]
+    last = shares[BUDGETS[0], RANKS[-1]]
+    ratio = last["per_rank"].mean / last["shared"].mean
     axes.set_title(
-        f"JointSpar, ResNet-18, budget {last['budget']:.0%}, {last['ranks']:.0f} ranks:\n"
+        f"JointSpar, ResNet-18, budget {BUDGETS[0]:.0%}, {RANKS[-1]} ranks:\n"
         f"a shared selection sends {ratio:.1f}x fewer bytes than one per rank",
         fontsize=11,
     )

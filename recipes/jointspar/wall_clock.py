@@ -5,8 +5,8 @@
 
 Takes minutes, and needs root, iproute2 and gcc. It repeats the runs of ``large_batch.py`` with one
 seed, each method at the learning rate selected in ``large_batch.csv``. The hosts are network
-namespaces with shaped links (benchmarks/net). ``wall_clock.csv`` and ``wall_clock.png`` combine the
-times with the accuracies of all seeds.
+namespaces with shaped links (benchmarks/net). ``wall_clock.csv`` has the times, and
+``wall_clock.png`` shows them with the accuracies of all seeds.
 """
 
 import argparse
@@ -25,18 +25,12 @@ from recipes.errors import exit_on_user_error
 from recipes.experiments import ResultTable
 from recipes.jointspar.drawing import draw_wall_clock
 from recipes.jointspar.image_sets import SIZES, open_images
-from recipes.jointspar.large_batch import (
-    QUICK,
-    RANKS,
-    WHOLE,
-    batches_of,
-    hyperparameters_of,
-    task_of,
-)
-from recipes.jointspar.layer_training import Method, Outcome, train
+from recipes.jointspar.large_batch import QUICK, RANKS, WHOLE, batches_of, task_of
+from recipes.jointspar.layer_training import Outcome, paper_schedule, train
+from recipes.jointspar.methods import parse_method
 from recipes.jointspar.networks import small_network
 from recipes.jointspar.parts import part_parser
-from recipes.jointspar.run_table import Summary, read_runs, summaries
+from recipes.jointspar.run_table import Summary, contender_of, read_runs, summaries
 from recipes.result_files import make_folder
 from torchcomp.checks import check_count
 
@@ -44,8 +38,8 @@ _PORT = 29510
 _TIMEOUT = 900
 _DATASET, _NETWORK = "digits", "mlp"
 COLUMNS = (
-    *("kind", "budget", "norm", "lr", "mbit", "delay_us", "ranks", "accuracy", "deviation"),
-    *("bytes_share", "step_ms", "backward_ms", "seconds"),
+    *("method", "optimizer", "lr", "mbit", "delay_us", "ranks", "bytes_share"),
+    *("step_ms", "backward_ms", "seconds"),
 )
 
 
@@ -61,14 +55,14 @@ def main() -> None:
     table = open_table(arguments)
     rows = large_batch_rows(arguments)
     make_folder(arguments.out)
-    finished = {(row["kind"], float(row["budget"]), row["norm"]) for row in table.rows}
+    finished = {contender_of(row) for row in table.rows}
     try:
-        measure(arguments, [row for row in rows if _key(row.method) not in finished], table)
+        measure(arguments, [row for row in rows if row.contender not in finished], table)
     except (ShellError, LaunchError) as error:
         sys.exit(f"error: {error}")
     for line in [COLUMNS, *(row.values() for row in table.rows)]:
         print("  ".join(f"{cell!s:>14}" for cell in line))
-    draw_wall_clock(table.path, arguments.out / "wall_clock.png")
+    draw_wall_clock(table.path, rows, arguments.out / "wall_clock.png")
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -80,7 +74,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     # Flags of the ranks, which the main process starts on the hosts.
     for name in ("rank", "address", "runs"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
-    parsed = parser.parse_args(words)
+    parsed = parser.read(words)
     check_count("--mbit", parsed.mbit)
     check_count("--delay-us", parsed.delay_us, 0)
     if parsed.steps is not None:
@@ -111,14 +105,14 @@ def large_batch_rows(arguments: argparse.Namespace) -> list[Summary]:
 
 def shown(row: Summary) -> bool:
     """Return whether a method is measured: budgets of 75 and 90 % would save little time."""
-    return row.method.budget not in (0.75, 0.9)
+    return row.contender.method.budget not in (0.75, 0.9)
 
 
 def measure(arguments: argparse.Namespace, rows: list[Summary], table: ResultTable) -> None:
     """Train every method on one host per rank, and add its times to the table."""
     if not rows:
         return
-    runs = json.dumps([[asdict(row.method), row.lr] for row in rows])
+    runs = json.dumps([_words(row) for row in rows])
     program = [sys.executable, "-m", "recipes.jointspar.wall_clock", "--runs", runs]
     if arguments.quick:
         program.append("--quick")
@@ -145,13 +139,14 @@ def work(arguments: argparse.Namespace) -> None:
     )
     images = open_images(_DATASET, None)
     size = arguments.size
-    for method, lr in json.loads(arguments.runs):
+    for method, optimizer, lr in json.loads(arguments.runs):
         data = batches_of(images, size, seed=0)
-        hyperparameters = hyperparameters_of(size, data.steps_per_epoch, lr, arguments.steps)
+        steps = arguments.steps or size.epochs * data.steps_per_epoch
+        hyperparameters = paper_schedule(steps, lr, optimizer)
         # The same seed on all ranks gives the same weights.
         torch.manual_seed(0)
         module = small_network(_NETWORK, SIZES[_DATASET])
-        outcome = train(module, data, Method(**method), hyperparameters, seed=0)
+        outcome = train(module, data, parse_method(method), hyperparameters, seed=0)
         if arguments.rank == "0":
             print(json.dumps(asdict(outcome)), flush=True)
     # Rank 0 hosts the store, so it must not exit while another rank still uses it.
@@ -161,16 +156,15 @@ def work(arguments: argparse.Namespace) -> None:
 
 def cells_of(arguments: argparse.Namespace, row: Summary, outcome: Outcome) -> list[object]:
     """Return a row of the table."""
-    method = row.method
     return [
-        *(method.kind, method.budget, method.norm, row.lr, arguments.mbit, arguments.delay_us),
-        *(RANKS, f"{row.mean:.3f}", f"{row.deviation:.3f}", f"{outcome.bytes_share:.4f}"),
+        *(*_words(row), arguments.mbit, arguments.delay_us, RANKS, f"{outcome.bytes_share:.4f}"),
         *(f"{outcome.step_ms:.2f}", f"{outcome.backward_ms:.2f}", f"{outcome.seconds:.2f}"),
     ]
 
 
-def _key(method: Method) -> tuple[str, float, str]:
-    return method.kind, method.budget, method.norm
+def _words(row: Summary) -> tuple[str, str, float]:
+    """The contender and its learning rate, as cells and for the command line of the ranks."""
+    return str(row.contender.method), row.contender.optimizer, row.lr
 
 
 if __name__ == "__main__":

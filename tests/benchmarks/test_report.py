@@ -20,7 +20,9 @@ def run(*arguments: str, root: Path = ROOT) -> "subprocess.CompletedProcess[str]
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """A copy of benchmarks/ and docs/ that a test can change."""
+    """A copy of benchmarks/ and docs/, and of what they need, that a test can change."""
+    ignore = shutil.ignore_patterns("__pycache__", "configs", "results")
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes", ignore=ignore)
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks", ignore=ignore)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")

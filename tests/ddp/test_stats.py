@@ -33,7 +33,7 @@ def counted(spec: str, world_size: int) -> None:
     model = wrap(mlp(torch.float32))
     plan = torchcomp.explain(spec, model=model, world_size=world_size, rank=dist.get_rank())
     handle = torchcomp.register(model, spec)
-    assert handle.stats == torchcomp.Stats(0, 0, 0, 0, 0, 0, 0, 0)
+    assert handle.stats == torchcomp.Stats(*[0] * 10)
     for step in range(STEPS):
         loss_of(model(rows(step, torch.float32))).backward()
         stats = handle.stats
@@ -111,6 +111,35 @@ def test_counted_bytes_of_topk_are_those_of_its_entries() -> None:
     assert on_threads(2, body) == [16 + message + 1] * 2
 
 
+# Bytes to every other rank: whether a message was damaged, whether a mean is not finite, and
+# whether each of the eight parameters was used. All-reduced means need no message.
+@pytest.mark.parametrize(
+    ("spec", "unused", "expected"),
+    [
+        ("mean", False, 0),
+        ("powersgd(rank=1)", False, 0),
+        ("ef(topk(0.1))", False, 2),
+        ("bidirectional(topk(0.1), topk(0.1))", False, 2),
+        ("ef(topk(0.1))", True, 2 + 8),
+    ],
+)
+def test_control_messages_are_counted_apart(spec: str, unused: bool, expected: int) -> None:
+    def body() -> list[torchcomp.Stats]:
+        model = wrap(mlp(torch.float32), find_unused_parameters=unused)
+        handle = torchcomp.register(model, spec)
+        seen = []
+        for step in range(2):
+            loss_of(model(rows(step, torch.float32))).backward()
+            seen.append(handle.stats)
+        return seen
+
+    # The first step also compares the settings: two 8-byte numbers to every other rank.
+    for first, second in on_threads(3, body):
+        assert first.control_bytes_sent == 2 * (16 + expected)
+        assert second.control_bytes_sent == 2 * expected
+        assert second.total_control_bytes_sent == 2 * (16 + 2 * expected)
+
+
 def test_no_sync_sends_nothing() -> None:
     def body() -> None:
         model = wrap(mlp())
@@ -171,16 +200,18 @@ def test_another_thread_reads_the_counters_of_whole_steps_only() -> None:
 
 
 def test_as_dict_has_every_counter_and_the_ratios() -> None:
-    stats = torchcomp.Stats(2, 2, 10, 20, 310, 40, 50, 620)
+    stats = torchcomp.Stats(2, 2, 10, 20, 310, 4, 40, 50, 620, 8)
     assert stats.as_dict() == {
         "torchcomp/steps": 2,
         "torchcomp/syncs": 2,
         "torchcomp/bytes_sent": 10,
         "torchcomp/bytes_received": 20,
         "torchcomp/dense_bytes_sent": 310,
+        "torchcomp/control_bytes_sent": 4,
         "torchcomp/total_bytes_sent": 40,
         "torchcomp/total_bytes_received": 50,
         "torchcomp/total_dense_bytes_sent": 620,
+        "torchcomp/total_control_bytes_sent": 8,
         "torchcomp/traffic_ratio": 31.0,
         "torchcomp/total_traffic_ratio": 15.5,
     }
@@ -188,7 +219,7 @@ def test_as_dict_has_every_counter_and_the_ratios() -> None:
 
 
 def test_as_dict_has_no_ratio_before_anything_was_sent() -> None:
-    scalars = torchcomp.Stats(3, 0, 0, 0, 0, 0, 0, 0).as_dict("")
+    scalars = torchcomp.Stats(3, *[0] * 9).as_dict("")
     assert scalars["steps"] == 3
     assert not {"traffic_ratio", "total_traffic_ratio"} & set(scalars)
 

@@ -55,6 +55,7 @@ EXCEPTIONS = {
     "jointspar/sampler.py Sampler.learn": "the norms of all layers, together",
     "jointspar/sampler.py Sampler.union": "which layers other ranks keep, per-rank selection only",
     # Numbers of the host.
+    "averager.py _by_name": "a learning rate",
     "jointspar/jointspar.py JointSpar.p": "NumPy",
     "jointspar/jointspar.py JointSpar.probability": "NumPy",
     "jointspar/jointspar.py JointSpar.stats": "NumPy",

@@ -7,7 +7,7 @@ import torchcomp
 from tests.engine import small
 from tests.support.cases import thorough
 from tests.support.models import CONSERVING, METHODS, WITH_RESIDUAL
-from tests.support.outcomes import caught, same
+from tests.support.outcomes import caught, messages, same
 from torchcomp import NonFiniteError, RankMismatchError, SpecError
 from torchcomp.bucket import Bucket
 
@@ -20,6 +20,14 @@ def test_nothing_is_lost(method, world_size):
     books = small.on_ranks(world_size, lambda e: small.book(small.averager(e, method), 0, 6))
     small.assert_conserved(books)
     assert any(part.any() for part in books[0][2].values())
+
+
+def compared_again(state):
+    """Return a state as if it had been loaded: the three ranks then compare their settings again.
+
+    That takes 16 bytes to each of the other two ranks.
+    """
+    return state | {"traffic": state["traffic"] | {"control": state["traffic"]["control"] + 32}}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *thorough([torch.float16])], ids=str)
@@ -43,8 +51,8 @@ def test_replicas_are_equal_bit_for_bit_and_a_run_is_repeated_bit_for_bit(method
     second = small.on_ranks(3, resumed)
     for (_, one, averager), (other, again) in zip(first, second, strict=True):
         assert same(one, other)
-        assert same(averager.state_dict(), again.state_dict())
-        assert averager.stats == again.stats
+        assert same(compared_again(averager.state_dict()), again.state_dict())
+        assert messages(averager.stats) == messages(again.stats)
 
 
 def test_mean_is_the_mean():
@@ -303,7 +311,7 @@ def test_a_flush_is_saved_and_resumed():
         return small.train(averager, 3, 6), averager.state_dict()
 
     whole, resumed = (small.on_ranks(3, lambda e, r=r: body(e, r)) for r in (False, True))
-    assert same(whole, resumed)
+    assert same([(means, compared_again(state)) for means, state in whole], resumed)
 
 
 # --- Other groups, later parameters ---------------------------------------------------------------

@@ -143,7 +143,7 @@ def test_findings_on_a_device_are_read_with_one_wait(findings, words):
     with counted() as count:
         for sender, value in findings.items():
             receive(exchange, sender, found(*value))
-        answer = exchange.any_at_end([True, False, True])
+        answer = exchange.max_at_end([True, False, True])
         assert answer == []
         count.reset()
         error = caught(lambda: exchange.conclude(on_device(torch.tensor(True)), "a test", ""))
@@ -156,10 +156,10 @@ def test_findings_on_a_device_are_read_with_one_wait(findings, words):
 
 def test_answers_are_those_of_any_rank_and_end_with_the_step():
     def body(exchange):
-        first = exchange.any_at_end([exchange.rank == 1, False])
-        second = exchange.any_at_end([exchange.rank == 0])
+        first = exchange.max_at_end([exchange.rank == 1, False])
+        second = exchange.max_at_end([exchange.rank == 0])
         assert exchange.conclude(None, "a test", "")
-        discarded = exchange.any_at_end([True])
+        discarded = exchange.max_at_end([True])
         exchange.reset()
         assert exchange.conclude(None, "a test", "")
         return first, second, discarded

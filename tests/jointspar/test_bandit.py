@@ -2,12 +2,18 @@
 
 import json
 import math
+import os
+import platform
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.cases import thorough
+from tests.support.patience import PATIENCE
 from torchcomp.errors import NonFiniteError, SpecError
 from torchcomp.jointspar import (
     Bandit,
@@ -329,3 +335,27 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage, message):
     assert bandit.state_dict() == before
     with pytest.raises(SpecError, match="p, updates"):
         bandit.load_state_dict({"largest": 1.0, "average": 0.0})
+
+
+# --- The same numbers everywhere ------------------------------------------------------------------
+
+
+def learned():
+    """The state of a bandit after some steps, as text with all digits."""
+    rng = np.random.default_rng(0)
+    bandit = Bandit(rng.uniform(0.5, 2.0, 20), 10.0, P_MIN, Baseline(0.03))
+    for step in range(200):
+        bandit.update(sample(bandit.p, Key(0, step)), rng.uniform(0.1, 5.0, 20))
+    return json.dumps(bandit.state_dict())
+
+
+def test_ranks_on_different_processors_learn_the_same_p():
+    # NumPy and its BLAS without the vector instructions that they choose here.
+    found = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
+    older = {"NPY_DISABLE_CPU_FEATURES": " ".join(found)}
+    if platform.machine() == "x86_64":
+        older["OPENBLAS_CORETYPE"] = "Nehalem"
+    program = f"from {__name__} import learned; print(learned(), end='')"
+    options = {"env": {**os.environ, **older}, "cwd": Path(__file__).parents[2]}
+    options |= {"check": True, "capture_output": True, "text": True, "timeout": PATIENCE}
+    assert subprocess.run([sys.executable, "-c", program], **options).stdout == learned()

@@ -1,10 +1,12 @@
 """The experiments of the bidirectional TopK thesis, compared with real ranks and serial loops."""
 
+import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +27,19 @@ from recipes.bidirectional_topk import (
     experiment,
     pictures,
     problems,
+    runs,
     simulation,
+    summary,
+    training,
+    union,
 )
+from recipes.bidirectional_topk.methods import METHODS
+from recipes.bidirectional_topk.runs import Run
+from recipes.bidirectional_topk.serial import SerialWorkers
 from recipes.errors import RecipeError
 from recipes.experiments import ResultTable
-from recipes.result_files import read_csv, read_notes
+from recipes.result_files import read_csv
+from recipes.spread import Spread
 from tests.recipes.forked_ranks import RECIPES
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_threads
@@ -300,21 +310,107 @@ def test_a_run_that_diverges_is_reported(spec: str) -> None:
     assert not simulated.backward(partial(loss_of, model, step))
 
 
-def test_supports_are_the_entries_that_each_worker_selected() -> None:
-    model, (step,) = small_model(), batches(3, 1)
-    spec = 'ef(topk(0.001, scope="model"), exchange="allgather")'
-    gradients = []
-    for rank in range(3):
-        model.zero_grad()
-        loss_of(model, step, rank).backward()
-        gradients.append({name: p.grad.flatten() for name, p in model.named_parameters()})
-    simulated = simulation.Workers(model, spec, 3, watch=True)
-    simulated.backward(partial(loss_of, model, step))
-    for gradient, supports in zip(gradients, simulated.supports, strict=True):
-        support = torch.cat(list(supports.values()))
-        flat = torch.cat([gradient[name] for name in supports])
-        k = simulated.averagers[0].aggregator.compressor.kept(flat.numel())
-        assert torch.equal(support.nonzero().flatten(), flat.abs().topk(k).indices.sort().values)
+# --- The serial form ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def digits() -> problems.Problem:
+    return problems.open_problem("digits", "cnn", None)
+
+
+def serial_steps(
+    problem: problems.Problem, workers: SerialWorkers, steps: int, seed: int = 0
+) -> None:
+    chosen = training.batches(problem, workers.count, seed)
+    for shares in itertools.islice(chosen, steps):
+        mine = problem.train.take(shares)
+        assert workers.step(mine.images, mine.labels, lr=0.3)
+
+
+def residuals(workers: simulation.Workers) -> Tensor:
+    names = list(workers.parameters)
+    each = [dict(averager.state.items("error")) for averager in workers.averagers]
+    return torch.stack([torch.cat([of_rank[name] for name in names]) for of_rank in each])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_serial_workers_train_like_simulated_ones(method: str, digits: problems.Problem) -> None:
+    models = digits.build(0), digits.build(0)
+    # More workers than are computed together.
+    count = 27
+    simulated = simulation.Workers(models[0], METHODS[method].spec(0.001), count)
+    serial = SerialWorkers(models[1], METHODS[method], count, 0.001)
+    training.train(digits, simulated, models[0], lr=0.3, steps=3, seed=0)
+    serial_steps(digits, serial, 3)
+    # Only the order of some sums differs.
+    torch.testing.assert_close(weights(models[1]), weights(models[0]), rtol=0, atol=1e-6)
+    if METHODS[method].up:
+        expected = residuals(simulated)
+        torch.testing.assert_close(serial.residuals, expected, rtol=0, atol=1e-5)
+        assert torch.equal(serial.residuals == 0, expected == 0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_simulated_workers_continue_a_serial_run(method: str, digits: problems.Problem) -> None:
+    models = digits.build(0), digits.build(0)
+    serial = SerialWorkers(models[0], METHODS[method], 3, 0.001)
+    whole = SerialWorkers(models[1], METHODS[method], 3, 0.001)
+    serial_steps(digits, serial, 4)
+    simulated = simulation.Workers(models[0], METHODS[method].spec(0.001), 3)
+    simulated.continue_from(serial)
+    training.train(digits, simulated, models[0], lr=0.3, steps=2, seed=1)
+    serial_steps(digits, whole, 4)
+    serial_steps(digits, whole, 2, seed=1)
+    torch.testing.assert_close(weights(models[0]), weights(models[1]), rtol=0, atol=1e-6)
+
+
+def test_the_union_counts_the_entries_that_any_worker_sent(digits: problems.Problem) -> None:
+    model = digits.build(0)
+    chosen = next(training.batches(digits, 4, seed=0))
+    supports = set()
+    for shares in chosen:
+        mine = digits.train.take(shares)
+        gradient = torch.autograd.grad(
+            cross_entropy(model(mine.images), mine.labels), list(model.parameters())
+        )
+        flat = torch.cat([part.flatten() for part in gradient])
+        supports |= set(flat.abs().topk(72).indices.tolist())
+    serial = SerialWorkers(model, METHODS["unidirectional"], 4, 0.001)
+    serial_steps(digits, serial, 1)
+    assert (serial.k, serial.union) == (72, len(supports))
+
+
+def test_a_run_has_its_unions_and_what_was_touched(digits: problems.Problem) -> None:
+    run = Run("digits", "cnn", "bidirectional", workers=3, lr=0.1, steps=30, seed=1)
+    outcome, _ = runs.train_serially(run, digits)
+    assert (outcome.d, outcome.k, len(outcome.unions)) == (71_754, 72, 2)
+    assert all(1 < size <= 3 for size in outcome.unions)
+    # Some units are never active.
+    assert 40_000 < outcome.touched < outcome.d
+    assert outcome.accuracy > 20
+    row = dict(zip(runs.COLUMNS, map(str, runs.cells(run, outcome)), strict=True))
+    assert Run.of(row) == run
+    assert runs.missing([run, replace(run, seed=2)], [row]) == [replace(run, seed=2)]
+
+
+def test_a_run_that_diverges_scores_nothing(digits: problems.Problem) -> None:
+    run = Run("digits", "cnn", "dense", workers=2, lr=1e30, steps=5, seed=0)
+    outcome, _ = runs.train_serially(run, digits)
+    assert (outcome.accuracy, outcome.loss) == (0.0, float("inf"))
+
+
+def test_shifted_digits_are_the_digits_at_25_places() -> None:
+    problem = problems.open_problem("shifted-digits", "mlp", None)
+    digits = problems.open_problem("digits", "mlp", None)
+    for shifted, plain in ((problem.train, digits.train), (problem.test, digits.test)):
+        count, empty = len(plain.labels), float(plain.images.min())
+        assert shifted.images.shape == (25 * count, 1, 12, 12)
+        for place, (y, x) in enumerate(itertools.product(range(5), repeat=2)):
+            mine = slice(place * count, (place + 1) * count)
+            found = shifted.images[mine]
+            assert torch.equal(found[:, :, y : y + 8, x : x + 8], plain.images)
+            assert int((found != empty).sum()) == int((plain.images != empty).sum())
+            assert torch.equal(shifted.labels[mine], plain.labels)
 
 
 # --- The measurements -----------------------------------------------------------------------------
@@ -329,9 +425,96 @@ def test_random_supports_overlap_as_drawn_ones_do() -> None:
     assert downlink.random_union(1000, 30, 20) == pytest.approx(np.mean(drawn), rel=0.01)
 
 
+def rows_of(unions: dict[int, dict[int, list[float]]], steps: int = 1000) -> list[dict[str, str]]:
+    """Rows of unidirectional runs: by N and seed, a value for each fifth of the steps."""
+    rows = []
+    for n, by_seed in unions.items():
+        for seed, fifths in by_seed.items():
+            run = Run("digits", "mlp", "unidirectional", n, union.LR, steps, seed)
+            windows = [value for value in fifths for _ in range(steps // 5 // runs.WINDOW)]
+            outcome = runs.Outcome(85_002, 86, 80_000 + seed, 90.0, 0.1, tuple(windows))
+            row = [*runs.cells(run, outcome), "", "", "", ""]
+            rows.append(dict(zip(union.COLUMNS, map(str, row), strict=True)))
+    return rows
+
+
+def test_late_unions_are_those_of_the_last_two_fifths() -> None:
+    rows = rows_of({20: {0: [1.0, 2.0, 3.0, 10.0, 12.0], 4: [1.0, 2.0, 3.0, 11.0, 12.0]}})
+    (group,) = summary.grouped(rows)
+    assert (group.run.workers, group.steps) == (20, 1000)
+    assert group.late == {0: 11.0, 4: 11.5}
+    assert group.halves == ({0: 10.0, 4: 11.0}, {0: 12.0, 4: 12.0})
+    assert (group.change.mean, group.change.count) == (1.5, 2)
+    assert group.touched == {0: 80_000, 4: 80_004}
+    assert group.random == downlink.random_union(85_002, 86, 20)
+    assert group.random_touched == downlink.random_union(80_002, 86, 20)
+    assert 10.0 < group.saving[0] < 11.0
+
+
+def test_longer_runs_are_summarised_over_the_same_steps() -> None:
+    fifths = [0.0, 1.0, 2.0, 3.0, 4.0]
+    (group,) = summary.grouped(rows_of({20: {0: fifths}}, steps=2000))
+    # Steps 601 to 1000 are in the second and third fifth of 2000 steps.
+    assert group.late == {0: 1.5}
+    assert summary.usual([group]) == []
+
+
+def test_growth_is_fitted_for_each_seed() -> None:
+    line = {n: {0: [0.9 * n + 0.1] * 5, 1: [0.8 * n + 0.2] * 5} for n in (2, 10, 50, 100)}
+    fit = summary.growth(summary.grouped(rows_of(line)), lambda each: each.late)
+    assert fit.slope.mean == pytest.approx(0.85)
+    assert fit.slope.deviation == pytest.approx(0.1 / 2**0.5)
+    assert fit.intercept.mean == pytest.approx(0.15)
+    assert fit.r2.mean == pytest.approx(1.0)
+    power = {n: {0: [n**0.75] * 5} for n in (1, 16, 81)}
+    fit = summary.growth(summary.grouped(rows_of(power)), lambda each: each.late)
+    assert fit.exponent == Spread(pytest.approx(0.75), pytest.approx(float("nan"), nan_ok=True), 1)
+    assert fit.r2.mean < 1
+
+
+def test_a_confidence_interval_is_student_s() -> None:
+    assert summary.confidence(Spread(5.0, 2.0, 3)) == pytest.approx(4.3027 * 2 / 3**0.5, rel=1e-4)
+
+
+def test_the_learning_rate_is_the_best_on_the_held_out_images() -> None:
+    usual = Run("digits", "mlp", "dense", 20, 0.1, 200, 1000, images="validation")
+    scored = [
+        (usual, 90.0, 0.5),
+        (replace(usual, lr=0.3), 95.0, 0.5),
+        (replace(usual, lr=0.3, seed=1001), 91.0, 0.4),
+        (replace(usual, lr=1.0), 93.0, 0.3),  # as accurate in the mean, with a smaller loss
+        (replace(usual, lr=3.0, images="test"), 99.0, 0.1),
+        (replace(usual, lr=3.0, workers=50), 99.0, 0.1),
+    ]
+    rows = [
+        dict(zip(runs.COLUMNS, map(str, runs.cells(run, outcome)), strict=True))
+        for run, percent, loss in scored
+        for outcome in [runs.Outcome(10, 1, 10, percent, loss, (1.0,))]
+    ]
+    assert accuracy.best_lr(usual, rows) == 1.0
+    reported = Run("digits", "mlp", "dense", 20, 1.0, 200, 7)
+    assert accuracy.best_lr(reported, rows) == 1.0
+    size = accuracy.AccuracySize()
+    assert len(size.tuning_runs("digits", ("mlp", 20), [1000, 1001])) == 4 * 4 * 2
+
+
+def test_real_averagers_count_the_traffic(digits: problems.Problem) -> None:
+    run = Run("digits", "cnn", "bidirectional", workers=3, lr=0.1, steps=2, seed=0)
+    row = dict(zip(union.COLUMNS, map(str, union.measure(run, digits)), strict=True))
+    (mean,) = summary.traffic_means([row, rows_of({3: {0: [1.0] * 5}})[0]])
+    # A message has 4 bytes for each value, and more for its index.
+    assert 2 / 3 * 72 * 4 < mean.up < mean.busiest
+    assert mean.total == mean.up + mean.down + mean.control
+    assert mean.control > 0
+    for planned, method in ((mean.by_shard, "bidirectional"), (mean.gather, "unidirectional")):
+        spec = METHODS[method].spec(0.001, "shard")
+        plan = torchcomp.explain(spec, numel=71_754, world_size=3)
+        assert planned == plan.bytes_received
+
+
 @pytest.mark.thorough
 def test_the_quick_run_writes_tables_and_pictures_and_is_resumed(tmp_path: Path) -> None:
-    command = [*PROGRAM, "--quick", "--only", "downlink", "accuracy", "--models", "mlp"]
+    command = [*PROGRAM, "--quick", "--only", "union", "accuracy", "--seeds", "4"]
     command += ["--out", str(tmp_path)]
 
     def run(*flags: str) -> str:
@@ -342,21 +525,27 @@ def test_the_quick_run_writes_tables_and_pictures_and_is_resumed(tmp_path: Path)
         return finished.stdout
 
     run()
-    table = (tmp_path / "downlink.csv").read_text().splitlines()
-    assert table[0].startswith("# command: python ")
-    assert str(tmp_path) not in "".join(line for line in table if not line.startswith("# command"))
-    rows = read_csv(tmp_path / "downlink.csv")
-    assert [int(row["workers"]) for row in rows] == [2, 4, 8] * 4
-    for row in rows:
-        assert 1 < float(row["union"]) <= int(row["workers"])
-    scores = read_csv(tmp_path / "accuracy.csv")
-    assert [row["method"] for row in scores] == list(accuracy.METHODS)
-    for picture in ("downlink.png", "accuracy.png"):
+    table = (tmp_path / "union.csv").read_text().splitlines()
+    rows = read_csv(tmp_path / "union.csv")
+    assert {row["seed"] for row in rows} == {"4"}
+    assert {(row["dataset"], row["model"]) for row in rows} == {
+        ("digits", "mlp"),
+        ("digits", "cnn"),
+        ("shifted-digits", "mlp"),
+    }
+    scores = summary.scores(read_csv(tmp_path / "accuracy.csv"))
+    assert [*scores] == [("mlp", 4), ("cnn", 4)]
+    for methods in scores.values():
+        assert methods.keys() == METHODS.keys()
+        for score in methods.values():
+            assert score.accuracies.keys() == {4}
+            assert score.lr == max(score.tried, key=score.tried.__getitem__)
+    for picture in ("union.png", "accuracy.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
     # An interruption before the last row: only that one is measured again.
-    (tmp_path / "downlink.csv").write_text("\n".join(table[:-1]) + "\n")
-    assert run("--resume").count(": union ") == 1
-    assert (tmp_path / "downlink.csv").read_text().splitlines() == table
+    (tmp_path / "union.csv").write_text("\n".join(table[:-1]) + "\n")
+    assert run("--resume").count("union: ") == 1
+    assert len((tmp_path / "union.csv").read_text().splitlines()) == len(table)
 
 
 @pytest.mark.parametrize("dataset", ["mnist", "fashion-mnist", "cifar10"])
@@ -376,10 +565,9 @@ def test_missing_data_is_an_error(dataset: str, folder: str | None, tmp_path: Pa
         (["--out", __file__], f"error: --out {re.escape(__file__)}"),
         (["--processes", "0"], "error: --processes.*at least 1.*0"),
         (["--only", "workers"], "error: .*--only.*'workers'"),
-        (["--models", "vgg"], "error: .*--models.*'vgg'"),
         (["--quik"], "error: .*--quik"),
         (["--quick", "--out", str(FOLDER / "results")], "error: --quick.*--out.*results"),
-        (["--resume", "--dataset", "mnist", "--data", "MNIST"], "error: .*mnist, 8 steps"),
+        (["--resume", "--dataset", "mnist", "--data", "MNIST"], "error: .*mnist, 1000 steps"),
     ],
 )
 def test_bad_input_ends_in_one_line_before_anything_starts(
@@ -403,23 +591,32 @@ def published_tables() -> dict[str, ResultTable]:
 
 
 def test_published_tables_are_resumed_with_nothing_missing() -> None:
-    tables = published_tables()
-    downlinks, accuracies = tables["downlink"], tables["accuracy"]
-    models = list(problems.MODELS)
-    assert (len(downlinks.rows), len(accuracies.rows)) == (48, 6)
-    assert experiment.missing_downlinks(models, experiment.WHOLE, downlinks) == []
-    assert experiment.missing_accuracies(models, accuracies) == []
-    removed = [downlinks.rows.pop(0), accuracies.rows.pop(0)]
-    wanted = experiment.missing_downlinks(models, experiment.WHOLE, downlinks)
-    assert wanted == [downlink.order_of(removed[0])]
-    assert experiment.missing_accuracies(models, accuracies) == [("cnn", "dense")]
+    tables, seeds = published_tables(), range(5)
+    unions, accuracies = tables["union"].rows, tables["accuracy"].rows
+    size = experiment.WHOLE
+    wanted = size.union.runs("digits", seeds)
+    assert runs.missing(wanted, unions) == []
+    removed = unions.pop()
+    assert runs.missing(wanted, unions) == [Run.of(removed)]
+    for case in size.accuracy.cases:
+        tuned = size.accuracy.tuning_runs("digits", case, [1000])
+        tested = size.accuracy.test_runs("digits", case, seeds, accuracies)
+        assert runs.missing(tuned + tested, accuracies) == []
+
+
+def test_published_unions_are_near_the_thesis_s() -> None:
+    groups = summary.usual(summary.grouped(published_tables()["union"].rows))
+    assert [group.run.workers for group in groups] == [2, 5, 10, 20, 50, 100]
+    late = {group.run.workers: np.mean([*group.late.values()]) for group in groups}
+    for n, printed in summary.PUBLISHED.items():
+        assert late[n] == pytest.approx(printed, rel=0.1)
 
 
 def test_pictures_are_drawn_from_the_tables(tmp_path: Path) -> None:
     shutil.copytree(FOLDER / "results", tmp_path, dirs_exist_ok=True)
     for name, draw in (
         ("counterexample", pictures.draw_counterexample),
-        ("downlink", pictures.draw_downlink),
+        ("union", pictures.draw_union),
         ("accuracy", pictures.draw_accuracy),
     ):
         picture = tmp_path / f"{name}.png"
@@ -428,55 +625,10 @@ def test_pictures_are_drawn_from_the_tables(tmp_path: Path) -> None:
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_downlink_row_is_read_as_it_was_written() -> None:
-    (row, *_) = published_tables()["downlink"].rows
-    assert [*map(str, downlink.Downlink.of(row).cells())] == [*row.values()]
-
-
-def test_a_model_or_a_part_that_is_named_twice_runs_once() -> None:
-    words = ["--models", "cnn", "mlp", "cnn", "--only", "accuracy", "downlink", "accuracy"]
-    parsed = experiment.parse(words)
-    assert (parsed.models, parsed.only) == (["cnn", "mlp"], ["accuracy", "downlink"])
-
-
 def test_results_of_the_repository_are_not_overwritten_by_accident() -> None:
     assert experiment.parse([]).out == FOLDER / "results"
     assert experiment.parse(["--quick"]).out == Path("runs/bidirectional_topk-quick")
     assert experiment.parse(["--dataset", "mnist"]).out == Path("runs/bidirectional_topk")
-
-
-# --- Tables that can be resumed -------------------------------------------------------------------
-
-
-def test_a_resumed_table_keeps_its_rows_and_its_first_command(tmp_path: Path) -> None:
-    path = tmp_path / "table.csv"
-    table = ResultTable(path, ("lr", "seed"), "a task", resume=True)
-    assert table.rows == []
-    table.add([0.1, 0], [0.1, 1])
-    path.write_text(path.read_text().replace("# date: ", "# date: long before "))
-    resumed = ResultTable(path, ("lr", "seed"), "a task", resume=True)
-    resumed.add([0.2, 0])
-    assert [row["lr"] for row in read_csv(path)] == ["0.1", "0.1", "0.2"]
-    assert read_notes(path)["date"].startswith("long before")
-    fresh = ResultTable(path, ("lr", "seed"), "another task", resume=False)
-    assert fresh.rows == []
-    assert [file.name for file in tmp_path.iterdir()] == ["table.csv"]
-
-
-@pytest.mark.parametrize(
-    ("header", "task", "message"),
-    [
-        (("lr", "seed"), "another task", "table.csv.*a task.*another task.*--out"),
-        (("rate", "seed"), "a task", "table.csv.*lr, seed.*rate, seed"),
-    ],
-)
-def test_a_table_of_other_settings_is_not_resumed(
-    header: tuple[str, ...], task: str, message: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "table.csv"
-    ResultTable(path, ("lr", "seed"), "a task", resume=False).add([0.1, 0])
-    with pytest.raises(RecipeError, match=message):
-        ResultTable(path, header, task, resume=True)
 
 
 # --- Data -----------------------------------------------------------------------------------------

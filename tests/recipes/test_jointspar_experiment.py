@@ -27,6 +27,9 @@ from recipes.image_data import public_sets
 from recipes.jointspar import (
     backward,
     bandit,
+    convergence,
+    convergence_drawing,
+    convergence_summary,
     drawing,
     experiment,
     image_sets,
@@ -40,15 +43,18 @@ from recipes.jointspar import (
     wall_clock,
 )
 from recipes.jointspar.experiment import PARTS
-from recipes.jointspar.layer_training import Hyperparameters, Method, Outcome
+from recipes.jointspar.layer_training import Hyperparameters, Outcome
+from recipes.jointspar.methods import Dense, LayerSampling, TopK
 from recipes.jointspar.paper_setting import Setting
-from recipes.jointspar.run_table import TABLE, PlannedRun, TrainingRun
+from recipes.jointspar.parts import SEEDS
+from recipes.jointspar.run_table import TABLE, Contender, PlannedRun, TrainingRun
 from recipes.options import read_options
 from recipes.result_files import read_csv
 from recipes.settings import Settings
+from recipes.spread import spread
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_threads
-from torchcomp.jointspar import Baseline
+from torchcomp.jointspar import Baseline, Literal
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes" / "jointspar"
@@ -89,17 +95,18 @@ def test_configurations_are_the_papers_and_dry_run(path: Path) -> None:
     assert f"{sizes.train_images:,} to train" in text
     assert "16 workers x 1024" in text
     assert f"{90 * per_epoch:,} (90 epochs of {per_epoch})" in text
-    assert "method: jointspar" in text
+    assert setting.exchange == LayerSampling(0.6, "layers", "shared")
+    assert setting.optimizer == "lars"
 
 
 @pytest.mark.thorough
 def test_a_dry_run_from_the_command_line() -> None:
     command = [sys.executable, "-m", "recipes.jointspar.paper", "--dry-run", "--workers", "4"]
-    command += ["--config", str(FOLDER / "configs" / "cifar10.yaml"), "--budget", "0.4"]
+    command += ["--config", str(FOLDER / "configs" / "cifar10.yaml"), "--method", "topk(0.4)"]
     printed = subprocess.run(
         command, capture_output=True, text=True, timeout=PATIENCE, check=True
     ).stdout
-    assert "budget: 0.4" in printed
+    assert "method: topk(0.4)" in printed
     # 21 layers, and a 3x3 stem: 11,173,962 weights around a ring of 4.
     assert re.search(r"layers +21: conv1", printed)
     assert f"{11_173_962 * 4 * 3 // 2:,} dense" in printed
@@ -109,15 +116,14 @@ def test_a_dry_run_from_the_command_line() -> None:
     ("words", "message"),
     [
         (["--dataset", "cifar11"], "--dataset .*'cifar11'.* cifar10"),
-        (["--method", "joint"], "--method .*'joint'.* dense, jointspar"),
+        (["--method", "joint"], "'joint'.*did you mean 'jointspar'"),
+        (["--optimizer", "adam"], "--optimizer .*'adam'.* sgd, lars"),
+        (["--method", 'jointspar(0.6, selection="per-rank")'], "lars .*per-rank.*lars-own or sgd"),
         (["--epochs", "0"], "--epochs .* 1.* 0"),
         (["--warmup-epochs", "90"], "--warmup-epochs .*--epochs 90.* 90"),
         (["--drops", "50,30"], "--drops .*50,.*30.* 1 .* 89.* 90"),
-        (["--method", "dense"], "--budget 0.6 .*--method dense"),
         (["--lr", "nan"], "--lr.*'nan'"),
-        (["--budget", "5"], "--budget .* 1.* 5.0"),
-        (["--p-min", "3"], "--p-min .* 1.* 3.0"),
-        (["--p-min", "0.7"], "--p-min .*--budget 0.6.* 0.7"),
+        (["--method", "jointspar(5)"], "budget .* 1.* 5"),
         (["--momentum", "2"], "--momentum .* 1.* 2.0"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
@@ -130,7 +136,7 @@ def test_bad_settings_are_refused(words: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("bugdet: 0.5", "'bugdet' .*bad.yaml.*budget"),
+        ("metod: dense", "'metod' .*bad.yaml.*method"),
         ("epochs: 0.5", "epochs.* 0.5"),
         ("drops: 30", "drops.* 30,60,80.* 30"),
         ("- 1", "bad.yaml.*key: value"),
@@ -147,8 +153,17 @@ def test_bad_configuration_files_are_refused(text: str, message: str, tmp_path: 
 def test_a_configuration_may_write_small_numbers_without_a_dot(tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
     path.write_text("lr: 1e-3\ndrops: []\n")
-    setting = setting_of("--config", str(path), "--alpha", "1e-4")
-    assert (setting.lr, setting.drops, setting.alpha) == (1e-3, (), 1e-4)
+    setting = setting_of("--config", str(path), "--trust", "1e-4")
+    assert (setting.lr, setting.drops, setting.trust) == (1e-3, (), 1e-4)
+
+
+def test_the_plan_counts_what_any_rank_sends() -> None:
+    words = ["--dataset", "mnist", "--batch", "100", "--optimizer", "sgd", "--method"]
+    shared = paper.describe(setting_of(*words, "jointspar(0.5)"), 2)
+    per_rank = paper.describe(setting_of(*words, 'jointspar(0.5, selection="per-rank")'), 2)
+    dense = int(re.search(r"([\d,]+) dense", shared)[1].replace(",", ""))
+    assert f"{0.5 * dense:,.0f} at first" in shared
+    assert f"{0.75 * dense:,.0f} at first" in per_rank
 
 
 def test_more_workers_than_images_are_refused() -> None:
@@ -252,8 +267,16 @@ def test_missing_data_is_an_error(name: str, folder: str | None, message: str) -
 
 # --- Training -------------------------------------------------------------------------------------
 
-EVERY = [Method("dense"), Method("topk", 0.3), Method("jointspar+topk", 0.6)]
-EVERY += [Method("jointspar", 0.5), Method("uniform", 0.5, "own")]
+PER_RANK = LayerSampling(0.5, selection="per-rank", rule=Literal(1e-8))
+EVERY = [
+    (Dense(), "sgd", 1.0),
+    (TopK(0.3), "lars", 0.3),
+    (LayerSampling(0.6, "bytes", topk=0.05), "lars", 0.05),
+    (LayerSampling(0.5, "bytes"), "lars", 0.5),
+    (LayerSampling(0.5, rule=None), "lars-own", 0.5),
+    # The ranks exchange what either of the two keeps.
+    (PER_RANK, "sgd", 0.75),
+]
 
 
 def test_methods_train_and_send_their_share(tmp_path: Path) -> None:
@@ -262,21 +285,21 @@ def test_methods_train_and_send_their_share(tmp_path: Path) -> None:
     torch.manual_seed(0)
     start = networks.small_network("mlp", image_sets.SIZES["digits"]).state_dict()
 
-    def body(method: Method) -> Outcome:
+    def body(method: Any, optimizer: str) -> Outcome:
         data = large_batch.batches_of(images, size, seed=0)
-        hyperparameters = large_batch.hyperparameters_of(size, data.steps_per_epoch, lr=0.3)
+        lr = 0.03 if optimizer == "sgd" else 0.3
+        hyperparameters = layer_training.paper_schedule(15, lr, optimizer)
         module = networks.small_network("mlp", image_sets.SIZES["digits"])
         module.load_state_dict(start)
         log = tmp_path / "metrics.jsonl"
         return layer_training.train(module, data, method, hyperparameters, 0, log)
 
-    shares = {"dense": 1.0, "topk": 0.3, "jointspar": 0.5, "uniform": 0.5}
-    for method in EVERY:
-        first, second = on_threads(2, body, method)
+    for method, optimizer, share in EVERY:
+        first, second = on_threads(2, body, method, optimizer)
         assert first.test == second.test > 20, method
         assert 0 < first.backward_ms <= first.step_ms
-        assert first.bytes_share == pytest.approx(shares.get(method.kind, 0.05), abs=0.12)
-        if method.samples:
+        assert first.bytes_share == pytest.approx(share, abs=0.12)
+        if isinstance(method, LayerSampling):
             rows = [json.loads(s) for s in (tmp_path / "metrics.jsonl").read_text().splitlines()]
             assert [row["step"] for row in rows] == list(range(1, 16))
             assert len(rows[0]["p"]) == 22
@@ -289,7 +312,7 @@ def test_a_run_that_diverges_scores_nan() -> None:
         data = large_batch.batches_of(images, large_batch.QUICK, seed=0)
         hyperparameters = Hyperparameters(steps=4, warmup=1, drops=(), lr=1e30)
         module = networks.small_network("mlp", image_sets.SIZES["digits"])
-        return layer_training.train(module, data, Method("jointspar", 0.5), hyperparameters, 0)
+        return layer_training.train(module, data, LayerSampling(0.5), hyperparameters, 0)
 
     for outcome in on_threads(2, body):
         assert math.isnan(outcome.test)
@@ -309,27 +332,41 @@ def test_networks_have_at_least_20_layers() -> None:
 # --- Tables and pictures --------------------------------------------------------------------------
 
 
-def run_of(method: Method, lr: float, seed: int, validation: float, test: float) -> TrainingRun:
+def run_of(who: Contender, lr: float, seed: int, validation: float, test: float) -> TrainingRun:
     outcome = Outcome(validation, test, 0.6, 9.0, 5.0, 1.0)
-    return TrainingRun(PlannedRun(method, lr, seed), outcome)
+    return TrainingRun(PlannedRun(who, lr, seed), outcome)
 
 
 def test_held_out_images_select_the_lr_and_test_images_are_reported(tmp_path: Path) -> None:
-    method, task = Method("jointspar", 0.6, "own"), "digits, mlp"
+    method, task = Contender(LayerSampling(0.6), "lars-own"), "digits, mlp"
+    dense = Contender(Dense())
     table = ResultTable(tmp_path / TABLE, run_table.COLUMNS, task, resume=False)
     for seed in range(3):
         table.add(run_of(method, 0.3, seed, 95.0, 90.0 + seed).cells())
         table.add(run_of(method, 1.0, seed, 94.0 + seed / 10, 99.0).cells())
-        table.add(run_of(Method("dense"), 1.0, seed, 97.0, math.nan).cells())
+        table.add(run_of(dense, 1.0, seed, 97.0, (92.0, 92.5, 95.0)[seed]).cells())
     runs = run_table.read_runs(tmp_path, task)
     assert len(runs) == 9
-    chosen, dense = run_table.summaries(runs)
-    assert (chosen.method, chosen.lr, chosen.mean, chosen.deviation) == (method, 0.3, 91.0, 1.0)
-    assert dense.mean == 0
-    assert "jointspar, own norm" in run_table.summary_table([chosen])
-    assert (tmp_path / TABLE).read_text().startswith("# command: python ")
+    chosen, reference = run_table.summaries(runs)
+    assert (chosen.contender, chosen.lr, chosen.failed) == (method, 0.3, 0)
+    assert (chosen.accuracy.mean, chosen.accuracy.deviation) == (91.0, 1.0)
+    # Paired by seed: -2, -1.5 and -3.
+    assert chosen.against(reference) == spread([-2.0, -1.5, -3.0])
+    assert "JointSpar-LARS, own norm" in run_table.summary_table([chosen])
     with pytest.raises(RecipeError, match=r"digits, mlp.*cifar10, conv"):
         run_table.read_runs(tmp_path, "cifar10, conv")
+
+
+def test_runs_that_fail_are_counted_and_left_out() -> None:
+    unstable, dense = Contender(LayerSampling(0.3)), Contender(Dense())
+    tests = {0: 97.0, 1: math.nan, 2: 86.9, 3: 88.1}
+    runs = [run_of(unstable, 0.3, seed, 90.0, test) for seed, test in tests.items()]
+    runs += [run_of(dense, 0.3, seed, 90.0, 98.0) for seed in tests]
+    summary, reference = run_table.summaries(runs)
+    # Ten points below dense training is the limit.
+    assert summary.finished == {0: 97.0, 3: 88.1}
+    assert (summary.failed, reference.failed) == (2, 0)
+    assert summary.against(reference).mean == pytest.approx(-5.45)
 
 
 def test_pictures_are_drawn_from_the_published_results(tmp_path: Path) -> None:
@@ -338,27 +375,33 @@ def test_pictures_are_drawn_from_the_published_results(tmp_path: Path) -> None:
     pictures = {path.name: path for path in tmp_path.glob("*.png")}
     for path in pictures.values():
         path.unlink()
-    drawing.draw_accuracy(run_table.summaries(runs), pictures["accuracy.png"])
-    drawing.draw_wall_clock(tmp_path / "wall_clock.csv", pictures["wall_clock.png"])
+    summaries = run_table.summaries(runs)
+    drawing.draw_accuracy(summaries, pictures["accuracy.png"])
+    drawing.draw_wall_clock(tmp_path / "wall_clock.csv", summaries, pictures["wall_clock.png"])
     drawing.draw_probabilities(tmp_path / "metrics.jsonl", pictures["probabilities.png"])
     backward.draw(tmp_path / "backward.csv", pictures["backward.png"])
     selection.draw(tmp_path / "selection.csv", pictures["selection.png"])
     bandit.draw(tmp_path / "bandit.csv", tmp_path / "bandit_curves.csv", pictures["bandit.png"])
+    curves = read_csv(tmp_path / "convergence_curves.csv")
+    lrs = convergence_summary.chosen_lrs(read_csv(tmp_path / "convergence_tuning.csv"))
+    for optimizer in convergence.OPTIMIZERS:
+        path = pictures[f"convergence_{optimizer}.png"]
+        convergence_drawing.draw_convergence(optimizer, curves, lrs, path)
     for path in pictures.values():
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_all_runs_come_in_whole_rounds() -> None:
-    runs = list(large_batch.everything(large_batch.WHOLE))
-    per_seed = len(runs) // 5
-    assert [run.seed for run in runs] == [index // per_seed for index in range(len(runs))]
+    runs = list(large_batch.everything(large_batch.WHOLE, (3, 0)))
+    per_seed = len(runs) // 2
+    assert [run.seed for run in runs] == [3] * per_seed + [0] * per_seed
     assert len(set(runs)) == len(runs)
 
 
 def test_the_union_of_per_rank_sets_has_its_expected_size() -> None:
     sizes = np.ones(200)
     for ranks in (2, 8):
-        union, per_rank, shared = selection.measure(sizes, 0.3, ranks)
+        union, per_rank, shared = selection.measure(sizes, 0.3, ranks, seed=0)
         assert union == pytest.approx(1 - 0.7**ranks, abs=0.01)
         assert per_rank == pytest.approx(union, abs=0.01)
         assert shared == pytest.approx(0.3, abs=0.01)
@@ -370,8 +413,8 @@ def test_the_baseline_form_learns_and_uniform_does_not() -> None:
     # The norms change after half of the steps, and it learns again.
     assert learned[399] < 0.05 < uniform[399]
     assert learned[400] > learned[799]
-    assert bandit.cells_of("uniform", uniform)[3] == "never"
-    assert isinstance(bandit.cells_of("baseline, alpha 0.03", learned)[3], int)
+    assert bandit.cells_of(uniform)[2] == "never"
+    assert isinstance(bandit.cells_of(learned)[2], int)
 
 
 def test_names_of_forms_are_their_rules() -> None:
@@ -430,13 +473,15 @@ def test_runs_of_another_task_are_not_resumed(
 def test_published_tables_are_resumed_with_nothing_missing() -> None:
     table = large_batch.open_table(large_batch.parse(["--resume"]))
     runs = [TrainingRun.of(row) for row in table.rows]
-    assert large_batch.missing(large_batch.WHOLE, runs) == []
-    assert large_batch.missing(large_batch.WHOLE, runs[1:]) == [runs[0].planned]
+    arguments = large_batch.parse(["--resume"])
+    assert large_batch.missing(arguments, runs) == []
+    assert large_batch.missing(arguments, runs[1:]) == [runs[0].planned]
     counts = {part: len(part.open_table(part.parse(["--resume"])).rows) for part in PARTS.values()}
-    assert [counts[part] for part in (backward, selection, wall_clock)] == [21, 12, 18]
-    for rows in (bandit.open_table, bandit.open_curves):
-        names = [row["form"] for row in rows(bandit.parse(["--resume"])).rows]
-        assert names == bandit.forms()
+    rows = [counts[part] for part in (backward, selection, wall_clock)]
+    assert rows == [21, 12 * len(SEEDS), 18]
+    for opened in (bandit.open_table, bandit.open_curves):
+        found = [(row["form"], row["seed"]) for row in opened(bandit.parse(["--resume"])).rows]
+        assert found == [(form, str(seed)) for seed in SEEDS for form in bandit.forms()]
 
 
 @pytest.mark.parametrize("program", [*PARTS.values(), experiment])
@@ -488,6 +533,7 @@ def test_flags_are_passed_to_the_parts(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(experiment.subprocess, "run", start)
     words = ["--quick", "--resume", "--out", str(tmp_path), "--only", "selection", "bandit"]
+    words += ["--seeds", "3,7"]
     monkeypatch.setattr(sys, "argv", ["experiment.py", *words])
     with pytest.raises(SystemExit) as ended:
         experiment.main()
@@ -496,7 +542,8 @@ def test_flags_are_passed_to_the_parts(tmp_path: Path, monkeypatch: pytest.Monke
         "recipes.jointspar.bandit",
         "recipes.jointspar.selection",
     ]
-    assert all(c[3:] == ["--out", str(tmp_path), "--quick", "--resume"] for c in commands)
+    flags = ["--out", str(tmp_path), "--seeds", "3,7", "--quick", "--resume"]
+    assert all(command[3:] == flags for command in commands)
     assert ended.value.code == 1
 
 
@@ -536,7 +583,7 @@ def test_the_quick_run_ends_and_is_resumed(tmp_path: Path) -> None:
     for more in ([], ["--resume"]):
         subprocess.run([*command, *more], cwd=ROOT, check=True, timeout=PATIENCE)
     rows = read_csv(tmp_path / TABLE)
-    assert len(rows) == large_batch.QUICK.seeds * len(large_batch.methods((0.6,)))
+    assert len(rows) == len(large_batch.contenders((0.6,)))
     assert (tmp_path / "probabilities.png").exists()
 
 
@@ -545,8 +592,8 @@ def test_the_quick_run_ends_and_is_resumed(tmp_path: Path) -> None:
 def test_a_short_run_on_shaped_hosts(tmp_path: Path) -> None:
     task = large_batch.task_of("digits", "mlp", large_batch.WHOLE)
     table = ResultTable(tmp_path / TABLE, run_table.COLUMNS, task, resume=False)
-    for method in (Method("dense"), Method("jointspar", 0.6)):
-        table.add(run_of(method, 0.3, 0, 95.0, 95.0).cells())
+    for method in (Dense(), LayerSampling(0.6, "bytes")):
+        table.add(run_of(Contender(method), 0.3, 0, 95.0, 95.0).cells())
     command = [sys.executable, "-m", "recipes.jointspar.wall_clock", "--steps", "6"]
     command += ["--out", str(tmp_path)]
     for more in ([], ["--resume"]):

@@ -44,6 +44,7 @@ def companions(name: str) -> list[str]:
     """Return flags that a setting needs beside it."""
     needed = {
         "dataset": ["--data-path", "x"],
+        "lr_inside": ["--compress", "mean"],
         "outer": ["--sync", "every(2)"],
         "milestones": ["--schedule", "step"],
         "schedule": ["--milestones", "1,2"],
@@ -113,6 +114,11 @@ def test_configurations_are_valid_and_say_whether_they_were_run(path: Path) -> N
         (["--schedule", "step", "--milestones", "20"], "--milestones 20.* 19.*--epochs 20"),
         (["--milestones", "5"], "--milestones .*step.*cosine"),
         (["--milestones", "x"], "--milestones: .*'x'"),
+        (["--lr-inside"], "--lr-inside .*--compress"),
+        (
+            ["--lr-inside", "--compress", "ef(topk(0.1))", "--sync", "every(3)"],
+            "--lr-inside .*--sync",
+        ),
         (["--nesterov", "--momentum", "0"], "--nesterov .*--momentum"),
         (["--lr", "1e-9"], "--final-lr .*--lr 1e-09.* 1e-06"),
         (["--crop-ratio", "1.5"], r"--crop-ratio .* 1, .*1\.5"),

@@ -84,6 +84,7 @@ def gloo_threads() -> int:
         ["--schedule", "step", "--milestones", "1", "--warmup-steps", "5", "--eval-every", "5"],
         ["--model", "timm/test_resnet"],
         ["--mixup", "0.2", "--clip-norm", "0.5", "--randaugment-ops", "2", "--amp", "bf16"],
+        ["--compress", "ef(topk(0.1))", "--lr-inside", "--momentum", "0"],
         [
             *("--mixup-shares", "micro-batch", "--mixup", "0.2", "--accumulate", "4"),
             *("--randaugment-variant", "composer", "--randaugment-ops", "2"),

@@ -46,8 +46,8 @@ class Bidirectional(Residual):
 
     Reference: Zou, "Bidirectional TopK sparsification for distributed learning", University of
     Waterloo, 2022 (arXiv 2209.15203). In the thesis, one machine is the server and the residuals
-    include the learning rate. With a constant learning rate and ``selection="exact"``, this class
-    is the same method.
+    include the learning rate. With ``selection="exact"``, this class is the same method if the
+    learning rate is constant, or with ``torchcomp.register(..., lr_inside=optimizer)``.
 
     Attributes:
         up: C, contractive. Use ``identity`` to compress only the downlink.

@@ -35,8 +35,8 @@ class EF(Residual, OneWay):
     records that error. Use ``exchange="allgather"`` to conserve these values as well.
 
     References: Seide et al., "1-bit SGD", Interspeech 2014; Karimireddy et al., "Error feedback
-    fixes SignSGD", ICML 2019. Unlike in the latter, the residual does not include the learning
-    rate, so any optimizer works.
+    fixes SignSGD", ICML 2019. By default, the residual does not include the learning rate, so any
+    optimizer works. ``torchcomp.register(..., lr_inside=optimizer)`` includes it, as in the latter.
 
     The other options are those of OneWay and Residual.
 

@@ -4,6 +4,7 @@
 
 import time
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from torchcomp.ddp.checks import AFTER_CLOSE, check_not_joined
 from torchcomp.ddp.executors import AT_EXIT_SECONDS, Executor, after_backward
 from torchcomp.ddp.loss_scale import LossScale
 from torchcomp.ddp.one_process import OfOneProcess
+from torchcomp.ddp.optimizer_lrs import OptimizerLRs
 from torchcomp.ddp.reordering import Reordering
 from torchcomp.ddp.unused import UnusedWatch
 from torchcomp.exchange import Exchange
@@ -56,6 +58,7 @@ class Handle(OfOneProcess, Gatherable):
         averager: Averager,
         executor: Executor,
         scaler: "torch.amp.GradScaler | None",
+        lrs: OptimizerLRs | None = None,
     ) -> None:
         # A weak reference, because DDP's reducer refers to the handle. A cycle would keep the
         # model alive.
@@ -64,7 +67,7 @@ class Handle(OfOneProcess, Gatherable):
         # By id, because DDP passes parameters to the hook, not their names.
         self._names = {id(parameter): name for name, parameter in averager.parameters.items()}
         self._executor = executor
-        self._loss_scale = LossScale(scaler)
+        self._loss_scale, self._lrs = LossScale(scaler), lrs
         if self._loss_scale.in_use:
             model.register_forward_pre_hook(self._loss_scale.fetch)
         may_leave_unused = bool(model.find_unused_parameters) and not model.static_graph
@@ -207,32 +210,33 @@ class Handle(OfOneProcess, Gatherable):
         flat, is_last = grad_bucket.buffer(), grad_bucket.is_last()
         bucket = Bucket(self.averager.shape_of(names), flat)
         future: Future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
-        scale = None
+        begin = None
         if grad_bucket.index() == 0:
             check_not_joined(self._model())
             self._received, self._failure, self._running = [], None, True
-            # Read the scale here, in the user's thread: the executor runs later.
-            scale = self._loss_scale.read()
+            # Read both here, in the user's thread: the executor runs later.
+            lrs = None if self._lrs is None else self._lrs.read()
+            begin = partial(self._begin, self._loss_scale.read(), lrs)
         self._received.append((bucket, future))
         if is_last:
             after_backward(self._finish_backward)
-        self._executor.submit(partial(self._exchange, bucket, scale, is_last))
+        self._executor.submit(partial(self._exchange, bucket, begin, is_last))
         return future
 
     # --- Run by the executor, bucket by bucket ---
 
-    def _exchange(self, bucket: Bucket, scale: float | None, is_last: bool) -> None:
+    def _exchange(self, bucket: Bucket, begin: Callable[[], None] | None, is_last: bool) -> None:
         """Average one of DDP's buckets.
 
         Args:
             bucket: DDP's bucket.
-            scale: the loss scale, for the first bucket of a step; None for all others.
+            begin: begins the step, for its first bucket; None for all others.
             is_last: whether this is the last bucket, which ends the step.
         """
         try:
             if self._failure is None:
-                if scale is not None:
-                    self._begin(scale)
+                if begin is not None:
+                    begin()
                 if self._unused is not None:
                     self._unused.before(bucket)
                 for group in self._reordering.add(bucket):
@@ -261,9 +265,9 @@ class Handle(OfOneProcess, Gatherable):
         # DDP frees its first buckets when it rebuilds them.
         self._received = []
 
-    def _begin(self, scale: float) -> None:
+    def _begin(self, scale: float, lrs: dict[str, float] | None) -> None:
         averager = self.averager
-        averager.begin(scale)
+        averager.begin(scale, lrs)
         # A swap or a loaded checkpoint changes the groups.
         wanted = (averager.grouped, averager.buckets)
         if wanted != self._reordered:

@@ -25,6 +25,7 @@ from torchcomp.ddp.checks import (
 )
 from torchcomp.ddp.executors import transport
 from torchcomp.ddp.handle import Handle, hook
+from torchcomp.ddp.optimizer_lrs import OptimizerLRs, Optimizers
 from torchcomp.errors import SpecError
 from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.keys import check_seed
@@ -41,6 +42,7 @@ def register(
     seed: int = 0,
     scaler: "torch.amp.GradScaler | None" = None,
     check: str = "step",
+    lr_inside: Optimizers | None = None,
 ) -> Handle:
     """Replace the gradient all-reduce of a DDP model with a compressed exchange.
 
@@ -61,12 +63,19 @@ def register(
             The optimizer has then applied the step; only the handle's state is rolled back. Not
             with a scaler, nor with ``find_unused_parameters=True``, which need the result in the
             same step.
+        lr_inside: the optimizer of the training loop, or a list of all that train the model. The
+            residual is then in the unit of the update, the learning rate times the gradient: what
+            is sent late is applied at the learning rate of the step that it comes from. By default,
+            it is in the unit of the gradients, and applied at the learning rate of the step that
+            sends it. While the learning rate is constant, both are the same. Meant for SGD without
+            momentum; docs/usage.md has the details.
 
     Returns:
         A handle for statistics, checkpoints and changes of the method.
 
     Raises:
-        SpecError: on every rank, if the spec, the seed, the scaler or `check` is invalid.
+        SpecError: on every rank, if the spec, the seed, the scaler, `check` or `lr_inside` is
+            invalid, or if no optimizer of `lr_inside` trains one of the model's parameters.
         UnsupportedModelError: if the model is not DDP, has a hook, uses an option of DDP that
             bypasses hooks, has complex parameters, sparse gradients or parameters on several
             devices, or has trained already.
@@ -76,15 +85,16 @@ def register(
     check_is_ddp(model)
     device = device_of(model)
     # Verify in DDP's own group. Creating a group would hang if another rank has already raised.
-    aggregator, groups = ProcessGroupExchange(model.process_group, device).build(
+    inside = "none" if lr_inside is None else "set"
+    aggregator, groups, lrs = ProcessGroupExchange(model.process_group, device).build(
         "torchcomp.register",
-        {"spec": spec, "seed": seed, "check": check},
-        lambda: _check(model, spec, seed, scaler, check),
+        {"spec": spec, "seed": seed, "check": check, "lr_inside": inside},
+        lambda: _check(model, spec, seed, scaler, check, lr_inside),
     )
     exchange, executor = transport(model.process_group, device)
     parameters = dict(trained_parameters(model))
     averager = Averager(aggregator, exchange, parameters, groups, seed=seed, late=check == "late")
-    handle = Handle(model, averager, executor, scaler)
+    handle = Handle(model, averager, executor, scaler, lrs)
     # A plain function with the handle as its state: DDP refuses partials and callable objects.
     model.register_comm_hook(handle, hook)
     setattr(model, OWNER, f"torchcomp.register('{aggregator}')")
@@ -123,8 +133,9 @@ def _check(
     seed: int,
     scaler: "torch.amp.GradScaler | None",
     check: str,
-) -> tuple[tuple[Aggregator, tuple[Group, ...]], dict[str, Any]]:
-    """Return the method and the groups of parameters, and values that must match across ranks."""
+    lr_inside: Optimizers | None,
+) -> tuple[tuple[Aggregator, tuple[Group, ...], OptimizerLRs | None], dict[str, Any]]:
+    """Return the method, the groups of parameters and their learning rates, and what must match."""
     check_seed(seed)
     check_scaler(scaler)
     check_choice("check", check, ("step", "late"))
@@ -137,6 +148,7 @@ def _check(
     # An error in it must be raised on all ranks.
     rehearse_all(aggregator, [parameter for _, parameter in trained])
     groups = partition(trained, bucket_caps(model))
+    lrs = None if lr_inside is None else OptimizerLRs(lr_inside, dict(trained))
     values = {
         "spec": aggregator,
         # With names: DDP itself verifies only the shapes.
@@ -144,7 +156,7 @@ def _check(
         "groups": groups,
         "wire version": wire.VERSION,  # ranks can run different versions of torchcomp
     }
-    return (aggregator, groups), values
+    return (aggregator, groups, lrs), values
 
 
 def _check_late(model: DistributedDataParallel, scaler: "torch.amp.GradScaler | None") -> None:

@@ -35,7 +35,7 @@ class Exchange(ABC):
 
     Attributes:
         must_conclude: whether :meth:`conclude` must communicate, because frames were received or
-            flags were handed to :meth:`any_at_end` since its last call.
+            numbers were handed to :meth:`max_at_end` since its last call.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -47,8 +47,8 @@ class Exchange(ABC):
         # Of this step. On CUDA findings stay on the device: reading them here would make the host
         # wait in the middle of the step.
         self._found: list[Found] = []
-        # (flags of this rank, list to extend with those of all ranks) of `any_at_end`.
-        self._asked: list[tuple[list[bool], list[bool]]] = []
+        # (numbers of this rank, list to extend with the maxima of all ranks) of `max_at_end`.
+        self._asked: list[tuple[list[int], list[int]]] = []
         self._levels: tuple[Exchange, ...] = (self,)
 
     # --- To be implemented by a subclass. These methods do not count bytes. ---
@@ -131,7 +131,8 @@ class Exchange(ABC):
     @label("any_of")
     def any_of(self, flags: Tensor) -> Tensor:
         """Return the elementwise maximum of all ranks' `flags` (1-D integers)."""
-        # Uncounted: these are control messages, and the statistics count payload.
+        # Counted apart from messages: the plan of a step contains no checks.
+        self._load.control += flags.nbytes * (self.world_size - 1)
         return self._all_gather(flags).view(self.world_size, -1).amax(0)
 
     # --- Checks of received frames ---
@@ -157,20 +158,33 @@ class Exchange(ABC):
                 self._found.append(([senders[i] for i in sent], *found))
         return [wire.payload(f, length) for f, length in zip(frames, lengths, strict=True)]
 
-    def any_at_end(self, flags: Iterable[bool]) -> list[bool]:
-        """As :meth:`any_of` for flags of the host, with the message of the next :meth:`conclude`.
+    def max_at_end(self, numbers: Iterable[int]) -> list[int]:
+        """As :meth:`any_of` for the host's numbers, with the message of the next :meth:`conclude`.
 
         Args:
-            flags: as many on every rank.
+            numbers: from 0 to 255, or flags; as many on every rank.
 
         Returns:
-            A list that is empty until `conclude` fills it with one value per flag: whether it is
-            set on any rank. It stays empty if the step is discarded before.
+            A list that is empty until `conclude` fills it with the elementwise maximum over the
+            ranks. It stays empty if the step is discarded before.
         """
-        combined: list[bool] = []
-        self._asked.append((list(flags), combined))
+        combined: list[int] = []
+        self._asked.append((list(numbers), combined))
         self.must_conclude = True
         return combined
+
+    def same_at_end(self, digest: bytes) -> Callable[[], bool]:
+        """As :meth:`same` for a short digest, with the message of the next :meth:`conclude`.
+
+        Returns:
+            A function for after `conclude`: whether all ranks have the same digest.
+        """
+        # As in `same`: the complements find the minimum.
+        bounds = self.max_at_end([*digest, *(255 - byte for byte in digest)])
+        count = len(digest)
+        return lambda: all(
+            high + low == 255 for high, low in zip(bounds[:count], bounds[count:], strict=True)
+        )
 
     def conclude(self, finite: Tensor | None, where: str, advice: str) -> bool:
         """Combine the checks of this step over the ranks, with one message and one wait.
@@ -209,15 +223,15 @@ class Exchange(ABC):
                 return lambda: bool(known())
         found = [entry for level in levels for entry in level._found]
         asked = [question for level in levels for question in level._asked]
-        flags = self._flags(finite, found, asked)
+        message = self._conclusion(finite, found, asked)
         for level in levels:
-            flags = level.any_of(flags)
+            message = level.any_of(message)
         self.reset()
-        received = host.copy_from(flags)
+        received = host.copy_from(message)
 
         def decide() -> bool:
             damaged, nonfinite, *others = received().tolist()  # the only wait of a step
-            remaining = map(bool, others)
+            remaining = iter(others)
             for mine, combined in asked:
                 combined.extend(islice(remaining, len(mine)))
             if damaged:
@@ -239,23 +253,23 @@ class Exchange(ABC):
         listed = "; ".join(sorted(problems))
         return WireError(f"cannot use a message of {where}: {listed}. {advice}")
 
-    def _flags(
+    def _conclusion(
         self,
         finite: Tensor | None,
         found: Sequence[Found],
-        asked: Sequence[tuple[list[bool], list[bool]]],
+        asked: Sequence[tuple[list[int], list[int]]],
     ) -> Tensor:
-        """Return this rank's message of :meth:`conclude`: damage, NaN, other flags."""
-        message = [0, 0, *(flag for flags, _ in asked for flag in flags)]
-        flags = host.copy_to(torch.tensor(message, dtype=torch.uint8), self.device)
+        """Return this rank's message of :meth:`conclude`: damage, NaN, other numbers."""
+        listed = [0, 0, *(number for numbers, _ in asked for number in numbers)]
+        message = host.copy_to(torch.tensor(listed, dtype=torch.uint8), self.device)
         # Slices, because assigning to an index copies from the host and waits for the stream.
         if found:
-            flags[:1] = (
+            message[:1] = (
                 torch.cat([each for _, *both in found for each in both]).any().to(self.device)
             )
         if finite is not None:
-            flags[1:2] = ~finite
-        return flags
+            message[1:2] = ~finite
+        return message
 
     def reset(self) -> None:
         """Discard the findings of a step that has ended or failed."""
@@ -269,7 +283,7 @@ class Exchange(ABC):
         self._load.add(load)
 
     def take_traffic(self, dense_bytes: int) -> Traffic:
-        """Return the bytes of payload since the last call, and reset the counters.
+        """Return the bytes since the last call, and reset the counters.
 
         After a :meth:`split`, the counts include both levels.
 

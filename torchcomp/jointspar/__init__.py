@@ -11,6 +11,7 @@ from torchcomp.jointspar.bandit import (
 from torchcomp.jointspar.jointspar import JointSpar, JointSparStats
 from torchcomp.jointspar.lars import LARS, Sampling
 from torchcomp.jointspar.layers import Layers, check_several, default_layers, layers_by_pattern
+from torchcomp.jointspar.sampler import Sampler, SamplingOptions
 
 __all__ = [
     "LARS",
@@ -20,7 +21,9 @@ __all__ = [
     "JointSparStats",
     "Layers",
     "Literal",
+    "Sampler",
     "Sampling",
+    "SamplingOptions",
     "best_probabilities",
     "check_several",
     "default_layers",

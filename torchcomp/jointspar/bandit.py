@@ -168,8 +168,8 @@ class Bandit:
         self.largest = max(self.largest, float(norms.max()))
         exponent = self.rule.exponent(self, kept, norms)
         # From the p that this step was drawn with, so before p changes.
-        seen = float((norms**2 / self.p**2).sum()) / self.budget
-        self.p = kl_project(np.log(self.p) + exponent, self.budget, self.p_min, self.costs)
+        seen = math.fsum((norms**2 / self.p**2).tolist()) / self.budget
+        self.p = kl_project(_log(self.p) + exponent, self.budget, self.p_min, self.costs)
         # After its use: within a step, lam must not depend on the layers that the step drew.
         self._average = _LEVEL_DECAY * self._average + (1 - _LEVEL_DECAY) * seen
         self._updates += 1
@@ -223,7 +223,7 @@ def best_probabilities(
     """
     norms = _above_0(norms, "norms")
     costs = np.ones(len(norms)) if costs is None else _above_0(costs, "costs")
-    return kl_project(np.log(norms) - np.log(costs) / 2, budget, p_min, costs)
+    return kl_project(_log(norms) - _log(costs) / 2, budget, p_min, costs)
 
 
 def kl_project(u: ArrayLike, budget: float, p_min: float, costs: ArrayLike | None = None) -> Vector:
@@ -231,7 +231,8 @@ def kl_project(u: ArrayLike, budget: float, p_min: float, costs: ArrayLike | Non
 
     The projection minimises the sum of c_d KL(q_d || exp(u_d)). With equal costs c this is the
     divergence of JointSpar's Algorithm 1. The minimiser is q = clip(exp(u + tau), p_min, 1), with
-    one tau for all entries. It is computed exactly, and stays accurate at abs(u) = 1e5.
+    one tau for all entries. It is computed exactly, and stays accurate at abs(u) = 1e5. Equal
+    arguments give equal results on all processors.
 
     Args:
         u: logarithms of the weights, shape (D,) with D at least 1, finite.
@@ -264,20 +265,36 @@ def kl_project(u: ArrayLike, budget: float, p_min: float, costs: ArrayLike | Non
     low, high = 0, 2 * size - 1
     while high - low > 1:
         middle = (low + high) // 2
-        if costs @ np.exp(log_q(middle)) <= budget:
+        if _dot(costs, _exp(log_q(middle))) <= budget:
             low = middle
         else:
             high = middle
     # 3. An entry that is at the same bound at both points is at it in between. The others are
     #    exp(u + tau), and share the remaining budget in proportion to exp(u): no tau is needed.
-    q, free = np.exp(log_q(low)), log_q(low) < log_q(high)
+    q, free = _exp(log_q(low)), log_q(low) < log_q(high)
     if free.any():
-        remaining = budget - costs[~free] @ q[~free]
+        remaining = budget - _dot(costs[~free], q[~free])
         # exp(u) itself would overflow at u = 1e5.
-        weights = np.exp(u[free] - u[free].max())
-        q[free] = remaining * weights / (costs[free] @ weights)
+        weights = _exp(u[free] - u[free].max())
+        q[free] = remaining * weights / _dot(costs[free], weights)
     # Rounding can put an entry just beyond its bound.
     return np.clip(q, p_min, 1.0)
+
+
+# Ranks on different processors must compute equal probabilities. The last digit of NumPy's exp, log
+# and @ depends on the processor's vector instructions, that of these three does not.
+
+
+def _exp(values: Vector) -> Vector:
+    return np.array([math.exp(value) for value in values.tolist()])
+
+
+def _log(values: Vector) -> Vector:
+    return np.array([math.log(value) for value in values.tolist()])
+
+
+def _dot(a: Vector, b: Vector) -> float:
+    return math.fsum((a * b).tolist())
 
 
 def check_vector(

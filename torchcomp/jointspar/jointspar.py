@@ -61,10 +61,12 @@ class JointSparStats:
         kept: names of the layers whose gradients this rank computed in the last step.
         p: probability of each layer in the next step, by name.
         share: expected cost of the next step as a share of the cost of all layers.
-        bytes_sent, total_bytes_sent: payload bytes that this rank sent, in the last step and in
-            total.
+        bytes_sent, total_bytes_sent: bytes of messages that this rank sent, in the last step and
+            in total.
         dense_bytes_sent, total_dense_bytes_sent: bytes that plain DDP would have sent, in the last
             step and in total.
+        control_bytes_sent, total_control_bytes_sent: bytes of control messages that this rank sent,
+            in the last step and in total; see :class:`torchcomp.Stats`.
         backward_ms: milliseconds of the last backward pass, without waiting for the exchange.
     """
 
@@ -76,13 +78,16 @@ class JointSparStats:
     dense_bytes_sent: int
     total_bytes_sent: int
     total_dense_bytes_sent: int
+    control_bytes_sent: int
+    total_control_bytes_sent: int
     backward_ms: float
 
     def __str__(self) -> str:
         return (
             f"{self.step} steps, {len(self.kept)} of {len(self.p)} layers in the last one "
             f"({self.backward_ms:.3g} ms backward), {self.total_bytes_sent:,} bytes sent instead "
-            f"of {self.total_dense_bytes_sent:,}"
+            f"of {self.total_dense_bytes_sent:,}, {self.total_control_bytes_sent:,} bytes of "
+            "control messages"
         )
 
     def row(self) -> dict[str, Any]:
@@ -235,6 +240,8 @@ class JointSpar(Gatherable):
             dense_bytes_sent=traffic.dense_bytes_sent,
             total_bytes_sent=traffic.total_bytes_sent,
             total_dense_bytes_sent=traffic.total_dense_bytes_sent,
+            control_bytes_sent=traffic.control_bytes_sent,
+            total_control_bytes_sent=traffic.total_control_bytes_sent,
             backward_ms=self._skipper.clock.backward_ms,
         )
 

@@ -189,10 +189,15 @@ class TwoDirection(torch.optim.Optimizer):
         }
         return {
             **checkpoint.header(self._spec, self._server.exchange),
-            **{"step": step, "seed": self._server.seed, "scale": 1.0, "flushing": False},
+            **{"step": step, "seed": self._server.seed, "flushing": False},
+            **{"scale": 1.0, "lrs": {}},
             **{"groups": [names], "buckets": [names], "slots": slots},
             "parameters": checkpoint.layout_of(self._named),
-            "traffic": {"sent": traffic.up_bytes, "received": traffic.down_bytes, "dense": dense},
+            # The algorithm's own messages: its ranks do not count control messages.
+            "traffic": {
+                **{"sent": traffic.up_bytes, "received": traffic.down_bytes},
+                **{"dense": dense, "control": 0},
+            },
             "two_direction": {name: held[name] for name in _SECTION} if held else None,
         }
 
