@@ -42,6 +42,13 @@ def messages(stats: torchcomp.Stats) -> torchcomp.Stats:
     return replace(stats, control_bytes_sent=0, total_control_bytes_sent=0)
 
 
+def messages_of(state: Any) -> Any:
+    """Return a state without its counters of control messages; see :func:`messages`."""
+    if not isinstance(state, dict):
+        return state
+    return {name: messages_of(value) for name, value in state.items() if name != "control"}
+
+
 def same(one: Any, other: Any) -> bool:
     """Whether two results or state dicts are equal bit for bit, including their types."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torchcomp import host
 from torchcomp.checks import check_flag
 from torchcomp.compressors.base import Encoded
 from torchcomp.compressors.sparse import Sparsifier
@@ -53,7 +54,7 @@ class RandK(Sparsifier):
         return Encoded((values + nan_unless_finite(x),), index)
 
     def round_trips(self, rows: Tensor, keys: Sequence[Key]) -> Tensor:
-        index = torch.from_numpy(self.supports(keys, rows.shape[1])).to(rows.device)
+        index = host.copy_to(torch.from_numpy(self.supports(keys, rows.shape[1])), rows.device)
         values = rows.gather(1, index) * self._scale(rows.shape[1])
         # As in encode(): 0, or NaN for a row that is not finite.
         values += (rows * 0.0).sum(1, keepdim=True)
