@@ -201,6 +201,9 @@ def test_the_papers_recipe_trains_on_photographs(
 ) -> None:
     small = partial(Settings, loader="torchvision", image_size=32)
     monkeypatch.setattr(paper_data, "Settings", small)
+    # Without loader processes: a fork of the tests' process would free what earlier tests left for
+    # the garbage collector, and a process group joins threads that the fork does not have.
+    monkeypatch.setattr(paper_data, "threads_per_worker", lambda *_: 0)
     words = ["--dataset", "imagenet", "--model", "torchvision/resnet18", "--batch", "4"]
     words += ["--epochs", "1", "--warmup-epochs", "0", "--drops", ""]
     paper.run(setting_of(*words, "--data", str(photo_folder), "--out", str(tmp_path / "out")))

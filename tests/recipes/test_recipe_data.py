@@ -1,5 +1,6 @@
 """Data sets, loaders and augmentation, and errors for bad input."""
 
+import gc
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,13 @@ from recipes.torchvision_compat import import_torchvision
 from tests.support.patience import PATIENCE
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_garbage() -> None:
+    # Loader processes are forks. They would free what earlier tests left for the garbage collector,
+    # and a process group joins threads that a fork does not have.
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)
