@@ -86,8 +86,9 @@ PRIVATE_OF_FRAMEWORKS = {
 }
 """The same for other packages. `make test-integrations` runs what uses them."""
 
-# torch 2.13 renamed this collective and deprecated its old name.
+# torch 2.13 renamed these collectives and deprecated their old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def skips_unused_parameters(model: DistributedDataParallel) -> bool:

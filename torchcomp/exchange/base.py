@@ -67,6 +67,13 @@ class Exchange(ABC):
     ) -> Tensor:
         """Send ``sizes[r]`` elements to each rank r; receive ``arriving[r]`` from each."""
 
+    def _reduce_scatter(self, values: Tensor) -> Tensor:
+        """Return this rank's part of the sum of `values` (1-D, equal parts) over the ranks."""
+        part = [values.numel() // self.world_size] * self.world_size
+        # Summed here, in rank order: gloo's reduce-scatter is an all-reduce inside, which moves
+        # twice the bytes.
+        return self._all_to_all(values, part, part).view(self.world_size, -1).sum(0)
+
     @abstractmethod
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
         """Return every rank's picklable `value`, in rank order.
@@ -86,6 +93,18 @@ class Exchange(ABC):
         """Replace `values` (1-D, contiguous) with their sum over the ranks."""
         self._all_reduce(values)
         self._load.summed += values.nbytes
+
+    @label("reduce_scatter")
+    def reduce_scatter(self, values: Tensor) -> Tensor:
+        """Return this rank's part of the sum of `values` over the ranks.
+
+        Args:
+            values: 1-D, contiguous; one part for each rank, in rank order, all of the same length.
+        """
+        moved = values.nbytes // self.world_size * (self.world_size - 1)
+        self._load.sent += moved
+        self._load.received += moved
+        return self._reduce_scatter(values)
 
     @label("all_gather")
     def all_gather(self, message: Tensor) -> list[Tensor]:

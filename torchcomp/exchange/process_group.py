@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchcomp.compat import all_gather_single
+from torchcomp.compat import all_gather_single, reduce_scatter_single
 from torchcomp.exchange.base import Exchange
 
 _SMALL = 2**20
@@ -36,6 +36,13 @@ class ProcessGroupExchange(Exchange):
 
     def _all_reduce(self, values: Tensor) -> None:
         dist.all_reduce(values, group=self.group)
+
+    def _reduce_scatter(self, values: Tensor) -> Tensor:
+        if not values.is_cuda:
+            return super()._reduce_scatter(values)
+        mine = values.new_empty(values.numel() // self.world_size)
+        reduce_scatter_single(mine, values, group=self.group)
+        return mine
 
     def _all_gather(self, mine: Tensor) -> Tensor:
         # gloo's all-gather is a ring. It moves as many bytes as sending a copy to every rank, but

@@ -1,0 +1,117 @@
+"""Pieces: a bucket cut into equal parts, one for each rank of a node.
+
+Each parameter is cut along its first dimension, as FSDP2 shards it: of n rows on L ranks, rank r
+has rows r c to (r + 1) c with c = ceil(n / L), and zeros where there are no such rows. All pieces
+of a bucket therefore have the same shape, and a matrix is cut into matrices.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, prod
+
+import torch
+from torch import Tensor
+
+from torchcomp.bucket import BucketShape
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """How one parameter is cut. A row is one index of the first dimension."""
+
+    name: str
+    row: tuple[int, ...]  # shape of a row
+    rows: int  # rows of the parameter
+    each: int  # rows of a piece, including rows of zeros
+    start: int  # first element of the parameter within a piece
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter's piece."""
+        return (self.each, *self.row)
+
+    @property
+    def span(self) -> slice:
+        """The elements of the parameter within a piece."""
+        return slice(self.start, self.start + prod(self.shape))
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces of a bucket.
+
+    Attributes:
+        whole: the shape of the bucket.
+        ranks: number of pieces, L.
+    """
+
+    whole: BucketShape
+    ranks: int
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """How each parameter is cut, in the order of the bucket."""
+        chunks, start = [], 0
+        strides = self.whole.strides or ((),) * len(self.whole.names)
+        for name, shape, stride in zip(self.whole.names, self.whole.shapes, strides, strict=True):
+            rows, *row = shape if _by_rows(shape, stride) else (prod(shape),)
+            chunk = Chunk(name, tuple(row), rows, ceil(rows / self.ranks), start)
+            chunks.append(chunk)
+            start = chunk.span.stop
+        return tuple(chunks)
+
+    @cached_property
+    def piece(self) -> BucketShape:
+        """The shape of one piece, the same for all ranks."""
+        shapes = tuple(chunk.shape for chunk in self.chunks)
+        return BucketShape(self.whole.names, shapes, self.whole.dtype)
+
+    def cut(self, parts: Mapping[str, Tensor], out: Tensor) -> None:
+        """Copy a bucket to its pieces.
+
+        Args:
+            parts: each parameter's part of the bucket, 1-D.
+            out: 1-D, all pieces in rank order.
+        """
+        views = [view for chunk in self.chunks for view in self._views(chunk, parts, out)]
+        torch._foreach_copy_([piece for _, piece in views], [part for part, _ in views])
+        zeros = [zero for chunk in self.chunks for zero in self._padding(chunk, out)]
+        if zeros:
+            torch._foreach_zero_(zeros)
+
+    def join(self, pieces: Tensor, parts: Mapping[str, Tensor]) -> None:
+        """Copy pieces back to a bucket; the inverse of :meth:`cut`."""
+        views = [view for chunk in self.chunks for view in self._views(chunk, parts, pieces)]
+        torch._foreach_copy_([part for part, _ in views], [piece for _, piece in views])
+
+    def _views(
+        self, chunk: Chunk, parts: Mapping[str, Tensor], pieces: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate over equal views of a parameter and of the pieces."""
+        part, placed = parts[chunk.name], pieces.view(self.ranks, -1)[:, chunk.span]
+        full, size = chunk.rows // max(chunk.each, 1), placed.shape[1]
+        if full:
+            yield part[: full * size].view(full, size), placed[:full]
+        rest = part[full * size :]
+        if rest.numel():
+            yield rest, placed[full, : rest.numel()]
+
+    def _padding(self, chunk: Chunk, pieces: Tensor) -> Iterator[Tensor]:
+        """Iterate over the parts of the pieces that are no rows of a parameter."""
+        placed = pieces.view(self.ranks, -1)[:, chunk.span]
+        full, size = divmod(chunk.rows, max(chunk.each, 1))[0], placed.shape[1]
+        rest = prod(chunk.row) * chunk.rows - full * size
+        if rest:
+            yield placed[full, rest:]
+            full += 1
+        if full < self.ranks and size:
+            yield placed[full:]
+
+
+def _by_rows(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether each row of a parameter is contiguous in memory, and the rows follow one another."""
+    if not shape:
+        return False
+    # Strides are empty if the parameter is contiguous.
+    return not stride or shape[0] <= 1 or stride[0] == prod(shape[1:])
