@@ -1,12 +1,12 @@
 """Wall-clock time of whole runs on hosts that are joined by links of 100 Mbit/s.
 
     python -m recipes.jointspar.wall_clock
-    python -m recipes.jointspar.wall_clock --mbit 1000
+    python -m recipes.jointspar.wall_clock --mbit 1000 --out FOLDER
 
 Takes minutes, and needs root, iproute2 and gcc. It repeats the runs of ``large_batch.py`` with one
-seed, each method at the learning rate selected in ``large_batch.csv`` of the same folder. The hosts are network
-namespaces with shaped links (benchmarks/net). ``wall_clock.csv`` has the times, and
-``wall_clock.png`` shows them with the accuracies of all seeds.
+seed, each method at the learning rate selected in the ``large_batch.csv`` of the same folder. The
+hosts are network namespaces with shaped links (benchmarks/net). ``wall_clock.csv`` has the times,
+and ``wall_clock.png`` shows them with the accuracies of all seeds.
 """
 
 import argparse
