@@ -488,6 +488,17 @@ def test_published_tables_are_resumed_with_nothing_missing() -> None:
         assert found == [(form, str(seed)) for seed in SEEDS for form in bandit.forms()]
 
 
+def test_finished_runs_without_their_log_are_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(FOLDER / "results" / TABLE, tmp_path)
+    words = ["--resume", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["recipes/jointspar/large_batch.py", *words])
+    large_batch.main()
+    assert (tmp_path / "accuracy.png").exists()
+    assert not (tmp_path / "probabilities.png").exists()
+
+
 @pytest.mark.parametrize("program", [*PARTS.values(), experiment])
 def test_an_out_that_is_a_file_is_an_error_before_anything_starts(
     program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
