@@ -1,12 +1,10 @@
 """The pictures of the convergence experiment."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from recipes.jointspar.convergence_runs import steps_per_epoch
 from recipes.jointspar.convergence_summary import (
@@ -56,15 +54,7 @@ def draw_convergence(optimizer: str, curves: Sequence[Row], lrs: LrByMethod, pat
     for line, quantity in enumerate(QUANTITIES):
         for each, count in zip(axes[line], workers, strict=True):
             of_panel = selected(rows, workers=count, quantity=quantity)
-            missing = []
-            for method in styles:
-                found = curves_by_seed(selected(of_panel, method=method)).values()
-                if 2 * sum(math.isnan(curve[-1]) for curve in found) >= len(found):
-                    missing.append(styles[method]["label"])
-                else:
-                    median = _median(list(found), quantity)
-                    steps = steps_per_epoch(count) * np.arange(1, len(median) + 1)
-                    each.plot(steps, median, linewidth=1.3, **styles[method])
+            missing = _draw_medians(each, of_panel, steps_per_epoch(count), styles)
             _label(each, line, quantity, f"{count} workers, lr {lr * count:g}")
             if missing and line == 0:
                 _name_missing(each, missing)
@@ -110,9 +100,23 @@ def _finding(rows: Sequence[Row]) -> str:
     return f"{compared}:\n{'; '.join(parts)}" if parts else "Loss and accuracy against the step"
 
 
-def _median(curves: list[list[float]], quantity: str) -> NDArray[np.float64]:
-    worst = np.inf if quantity == QUANTITIES[0] else 0.0
-    return np.median(np.nan_to_num(np.array(curves), nan=worst), axis=0)
+def _draw_medians(
+    axes: Any, rows: Sequence[Row], per_epoch: int, styles: dict[str, dict[str, str]]
+) -> list[str]:
+    """Draw the median of each method, and return the labels of those without a line."""
+    missing = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        of_method = selected(rows, method=method)
+        curves = np.array(list(curves_by_seed(of_method).values()))
+        if 2 * np.isnan(curves[:, -1]).sum() >= len(curves):
+            missing.append(styles[method]["label"])
+            continue
+        worst = np.inf if of_method[0]["quantity"] == QUANTITIES[0] else 0.0
+        median = np.median(np.nan_to_num(curves, nan=worst), axis=0)
+        axes.plot(
+            per_epoch * np.arange(1, len(median) + 1), median, linewidth=1.3, **styles[method]
+        )
+    return missing
 
 
 def _name_missing(axes: Any, labels: list[str]) -> None:
