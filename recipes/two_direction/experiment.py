@@ -37,7 +37,7 @@ from recipes.result_files import make_folder
 from recipes.two_direction import contest, on_ranks, pictures, scaling, sweeps, winners
 from recipes.two_direction.data_sets import DATASETS, open_samples
 from recipes.two_direction.methods import METHODS, Messages
-from recipes.two_direction.race import COLUMNS, CURVE_COLUMNS, Setting, check, race
+from recipes.two_direction.race import COLUMNS, CURVE_COLUMNS, Setting, check, race, rows_of
 from torchcomp.checks import check_at_least_0, check_count, check_positive
 
 PARTS = ("contest", "alpha", "scaling", "winners", "ranks")
@@ -73,6 +73,7 @@ def main() -> None:
     # All input is checked before anything is computed and before any file is written.
     parts = [part for name in arguments.only if name in _PARTS for part in _PARTS[name](arguments)]
     for part in parts:
+        rows_of(part.table)
         for setting, methods in part.races:
             check(setting, methods, arguments.seeds)
     # Real ranks are compared with the simulation: one seed is enough.

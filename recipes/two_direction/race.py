@@ -147,8 +147,18 @@ COLUMNS = tuple(each.name for each in fields(Row))
 
 
 def rows_of(table: ResultTable) -> list[Row]:
-    """Return the rows of a table."""
-    return [Row.read(row) for row in table.rows]
+    """Return the rows of a table.
+
+    Raises:
+        RecipeError: if a cell is missing or is not what its column holds.
+    """
+    try:
+        return [Row.read(row) for row in table.rows]
+    except (TypeError, ValueError) as error:
+        raise RecipeError(
+            f"--resume cannot use {table.path}, which has a damaged row ({error}): delete the row, "
+            "or leave out --resume"
+        ) from None
 
 
 def steps(setting: Setting, method: str) -> list[int]:

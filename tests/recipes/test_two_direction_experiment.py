@@ -465,6 +465,21 @@ def test_bad_input_ends_in_one_line_before_anything_runs(
         run_main(monkeypatch, *words.split())
 
 
+@pytest.mark.parametrize("damage", ["", ",1,1", ",a,1,1,1,1,True,9,0,9,9,9,9,c,v,d"])
+def test_a_damaged_row_is_refused_before_anything_runs(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*SMALL, "--methods", "AGD", "--out", str(tmp_path)]
+    run_main(monkeypatch, *words)
+    path = tmp_path / "contest_digits_n10.csv"
+    before = path.read_text() + f"10{damage}\n"
+    path.write_text(before)
+    monkeypatch.setattr(experiment, "race", lambda *_: pytest.fail("it ran"))
+    with pytest.raises(SystemExit, match=r"^error[^\n]*--resume[^\n]*n10\.csv[^\n]*damaged"):
+        run_main(monkeypatch, *words, "--resume")
+    assert path.read_text() == before
+
+
 def test_quick_and_unpublished_settings_do_not_write_to_the_committed_results() -> None:
     assert experiment.parse([]).out == RESULTS
     assert experiment.parse(["--mu", "1e-2", "--workers", "100"]).out == RESULTS
