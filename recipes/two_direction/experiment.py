@@ -117,7 +117,8 @@ def _contest(arguments: argparse.Namespace) -> list[Part]:
 
 def _downlink(arguments: argparse.Namespace) -> list[Part]:
     races = sweeps.downlink_races(quick=arguments.quick)
-    return [Part(_table(arguments, "alpha", sweeps.TASK), races, pictures.draw_downlink)]
+    table = _table(arguments, "alpha", sweeps.task(quick=arguments.quick))
+    return [Part(table, races, pictures.draw_downlink)]
 
 
 def _scaling(arguments: argparse.Namespace) -> list[Part]:
