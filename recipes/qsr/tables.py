@@ -158,7 +158,7 @@ TABLES = {
         settings, chosen={f"{ranks} workers": Setting(ranks=ranks) for ranks in (2, 4, 8)}
     ),
     "clean_labels": partial(
-        settings, chosen={"a fifth of the labels wrong": SGD_MLP, "all right": _CLEAN}
+        settings, chosen={"a fifth of the labels random": SGD_MLP, "all right": _CLEAN}
     ),
     "verdicts": verdicts,
     "tuned": tuned,
