@@ -65,8 +65,9 @@ def main() -> None:
     tables = {
         part: open_tables(arguments.out, part, resume=arguments.resume) for part in arguments.parts
     }
-    # The pictures are of all files of the folder.
-    read_results(arguments.out, [part for part in ALL_PARTS if part not in tables])
+    # The pictures are of all files of the folder, and without --resume some of them start anew.
+    kept = [part for part in ALL_PARTS if arguments.resume or part not in tables]
+    read_results(arguments.out, kept)
     make_folder(arguments.out)
     for part, studies in arguments.parts.items():
         run_studies(studies, arguments, tables[part])

@@ -99,7 +99,7 @@ def read_results(folder: Path, parts: Iterable[str] = ALL_PARTS) -> Results:
     """Read the files of the parts that a folder has.
 
     Raises:
-        RecipeError: if a file lacks a column.
+        RecipeError: if a file lacks a column or has a damaged row.
     """
     runs: dict[TrainingRun, Outcome] = {}
     curves: dict[Curve, dict[int, float]] = {}
@@ -112,6 +112,11 @@ def read_results(folder: Path, parts: Iterable[str] = ALL_PARTS) -> Results:
             raise RecipeError(
                 f"the files of {part} in {folder} have no column {missing}: another version wrote "
                 "them. Delete them, or choose another folder with --out"
+            ) from None
+        except (TypeError, ValueError) as error:
+            raise RecipeError(
+                f"the files of {part} in {folder} have a damaged row ({error}): delete it, or "
+                "choose another folder with --out"
             ) from None
     entries: dict[tuple[Setting, Point, str], Entry] = {}
     for run, outcome in runs.items():

@@ -501,3 +501,15 @@ def test_a_damaged_file_of_another_part_is_noticed_before_training(
     with pytest.raises(SystemExit, match=r"^error: .*decays.*dataset.*--out"):
         experiment.main()
     assert [path.name for path in tmp_path.iterdir()] == ["decays.csv"]
+
+
+def test_a_damaged_row_is_noticed_before_training(
+    finished: argparse.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (finished.out / "own.csv").read_text()
+    (tmp_path / "own.csv").write_text(re.sub(r",validation,[\d.]+,", ",validation,much,", text))
+    words = ["--quick", "--decay", "step", "--resume", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["experiment.py", *words])
+    monkeypatch.setattr(experiment, "run_studies", lambda *_: pytest.fail("it ran"))
+    with pytest.raises(SystemExit, match=r"^error: .*own.*damaged.*'much'.*--out"):
+        experiment.main()
