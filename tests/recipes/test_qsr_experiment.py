@@ -5,6 +5,7 @@ import csv
 import functools
 import math
 import re
+import shutil
 import statistics
 import sys
 import threading
@@ -246,6 +247,26 @@ def test_tables_and_pictures_are_made_from_the_files(finished: argparse.Namespac
     for text in (qsr.point.schedule, qsr.accuracy.with_deviation(), f"{qsr.syncs}"):
         assert text in line
     assert qsr.ahead_of(parallel).with_error() in line
+
+
+def test_a_picture_without_parallel_training_has_the_share_of_the_steps(
+    finished: argparse.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = (finished.out / "own.csv").read_text().splitlines()
+    kept = [line for line in whole if not re.search(r",(parallel|constant H),.*,test,", line)]
+    (tmp_path / "own.csv").write_text("\n".join(kept))
+    shutil.copy(finished.out / "own_curves.csv", tmp_path)
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(
+        figures, "save_figure", lambda figure, path: drawn.update({path.stem: figure})
+    )
+    figures.draw_all(tmp_path, 360)
+    assert "differences" not in drawn
+    axes = drawn["accuracy"].axes[0]
+    shares = {box.get_label(): box[0].get_xdata()[0] for box in axes.containers}
+    swap = results.read_results(tmp_path).reported(SHORT, "SWAP")
+    assert swap is not None
+    assert shares["SWAP"] == pytest.approx(100 * swap.syncs / 22)
 
 
 def test_verdicts_count_differences_of_two_standard_errors() -> None:
