@@ -37,7 +37,8 @@ PARTS = {
 def main() -> None:
     """Run the parts one after another. The first part that fails ends the experiment."""
     arguments = parse(sys.argv[1:])
-    flags = ["--out", str(arguments.out)]
+    # The rows name their command. An absolute path in it would be of this machine only.
+    flags = ["--out", os.path.relpath(arguments.out)]
     flags += ["--seeds", ",".join(map(str, arguments.seeds))] if arguments.seeds else []
     flags += ["--quick"] if arguments.quick else []
     flags += ["--resume"] if arguments.resume else []
