@@ -3,10 +3,11 @@
 import csv
 import os
 import platform
-import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from recipes.result_files import revision
 
 _COMMON = ["date", "revision", "torch", "device", "cpus"]
 _RUN = ["hosts", "mbit", "delay_us", "model", "parameters", "batch", "method"]
@@ -55,23 +56,11 @@ def conditions() -> dict[str, Any]:
 
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "revision": _revision(),
+        "revision": revision(),
         "torch": version("torch"),
         "device": _processor(),
         "cpus": len(os.sched_getaffinity(0)),
     }
-
-
-def _revision() -> str:
-    """The commit, with a + if the working tree differs from it."""
-    here = Path(__file__).parent
-    # --exclude=* ignores tags, so that the result is always a commit.
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--exclude=*"]
-    try:
-        described = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    except FileNotFoundError:  # a copy of the repository on a machine without git
-        described = ""
-    return described or "unknown"
 
 
 def _processor() -> str:

@@ -587,7 +587,7 @@ def test_flags_are_passed_to_the_parts(tmp_path: Path, monkeypatch: pytest.Monke
         commands.append(command)
         return SimpleNamespace(returncode=len(commands) - 1)
 
-    monkeypatch.setattr(experiment.subprocess, "run", start)
+    monkeypatch.setattr(experiment, "subprocess", SimpleNamespace(run=start))
     words = ["--quick", "--resume", "--out", str(tmp_path), "--only", "selection", "bandit"]
     words += ["--seeds", "3,7"]
     monkeypatch.setattr(sys, "argv", ["experiment.py", *words])
