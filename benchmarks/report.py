@@ -448,7 +448,8 @@ correctly, on {rows[0]["hosts"]} hosts. The time of the tests does not count.
 
 - Each value is the median over the seeds.
 - Rank 0's weights are tested every four steps.
-- Peak learning rates tried: {lrs}. The table shows each method at its best one, chosen by these runs.
+- Peak learning rates tried: {lrs}. The table shows each method at its best one, chosen by these
+  runs.
 - The schedule is that of `recipes/configs/digits.yaml`, 24 epochs.
 - Every rank trains on images that the other ranks do not have. `no-op` is rank 0 alone, with its
   part of them.
