@@ -8,8 +8,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from recipes.errors import RecipeError
-
 _COMMON = ["date", "revision", "torch", "device", "cpus"]
 _RUN = ["hosts", "mbit", "delay_us", "model", "parameters", "batch", "method"]
 STEPS = [*_COMMON, *_RUN, "steps", "step_ms", "step_ms_low", "step_ms_high", "user_ms"]
@@ -21,11 +19,15 @@ FINAL = [*_COMMON, "ranks", "model", "parameters", "batch", "method", "images", 
 FINAL += ["steps", "accuracy", "loss"]
 
 
+class TableError(ValueError):
+    """A CSV file cannot take the rows of this program."""
+
+
 class Table:
     """One CSV file. Rows are appended, never changed.
 
     Raises:
-        RecipeError: if the file has other columns.
+        TableError: if the file has other columns.
     """
 
     def __init__(self, path: Path, columns: list[str]) -> None:
@@ -33,7 +35,7 @@ class Table:
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = self.read()
         if rows and list(rows[0]) != columns:
-            raise RecipeError(
+            raise TableError(
                 f"cannot add rows to {path}, whose columns are {', '.join(rows[0])}; expected "
                 f"{', '.join(columns)}. Choose another folder with --out"
             )

@@ -70,11 +70,11 @@ class OptimizerLRs:
 
         What they apply is not the learning rate of a step times its gradient.
         """
+        # By the options of SGD, because wrappers such as ZeroRedundancyOptimizer are no SGD.
         return [
             type(each).__name__
             for each in self._optimizers
-            if not isinstance(each, torch.optim.SGD)
-            or any(group["momentum"] for group in each.param_groups)
+            if any("dampening" not in group or group["momentum"] for group in each.param_groups)
         ]
 
     def _items(self) -> Iterator[tuple[str, float]]:
