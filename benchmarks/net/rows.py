@@ -20,12 +20,26 @@ FINAL = [*_COMMON, "ranks", "model", "parameters", "batch", "method", "images", 
 FINAL += ["steps", "accuracy", "loss"]
 
 
+class TableError(ValueError):
+    """A CSV file cannot take the rows of this program."""
+
+
 class Table:
-    """One CSV file. Rows are appended, never changed."""
+    """One CSV file. Rows are appended, never changed.
+
+    Raises:
+        TableError: if the file has other columns.
+    """
 
     def __init__(self, path: Path, columns: list[str]) -> None:
         self.path, self.columns = path, columns
         path.parent.mkdir(parents=True, exist_ok=True)
+        rows = self.read()
+        if rows and list(rows[0]) != columns:
+            raise TableError(
+                f"cannot add rows to {path}, whose columns are {', '.join(rows[0])}; expected "
+                f"{', '.join(columns)}. Choose another folder with --out"
+            )
 
     def read(self) -> list[dict[str, str]]:
         if not self.path.exists():

@@ -35,6 +35,7 @@ TABLE = "lr_inside.csv"
 MODEL = "mlp"
 FORMS = ("outside", "inside")
 COMPARED = ("unidirectional", "bidirectional")
+SEEDS = range(10)
 
 
 def by_steps(done: float) -> float:
@@ -107,7 +108,7 @@ def main() -> None:
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = ExperimentParser(__doc__.splitlines()[0], Path(__file__).parent, seeds=range(10))
+    parser = ExperimentParser(__doc__.splitlines()[0], Path(__file__).parent, seeds=SEEDS)
     parsed = parser.read(words)
     parsed.out = parser.output_folder(parsed)
     return parsed
@@ -210,11 +211,14 @@ def compare(rows: Sequence[dict[str, str]]) -> list[Comparison]:
     for schedule, method in itertools.product(SCHEDULES, COMPARED):
         lrs: dict[str, float] = {}
         by_seed: dict[str, dict[int, float]] = {form: {} for form in FORMS}
-        for row in rows:
-            run = LrRun.of(row)
-            if (run.schedule, run.method, run.images) == (schedule, method, "test"):
-                lrs[run.form] = run.lr
-                by_seed[run.form][run.seed] = float(row["accuracy"])
+        for form in FORMS:
+            reported = LrRun(schedule, method, form, "test", 0.0, 0)
+            lrs[form] = best_lr(reported, rows)
+            for row in rows:
+                run = LrRun.of(row)
+                # Other tuning seeds can have chosen another learning rate in an earlier session.
+                if run == replace(reported, lr=lrs[form], seed=run.seed):
+                    by_seed[form][run.seed] = float(row["accuracy"])
         accuracy = {form: spread(values.values()) for form, values in by_seed.items()}
         gain = paired(by_seed["inside"], by_seed["outside"])
         found.append(Comparison(schedule, method, lrs, accuracy, gain))
