@@ -24,7 +24,7 @@ from benchmarks.net.rows import FINAL, Table, TableError, conditions
 
 HELD_OUT, TEST = "held-out", "test"
 MODEL, BATCH, RANKS = "smallcnn", 16, 4
-LRS = (0.025, 0.05, 0.1, 0.2, 0.4, 0.8)
+LRS = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 # Not a seed of the reported runs, so that none of these chooses the learning rate.
 TUNING_SEEDS = (1000,)
 METHODS = (
