@@ -114,7 +114,10 @@ def main() -> None:
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = ExperimentParser(__doc__.splitlines()[0], _HERE, PARTS, seeds=lr_inside.SEEDS)
-    parser.add_argument("--dataset", choices=DATASETS, default="digits", help="[digits]")
+    names = ", ".join(DATASETS)
+    parser.add_argument(
+        "--dataset", choices=DATASETS, default="digits", metavar="NAME", help=f"{names} [digits]"
+    )
     parser.add_argument("--data", type=Path, help="folder of the data set; digits needs none")
     parser.add_argument("--processes", type=int, default=2, help="measurements at a time [2]")
     parsed = parser.read(words)
