@@ -9,6 +9,7 @@ train on all training images, once per seed. Results are rows of accuracy.csv in
 """
 
 import argparse
+import signal
 import statistics
 import sys
 from collections import defaultdict
@@ -19,11 +20,11 @@ from pathlib import Path
 from benchmarks.net.job import Job
 from benchmarks.net.launch import LaunchError, free_port, results
 from benchmarks.net.names import BASELINES
-from benchmarks.net.rows import FINAL, Table, conditions
+from benchmarks.net.rows import FINAL, Table, TableError, conditions
 
 HELD_OUT, TEST = "held-out", "test"
 MODEL, BATCH, RANKS = "smallcnn", 16, 4
-LRS = (0.05, 0.1, 0.2, 0.4)
+LRS = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 # Not a seed of the reported runs, so that none of these chooses the learning rate.
 TUNING_SEEDS = (1000,)
 METHODS = (
@@ -39,6 +40,10 @@ METHODS = (
 
 
 def main() -> None:
+    # Here, because the report imports this module, and should not have to import torch.
+    from recipes.errors import exit_on_user_error
+    from recipes.result_files import make_folder
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -48,16 +53,30 @@ def main() -> None:
     add("--methods", nargs="+", default=METHODS, metavar="METHOD", help="any spec of torchcomp")
     add("--seeds", type=int, default=5, help="runs per method on the test images [5]")
     arguments = parser.parse_args()
-    table = Table(arguments.out / "accuracy.csv", FINAL)
-    try:
+    # End on SIGTERM as on Ctrl-C: an exception ends the workers, which block this signal.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with exit_on_user_error(LaunchError, TableError):
+        check(arguments.methods, arguments.seeds)
+        make_folder(arguments.out)
+        table = Table(arguments.out / "accuracy.csv", FINAL)
         tuning = product(arguments.methods, LRS, TUNING_SEEDS)
         measure(table, HELD_OUT, tuning, resume=arguments.resume)
         lrs = best_lrs(table.read())
         runs = [(method, lrs[method]) for method in arguments.methods]
         reported = ((*run, seed) for run, seed in product(runs, range(arguments.seeds)))
         measure(table, TEST, reported, resume=arguments.resume)
-    except LaunchError as error:
-        sys.exit(f"error: {error}")
+
+
+def check(methods: Iterable[str], seeds: int) -> None:
+    """Raise SpecError unless every method is known and there is at least one seed."""
+    import torchcomp
+    from benchmarks.net.methods import LAYERS
+    from torchcomp.checks import check_count
+
+    check_count("--seeds", seeds)
+    for method in methods:
+        if method not in BASELINES and not method.startswith(LAYERS):
+            torchcomp.parse(method)
 
 
 def measure(

@@ -23,7 +23,7 @@ from benchmarks.net.hosts import Hosts
 from benchmarks.net.job import Job
 from benchmarks.net.launch import LaunchError, free_port, results
 from benchmarks.net.names import BASELINES, PLAIN
-from benchmarks.net.rows import ACCURACY, STEPS, Table, conditions
+from benchmarks.net.rows import ACCURACY, STEPS, Table, TableError, conditions
 from benchmarks.net.shell import ShellError, missing
 
 _HERE = Path(__file__).parent
@@ -51,7 +51,7 @@ def main() -> None:
         sys.exit(f"error: {missing()}")
     try:
         failures = loopback(arguments) if arguments.loopback else grid(arguments)
-    except ShellError as error:
+    except (ShellError, TableError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)

@@ -277,7 +277,7 @@ def above_floor_goal(
     hosts: int = 4,
 ) -> Goal:
     goal = f"100 Mbit/s, {hosts} hosts, {model}: time above `no-op` at most half of PowerSGD's, "
-    goal += "and [accuracy](#final-accuracy) not below PowerSGD's"
+    goal += "and [accuracy](#final-accuracy) of the small CNN not below PowerSGD's"
     # Time above `no-op`: every method does the same arithmetic, so the rest is what it costs.
     own, theirs = (steps.above_floor(model, hosts, 100, name) for name in (method, POWERSGD))
     if own is None or theirs is None:
@@ -448,7 +448,8 @@ correctly, on {rows[0]["hosts"]} hosts. The time of the tests does not count.
 
 - Each value is the median over the seeds.
 - Rank 0's weights are tested every four steps.
-- Peak learning rates tried: {lrs}. The table shows each method at its best one.
+- Peak learning rates tried: {lrs}. The table shows each method at its best one, chosen by these
+  runs.
 - The schedule is that of `recipes/configs/digits.yaml`, 24 epochs.
 - Every rank trains on images that the other ranks do not have. `no-op` is rank 0 alone, with its
   part of them.

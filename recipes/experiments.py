@@ -17,6 +17,8 @@ from recipes.result_files import provenance, read_csv, read_notes, write_csv
 PROVENANCE = ("command", "versions", "date")
 """The last columns of a table: how, with what and when (UTC) the row was measured."""
 _FIRST_TUNING_SEED = 1000
+# All generators of random numbers take seeds of 32 bits.
+_LARGEST_SEED = 2**32 - 1
 QUICK_HELP = "a few small runs, two minutes or so on two cores, to see that it works"
 RESUME_HELP = "keep the finished rows of an interrupted run, and compute only the missing ones"
 
@@ -116,12 +118,13 @@ def seed_list(text: str) -> tuple[int, ...]:
     """Return the seeds of a comma-separated list, without repetitions, in the order given.
 
     Raises:
-        argparse.ArgumentTypeError: unless all are integers of at least 0.
+        argparse.ArgumentTypeError: unless all are integers from 0 to 2^32 - 1.
     """
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() for word in words):
+    if not all(word.isdecimal() and int(word) <= _LARGEST_SEED for word in words):
         raise argparse.ArgumentTypeError(
-            f"{text!r} must be integers of at least 0, separated by commas, such as 3,7,11"
+            f"{text!r} must be integers from 0 to {_LARGEST_SEED}, separated by commas, "
+            "such as 3,7,11"
         )
     return tuple(dict.fromkeys(map(int, words)))
 
@@ -151,7 +154,8 @@ class ResultTable:
         rows: the finished rows, as texts by column.
 
     Raises:
-        RecipeError: if ``resume`` is set and the file has another task or other columns.
+        RecipeError: if ``resume`` is set and the file is damaged, or has another task or other
+            columns.
     """
 
     def __init__(
@@ -164,7 +168,7 @@ class ResultTable:
         curves: bool = False,
     ) -> None:
         self.path, self._task = path, task
-        self._provenance = {} if curves else {name: provenance()[name] for name in PROVENANCE}
+        self._provenance = {} if curves else provenance()
         self.header = (*header, *self._provenance)
         self.rows: list[dict[str, str]] = []
         # A missing file is no error: a part that was never started has no rows yet.

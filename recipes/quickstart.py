@@ -25,8 +25,9 @@ from typing import Any
 import torchcomp
 from recipes.errors import exit_on_user_error
 from recipes.experiments import seed_list
-from recipes.result_files import pyplot, save_figure
+from recipes.result_files import make_folder, pyplot, save_figure
 from recipes.spread import spread
+from torchcomp.checks import check_count
 from torchcomp.schedules import Schedule
 
 _CONFIG = Path(__file__).resolve().parent / "configs" / "digits.yaml"
@@ -47,6 +48,7 @@ def main() -> None:
     with exit_on_user_error():
         arguments = parse(sys.argv[1:])
         flags = {method: flags_of(method) for method in arguments.methods}
+        make_folder(arguments.out)
     started = time.monotonic()
     results: dict[str, list[Result]] = {method: [] for method in flags}
     for seed in arguments.seeds:
@@ -81,8 +83,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("extra", nargs="*", help="after --: further flags of recipes.train")
     parsed = parser.parse_args(arguments)
     for name in ("ranks", "epochs"):
-        if getattr(parsed, name) < 1:
-            parser.error(f"--{name} must be at least 1, not {getattr(parsed, name)}")
+        check_count(f"--{name}", getattr(parsed, name))
     return parsed
 
 

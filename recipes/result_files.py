@@ -4,6 +4,7 @@ import csv
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
@@ -47,14 +48,27 @@ def write_csv(
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a table. Each row maps columns to values."""
+    """Return the rows of a table. Each row maps columns to values.
+
+    Raises:
+        RecipeError: if a row has more or fewer cells than there are columns.
+    """
     with path.open(newline="") as file:
-        return list(csv.DictReader(line for line in file if not line.startswith("#")))
+        reader = csv.reader(line for line in file if not line.startswith("#"))
+        header, *rows = [cells for cells in reader if cells] or [[]]
+    for number, row in enumerate(rows, 1):
+        if len(row) != len(header):
+            raise RecipeError(
+                f"{path}: row {number} has {len(row)} cells for {len(header)} columns. Remove "
+                "that row, or choose another folder with --out"
+            )
+    return [dict(zip(header, row, strict=True)) for row in rows]
 
 
 def read_notes(path: Path) -> dict[str, str]:
     """Return the comments of a table, such as ``# task: ...``, by key."""
-    with path.open() as file:
+    # A file that is no text has no notes.
+    with path.open(errors="replace") as file:
         comments = [line[1:].partition(":") for line in file if line.startswith("#")]
     return {key.strip(): text.strip() for key, _, text in comments}
 
@@ -64,12 +78,25 @@ def provenance() -> dict[str, str]:
     # With -m, argv[0] is the full path of the module. Its last three parts are the module's name.
     # The rest is private: it shows where the user keeps the repository.
     module = ".".join(Path(sys.argv[0]).with_suffix("").parts[-3:])
-    versions = f"torchcomp {torchcomp.__version__}, torch {torch.__version__}"
+    ours = f"torchcomp {torchcomp.__version__} at {revision()}"
+    python = f"Python {platform.python_version()}, {platform.machine()}"
     return {
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
-        "versions": f"{versions}, Python {platform.python_version()}, {platform.machine()}",
+        "versions": f"{ours}, torch {torch.__version__}, {python}",
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
     }
+
+
+def revision() -> str:
+    """Return the commit of the code, with a + if files differ from it; without git "unknown"."""
+    here = Path(__file__).parent
+    # --exclude=* ignores tags, so that the result is always a commit.
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        described = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:  # a copy of the repository on a machine without git
+        described = ""
+    return described or "unknown"
 
 
 def pyplot() -> Any:

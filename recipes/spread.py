@@ -9,6 +9,8 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+_MORE_DIGITS = 2
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -33,7 +35,7 @@ class Spread:
         """Return mean and deviation as text: ``"89.14 ± 1.24"``; a single value stands alone.
 
         Args:
-            digits: after the decimal point.
+            digits: after the decimal point; more if the deviation would otherwise print as 0.
             sign: "+" to show the sign of a positive mean, too.
         """
         return _plus_minus(self.mean, self.deviation, digits, sign)
@@ -67,6 +69,13 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Spread:
 
 
 def _plus_minus(mean: float, spread: float, digits: int, sign: str) -> str:
+    digits = _enough(spread, digits)
     # Adding 0 turns -0.0 into 0.0.
     text = f"{round(mean, digits) + 0.0:{sign}.{digits}f}"
     return text if math.isnan(spread) else f"{text} ± {spread:.{digits}f}"
+
+
+def _enough(spread: float, digits: int) -> int:
+    """Return up to two digits more, if a spread other than 0 would otherwise print as 0."""
+    wider = range(digits, digits + _MORE_DIGITS + 1)
+    return next((each for each in wider if round(spread, each)), digits)

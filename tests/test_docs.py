@@ -206,3 +206,14 @@ def test_architecture_names_every_module_and_every_key_of_a_state() -> None:
         1, lambda exchange: Averager("ef(topk(0.5))", exchange, {"w": torch.ones(4)}).state_dict()
     )
     assert set(state) <= set(re.findall(r'"(\w+)"', form))
+
+
+def test_the_traffic_in_choosing_is_what_explain_counts() -> None:
+    lines = (ROOT / "docs" / "choosing.md").read_text().splitlines()
+    start = lines.index("| method | N = 2 | 4 | 8 | 16 | 64 |") + 2
+    rows = [line.strip("| ").split(" | ") for line in lines[start : lines.index("", start)]]
+    assert len(rows) == 6
+    for label, *shown in rows:
+        spec = label.split("`")[1]
+        plans = [torchcomp.explain(spec, numel=25_557_032, world_size=n) for n in (2, 4, 8, 16, 64)]
+        assert shown == [f"{plan.bytes_sent / 1e6:,.1f}" for plan in plans], spec

@@ -160,8 +160,8 @@ class Averager:
                 the unit of the update, the learning rate times the gradient: when a learning rate
                 changes from a to b, the residual in the unit of the gradients is multiplied by
                 a / b. At learning rate 0, where the optimizer applies nothing, the state of a
-                parameter does not change. None leaves the learning rate out of the residual. Pass
-                it in all steps, or in none.
+                parameter does not change. With None, the residual has the unit of the gradients
+                from this step on. Pass it in all steps, or in none.
 
         Raises:
             SpecError: if a learning rate is negative, not finite or missing.
@@ -200,6 +200,9 @@ class Averager:
 
     def _follow(self, lrs: Mapping[str, float]) -> None:
         """Convert the residual, which is in the unit of the last update, to that of the next."""
+        if not lrs:
+            # From now on, what is unsent comes from steps whose learning rate is not known.
+            self.lrs = {}
         nonzero = {name: lr for name, lr in lrs.items() if lr}
         ratios = {name: self.lrs.get(name, lr) / lr for name, lr in nonzero.items()}
         changed = {name: ratio for name, ratio in ratios.items() if ratio != 1}

@@ -27,7 +27,9 @@ class Stats:
         total_bytes_sent: bytes of messages sent since the start.
         total_bytes_received: bytes of messages received since the start.
         total_dense_bytes_sent: bytes that plain DDP would have sent since the start.
-        total_control_bytes_sent: bytes of control messages sent since the start.
+        total_control_bytes_sent: bytes of control messages sent since the start. A resumed run has
+            some more than an uninterrupted one, because its ranks compare their settings again at
+            the first step after loading. All other totals are equal.
     """
 
     steps: int

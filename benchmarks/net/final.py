@@ -1,6 +1,7 @@
 """Measure the accuracy at the end of the schedule with one method, on one rank."""
 
 import gc
+import math
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -9,11 +10,15 @@ from benchmarks.net import data, models
 from benchmarks.net.job import Job
 from benchmarks.net.methods import Course, attach
 from benchmarks.net.training import Training, test
+from torchcomp import NonFiniteError
 
 
 @dataclass(frozen=True)
 class FinalAccuracy:
-    """One rank's weights at the end: accuracy as a fraction, and mean loss."""
+    """One rank's weights at the end: accuracy as a fraction, and mean loss.
+
+    A run that diverges has accuracy 0 and an infinite loss, with every method.
+    """
 
     accuracy: float
     loss: float
@@ -37,7 +42,14 @@ class FinalBench:
         try:
             for step in range(total):
                 self.training.step(trainee, step, seed, lr)
-            return FinalAccuracy(*test(trainee, self.tested), total)
+            accuracy, loss = test(trainee, self.tested)
+            # Baselines train on with NaN, and some class is then always "right".
+            if not math.isfinite(loss):
+                accuracy, loss = 0.0, math.inf
+            return FinalAccuracy(accuracy, loss, total)
+        except NonFiniteError:
+            # Raised on every rank in the same step.
+            return FinalAccuracy(0.0, math.inf, total)
         finally:
             # PyTorch's hooks may still send when a rank has finished its last step.
             dist.barrier()

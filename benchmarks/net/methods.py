@@ -18,7 +18,7 @@ from benchmarks.net import baselines
 from benchmarks.net.names import BASELINES, BF16, FLOOR, NAIVE_TOPK, POWERSGD
 from torchcomp.schedules import Schedule
 
-_LAYERS = "jointspar("
+LAYERS = "jointspar("
 # Large enough for a whole model. PyTorch's PowerSGD hook waits for collectives inside callbacks,
 # which hangs gloo if two buckets do it. With one bucket, the hook runs unchanged.
 _ONE_BUCKET_MB = 4096
@@ -78,7 +78,7 @@ def _ddp_options(method: str) -> dict[str, Any]:
 
 def _counter(method: str, model: DistributedDataParallel, optimizer: SGD, course: Course) -> Any:
     """Attach a method of torchcomp and return its handle, which counts bytes."""
-    if method.startswith(_LAYERS):
+    if method.startswith(LAYERS):
         return torchcomp.JointSpar(model, **_options(method))
     if not isinstance(torchcomp.parse(method), Schedule):
         return torchcomp.register(model, method)

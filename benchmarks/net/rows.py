@@ -3,10 +3,11 @@
 import csv
 import os
 import platform
-import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from recipes.result_files import revision
 
 _COMMON = ["date", "revision", "torch", "device", "cpus"]
 _RUN = ["hosts", "mbit", "delay_us", "model", "parameters", "batch", "method"]
@@ -19,12 +20,26 @@ FINAL = [*_COMMON, "ranks", "model", "parameters", "batch", "method", "images", 
 FINAL += ["steps", "accuracy", "loss"]
 
 
+class TableError(ValueError):
+    """A CSV file cannot take the rows of this program."""
+
+
 class Table:
-    """One CSV file. Rows are appended, never changed."""
+    """One CSV file. Rows are appended, never changed.
+
+    Raises:
+        TableError: if the file has other columns.
+    """
 
     def __init__(self, path: Path, columns: list[str]) -> None:
         self.path, self.columns = path, columns
         path.parent.mkdir(parents=True, exist_ok=True)
+        rows = self.read()
+        if rows and list(rows[0]) != columns:
+            raise TableError(
+                f"cannot add rows to {path}, whose columns are {', '.join(rows[0])}; expected "
+                f"{', '.join(columns)}. Choose another folder with --out"
+            )
 
     def read(self) -> list[dict[str, str]]:
         if not self.path.exists():
@@ -55,23 +70,11 @@ def conditions() -> dict[str, Any]:
 
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "revision": _revision(),
+        "revision": revision(),
         "torch": version("torch"),
         "device": _processor(),
         "cpus": len(os.sched_getaffinity(0)),
     }
-
-
-def _revision() -> str:
-    """The commit, with a + if the working tree differs from it."""
-    here = Path(__file__).parent
-    # --exclude=* ignores tags, so that the result is always a commit.
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--exclude=*"]
-    try:
-        described = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    except FileNotFoundError:  # a copy of the repository on a machine without git
-        described = ""
-    return described or "unknown"
 
 
 def _processor() -> str:

@@ -24,12 +24,14 @@ class AccuracySize:
         cases: models, each with a number of workers. They are measured one after another.
         lrs: the learning rates that are tried with every method.
         tuning_seeds: how many seeds each is tried with.
+        seeds: how many of the reported seeds are used.
     """
 
     cases: tuple[Case, ...] = (("mlp", 20), ("mlp", 50), ("mlp", 100), ("cnn", 20))
     lrs: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0)
     steps: int = 200
     tuning_seeds: int = 1
+    seeds: int = 5
 
     def task(self, dataset: str) -> str:
         """Return the settings that all rows share."""
@@ -52,7 +54,7 @@ class AccuracySize:
         return [
             replace(usual, lr=best_lr(usual, rows), seed=seed)
             for usual in self._usual(dataset, case)
-            for seed in seeds
+            for seed in seeds[: self.seeds]
         ]
 
     def _usual(self, dataset: str, case: Case) -> list[Run]:

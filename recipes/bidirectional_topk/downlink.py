@@ -17,18 +17,21 @@ _STEPS = 3
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank receives in one step, counted by its exchange.
+    """Bytes of messages that a rank receives in one step, counted by its exchange.
+
+    Together, the first three are ``bytes_received`` of :class:`torchcomp.Stats`, which has the
+    control messages apart.
 
     Attributes:
-        up: for its shard; mean over the ranks.
-        down: as downlink messages; mean over the ranks.
-        control: for counts and the threshold search; mean over the ranks.
-        busiest: for its shard, on the rank that receives most.
+        up: entries for its shard; mean over the ranks.
+        down: entries of the downlink; mean over the ranks.
+        selection: counts, histograms and candidates of the selection; mean over the ranks.
+        busiest: entries for its shard, on the rank that receives most.
     """
 
     up: float
     down: float
-    control: float
+    selection: float
     busiest: int
 
 
@@ -39,17 +42,17 @@ def count_traffic(run: Run, problem: Problem, serial: SerialWorkers) -> Traffic:
     workers.continue_from(serial)
     train(problem, workers, serial.model, lr=run.lr, steps=_STEPS, seed=run.seed)
     received = [phases(exchange) for exchange in workers.exchanges]
-    up, down, control = (round(statistics.fmean(way), 1) for way in zip(*received, strict=True))
-    return Traffic(up, down, control, busiest=max(up for up, _, _ in received))
+    up, down, selection = (round(statistics.fmean(way), 1) for way in zip(*received, strict=True))
+    return Traffic(up, down, selection, busiest=max(up for up, _, _ in received))
 
 
 def phases(exchange: LoggedExchange) -> tuple[int, int, int]:
-    """Return the bytes a rank received for its shard, as downlink messages, and as control."""
-    messages = [received.nbytes for received in exchange.log if received.payload]
-    control = sum(received.nbytes for received in exchange.log if not received.payload)
-    # Bidirectional TopK has two exchanges of messages; an all-gather has only the downlink.
-    up, down = messages if len(messages) == 2 else (0, sum(messages))
-    return up, down, control
+    """Return the bytes that a rank received up, down, and for the selection; see `Traffic`."""
+    entries = [received.nbytes for received in exchange.log if received.entries]
+    selection = sum(received.nbytes for received in exchange.log if not received.entries)
+    # Bidirectional TopK exchanges entries twice; an all-gather has only the downlink.
+    up, down = entries if len(entries) == 2 else (0, sum(entries))
+    return up, down, selection
 
 
 def server_bytes(d: int, entries: int) -> int:

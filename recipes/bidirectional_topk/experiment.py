@@ -72,7 +72,8 @@ QUICK = ExperimentSize(
     union=UnionSize(
         seeds=2,
         varied_seeds=1,
-        steps=100,
+        # A fifth of them is a whole number of windows.
+        steps=125,
         workers=(2, 4, 8),
         other_workers=(2, 4),
         ratio_workers=(4,),
@@ -112,8 +113,11 @@ def main() -> None:
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = ExperimentParser(__doc__.splitlines()[0], _HERE, PARTS)
-    parser.add_argument("--dataset", choices=DATASETS, default="digits", help="[digits]")
+    parser = ExperimentParser(__doc__.splitlines()[0], _HERE, PARTS, seeds=lr_inside.SEEDS)
+    names = ", ".join(DATASETS)
+    parser.add_argument(
+        "--dataset", choices=DATASETS, default="digits", metavar="NAME", help=f"{names} [digits]"
+    )
     parser.add_argument("--data", type=Path, help="folder of the data set; digits needs none")
     parser.add_argument("--processes", type=int, default=2, help="measurements at a time [2]")
     parsed = parser.read(words)

@@ -9,6 +9,7 @@ same.
     python -m recipes.bidirectional_topk.lr_inside --resume
 """
 
+import argparse
 import itertools
 import math
 import statistics
@@ -34,6 +35,7 @@ TABLE = "lr_inside.csv"
 MODEL = "mlp"
 FORMS = ("outside", "inside")
 COMPARED = ("unidirectional", "bidirectional")
+SEEDS = range(10)
 
 
 def by_steps(done: float) -> float:
@@ -89,20 +91,27 @@ class LrRun:
 COLUMNS = (*(field.name for field in fields(LrRun)), "accuracy", "loss")
 
 
+@exit_on_user_error()
 def main() -> None:
     """Measure the digits, and print the comparison."""
-    parser = ExperimentParser(__doc__.splitlines()[0], Path(__file__).parent, seeds=range(10))
-    with exit_on_user_error():
-        arguments = parser.read(sys.argv[1:])
-        size = LrInsideSize(workers=4, steps=20, lrs=(0.3,)) if arguments.quick else LrInsideSize()
-        folder, problem = parser.output_folder(arguments), open_problem("digits", MODEL, None)
-        make_folder(folder)
-        torch.set_num_threads(1)  # tensors are small: more threads would only wait for each other
-        task = size.task(problem.dataset)
-        table = ResultTable(folder / TABLE, COLUMNS, task, resume=arguments.resume)
-        tuning = tuning_seeds(arguments.seeds, size.tuning_seeds)
-        measure(problem, size, table, arguments.seeds, tuning)
+    arguments = parse(sys.argv[1:])
+    size = LrInsideSize(workers=4, steps=20, lrs=(0.3,)) if arguments.quick else LrInsideSize()
+    problem = open_problem("digits", MODEL, None)
+    make_folder(arguments.out)
+    torch.set_num_threads(1)  # tensors are small: more threads would only wait for each other
+    task = size.task(problem.dataset)
+    table = ResultTable(arguments.out / TABLE, COLUMNS, task, resume=arguments.resume)
+    tuning = tuning_seeds(arguments.seeds, size.tuning_seeds)
+    measure(problem, size, table, arguments.seeds, tuning)
     print(text_of(table.rows))
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = ExperimentParser(__doc__.splitlines()[0], Path(__file__).parent, seeds=SEEDS)
+    parsed = parser.read(words)
+    parsed.out = parser.output_folder(parsed)
+    return parsed
 
 
 def measure(
@@ -202,11 +211,14 @@ def compare(rows: Sequence[dict[str, str]]) -> list[Comparison]:
     for schedule, method in itertools.product(SCHEDULES, COMPARED):
         lrs: dict[str, float] = {}
         by_seed: dict[str, dict[int, float]] = {form: {} for form in FORMS}
-        for row in rows:
-            run = LrRun.of(row)
-            if (run.schedule, run.method, run.images) == (schedule, method, "test"):
-                lrs[run.form] = run.lr
-                by_seed[run.form][run.seed] = float(row["accuracy"])
+        for form in FORMS:
+            reported = LrRun(schedule, method, form, "test", 0.0, 0)
+            lrs[form] = best_lr(reported, rows)
+            for row in rows:
+                run = LrRun.of(row)
+                # Other tuning seeds can have chosen another learning rate in an earlier session.
+                if run == replace(reported, lr=lrs[form], seed=run.seed):
+                    by_seed[form][run.seed] = float(row["accuracy"])
         accuracy = {form: spread(values.values()) for form, values in by_seed.items()}
         gain = paired(by_seed["inside"], by_seed["outside"])
         found.append(Comparison(schedule, method, lrs, accuracy, gain))

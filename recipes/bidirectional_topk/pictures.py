@@ -160,18 +160,18 @@ def _draw_savings(axes: Any, groups: list[Unions]) -> None:
         heights = [fit.intercept.mean + fit.slope.mean * x for x in ends]
         axes.plot(ends, heights, color=f"C{index}")
     axes.set_xlabel("workers N")
-    axes.set_ylabel("union / K")
+    axes.set_ylabel("saving: union over K entries, times")
     axes.set_title("Saving on the downlink of a server (MLP), with straight lines", fontsize=10)
 
 
 def _draw_bytes(axes: Any, received: list[TrafficMeans]) -> None:
     n = [each.workers for each in received]
     columns: dict[str, list[float]] = {
-        "bidirectional: downlink messages": [each.down for each in received],
-        "bidirectional: uplink and downlink messages": [e.up + e.down for e in received],
-        "bidirectional: all, with control": [each.total for each in received],
+        "bidirectional: entries down": [each.down for each in received],
+        "bidirectional: entries up and down": [e.up + e.down for e in received],
+        "bidirectional: all, with the selection": [each.total for each in received],
         'bidirectional, selection="shard": all': [each.by_shard for each in received],
-        "bidirectional: uplink of the busiest rank": [each.busiest for each in received],
+        "bidirectional: entries up, busiest rank": [each.busiest for each in received],
         "unidirectional by all-gather": [each.gather for each in received],
         "unidirectional, sharded": [each.sharded for each in received],
     }

@@ -22,11 +22,11 @@ class Received:
     """The bytes that one worker received in one collective.
 
     Attributes:
-        payload: True for a message; False for counts and for the threshold search.
+        entries: whether they are encoded entries; if not, the selection of a threshold takes them.
         nbytes: bytes received from the other workers.
     """
 
-    payload: bool
+    entries: bool
     nbytes: int
 
 
@@ -51,7 +51,7 @@ class LoggedExchange(InProcessExchange):
 
     def _recorded(self, parts: list[Tensor]) -> list[Tensor]:
         nbytes = sum(part.nbytes for rank, part in enumerate(parts) if rank != self.rank)
-        # Messages are uint8. Counts and the threshold search use wider types.
+        # Encoded entries are uint8. Counts and the threshold search use wider types.
         self.log.append(Received(parts[0].dtype == torch.uint8, nbytes))
         return parts
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from scipy import stats
 
+from recipes.bidirectional_topk.accuracy import best_lr
 from recipes.bidirectional_topk.downlink import (
     Traffic,
     random_union,
@@ -158,7 +159,7 @@ class TrafficMeans:
     """Bytes that one of N ranks receives per step, as a mean over the seeds.
 
     Attributes:
-        up, down, control, busiest: counted; see :class:`.downlink.Traffic`.
+        up, down, selection, busiest: counted; see :class:`.downlink.Traffic`.
         by_shard: planned, in total, with ``selection="shard"``.
         gather, sharded: planned, with an uncompressed downlink, by the two routes of ``ef``.
     """
@@ -166,7 +167,7 @@ class TrafficMeans:
     workers: int
     up: float
     down: float
-    control: float
+    selection: float
     busiest: float
     by_shard: int
     gather: int
@@ -175,7 +176,7 @@ class TrafficMeans:
     @property
     def total(self) -> float:
         """All counted bytes."""
-        return self.up + self.down + self.control
+        return self.up + self.down + self.selection
 
 
 def traffic_means(rows: Iterable[Row]) -> list[TrafficMeans]:
@@ -225,11 +226,15 @@ def scores(rows: Sequence[Row]) -> dict[tuple[str, int], dict[str, Scores]]:
     for row in rows:
         run, accuracy = Run.of(row), float(row["accuracy"])
         methods = found.setdefault((run.model, run.workers), {})
+        if run.method not in methods:
+            methods[run.method] = Scores(best_lr(run, rows), {}, {})
+        of_method = methods[run.method]
         if run.images == "validation":
             key = (run.model, run.workers, run.method, run.lr)
             held_out.setdefault(key, []).append(accuracy)
-            continue
-        methods.setdefault(run.method, Scores(run.lr, {}, {})).accuracies[run.seed] = accuracy
+        # Other tuning seeds can have chosen another learning rate in an earlier session.
+        elif run.lr == of_method.lr:
+            of_method.accuracies[run.seed] = accuracy
     for (model, workers, method, lr), values in held_out.items():
         found[model, workers][method].tried[lr] = statistics.fmean(values)
     # The MLP first, and N ascending.

@@ -39,12 +39,14 @@ def seen(results: Path) -> str:
         for quantity in (lambda each: each.late, lambda each: each.saving)
     )
     gaps = _gaps(results, BOTH_WAYS, ONE_WAY), _gaps(results, BOTH_WAYS, "dense")
+    steps = {row["steps"] for row in read_csv(results / "accuracy.csv")}
+    seeds = {len(one.accuracies) for each in _scores(results).values() for one in each.values()}
     return (
         f"- **What we see**: with N = {workers}, the union is {unions} K (thesis: {thesis} K). The "
         f"saving of a server grows like N^{entries:.2f} in entries and like N^{nbytes:.2f} in "
         f"bytes ({_MEASURED}, {len(groups[0].late)} seeds, `--only union`). Bidirectional TopK "
-        f"ends {gaps[0]} points from unidirectional and {gaps[1]} from dense (200 steps, 5 seeds, "
-        "`--only accuracy`)."
+        f"ends {gaps[0]} points from unidirectional and {gaps[1]} from dense "
+        f"({', '.join(steps)} steps, {max(seeds)} seeds, `--only accuracy`)."
     )
 
 
@@ -65,8 +67,8 @@ def losses(results: Path) -> str:
         f"first 25 steps, and {harder} K and still rising on a harder problem (shifted digits). "
         f"With K = {largest.run.ratio:g} d, that of {largest.run.workers} is {shared} K. Without a "
         f"server, up to {few} ranks receive more than with `ef(topk)` by all-gather, and with "
-        f"{last.workers}, {100 * last.control / last.total:.0f} % of what they receive is control "
-        "messages of the exact selection (K = 86 entries; all `--only union`)."
+        f"{last.workers}, {100 * last.selection / last.total:.0f} % of what they receive serves "
+        "the exact selection (K = 0.001 d; all `--only union`)."
     )
 
 
@@ -129,9 +131,11 @@ def growths(results: Path) -> str:
     groups = _unions(results)
     digits, cnn = usual(groups), usual(groups, model="cnn")
     shifted = usual(groups, dataset=SHIFTED_DIGITS)
+    alike = [each for each in digits if each.run.workers in {e.run.workers for e in cnn}]
     fitted: dict[str, tuple[list[Unions], Quantity]] = {
         "MLP, entries": (digits, lambda each: each.late),
         "MLP, bytes": (digits, lambda each: each.saving),
+        "MLP, bytes, the N below": (alike, lambda each: each.saving),
         "CNN, bytes": (cnn, lambda each: each.saving),
         "MLP on shifted digits, bytes": (shifted, lambda each: each.saving),
         "random supports (MLP), entries": (digits, lambda each: {0: each.random}),
@@ -139,11 +143,15 @@ def growths(results: Path) -> str:
     }
     # A line through two points shows nothing.
     rows = [
-        [name, *_fit_cells(growth(found, quantity))]
+        [
+            name,
+            ", ".join(str(each.run.workers) for each in found),
+            *_fit_cells(growth(found, quantity)),
+        ]
         for name, (found, quantity) in fitted.items()
         if len(found) > 2
     ]
-    header = ["saving in", "slope on N", "intercept", "R²", "exponent of N, 95 % interval"]
+    header = ["saving in", "N", "slope on N", "intercept", "R²", "exponent of N, 95 % interval"]
     return markdown_table(header, rows)
 
 
@@ -195,10 +203,10 @@ def traffic(results: Path) -> str:
     """Return the bytes that a rank receives per step, without a server."""
     lines = []
     for each in traffic_means(read_csv(results / "union.csv")):
-        counts = (each.up, each.down, each.control, each.total, each.busiest)
+        counts = (each.up, each.down, each.selection, each.total, each.busiest)
         planned = (each.by_shard, each.gather, each.sharded)
         lines.append([each.workers, *(f"{count:,.0f}" for count in (*counts, *planned))])
-    header = ["N", "up", "downlink messages", "control", "all", "busiest rank, up"]
+    header = ["N", "up", "down", "selection", "all", "busiest rank, up"]
     header += ['all, `selection="shard"`', "`ef(topk)`, allgather", "`ef(topk)`, sharded"]
     return markdown_table(header, lines)
 

@@ -112,8 +112,15 @@ def _solarize(images: Tensor, uniform: Tensor, signs: Tensor, magnitude: float) 
 
 
 def _autocontrast(images: Tensor, uniform: Tensor, signs: Tensor, magnitude: float) -> Tensor:
-    changed: Tensor = functional().autocontrast(images)
-    return changed
+    # Not torchvision's, whose order of operations in float32 rounds some bytes differently.
+    low, high = (
+        each[..., None] for each in images.flatten(2).double().aminmax(dim=2, keepdim=True)
+    )
+    # Not 255 / (high - low), for which torch multiplies by a reciprocal.
+    scale = high.new_tensor(255).div(high - low)
+    stretched = (images.double() * scale - low * scale).clamp(0, 255)
+    # A channel of one value does not change, as its scale is infinite.
+    return torch.where(high > low, stretched.nan_to_num().to(torch.uint8), images)
 
 
 def _equalize(images: Tensor, uniform: Tensor, signs: Tensor, magnitude: float) -> Tensor:

@@ -258,7 +258,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     if parsed.rounds is None:
         parsed.rounds = LEAST_ROUNDS if parsed.quick else ROUNDS
     check_count("--rounds", parsed.rounds, LEAST_ROUNDS)
-    parsed.out = parser.output_folder(parsed)
+    parsed.out = parser.output_folder(parsed, published=parsed.rounds == ROUNDS)
     return parsed
 
 

@@ -17,7 +17,7 @@ import argparse
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -95,8 +95,10 @@ def main() -> None:
     make_folder(arguments.out)
     # The layers are small: threads within a run would only wait for each other.
     torch.set_num_threads(1)
-    train_missing(tuning_runs(arguments), arguments, tuning)
-    chosen = chosen_lrs(tuning.rows)
+    planned = list(tuning_runs(arguments))
+    train_missing(planned, arguments, tuning)
+    # A resumed table can have more: other workers, or a tuning seed that is reported now.
+    chosen = chosen_lrs([row for row in tuning.rows if SimulatedRun.of(row) in planned])
     for (optimizer, method), lr in chosen.items():
         print(f"{optimizer}, {method}: lr {lr:g} per worker")
     train_missing(reported_runs(arguments, chosen), arguments, table, curves)
@@ -109,10 +111,26 @@ def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = part_parser(__doc__)
     parser.add_argument(
-        "--methods", nargs="+", metavar="METHOD", help="compared with dense (methods.py)"
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        help="compared with dense, such as 'jointspar(0.5)' [the six of the page]",
     )
-    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
-    parser.add_argument("--workers", nargs="+", type=int, metavar="N", help="simulated ranks")
+    parser.add_argument(
+        "--optimizers",
+        nargs="+",
+        metavar="NAME",
+        choices=OPTIMIZERS,
+        default=list(OPTIMIZERS),
+        help=f"of {', '.join(OPTIMIZERS)} [both]",
+    )
+    parser.add_argument(
+        "--workers",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="numbers of simulated ranks [2 4 8; with --quick: 4]",
+    )
     parser.add_argument(
         "--processes", type=int, default=os.cpu_count(), help="runs at a time [one per core]"
     )
@@ -121,7 +139,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     published = not (parsed.methods or parsed.workers) and parsed.optimizers == list(OPTIMIZERS)
     parsed.out = parser.output_folder(parsed, published=published)
     parsed.methods = _methods(parsed.methods)
-    parsed.workers = parsed.workers or list(parsed.size.workers)
+    # A value that is named twice is run once.
+    parsed.workers = list(dict.fromkeys(parsed.workers or parsed.size.workers))
+    parsed.optimizers = list(dict.fromkeys(parsed.optimizers))
     check_count("--processes", parsed.processes)
     for workers in parsed.workers:
         check_count("--workers", workers)
@@ -176,7 +196,7 @@ def _combinations(arguments: argparse.Namespace) -> Iterator[tuple[str, int, str
 
 
 def train_missing(
-    runs: Iterator[SimulatedRun],
+    runs: Iterable[SimulatedRun],
     arguments: argparse.Namespace,
     table: ResultTable,
     curves: ResultTable | None = None,

@@ -31,8 +31,8 @@ def draw_convergence(optimizer: str, curves: Sequence[Row], lrs: LrByMethod, pat
     """Draw loss and accuracy against the step, for each number of workers.
 
     All methods have dense training's learning rate, so that only the sampling differs. Lines are
-    medians over the seeds. A run that diverged counts as the worst, so a method of which half of
-    the runs diverged has no line.
+    medians over the seeds, in which a run that diverged counts as the worst. A method has no line
+    if half of its runs diverged. The panel then names it, and the legend has only what is drawn.
 
     Args:
         optimizer: "sgd" or "lars".
@@ -43,9 +43,7 @@ def draw_convergence(optimizer: str, curves: Sequence[Row], lrs: LrByMethod, pat
     lr = lrs[optimizer, DENSE]
     rows = selected(curves, optimizer=optimizer, lr=lr)
     workers = sorted({int(row["workers"]) for row in rows})
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    budgets = sorted({parse_method(method).budget for method in methods} - {1.0}, reverse=True)
-    names = list(dict.fromkeys(name_of(method) for method in methods if method != DENSE))
+    styles = _styles(list(dict.fromkeys(row["method"] for row in rows)))
     figure, axes = pyplot().subplots(
         *(2, len(workers)),
         figsize=(4.6 * len(workers), 7.6),
@@ -56,22 +54,32 @@ def draw_convergence(optimizer: str, curves: Sequence[Row], lrs: LrByMethod, pat
     for line, quantity in enumerate(QUANTITIES):
         for each, count in zip(axes[line], workers, strict=True):
             of_panel = selected(rows, workers=count, quantity=quantity)
-            for method in methods:
-                budget = parse_method(method).budget
-                line_style = "--" if budget in budgets[1:] else "-"
-                # Dotted, because it would hide the paper's rule, which stays close to uniform.
-                line_style = ":" if name_of(method).startswith("uniform") else line_style
-                color = "black" if method == DENSE else f"C{names.index(name_of(method))}"
-                name = name_of(method).replace("`", "")
-                label = name if budget == 1 else f"{name}, {budget:.0%}"
-                style = {"color": color, "linestyle": line_style, "label": label}
-                curves_of = curves_by_seed(selected(of_panel, method=method)).values()
-                _draw_median(each, list(curves_of), quantity, steps_per_epoch(count), style)
+            missing = _draw_medians(each, of_panel, steps_per_epoch(count), styles)
             _label(each, line, quantity, f"{count} workers, lr {lr * count:g}")
+            if missing and line == 0:
+                _name_missing(each, missing)
     seeds = len({row["seed"] for row in rows})
     figure.suptitle(f"{optimizer.upper()}, medians of {seeds} seeds. {_finding(rows)}", fontsize=11)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    panels = [each.get_legend_handles_labels() for each in axes.flat]
+    drawn = {label: handle for pair in panels for handle, label in zip(*pair, strict=True)}
+    figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=3)
     save_figure(figure, path)
+
+
+def _styles(methods: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return color, line style and label of each method's line."""
+    budgets = sorted({parse_method(method).budget for method in methods} - {1.0}, reverse=True)
+    names = list(dict.fromkeys(name_of(method) for method in methods if method != DENSE))
+    styles = {}
+    for method in methods:
+        name, budget = name_of(method), parse_method(method).budget
+        line_style = "--" if budget in budgets[1:] else "-"
+        # Dotted, because it would hide the paper's rule, which stays close to uniform.
+        line_style = ":" if name.startswith("uniform") else line_style
+        color = "black" if method == DENSE else f"C{names.index(name)}"
+        label = name.replace("`", "") + ("" if method == DENSE else f", {budget:.0%}")
+        styles[method] = {"color": color, "linestyle": line_style, "label": label}
+    return styles
 
 
 def _finding(rows: Sequence[Row]) -> str:
@@ -92,12 +100,29 @@ def _finding(rows: Sequence[Row]) -> str:
     return f"{compared}:\n{'; '.join(parts)}" if parts else "Loss and accuracy against the step"
 
 
-def _draw_median(
-    axes: Any, curves: list[list[float]], quantity: str, per_epoch: int, style: dict[str, str]
-) -> None:
-    worst = np.inf if quantity == "train_loss" else 0.0
-    median = np.median(np.nan_to_num(np.array(curves), nan=worst), axis=0)
-    axes.plot(per_epoch * np.arange(1, len(median) + 1), median, linewidth=1.3, **style)
+def _draw_medians(
+    axes: Any, rows: Sequence[Row], per_epoch: int, styles: dict[str, dict[str, str]]
+) -> list[str]:
+    """Draw the median of each method, and return the labels of those without a line."""
+    missing = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        of_method = selected(rows, method=method)
+        curves = np.array(list(curves_by_seed(of_method).values()))
+        if 2 * np.isnan(curves[:, -1]).sum() >= len(curves):
+            missing.append(styles[method]["label"])
+            continue
+        worst = np.inf if of_method[0]["quantity"] == QUANTITIES[0] else 0.0
+        median = np.median(np.nan_to_num(curves, nan=worst), axis=0)
+        axes.plot(
+            per_epoch * np.arange(1, len(median) + 1), median, linewidth=1.3, **styles[method]
+        )
+    return missing
+
+
+def _name_missing(axes: Any, labels: list[str]) -> None:
+    text = "\n".join(["no line: half or more of the runs diverged", *labels])
+    place = {"ha": "right", "va": "top", "transform": axes.transAxes}
+    axes.text(0.98, 0.97, text, fontsize=7.5, color="0.35", **place)
 
 
 def _label(axes: Any, line: int, quantity: str, title: str) -> None:

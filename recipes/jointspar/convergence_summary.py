@@ -14,8 +14,8 @@ Row = Mapping[str, str]
 LrByMethod = Mapping[tuple[str, str], float]
 """Learning rates of one worker, by optimizer and method."""
 
-# L is the largest norm seen so far, about 4 here. In the bandit experiment's units, p_min^3 / L^2,
-# this alpha is then 0.08, close to the best of that experiment, 0.1.
+# L is the largest norm seen so far, 1 to 13 here. In the bandit experiment's units, p_min^3 / L^2,
+# this alpha is then 0.005 to 0.9, around the best of that experiment, 0.1.
 PAPERS_RULE = Literal(1e-8)
 DENSE = str(Dense())
 PAPER = str(LayerSampling(0.6, selection="per-rank", rule=PAPERS_RULE))
@@ -97,6 +97,11 @@ def accuracy_table(optimizer: str, runs: Sequence[Row], lrs: LrByMethod) -> str:
     return markdown_table(["method", "budget", "lr", *_heads(workers)], rows)
 
 
+def same_lr_table(optimizer: str, runs: Sequence[Row], lrs: LrByMethod) -> str:
+    """Return test accuracies and differences to dense training, all at dense training's lr."""
+    return accuracy_table(optimizer, runs, {(name, m): lrs[name, DENSE] for name, m in lrs})
+
+
 def speed_table(optimizer: str, curves: Sequence[Row], lrs: LrByMethod) -> str:
     """Return the steps to a level of the training loss, as multiples of those of dense training.
 
@@ -116,7 +121,8 @@ def speed_table(optimizer: str, curves: Sequence[Row], lrs: LrByMethod) -> str:
 def sets_table(runs: Sequence[Row], lrs: LrByMethod) -> str:
     """Return the layers computed and the bytes sent, the final p, and the largest norm L.
 
-    Each method has its own learning rate. Runs that diverged are left out.
+    The means and the ranges are over the runs with both optimizers, in which each method has its
+    own learning rate. Runs that diverged are left out.
     """
     workers = _workers(runs)
     rows = []

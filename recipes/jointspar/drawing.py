@@ -36,10 +36,7 @@ def draw_accuracy(rows: list[Summary], path: Path) -> None:
         style = {"fmt": marker + "-", "color": color, "capsize": 4, "label": label}
         axes.errorbar(shares, means, deviations, **style)
         for row, x, y in zip(group, shares, means, strict=True):
-            if row.failed:
-                text = f"{row.failed} of {len(row.tests)} failed"
-                place = {"xytext": (8, -14), "textcoords": "offset points"}
-                axes.annotate(text, (x, y), fontsize=8, color=color, **place)
+            _note_failures(axes, row, (x, y), color)
     axes.set_xlim(left=0)
     axes.set_xlabel("bytes sent, % of dense DDP's (methods moved apart)")
     axes.set_ylabel(f"test accuracy of runs that did not fail, % ({len(dense.tests)} seeds)")
@@ -86,7 +83,7 @@ def draw_wall_clock(table: Path, rows: list[Summary], path: Path) -> None:
     for budget, marker in markers.items():
         axes.plot([], [], marker, color="0.4", label=f"budget {budget:.0%}")
     axes.set_xlim(left=0)
-    axes.set_xlabel(f"seconds of a run (one seed), two hosts at {times[0]['mbit']} Mbit/s")
+    axes.set_xlabel(f"seconds of a run (one run), two hosts at {times[0]['mbit']} Mbit/s")
     axes.set_ylabel("test accuracy of runs that did not fail, % (all seeds)")
     axes.set_title(_wall_clock_title(rows, seconds), fontsize=11)
     axes.grid(True, alpha=0.3)
@@ -96,13 +93,16 @@ def draw_wall_clock(table: Path, rows: list[Summary], path: Path) -> None:
 
 def _wall_clock_title(rows: list[Summary], seconds: dict[Contender, float]) -> str:
     dense = seconds[dense_of(rows).contender]
-    named = {"JointSpar-LARS at 60 %": LayerSampling(0.6, "bytes"), "ef(topk) at 5 %": TopK(0.05)}
-    speedups = [
-        f"{name} {seconds[Contender(method)] / dense:.0%}"
+    named = {
+        "JointSpar-LARS, 60% of the bytes": LayerSampling(0.6, "bytes"),
+        "ef(topk), 5%": TopK(0.05),
+    }
+    shares = [
+        f"{seconds[Contender(method)] / dense:.0%} ({name})"
         for name, method in named.items()
         if Contender(method) in seconds
     ]
-    return f"Time of a run, compared with dense LARS: {', '.join(speedups)}"
+    return f"Time of a run as a share of dense LARS's: {', '.join(shares)}"
 
 
 def _draw_group(
@@ -120,6 +120,14 @@ def _draw_group(
     for row, x, y in zip(group, times, means, strict=True):
         marker = markers[row.contender.method.budget]
         axes.errorbar(x, y, row.accuracy.deviation, fmt=marker, color=color, capsize=4)
+        _note_failures(axes, row, (x, y), color)
+
+
+def _note_failures(axes: Any, row: Summary, point: tuple[float, float], color: str) -> None:
+    if row.failed:
+        text = f"{row.failed} of {len(row.tests)} failed"
+        place = {"xytext": (8, -14), "textcoords": "offset points"}
+        axes.annotate(text, point, fontsize=8, color=color, **place)
 
 
 def draw_probabilities(metrics: Path, path: Path) -> None:

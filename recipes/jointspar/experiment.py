@@ -16,6 +16,7 @@ import argparse
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from recipes.errors import exit_on_user_error
 from recipes.experiments import ExperimentParser
@@ -37,7 +38,7 @@ PARTS = {
 def main() -> None:
     """Run the parts one after another. The first part that fails ends the experiment."""
     arguments = parse(sys.argv[1:])
-    flags = ["--out", str(arguments.out)]
+    flags = ["--out", str(_short(arguments.out))]
     flags += ["--seeds", ",".join(map(str, arguments.seeds))] if arguments.seeds else []
     flags += ["--quick"] if arguments.quick else []
     flags += ["--resume"] if arguments.resume else []
@@ -64,6 +65,11 @@ def parse(words: list[str]) -> argparse.Namespace:
         print("wall_clock is skipped: network namespaces need root")
         parsed.only.remove("wall_clock")
     return parsed
+
+
+def _short(path: Path) -> Path:
+    """Return a path below this folder as a relative one: it is in the command of every row."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def check_parts(parts: list[str], flags: list[str]) -> None:

@@ -91,7 +91,12 @@ def main() -> None:
     rows = summaries([TrainingRun.of(row) for row in table.rows])
     print(summary_table(rows))
     draw_accuracy(rows, arguments.out / "accuracy.png")
-    draw_probabilities(arguments.out / "metrics.jsonl", arguments.out / "probabilities.png")
+    log = arguments.out / "metrics.jsonl"
+    # A folder that is resumed can have the finished rows without the log.
+    if log.is_file():
+        draw_probabilities(log, arguments.out / "probabilities.png")
+    else:
+        print(f"{log} does not exist, so there is no probabilities.png")
 
 
 def parse(words: list[str]) -> argparse.Namespace:

@@ -122,7 +122,9 @@ def read_runs(folder: Path, task: str) -> list[TrainingRun]:
     """
     path = folder / TABLE
     if not path.is_file():
-        raise RecipeError(f"{path} does not exist: run recipes.jointspar.large_batch first")
+        raise RecipeError(
+            f"{path} does not exist: run recipes.jointspar.large_batch with this --out first"
+        )
     return [TrainingRun.of(row) for row in ResultTable(path, COLUMNS, task, resume=True).rows]
 
 

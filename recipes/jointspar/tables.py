@@ -1,16 +1,16 @@
 """The tables of the pages, from the committed results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from recipes.jointspar import bandit, convergence_summary, large_batch, run_table, selection
 from recipes.jointspar.drawing import dense_of
 from recipes.jointspar.methods import LayerSampling, Method
-from recipes.jointspar.run_table import Contender, Summary, contender_of
+from recipes.jointspar.run_table import Contender, Summary, TrainingRun, contender_of
 from recipes.page_tables import TableMaker, markdown_table
 from recipes.result_files import read_csv
-from recipes.spread import Spread, spread
+from recipes.spread import Spread, paired, spread
 
 _WAYS = {
     "plain DDP": "all (plain DDP)",
@@ -75,45 +75,43 @@ def accuracy_table(results: Path) -> str:
         [f"{budget:.0%}", *(_accuracy(cells.get((budget, label)), dense) for label in labels)]
         for budget in budgets
     ]
-    dense_line = ["100 %: dense LARS", dense.accuracy.with_deviation()]
+    dense_line = ["100 %: dense LARS", f"{dense.accuracy.with_deviation()}, lr {dense.lr:g}"]
     lines.append([*dense_line, *[""] * (len(labels) - 1)])
     return markdown_table(["bytes", *labels], lines)
 
 
 def learned_table(results: Path) -> str:
-    """Return the paired differences of learned and uniform p, at each budget."""
-    by_contender = {row.contender: row for row in _summaries(results)}
+    """Return the paired differences of learned and uniform p, and the failed runs of both.
+
+    With own norms, the two can have chosen different learning rates. They are also compared at
+    equal ones.
+    """
+    runs = _runs(results)
+    chosen = {row.contender: row.lr for row in run_table.summaries(runs)}
     rows = []
     for budget in large_batch.BUDGETS:
-        cells = []
-        for optimizer in ("lars", "lars-own"):
-            learned, uniform = (
-                by_contender[Contender(method, optimizer)] for method in _pair(budget)
-            )
-            difference = learned.against(uniform)
-            text = difference.with_error() if difference else ""
-            cells += [text, f"{learned.failed}, {uniform.failed}"]
+        running, own = (
+            [Contender(method, optimizer) for method in _pair(budget)]
+            for optimizer in ("lars", "lars-own")
+        )
+        lrs = [chosen[each] for each in own]
+        cells = [_difference(runs, running, [chosen[each] for each in running])]
+        cells.append(f"{_difference(runs, own, lrs)}, lr {lrs[0]:g} and {lrs[1]:g}")
+        cells += [_difference(runs, own, [lr, lr]) for lr in large_batch.WHOLE.lrs]
         rows.append([f"{budget:.0%}", *cells])
-    header = ["bytes", "running norm", "failed", "own norm", "failed"]
-    return markdown_table(header, rows)
+    equal = [f"own norm, both {lr:g}" for lr in large_batch.WHOLE.lrs]
+    return markdown_table(["bytes", "running norm", "own norm", *equal], rows)
 
 
 def higher_lr_table(results: Path) -> str:
     """Return the failed runs and the mean of the others at the higher learning rate."""
-    runs = _runs(results)
-    least = dense_of(run_table.summaries(runs)).accuracy.mean - run_table.FAILED
-    lr = max(large_batch.WHOLE.lrs)
+    runs, lr = _runs(results), max(large_batch.WHOLE.lrs)
     rows = []
     for budget in large_batch.BUDGETS:
         cells = []
         for method in _pair(budget):
-            tests = [
-                run.outcome.test
-                for run in runs
-                if (run.planned.contender, run.planned.lr) == (Contender(method), lr)
-            ]
-            finished = [test for test in tests if test >= least]
-            mean = f"; {spread(finished).with_deviation()}" if finished else ""
+            tests, finished = _tests(runs, Contender(method), lr)
+            mean = f"; {spread(finished.values()).with_deviation()}" if finished else ""
             cells.append(f"{len(tests) - len(finished)} of {len(tests)}{mean}")
         rows.append([f"{budget:.0%}", *cells])
     return markdown_table(["bytes", "learned p: failed; the others", "uniform p"], rows)
@@ -139,7 +137,10 @@ def wall_clock_table(results: Path) -> str:
 def network_table(results: Path) -> str:
     """Return the time of a step of ResNet-18 on two hosts."""
     found = read_csv(results / "network_resnet18.csv")
-    rows = [[f"`{row['method']}`", f"{float(row['step_ms']) / 1000:.2f} s"] for row in found]
+    rows = []
+    for row in found:
+        low, middle, high = (float(row[f"step_ms{end}"]) / 1000 for end in ("_low", "", "_high"))
+        rows.append([f"`{row['method']}`", f"{middle:.2f} s ({low:.2f} to {high:.2f})"])
     return markdown_table(["method", "time of a step"], rows)
 
 
@@ -151,12 +152,36 @@ def _convergence(
     return make(*([optimizer] if optimizer else []), rows, lrs)
 
 
-def _runs(results: Path) -> list[run_table.TrainingRun]:
+def _runs(results: Path) -> list[TrainingRun]:
     return run_table.read_runs(results, large_batch.task_of("digits", "mlp", large_batch.WHOLE))
 
 
 def _summaries(results: Path) -> list[Summary]:
     return run_table.summaries(_runs(results))
+
+
+def _tests(
+    runs: list[TrainingRun], contender: Contender, lr: float
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Return the test accuracies of all runs, and of those that did not fail, by seed."""
+    least = dense_of(run_table.summaries(runs)).least
+    tests = {
+        run.planned.seed: run.outcome.test
+        for run in runs
+        if (run.planned.contender, run.planned.lr) == (contender, lr)
+    }
+    return tests, {seed: test for seed, test in tests.items() if test >= least}
+
+
+def _difference(runs: list[TrainingRun], pair: Sequence[Contender], lrs: Sequence[float]) -> str:
+    """Return the paired difference of two contenders, and how many runs of each failed."""
+    (tests, ours), (others, theirs) = (
+        _tests(runs, contender, lr) for contender, lr in zip(pair, lrs, strict=True)
+    )
+    cells = [paired(ours, theirs).with_error()] if ours.keys() & theirs.keys() else []
+    failed = len(tests) - len(ours), len(others) - len(theirs)
+    cells += [f"{failed[0]} and {failed[1]} failed"] if any(failed) else []
+    return ", ".join(cells)
 
 
 def _pair(budget: float) -> tuple[Method, Method]:
@@ -168,6 +193,7 @@ def _accuracy(row: Summary | None, dense: Summary) -> str:
         return ""
     difference = row.against(dense)
     cell = row.accuracy.with_deviation() + (f" ({difference.with_error()})" if difference else "")
+    cell += f", lr {row.lr:g}"
     return f"{cell}, {row.failed} of {len(row.tests)} failed" if row.failed else cell
 
 
@@ -192,6 +218,9 @@ TABLES: dict[str, TableMaker] = {
 for _optimizer in ("sgd", "lars"):
     TABLES[f"accuracy_{_optimizer}"] = partial(
         _convergence, convergence_summary.accuracy_table, "convergence.csv", optimizer=_optimizer
+    )
+    TABLES[f"same_lr_{_optimizer}"] = partial(
+        _convergence, convergence_summary.same_lr_table, "convergence.csv", optimizer=_optimizer
     )
     TABLES[f"speed_{_optimizer}"] = partial(
         _convergence,

@@ -1,12 +1,12 @@
 """Wall-clock time of whole runs on hosts that are joined by links of 100 Mbit/s.
 
     python -m recipes.jointspar.wall_clock
-    python -m recipes.jointspar.wall_clock --mbit 1000
+    python -m recipes.jointspar.wall_clock --mbit 1000 --out FOLDER
 
 Takes minutes, and needs root, iproute2 and gcc. It repeats the runs of ``large_batch.py`` with one
-seed, each method at the learning rate selected in ``large_batch.csv``. The hosts are network
-namespaces with shaped links (benchmarks/net). ``wall_clock.csv`` has the times, and
-``wall_clock.png`` shows them with the accuracies of all seeds.
+seed, each method at the learning rate selected in the ``large_batch.csv`` of the same folder. The
+hosts are network namespaces with shaped links (benchmarks/net). ``wall_clock.csv`` has the times,
+and ``wall_clock.png`` shows them with the accuracies of all seeds.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from recipes.jointspar.run_table import Summary, contender_of, read_runs, summar
 from recipes.result_files import make_folder
 from torchcomp.checks import check_count
 
+_MBIT, _DELAY_US = 100, 500
 _PORT = 29510
 _TIMEOUT = 900
 _DATASET, _NETWORK = "digits", "mlp"
@@ -68,8 +69,10 @@ def main() -> None:
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = part_parser(__doc__)
-    parser.add_argument("--mbit", type=int, default=100, help="bandwidth of every link [100]")
-    parser.add_argument("--delay-us", type=int, default=500, help="one-way delay [500]")
+    parser.add_argument("--mbit", type=int, default=_MBIT, help=f"of every link [{_MBIT}]")
+    parser.add_argument(
+        "--delay-us", type=int, default=_DELAY_US, help=f"one-way delay [{_DELAY_US}]"
+    )
     parser.add_argument("--steps", type=int, help="steps of a run [as in large_batch.py]")
     # Flags of the ranks, which the main process starts on the hosts.
     for name in ("rank", "address", "runs"):
@@ -79,7 +82,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     check_count("--delay-us", parsed.delay_us, 0)
     if parsed.steps is not None:
         check_count("--steps", parsed.steps)
-    parsed.out = parser.output_folder(parsed)
+    published = (parsed.mbit, parsed.delay_us, parsed.steps) == (_MBIT, _DELAY_US, None)
+    parsed.out = parser.output_folder(parsed, published=published)
     parsed.size = QUICK if parsed.quick else WHOLE
     return parsed
 

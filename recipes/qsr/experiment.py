@@ -27,6 +27,7 @@ from recipes.qsr.comparison import QUICK_GRID, Grid
 from recipes.qsr.figures import draw_all
 from recipes.qsr.launch import run_studies
 from recipes.qsr.ledger import open_tables
+from recipes.qsr.results import ALL_PARTS, read_results
 from recipes.qsr.settings import (
     ALL_DECAYS,
     CIFAR10,
@@ -48,6 +49,9 @@ from torchcomp.checks import check_count, check_share
 _HERE = Path(__file__).resolve().parent
 _QUICK_SHORTER = 20
 _BATCH_HELP = f"images per step of all ranks [{SGD_MLP.batch}; cifar10: {CIFAR10.batch}]"
+_EPOCHS_HELP = f"passes over the training images [{SGD_MLP.epochs}; cifar10: {CIFAR10.epochs}]"
+_NOISE_HELP = "fraction of the training labels made random [digits: 0.2; cifar10: 0]"
+_METHODS_HELP = f"any of {', '.join(METHODS)} [all]"
 _SETTING_FLAGS = (*(field.name for field in fields(Setting)), "methods")
 
 
@@ -61,6 +65,9 @@ def main() -> None:
     tables = {
         part: open_tables(arguments.out, part, resume=arguments.resume) for part in arguments.parts
     }
+    # The pictures are of all files of the folder, and without --resume some of them start anew.
+    kept = [part for part in ALL_PARTS if arguments.resume or part not in tables]
+    read_results(arguments.out, kept)
     make_folder(arguments.out)
     for part, studies in arguments.parts.items():
         run_studies(studies, arguments, tables[part])
@@ -110,14 +117,16 @@ def _parser() -> ExperimentParser:
     )
     parser.add_argument("--dataset", choices=LABEL_NOISE, help="[digits]")
     parser.add_argument("--data", type=Path, help="cifar10: its python archive")
-    parser.add_argument("--label-noise", type=float, help="[digits: 0.2; cifar10: 0]")
+    parser.add_argument("--label-noise", type=float, metavar="SHARE", help=_NOISE_HELP)
     parser.add_argument("--model", choices=MODELS, help="[digits: mlp; cifar10: cnn]")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="[sgd]")
     parser.add_argument("--decay", choices=ALL_DECAYS, help="of the learning rate [cosine]")
-    parser.add_argument("--ranks", type=int, help=f"[{SGD_MLP.ranks}]")
+    parser.add_argument("--ranks", type=int, help=f"workers [{SGD_MLP.ranks}]")
     parser.add_argument("--batch", type=int, help=_BATCH_HELP)
-    parser.add_argument("--epochs", type=int, help=f"[{SGD_MLP.epochs}; cifar10: {CIFAR10.epochs}]")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, help="[all]")
+    parser.add_argument("--epochs", type=int, help=_EPOCHS_HELP)
+    parser.add_argument(
+        "--methods", nargs="+", metavar="METHOD", choices=METHODS, help=_METHODS_HELP
+    )
     parser.add_argument(
         "--processes", action="store_true", help="ranks are processes over gloo (always for cnn)"
     )

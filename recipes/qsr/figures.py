@@ -33,12 +33,12 @@ def draw_all(folder: Path, samples: int) -> None:
     mapped = [each for each in chosen if map_cells(results, each)]
     if detailed:
         draw_schedules(results, detailed[0], samples, folder / "schedules.png")
-        draw_accuracy(results, detailed, folder / "accuracy.png")
+        draw_accuracy(results, detailed, samples, folder / "accuracy.png")
         draw_curves(results, detailed, folder / "curves.png")
     if mapped:
         draw_maps(results, mapped, folder / "maps.png")
-    if chosen:
-        draw_differences(results, chosen, folder / "differences.png")
+    if complete := [each for each in chosen if results.main(each)]:
+        draw_differences(results, complete, folder / "differences.png")
 
 
 def name_of(setting: Setting) -> str:
@@ -96,14 +96,14 @@ def rounds(entry: Entry, samples: int) -> tuple[list[int], list[int]]:
     return [*starts, ends[-1]], [*lengths, lengths[-1]]
 
 
-def draw_accuracy(results: Results, settings: Sequence[Setting], path: Path) -> None:
+def draw_accuracy(results: Results, settings: Sequence[Setting], samples: int, path: Path) -> None:
     """Draw every method's accuracy against its communication, one panel per setting."""
     figure, panels = _panels(len(settings))
     for axes, setting in zip(panels, settings, strict=True):
         entries = _reported(results, setting, METHODS)
         for entry in entries:
             index = METHODS.index(entry.point.method)
-            share = 100 * entry.syncs / entries[0].syncs
+            share = 100 * entry.syncs / setting.total_steps(samples)
             axes.errorbar(
                 *(share, entry.accuracy.mean, entry.accuracy.error),
                 **{"color": f"C{index}", "marker": _MARKERS[index], "linestyle": "none"},
@@ -205,9 +205,14 @@ def _draw_map(
 
 
 def draw_differences(results: Results, settings: Sequence[Setting], path: Path) -> None:
-    """Draw QSR's difference to parallel training and to constant H in every setting."""
+    """Draw QSR's difference to parallel training and to constant H.
+
+    Args:
+        results: of all settings.
+        settings: that have reported runs of all three methods.
+        path: of the picture.
+    """
     rows = [(each, _reported(results, each, MAIN_METHODS)) for each in settings]
-    rows = [(setting, entries) for setting, entries in rows if len(entries) == len(MAIN_METHODS)]
     figure, axes = pyplot().subplots(figsize=(9, 1.6 + 0.42 * len(rows)), layout="constrained")
     for row, (_, (*others, qsr)) in enumerate(rows):
         for offset, other in zip((-0.12, 0.12), others, strict=True):

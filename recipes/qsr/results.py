@@ -1,6 +1,6 @@
 """The results in the files of a folder: every method's reported runs, and what was tried."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,15 +91,19 @@ class Results:
                 yield entry
 
 
-def read_results(folder: Path) -> Results:
-    """Read the files of all parts that a folder has.
+ALL_PARTS = (*PARTS, OWN)
+"""Everything that can have a file."""
+
+
+def read_results(folder: Path, parts: Iterable[str] = ALL_PARTS) -> Results:
+    """Read the files of the parts that a folder has.
 
     Raises:
-        RecipeError: if a file lacks a column.
+        RecipeError: if a file lacks a column or has a damaged row.
     """
     runs: dict[TrainingRun, Outcome] = {}
     curves: dict[Curve, dict[int, float]] = {}
-    for part in (*PARTS, OWN):
+    for part in parts:
         of_runs, of_curves = paths(folder, part)
         try:
             runs |= read_outcomes(read_csv(of_runs)) if of_runs.exists() else {}
@@ -108,6 +112,11 @@ def read_results(folder: Path) -> Results:
             raise RecipeError(
                 f"the files of {part} in {folder} have no column {missing}: another version wrote "
                 "them. Delete them, or choose another folder with --out"
+            ) from None
+        except (TypeError, ValueError) as error:
+            raise RecipeError(
+                f"the files of {part} in {folder} have a damaged row ({error}): delete it, or "
+                "choose another folder with --out"
             ) from None
     entries: dict[tuple[Setting, Point, str], Entry] = {}
     for run, outcome in runs.items():

@@ -1,15 +1,19 @@
 """The tables of the pages, computed from the files of the results."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from recipes.page_tables import markdown_table
+from recipes.qsr.comparison import Grid
 from recipes.qsr.results import Entry, Results, read_results
 from recipes.qsr.settings import ADAMW_MLP, ADAMW_VIT, MAIN_METHODS, METHODS, SGD_MLP, Setting
-from recipes.spread import paired, spread
+from recipes.spread import Spread, paired, spread
 
 _NONE = "–"
+# Marks a tuned value that is an end of its grid.
+_END = "†"
 _LENGTHS = {f"{epochs} epochs": Setting(epochs=epochs) for epochs in (30, 120, 360)}
 _CLEAN = replace(SGD_MLP, label_noise=0.0)
 
@@ -77,24 +81,51 @@ def _lead(ours: Entry, theirs: Entry) -> dict[int, float]:
     return {seed: accuracy - both[seed] for seed, accuracy in ours.by_seed.items()}
 
 
-def tuned(folder: Path) -> str:
-    """Return what tuning has chosen in every setting."""
+def verdicts(folder: Path) -> str:
+    """Return in how many settings QSR differs from the others by two standard errors or more."""
     results = read_results(folder)
+    found = [entries for each in results.settings() if (entries := results.main(each))]
+    rows = []
+    for index, name in enumerate(MAIN_METHODS[:2]):
+        sides = [_side(entries[2].ahead_of(entries[index])) for entries in found]
+        rows.append((name, *(f"{sides.count(side)} of {len(sides)}" for side in (1, 0, -1))))
+    return markdown_table(("QSR against", "ahead", "no difference", "behind"), rows)
+
+
+def _side(difference: Spread) -> int:
+    """Return 1 or -1 for a difference of at least two standard errors, and otherwise 0."""
+    mean, least = difference.mean, 2 * difference.error
+    return (mean >= least) - (mean <= -least)
+
+
+def tuned(folder: Path) -> str:
+    """Return what tuning has chosen in every setting; a mark shows an end of the grid."""
+    results, grid = read_results(folder), Grid()
+    periods = [f"every({h})" for h in grid.periods]
     rows = []
     for setting in results.settings():
         if entries := results.main(setting):
             parallel, constant, qsr = (entry.point for entry in entries)
+            lrs, decays = grid.lrs[setting.optimizer], grid.weight_decays[setting.optimizer]
             rows.append(
                 (
                     *(setting.model, setting.optimizer, setting.decay, setting.ranks),
                     *(setting.epochs, f"{setting.label_noise:g}"),
-                    f"{parallel.lr:g}",
-                    ", ".join(f"{entry.point.weight_decay:g}" for entry in entries),
-                    *(f"`{constant.schedule}`", f"`{qsr.schedule}`"),
+                    f"{parallel.lr:g}{_end_mark(parallel.lr, lrs)}",
+                    ", ".join(
+                        f"{each:g}{_end_mark(each, decays)}"
+                        for each in (entry.point.weight_decay for entry in entries)
+                    ),
+                    f"`{constant.schedule}`{_end_mark(constant.schedule, periods)}",
+                    f"`{qsr.schedule}`",
                 )
             )
     header = ("model", "optimizer", "decay", "K", "epochs", "label noise", "peak lr")
     return markdown_table((*header, "weight decays of the three", "constant H", "QSR"), rows)
+
+
+def _end_mark(chosen: object, tried: Sequence[object]) -> str:
+    return _END if chosen in (tried[0], tried[-1]) else ""
 
 
 def _difference(ours: Entry | None, theirs: Entry | None) -> str:
@@ -127,8 +158,9 @@ TABLES = {
         settings, chosen={f"{ranks} workers": Setting(ranks=ranks) for ranks in (2, 4, 8)}
     ),
     "clean_labels": partial(
-        settings, chosen={"a fifth of the labels wrong": SGD_MLP, "all right": _CLEAN}
+        settings, chosen={"a fifth of the labels random": SGD_MLP, "all right": _CLEAN}
     ),
+    "verdicts": verdicts,
     "tuned": tuned,
 }
 """By the name that a page uses."""

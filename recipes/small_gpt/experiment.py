@@ -144,11 +144,11 @@ def on_this_rank(runs: list[Run], table: ResultTable) -> list[dict[str, str]]:
 
 def text_table(compared: list[Summary]) -> str:
     """Return the comparison as text."""
-    lines = [f"{'loss':>6}{'excess, %':>15}{'traffic':>13}  method"]
+    lines = [f"{'loss':>6}{'excess, %':>18}{'traffic':>13}  method"]
     for each in compared:
-        excess = each.excess.with_deviation(1, sign="+")
-        lines.append(f"{each.loss.mean:>6.3f}{excess:>15}{each.saving:>7.1f}x less  {each.method}")
-    lines.append("excess: validation loss above that of plain DDP, by seed: mean and deviation")
+        excess = each.excess.with_error(1)
+        lines.append(f"{each.loss.mean:>6.3f}{excess:>18}{each.saving:>7.1f}x less  {each.method}")
+    lines.append("excess: validation loss above plain DDP's, by seed: mean and standard error")
     return "\n".join(lines)
 
 

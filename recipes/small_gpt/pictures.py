@@ -10,7 +10,7 @@ _TARGET_EXCESS, _TARGET_SAVING = 2.0, 20.0
 
 
 def draw_tradeoff(compared: list[Summary], title: str, path: Path) -> None:
-    """Draw each method as a numbered point, with the strings of the methods in the legend."""
+    """Draw each method as a numbered point with its standard error; the legend has its strings."""
     from matplotlib.ticker import FuncFormatter
 
     figure, axes = pyplot().subplots(figsize=(11.5, 5.2), layout="constrained")
@@ -20,7 +20,7 @@ def draw_tradeoff(compared: list[Summary], title: str, path: Path) -> None:
         color = "C2" if _is_good(each) else "C0"
         point = (each.saving, each.excess.mean)
         axes.errorbar(
-            *point, yerr=each.excess.deviation, color=color, alpha=0.4, capsize=3, linewidth=1
+            *point, yerr=each.excess.error, color=color, alpha=0.4, capsize=3, linewidth=1
         )
         axes.plot(*point, "o", color=color, markersize=15, label=f"{number:>2}  {each.method}")
         axes.annotate(
@@ -35,7 +35,7 @@ def draw_tradeoff(compared: list[Summary], title: str, path: Path) -> None:
     axes.set_xticks([1, 2, 5, 10, 20, 50, 100], minor=False)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
     axes.set_xlabel("traffic: how many times fewer bytes than plain DDP (log scale)")
-    axes.set_ylabel("validation loss above plain DDP, %")
+    axes.set_ylabel("validation loss above plain DDP, %\n(mean and standard error)")
     goal = "save 20x\nand stay within 2 % of the loss of plain DDP"
     axes.set_title(f"{title}: {'green points' if any(map(_is_good, shown)) else 'none'} {goal}")
     axes.grid(True, which="major", alpha=0.3)

@@ -72,4 +72,4 @@ def _named(each: Summary) -> list[str]:
 
 
 def _excess(each: Summary) -> str:
-    return each.excess.with_deviation(1, sign="+")
+    return each.excess.with_error(1)

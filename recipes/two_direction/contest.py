@@ -45,7 +45,10 @@ class Options:
 
 
 def powers(mu: float) -> range:
-    """Return the i of the step sizes 2^i to try. No best one of the contest is at an end."""
+    """Return the i of the step sizes 2^i to try.
+
+    No best one of the contest is at an end, except at 1/mu, the largest of accelerated methods.
+    """
     # Without a regulariser, f becomes ever flatter on the way, so larger steps are stable.
     return range(-4, 9) if mu else range(17)
 
@@ -118,4 +121,5 @@ def task(samples: Samples, n: int, sent: Messages, options: Options) -> str:
     )
     steps = ", ".join(f"2^{own[0]} to 2^{own[-1]}{name}" for name, own in ranges.items())
     sizes = f"{n} workers, d = {samples.d}, K = {sent.k_up}"
-    return f"{samples.name}, {sizes}, {budget}, step sizes {steps}"
+    gap = f", gap {options.gap:g}" if options.gap else ""
+    return f"{samples.name}, {sizes}, {budget}, step sizes {steps}{gap}"

@@ -14,8 +14,8 @@ The parts are
 * scaling: iterations on quadratics by condition number, omega and number of workers
   (``scaling.py``).
 * winners: on quadratics, which method sends least by condition number and omega (``winners.py``).
-* ranks: four real ranks over gloo, compared with the simulation bit for bit (``on_ranks.py``). The
-  exit status is 1 if they differ.
+* ranks: four real ranks over gloo with the first seed, compared with the simulation bit for bit
+  (``on_ranks.py``). The exit status is 1 if they differ.
 
 Each method uses its best step size 2^i, found with seeds that are not reported (``race.py``). Each
 part writes its table as a CSV file and draws its picture from it.
@@ -37,7 +37,7 @@ from recipes.result_files import make_folder
 from recipes.two_direction import contest, on_ranks, pictures, scaling, sweeps, winners
 from recipes.two_direction.data_sets import DATASETS, open_samples
 from recipes.two_direction.methods import METHODS, Messages
-from recipes.two_direction.race import COLUMNS, CURVE_COLUMNS, Setting, check, race
+from recipes.two_direction.race import COLUMNS, CURVE_COLUMNS, Setting, check, race, rows_of
 from torchcomp.checks import check_at_least_0, check_count, check_positive
 
 PARTS = ("contest", "alpha", "scaling", "winners", "ranks")
@@ -73,11 +73,16 @@ def main() -> None:
     # All input is checked before anything is computed and before any file is written.
     parts = [part for name in arguments.only if name in _PARTS for part in _PARTS[name](arguments)]
     for part in parts:
+        rows_of(part.table)
         for setting, methods in part.races:
             check(setting, methods, arguments.seeds)
-    shared = on_ranks.setting(arguments.gap) if "ranks" in arguments.only else None
+    # Real ranks are compared with the simulation: one seed is enough.
+    seed = arguments.seeds[0]
+    shared = on_ranks.setting(arguments.gap, seed) if "ranks" in arguments.only else None
     ranks_table = (
-        on_ranks.open_table(shared, arguments.out, resume=arguments.resume) if shared else None
+        on_ranks.open_table(shared, arguments.out, seed, resume=arguments.resume)
+        if shared
+        else None
     )
     make_folder(arguments.out)
     for part in parts:
@@ -85,7 +90,7 @@ def main() -> None:
             race(setting, methods, arguments.seeds, part.table, part.curves)
         part.draw(part.table.path)
     if shared and ranks_table:
-        on_ranks.run_ranks(shared, ranks_table)
+        on_ranks.run_ranks(shared, ranks_table, seed)
     print(f"\ntables and pictures are in {arguments.out}")
     print(f"total time: {time.monotonic() - started:.0f} s")
 
@@ -112,7 +117,8 @@ def _contest(arguments: argparse.Namespace) -> list[Part]:
 
 def _downlink(arguments: argparse.Namespace) -> list[Part]:
     races = sweeps.downlink_races(quick=arguments.quick)
-    return [Part(_table(arguments, "alpha", sweeps.TASK), races, pictures.draw_downlink)]
+    table = _table(arguments, "alpha", sweeps.task(quick=arguments.quick))
+    return [Part(table, races, pictures.draw_downlink)]
 
 
 def _scaling(arguments: argparse.Namespace) -> list[Part]:

@@ -64,26 +64,26 @@ class RankRun:
         return _MILLISECONDS * self.seconds / self.iterations
 
 
-def setting(gap: float | None = None) -> Setting:
-    """Return the digits on four workers, with f* computed."""
+def setting(gap: float | None = None, seed: int = 0) -> Setting:
+    """Return the digits on four workers, with the f* of a seed computed."""
     samples = digits()
     shared = contest_setting(samples, RANKS, MU, tenth(samples), Options(gap))
     # Before the clock starts: f* is cached.
-    shared.case(0)
+    shared.case(seed)
     return shared
 
 
-def open_table(shared: Setting, folder: Path, *, resume: bool) -> ResultTable:
-    """Open the table, with the finished methods if the run is resumed."""
+def open_table(shared: Setting, folder: Path, seed: int, *, resume: bool) -> ResultTable:
+    """Open the table of a seed, with the finished methods if the run is resumed."""
     return ResultTable(
         folder / "on_ranks.csv",
         COLUMNS,
-        f"{shared}, f - f* <= {shared.gap:g}, seed 0",
+        f"{shared}, f - f* <= {shared.gap:g}, seed {seed}",
         resume=resume,
     )
 
 
-def run_ranks(shared: Setting, table: ResultTable) -> None:
+def run_ranks(shared: Setting, table: ResultTable, seed: int) -> None:
     """Run the methods that the table lacks in both forms, compare them, and print the table.
 
     Raises:
@@ -92,9 +92,9 @@ def run_ranks(shared: Setting, table: ResultTable) -> None:
     finished = {row["method"] for row in table.rows}
     missing = [method for method in POWERS if method not in finished]
     if missing:
-        simulated = [run_method(method, shared, Simulated(RANKS)) for method in missing]
+        simulated = [run_method(method, shared, Simulated(RANKS, seed)) for method in missing]
         # One start of the processes for all methods, because each rank finds f* again.
-        by_rank = run_on_ranks(RANKS, on_this_rank, missing, shared.gap)
+        by_rank = run_on_ranks(RANKS, on_this_rank, missing, shared.gap, seed)
         for rank, own in enumerate(by_rank):
             compare(rank, own, simulated)
         table.add(*map(cells, by_rank[0], simulated))
@@ -114,10 +114,19 @@ def compare(rank: int, own: list[RankRun], simulated: list[RankRun]) -> None:
 
 
 def run_method(method: str, shared: Setting, server: ParameterServer) -> RankRun:
-    """Run a method to the gap on four workers."""
+    """Run a method to the gap on four workers.
+
+    Raises:
+        RecipeError: if it does not reach the gap.
+    """
     started = time.monotonic()
-    done = run(shared, method, POWERS[method], 0, server)
+    done = run(shared, method, POWERS[method], server.seed, server)
     seconds = time.monotonic() - started
+    if not done.reached:
+        raise RecipeError(
+            f"{method} does not reach f - f* <= {shared.gap:g} with seed {server.seed} and step "
+            f"size 2^{POWERS[method]}: choose another first seed with --seeds, or a larger --gap"
+        )
     received = server.exchange.take_traffic(0).received if isinstance(server, Ranks) else 0
     return _rank_run(method, done, seconds, received)
 
@@ -129,10 +138,10 @@ def _rank_run(method: str, done: MethodRun, seconds: float, received: int) -> Ra
     return RankRun(method, last.iterations, last.value, traffic, x, seconds, received)
 
 
-def on_this_rank(methods: list[str], gap: float) -> list[RankRun]:
+def on_this_rank(methods: list[str], gap: float, seed: int) -> list[RankRun]:
     """Run the methods as one rank of the default group."""
-    shared = setting(gap)
-    return [run_method(method, shared, Ranks()) for method in methods]
+    shared = setting(gap, seed)
+    return [run_method(method, shared, Ranks(seed=seed)) for method in methods]
 
 
 def cells(on_rank: RankRun, simulated: RankRun) -> list[object]:

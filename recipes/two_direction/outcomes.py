@@ -31,6 +31,11 @@ def priced(r: float) -> Cost:
     return lambda row: (1 - r) * row.up + r * row.down
 
 
+def priced_bytes(r: float) -> Cost:
+    """Return the same in bytes: (1 - r) up + r down."""
+    return lambda row: (1 - r) * row.bytes_up + r * row.bytes_down
+
+
 def select(rows: Iterable[Row], method: str, **wanted: object) -> list[Row]:
     """Return the rows of a method whose columns have these values."""
     return [
@@ -50,6 +55,23 @@ def over_seeds(rows: list[Row], cost: Cost) -> Spread | None:
     """Return the cost over the seeds, or None unless all runs reached the gap."""
     reached = by_seed(rows, cost)
     return spread(reached.values()) if rows and len(reached) == len(rows) else None
+
+
+def ratio(ours: list[Row], theirs: list[Row], cost: Cost) -> Spread | None:
+    """Return how many times more ``ours`` cost than ``theirs``, seed by seed.
+
+    None unless all runs of both reached the gap, with a seed in common.
+    """
+    if over_seeds(ours, cost) is None or over_seeds(theirs, cost) is None:
+        return None
+    least = by_seed(theirs, cost)
+    found = {seed: own / least[seed] for seed, own in by_seed(ours, cost).items() if seed in least}
+    return spread(found.values()) if found else None
+
+
+def tie(times: Spread) -> bool:
+    """Return whether a ratio differs from 1 by at most two standard errors."""
+    return abs(times.mean - 1) <= 2 * times.error
 
 
 def cheapest(rows: list[Row], methods: Iterable[str], cost: Cost) -> list[tuple[str, float]]:

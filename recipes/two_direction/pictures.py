@@ -14,8 +14,10 @@ from recipes.two_direction.outcomes import (
     coordinates,
     over_seeds,
     priced,
+    ratio,
     read_rows,
     select,
+    tie,
 )
 from recipes.two_direction.race import Row
 from recipes.two_direction.scaling import THEORY, Sweep, counts, exponent, sweeps
@@ -194,6 +196,8 @@ def _draw_sweep(axes: Any, sweep: Sweep, method: str, rows: Sequence[Row]) -> No
     means = [each.mean for each in by_point]
     deviations = [each.deviation for each in by_point]
     label = f"{method}: {found.measured.with_deviation(2)} ({found.theory:.2f})"
+    if len(own) < len({row.seed for row in rows}):
+        label += f", {len(own)} seeds"
     axes.errorbar(xs, means, deviations, marker="o", capsize=3, label=label, color=COLOURS[method])
     theory = [THEORY[method](point) for point in sweep.points]
     # Theory leaves the constant open: draw its line through the middle point.
@@ -244,6 +248,9 @@ def _draw_map(axes: Any, rows: Sequence[Row], cost: Cost) -> None:
                 continue
             (best, least), second = ranked[0], ranked[1] if len(ranked) > 1 else None
             text = _SHORT.get(best, best) + (f"\n{second[1] / least:.2f}x" if second else "")
+            times = second and ratio(select(own, second[0]), select(own, best), cost)
+            if second and times and tie(times):
+                text += f",\na tie with\n{_SHORT.get(second[0], second[0])}"
             ours = dict(ranked).get(_OURS)
             if ours and _OURS not in {best, second and second[0]}:
                 text += f" ({ours / least:.2f}x)"

@@ -147,8 +147,18 @@ COLUMNS = tuple(each.name for each in fields(Row))
 
 
 def rows_of(table: ResultTable) -> list[Row]:
-    """Return the rows of a table."""
-    return [Row.read(row) for row in table.rows]
+    """Return the rows of a table.
+
+    Raises:
+        RecipeError: if a cell is missing or is not what its column holds.
+    """
+    try:
+        return [Row.read(row) for row in table.rows]
+    except (TypeError, ValueError) as error:
+        raise RecipeError(
+            f"--resume cannot use {table.path}, which has a damaged row ({error}): delete the row, "
+            "or leave out --resume"
+        ) from None
 
 
 def steps(setting: Setting, method: str) -> list[int]:
@@ -210,8 +220,9 @@ def measure(
 ) -> Iterator[tuple[Row, MethodRun]]:
     """Run the seeds that the ``known`` rows of the method lack; yield each row and its run."""
     missing = [seed for seed in seeds if seed not in {row.seed for row in known}]
-    # The row of a tuning seed says that no step size reaches the gap.
-    if not missing or any(row.seed not in seeds and not row.reached for row in known):
+    # A single row of the tuning seed says that no step size reaches the gap.
+    failed = [row.seed for row in known] == [tuning_seeds(seeds, 1)[0]]
+    if not missing or failed:
         return
     if known:
         power = known[0].power

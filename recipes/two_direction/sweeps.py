@@ -11,7 +11,7 @@ of prices therefore uses messages that are smaller downwards.
 import math
 from dataclasses import replace
 
-from recipes.two_direction.contest import Options, setting
+from recipes.two_direction.contest import BUDGET, GAP, Options, setting
 from recipes.two_direction.data_sets import digits
 from recipes.two_direction.methods import Messages
 from recipes.two_direction.race import Race, Setting
@@ -28,8 +28,15 @@ K_DOWNS = (7, 33, 65, 195, 650)
 """Values of the server's message."""
 PRICED_K_DOWNS = (33, 7)
 """The same, for the sweep of r."""
+POWERS = range(-4, 10)
+"""The i of the step sizes 2^i to try, up to the largest that accelerated methods allow, 1/mu."""
 
-TASK = "digits, 10 workers, mu = 0.001, f - f* to 1e-6, step sizes and budget of the contest"
+
+def task(*, quick: bool = False) -> str:
+    """Return what all races share, for the head of their table."""
+    steps = f"step sizes 2^{POWERS[0]} to 2^{POWERS[-1]}"
+    where = f"digits, {WORKERS} workers, mu = {MU:g}, f - f* to {_gap(quick=quick):g}"
+    return f"{where}, at most {BUDGET:,} coordinates, {steps}"
 
 
 def chance(sent: Messages, r: float) -> Probabilities | None:
@@ -66,5 +73,9 @@ def downlink_races(*, quick: bool = False) -> list[Race]:
 
 def _base(*, quick: bool) -> Setting:
     # One setting for all sizes of messages: f* is then found once.
-    options = Options(gap=_QUICK_GAP) if quick else Options()
+    options = Options(gap=_gap(quick=quick), powers=POWERS)
     return setting(digits(), WORKERS, MU, Messages(K_UP, K_UP), options)
+
+
+def _gap(*, quick: bool) -> float:
+    return _QUICK_GAP if quick else GAP

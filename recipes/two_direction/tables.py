@@ -5,7 +5,7 @@ from pathlib import Path
 
 from recipes.page_tables import TableMaker, markdown_table
 from recipes.result_files import read_csv
-from recipes.spread import paired
+from recipes.spread import Spread
 from recipes.two_direction.contest import MUS, PAPER, WORKERS
 from recipes.two_direction.methods import METHODS, Messages
 from recipes.two_direction.outcomes import (
@@ -16,12 +16,17 @@ from recipes.two_direction.outcomes import (
     megabytes,
     over_seeds,
     priced,
+    priced_bytes,
+    ratio,
     read_rows,
     select,
+    tie,
 )
 from recipes.two_direction.race import Row
 from recipes.two_direction.scaling import exponent, sweeps
 from recipes.two_direction.sweeps import DIGITS_D, K_DOWNS, K_UP, PRICED_K_DOWNS, PRICES, chance
+from recipes.two_direction.winners import PRICES as MAP_PRICES
+from recipes.two_direction.winners import D as QUADRATICS_D
 
 REFERENCE = {
     (1e-4, "2Direction"): 333_125,
@@ -93,17 +98,22 @@ def _ranking(results: Path) -> str:
 
 
 def _best(rows: list[Row], cost: Cost) -> str:
-    ranked = cheapest(rows, METHODS, cost)
-    return ranked[0][0] if ranked else "not run"
+    """Return the cheapest method, and those that no more than two standard errors separate."""
+    ranked = [method for method, _ in cheapest(rows, METHODS, cost)]
+    if not ranked:
+        return "none"
+    least = select(rows, ranked[0])
+    ratios = {method: ratio(select(rows, method), least, cost) for method in ranked[1:]}
+    return " or ".join([ranked[0], *(name for name, own in ratios.items() if own and tie(own))])
 
 
 def _more(rows: list[Row], rival: str, cost: Cost) -> str:
     """Return how much more 2Direction sends than a rival, in percent, paired by seed."""
-    ours, theirs = by_seed(select(rows, _OURS), cost), by_seed(select(rows, rival), cost)
-    if not ours.keys() & theirs.keys():
-        return "not run"
-    relative = {seed: 100 * ours[seed] / theirs[seed] for seed in ours if seed in theirs}
-    return f"{paired(relative, dict.fromkeys(relative, 100.0)).with_error(1)} %"
+    times = ratio(select(rows, _OURS), select(rows, rival), cost)
+    if times is None:
+        return "not all runs reached the gap"
+    more = Spread(100 * (times.mean - 1), 100 * times.deviation, times.count)
+    return f"{more.with_error(1)} %"
 
 
 def _reference(results: Path) -> str:
@@ -152,12 +162,41 @@ def _in_thousands(cost: Cost) -> Cost:
     return lambda row: cost(row) / _THOUSAND
 
 
+def _wins(results: Path) -> str:
+    """Return where 2Direction pays least, or as little as the cheapest, of the map's cells."""
+    rows, lines = read_rows(results / "winners.csv"), []
+    for shared in dict.fromkeys(row.shared for row in rows):
+        own = [row for row in rows if row.shared == shared]
+        for r in MAP_PRICES:
+            names = [method for method, _ in cheapest(own, PAPER, priced(r))]
+            rival = next(name for name in names if name != _OURS)
+            ours, theirs = select(own, _OURS), select(own, rival)
+            times = ratio(theirs, ours, priced(r))
+            if times is None or (names[0] != _OURS and not tie(times)):
+                continue
+            in_bytes = ratio(theirs, ours, priced_bytes(r))
+            assert in_bytes is not None
+            found = own[0]
+            omega = QUADRATICS_D / found.k_up - 1
+            place = [found.n, f"{1 / found.mu:,.0f}", f"{omega:g}", f"{r:g}", rival]
+            lines.append([*place, _times(times), _times(in_bytes)])
+    header = ["n", "L/mu", "omega", "r", "best rival", "it pays, in coordinates", "in bytes"]
+    return markdown_table(header, lines)
+
+
+def _times(own: Spread) -> str:
+    return f"{own.mean:.2f} ± {own.error:.2f} times as much"
+
+
 def _scaling(results: Path) -> str:
     rows, lines = read_rows(results / "scaling.csv"), []
     for sweep in sweeps():
         for method in sweep.methods:
             found = exponent(sweep, method, rows)
+            seeds = len({row.seed for row in rows})
             measured = found.measured.with_deviation(2)
+            if found.measured.count < seeds:
+                measured += f" ({found.measured.count} of {seeds} seeds)"
             xs = [sweep.x(point) for point in sweep.points]
             span = f"{xs[0]:g} to {xs[-1]:g}"
             lines.append([sweep.label, span, method, measured, f"{found.theory:.2f}"])
@@ -165,11 +204,12 @@ def _scaling(results: Path) -> str:
 
 
 def _ranks(results: Path) -> str:
-    lines = []
-    for row in read_csv(results / "on_ranks.csv"):
-        server = (int(row["bytes_up"]) + int(row["bytes_down"])) / 1e6
-        lines.append([row["method"], f"{int(row['received_by_rank']) / 1e6:.2f}", f"{server:.2f}"])
-    header = ["MB per worker", "received by a rank", "exchanged with a server, had there been one"]
+    columns = ("received_by_rank", "bytes_down", "bytes_up")
+    lines = [
+        [row["method"], *(f"{int(row[name]) / 1e6:.2f}" for name in columns)]
+        for row in read_csv(results / "on_ranks.csv")
+    ]
+    header = ["MB", "received by a rank", "received from a server", "messages of one worker"]
     return markdown_table(header, lines)
 
 
@@ -183,6 +223,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "reference": _reference,
     "sizes": _sizes,
     "prices": _prices,
+    "wins": _wins,
     "scaling": _scaling,
     "ranks": _ranks,
 }

@@ -1,18 +1,25 @@
 """The final accuracy of the methods: the runs that are trained, and what the page concludes."""
 
+import math
+import re
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks import accuracy, report, report_final
-from benchmarks.net import data
+from benchmarks.net import data, training
+from benchmarks.net.final import FinalAccuracy, FinalBench
 from benchmarks.net.job import Job
 from benchmarks.net.names import PLAIN, POWERSGD
 from benchmarks.net.rows import FINAL, Table
 from benchmarks.report_data import StepRows
+from tests.support.ranks import on_threads
 
 TOPK = 'bidirectional(topk(0.1), topk(0.1), selection="shard")'
 
@@ -61,6 +68,39 @@ def test_only_missing_runs_are_trained(tmp_path: Path, monkeypatch: pytest.Monke
     rows = table.read()
     assert len(rows) == 4
     assert (rows[0]["accuracy"], rows[0]["loss"], rows[0]["steps"]) == ("50.000", "1.00000", "7")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--methods", "ef(topk(0.1))", "foo"], "error: .*'foo'"),
+        (["--seeds", "0"], "error: --seeds.*at least 1.*0"),
+        (["--out", __file__], f"error: --out {re.escape(__file__)}"),
+        ([], "error: .*accuracy.csv.*date.*loss"),
+    ],
+)
+def test_bad_input_ends_in_one_error_before_training(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "accuracy.csv").write_text("method,accuracy\nddp,99\n")
+    monkeypatch.setattr(sys, "argv", ["accuracy.py", "--out", str(tmp_path), *words])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        accuracy.main()
+    assert re.match(message, str(ended.value))
+    assert (tmp_path / "accuracy.csv").read_text() == "method,accuracy\nddp,99\n"
+
+
+@pytest.mark.parametrize("method", [PLAIN, "ef(topk(0.1))", "every(2)"])
+def test_a_run_that_diverges_is_a_result(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "_EPOCHS", 3)
+    monkeypatch.setattr(training, "_WARM_UP_EPOCHS", 1)
+    job = Job("final", "smallcnn", 256, 2, "", 0, "lo", counted=False)
+
+    def body() -> FinalAccuracy:
+        return FinalBench(job, dist.get_rank()).measure(method, 0, 1e30)
+
+    assert {(each.accuracy, each.loss) for each in on_threads(2, body)} == {(0.0, math.inf)}
 
 
 def final(method: str, *accuracies: float) -> report_final.Final:

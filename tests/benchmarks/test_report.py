@@ -1,6 +1,7 @@
 """docs/performance.md matches the CSV files, and the report works with any of them missing."""
 
 import csv
+import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,35 @@ def copied(tmp_path: Path) -> Path:
 def test_the_page_matches_the_csv_files() -> None:
     checked = run("--check")
     assert checked.returncode == 0, checked.stderr
+
+
+FRONT_PAGE = {
+    "plain DDP": "ddp",
+    "DDP with PyTorch's bf16 hook": "bf16",
+    "DDP with PyTorch's PowerSGD hook, rank 1": "powersgd-1",
+    'ef(topk(0.01, values="int8"))': 'ef(topk(0.01, values="int8"))',
+    'bidirectional(topk(0.01, values="int8"), topk(0.01, values="int8"))': (
+        'bidirectional(topk(0.01, values="int8"), topk(0.01, values="int8"), selection="shard")'
+    ),
+    "no exchange at all (lower bound)": "no-op",
+}
+
+
+def test_the_front_page_has_the_measured_times() -> None:
+    with (ROOT / "benchmarks" / "results" / "network.csv").open(newline="") as file:
+        measured = {
+            (row["method"], row["mbit"]): f"{float(row['step_ms']):,.0f}"
+            for row in csv.DictReader(file)
+            if (row["model"], row["hosts"]) == ("resnet18", "4")
+        }
+    lines = (ROOT / "README.md").read_text().splitlines()
+    start = lines.index("| | 100 Mbit/s | 1 Gbit/s |") + 2
+    found = [re.sub("[`*]", "", line).strip("| ").split(" | ") for line in lines[start:]]
+    shown = {cells[0]: tuple(cells[1:]) for cells in found[: len(FRONT_PAGE)]}
+    assert shown == {
+        label: (measured[method, "100"], measured[method, "1000"])
+        for label, method in FRONT_PAGE.items()
+    }
 
 
 def test_a_changed_number_is_found(copied: Path) -> None:

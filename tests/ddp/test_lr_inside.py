@@ -3,6 +3,7 @@
 tests/engine/test_lr_inside.py compares the method itself with the thesis's.
 """
 
+import logging
 from typing import Any
 
 import pytest
@@ -170,11 +171,37 @@ def test_several_optimizers_train_the_parts_of_a_model() -> None:
     assert on_threads(2, body) == [{"a": 0.1, "b": 0.2}] * 2
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "warned"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), []),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), ["SGD"]),
+        (lambda p: torch.optim.AdamW(p, lr=0.1), ["AdamW"]),
+    ],
+    ids=["SGD", "momentum", "AdamW"],
+)
+def test_only_plain_sgd_is_registered_without_a_warning(
+    optimizer: Any, warned: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def body() -> None:
+        model = wrap(Linear())
+        torchcomp.register(model, "ef(topk(0.2))", lr_inside=optimizer(model.parameters()))
+
+    on_threads(2, body)
+    lines = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert len(lines) == len(warned)  # on one rank only
+    assert all(name in line for line in lines for name in ("lr_inside", *warned))
+
+
 # --- Errors ---------------------------------------------------------------------------------------
 
 
 def partial(model: nn.Module) -> Any:
     return torch.optim.SGD([model.module[0].weight], lr=0.1)
+
+
+def both(model: nn.Module) -> Any:
+    return [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.1, 0.2)]
 
 
 def without_lr(model: nn.Module) -> Any:
@@ -189,6 +216,7 @@ def without_lr(model: nn.Module) -> Any:
         (lambda model: 0.1, ["float"]),
         (lambda model: [partial(model), None], ["NoneType"]),
         (partial, ["'0.bias'"]),
+        (both, ["'0.weight'", "several"]),
         (without_lr, ["SGD", "'lr'"]),
     ],
 )

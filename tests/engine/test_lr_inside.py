@@ -243,6 +243,19 @@ def test_other_ranks_and_another_method_lose_nothing():
         torch.testing.assert_close(applied, dense, rtol=0, atol=1e-12)
 
 
+def test_a_step_without_a_learning_rate_begins_anew():
+    """The residual of such a step follows no earlier learning rate."""
+
+    def body(exchange, first_lr):
+        averager = small.averager(exchange, "ef(topk(0.3))")
+        lr_step(averager, 0, first_lr)
+        lr_step(averager, 1, None)
+        return lr_step(averager, 2, 0.001), averager.lrs
+
+    with_lr, without = (small.on_ranks(2, lambda e, lr=lr: body(e, lr)) for lr in (0.1, None))
+    assert same(with_lr, without)
+
+
 # --- Errors ---------------------------------------------------------------------------------------
 
 

@@ -498,14 +498,35 @@ def test_the_learning_rate_is_the_best_on_the_held_out_images() -> None:
     assert len(size.tuning_runs("digits", ("mlp", 20), [1000, 1001])) == 4 * 4 * 2
 
 
+def test_reported_runs_at_a_learning_rate_that_is_not_chosen_do_not_count() -> None:
+    """An earlier session with another tuning seed may have chosen another one."""
+    tried = Run("digits", "mlp", "dense", 20, 0.1, 200, 1000, images="validation")
+    reported = replace(tried, images="test", seed=0)
+    scored = [
+        (tried, 90.0),
+        (replace(tried, lr=0.3), 95.0),
+        (replace(reported, lr=0.3), 91.0),
+        (reported, 80.0),
+        (replace(reported, seed=1), 81.0),
+    ]
+    rows = [
+        dict(zip(runs.COLUMNS, map(str, runs.cells(run, outcome)), strict=True))
+        for run, percent in scored
+        for outcome in [runs.Outcome(10, 1, 10, percent, 0.5, (1.0,))]
+    ]
+    dense = summary.scores(rows)["mlp", 20]["dense"]
+    assert (dense.lr, dense.accuracies) == (0.3, {0: 91.0})
+    assert dense.tried == {0.1: 90.0, 0.3: 95.0}
+
+
 def test_real_averagers_count_the_traffic(digits: problems.Problem) -> None:
     run = Run("digits", "cnn", "bidirectional", workers=3, lr=0.1, steps=2, seed=0)
     row = dict(zip(union.COLUMNS, map(str, union.measure(run, digits)), strict=True))
     (mean,) = summary.traffic_means([row, rows_of({3: {0: [1.0] * 5}})[0]])
     # A message has 4 bytes for each value, and more for its index.
     assert 2 / 3 * 72 * 4 < mean.up < mean.busiest
-    assert mean.total == mean.up + mean.down + mean.control
-    assert mean.control > 0
+    assert mean.total == mean.up + mean.down + mean.selection
+    assert mean.selection > 0
     for planned, method in ((mean.by_shard, "bidirectional"), (mean.gather, "unidirectional")):
         spec = METHODS[method].spec(0.001, "shard")
         plan = torchcomp.explain(spec, numel=71_754, world_size=3)

@@ -1,18 +1,23 @@
 """The shared parts of the experiments: flags, tables that resume, spreads, tables of pages."""
 
+import importlib
 import math
+import shlex
 from pathlib import Path
 
 import pytest
 
-from recipes import page_tables
+from recipes import experiments, page_tables
 from recipes.errors import RecipeError
 from recipes.experiments import PROVENANCE, ExperimentParser, ResultTable, tuning_seeds
 from recipes.page_tables import filled, markdown_table, pages
-from recipes.result_files import read_csv
+from recipes.result_files import read_csv, read_notes
 from recipes.spread import Spread, paired, spread
 
 HOME = Path("recipes") / "work"
+RECIPES = Path(page_tables.__file__).parent
+EXPERIMENTS = sorted(path.parent.name for path in RECIPES.glob("*/experiment.py"))
+RESULTS = sorted(path.relative_to(RECIPES) for path in RECIPES.glob("*/results/**/*.csv"))
 
 
 def parser() -> ExperimentParser:
@@ -33,7 +38,7 @@ def test_seeds_are_a_list(words: list[str], seeds: tuple[int, ...]) -> None:
     assert parser().read(words).seeds == seeds
 
 
-@pytest.mark.parametrize("text", ["", "1,", "-1", "1.5", "a", "1;2"])
+@pytest.mark.parametrize("text", ["", "1,", "-1", "1.5", "a", "1;2", str(2**32)])
 def test_a_bad_list_of_seeds_is_named(text: str) -> None:
     with pytest.raises(RecipeError, match="--seeds"):
         parser().read([f"--seeds={text}"])
@@ -52,6 +57,35 @@ def test_other_seeds_do_not_overwrite_the_published_results() -> None:
     assert folder("--seeds", "3,7") == folder(published=False) == Path("runs/work")
     assert folder("--seeds", "3", "--quick") == Path("runs/work-quick")
     assert folder("--seeds", "3", "--out", "mine") == Path("mine")
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_all_experiments_have_the_same_flags(name: str, tmp_path: Path) -> None:
+    program = importlib.import_module(f"recipes.{name}.experiment")
+    words = ["--seeds", "3,7,11", "--quick", "--resume", "--out", str(tmp_path / "new")]
+    parsed = program.parse(words)
+    assert parsed.seeds == (3, 7, 11)
+    assert (parsed.quick, parsed.resume, parsed.out) == (True, True, tmp_path / "new")
+    for flag, value in (("--seeds", "a"), ("--only", "nothing"), ("--unknown", "1")):
+        with pytest.raises(RecipeError, match=flag):
+            program.parse([flag, value])
+    assert not parsed.out.exists()
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=str)
+def test_published_rows_name_a_command_that_makes_them(path: Path) -> None:
+    rows = read_csv(RECIPES / path)
+    if set(PROVENANCE) - set(rows[0]):
+        assert path.stem.endswith("_curves") or "command" in read_notes(RECIPES / path)
+        return
+    seeds: dict[str, set[int]] = {}
+    for row in rows:
+        seeds.setdefault(row["command"], set()).update([int(row["seed"])] if "seed" in row else [])
+    for command, measured in seeds.items():
+        python, flag, module, *words = shlex.split(command)
+        assert (python, flag, module.split(".")[1]) == ("python", "-m", path.parts[0])
+        parsed = importlib.import_module(module).parse(words)
+        assert measured <= {*parsed.seeds, *tuning_seeds(parsed.seeds, 3)}
 
 
 def test_tuning_uses_no_reported_seed() -> None:
@@ -95,6 +129,35 @@ def test_rows_of_another_experiment_are_refused(
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("damage", [b"c", b"c,2,3,4,5,6", bytes(range(128, 256))])
+def test_a_damaged_table_is_refused(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "runs.csv"
+    ResultTable(path, ("name", "value"), "a task", resume=False).add(("a", 1))
+    whole = path.read_bytes()
+    path.write_bytes(whole + damage if damage[:1] == b"c" else damage)
+    before = path.read_bytes()
+    with pytest.raises(RecipeError, match=r"runs\.csv"):
+        ResultTable(path, ("name", "value"), "a task", resume=True)
+    assert path.read_bytes() == before
+
+
+def test_an_interrupted_save_keeps_the_old_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = ResultTable(tmp_path / "runs.csv", ("name",), "a task", resume=False)
+    table.add(("a",))
+    before = table.path.read_bytes()
+
+    def interrupted(path: Path, *_: object, **__: object) -> None:
+        path.write_text("half a li")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(experiments, "write_csv", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        table.add(("b",))
+    assert table.path.read_bytes() == before
+
+
 def test_spread_of_values_and_of_paired_differences() -> None:
     assert spread([1, 2, 3]) == Spread(2.0, 1.0, 3)
     assert spread([1, 2, 3]).with_deviation(1) == "2.0 ± 1.0"
@@ -110,6 +173,13 @@ def test_a_single_value_has_no_deviation() -> None:
     assert math.isnan(spread([1.0]).deviation)
     assert spread([1.0]).with_deviation() == "1.00"
     assert spread([-0.001]).with_error(2) == "+0.00"
+
+
+def test_a_small_deviation_does_not_look_like_none() -> None:
+    assert spread([1.0, 1.004]).with_deviation(1) == "1.002 ± 0.003"
+    assert spread([1.0, 1.0]).with_deviation(1) == "1.0 ± 0.0"
+    # Two digits more are not enough either.
+    assert spread([1.0, 1.00001]).with_deviation(1) == "1.0 ± 0.0"
 
 
 def test_differences_need_a_common_seed() -> None:

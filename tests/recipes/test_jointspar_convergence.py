@@ -4,6 +4,7 @@ import copy
 import math
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.errors import RecipeError
-from recipes.jointspar import convergence, convergence_runs, convergence_summary, tables
+from recipes.jointspar import (
+    convergence,
+    convergence_drawing,
+    convergence_runs,
+    convergence_summary,
+    tables,
+)
 from recipes.jointspar.layer_training import attach, build_optimizer, paper_schedule
 from recipes.jointspar.methods import Dense, LayerSampling, TopK, check_optimizer, parse_method
 from recipes.jointspar.networks import ResidualMLP
@@ -232,6 +239,46 @@ def test_held_out_images_choose_one_lr_for_all_worker_counts() -> None:
     assert convergence_summary.chosen_lrs(rows) == {("sgd", "dense"): 0.1}
 
 
+def curve_rows(method: str, losses: dict[int, float]) -> list[dict[str, str]]:
+    rows = []
+    for seed, loss in losses.items():
+        for quantity, value in (("train_loss", loss), ("test_accuracy", 95 + loss)):
+            row = rows_of(method, {seed: 0.0}, quantity=quantity)[0]
+            rows.append({**row, "1": str(value), "2": str(value)})
+    return rows
+
+
+def test_a_picture_has_only_lines_that_are_drawn_and_names_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(
+        convergence_drawing, "save_figure", lambda figure, _: figures.append(figure)
+    )
+    curves = curve_rows("dense", {0: 0.5, 1: 0.4})
+    curves += curve_rows("jointspar(0.6)", {0: 0.7, 1: 0.6})
+    curves += curve_rows("jointspar(0.3)", {0: 0.9, 1: math.nan})
+    lrs = {("sgd", "dense"): 0.1}
+    convergence_drawing.draw_convergence("sgd", curves, lrs, tmp_path / "picture.png")
+    (figure,) = figures
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["dense", "Baseline, shared sets, layers, 60%"]
+    losses, accuracies = figure.axes
+    assert [len(each.lines) for each in (losses, accuracies)] == [2, 2]
+    (note,) = losses.texts
+    assert note.get_text().splitlines()[1:] == ["Baseline, shared sets, layers, 30%"]
+    assert not accuracies.texts
+
+
+def test_accuracies_are_also_compared_at_the_lr_of_dense_training() -> None:
+    runs = rows_of("dense", {0: 97.0, 1: 98.0})
+    runs += rows_of("jointspar(0.6)", {0: 96.0, 1: 97.5})
+    runs += rows_of("jointspar(0.6)", {0: 90.0, 1: 90.0}, lr=0.025)
+    lrs = {("sgd", "dense"): 0.1, ("sgd", "jointspar(0.6)"): 0.025}
+    line = convergence_summary.same_lr_table("sgd", runs, lrs).splitlines()[3]
+    assert "| 0.1 | 96.75 ± 1.06 (-0.75 ± 0.25) |" in line
+
+
 # --- The program ----------------------------------------------------------------------------------
 
 
@@ -251,6 +298,36 @@ def test_the_program_trains_what_it_is_asked_for(
     monkeypatch.setattr(sys, "argv", ["convergence.py", *words, "--resume"])
     convergence.main()
     assert (tmp_path / "convergence.csv").read_text() == before
+
+
+def test_rows_of_other_runs_choose_no_learning_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed table can have a seed that is reported now, and other numbers of workers."""
+    words = ["--out", str(tmp_path), "--resume", "--seeds", "1000", "--optimizers", "sgd", "sgd"]
+    words += ["--workers", "2", "2", "--methods", "jointspar(0.5)"]
+    monkeypatch.setattr(sys, "argv", ["convergence.py", *words])
+    arguments = convergence.parse(words)
+    tuning = convergence.open_table(arguments, "convergence_tuning")
+    planned = list(convergence.tuning_runs(arguments))
+    assert len(planned) == len(set(planned)) == 2 * 2 * 5
+    assert {run.seed for run in planned} == {1001, 1002}
+    others = [replace(run, seed=1000) for run in planned] + [
+        replace(run, workers=8) for run in planned
+    ]
+    for run in planned + others:
+        # The planned runs prefer 0.0125, the others 0.05.
+        best = 0.0125 if run in planned else 0.05
+        tuning.add((*run.cells, 0.1, 97.0 if run.lr == best else 50.0, *["0"] * 6))
+    trained: list[Any] = []
+
+    def record(runs: Any, *_: Any) -> None:
+        trained.extend(runs)
+
+    monkeypatch.setattr(convergence, "train_missing", record)
+    monkeypatch.setattr(convergence, "draw_convergence", lambda *_: None)
+    convergence.main()
+    assert {run.lr for run in trained if run.seed == 1000} == {0.0125}
 
 
 @pytest.mark.parametrize(

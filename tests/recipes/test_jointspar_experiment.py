@@ -40,6 +40,7 @@ from recipes.jointspar import (
     paper_data,
     run_table,
     selection,
+    tables,
     wall_clock,
 )
 from recipes.jointspar.experiment import PARTS
@@ -487,6 +488,17 @@ def test_published_tables_are_resumed_with_nothing_missing() -> None:
         assert found == [(form, str(seed)) for seed in SEEDS for form in bandit.forms()]
 
 
+def test_finished_runs_without_their_log_are_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(FOLDER / "results" / TABLE, tmp_path)
+    words = ["--resume", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["recipes/jointspar/large_batch.py", *words])
+    large_batch.main()
+    assert (tmp_path / "accuracy.png").exists()
+    assert not (tmp_path / "probabilities.png").exists()
+
+
 @pytest.mark.parametrize("program", [*PARTS.values(), experiment])
 def test_an_out_that_is_a_file_is_an_error_before_anything_starts(
     program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -527,6 +539,47 @@ def test_a_quick_run_does_not_overwrite_the_published_results(
     assert re.search("--quick.*--out.*results", error_of(program, words, monkeypatch))
 
 
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (backward, ["--rounds", "20"]),
+        (wall_clock, ["--mbit", "1000"]),
+        (wall_clock, ["--delay-us", "0"]),
+        (wall_clock, ["--steps", "6"]),
+        (large_batch, ["--network", "conv"]),
+        (convergence, ["--workers", "2"]),
+        (bandit, ["--seeds", "3,7"]),
+    ],
+)
+def test_other_settings_do_not_overwrite_the_published_results(
+    program: Any, words: list[str]
+) -> None:
+    assert program.parse(words).out == Path("runs/jointspar")
+
+
+def test_learned_and_uniform_p_are_compared_at_chosen_and_at_equal_learning_rates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(large_batch, "BUDGETS", (0.6,))
+    task = large_batch.task_of("digits", "mlp", large_batch.WHOLE)
+    table = ResultTable(tmp_path / TABLE, run_table.COLUMNS, task, resume=False)
+    # By learning rate: held-out and test accuracy. Own norms choose 0.3 and 0.6.
+    learned, uniform = {0.3: (97, 96), 0.6: (95, 95)}, {0.3: (94, 94), 0.6: (98, 97)}
+    for rule, by_lr in ((Baseline(), learned), (None, uniform)):
+        method = LayerSampling(0.6, "bytes", rule=rule)
+        for optimizer in ("lars", "lars-own"):
+            for lr, (validation, test) in by_lr.items():
+                for seed in range(2):
+                    run = run_of(Contender(method, optimizer), lr, seed, validation, test)
+                    table.add(run.cells())
+    for seed in range(2):
+        table.add(run_of(Contender(Dense()), 0.3, seed, 97.0, 97.0).cells())
+    line = tables.TABLES["learned"](tmp_path).splitlines()[2]
+    cells = [cell.strip() for cell in line.split("|")[3:-1]]
+    assert cells[0] == "-1.00 ± 0.00, lr 0.3 and 0.6"
+    assert cells[1:] == ["+2.00 ± 0.00", "-2.00 ± 0.00"]
+
+
 def test_flags_are_passed_to_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
 
@@ -534,7 +587,7 @@ def test_flags_are_passed_to_the_parts(tmp_path: Path, monkeypatch: pytest.Monke
         commands.append(command)
         return SimpleNamespace(returncode=len(commands) - 1)
 
-    monkeypatch.setattr(experiment.subprocess, "run", start)
+    monkeypatch.setattr(experiment, "subprocess", SimpleNamespace(run=start))
     words = ["--quick", "--resume", "--out", str(tmp_path), "--only", "selection", "bandit"]
     words += ["--seeds", "3,7"]
     monkeypatch.setattr(sys, "argv", ["experiment.py", *words])

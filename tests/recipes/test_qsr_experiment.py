@@ -5,10 +5,12 @@ import csv
 import functools
 import math
 import re
+import shutil
+import statistics
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +249,54 @@ def test_tables_and_pictures_are_made_from_the_files(finished: argparse.Namespac
     assert qsr.ahead_of(parallel).with_error() in line
 
 
+def test_a_picture_without_parallel_training_has_the_share_of_the_steps(
+    finished: argparse.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = (finished.out / "own.csv").read_text().splitlines()
+    kept = [line for line in whole if not re.search(r",(parallel|constant H),.*,test,", line)]
+    (tmp_path / "own.csv").write_text("\n".join(kept))
+    shutil.copy(finished.out / "own_curves.csv", tmp_path)
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(
+        figures, "save_figure", lambda figure, path: drawn.update({path.stem: figure})
+    )
+    figures.draw_all(tmp_path, 360)
+    assert "differences" not in drawn
+    axes = drawn["accuracy"].axes[0]
+    shares = {box.get_label(): box[0].get_xdata()[0] for box in axes.containers}
+    swap = results.read_results(tmp_path).reported(SHORT, "SWAP")
+    assert swap is not None
+    assert shares["SWAP"] == pytest.approx(100 * swap.syncs / 22)
+
+
+def test_verdicts_count_differences_of_two_standard_errors() -> None:
+    by_setting: dict[tuple[str, ...], dict[str, dict[str, float]]] = {}
+    for part in PARTS:
+        for row in rows(FOLDER / "results" / f"{part}.csv"):
+            if row["part"] == "test":
+                setting = tuple(row[field.name] for field in fields(Setting))
+                method = by_setting.setdefault(setting, {}).setdefault(row["method"], {})
+                method[row["seed"]] = float(row["accuracy"])
+    lines = tables_of("qsr")["verdicts"](FOLDER / "results").splitlines()[2:]
+    assert len(by_setting) == 11
+    for line, name in zip(lines, ("parallel", "constant H"), strict=True):
+        counts = {"ahead": 0, "no difference": 0, "behind": 0}
+        for found in by_setting.values():
+            gaps = [found["QSR"][seed] - other for seed, other in found[name].items()]
+            errors = statistics.fmean(gaps) / statistics.stdev(gaps) * math.sqrt(len(gaps))
+            side = "ahead" if errors >= 2 else "behind" if errors <= -2 else "no difference"
+            counts[side] += 1
+        assert line == f"| {name} | {' | '.join(f'{each} of 11' for each in counts.values())} |"
+
+
+def test_tuned_values_at_an_end_of_the_grid_are_marked() -> None:
+    table = tables_of("qsr")["tuned"](FOLDER / "results")
+    (row,) = (line for line in table.splitlines() if line.startswith("| vit"))
+    cells = [cell.strip() for cell in row.split("|")]
+    # The grids: 0.001, 0.003, 0.01; 0.1, 0.5, 2; and 2, 4, 8.
+    assert cells[7:10] == ["0.003", "0.5, 0.1†, 0.1†", "`every(2)`†"]
+
+
 def test_the_rounds_of_a_schedule() -> None:
     entry = results.Entry(
         Setting(epochs=2),
@@ -460,3 +510,27 @@ def test_resume_refuses_a_file_with_other_columns(tmp_path: Path) -> None:
     path.write_text("\n".join([*notes, "method,accuracy", "QSR,90", ""]))
     with pytest.raises(RecipeError, match=r"--resume.*own.csv.*method, accuracy.*dataset, label_n"):
         ledger.open_tables(tmp_path, "own", resume=True)
+
+
+def test_a_damaged_file_of_another_part_is_noticed_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "decays.csv").write_text("# task: older\nmethod,accuracy\nQSR,90\n")
+    words = ["--quick", "--only", "workers", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["experiment.py", *words])
+    monkeypatch.setattr(experiment, "run_studies", lambda *_: pytest.fail("it ran"))
+    with pytest.raises(SystemExit, match=r"^error: .*decays.*dataset.*--out"):
+        experiment.main()
+    assert [path.name for path in tmp_path.iterdir()] == ["decays.csv"]
+
+
+def test_a_damaged_row_is_noticed_before_training(
+    finished: argparse.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (finished.out / "own.csv").read_text()
+    (tmp_path / "own.csv").write_text(re.sub(r",validation,[\d.]+,", ",validation,much,", text))
+    words = ["--quick", "--decay", "step", "--resume", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["experiment.py", *words])
+    monkeypatch.setattr(experiment, "run_studies", lambda *_: pytest.fail("it ran"))
+    with pytest.raises(SystemExit, match=r"^error: .*own.*damaged.*'much'.*--out"):
+        experiment.main()

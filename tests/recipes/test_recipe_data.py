@@ -234,6 +234,9 @@ def test_operations_equal_composers_on_pillow_images(name: str, magnitude: int) 
     random = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (16, 3, 40, 52), dtype=torch.uint8, generator=random)
     images[:, :, :20] //= 3
+    # Channels of narrow ranges, and one of a single value.
+    images[8:] = images[8:] // torch.arange(2, 10)[:, None, None, None] + 17
+    images[15, 1] = 9
     uniform = torch.rand(16, dtype=torch.float64, generator=random)
     signs = torch.tensor([-1, 1]).repeat(8)
     operation = OPERATIONS["composer"][list(COMPOSERS).index(name)]

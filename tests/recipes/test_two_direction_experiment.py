@@ -328,6 +328,14 @@ def test_more_seeds_extend_the_rows_with_the_same_step() -> None:
     assert [(row.seed, row.power) for row in more] == [(2, moved[0].power)]
 
 
+def test_a_reported_seed_that_fails_does_not_stop_later_ones() -> None:
+    setting = small_setting()
+    rows = [row for row, _ in race.measure(setting, "EF21-P", (0, 1), [])]
+    known = [rows[0], replace(rows[1], reached=False)]
+    more = [row.seed for row, _ in race.measure(setting, "EF21-P", (2, 3), known)]
+    assert more == [2, 3]
+
+
 def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     table = ResultTable(tmp_path / "rows.csv", race.COLUMNS, "small", resume=False)
     chance = Probabilities(1 / 7, 0.3)
@@ -416,6 +424,8 @@ def test_resume_runs_only_the_missing_methods(
     before = path.read_bytes()
     with pytest.raises(SystemExit, match=r"^error.*--resume.*n10\w*\.csv.* 2\^0 to 2\^2"):
         run_main(monkeypatch, *words, "--powers", "0", "2", "--resume")
+    with pytest.raises(SystemExit, match=r"^error.*--resume.*n10\w*\.csv.* gap 0\.2"):
+        run_main(monkeypatch, *words, "--gap", "0.2", "--resume")
     assert path.read_bytes() == before
 
 
@@ -453,6 +463,21 @@ def test_bad_input_ends_in_one_line_before_anything_runs(
     monkeypatch.setattr(result_files, "write_csv", lambda *_, **__: pytest.fail("it wrote"))
     with pytest.raises(SystemExit, match=rf"^error[^\n]*:[^\n]*({problem})[^\n]*$"):
         run_main(monkeypatch, *words.split())
+
+
+@pytest.mark.parametrize("damage", ["", ",1,1", ",a,1,1,1,1,True,9,0,9,9,9,9,c,v,d"])
+def test_a_damaged_row_is_refused_before_anything_runs(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*SMALL, "--methods", "AGD", "--out", str(tmp_path)]
+    run_main(monkeypatch, *words)
+    path = tmp_path / "contest_digits_n10.csv"
+    before = path.read_text() + f"10{damage}\n"
+    path.write_text(before)
+    monkeypatch.setattr(experiment, "race", lambda *_: pytest.fail("it ran"))
+    with pytest.raises(SystemExit, match=r"^error[^\n]*--resume[^\n]*n10\.csv[^\n]*damaged"):
+        run_main(monkeypatch, *words, "--resume")
+    assert path.read_text() == before
 
 
 def test_quick_and_unpublished_settings_do_not_write_to_the_committed_results() -> None:
@@ -504,6 +529,22 @@ def test_the_cheapest_method_depends_on_the_price() -> None:
         assert ranked[0][0] == best
         assert len(ranked) == 2
     assert outcomes.over_seeds([failed], outcomes.coordinates) is None
+
+
+def test_a_ratio_is_paired_by_seed_and_needs_all_runs() -> None:
+    ours = [made_row("2Direction", seed, up=10 * (seed + 1)) for seed in range(3)]
+    close = [made_row("AGD", seed, up=up) for seed, up in enumerate((11, 19, 30))]
+    apart = [made_row("AGD", seed, up=20 * (seed + 1)) for seed in range(3)]
+    same = outcomes.ratio(close, ours, outcomes.coordinates)
+    twice = outcomes.ratio(apart, ours, outcomes.coordinates)
+    assert same is not None
+    assert twice is not None
+    assert (same.mean, same.count) == pytest.approx(((1.1 + 0.95 + 1) / 3, 3))
+    assert (twice.mean, twice.deviation) == pytest.approx((2, 0))
+    assert outcomes.tie(same)
+    assert not outcomes.tie(twice)
+    failed = [*close[:2], replace(close[2], reached=False)]
+    assert outcomes.ratio(failed, ours, outcomes.coordinates) is None
 
 
 def test_an_exponent_has_a_deviation_over_the_seeds() -> None:
@@ -568,10 +609,10 @@ def test_every_method_was_run_with_every_mu(n: int) -> None:
             assert seeds == [0, 1, 2, 3, 4] or (seeds == [1000] and not own[0].reached)
 
 
-@pytest.mark.parametrize("name", ["contest_digits_n10", "contest_digits_n100"])
+@pytest.mark.parametrize("name", ["contest_digits_n10", "contest_digits_n100", "alpha"])
 def test_no_best_step_is_at_an_end_of_the_grid(name: str) -> None:
     for row in committed(name):
-        grid = contest.powers(row.mu)
+        grid = sweeps.POWERS if name == "alpha" else contest.powers(row.mu)
         limit = row.method in ACCELERATED and 2.0 ** (row.power + 1) * row.mu > 1
         assert not row.reached or limit or grid[0] < row.power < grid[-1]
 
@@ -596,6 +637,17 @@ def test_iterations_grow_with_the_condition_number_as_in_theory(method: str) -> 
 
 
 # --- Real ranks -----------------------------------------------------------------------------------
+
+
+def test_the_table_of_ranks_is_of_one_seed_that_reaches_the_gap(tmp_path: Path) -> None:
+    setting = on_ranks.setting(gap=0.5, seed=3)
+    first, other = (on_ranks.run_method("AGD", setting, Simulated(4, seed)) for seed in (3, 0))
+    assert first.x != other.x
+    on_ranks.open_table(setting, tmp_path, 3, resume=False).save()
+    with pytest.raises(RecipeError, match=r"seed 3.* seed 0"):
+        on_ranks.open_table(setting, tmp_path, 0, resume=True)
+    with pytest.raises(RecipeError, match=r"AGD .*seed 3"):
+        on_ranks.run_method("AGD", replace(setting, budget=10), Simulated(4, 3))
 
 
 @pytest.mark.thorough

@@ -1,6 +1,7 @@
 """OptimizerLRs: the learning rates at which optimizers train the parameters of a model."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ class OptimizerLRs:
 
     Raises:
         SpecError: if `optimizers` are not optimizers with a learning rate, or if a parameter is in
-            none of them.
+            none of them or in several.
     """
 
     def __init__(self, optimizers: Optimizers, parameters: Mapping[str, Tensor]) -> None:
@@ -42,7 +43,15 @@ class OptimizerLRs:
                     "rate ('lr'), which the residual would follow. Leave out lr_inside",
                     "lr_inside",
                 )
-        missing = sorted(set(parameters) - set(self.read()))
+        held = Counter(name for name, _ in self._items())
+        twice = [name for name, count in held.items() if count > 1]
+        if twice:
+            raise SpecError(
+                f"lr_inside: several optimizers train {listed(twice)}, so the residual has several "
+                "learning rates to follow there. Pass only the optimizer that takes the steps",
+                "lr_inside",
+            )
+        missing = sorted(set(parameters) - set(held))
         if missing:
             raise SpecError(
                 f"lr_inside: no optimizer trains {listed(missing)}, so the residual has no "
@@ -53,11 +62,27 @@ class OptimizerLRs:
 
     def read(self) -> dict[str, float]:
         """Return the learning rates now, by parameter name."""
-        lrs: dict[str, float] = {}
+        return dict(self._items())
+
+    @property
+    def unfit(self) -> list[str]:
+        """Types of the optimizers that are not SGD without momentum.
+
+        What they apply is not the learning rate of a step times its gradient.
+        """
+        # By the options of SGD, because wrappers such as ZeroRedundancyOptimizer are no SGD.
+        return [
+            type(each).__name__
+            for each in self._optimizers
+            if any("dampening" not in group or group["momentum"] for group in each.param_groups)
+        ]
+
+    def _items(self) -> Iterator[tuple[str, float]]:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 # Once per group: of a tensor on a device, the host waits for the value.
                 lr = float(group["lr"])
-                held = (self._names.get(id(parameter)) for parameter in group["params"])
-                lrs |= {name: lr for name in held if name is not None}
-        return lrs
+                for parameter in group["params"]:
+                    name = self._names.get(id(parameter))
+                    if name is not None:
+                        yield name, lr

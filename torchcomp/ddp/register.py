@@ -68,14 +68,14 @@ def register(
             is sent late is applied at the learning rate of the step that it comes from. By default,
             it is in the unit of the gradients, and applied at the learning rate of the step that
             sends it. While the learning rate is constant, both are the same. Meant for SGD without
-            momentum; docs/usage.md has the details.
+            momentum: any other optimizer logs a warning. docs/usage.md has the details.
 
     Returns:
         A handle for statistics, checkpoints and changes of the method.
 
     Raises:
         SpecError: on every rank, if the spec, the seed, the scaler, `check` or `lr_inside` is
-            invalid, or if no optimizer of `lr_inside` trains one of the model's parameters.
+            invalid, or if a parameter of the model is in no optimizer of `lr_inside` or in several.
         UnsupportedModelError: if the model is not DDP, has a hook, uses an option of DDP that
             bypasses hooks, has complex parameters, sparse gradients or parameters on several
             devices, or has trained already.
@@ -101,6 +101,7 @@ def register(
     # On one rank only: the messages would be the same on all ranks.
     if exchange.rank == 0:
         _log_method(averager)
+        _log_optimizers(lrs)
     return handle
 
 
@@ -124,6 +125,17 @@ def _log_method(averager: Averager) -> None:
             "Use ef(%s) to send it in later steps",
             aggregator,
             aggregator.compressor,
+        )
+
+
+def _log_optimizers(lrs: OptimizerLRs | None) -> None:
+    """Log a warning if the learning rate is inside the residual, but does not belong there."""
+    if lrs is not None and lrs.unfit:
+        _log.warning(
+            "lr_inside is meant for SGD without momentum, but the optimizer is %s. A momentum "
+            "multiplies what was sent by later learning rates, and Adam divides the unit away. "
+            "Leave out lr_inside",
+            ", ".join(lrs.unfit),
         )
 
 
