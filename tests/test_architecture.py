@@ -223,8 +223,11 @@ def callers_of_collectives(sources):
     return {s.path for s in sources if any(collectives(s)) and s.path != "compat.py"}
 
 
-def test_one_file_calls_collectives():
-    assert callers_of_collectives(SOURCES) == {"exchange/process_group.py"}
+def test_two_files_call_collectives():
+    assert callers_of_collectives(SOURCES) == {
+        "exchange/private.py",
+        "exchange/process_group.py",
+    }
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,13 @@ PRIVATE = {
     "torch.distributed.ProcessGroup": {
         "_get_backend": "finds the backend of a device",
     },
+    "torch.distributed.ProcessGroupGloo": {
+        "_allgather_base": "gathers equal parts in one tensor",
+        "_reduce_scatter_base": "sums equal parts of one tensor",
+    },
+    "torch.distributed.distributed_c10d": {
+        "_get_default_store": "where the ranks of a private group find each other",
+    },
     "torch.distributed.Backend.Options": {
         "_timeout": "the group's timeout, for a private group beside it",
     },

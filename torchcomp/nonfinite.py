@@ -85,8 +85,9 @@ class FiniteWatch:
         ]
         # A residual shows the same as the norms, for methods that need no norms.
         own += [name for name, part in traces if not part.isfinite().all()]
-        by_rank = self._exchange.gather_objects(own)
-        found = [f"{listed(names)} on rank {rank}" for rank, names in enumerate(by_rank) if names]
+        exchange = self._exchange
+        by_rank = sorted(exchange.gather_all((exchange.global_ranks[exchange.rank], own)))
+        found = [f"{listed(names)} on rank {rank}" for rank, names in by_rank if names]
         # Finite values on every rank can still overflow when they are added.
         overflow = "the values of each rank are finite, but their sum, or its rounding, overflowed"
         cause = "; ".join(found) or overflow

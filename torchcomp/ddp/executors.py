@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchcomp.exchange import Exchange, ProcessGroupExchange
+from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
 
 Job = Callable[[], None]
 
@@ -109,19 +109,15 @@ def transport(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Ex
         group: the process group of the DDP model; None is the default group.
         device: device of the gradients.
     """
+    users = ProcessGroupExchange(group, device)
     if device.type == "cuda":
-        return ProcessGroupExchange(group, device), StreamExecutor(device)
+        return users, StreamExecutor(device)
     # Not get_backend: a group that was created without naming a backend has several.
     if "cpu:gloo" not in dist.get_backend_config(group):
-        return ProcessGroupExchange(group, device), Executor()
+        return users, Executor()
     # A private group, because DDP and the user issue collectives from another thread.
-    ranks = dist.get_process_group_ranks(group)
-    users: Any = group or dist.group.WORLD
-    # Pass the timeout of the user's group. The default of new_group is 30 minutes.
-    timeout = users._get_backend(device).options._timeout
-    # `use_local_synchronization`, because ranks outside `group` do not make this call.
-    private = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
-    return ProcessGroupExchange(private, device), ThreadExecutor()
+    private = PrivateExchange(new_name(users), users.global_ranks, device, users.timeout)
+    return private, ThreadExecutor()
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -2,6 +2,14 @@
 
 from torchcomp.exchange.base import Exchange
 from torchcomp.exchange.in_process import InProcessExchange, run_in_process
+from torchcomp.exchange.private import PrivateExchange, new_name
 from torchcomp.exchange.process_group import ProcessGroupExchange
 
-__all__ = ["Exchange", "InProcessExchange", "ProcessGroupExchange", "run_in_process"]
+__all__ = [
+    "Exchange",
+    "InProcessExchange",
+    "PrivateExchange",
+    "ProcessGroupExchange",
+    "new_name",
+    "run_in_process",
+]

@@ -32,16 +32,25 @@ class Exchange(ABC):
         rank: rank of this process among them.
         world_size: number of ranks.
         device: device of small control messages ("cuda" for NCCL).
+        global_ranks: the name of each rank in error messages, which is its rank in the whole job.
+            By default, ranks are numbered from 0.
 
     Attributes:
         must_conclude: whether :meth:`conclude` must communicate, because frames were received or
             numbers were handed to :meth:`max_at_end` since its last call.
     """
 
-    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        global_ranks: Sequence[int] | None = None,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.device = device
+        self.global_ranks = tuple(global_ranks or range(world_size))
         self.must_conclude = False
         self._load = Load()
         # Of this step. On CUDA findings stay on the device: reading them here would make the host
@@ -174,7 +183,7 @@ class Exchange(ABC):
             self.must_conclude = True
             found = checksum.inspect([frames[i] for i in sent], [lengths[i] for i in sent])
             if found is not None:
-                self._found.append(([senders[i] for i in sent], *found))
+                self._found.append(([self.global_ranks[senders[i]] for i in sent], *found))
         return [wire.payload(f, length) for f, length in zip(frames, lengths, strict=True)]
 
     def max_at_end(self, numbers: Iterable[int]) -> list[int]:
@@ -267,9 +276,7 @@ class Exchange(ABC):
             for sender, *numbers in zip(senders, *(each.tolist() for each in both), strict=True)
             if any(numbers)
         }
-        for level in self._levels:
-            problems = set().union(*level.gather_objects(problems))
-        listed = "; ".join(sorted(problems))
+        listed = "; ".join(sorted(set().union(*self.gather_all(problems))))
         return WireError(f"cannot use a message of {where}: {listed}. {advice}")
 
     def _conclusion(
@@ -325,6 +332,16 @@ class Exchange(ABC):
         inside._levels = between._levels = (between, inside)
         return inside, between
 
+    def gather_all(self, value: Any) -> list[Any]:
+        """Return the picklable `value` of every rank; after a :meth:`split`, of all levels.
+
+        In rank order if there is one level. With two, in any order, the same on all ranks.
+        """
+        values = [value]
+        for level in self._levels:
+            values = [each for listed in level.gather_objects(values) for each in listed]
+        return values
+
     # --- Values that must match on all ranks ---
 
     def same(self, number: int) -> bool:
@@ -337,6 +354,8 @@ class Exchange(ABC):
     def verify(self, what: str, values: dict[str, Any], advice: str = "") -> None:
         """Verify that `values` match across ranks, and raise on every rank if they do not.
 
+        After a :meth:`split`, this covers all ranks of both levels.
+
         Args:
             what: the call that is verified, for the error.
             values: name -> printable value; compared as text.
@@ -345,6 +364,17 @@ class Exchange(ABC):
         Raises:
             RankMismatchError: lists every value that differs, with the ranks that have it.
         """
+        found: RankMismatchError | None = None
+        for level in reversed(self._levels):
+            try:
+                level._verify(what, {"error": found or "none", **values}, advice)
+            except RankMismatchError as mismatch:
+                # Pass it on to the other level, whose ranks are about to verify as well.
+                found = found or mismatch
+        if found is not None:
+            raise found
+
+    def _verify(self, what: str, values: dict[str, Any], advice: str) -> None:
         # Compare `what` as well, to detect ranks that are in different calls.
         mine = {"call": what, **{name: str(value) for name, value in values.items()}}
         # Compare a digest first: the values themselves can be long, and almost always match.
@@ -353,7 +383,10 @@ class Exchange(ABC):
             return
         by_rank = self.gather_objects(mine)
         common = [name for name in mine if all(name in theirs for theirs in by_rank)]
-        lines = [_ranks_by_value(name, [theirs[name] for theirs in by_rank]) for name in common]
+        lines = [
+            _ranks_by_value(name, [theirs[name] for theirs in by_rank], self.global_ranks)
+            for name in common
+        ]
         differing = "; ".join(line for line in lines if line)
         problem = f"{what}: values that must match on all ranks differ: {differing}"
         raise RankMismatchError(f"{problem}. {advice}".strip())
@@ -386,22 +419,17 @@ class Exchange(ABC):
             built, values = make()
         except Exception as error:
             problem = error
-        for level in reversed(self._levels):
-            summary = "none" if problem is None else str(problem).partition("\n")[0]
-            try:
-                level.verify(what, {**arguments, "error": summary, **values}, advice)
-            except RankMismatchError as mismatch:
-                # Pass it on to the other level, whose ranks are about to verify as well.
-                problem, values = mismatch, {}
+        summary = "none" if problem is None else str(problem).partition("\n")[0]
+        self.verify(what, {**arguments, "error": summary, **values}, advice)
         if problem is not None:
             raise problem
         return built
 
 
-def _ranks_by_value(name: str, values: list[Any]) -> str:
+def _ranks_by_value(name: str, values: list[Any], ranks: Sequence[int]) -> str:
     """Return "name: value on rank 0, other value on ranks 1, 2", or "" if all values are equal."""
     holders: dict[Any, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in zip(ranks, values, strict=True):
         text = str(value)
         short = text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
         holders.setdefault((value, short), []).append(rank)

@@ -1,10 +1,11 @@
 """ProcessGroupExchange: the exchange over a process group of torch.distributed.
 
-No other file calls collectives of torch.distributed.
+No other file but private.py calls collectives of torch.distributed.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,7 +33,15 @@ class ProcessGroupExchange(Exchange):
         device: torch.device | str = "cpu",
     ) -> None:
         self.group = group
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), torch.device(device))
+        ranks = dist.get_process_group_ranks(group)
+        super().__init__(dist.get_rank(group), len(ranks), torch.device(device), ranks)
+
+    @property
+    def timeout(self) -> timedelta:
+        """The timeout of the group's collectives on the device."""
+        group: Any = self.group or dist.group.WORLD
+        timeout: timedelta = group._get_backend(self.device).options._timeout
+        return timeout
 
     def _all_reduce(self, values: Tensor) -> None:
         dist.all_reduce(values, group=self.group)
@@ -41,7 +50,7 @@ class ProcessGroupExchange(Exchange):
         if not values.is_cuda:
             return super()._reduce_scatter(values)
         mine = values.new_empty(values.numel() // self.world_size)
-        reduce_scatter_single(mine, values, group=self.group)
+        self._reduce_scatter_to(mine, values)
         return mine
 
     def _all_gather(self, mine: Tensor) -> Tensor:
@@ -51,7 +60,7 @@ class ProcessGroupExchange(Exchange):
             sizes = [mine.numel()] * self.world_size
             return self._all_to_all(mine.repeat(self.world_size), sizes, sizes)
         received = mine.new_empty(mine.numel() * self.world_size)
-        all_gather_single(received, mine, group=self.group)
+        self._all_gather_to(received, mine)
         return received
 
     def _all_to_all(
@@ -60,8 +69,19 @@ class ProcessGroupExchange(Exchange):
         # Always pass the split sizes: without them, gloo returns garbage if the number of elements
         # is not divisible by the number of ranks.
         received = outgoing.new_empty(sum(arriving))
-        dist.all_to_all_single(received, outgoing, list(arriving), list(sizes), group=self.group)
+        self._all_to_all_to(received, outgoing, list(arriving), list(sizes))
         return received
+
+    def _reduce_scatter_to(self, mine: Tensor, values: Tensor) -> None:
+        reduce_scatter_single(mine, values, group=self.group)
+
+    def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:
+        all_gather_single(received, mine, group=self.group)
+
+    def _all_to_all_to(
+        self, received: Tensor, outgoing: Tensor, arriving: list[int], sizes: list[int]
+    ) -> None:
+        dist.all_to_all_single(received, outgoing, arriving, sizes, group=self.group)
 
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
         values: list[Any] = [None] * self.world_size

@@ -1,0 +1,82 @@
+"""PrivateExchange: the exchange over a group of its own, beside the groups of the user."""
+
+import pickle
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import distributed_c10d
+
+from torchcomp.exchange.base import Exchange
+from torchcomp.exchange.process_group import ProcessGroupExchange
+
+
+class PrivateExchange(ProcessGroupExchange):
+    """The exchange among some ranks of the job, over connections that nobody else uses.
+
+    Collectives of several threads over one group would pair with each other's. DDP and the user
+    issue theirs from the main thread, so an exchange in another thread needs a group of its own.
+
+    The group is not registered with torch.distributed. ``new_group`` numbers groups by the calls of
+    each rank, so it hangs if ranks have made different numbers of calls. It also keeps each group
+    until the process ends, while this one ends with its exchange.
+
+    Args:
+        name: the same on all of `ranks`, and never used before in this job; see :func:`new_name`.
+        ranks: the global ranks, in the order of their ranks in the group. This rank is one of them.
+        device: device of the messages, "cpu" for gloo or "cuda" for NCCL.
+        timeout: after which a collective gives up.
+    """
+
+    def __init__(
+        self, name: str, ranks: Sequence[int], device: torch.device, timeout: timedelta
+    ) -> None:
+        rank = list(ranks).index(dist.get_rank())
+        Exchange.__init__(self, rank, len(ranks), device, ranks)
+        store = PrefixStore(name, distributed_c10d._get_default_store())
+        self._own: Any
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._own = dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+        else:
+            self._own = dist.ProcessGroupGloo(store, rank, len(ranks), timeout=timeout)
+
+    # `wait` blocks the host for gloo, and the current stream for NCCL.
+
+    def _all_reduce(self, values: Tensor) -> None:
+        self._own.allreduce([values]).wait()
+
+    def _reduce_scatter_to(self, mine: Tensor, values: Tensor) -> None:
+        self._own._reduce_scatter_base(mine, values).wait()
+
+    def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:
+        self._own._allgather_base(received, mine).wait()
+
+    def _all_to_all_to(
+        self, received: Tensor, outgoing: Tensor, arriving: list[int], sizes: list[int]
+    ) -> None:
+        self._own.alltoall_base(received, outgoing, arriving, sizes).wait()
+
+    def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
+        pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        pickled = pickled.to(self.device)
+        length = torch.tensor([pickled.numel()], dtype=torch.int64, device=self.device)
+        lengths = self._all_gather(length).tolist()
+        receivers = [rank for rank in range(self.world_size) if dst in (None, rank)]
+        sizes = [pickled.numel() * (rank in receivers) for rank in range(self.world_size)]
+        arriving = [length * (self.rank in receivers) for length in lengths]
+        received = self._all_to_all(pickled.repeat(len(receivers)), sizes, arriving).cpu()
+        if self.rank not in receivers:
+            return []
+        return [pickle.loads(part.numpy().tobytes()) for part in torch.split(received, arriving)]
+
+
+def new_name(exchange: Exchange) -> str:
+    """Return a name for new groups among the ranks of `exchange`; a collective."""
+    return f"torchcomp/{exchange.gather_objects(uuid.uuid4().hex)[0]}"
