@@ -4,8 +4,6 @@
 
 import time
 import weakref
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,15 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Aggregator
 from torchcomp.aggregators.rehearsal import rehearse_all
-from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket
 from torchcomp.component import Component
+from torchcomp.ddp.averaging import Averaging
 from torchcomp.ddp.checks import AFTER_CLOSE, check_not_joined
-from torchcomp.ddp.executors import AT_EXIT_SECONDS, Executor, after_backward
+from torchcomp.ddp.executors import AT_EXIT_SECONDS, after_backward
 from torchcomp.ddp.loss_scale import LossScale
 from torchcomp.ddp.one_process import OfOneProcess
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs
-from torchcomp.ddp.reordering import Reordering
 from torchcomp.ddp.unused import UnusedWatch
 from torchcomp.exchange import Exchange
 from torchcomp.gathering import Gatherable
@@ -42,8 +39,8 @@ Future = torch.futures.Future[Tensor]
 class Handle(OfOneProcess, Gatherable):
     """Compressed gradient exchange of one DDP model; returned by :func:`torchcomp.register`.
 
-    The hook submits every bucket to an executor: a thread for gloo, a side stream for CUDA. The
-    executor averages the bucket in parallel with the backward pass. The last bucket ends the step.
+    The hook submits every bucket to a thread (gloo) or a side stream (CUDA), which averages it in
+    parallel with the backward pass. The last bucket ends the step.
 
     Attributes:
         averager: the engine, with the method, its state and the counters.
@@ -55,32 +52,31 @@ class Handle(OfOneProcess, Gatherable):
     def __init__(
         self,
         model: DistributedDataParallel,
-        averager: Averager,
-        executor: Executor,
+        averaging: Averaging,
+        everyone: Exchange,
         scaler: "torch.amp.GradScaler | None",
         lrs: OptimizerLRs | None = None,
     ) -> None:
         # A weak reference, because DDP's reducer refers to the handle. A cycle would keep the
         # model alive.
         self._model = weakref.ref(model)
-        self.averager = averager
+        self._averaging, self._everyone = averaging, everyone
+        self.averager = averaging.averager
         # By id, because DDP passes parameters to the hook, not their names.
-        self._names = {id(parameter): name for name, parameter in averager.parameters.items()}
-        self._executor = executor
+        parameters = averaging.parameters
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._loss_scale, self._lrs = LossScale(scaler), lrs
         if self._loss_scale.in_use:
             model.register_forward_pre_hook(self._loss_scale.fetch)
         may_leave_unused = bool(model.find_unused_parameters) and not model.static_graph
-        self._unused = UnusedWatch(averager.parameters) if may_leave_unused else None
-        self._reordering, self._reordered = Reordering(None), (False, averager.buckets)
+        self._unused = UnusedWatch(parameters) if may_leave_unused else None
         self._closed = False
         self.seconds_waited = 0.0
         self._running = False
-        # DDP's buckets of the current backward pass, and the first error of their exchange.
+        # DDP's buckets of the current backward pass.
         self._received: list[tuple[Bucket, Future]] = []
-        self._failure: Exception | None = None
-        # Ends the executor's thread also if the user deletes the model without `close`.
-        self._finalizer = weakref.finalize(self, executor.close, AT_EXIT_SECONDS)
+        # Ends the threads also if the user deletes the model without `close`.
+        self._finalizer = weakref.finalize(self, averaging.close, AT_EXIT_SECONDS)
 
     def __repr__(self) -> str:
         return f"<torchcomp.Handle '{self.method}': {self.stats}>"
@@ -136,7 +132,7 @@ class Handle(OfOneProcess, Gatherable):
             rehearse_all(aggregator, self.averager.parameters.values())
             return aggregator, {"spec": aggregator}
 
-        aggregator = self.averager.exchange.build("handle.swap", {"spec": spec}, make)
+        aggregator = self._everyone.build("handle.swap", {"spec": spec}, make)
         return self.averager.use(aggregator)
 
     def state_dict(self) -> dict[str, Any]:
@@ -175,13 +171,13 @@ class Handle(OfOneProcess, Gatherable):
     def _gather_over(self) -> Exchange:
         # close() has ended the process group of the exchange.
         self._require_open("gather_state_dict or load_gathered")
-        return self.averager.exchange
+        return self._everyone
 
     def close(self) -> None:
         """End the worker thread. The model cannot train afterwards: DDP cannot remove a hook."""
         self._closed = True
         if self._finalizer.detach() is not None:
-            self._executor.close()
+            self._averaging.close()
 
     def __enter__(self) -> "Handle":
         return self
@@ -205,57 +201,39 @@ class Handle(OfOneProcess, Gatherable):
     def _receive(self, grad_bucket: GradBucket) -> Future:
         if self._closed:
             raise RuntimeError(f"this handle is closed. {AFTER_CLOSE}")
-        parameters = grad_bucket.parameters()
-        names = tuple([self._names[id(parameter)] for parameter in parameters])
-        flat, is_last = grad_bucket.buffer(), grad_bucket.is_last()
-        bucket = Bucket(self.averager.shape_of(names), flat)
+        names = tuple([self._names[id(parameter)] for parameter in grad_bucket.parameters()])
+        flat, first, last = grad_bucket.buffer(), grad_bucket.index() == 0, grad_bucket.is_last()
+        bucket = Bucket(self._averaging.shape_of(names), flat)
         future: Future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
-        begin = None
-        if grad_bucket.index() == 0:
+        if first:
             check_not_joined(self._model())
-            self._received, self._failure, self._running = [], None, True
-            # Read both here, in the user's thread: the executor runs later.
-            lrs = None if self._lrs is None else self._lrs.read()
-            begin = partial(self._begin, self._loss_scale.read(), lrs)
+            self._received, self._running = [], True
+            self._averaging.start()
         self._received.append((bucket, future))
-        if is_last:
+        if last:
             after_backward(self._finish_backward)
-        self._executor.submit(partial(self._exchange, bucket, begin, is_last))
+        self._averaging.submit(bucket, self, first=first, last=last)
         return future
 
-    # --- Run by the executor, bucket by bucket ---
+    def begin(self) -> tuple[float, dict[str, float] | None]:
+        # In the user's thread: the step is averaged later.
+        return self._loss_scale.read(), None if self._lrs is None else self._lrs.read()
 
-    def _exchange(self, bucket: Bucket, begin: Callable[[], None] | None, is_last: bool) -> None:
-        """Average one of DDP's buckets.
+    # --- Called while the step is averaged, in the thread of the exchange ---
 
-        Args:
-            bucket: DDP's bucket.
-            begin: begins the step, for its first bucket; None for all others.
-            is_last: whether this is the last bucket, which ends the step.
-        """
-        try:
-            if self._failure is None:
-                if begin is not None:
-                    begin()
-                if self._unused is not None:
-                    self._unused.before(bucket)
-                for group in self._reordering.add(bucket):
-                    self.averager.average(group)
-                if is_last:
-                    self.averager.finish(
-                        may_skip=self._loss_scale.in_use,
-                        advice=_SCALER_ADVICE,
-                        used=None if self._unused is None else self._unused.used,
-                    )
-        except Exception as error:
-            # Raise it at the end of the backward pass. Through the future, DDP would report it as
-            # "Unable to cast <message> to Tensor".
-            self._failure = error
-        if is_last:
-            self._complete()
+    def before(self, bucket: Bucket) -> None:
+        if self._unused is not None:
+            self._unused.before(bucket)
 
-    def _complete(self) -> None:
-        """Pass the results of all buckets to DDP."""
+    def finish(self, dense_bytes: int | None = None) -> None:
+        self.averager.finish(
+            may_skip=self._loss_scale.in_use,
+            dense_bytes=dense_bytes,
+            advice=_SCALER_ADVICE,
+            used=None if self._unused is None else self._unused.used,
+        )
+
+    def complete(self) -> None:
         if self._unused is not None:
             self._unused.end(self.averager.unused)
         # Complete the futures only now: a group can still change any of DDP's buckets until the
@@ -265,31 +243,21 @@ class Handle(OfOneProcess, Gatherable):
         # DDP frees its first buckets when it rebuilds them.
         self._received = []
 
-    def _begin(self, scale: float, lrs: dict[str, float] | None) -> None:
-        averager = self.averager
-        averager.begin(scale, lrs)
-        # A swap or a loaded checkpoint changes the groups.
-        wanted = (averager.grouped, averager.buckets)
-        if wanted != self._reordered:
-            shapes = [averager.shape_of(group) for group in averager.buckets]
-            self._reordering = Reordering(shapes if averager.grouped else None)
-            self._reordered = wanted
-        self._reordering.begin()
-
     # --- Called at the end of the backward pass ---
 
     def _finish_backward(self) -> None:
         start = time.perf_counter()
         with label("wait"):
-            self._executor.join()
+            self._averaging.join()
         self.seconds_waited += time.perf_counter() - start
         self._running = False
-        if self._failure is not None:
+        if self._averaging.failure is not None:
             # Raise after DDP's own final callback, so that DDP is ready for another iteration.
             after_backward(self._raise_failure)
 
     def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
+        failure = self._averaging.failure
+        self._averaging.start()
         if failure is not None:
             raise failure
 

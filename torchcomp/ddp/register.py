@@ -13,6 +13,7 @@ from torchcomp.averager import Averager
 from torchcomp.bucket import Group, partition
 from torchcomp.checks import check_choice
 from torchcomp.component import Component
+from torchcomp.ddp.averaging import Flat
 from torchcomp.ddp.checks import (
     OWNER,
     bucket_caps,
@@ -86,7 +87,8 @@ def register(
     device = device_of(model)
     # Verify in DDP's own group. Creating a group would hang if another rank has already raised.
     inside = "none" if lr_inside is None else "set"
-    aggregator, groups, lrs = ProcessGroupExchange(model.process_group, device).build(
+    everyone = ProcessGroupExchange(model.process_group, device)
+    aggregator, groups, lrs = everyone.build(
         "torchcomp.register",
         {"spec": spec, "seed": seed, "check": check, "lr_inside": inside},
         lambda: _check(model, spec, seed, scaler, check, lr_inside),
@@ -94,7 +96,7 @@ def register(
     exchange, executor = transport(model.process_group, device)
     parameters = dict(trained_parameters(model))
     averager = Averager(aggregator, exchange, parameters, groups, seed=seed, late=check == "late")
-    handle = Handle(model, averager, executor, scaler, lrs)
+    handle = Handle(model, Flat(averager, executor), everyone, scaler, lrs)
     # A plain function with the handle as its state: DDP refuses partials and callable objects.
     model.register_comm_hook(handle, hook)
     setattr(model, OWNER, f"torchcomp.register('{aggregator}')")

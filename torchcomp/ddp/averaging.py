@@ -1,0 +1,148 @@
+"""Averaging: what happens to DDP's buckets between the hook and the optimizer, and in which thread.
+
+The hook submits every bucket. :class:`Flat` averages it over all ranks; :class:`.TwoLevel` averages
+it within each node first.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from torchcomp.averager import Averager
+from torchcomp.bucket import Bucket, BucketShape, Names
+from torchcomp.ddp.executors import Executor, Job
+from torchcomp.ddp.reordering import Reordering
+
+
+class Step(Protocol):
+    """The step that a backward pass takes: what its owner does around the average."""
+
+    def begin(self) -> tuple[float, dict[str, float] | None]:
+        """Return the loss scale and the learning rates of the step."""
+
+    def before(self, bucket: Bucket) -> None:
+        """Look at a bucket before it is averaged."""
+
+    def finish(self, dense_bytes: int | None = None) -> None:
+        """End the step, after its last bucket."""
+
+    def complete(self) -> None:
+        """Pass the averaged buckets on, or those of a step that failed."""
+
+
+class Lane:
+    """Runs jobs on an executor, in the order of submission, until one of them raises.
+
+    Attributes:
+        failure: the exception of that job, or None.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self.failure: Exception | None = None
+        self.join, self.close = executor.join, executor.close
+
+    def submit(self, job: Job, *, always: bool = False) -> None:
+        """Run `job` after all earlier ones; if one of them failed, only with `always`."""
+        self._executor.submit(partial(self._run, job, always))
+
+    def _run(self, job: Job, always: bool) -> None:
+        if self.failure is None or always:
+            try:
+                job()
+            except Exception as error:
+                # The owner raises it at the end of the backward pass. Through the future, DDP
+                # would report it as "Unable to cast <message> to Tensor".
+                self.failure = self.failure or error
+
+
+class Averaging(ABC):
+    """Averages the buckets of one backward pass after another.
+
+    Args:
+        averager: the engine.
+        parameters: of the model, by name.
+        lanes: where jobs run, from the first to the last that a bucket passes.
+    """
+
+    def __init__(self, averager: Averager, parameters: Mapping[str, Tensor], *lanes: Lane) -> None:
+        self.averager = averager
+        self.parameters = parameters
+        self._lanes = lanes
+        self._shapes: dict[Names, BucketShape] = {}
+
+    def shape_of(self, names: Names) -> BucketShape:
+        """Return the shape of a bucket of these parameters."""
+        shape = self._shapes.get(names)
+        if shape is None:
+            shape = self._shapes[names] = BucketShape.of(names, self.parameters)
+        return shape
+
+    @abstractmethod
+    def submit(self, bucket: Bucket, step: Step, *, first: bool, last: bool) -> None:
+        """Average a bucket of DDP in place, and end the step after its last bucket.
+
+        This returns at once. An exception is kept in :attr:`failure`.
+        """
+
+    def start(self) -> None:
+        """Forget the failure of an earlier step."""
+        for lane in self._lanes:
+            lane.failure = None
+
+    @property
+    def failure(self) -> Exception | None:
+        """The first exception of the step, or None."""
+        return next((lane.failure for lane in self._lanes if lane.failure is not None), None)
+
+    def join(self) -> None:
+        """Wait until the host has run every submitted job."""
+        for lane in self._lanes:
+            lane.join()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Finish the submitted jobs and release threads; see :meth:`.Executor.close`."""
+        # The last lane first: each waits for the stream of the one before it.
+        for lane in reversed(self._lanes):
+            lane.close(timeout)
+
+
+class Flat(Averaging):
+    """Averages every bucket over all ranks at once."""
+
+    def __init__(self, averager: Averager, executor: Executor) -> None:
+        super().__init__(averager, averager.parameters, Lane(executor))
+        self._reordering, self._reordered = Reordering(None), (False, averager.buckets)
+
+    def submit(self, bucket: Bucket, step: Step, *, first: bool, last: bool) -> None:
+        (lane,) = self._lanes
+        begin = partial(self._begin, *step.begin()) if first else None
+        lane.submit(partial(self._average, bucket, step, begin, last))
+        if last:
+            lane.submit(step.complete, always=True)
+
+    def _begin(self, scale: float, lrs: dict[str, float] | None) -> None:
+        averager = self.averager
+        averager.begin(scale, lrs)
+        # A swap or a loaded checkpoint changes the groups.
+        wanted = (averager.grouped, averager.buckets)
+        if wanted != self._reordered:
+            shapes = [averager.shape_of(group) for group in averager.buckets]
+            self._reordering = Reordering(shapes if averager.grouped else None)
+            self._reordered = wanted
+        self._reordering.begin()
+
+    def _average(
+        self, bucket: Bucket, step: Step, begin: Callable[[], None] | None, last: bool
+    ) -> None:
+        # One job for all of it: on the CPU, a job is a hand-over between threads.
+        if begin is not None:
+            begin()
+        step.before(bucket)
+        for group in self._reordering.add(bucket):
+            self.averager.average(group)
+        if last:
+            step.finish()
