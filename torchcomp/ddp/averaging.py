@@ -21,7 +21,7 @@ class Step(Protocol):
     """The step that a backward pass takes: what its owner does around the average."""
 
     def begin(self) -> tuple[float, dict[str, float] | None]:
-        """Return the loss scale and the learning rates of the step."""
+        """Return the loss scale and the learning rates of the step, in the user's thread."""
 
     def before(self, bucket: Bucket) -> None:
         """Look at a bucket before it is averaged."""

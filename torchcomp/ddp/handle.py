@@ -13,9 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Aggregator
 from torchcomp.aggregators.rehearsal import rehearse_all
+from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket
 from torchcomp.component import Component
-from torchcomp.ddp.averaging import Averaging
+from torchcomp.ddp.averaging import Averaging, Step
 from torchcomp.ddp.checks import AFTER_CLOSE, check_not_joined
 from torchcomp.ddp.executors import AT_EXIT_SECONDS, after_backward
 from torchcomp.ddp.loss_scale import LossScale
@@ -65,16 +66,15 @@ class Handle(OfOneProcess, Gatherable):
         # By id, because DDP passes parameters to the hook, not their names.
         parameters = averaging.parameters
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._loss_scale, self._lrs = LossScale(scaler), lrs
-        if self._loss_scale.in_use:
-            model.register_forward_pre_hook(self._loss_scale.fetch)
+        loss_scale = LossScale(scaler)
+        if loss_scale.in_use:
+            model.register_forward_pre_hook(loss_scale.fetch)
         may_leave_unused = bool(model.find_unused_parameters) and not model.static_graph
-        self._unused = UnusedWatch(parameters) if may_leave_unused else None
+        unused = UnusedWatch(parameters) if may_leave_unused else None
+        self._step = _Step(self.averager, loss_scale, lrs, unused)
         self._closed = False
         self.seconds_waited = 0.0
         self._running = False
-        # DDP's buckets of the current backward pass.
-        self._received: list[tuple[Bucket, Future]] = []
         # Ends the threads also if the user deletes the model without `close`.
         self._finalizer = weakref.finalize(self, averaging.close, AT_EXIT_SECONDS)
 
@@ -207,41 +207,14 @@ class Handle(OfOneProcess, Gatherable):
         future: Future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
         if first:
             check_not_joined(self._model())
-            self._received, self._running = [], True
+            self._running = True
+            self._step.received.clear()
             self._averaging.start()
-        self._received.append((bucket, future))
+        self._step.received.append((flat, future))
         if last:
             after_backward(self._finish_backward)
-        self._averaging.submit(bucket, self, first=first, last=last)
+        self._averaging.submit(bucket, self._step, first=first, last=last)
         return future
-
-    def begin(self) -> tuple[float, dict[str, float] | None]:
-        # In the user's thread: the step is averaged later.
-        return self._loss_scale.read(), None if self._lrs is None else self._lrs.read()
-
-    # --- Called while the step is averaged, in the thread of the exchange ---
-
-    def before(self, bucket: Bucket) -> None:
-        if self._unused is not None:
-            self._unused.before(bucket)
-
-    def finish(self, dense_bytes: int | None = None) -> None:
-        self.averager.finish(
-            may_skip=self._loss_scale.in_use,
-            dense_bytes=dense_bytes,
-            advice=_SCALER_ADVICE,
-            used=None if self._unused is None else self._unused.used,
-        )
-
-    def complete(self) -> None:
-        if self._unused is not None:
-            self._unused.end(self.averager.unused)
-        # Complete the futures only now: a group can still change any of DDP's buckets until the
-        # last one is averaged.
-        for received, future in self._received:
-            future.set_result(received.flat)
-        # DDP frees its first buckets when it rebuilds them.
-        self._received = []
 
     # --- Called at the end of the backward pass ---
 
@@ -260,6 +233,50 @@ class Handle(OfOneProcess, Gatherable):
         self._averaging.start()
         if failure is not None:
             raise failure
+
+
+class _Step(Step):
+    """One backward pass after another, as the thread of the exchange sees them.
+
+    Attributes:
+        received: DDP's buckets of the current backward pass.
+    """
+
+    def __init__(
+        self,
+        averager: Averager,
+        loss_scale: LossScale,
+        lrs: OptimizerLRs | None,
+        unused: UnusedWatch | None,
+    ) -> None:
+        self._averager = averager
+        self._loss_scale, self._lrs, self._unused = loss_scale, lrs, unused
+        self.received: list[tuple[Tensor, Future]] = []
+
+    def begin(self) -> tuple[float, dict[str, float] | None]:
+        return self._loss_scale.read(), None if self._lrs is None else self._lrs.read()
+
+    def before(self, bucket: Bucket) -> None:
+        if self._unused is not None:
+            self._unused.before(bucket)
+
+    def finish(self, dense_bytes: int | None = None) -> None:
+        self._averager.finish(
+            may_skip=self._loss_scale.in_use,
+            dense_bytes=dense_bytes,
+            advice=_SCALER_ADVICE,
+            used=None if self._unused is None else self._unused.used,
+        )
+
+    def complete(self) -> None:
+        if self._unused is not None:
+            self._unused.end(self._averager.unused)
+        # Complete the futures only now: a group can still change any of DDP's buckets until the
+        # last one is averaged.
+        for flat, future in self.received:
+            future.set_result(flat)
+        # DDP frees its first buckets when it rebuilds them.
+        self.received.clear()
 
 
 def hook(state: Handle, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
