@@ -130,7 +130,7 @@ class Averager:
         self._meter = Meter()
         self._averaged = 0  # buckets of the step in flight, for the labels of a trace
         self._callbacks: list[Callable[[bool], None]] = []
-        self._watch = FiniteWatch(exchange)
+        self._watch, self._combined = FiniteWatch(exchange), False
         # The ranks are compared in the first `begin`, not here: loading a checkpoint is a local
         # call, so only the next collective can show that one rank loaded it and another did not.
         self._verified = False
@@ -145,13 +145,18 @@ class Averager:
         return self._aggregator
 
     @property
+    def guarded(self) -> bool:
+        """Whether a NaN discards the step. A transparent method passes it on, as plain DDP does."""
+        return not self._active.transparent
+
+    @property
     def grouped(self) -> bool:
         """Whether the result depends on :attr:`buckets`. If not, any bucketing can be used."""
         return self._active.depends_on_grouping
 
     # One step.
 
-    def begin(self, scale: float = 1.0, lr: LR = None) -> None:
+    def begin(self, scale: float = 1.0, lr: LR = None, watch: FiniteWatch | None = None) -> None:
         """Begin a step. Roll back whatever a step that raised left behind.
 
         Args:
@@ -162,6 +167,8 @@ class Averager:
                 a / b. At learning rate 0, where the optimizer applies nothing, the state of a
                 parameter does not change. With None, the residual has the unit of the gradients
                 from this step on. Pass it in all steps, or in none.
+            watch: what has checked the values of this rank already, if the caller combines those of
+                several ranks before it averages. Errors then name the ranks with the NaN.
 
         Raises:
             SpecError: if a learning rate is negative, not finite or missing.
@@ -176,7 +183,7 @@ class Averager:
         self.state.rollback()
         self.exchange.reset()
         self._averaged, self.unused = 0, ()
-        self._watch = FiniteWatch(self.exchange)
+        self._watch, self._combined = watch or FiniteWatch(self.exchange), watch is not None
         if not self._verified:
             values = {"spec": self._aggregator, "step": self.step, "seed": self.seed}
             values |= {"groups": self.groups, "buckets": self.buckets, "flushing": self._flushing}
@@ -222,12 +229,12 @@ class Averager:
 
     def _average(self, bucket: Bucket) -> None:
         method = self._now
-        # `mean` passes NaN and infinities on as plain DDP does, so there is nothing to check. A
-        # method that is dense for its first steps only is checked in all of them.
-        guarded = not self._active.transparent
+        # A method that is dense for its first steps only is checked in all of them.
+        guarded = self.guarded
         # If the method's residual shows which parameters were non-finite, this pass over the
         # gradients is not needed.
-        if guarded and not method.residual_shows_nonfinite(bucket.flat.dtype):
+        shown = self._combined or method.residual_shows_nonfinite(bucket.flat.dtype)
+        if guarded and not shown:
             self._watch.before(bucket)
         key = Key(self.seed, self.step, rank=self.exchange.rank, ahead=self._ahead)
         method.aggregate(bucket, self.exchange, self.state, key)
@@ -499,7 +506,7 @@ class Averager:
 
     def _traces(self, parts: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the residuals that show a NaN of a gradient, by parameter name."""
-        for name, part in parts:
+        for name, part in () if self._combined else parts:
             if self._now.residual_shows_nonfinite(self.parameters[name].dtype):
                 yield name, part
 

@@ -22,7 +22,7 @@ from torchcomp.state import Kind, Slot
 ONE_STEP = "Load checkpoints of the same step on all ranks (each rank its own), or on none."
 """Advice for ranks that are not at the same step."""
 
-VERSION = 4
+VERSION = 5
 """Version of the format. A state dict of another version is refused."""
 
 # Without the 8-bit floats: torch does not implement `isfinite` for them.
@@ -175,7 +175,7 @@ _ENGINE = record(
     groups=list_of(list_of(text)),
     buckets=list_of(list_of(text)),
     parameters=dict_of(dict_of(list_of(count), ("shape", "stride"))),
-    traffic=dict_of(count, ("sent", "received", "dense", "control")),
+    traffic=dict_of(count, ("sent", "received", "dense", "control", "inside")),
     slots=dict_of(record(kind=text, sharded=flag, tensors=dict_of(tensor()))),
 )
 _GATHERED = record(version=count, states=list_of(record(version=count)))

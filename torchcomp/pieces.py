@@ -25,6 +25,7 @@ class Chunk:
     rows: int  # rows of the parameter
     each: int  # rows of a piece, including rows of zeros
     start: int  # first element of the parameter within a piece
+    stride: tuple[int, ...]  # of the parameter's piece
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -56,7 +57,9 @@ class Pieces:
         strides = self.whole.strides or ((),) * len(self.whole.names)
         for name, shape, stride in zip(self.whole.names, self.whole.shapes, strides, strict=True):
             rows, *row = shape if _by_rows(shape, stride) else (prod(shape),)
-            chunk = Chunk(name, tuple(row), rows, ceil(rows / self.ranks), start)
+            inner = stride[1:] if stride else torch.empty((0, *row), device="meta").stride()[1:]
+            each = ceil(rows / self.ranks)
+            chunk = Chunk(name, tuple(row), rows, each, start, (prod(row), *inner[: len(row)]))
             chunks.append(chunk)
             start = chunk.span.stop
         return tuple(chunks)
@@ -65,23 +68,33 @@ class Pieces:
     def piece(self) -> BucketShape:
         """The shape of one piece, the same for all ranks."""
         shapes = tuple(chunk.shape for chunk in self.chunks)
-        return BucketShape(self.whole.names, shapes, self.whole.dtype)
+        strides = tuple(chunk.stride for chunk in self.chunks) if self.whole.strides else ()
+        return BucketShape(self.whole.names, shapes, self.whole.dtype, strides)
 
-    def cut(self, parts: Mapping[str, Tensor], out: Tensor) -> None:
-        """Copy a bucket to its pieces.
+    def like(self, parameter: Tensor) -> Tensor:
+        """Return a tensor with the shape, strides, dtype and device of a parameter's piece.
+
+        It is a view of the parameter, so it takes no memory. Its values have no meaning.
+        """
+        (chunk,) = self.chunks
+        return parameter.detach().as_strided(chunk.shape, chunk.stride)
+
+    def cut(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Return the pieces of a bucket: 1-D, in rank order.
 
         Args:
             parts: each parameter's part of the bucket, 1-D.
-            out: 1-D, all pieces in rank order.
         """
+        out = parts[self.whole.names[0]].new_empty(self.ranks * self.piece.numel)
         views = [view for chunk in self.chunks for view in self._views(chunk, parts, out)]
         torch._foreach_copy_([piece for _, piece in views], [part for part, _ in views])
         zeros = [zero for chunk in self.chunks for zero in self._padding(chunk, out)]
         if zeros:
             torch._foreach_zero_(zeros)
+        return out
 
     def join(self, pieces: Tensor, parts: Mapping[str, Tensor]) -> None:
-        """Copy pieces back to a bucket; the inverse of :meth:`cut`."""
+        """Copy pieces (all, in rank order) back to a bucket; the inverse of :meth:`cut`."""
         views = [view for chunk in self.chunks for view in self._views(chunk, parts, pieces)]
         torch._foreach_copy_([part for part, _ in views], [piece for _, piece in views])
 

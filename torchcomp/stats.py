@@ -24,12 +24,16 @@ class Stats:
         dense_bytes_sent: bytes that plain DDP would have sent in the last step.
         control_bytes_sent: bytes of control messages that this rank sent in the last step, on top
             of `bytes_sent`. It received as many.
+        inside_bytes_sent: bytes that this rank sent inside its node in the last step, with
+            ``register(..., nodes=...)``. They do not pass the network card, and all other counters
+            leave them out. It received as many.
         total_bytes_sent: bytes of messages sent since the start.
         total_bytes_received: bytes of messages received since the start.
         total_dense_bytes_sent: bytes that plain DDP would have sent since the start.
         total_control_bytes_sent: bytes of control messages sent since the start. A resumed run has
             some more than an uninterrupted one, because its ranks compare their settings again at
             the first step after loading. All other totals are equal.
+        total_inside_bytes_sent: bytes sent inside the node since the start.
     """
 
     steps: int
@@ -38,10 +42,12 @@ class Stats:
     bytes_received: int
     dense_bytes_sent: int
     control_bytes_sent: int
+    inside_bytes_sent: int
     total_bytes_sent: int
     total_bytes_received: int
     total_dense_bytes_sent: int
     total_control_bytes_sent: int
+    total_inside_bytes_sent: int
 
     def as_dict(self, prefix: str = "torchcomp/") -> dict[str, int | float]:
         """Return the counters as scalars by name, as TensorBoard and Weights & Biases log them.

@@ -73,3 +73,4 @@ class Traffic(_Counters):
     received: int = 0
     dense: int = 0  # bytes that plain DDP would have sent instead
     control: int = 0  # bytes sent, and as many received, in control messages, on top of `sent`
+    inside: int = 0  # bytes sent inside the node, and as many received, on top of `sent`

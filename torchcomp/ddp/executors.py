@@ -110,14 +110,19 @@ def transport(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Ex
         device: device of the gradients.
     """
     users = ProcessGroupExchange(group, device)
-    if device.type == "cuda":
-        return users, StreamExecutor(device)
-    # Not get_backend: a group that was created without naming a backend has several.
-    if "cpu:gloo" not in dist.get_backend_config(group):
-        return users, Executor()
-    # A private group, because DDP and the user issue collectives from another thread.
-    private = PrivateExchange(new_name(users), users.global_ranks, device, users.timeout)
-    return private, ThreadExecutor()
+    executor = executor_for(users)
+    if isinstance(executor, ThreadExecutor):
+        # A private group, because DDP and the user issue collectives from another thread.
+        private = PrivateExchange(new_name(users), users.global_ranks, device, users.timeout)
+        return private, executor
+    return users, executor
+
+
+def executor_for(exchange: ProcessGroupExchange) -> Executor:
+    """Return an executor for exchanges among the ranks of the user's group."""
+    if exchange.device.type == "cuda":
+        return StreamExecutor(exchange.device)
+    return ThreadExecutor() if exchange.gloo else Executor()
 
 
 def after_backward(callback: Callable[[], None]) -> None:

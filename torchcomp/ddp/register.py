@@ -1,9 +1,12 @@
 """register: install compressed gradient exchange on a DDP model."""
 
 import logging
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import wire
@@ -13,7 +16,7 @@ from torchcomp.averager import Averager
 from torchcomp.bucket import Group, partition
 from torchcomp.checks import check_choice
 from torchcomp.component import Component
-from torchcomp.ddp.averaging import Flat
+from torchcomp.ddp.averaging import Averaging, Flat
 from torchcomp.ddp.checks import (
     OWNER,
     bucket_caps,
@@ -27,13 +30,18 @@ from torchcomp.ddp.checks import (
 from torchcomp.ddp.executors import transport
 from torchcomp.ddp.handle import Handle, hook
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs, Optimizers
+from torchcomp.ddp.two_level import Levels, TwoLevel
 from torchcomp.errors import SpecError
 from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.keys import check_seed
+from torchcomp.nodes import Nodes
 from torchcomp.spec import parse_aggregator
 from torchcomp.stats import sent_instead
 
 _log = logging.getLogger(__name__)
+
+_Checked = tuple[Aggregator, tuple[Group, ...], OptimizerLRs | None, Nodes | None]
+"""The method, the groups of parameters, their learning rates, and the nodes of two levels."""
 
 
 def register(
@@ -44,6 +52,7 @@ def register(
     scaler: "torch.amp.GradScaler | None" = None,
     check: str = "step",
     lr_inside: Optimizers | None = None,
+    nodes: str | int | DeviceMesh | None = None,
 ) -> Handle:
     """Replace the gradient all-reduce of a DDP model with a compressed exchange.
 
@@ -70,6 +79,11 @@ def register(
             it is in the unit of the gradients, and applied at the learning rate of the step that
             sends it. While the learning rate is constant, both are the same. Meant for SGD without
             momentum: any other optimizer logs a warning. docs/usage.md has the details.
+        nodes: which ranks share a network card, to exchange in two levels. The ranks of a node
+            average their gradients uncompressed; the method then runs between the nodes, and each
+            rank keeps the residual of its share of the model. "auto" reads from torchrun how many
+            ranks a node has. Otherwise, pass that number, or a DeviceMesh with two dimensions,
+            nodes and their ranks. By default, all ranks exchange with all others.
 
     Returns:
         A handle for statistics, checkpoints and changes of the method.
@@ -86,23 +100,29 @@ def register(
     check_is_ddp(model)
     device = device_of(model)
     # Verify in DDP's own group. Creating a group would hang if another rank has already raised.
-    inside = "none" if lr_inside is None else "set"
     everyone = ProcessGroupExchange(model.process_group, device)
-    aggregator, groups, lrs = everyone.build(
+    inside = "none" if lr_inside is None else "set"
+    arguments = {"spec": spec, "seed": seed, "check": check, "lr_inside": inside}
+    aggregator, groups, lrs, divided = everyone.build(
         "torchcomp.register",
-        {"spec": spec, "seed": seed, "check": check, "lr_inside": inside},
-        lambda: _check(model, spec, seed, scaler, check, lr_inside),
+        {**arguments, "nodes": "a DeviceMesh" if isinstance(nodes, DeviceMesh) else nodes},
+        lambda: _check(model, spec, seed, scaler, check, lr_inside, nodes, everyone.global_ranks),
     )
-    exchange, executor = transport(model.process_group, device)
     parameters = dict(trained_parameters(model))
-    averager = Averager(aggregator, exchange, parameters, groups, seed=seed, late=check == "late")
-    handle = Handle(model, Flat(averager, executor), everyone, scaler, lrs)
+    make = partial(Averager, aggregator, seed=seed, late=check == "late")
+    averaging: Averaging
+    if divided is None:
+        exchange, executor = transport(model.process_group, device)
+        averaging = Flat(make(exchange, parameters, groups), executor)
+    else:
+        averaging = TwoLevel(make, parameters, groups, Levels(divided, everyone))
+    handle = Handle(model, averaging, everyone, scaler, lrs)
     # A plain function with the handle as its state: DDP refuses partials and callable objects.
     model.register_comm_hook(handle, hook)
     setattr(model, OWNER, f"torchcomp.register('{aggregator}')")
     # On one rank only: the messages would be the same on all ranks.
-    if exchange.rank == 0:
-        _log_method(averager)
+    if everyone.rank == 0:
+        _log_method(averaging.averager)
         _log_optimizers(lrs)
     return handle
 
@@ -148,8 +168,10 @@ def _check(
     scaler: "torch.amp.GradScaler | None",
     check: str,
     lr_inside: Optimizers | None,
-) -> tuple[tuple[Aggregator, tuple[Group, ...], OptimizerLRs | None], dict[str, Any]]:
-    """Return the method, the groups of parameters and their learning rates, and what must match."""
+    nodes: object,
+    ranks: Sequence[int],
+) -> tuple[_Checked, dict[str, Any]]:
+    """Return what the arguments stand for, and what must match on all ranks."""
     check_seed(seed)
     check_scaler(scaler)
     check_choice("check", check, ("step", "late"))
@@ -163,14 +185,18 @@ def _check(
     rehearse_all(aggregator, [parameter for _, parameter in trained])
     groups = partition(trained, bucket_caps(model))
     lrs = None if lr_inside is None else OptimizerLRs(lr_inside, dict(trained))
+    divided = None if nodes is None else Nodes.of(nodes, ranks)
     values = {
         "spec": aggregator,
+        "nodes": divided and divided.ranks,
         # With names: DDP itself verifies only the shapes.
         "parameters": [(name, tuple(p.shape), p.dtype) for name, p in trained],
         "groups": groups,
         "wire version": wire.VERSION,  # ranks can run different versions of torchcomp
     }
-    return (aggregator, groups, lrs), values
+    # One rank on each node: there is nothing to average inside.
+    two_levels = divided if divided is not None and divided.size > 1 else None
+    return (aggregator, groups, lrs, two_levels), values
 
 
 def _check_late(model: DistributedDataParallel, scaler: "torch.amp.GradScaler | None") -> None:

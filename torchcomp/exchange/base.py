@@ -116,13 +116,17 @@ class Exchange(ABC):
         return self._reduce_scatter(values)
 
     @label("all_gather")
-    def all_gather(self, message: Tensor) -> list[Tensor]:
-        """Return every rank's `message` (1-D, same length on all ranks), in rank order."""
+    def all_gather_rows(self, message: Tensor) -> Tensor:
+        """Return every rank's `message` (1-D, same length on all ranks), a row for each rank."""
         rows = self._all_gather(message)
         moved = message.nbytes * (self.world_size - 1)
         self._load.sent += moved
         self._load.received += moved
-        return list(rows.view(self.world_size, -1).unbind())
+        return rows.view(self.world_size, -1)
+
+    def all_gather(self, message: Tensor) -> list[Tensor]:
+        """Return every rank's `message` (1-D, same length on all ranks), in rank order."""
+        return list(self.all_gather_rows(message).unbind())
 
     def all_gather_v(self, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Return every rank's `mine` (1-D), in rank order.
@@ -311,16 +315,20 @@ class Exchange(ABC):
     def take_traffic(self, dense_bytes: int) -> Traffic:
         """Return the bytes since the last call, and reset the counters.
 
-        After a :meth:`split`, the counts include both levels.
+        After a :meth:`split`, messages inside the node are counted apart.
 
         Args:
             dense_bytes: bytes that plain DDP would have sent instead.
         """
-        taken = Traffic(dense=dense_bytes)
+        between, *inside = (
+            level._load.traffic(level.world_size, dense_bytes) for level in self._levels
+        )
+        for traffic in inside:
+            between.inside += traffic.sent
+            between.control += traffic.control
         for level in self._levels:
-            taken.add(level._load.traffic(level.world_size, 0))
             level._load = Load()
-        return taken
+        return between
 
     @staticmethod
     def split(inside: "Exchange", between: "Exchange") -> "tuple[Exchange, Exchange]":

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from torchcomp.compat import all_gather_single, reduce_scatter_single
 from torchcomp.exchange.base import Exchange
@@ -37,9 +38,17 @@ class ProcessGroupExchange(Exchange):
         super().__init__(dist.get_rank(group), len(ranks), torch.device(device), ranks)
 
     @property
+    def gloo(self) -> bool:
+        """Whether the group moves tensors of the CPU with gloo."""
+        # Not get_backend: a group that was created without naming a backend has several.
+        return "cpu:gloo" in dist.get_backend_config(self.group)
+
+    @property
     def timeout(self) -> timedelta:
-        """The timeout of the group's collectives on the device."""
+        """The timeout of the group's collectives, or torch's default if the backend has none."""
         group: Any = self.group or dist.group.WORLD
+        if self.device.type == "cpu" and not self.gloo:
+            return default_pg_timeout
         timeout: timedelta = group._get_backend(self.device).options._timeout
         return timeout
 

@@ -161,7 +161,7 @@ def find_largest(exchange: Exchange, queries: Sequence[Query]) -> list[Selection
     while wide := [search for search in searches.values() if not search.done]:
         mine = torch.cat([search.histogram() for search in wide])
         # The host waits once per round, for the histograms of all queries.
-        rows = torch.stack(exchange.all_gather(mine)).cpu()
+        rows = exchange.all_gather_rows(mine).cpu()
         for search, columns in zip(wide, torch.split(rows, [s.bins for s in wide], 1), strict=True):
             search.narrow(columns, exchange.rank)
     # Step 3. An interval of one value needs no exchange: its counts are already known.

@@ -1,0 +1,178 @@
+"""TwoLevel: average inside each node first, and exchange compressed messages between the nodes.
+
+A bucket is cut into equal pieces, one for each rank of a node. Three steps follow, each in its own
+lane, so that one bucket's run beside another's:
+
+1. inside: reduce-scatter. Each rank gets the mean of its piece over the node, uncompressed.
+2. between: the averager compresses the piece, and averages it with the ranks of equal place in the
+   other nodes.
+3. inside: all-gather. Each rank gets the other pieces.
+
+The result is that of the method run by nodes as if each were one rank with the mean gradient of its
+ranks, with a separate selection in each piece. Each lane has a process group of its own, and takes
+its jobs in the order in which DDP yields buckets. The ranks therefore make the same calls.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torchcomp.averager import Averager
+from torchcomp.bucket import Bucket, BucketShape, Group
+from torchcomp.ddp.averaging import Averaging, Lane, Step
+from torchcomp.ddp.executors import executor_for
+from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
+from torchcomp.nodes import Nodes
+from torchcomp.nonfinite import FiniteWatch
+from torchcomp.pieces import Pieces
+from torchcomp.traffic import Load, sum_bytes
+
+
+class Levels:
+    """The exchanges of this rank: inside its node, and between the nodes.
+
+    Attributes:
+        everyone: exchange among all ranks, over the user's group, for between two steps.
+        nodes: the ranks of every node.
+        place: position of this rank within its node.
+        scatter: exchange inside the node, for lane 1.
+        between: exchange among the ranks of equal place, for lane 2. It is the upper level of two.
+        gather: exchange inside the node, for lane 3.
+    """
+
+    def __init__(self, nodes: Nodes, everyone: ProcessGroupExchange) -> None:
+        rank = dist.get_rank()
+        inside, across = nodes.inside(rank), nodes.between(rank)
+        name, timeout = new_name(everyone), everyone.timeout
+        self.everyone, self.nodes, self.place = everyone, nodes, inside.index(rank)
+        self.scatter, self.between, self._checks, self.gather = (
+            PrivateExchange(f"{name}/{number}/{ranks[0]}", ranks, everyone.device, timeout)
+            for number, ranks in enumerate((inside, across, inside, inside))
+        )
+        # In lane 2, ranks also compare values and combine checks inside the node.
+        Exchange.split(inside=self._checks, between=self.between)
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that this rank sends inside its node."""
+        self._checks.count(Load(sent=nbytes))
+
+
+class TwoLevel(Averaging):
+    """Averages every bucket inside the nodes, and its pieces between them.
+
+    Args:
+        make: makes the averager of an exchange, parameters by name, and groups.
+        parameters: of the model, by name.
+        groups: names of the parameters that are compressed together.
+        levels: the exchanges of this rank.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Exchange, Mapping[str, Tensor], Sequence[Group]], Averager],
+        parameters: Mapping[str, Tensor],
+        groups: Sequence[Group],
+        levels: Levels,
+    ) -> None:
+        lanes = [Lane(executor_for(levels.everyone)) for _ in range(3)]
+        averager = make(levels.between, _piece_parameters(parameters, levels.nodes.size), groups)
+        super().__init__(averager, parameters, *lanes)
+        self._scatter, self._between, self._gather = lanes
+        self._levels = levels
+        nbytes = sum(parameter.nbytes for parameter in parameters.values())
+        # This rank's share of what plain DDP would send through the card of its node.
+        ranks = levels.nodes.size * len(levels.nodes.ranks)
+        self._dense_bytes = sum_bytes(nbytes, ranks) // levels.nodes.size
+        self._watch = FiniteWatch(levels.between)
+        self._groups = _Groups()
+
+    def submit(self, bucket: Bucket, step: Step, *, first: bool, last: bool) -> None:
+        begin = step.begin() if first else None
+        self._scatter.submit(partial(self._cut, bucket, step, begin))
+        if last:
+            self._scatter.submit(partial(self._end, step), always=True)
+
+    # Each job submits what follows it to the next lane, in the same order.
+
+    def _cut(
+        self, bucket: Bucket, step: Step, begin: tuple[float, dict[str, float] | None] | None
+    ) -> None:
+        """Lane 1: reduce-scatter the groups that a bucket completes."""
+        if begin is not None:
+            self._watch = FiniteWatch(self._levels.between)
+            averager = self.averager
+            shapes = [self.shape_of(group) for group in averager.buckets]
+            self._groups.begin(shapes if averager.grouped else None)
+            self._between.submit(partial(averager.begin, *begin, self._watch))
+        step.before(bucket)
+        if self.averager.guarded:
+            self._watch.before(bucket)
+        for shape, parts in self._groups.add(bucket):
+            pieces = _pieces(shape, self._levels.nodes.size)
+            mine = self._levels.scatter.reduce_scatter(pieces.cut(parts)).div_(pieces.ranks)
+            self._between.submit(partial(self._average, pieces, mine, parts))
+
+    def _average(self, pieces: Pieces, mine: Tensor, parts: dict[str, Tensor]) -> None:
+        """Lane 2: average this rank's piece between the nodes."""
+        # Lanes 1 and 3 move a piece to each rank of the node. Counted in this lane, which ends the
+        # step.
+        self._levels.count(2 * mine.nbytes * (pieces.ranks - 1))
+        self.averager.average(Bucket(pieces.piece, mine))
+        self._gather.submit(partial(self._join, pieces, mine, parts))
+
+    def _join(self, pieces: Pieces, mine: Tensor, parts: dict[str, Tensor]) -> None:
+        """Lane 3: collect the pieces of a group."""
+        pieces.join(self._levels.gather.all_gather_rows(mine), parts)
+
+    def _end(self, step: Step) -> None:
+        if self._scatter.failure is None:
+            self._between.submit(partial(step.finish, self._dense_bytes))
+        complete = partial(self._gather.submit, step.complete, always=True)
+        self._between.submit(complete, always=True)
+
+
+class _Groups:
+    """Collects the parameters of a group from DDP's buckets."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[str, BucketShape] | None = None
+        self._pending: dict[Group, dict[str, Tensor]] = {}
+
+    def begin(self, groups: Sequence[BucketShape] | None) -> None:
+        """Begin a backward pass. None uses DDP's buckets as the groups."""
+        self._pending.clear()
+        by_name = {name: shape for shape in groups or () for name in shape.names}
+        self._shapes = None if groups is None else by_name
+
+    def add(self, bucket: Bucket) -> Iterator[tuple[BucketShape, dict[str, Tensor]]]:
+        """Yield the groups that a bucket completes, in the same order on all ranks.
+
+        A group is its shape, and each parameter's part of DDP's buckets.
+        """
+        if self._shapes is None:
+            yield bucket.shape, bucket.parts()
+            return
+        for name, part in bucket.parts().items():
+            shape = self._shapes[name]
+            parts = self._pending.setdefault(shape.names, {})
+            parts[name] = part
+            if len(parts) == len(shape.names):
+                yield shape, self._pending.pop(shape.names)
+
+
+@lru_cache(maxsize=1024)
+def _pieces(shape: BucketShape, ranks: int) -> Pieces:
+    return Pieces(shape, ranks)
+
+
+def _piece_parameters(parameters: Mapping[str, Tensor], ranks: int) -> dict[str, Tensor]:
+    """Return tensors with the shape, dtype and device of each parameter's piece.
+
+    They are views of the parameters, so they take no memory. Only their shapes have a meaning.
+    """
+    return {
+        name: Pieces(BucketShape.of((name,), parameters), ranks).like(parameter)
+        for name, parameter in parameters.items()
+    }
