@@ -8,7 +8,6 @@
 from torchcomp._version import __version__
 from torchcomp.averager import Averager
 from torchcomp.batchnorm import reestimate_batchnorm
-from torchcomp.checkpoint import redistribute
 from torchcomp.ddp import Handle, register
 from torchcomp.errors import (
     CheckpointError,
@@ -25,6 +24,7 @@ from torchcomp.gathering import Gathered
 from torchcomp.jointspar import JointSpar
 from torchcomp.local_sgd import LocalSGD
 from torchcomp.plan import Plan
+from torchcomp.redistribution import redistribute
 from torchcomp.spec import parse
 from torchcomp.stats import Stats
 from torchcomp.time_model import TimeModel, WallClock, fit_time_model

@@ -39,10 +39,6 @@ LATE = (
 # step is usually enough; see `_flushed`.
 _FLUSH = EF(Identity())
 _SAME_LR = "The learning rate must be the same function of the step on all ranks."
-_ADVICE = {
-    "spec": "build the method of the checkpoint, load, then swap to the new method",
-    "world_size": "convert all ranks' state dicts with torchcomp.redistribute(states, world_size)",
-}
 
 
 class Averager:
@@ -187,12 +183,12 @@ class Averager:
         if not self._verified:
             values = {"spec": self._aggregator, "step": self.step, "seed": self.seed}
             values |= {"groups": self.groups, "buckets": self.buckets, "flushing": self._flushing}
+            values["lr"] = self._step_lrs
             # Each rank's threshold search starts from the previous thresholds. If they differed,
             # the ranks would run different collectives.
-            thresholds = [(name, t.tolist()) for name, t in self.state.items("thresholds")]
-            values["thresholds"] = sorted(thresholds)
-            values["lr"] = self._step_lrs
-            self.exchange.verify("the first step", values, checkpoint.ONE_STEP)
+            found = [(name, t.tolist()) for name, t in self.state.items("thresholds")]
+            thresholds = {"thresholds": sorted(found)}
+            self.exchange.verify("the first step", values, checkpoint.ONE_STEP, thresholds)
             self._verified = True
         # Residuals and estimates have the unit of the scaled gradients.
         if scale != self.scale:
@@ -567,7 +563,9 @@ class Averager:
             "slots": slots,
         }
 
-    def prepare(self, state: Any, advice: Mapping[str, str] = _ADVICE) -> Callable[[], None]:
+    def prepare(
+        self, state: Any, advice: Mapping[str, str] = checkpoint.ADVICE
+    ) -> Callable[[], None]:
         """Check a complete state dict without changing anything.
 
         Args:

@@ -7,20 +7,26 @@ A complete state dict is validated before anything is restored from it.
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchcomp.bucket import BucketShape, memory_order
+from torchcomp.bucket import memory_order
 from torchcomp.checks import is_number, is_whole
 from torchcomp.errors import CheckpointError
 from torchcomp.exchange import Exchange
-from torchcomp.state import Kind, Slot
+from torchcomp.state import Slot
 
 ONE_STEP = "Load checkpoints of the same step on all ranks (each rank its own), or on none."
 """Advice for ranks that are not at the same step."""
+
+ADVICE = {
+    "spec": "build the method of the checkpoint, load, then swap to the new method",
+    "world_size": "convert all ranks' state dicts with torchcomp.redistribute(states, world_size)",
+}
+"""What to do if the spec or the number of ranks of a checkpoint is another one."""
 
 VERSION = 5
 """Version of the format. A state dict of another version is refused."""
@@ -30,7 +36,8 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Form = Callable[[Any, str], None]
 
 
-def _require(valid: bool, where: str, expected: str, value: object) -> None:
+def require(valid: bool, where: str, expected: str, value: object) -> None:
+    """Raise CheckpointError unless `valid`: `where` must be what is `expected`, not `value`."""
     if not valid:
         # Shortened: a damaged value can be of any size.
         text = repr(value)
@@ -41,34 +48,34 @@ def _require(valid: bool, where: str, expected: str, value: object) -> None:
 def count(value: Any, where: str) -> None:
     """Require an integer of at least 0 that fits into an int64."""
     valid = is_whole(value) and 0 <= value < 2**63
-    _require(valid, where, "an integer from 0 to 2^63 - 1", value)
+    require(valid, where, "an integer from 0 to 2^63 - 1", value)
 
 
 def number(value: Any, where: str) -> None:
     """Require a finite number."""
-    _require(is_number(value), where, "a finite number", value)
+    require(is_number(value), where, "a finite number", value)
 
 
 def loss_scale(value: Any, where: str) -> None:
     """Require a loss scale: a positive number that float32 can represent."""
     # 2^-126 is the smallest normal number.
     valid = is_number(value) and 2.0**-126 <= value < 2.0**128
-    _require(valid, where, "a number from 2^-126 to 2^128", value)
+    require(valid, where, "a number from 2^-126 to 2^128", value)
 
 
 def learning_rate(value: Any, where: str) -> None:
     """Require a positive learning rate."""
-    _require(is_number(value) and value > 0, where, "a finite number above 0", value)
+    require(is_number(value) and value > 0, where, "a finite number above 0", value)
 
 
 def text(value: Any, where: str) -> None:
     """Require a string."""
-    _require(isinstance(value, str), where, "a string", value)
+    require(isinstance(value, str), where, "a string", value)
 
 
 def flag(value: Any, where: str) -> None:
     """Require True or False."""
-    _require(isinstance(value, bool), where, "True or False", value)
+    require(isinstance(value, bool), where, "True or False", value)
 
 
 def optional(form: Form) -> Form:
@@ -88,9 +95,9 @@ def list_of(form: Form, length: int | None = None) -> Form:
     """
 
     def check_list(value: Any, where: str) -> None:
-        _require(isinstance(value, list | tuple), where, "a list", value)
+        require(isinstance(value, list | tuple), where, "a list", value)
         if length is not None:
-            _require(len(value) == length, where, f"a list of {length} entries", value)
+            require(len(value) == length, where, f"a list of {length} entries", value)
         for i, each in enumerate(value):
             form(each, f"{where}[{i}]")
 
@@ -104,9 +111,9 @@ def dict_of(form: Form, keys: Collection[str] | None = None) -> Form:
     """
 
     def check_dict(value: Any, where: str) -> None:
-        _require(isinstance(value, Mapping), where, "a dict", value)
+        require(isinstance(value, Mapping), where, "a dict", value)
         for key, each in value.items():
-            _require(isinstance(key, str), where, "a dict with strings as keys", key)
+            require(isinstance(key, str), where, "a dict with strings as keys", key)
             form(each, f"{where}['{key}']")
         missing = sorted(set(keys or value) - set(value))
         unknown = sorted(set(value) - set(keys if keys is not None else value))
@@ -122,7 +129,7 @@ def record(**forms: Form) -> Form:
     """Return a form for dicts that have at least these keys, each with a value of its form."""
 
     def check_record(value: Any, where: str) -> None:
-        _require(isinstance(value, Mapping), where, "a dict", value)
+        require(isinstance(value, Mapping), where, "a dict", value)
         missing = [key for key in forms if key not in value]
         if missing:
             raise CheckpointError(f"a damaged checkpoint: {where} lacks {listed(missing)}")
@@ -142,14 +149,14 @@ def tensor(
 
     def check_tensor(value: Any, where: str) -> None:
         dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
-        _require(dense, where, "a dense tensor", value)
+        require(dense, where, "a dense tensor", value)
         # Describes the tensor in errors. Its `repr` would print elements and wait for the device.
         found = f"{value.dtype} of shape {tuple(value.shape)}"
         plain = not value.is_floating_point() or value.dtype in _FLOATS
-        _require(plain and not value.is_complex(), where, "a tensor of real numbers", found)
-        _require(shape in (None, tuple(value.shape)), where, f"a tensor of shape {shape}", found)
-        _require(dtype in (None, value.dtype), where, f"a tensor of {dtype}", found)
-        _require(numel in (None, value.numel()), where, f"a tensor of {numel} elements", found)
+        require(plain and not value.is_complex(), where, "a tensor of real numbers", found)
+        require(shape in (None, tuple(value.shape)), where, f"a tensor of shape {shape}", found)
+        require(dtype in (None, value.dtype), where, f"a tensor of {dtype}", found)
+        require(numel in (None, value.numel()), where, f"a tensor of {numel} elements", found)
         # A residual with a NaN would make every later step non-finite.
         if value.is_floating_point() and not value.isfinite().all():
             raise CheckpointError(f"a damaged checkpoint: {where} contains a NaN or an infinity")
@@ -163,10 +170,12 @@ def listed(names: list[str]) -> str:
     return ", ".join(f"'{name}'" for name in names[:3]) + more
 
 
+_LAYOUTS = dict_of(dict_of(list_of(count), ("shape", "stride")))
+
 # What every state dict has, and what an Averager adds. Both accept further keys: LocalSGD and other
 # clients add a section, which they validate themselves.
-_HEADER = record(version=count, spec=text, rank=count, world_size=count)
-_ENGINE = record(
+HEADER = record(version=count, spec=text, rank=count, world_size=count)
+ENGINE = record(
     step=count,
     seed=count,
     scale=loss_scale,
@@ -174,11 +183,14 @@ _ENGINE = record(
     flushing=flag,
     groups=list_of(list_of(text)),
     buckets=list_of(list_of(text)),
-    parameters=dict_of(dict_of(list_of(count), ("shape", "stride"))),
+    parameters=_LAYOUTS,
     traffic=dict_of(count, ("sent", "received", "dense", "control", "inside")),
     slots=dict_of(record(kind=text, sharded=flag, tensors=dict_of(tensor()))),
 )
-_GATHERED = record(version=count, states=list_of(record(version=count)))
+
+
+TWO_LEVELS = optional(record(node=count, position=count, node_size=count, parameters=_LAYOUTS))
+"""Form of what a run with nodes adds: which piece of the whole parameters the state belongs to."""
 
 
 def header(spec: str, exchange: Exchange) -> dict[str, Any]:
@@ -210,7 +222,7 @@ def check_header(state: Any, spec: str, exchange: Exchange, advice: Mapping[str,
     missing = [name for name in wanted if name not in state]
     if missing:
         raise CheckpointError(f"not a state dict of torchcomp: it lacks {listed(missing)}")
-    _HEADER(state, "the state dict")
+    HEADER(state, "the state dict")
     advice = {
         "version": "load it with the version of torchcomp that saved it",
         "rank": "each rank must load the state that it saved itself. Where one rank writes for all "
@@ -254,7 +266,7 @@ def check_engine(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> 
         CheckpointError: if an entry or a parameter is missing, unknown, damaged or of another
             shape. The message has its name.
     """
-    _ENGINE(state, "the state dict")
+    ENGINE(state, "the state dict")
     # Strides can differ. Only shards depend on them; see `load_slot`.
     saved = {name: each["shape"] for name, each in state["parameters"].items()}
     here = {name: list(parameter.shape) for name, parameter in parameters.items()}
@@ -270,10 +282,10 @@ def check_engine(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> 
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(f"a checkpoint of another model: {'; '.join(problems[:5])}{more}")
     for division in ("groups", "buckets"):
-        _check_division(division, state, parameters)
+        check_division(division, state, parameters)
 
 
-def _check_division(
+def check_division(
     division: str, state: Mapping[str, Any], parameters: Mapping[str, Any] | None = None
 ) -> None:
     """Require that each parameter is in exactly one of the "groups", or of the "buckets".
@@ -336,7 +348,7 @@ def load_slot(
     if saved is None:
         raise CheckpointError(f"a damaged checkpoint: {where} is missing")
     found, expected = (saved["kind"], saved["sharded"]), (slot.kind.value, slot.sharded)
-    _require(found == expected, where, f"a slot of (kind, sharded) {expected}", found)
+    require(found == expected, where, f"a slot of (kind, sharded) {expected}", found)
     flats = {}
     for name, size in zip(slot.names, slot.sizes, strict=True):
         if name not in saved["tensors"]:
@@ -358,7 +370,7 @@ def load_slot(
             )
         # Any float will do: the model can be in another dtype than when it was saved.
         fits = value.dtype in (_FLOATS if slot.dtype in _FLOATS else (slot.dtype,))
-        _require(fits, path, f"of {slot.dtype}", value.dtype)
+        require(fits, path, f"of {slot.dtype}", value.dtype)
         whole = size == parameter.numel() and not slot.sharded
         form = tensor(tuple(parameter.shape)) if whole else tensor(numel=size)
         form(value, path)
@@ -369,166 +381,3 @@ def load_slot(
         tensor()(flat, f"{path}, as {slot.dtype},")
         flats[name] = flat
     return flats
-
-
-def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """Convert the state dicts of all ranks of a run to another number of ranks.
-
-    Every new rank gets the mean of the old residuals and estimates. The mean residual over the
-    ranks, which error feedback has not sent yet, is therefore unchanged. The server residual is
-    split into new shards.
-
-    Args:
-        states: the ``state_dict()`` of every rank's handle, Averager or JointSpar, or of every
-            rank's LocalSGD between rounds, in any order.
-        world_size: number of ranks of the new run.
-
-    Returns:
-        One state dict for each new rank, in rank order.
-
-    Raises:
-        CheckpointError: if the states are not those of all ranks of one run at one step.
-    """
-    return _redistributed(states, world_size, range(world_size))
-
-
-def gathered(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return one state dict that contains the state dicts of all ranks, in rank order."""
-    return {"version": VERSION, "states": states}
-
-
-def own_state(state: Any, exchange: Exchange) -> dict[str, Any]:
-    """Return this rank's part of a :func:`gathered` state dict.
-
-    If the run has another number of ranks, the part comes from :func:`redistribute`. The caller
-    still has to check the header: this function does not know the method.
-
-    Raises:
-        CheckpointError: if the state is not a gathered one, or cannot be redistributed.
-    """
-    if not isinstance(state, Mapping):
-        raise CheckpointError(
-            f"expected the result of gather_state_dict(), not {type(state).__name__}: on other "
-            "ranks than dst it is None, so save it on rank dst, and load that file on all ranks"
-        )
-    if "states" not in state and "rank" in state:
-        raise CheckpointError(
-            f"this checkpoint has only the state of rank {state['rank']}, from state_dict(): pass "
-            "it to load_state_dict(state) on that rank, or save gather_state_dict() instead"
-        )
-    _GATHERED(state, "the gathered state dict")
-    states: list[dict[str, Any]] = list(state["states"])
-    if len(states) == exchange.world_size:
-        return states[exchange.rank]
-    (own,) = _redistributed(states, exchange.world_size, [exchange.rank])
-    return own
-
-
-def _redistributed(
-    states: list[dict[str, Any]], world_size: int, ranks: Iterable[int]
-) -> list[dict[str, Any]]:
-    """Return what :func:`redistribute` does, but only for the new `ranks`."""
-    states = _complete(states, world_size)
-    first, fresh = states[0], {rank: dict[str, Any]() for rank in ranks}
-    for name, slot in first["slots"].items():
-        # A cache never changes a result, so a new run can do without it.
-        if slot["kind"] == Kind.CACHE.value:
-            continue
-        tensors = [state["slots"][name]["tensors"] for state in states]
-        split = _resharded(first, tensors, world_size) if slot["sharded"] else [_mean(tensors)]
-        for rank, slots in fresh.items():
-            # One entry per rank, or one mean for all ranks. Cloned, so that they share no memory.
-            own = split[rank % len(split)]
-            slots[name] = {**slot, "tensors": {n: t.detach().clone() for n, t in own.items()}}
-    # All other entries of an Averager are equal on all ranks, except for the traffic counters. Of
-    # those, and of the clients' sections, rank 0's are kept.
-    return [
-        {**first, "world_size": world_size, "rank": rank, "slots": slots}
-        for rank, slots in fresh.items()
-    ]
-
-
-def _mean(tensors: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    # In float64: the sum of 16-bit residuals can exceed their range.
-    return {
-        name: torch.stack([each[name].double() for each in tensors]).mean(0).to(value.dtype)
-        for name, value in tensors[0].items()
-    }
-
-
-def _resharded(
-    state: dict[str, Any], tensors: list[dict[str, Tensor]], world_size: int
-) -> list[dict[str, Tensor]]:
-    """Split a sharded slot of all old ranks into shards for `world_size` ranks, in rank order."""
-    for rank, (each, owned) in enumerate(zip(tensors, _owned(state, len(tensors)), strict=True)):
-        saved = {name: part.numel() for name, part in each.items()}
-        sizes = {name: size for name, (_, size) in owned.items()}
-        _require(saved == sizes, f"the server residual of rank {rank}", f"of sizes {sizes}", saved)
-    # A shard is a contiguous part of a bucket. In rank order, the shards' parts of a parameter
-    # therefore join to the whole parameter.
-    names = {name for each in tensors for name in each}
-    whole = {
-        name: torch.cat([each[name].reshape(-1) for each in tensors if name in each])
-        for name in names
-    }
-    return [
-        {name: whole[name][at : at + size] for name, (at, size) in owned.items()}
-        for owned in _owned(state, world_size)
-    ]
-
-
-def _owned(state: dict[str, Any], world_size: int) -> list[dict[str, tuple[int, int]]]:
-    """Return, for each rank, the offset and size of its part of each parameter."""
-    owners: list[dict[str, tuple[int, int]]] = [{} for _ in range(world_size)]
-    for group in state["buckets"]:
-        shapes = tuple(tuple(state["parameters"][name]["shape"]) for name in group)
-        # Shards do not depend on the dtype.
-        shards = BucketShape(tuple(group), shapes, torch.float32).shards(world_size)
-        for owned, shard in zip(owners, shards, strict=True):
-            extents = zip(shard.offsets, shard.sizes, strict=True)
-            owned |= dict(zip(shard.names, extents, strict=True))
-    return owners
-
-
-def _complete(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """Return the states in rank order. Require all ranks of one run at one step."""
-    if not is_whole(world_size) or world_size < 1:
-        raise CheckpointError(f"world_size must be at least 1, not {world_size}")
-    if not isinstance(states, list | tuple) or not states:
-        raise CheckpointError("states must be a non-empty list of the state dicts of all ranks")
-    for i, state in enumerate(states):
-        _HEADER(state, f"states[{i}]")
-        _ENGINE(state, f"states[{i}]")
-    states = sorted(states, key=lambda state: state["rank"])
-    ranks, size = [state["rank"] for state in states], states[0]["world_size"]
-    # The length first: a damaged world size must not make `range` huge.
-    if len(ranks) != size or ranks != list(range(size)):
-        raise CheckpointError(f"expected one state of each of {size} ranks, not of ranks {ranks}")
-    shared = ("version", "spec", "world_size", "step", "seed", "scale", "lrs", "flushing")
-    for name in (*shared, "parameters", "groups", "buckets"):
-        if any(state[name] != states[0][name] for state in states):
-            raise CheckpointError(f"the states are not of one run at one step: {name} differs")
-    _check_division("buckets", states[0])
-    kinds = [_kinds(state) for state in states]
-    if any(each != kinds[0] for each in kinds):
-        raise CheckpointError("the states have slots of different kinds or parameters")
-    return states
-
-
-def _kinds(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must match on all ranks, by slot.
-
-    That is the kind and whether the slot is sharded. Unless it is sharded or a cache, the shape and
-    dtype of each tensor must match as well.
-    """
-    return {
-        name: (
-            slot["kind"],
-            slot["sharded"],
-            # A shard has other parameters and sizes on each rank, and a cache is dropped.
-            None
-            if slot["sharded"] or slot["kind"] == Kind.CACHE.value
-            else {n: (t.shape, t.dtype) for n, t in slot["tensors"].items()},
-        )
-        for name, slot in state["slots"].items()
-    }

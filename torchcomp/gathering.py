@@ -9,6 +9,7 @@ from torch import Tensor
 from torchcomp import checkpoint
 from torchcomp.errors import CheckpointError
 from torchcomp.exchange import Exchange
+from torchcomp.redistribution import Place, gathered, own_state
 
 State = dict[str, Any]
 
@@ -30,6 +31,11 @@ class Gatherable(ABC):
     @abstractmethod
     def _gather_over(self) -> Exchange:
         """The ranks whose states belong together."""
+
+    @property
+    def _place(self) -> Place:
+        """Where this rank is."""
+        return Place.in_order(self._gather_over.rank)
 
     @property
     def _gathers(self) -> bool:
@@ -71,7 +77,7 @@ class Gatherable(ABC):
         Raises:
             CheckpointError: if the state is not a gathered one, and as :meth:`load_state_dict`.
         """
-        self.load_state_dict(checkpoint.own_state(state, self._gather_over))
+        self.load_state_dict(own_state(state, self._gather_over.world_size, self._place))
 
 
 class Gathered:
@@ -113,7 +119,7 @@ class Gathered:
                 than `others`. The state of `source` is loaded first, and the others only if that
                 succeeds.
         """
-        own = checkpoint.own_state(state, self.exchange)
+        own = own_state(state, self.exchange.world_size, self._source._place)
         saved = own.get("others", {})
         checkpoint.dict_of(lambda value, where: None)(saved, "others")
         if saved.keys() != self._others.keys():
@@ -154,7 +160,7 @@ def gather(source: Gatherable, own: Callable[[], State], dst: int | None) -> Sta
     # Inside build(), because an error on one rank alone would leave the others waiting.
     state = exchange.build("gather_state_dict", {"dst": dst}, make)
     states = exchange.gather_objects(state, dst)
-    return checkpoint.gathered(states) if states and (dst is None or source._gathers) else None
+    return gathered(states) if states and (dst is None or source._gathers) else None
 
 
 def _named(objects: Iterable[str]) -> str:

@@ -26,11 +26,17 @@ class Chunk:
     each: int  # rows of a piece, including rows of zeros
     start: int  # first element of the parameter within a piece
     stride: tuple[int, ...]  # of the parameter's piece
+    by_rows: bool  # False if the parameter is cut as a vector, in the order of its memory
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the parameter's piece."""
         return (self.each, *self.row)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole parameter."""
+        return self.rows * prod(self.row)
 
     @property
     def span(self) -> slice:
@@ -56,10 +62,12 @@ class Pieces:
         chunks, start = [], 0
         strides = self.whole.strides or ((),) * len(self.whole.names)
         for name, shape, stride in zip(self.whole.names, self.whole.shapes, strides, strict=True):
-            rows, *row = shape if _by_rows(shape, stride) else (prod(shape),)
+            by_rows = _by_rows(shape, stride)
+            rows, *row = shape if by_rows else (prod(shape),)
             inner = stride[1:] if stride else torch.empty((0, *row), device="meta").stride()[1:]
+            strides_of = (prod(row), *inner[: len(row)])
             each = ceil(rows / self.ranks)
-            chunk = Chunk(name, tuple(row), rows, each, start, (prod(row), *inner[: len(row)]))
+            chunk = Chunk(name, tuple(row), rows, each, start, strides_of, by_rows)
             chunks.append(chunk)
             start = chunk.span.stop
         return tuple(chunks)

@@ -7,14 +7,17 @@ it within each node first.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from torchcomp import checkpoint
 from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape, Names
 from torchcomp.ddp.executors import Executor, Job
 from torchcomp.ddp.reordering import Reordering
+from torchcomp.exchange import ProcessGroupExchange
+from torchcomp.redistribution import Place, check_place
 
 
 class Step(Protocol):
@@ -65,12 +68,20 @@ class Averaging(ABC):
     Args:
         averager: the engine.
         parameters: of the model, by name.
+        everyone: exchange among all ranks over the user's group, for between two steps.
         lanes: where jobs run, from the first to the last that a bucket passes.
     """
 
-    def __init__(self, averager: Averager, parameters: Mapping[str, Tensor], *lanes: Lane) -> None:
+    def __init__(
+        self,
+        averager: Averager,
+        parameters: Mapping[str, Tensor],
+        everyone: ProcessGroupExchange,
+        *lanes: Lane,
+    ) -> None:
         self.averager = averager
         self.parameters = parameters
+        self.everyone = everyone
         self._lanes = lanes
         self._shapes: dict[Names, BucketShape] = {}
 
@@ -80,6 +91,24 @@ class Averaging(ABC):
         if shape is None:
             shape = self._shapes[names] = BucketShape.of(names, self.parameters)
         return shape
+
+    @property
+    def place(self) -> Place:
+        """Where this rank is among all."""
+        return Place.in_order(self.everyone.rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank; see :meth:`.Averager.state_dict`."""
+        return self.averager.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore the state of this rank; see :meth:`.Averager.load_state_dict`."""
+        spec = str(self.averager.aggregator)
+        checkpoint.check_header(state, spec, self.everyone, checkpoint.ADVICE)
+        check_place(state, self.place)
+        # The averager's ranks can be nodes.
+        own = checkpoint.header(spec, self.averager.exchange)
+        self.averager.load_state_dict({**state, **own})
 
     @abstractmethod
     def submit(self, bucket: Bucket, step: Step, *, first: bool, last: bool) -> None:
@@ -113,8 +142,10 @@ class Averaging(ABC):
 class Flat(Averaging):
     """Averages every bucket over all ranks at once."""
 
-    def __init__(self, averager: Averager, executor: Executor) -> None:
-        super().__init__(averager, averager.parameters, Lane(executor))
+    def __init__(
+        self, averager: Averager, everyone: ProcessGroupExchange, executor: Executor
+    ) -> None:
+        super().__init__(averager, averager.parameters, everyone, Lane(executor))
         self._reordering, self._reordered = Reordering(None), (False, averager.buckets)
 
     def submit(self, bucket: Bucket, step: Step, *, first: bool, last: bool) -> None:

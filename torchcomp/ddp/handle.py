@@ -26,6 +26,7 @@ from torchcomp.ddp.unused import UnusedWatch
 from torchcomp.exchange import Exchange
 from torchcomp.gathering import Gatherable
 from torchcomp.profiling import label
+from torchcomp.redistribution import Place
 from torchcomp.spec import parse_aggregator
 from torchcomp.stats import Stats
 
@@ -54,14 +55,13 @@ class Handle(OfOneProcess, Gatherable):
         self,
         model: DistributedDataParallel,
         averaging: Averaging,
-        everyone: Exchange,
         scaler: "torch.amp.GradScaler | None",
         lrs: OptimizerLRs | None = None,
     ) -> None:
         # A weak reference, because DDP's reducer refers to the handle. A cycle would keep the
         # model alive.
         self._model = weakref.ref(model)
-        self._averaging, self._everyone = averaging, everyone
+        self._averaging = averaging
         self.averager = averaging.averager
         # By id, because DDP passes parameters to the hook, not their names.
         parameters = averaging.parameters
@@ -132,7 +132,7 @@ class Handle(OfOneProcess, Gatherable):
             rehearse_all(aggregator, self.averager.parameters.values())
             return aggregator, {"spec": aggregator}
 
-        aggregator = self._everyone.build("handle.swap", {"spec": spec}, make)
+        aggregator = self._averaging.everyone.build("handle.swap", {"spec": spec}, make)
         return self.averager.use(aggregator)
 
     def state_dict(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Handle(OfOneProcess, Gatherable):
             RuntimeError: during a backward pass.
         """
         self._require_idle("state_dict")
-        return self.averager.state_dict()
+        return self._averaging.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that :meth:`state_dict` returned on this rank.
@@ -165,13 +165,17 @@ class Handle(OfOneProcess, Gatherable):
         """
         self._require_idle("load_state_dict")
         self._require_open("load_state_dict")
-        self.averager.load_state_dict(state)
+        self._averaging.load_state_dict(state)
 
     @property
     def _gather_over(self) -> Exchange:
         # close() has ended the process group of the exchange.
         self._require_open("gather_state_dict or load_gathered")
-        return self._everyone
+        return self._averaging.everyone
+
+    @property
+    def _place(self) -> Place:
+        return self._averaging.place
 
     def close(self) -> None:
         """End the worker thread. The model cannot train afterwards: DDP cannot remove a hook."""

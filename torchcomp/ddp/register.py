@@ -113,10 +113,10 @@ def register(
     averaging: Averaging
     if divided is None:
         exchange, executor = transport(model.process_group, device)
-        averaging = Flat(make(exchange, parameters, groups), executor)
+        averaging = Flat(make(exchange, parameters, groups), everyone, executor)
     else:
         averaging = TwoLevel(make, parameters, groups, Levels(divided, everyone))
-    handle = Handle(model, averaging, everyone, scaler, lrs)
+    handle = Handle(model, averaging, scaler, lrs)
     # A plain function with the handle as its state: DDP refuses partials and callable objects.
     model.register_comm_hook(handle, hook)
     setattr(model, OWNER, f"torchcomp.register('{aggregator}')")

@@ -15,10 +15,12 @@ its jobs in the order in which DDP yields buckets. The ranks therefore make the 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from torchcomp import checkpoint
 from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape, Group
 from torchcomp.ddp.averaging import Averaging, Lane, Step
@@ -27,6 +29,7 @@ from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, 
 from torchcomp.nodes import Nodes
 from torchcomp.nonfinite import FiniteWatch
 from torchcomp.pieces import Pieces
+from torchcomp.redistribution import Place, two_levels
 from torchcomp.traffic import Load, sum_bytes
 
 
@@ -78,7 +81,7 @@ class TwoLevel(Averaging):
     ) -> None:
         lanes = [Lane(executor_for(levels.everyone)) for _ in range(3)]
         averager = make(levels.between, _piece_parameters(parameters, levels.nodes.size), groups)
-        super().__init__(averager, parameters, *lanes)
+        super().__init__(averager, parameters, levels.everyone, *lanes)
         self._scatter, self._between, self._gather = lanes
         self._levels = levels
         nbytes = sum(parameter.nbytes for parameter in parameters.values())
@@ -87,6 +90,17 @@ class TwoLevel(Averaging):
         self._dense_bytes = sum_bytes(nbytes, ranks) // levels.nodes.size
         self._watch = FiniteWatch(levels.between)
         self._groups = _Groups()
+
+    @property
+    def place(self) -> Place:
+        levels = self._levels
+        return Place(self.everyone.rank, levels.between.rank, levels.place, levels.nodes.size)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self.averager.state_dict()
+        own = checkpoint.header(state["spec"], self.everyone)
+        layouts = checkpoint.layout_of(self.parameters)
+        return {**state, **own, "two_levels": two_levels(self.place, layouts)}
 
     def submit(self, bucket: Bucket, step: Step, *, first: bool, last: bool) -> None:
         begin = step.begin() if first else None

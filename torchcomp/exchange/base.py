@@ -359,7 +359,13 @@ class Exchange(ABC):
         highest, lowest = self.any_of(bounds).tolist()
         return bool(highest == -lowest)
 
-    def verify(self, what: str, values: dict[str, Any], advice: str = "") -> None:
+    def verify(
+        self,
+        what: str,
+        values: dict[str, Any],
+        advice: str = "",
+        on_level: dict[str, Any] | None = None,
+    ) -> None:
         """Verify that `values` match across ranks, and raise on every rank if they do not.
 
         After a :meth:`split`, this covers all ranks of both levels.
@@ -368,6 +374,7 @@ class Exchange(ABC):
             what: the call that is verified, for the error.
             values: name -> printable value; compared as text.
             advice: what the user can do, appended to the error.
+            on_level: further values, which must match only on the ranks of this exchange.
 
         Raises:
             RankMismatchError: lists every value that differs, with the ranks that have it.
@@ -375,7 +382,8 @@ class Exchange(ABC):
         found: RankMismatchError | None = None
         for level in reversed(self._levels):
             try:
-                level._verify(what, {"error": found or "none", **values}, advice)
+                more = (on_level or {}) if level is self else {}
+                level._verify(what, {"error": found or "none", **values, **more}, advice)
             except RankMismatchError as mismatch:
                 # Pass it on to the other level, whose ranks are about to verify as well.
                 found = found or mismatch

@@ -1,0 +1,406 @@
+"""Two levels: dense inside a node, compressed between nodes, each node as one rank."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import torchcomp
+from tests.support.cases import only
+from tests.support.models import (
+    METHODS,
+    SMALL_BUCKETS,
+    THROUGH_DDP,
+    Gradients,
+    convolutions,
+    gradients,
+    images,
+    local_gradients,
+    loss_of,
+    mlp,
+    rows,
+    weights,
+    wrap,
+)
+from tests.support.outcomes import (
+    assert_close,
+    assert_replicas_equal,
+    flat,
+    messages,
+    raised_by,
+    reloaded,
+    same,
+)
+from tests.support.ranks import on_processes, on_threads
+from torchcomp import run_in_process
+
+STEPS = 3
+Grid = list[list[int]]
+
+
+def node_means(by_rank: list[Gradients], grid: Grid) -> list[Gradients]:
+    """The mean gradient of each node."""
+    return [
+        {name: sum(by_rank[rank][name] for rank in node) / len(node) for name in by_rank[0]}
+        for node in grid
+    ]
+
+
+def piece(value: Tensor, position: int, ranks: int) -> Tensor:
+    """One of `ranks` equal pieces of a parameter, cut along its first dimension."""
+    each = -(-len(value) // ranks)
+    rows_of = value[position * each : (position + 1) * each]
+    return torch.cat([rows_of, value.new_zeros(each - len(rows_of), *value.shape[1:])])
+
+
+def twin(spec: str, groups: Any, steps: list[list[Gradients]], grid: Grid) -> list[Gradients]:
+    """The means of each step: the flat method run by nodes, with a selection in each piece."""
+    size = len(grid[0])
+    by_step = [node_means(by_rank, grid) for by_rank in steps]
+    pieces: list[list[Gradients]] = []
+    for position in range(size):
+
+        def average(exchange: torchcomp.Exchange, at: int = position) -> list[Gradients]:
+            def own(step: int) -> Gradients:
+                mine = by_step[step][exchange.rank]
+                return {name: piece(value, at, size) for name, value in mine.items()}
+
+            averager, means = torchcomp.Averager(spec, exchange, own(0), groups), []
+            for step in range(len(by_step)):
+                means.append(own(step))
+                averager.average_all(means[-1])
+            return means
+
+        pieces.append(run_in_process(len(grid), average)[0])
+    return [
+        {
+            name: torch.cat([means[step][name] for means in pieces])[: len(value)]
+            for name, value in by_step[step][0].items()
+        }
+        for step in range(len(by_step))
+    ]
+
+
+def averaged(
+    spec: str, nodes: Any, build: Callable[[], nn.Module], batch: Any, **options: Any
+) -> Any:
+    """This rank's local gradients and averaged gradients of each step, and the groups."""
+    module = build()
+    model = wrap(copy.deepcopy(module), **options)
+    handle = torchcomp.register(model, spec, nodes=nodes)
+    own, means = [], []
+    for step in range(STEPS):
+        own.append(local_gradients(module, (batch(step),)))
+        model.zero_grad()
+        loss_of(model(batch(step))).backward()
+        means.append(gradients(model))
+    handle.close()
+    return own, means, handle.averager.groups, handle.stats
+
+
+def check_twin(found: list[Any], spec: str, grid: Grid) -> None:
+    steps = [[own[step] for own, *_ in found] for step in range(STEPS)]
+    expected = twin(spec, found[0][2], steps, grid)
+    for _, means, *_ in found:
+        for mine, wanted in zip(means, expected, strict=True):
+            assert_close(flat(mine.values()), flat(wanted.values()))
+    assert_replicas_equal([flat(means[-1].values()) for _, means, *_ in found])
+
+
+@pytest.mark.parametrize("spec", only(METHODS, now=THROUGH_DDP))
+def test_equals_the_flat_method_of_nodes_with_their_mean_gradient(spec: str) -> None:
+    options = {"bucket_cap_mb": SMALL_BUCKETS}
+    found = on_threads(4, lambda: averaged(spec, 2, mlp, rows, **options))
+    check_twin(found, spec, [[0, 1], [2, 3]])
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(3, 6), (4, 4), (3, 3), (2, 6), (5, 10)])
+def test_any_size_of_a_node(nodes: int, ranks: int) -> None:
+    # Layers of 16 and 4 rows are cut into 3 and 5 pieces.
+    spec = "ef(topk(0.1))"
+    found = on_threads(ranks, lambda: averaged(spec, nodes, mlp, rows))
+    check_twin(found, spec, [list(range(at, at + nodes)) for at in range(0, ranks, nodes)])
+
+
+def test_nodes_of_one_rank_are_the_flat_method() -> None:
+    flat_run = on_threads(4, lambda: averaged("ef(topk(0.1))", None, mlp, rows))
+    found = on_threads(4, lambda: averaged("ef(topk(0.1))", 1, mlp, rows))
+    for (_, means, *_), (_, expected, *_) in zip(found, flat_run, strict=True):
+        assert all(map(same, means, expected))
+
+
+def test_a_mesh_names_the_nodes() -> None:
+    grid = [[0, 2], [3, 1]]
+
+    def body() -> Any:
+        mesh = DeviceMesh("cpu", torch.tensor(grid), mesh_dim_names=("node", "local"))
+        return averaged("ef(topk(0.1))", mesh, mlp, rows)
+
+    check_twin(on_processes(4, _with_mesh, grid), "ef(topk(0.1))", grid)
+
+
+def _with_mesh(grid: Grid) -> Any:
+    mesh = DeviceMesh("cpu", torch.tensor(grid), mesh_dim_names=("node", "local"))
+    return averaged("ef(topk(0.1))", mesh, mlp, rows)
+
+
+def test_auto_reads_what_torchrun_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    found = on_threads(4, lambda: averaged("ef(topk(0.1))", "auto", mlp, rows))
+    check_twin(found, "ef(topk(0.1))", [[0, 1], [2, 3]])
+
+
+@pytest.mark.parametrize("spec", ["ef(topk(0.1))", "powersgd(rank=1)"])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_convolutions_in_both_memory_formats(spec: str, memory_format: torch.memory_format) -> None:
+    def build() -> nn.Module:
+        return convolutions().to(memory_format=memory_format)
+
+    found = on_threads(4, lambda: averaged(spec, 2, build, images))
+    if memory_format is torch.contiguous_format:
+        check_twin(found, spec, [[0, 1], [2, 3]])
+    assert_replicas_equal([flat(means[-1].values()) for _, means, *_ in found])
+
+
+def test_threads_of_processes_overlap_and_give_the_same_bits() -> None:
+    spec = 'bidirectional(topk(0.1), topk(0.1), selection="exact")'
+    with_overlap = on_processes(4, averaged, spec, 2, mlp, rows)
+    inline = on_threads(4, averaged, spec, 2, mlp, rows)
+    for (_, means, *_), (_, expected, *_) in zip(with_overlap, inline, strict=True):
+        assert all(map(same, means, expected))
+
+
+def test_a_numpy_twin_of_error_feedback() -> None:
+    """One group, TopK of each piece, written out."""
+    found = on_threads(4, lambda: averaged("ef(topk(0.1))", 2, _Weight, rows))
+    steps = [[own[step]["weight"] for own, *_ in found] for step in range(STEPS)]
+    residual = torch.zeros(2, 2, 8 * 16, dtype=torch.float64)  # node, position, elements
+    for step, by_rank in enumerate(steps):
+        mean = torch.zeros(2, 8 * 16, dtype=torch.float64)
+        for node in range(2):
+            pair = (by_rank[2 * node] + by_rank[2 * node + 1]) / 2
+            for position in range(2):
+                error = residual[node, position]
+                error += pair[8 * position : 8 * position + 8].reshape(-1)
+                chosen = error.abs().topk(13).indices  # 10 % of 128 elements, rounded up
+                mean[position, chosen] += error[chosen] / 2
+                error[chosen] = 0
+        for _, means, *_ in found:
+            assert_close(means[step]["weight"], mean.view(16, 16))
+
+
+class _Weight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(16, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+# --- Errors, checkpoints, options ---
+
+
+class Run:
+    """A model that trains with two levels."""
+
+    def __init__(self, spec: str, nodes: Any, **options: Any) -> None:
+        self.model = wrap(mlp(), bucket_cap_mb=SMALL_BUCKETS)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.handle = torchcomp.register(self.model, spec, nodes=nodes, **options)
+
+    def step(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        loss_of(self.model(rows(step))).backward()
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("spec", ["ef(topk(0.1))", 'ef(quantize("int8"))', "powersgd(rank=1)"])
+@pytest.mark.parametrize("check", ["step", "late"])
+def test_a_nan_on_one_rank_raises_on_all_and_names_it(spec: str, check: str) -> None:
+    def body() -> tuple[Exception, bool]:
+        run = Run(spec, 2, check=check)
+        run.step(0)
+        before = run.handle.state_dict()
+        hook = run.model.module[4].weight.register_hook(
+            lambda gradient: gradient * float("nan") if dist.get_rank() == 2 else gradient
+        )
+
+        def fail() -> None:
+            loss_of(run.model(rows(1))).backward()
+            hook.remove()
+            loss_of(run.model(rows(2))).backward()
+
+        error = raised_by(fail)
+        hook.remove()
+        after = run.handle.state_dict()
+        return error, same(before["slots"], after["slots"])
+
+    for error, unchanged in on_threads(4, body):
+        assert isinstance(error, torchcomp.NonFiniteError)
+        assert "'4.weight' on rank 2" in str(error)
+        assert not any(f"on rank {rank}" in str(error) for rank in (0, 1, 3))
+        assert unchanged
+
+
+@pytest.mark.parametrize("spec", THROUGH_DDP)
+def test_resumes_bit_for_bit(spec: str) -> None:
+    def body(states: list[Any] | None, start: int, stop: int) -> Any:
+        run = Run(spec, 2)
+        if states is not None:
+            saved, state = states[dist.get_rank()]
+            run.model.load_state_dict(saved)
+            run.handle.load_state_dict(reloaded(state))
+        for step in range(start, stop):
+            run.step(step)
+        return copy.deepcopy(run.model.state_dict()), run.handle.state_dict()
+
+    whole = on_threads(4, body, None, 0, 6)
+    resumed = on_threads(4, body, on_threads(4, body, None, 0, 3), 3, 6)
+    for (model, state), (model_again, state_again) in zip(whole, resumed, strict=True):
+        assert same(model, model_again)
+        assert same(state["slots"], state_again["slots"])
+
+
+def unsent(states: list[Any], server: bool = False) -> Tensor:
+    """What a run still owes the mean: the joined state of all its ranks."""
+    (whole,) = torchcomp.redistribute(states, 1)
+    debts = [slot["tensors"] for slot in whole["slots"].values() if slot["kind"] == "debt"]
+    return torch.stack([flat(tensors[name] for name in sorted(tensors)) for tensors in debts])
+
+
+@pytest.mark.parametrize("spec", ["ef(topk(0.1))", "bidirectional(topk(0.1), topk(0.1))"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((4, 2), (6, 3)),
+        ((4, 2), (6, 2)),
+        ((6, 3), (4, None)),
+        ((4, None), (4, 2)),
+        ((4, 2), (4, 4)),
+    ],
+)
+def test_another_number_of_ranks_and_of_nodes_loses_nothing(
+    spec: str, before: Any, after: Any
+) -> None:
+    def train(states: list[Any] | None, nodes: Any) -> Any:
+        run = Run(spec, nodes)
+        if states is not None:
+            run.handle.load_state_dict(states[dist.get_rank()])
+        owed = run.handle.state_dict()
+        for step in range(3):
+            run.step(step)
+        return owed, run.handle.state_dict(), weights(run.model)
+
+    ranks, nodes = before
+    old = [state for _, state, _ in on_threads(ranks, train, None, nodes)]
+    ranks, nodes = after
+    found = on_threads(ranks, train, torchcomp.redistribute(old[::-1], ranks, nodes), nodes)
+    assert unsent(old).any()
+    assert_close(unsent([owed for owed, *_ in found]), unsent(old))
+    assert_replicas_equal([weight for *_, weight in found])
+
+
+def test_a_gathered_state_is_converted_on_loading() -> None:
+    def save() -> Any:
+        run = Run("ef(topk(0.1))", 2)
+        run.step(0)
+        return run.handle.gather_state_dict(dst=None)
+
+    def load(state: Any, nodes: Any) -> Any:
+        run = Run("ef(topk(0.1))", nodes)
+        run.handle.load_gathered(state)
+        return run.handle.state_dict()
+
+    state = on_threads(4, save)[0]
+    for ranks, nodes in ((4, 2), (4, None), (4, 4), (3, 3), (2, None)):
+        assert_close(unsent(on_threads(ranks, load, state, nodes)), unsent(state["states"]))
+
+
+def test_the_state_of_other_nodes_is_refused() -> None:
+    def save(nodes: Any) -> Any:
+        return Run("ef(topk(0.1))", nodes).handle.state_dict()
+
+    def load(nodes: Any, states: list[Any]) -> Exception:
+        run = Run("ef(topk(0.1))", nodes)
+        return raised_by(lambda: run.handle.load_state_dict(states[dist.get_rank()]))
+
+    for saved, here in ((2, 4), (2, None), (None, 2)):
+        for error in on_threads(4, load, here, on_threads(4, save, saved), catch=True):
+            assert isinstance(error, torchcomp.CheckpointError)
+            assert "redistribute" in str(error)
+
+
+def test_swap_scaler_and_unused_parameters() -> None:
+    def body() -> Tensor:
+        run = Run("ef(topk(0.1))", 2)
+        run.step(0)
+        run.handle.swap("powersgd(rank=1)")
+        run.step(1)
+        run.handle.swap("bidirectional(topk(0.1), topk(0.1))")
+        run.step(2)
+        return weights(run.model)
+
+    assert_replicas_equal(on_threads(4, body))
+
+
+def test_bytes_are_those_of_the_method_between_nodes() -> None:
+    (_, _, _, stats), *_ = on_threads(4, lambda: averaged("ef(topk(0.1))", 2, mlp, rows))
+    (_, _, _, flat_stats), *_ = on_threads(4, lambda: averaged("ef(topk(0.1))", None, mlp, rows))
+    numel = sum(parameter.numel() for parameter in mlp().parameters())
+    # Two ranks share a card: together they send one message instead of six.
+    assert 2 * stats.bytes_sent < 0.27 * 2 * flat_stats.bytes_sent
+    assert stats.inside_bytes_sent == numel * 8
+    assert stats.dense_bytes_sent == flat_stats.dense_bytes_sent // 2
+    assert flat_stats.inside_bytes_sent == 0
+    assert messages(stats).total_inside_bytes_sent == STEPS * stats.inside_bytes_sent
+
+
+def registered(nodes: Any) -> Exception:
+    return raised_by(lambda: torchcomp.register(wrap(mlp()), "ef(topk(0.1))", nodes=nodes))
+
+
+@pytest.mark.parametrize("nodes", [0, -2, 3, 1.5, True, "host", [2], "2"])
+def test_bad_nodes_are_refused_on_all_ranks(nodes: Any) -> None:
+    for error in on_threads(4, registered, nodes, catch=True):
+        assert isinstance(error, torchcomp.SpecError)
+        assert error.field == "nodes"
+
+
+@pytest.mark.parametrize("value", ["", "x", "0", "3"])
+def test_auto_without_torchrun_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
+    for error in on_threads(4, registered, "auto", catch=True):
+        assert isinstance(error, torchcomp.SpecError)
+
+
+def test_ranks_that_disagree_are_refused_and_nothing_changes() -> None:
+    def body() -> tuple[Exception, Tensor]:
+        model = wrap(mlp())
+        nodes = 2 if dist.get_rank() else 4
+        error = raised_by(lambda: torchcomp.register(model, "ef(topk(0.1))", nodes=nodes))
+        torchcomp.register(model, "ef(topk(0.1))", nodes=2)
+        loss_of(model(rows(0))).backward()
+        return error, flat(gradients(model).values())
+
+    found = on_threads(4, body)
+    assert all(isinstance(error, torchcomp.RankMismatchError) for error, _ in found)
+    assert_replicas_equal([gradient for _, gradient in found])
+
+
+def test_a_mesh_of_other_ranks_is_refused() -> None:
+    errors = on_processes(4, _refused_meshes)
+    for cover, shape in errors:
+        assert isinstance(cover, torchcomp.SpecError)
+        assert isinstance(shape, torchcomp.SpecError)
+
+
+def _refused_meshes() -> tuple[Exception, Exception]:
+    part = DeviceMesh("cpu", torch.tensor([[0, 1]]))
+    line = DeviceMesh("cpu", torch.arange(4))
+    return registered(part), registered(line)

@@ -1,0 +1,372 @@
+"""Redistribution: convert the states of all ranks of a run to another number of ranks.
+
+A run with nodes cuts every parameter into pieces, and each rank keeps the state of one of them. The
+states of one node's ranks together are the state of one rank of a run without nodes. A conversion
+averages over the nodes, joins the pieces, and cuts them for the new nodes. A run without nodes has
+nodes of one rank.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchcomp.bucket import BucketShape
+from torchcomp.checkpoint import (
+    ENGINE,
+    HEADER,
+    TWO_LEVELS,
+    VERSION,
+    check_division,
+    count,
+    list_of,
+    record,
+    require,
+)
+from torchcomp.checks import is_whole
+from torchcomp.errors import CheckpointError
+from torchcomp.pieces import Chunk, Pieces
+from torchcomp.state import Kind
+
+State = dict[str, Any]
+Tensors = dict[str, Tensor]
+Layout = Mapping[str, list[int]]
+"""Shape and strides of a parameter, as in a checkpoint."""
+
+_GATHERED = record(version=count, states=list_of(record(version=count)))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is: on which node, and at which position within it."""
+
+    rank: int
+    node: int
+    position: int
+    node_size: int  # ranks of every node
+
+    @property
+    def described(self) -> str:
+        """The place as text, for errors."""
+        if self.node_size == 1:
+            return "a run without nodes"
+        return f"position {self.position} on node {self.node} of nodes with {self.node_size} ranks"
+
+    @classmethod
+    def in_order(cls, rank: int, node_size: int = 1) -> "Place":
+        """Return the place of a rank, if ranks are numbered node by node."""
+        return cls(rank, rank // node_size, rank % node_size, node_size)
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "Place":
+        """Return the place of the rank that saved a state."""
+        section = state.get("two_levels")
+        if section is None:
+            return cls.in_order(state["rank"])
+        return cls(state["rank"], section["node"], section["position"], section["node_size"])
+
+
+def redistribute(states: list[State], world_size: int, nodes: int | None = None) -> list[State]:
+    """Convert the state dicts of all ranks of a run to another number of ranks.
+
+    Every new rank gets the mean of the old residuals and estimates. The mean residual over the
+    ranks, which error feedback has not sent yet, is therefore unchanged. The server residual is
+    split into new shards. With `nodes`, every node takes the part of one rank.
+
+    Args:
+        states: the ``state_dict()`` of every rank's handle, Averager or JointSpar, or of every
+            rank's LocalSGD between rounds, in any order.
+        world_size: number of ranks of the new run.
+        nodes: number of ranks of a node of the new run, if it is registered with ``nodes=``; they
+            are numbered node by node. The old run can have other nodes, or none.
+
+    Returns:
+        One state dict for each new rank, in rank order.
+
+    Raises:
+        CheckpointError: if the states are not those of all ranks of one run at one step.
+    """
+    if not is_whole(world_size) or world_size < 1:
+        raise CheckpointError(f"world_size must be at least 1, not {world_size}")
+    node_size = 1 if nodes is None else nodes
+    if not is_whole(node_size) or node_size < 1 or world_size % node_size:
+        raise CheckpointError(f"nodes must divide world_size, {world_size}, and is {nodes!r}")
+    new = [Place.in_order(rank, node_size) for rank in range(world_size)]
+    whole = _joined(_complete(states))
+    return [_cut(whole, world_size, place) for place in new]
+
+
+def gathered(states: list[State]) -> State:
+    """Return one state dict that contains the state dicts of all ranks, in rank order."""
+    return {"version": VERSION, "states": states}
+
+
+def own_state(state: Any, world_size: int, place: Place) -> State:
+    """Return one rank's part of a :func:`gathered` state dict.
+
+    If the run has another number of ranks or other nodes, the part comes from
+    :func:`redistribute`. The caller still has to check the header: this function does not know the
+    method.
+
+    Args:
+        state: the value that the user passed.
+        world_size: number of ranks of this run.
+        place: where this rank is.
+
+    Raises:
+        CheckpointError: if the state is not a gathered one, or cannot be redistributed.
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"expected the result of gather_state_dict(), not {type(state).__name__}: on other "
+            "ranks than dst it is None, so save it on rank dst, and load that file on all ranks"
+        )
+    if "states" not in state and "rank" in state:
+        raise CheckpointError(
+            f"this checkpoint has only the state of rank {state['rank']}, from state_dict(): pass "
+            "it to load_state_dict(state) on that rank, or save gather_state_dict() instead"
+        )
+    _GATHERED(state, "the gathered state dict")
+    states: list[State] = list(state["states"])
+    if len(states) == world_size:
+        own = states[place.rank]
+        if "rank" not in own or Place.of(own) == place:
+            return own
+    return _cut(_joined(_complete(states)), world_size, place)
+
+
+def _joined(positions: list[list[State]]) -> State:
+    """Return one state for all old ranks, whose slots have whole parameters.
+
+    Args:
+        positions: for each position within a node, the states of all nodes.
+    """
+    first, slots = positions[0][0], State()
+    section = first.get("two_levels")
+    layouts = first["parameters"] if section is None else section["parameters"]
+    for slot_name, slot in first["slots"].items():
+        # A cache never changes a result, so a new run can do without it.
+        if slot["kind"] == Kind.CACHE.value:
+            continue
+        join = _joined_shards if slot["sharded"] else _mean
+        parts = [join(states, slot_name) for states in positions]
+        tensors = {
+            name: _join(layouts[name], [each[name] for each in parts], flat=slot["sharded"])
+            for name in parts[0]
+        }
+        slots[slot_name] = {**slot, "tensors": tensors}
+    # All other entries of an Averager are equal on all ranks, except for the traffic counters. Of
+    # those, and of the clients' sections, rank 0's are kept.
+    rest = {key: value for key, value in first.items() if key != "two_levels"}
+    return {**rest, "parameters": layouts, "slots": slots}
+
+
+def _cut(whole: State, world_size: int, place: Place) -> State:
+    """Return the state of a new rank, from the result of :func:`_joined`."""
+    layouts, size = whole["parameters"], place.node_size
+    state = {**whole, "world_size": world_size, "rank": place.rank}
+    if size > 1:
+        state["parameters"] = {name: _piece_layout(each, size) for name, each in layouts.items()}
+        state["two_levels"] = two_levels(place, layouts)
+    owned = _owned(state, world_size // size)[place.node]
+    state["slots"] = {}
+    for slot_name, slot in whole["slots"].items():
+        flat, tensors = slot["sharded"], Tensors()
+        for name, value in slot["tensors"].items():
+            piece = _piece(layouts[name], value, place, flat=flat)
+            if flat and name not in owned:
+                continue
+            if flat:
+                at, numel = owned[name]
+                piece = piece[at : at + numel]
+            # Cloned, so that the new ranks share no memory.
+            tensors[name] = piece.detach().clone()
+        state["slots"][slot_name] = {**slot, "tensors": tensors}
+    return state
+
+
+def check_place(state: Mapping[str, Any], place: Place) -> None:
+    """Require the state of this place, with nodes of the same size.
+
+    Raises:
+        CheckpointError: if it is another one.
+    """
+    TWO_LEVELS(state.get("two_levels"), "two_levels")
+    saved = Place.of(state)
+    if saved != place:
+        raise CheckpointError(
+            f"the checkpoint is of {saved.described}, but here is {place.described}: convert all "
+            "ranks' state dicts with torchcomp.redistribute(states, world_size, nodes=...)"
+        )
+
+
+def two_levels(place: Place, layouts: Mapping[str, Layout]) -> State:
+    """Return the section of a state that says which piece of the model it belongs to.
+
+    Args:
+        place: of the rank.
+        layouts: of the whole parameters.
+    """
+    section = {key: value for key, value in asdict(place).items() if key != "rank"}
+    return {**section, "parameters": dict(layouts)}
+
+
+# --- Pieces of one parameter ---
+
+
+def _chunk(layout: Layout, ranks: int) -> Chunk:
+    shape, stride = tuple(layout["shape"]), tuple(layout["stride"])
+    # The result does not depend on the dtype.
+    return Pieces(BucketShape(("",), (shape,), torch.float32, (stride,)), ranks).chunks[0]
+
+
+def _piece_layout(layout: Layout, ranks: int) -> dict[str, list[int]]:
+    chunk = _chunk(layout, ranks)
+    return {"shape": list(chunk.shape), "stride": list(chunk.stride)}
+
+
+def _join(layout: Layout, pieces: list[Tensor], *, flat: bool) -> Tensor:
+    """Join the pieces of a parameter, in the order of their positions.
+
+    Args:
+        layout: of the whole parameter.
+        pieces: in the shape of a piece.
+        flat: whether pieces and result are 1-D, in the order of memory.
+    """
+    if len(pieces) == 1:
+        return pieces[0]
+    chunk = _chunk(layout, len(pieces))
+    if pieces[0].numel() != prod(chunk.shape):
+        # Not a value for each element, such as the start of PowerSGD's iteration.
+        return pieces[0]
+    rows = torch.cat([piece.reshape(-1) for piece in pieces])[: chunk.numel]
+    if flat:
+        return rows
+    shape, stride = layout["shape"], layout["stride"]
+    return rows.view(shape) if chunk.by_rows else rows.as_strided(shape, stride)
+
+
+def _piece(layout: Layout, whole: Tensor, place: Place, *, flat: bool) -> Tensor:
+    """Return one piece of a parameter; the inverse of :func:`_join`."""
+    chunk = _chunk(layout, place.node_size)
+    if place.node_size == 1 or whole.numel() != chunk.numel:
+        return whole
+    if not (flat or chunk.by_rows):
+        ordered = torch.empty_strided(layout["shape"], layout["stride"], dtype=whole.dtype)
+        whole = ordered.copy_(whole).as_strided((chunk.numel,), (1,))
+    size = prod(chunk.shape)
+    padded = torch.zeros(size, dtype=whole.dtype, device=whole.device)
+    part = whole.reshape(-1)[place.position * size : (place.position + 1) * size]
+    padded[: part.numel()] = part
+    return padded if flat else padded.view(chunk.shape)
+
+
+# --- States of all nodes ---
+
+
+def _mean(states: list[State], slot: str) -> Tensors:
+    tensors = [state["slots"][slot]["tensors"] for state in states]
+    # In float64: the sum of 16-bit residuals can exceed their range.
+    return {
+        name: torch.stack([each[name].double() for each in tensors]).mean(0).to(value.dtype)
+        for name, value in tensors[0].items()
+    }
+
+
+def _joined_shards(states: list[State], slot: str) -> Tensors:
+    """Join the shards of all nodes, in the order of memory."""
+    tensors = [state["slots"][slot]["tensors"] for state in states]
+    for state, each, owned in zip(states, tensors, _owned(states[0], len(states)), strict=True):
+        saved = {name: part.numel() for name, part in each.items()}
+        sizes = {name: size for name, (_, size) in owned.items()}
+        where = f"the server residual of rank {state['rank']}"
+        require(saved == sizes, where, f"of sizes {sizes}", saved)
+    # A shard is a contiguous part of a bucket. In rank order, the shards' parts of a parameter
+    # therefore join to the whole parameter.
+    return {
+        name: torch.cat([each[name].reshape(-1) for each in tensors if name in each])
+        for name in dict.fromkeys(name for each in tensors for name in each)
+    }
+
+
+def _owned(state: State, ranks: int) -> list[dict[str, tuple[int, int]]]:
+    """Return, for each rank, the offset and size of its part of each parameter."""
+    owners: list[dict[str, tuple[int, int]]] = [{} for _ in range(ranks)]
+    for group in state["buckets"]:
+        shapes = tuple(tuple(state["parameters"][name]["shape"]) for name in group)
+        # Shards do not depend on the dtype.
+        shards = BucketShape(tuple(group), shapes, torch.float32).shards(ranks)
+        for owned, shard in zip(owners, shards, strict=True):
+            extents = zip(shard.offsets, shard.sizes, strict=True)
+            owned |= dict(zip(shard.names, extents, strict=True))
+    return owners
+
+
+def _complete(states: list[State]) -> list[list[State]]:
+    """Require the states of all ranks of one run at one step, and sort them.
+
+    Returns:
+        For each position within a node, the states of all nodes.
+    """
+    if not isinstance(states, list | tuple) or not states:
+        raise CheckpointError("states must be a non-empty list of the state dicts of all ranks")
+    for i, state in enumerate(states):
+        HEADER(state, f"states[{i}]")
+        ENGINE(state, f"states[{i}]")
+        TWO_LEVELS(state.get("two_levels"), f"states[{i}].two_levels")
+    states = sorted(states, key=lambda state: state["rank"])
+    ranks, size = [state["rank"] for state in states], states[0]["world_size"]
+    # The length first: a damaged world size must not make `range` huge.
+    if len(ranks) != size or ranks != list(range(size)):
+        raise CheckpointError(f"expected one state of each of {size} ranks, not of ranks {ranks}")
+    shared = ("version", "spec", "world_size", "step", "seed", "scale", "lrs", "flushing")
+    for name in (*shared, "parameters", "groups", "buckets"):
+        if any(state[name] != states[0][name] for state in states):
+            raise CheckpointError(f"the states are not of one run at one step: {name} differs")
+    check_division("buckets", states[0])
+    by_position = _by_position(states)
+    for nodes in by_position:
+        kinds = [_kinds(state) for state in nodes]
+        if any(each != kinds[0] for each in kinds):
+            raise CheckpointError("the states have slots of different kinds or parameters")
+    return by_position
+
+
+def _by_position(states: list[State]) -> list[list[State]]:
+    places = [Place.of(state) for state in states]
+    found = {(each.position, each.node): state for each, state in zip(places, states, strict=True)}
+    sizes = {each.node_size for each in places}
+    layouts = [state.get("two_levels", {}).get("parameters") for state in states]
+    size = min(sizes)
+    # Compared with the number of states first: a damaged size must not make `range` huge.
+    if len(sizes) == 1 and 0 < size <= len(states) and all(each == layouts[0] for each in layouts):
+        nodes = range(len(states) // size)
+        grid = [[(position, node) for node in nodes] for position in range(size)]
+        if found.keys() == {key for row in grid for key in row}:
+            return [[found[key] for key in row] for row in grid]
+    raise CheckpointError(
+        "the states are not of one run: their nodes have other sizes or parameters, or a rank of a "
+        "node is missing"
+    )
+
+
+def _kinds(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what must match on all nodes, by slot.
+
+    That is the kind and whether the slot is sharded. Unless it is sharded or a cache, the shape and
+    dtype of each tensor must match as well.
+    """
+    return {
+        name: (
+            slot["kind"],
+            slot["sharded"],
+            # A shard has other parameters and sizes on each rank, and a cache is dropped.
+            None
+            if slot["sharded"] or slot["kind"] == Kind.CACHE.value
+            else {n: (t.shape, t.dtype) for n, t in slot["tensors"].items()},
+        )
+        for name, slot in state["slots"].items()
+    }
