@@ -11,6 +11,7 @@ from torch import nn
 from torchcomp import CheckpointError, checkpoint, redistribute
 from torchcomp.bucket import BucketShape
 from torchcomp.checkpoint import (
+    VERSION,
     count,
     dict_of,
     flag,
@@ -74,7 +75,7 @@ def state_of(rank=0, world_size=2, slots=None, **changes):
         "groups": [list(parameters)],
         "buckets": [list(parameters)],
         "parameters": checkpoint.layout_of(parameters),
-        "traffic": {"sent": 1, "received": 2, "dense": 3, "control": 4},
+        "traffic": {"sent": 1, "received": 2, "dense": 3, "control": 4, "inside": 5},
         "slots": {"error": slot_of(tensors), **(slots or {})},
     }
     return state | changes
@@ -324,10 +325,10 @@ def test_header_of_the_same_run_and_rank_is_accepted():
         (state_of(spec="mean"), r"\bspec 'mean'.* 'ef\(topk\(0\.01\)\)': advice on spec$"),
         (state_of(rank=1), r"\brank 1\b.* 0\b"),
         (state_of(world_size=4), r"\bworld_size 4\b.* 2: advice on world_size$"),
-        (state_of(version=99), r"\bversion 99\b.* 4\b"),
-        (state_of(version=2), r"\bversion 2\b.* 4\b"),
+        (state_of(version=99), rf"\bversion 99\b.* {VERSION}\b"),
+        (state_of(version=2), rf"\bversion 2\b.* {VERSION}\b"),
         ({}, r"'version', 'spec', 'rank'.*\b1\b"),
-        ({"model": 1, "version": 4, "spec": SPEC}, "'rank', 'world_size'$"),
+        ({"model": 1, "version": VERSION, "spec": SPEC}, "'rank', 'world_size'$"),
         (state_of() | {"rank": False}, r"\.rank .* False"),
         (state_of(world_size=torch.tensor(2)), r"\.world_size .* tensor"),
         (None, "NoneType"),

@@ -17,7 +17,7 @@ from tests.jointspar.script import backward
 from tests.local_sgd.hierarchy import Hierarchy
 from tests.local_sgd.script import Script
 from tests.support.models import kept, loss_of, mlp, rows, unsent_gradients, weights, wrap
-from tests.support.outcomes import assert_close, caught, raised_by, reloaded, same
+from tests.support.outcomes import assert_close, caught, messages_of, raised_by, reloaded, same
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import CheckpointError, Gathered, RankMismatchError
 
@@ -65,7 +65,9 @@ def run_on(whole, resumed):
     """Continue both, and return whether they end equal, and the residual of this rank."""
     whole.train(4, 8), resumed.train(4, 8)
     ours, theirs = resumed.handle.state_dict(), whole.handle.state_dict()
-    equal = torch.equal(weights(resumed.model), weights(whole.model)) and same(ours, theirs)
+    equal = torch.equal(weights(resumed.model), weights(whole.model)) and same(
+        messages_of(ours), messages_of(theirs)
+    )
     resumed.handle.close(), whole.handle.close()
     return equal, kept(ours).get("0.weight")
 

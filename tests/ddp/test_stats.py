@@ -33,7 +33,7 @@ def counted(spec: str, world_size: int) -> None:
     model = wrap(mlp(torch.float32))
     plan = torchcomp.explain(spec, model=model, world_size=world_size, rank=dist.get_rank())
     handle = torchcomp.register(model, spec)
-    assert handle.stats == torchcomp.Stats(*[0] * 10)
+    assert handle.stats == torchcomp.Stats(*[0] * 12)
     for step in range(STEPS):
         loss_of(model(rows(step, torch.float32))).backward()
         stats = handle.stats
@@ -200,7 +200,7 @@ def test_another_thread_reads_the_counters_of_whole_steps_only() -> None:
 
 
 def test_as_dict_has_every_counter_and_the_ratios() -> None:
-    stats = torchcomp.Stats(2, 2, 10, 20, 310, 4, 40, 50, 620, 8)
+    stats = torchcomp.Stats(2, 2, 10, 20, 310, 4, 6, 40, 50, 620, 8, 12)
     assert stats.as_dict() == {
         "torchcomp/steps": 2,
         "torchcomp/syncs": 2,
@@ -208,10 +208,12 @@ def test_as_dict_has_every_counter_and_the_ratios() -> None:
         "torchcomp/bytes_received": 20,
         "torchcomp/dense_bytes_sent": 310,
         "torchcomp/control_bytes_sent": 4,
+        "torchcomp/inside_bytes_sent": 6,
         "torchcomp/total_bytes_sent": 40,
         "torchcomp/total_bytes_received": 50,
         "torchcomp/total_dense_bytes_sent": 620,
         "torchcomp/total_control_bytes_sent": 8,
+        "torchcomp/total_inside_bytes_sent": 12,
         "torchcomp/traffic_ratio": 31.0,
         "torchcomp/total_traffic_ratio": 15.5,
     }
@@ -219,7 +221,7 @@ def test_as_dict_has_every_counter_and_the_ratios() -> None:
 
 
 def test_as_dict_has_no_ratio_before_anything_was_sent() -> None:
-    scalars = torchcomp.Stats(3, *[0] * 9).as_dict("")
+    scalars = torchcomp.Stats(3, *[0] * 11).as_dict("")
     assert scalars["steps"] == 3
     assert not {"traffic_ratio", "total_traffic_ratio"} & set(scalars)
 

@@ -140,6 +140,7 @@ def found(signature, checksum):
 )
 def test_findings_on_a_device_are_read_with_one_wait(findings, words):
     exchange = InProcessExchange.alone(DEVICE)
+    exchange.global_ranks = (0, 1)
     with counted() as count:
         for sender, value in findings.items():
             receive(exchange, sender, found(*value))

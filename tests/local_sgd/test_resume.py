@@ -14,6 +14,7 @@ from tests.local_sgd.script import Script, adamw, convnet, cosine
 from tests.support.cases import some, thorough
 from tests.support.outcomes import assert_refused, messages, reloaded
 from tests.support.ranks import on_processes, on_threads
+from torchcomp.checkpoint import VERSION
 from torchcomp.local_sgd import Nesterov, SlowMo
 
 TOTAL = 12
@@ -257,7 +258,7 @@ def test_a_state_of_another_run_is_refused_and_changes_nothing(which):
 EDITS = {
     "rank": ({"rank": 7}, "7", "0"),
     "world_size": ({"world_size": 64}, "64", "1"),
-    "version": ({"version": 99}, "99", "4"),
+    "version": ({"version": 99}, "99", str(VERSION)),
     "names": ({"parameters": {}}, "0.weight"),
     "schedule": ({"local_sgd": {"schedule": "every(7)"}}, "every(7)", "qsr("),
 }

@@ -381,9 +381,13 @@ class Exchange(ABC):
         """
         found: RankMismatchError | None = None
         for level in reversed(self._levels):
+            compared = {"error": "none", **values}
+            if level is self:
+                compared |= on_level or {}
+            if found is not None:
+                compared["error"] = found
             try:
-                more = (on_level or {}) if level is self else {}
-                level._verify(what, {"error": found or "none", **values, **more}, advice)
+                level._verify(what, compared, advice)
             except RankMismatchError as mismatch:
                 # Pass it on to the other level, whose ranks are about to verify as well.
                 found = found or mismatch
