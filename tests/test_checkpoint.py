@@ -379,12 +379,22 @@ def test_redistributed_residuals_are_not_shared():
 )
 def test_redistributing_keeps_the_dtype_and_sums_in_float64(dtype, values, mean):
     states = [
-        state_of(rank, len(values), {"error": slot_of({"a": torch.tensor([value], dtype=dtype)})})
+        state_of(
+            rank, len(values), {"error": slot_of({"scale": torch.tensor([value], dtype=dtype)})}
+        )
         for rank, value in enumerate(values)
     ]
     (after,) = (state["slots"]["error"]["tensors"] for state in redistribute(states, 1))
-    assert after["a"].dtype == dtype
-    assert after["a"].item() == mean
+    assert after["scale"].dtype == dtype
+    assert after["scale"].item() == mean
+
+
+def test_redistribute_refuses_values_of_an_unknown_parameter():
+    states = [state_of(rank) for rank in range(2)]
+    for state in states:
+        state["slots"]["error"]["tensors"]["foreign"] = torch.zeros(1)
+    with pytest.raises(CheckpointError, match="'foreign'"):
+        redistribute(states, 3)
 
 
 def test_estimates_are_averaged_and_caches_dropped():

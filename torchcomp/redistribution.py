@@ -23,6 +23,7 @@ from torchcomp.checkpoint import (
     check_division,
     count,
     list_of,
+    listed,
     record,
     require,
 )
@@ -327,6 +328,11 @@ def _complete(states: list[State]) -> list[list[State]]:
         if any(state[name] != states[0][name] for state in states):
             raise CheckpointError(f"the states are not of one run at one step: {name} differs")
     check_division("buckets", states[0])
+    held = {
+        name for state in states for slot in state["slots"].values() for name in slot["tensors"]
+    }
+    if unknown := sorted(held - states[0]["parameters"].keys()):
+        raise CheckpointError(f"a damaged checkpoint: it lacks the shape of {listed(unknown)}")
     by_position = _by_position(states)
     for nodes in by_position:
         kinds = [_kinds(state) for state in nodes]
