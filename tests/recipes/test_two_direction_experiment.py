@@ -31,7 +31,7 @@ from recipes.two_direction import (
     tables,
 )
 from recipes.two_direction.data_sets import Samples
-from recipes.two_direction.methods import ACCELERATED, Messages
+from recipes.two_direction.methods import ACCELERATED, METHODS, Messages
 from recipes.two_direction.quadratics import Quadratics
 from tests.recipes.forked_ranks import RECIPES
 from tests.support.ranks import on_threads
@@ -605,7 +605,7 @@ def test_pictures_are_drawn_from_the_committed_rows(name: str, tmp_path: Path) -
 def test_every_method_was_run_with_every_mu(n: int) -> None:
     rows = committed(f"contest_digits_n{n}")
     for mu in contest.MUS:
-        for method in contest.usual_methods(n):
+        for method in METHODS:
             own = outcomes.select(rows, method, mu=mu)
             seeds = [row.seed for row in own]
             assert seeds == [0, 1, 2, 3, 4] or (seeds == [1000] and not own[0].reached)
