@@ -22,10 +22,10 @@ experiment-qsr: setup ## QSR and other schedules, SGD and AdamW (40 min)
 experiment-jointspar: setup ## bandit, bytes, time, convergence, accuracy (1 h)
 	@.venv/bin/python -m recipes.jointspar.experiment $(ARGS)
 
-experiment-2direction: setup ## 2Direction, AGD and others (30 min)
+experiment-2direction: setup ## 2Direction, AGD and others (1 h)
 	@.venv/bin/python -m recipes.two_direction.experiment $(ARGS)
 
-experiment-small-gpt: setup ## methods with AdamW, a small GPT (20 min)
+experiment-small-gpt: setup ## methods with AdamW, a small GPT (5 min)
 	@.venv/bin/python -m recipes.small_gpt.experiment $(ARGS)
 
 # Components, the state of the engine and the DDP hook on threads. What takes longest is left to

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from recipes.two_direction.data_sets import Samples
-from recipes.two_direction.methods import METHODS, Messages, Problem
+from recipes.two_direction.methods import Messages, Problem
 from recipes.two_direction.race import Race, Setting
 from recipes.two_direction.softmax_regression import minimise, problem
 
@@ -23,10 +23,6 @@ PAPER = ("2Direction", "AGD", "AGD, three sequences", "EF21-P + DIANA")
 
 BUDGET_OF_OTHERS = 300_000
 """The same for the other methods, which need more than those of the paper in most settings."""
-
-
-# A simulated worker costs time: with more of them, only the methods of the paper are run.
-_MANY = 10
 
 
 @dataclass(frozen=True)
@@ -81,11 +77,6 @@ def tenth(samples: Samples) -> Messages:
     """Return messages of a tenth of the coordinates in both directions."""
     k = max(1, samples.d // 10)
     return Messages(k, k)
-
-
-def usual_methods(n: int) -> tuple[str, ...]:
-    """Return the methods that the contest runs with n workers, unless others are named."""
-    return tuple(METHODS) if n <= _MANY else PAPER
 
 
 def contest_races(

@@ -101,7 +101,7 @@ def _contest(arguments: argparse.Namespace) -> list[Part]:
     options = contest.Options(arguments.gap, arguments.budget, arguments.powers)
     parts = []
     for n in arguments.workers:
-        methods = arguments.methods or contest.usual_methods(n)
+        methods = arguments.methods or tuple(METHODS)
         races = contest.contest_races(samples, n, sent, arguments.mu, methods, options)
         task, name = contest.task(samples, n, sent, options), f"contest_{samples.name}_n{n}"
         curves = ResultTable(
@@ -187,7 +187,7 @@ def _parser() -> ExperimentParser:
         nargs="+",
         metavar="METHOD",
         choices=METHODS,
-        help=f"some of: {'; '.join(METHODS)} [all; with many workers the paper's]",
+        help=f"some of: {'; '.join(METHODS)} [all]",
     )
     return parser
 

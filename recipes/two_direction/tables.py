@@ -216,7 +216,7 @@ def _ranks(results: Path) -> str:
 TABLES: Mapping[str, Callable[[Path], str]] = {
     "paper_10": _costs(10, PAPER, _thousands, 1),
     "coordinates_10": _costs(10, METHODS, _thousands, 1),
-    "coordinates_100": _costs(100, PAPER, _thousands, 1),
+    "coordinates_100": _costs(100, METHODS, _thousands, 1),
     "megabytes_10": _costs(10, PAPER, megabytes, 2),
     "megabytes_100": _costs(100, PAPER, megabytes, 2),
     "ranking": _ranking,

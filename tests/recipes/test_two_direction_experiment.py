@@ -31,7 +31,7 @@ from recipes.two_direction import (
     tables,
 )
 from recipes.two_direction.data_sets import Samples
-from recipes.two_direction.methods import ACCELERATED, Messages
+from recipes.two_direction.methods import ACCELERATED, METHODS, Messages
 from recipes.two_direction.quadratics import Quadratics
 from tests.recipes.forked_ranks import RECIPES
 from tests.support.ranks import on_threads
@@ -605,7 +605,7 @@ def test_pictures_are_drawn_from_the_committed_rows(name: str, tmp_path: Path) -
 def test_every_method_was_run_with_every_mu(n: int) -> None:
     rows = committed(f"contest_digits_n{n}")
     for mu in contest.MUS:
-        for method in contest.usual_methods(n):
+        for method in METHODS:
             own = outcomes.select(rows, method, mu=mu)
             seeds = [row.seed for row in own]
             assert seeds == [0, 1, 2, 3, 4] or (seeds == [1000] and not own[0].reached)
@@ -613,10 +613,14 @@ def test_every_method_was_run_with_every_mu(n: int) -> None:
 
 @pytest.mark.parametrize("name", ["contest_digits_n10", "contest_digits_n100", "alpha"])
 def test_no_best_step_is_at_an_end_of_the_grid(name: str) -> None:
-    for row in committed(name):
+    rows = committed(name)
+    missed = {(row.method, row.mu) for row in rows if not row.reached}
+    for row in rows:
         grid = sweeps.POWERS if name == "alpha" else contest.powers(row.mu)
         limit = row.method in ACCELERATED and 2.0 ** (row.power + 1) * row.mu > 1
-        assert not row.reached or limit or grid[0] < row.power < grid[-1]
+        inside = grid[0] < row.power < grid[-1]
+        # The page gives no figure for a method that missed the gap with some seeds.
+        assert inside or limit or (row.method, row.mu) in missed
 
 
 @pytest.mark.parametrize("method", ["2Direction", "AGD", "EF21-P + DIANA"])
