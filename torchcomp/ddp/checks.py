@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.bucket import DEFAULT_CAPS, Caps
 from torchcomp.compat import listed_bucket_caps, skips_unused_parameters
-from torchcomp.errors import SpecError, UnsupportedModelError
+from torchcomp.errors import UnsupportedModelError
 
 OWNER = "_torchcomp_owner"
 """Attribute of a DDP model with the name of what torchcomp has installed on it."""
@@ -37,12 +37,6 @@ def check_is_module(model: object) -> None:
     """Require a torch.nn.Module."""
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch.nn.Module, not {type(model).__name__}")
-
-
-def check_scaler(scaler: object) -> None:
-    """Require a GradScaler, or None."""
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise SpecError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
 
 
 def check_not_joined(model: DistributedDataParallel | None) -> None:
