@@ -155,10 +155,16 @@ def _how_to_wrap(model: object) -> str:
     # From the most specific class to the least: all of these are nn.Modules.
     if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
         return ". Call this on the DDP model, before torch.compile"
-    if isinstance(model, FSDPModule | FullyShardedDataParallel):
+    if isinstance(model, FSDPModule):
         return (
-            ". FSDP shards the model and reduces gradients itself. Replicate the whole model with "
-            "DistributedDataParallel instead"
+            ". FSDP2 reduces gradients over its shards itself. To compress what its replicas "
+            'exchange, shard with mesh["shard"] of a mesh of two dimensions, and pass '
+            'torchcomp.register(model, spec, replicate=mesh["replicate"])'
+        )
+    if isinstance(model, FullyShardedDataParallel):
+        return (
+            ". FSDP1 shards the model and reduces gradients itself. Use fully_shard (FSDP2) and "
+            "torchcomp.register(model, spec, replicate=...), or DistributedDataParallel"
         )
     if isinstance(model, nn.DataParallel):
         return (
