@@ -41,6 +41,7 @@ LAYERS = [
     {"spec", "stats", "nonfinite", "checkpoint"},
     {"redistribution"},
     {"averager", "gathering"},
+    {"per_rank"},
     {"hooks", "time_model", "algorithms"},
     {"ddp", "fsdp", "batchnorm"},
     {"register"},

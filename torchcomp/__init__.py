@@ -23,6 +23,7 @@ from torchcomp.gathering import Gathered
 from torchcomp.hooks.handle import Handle
 from torchcomp.jointspar import JointSpar
 from torchcomp.local_sgd import LocalSGD
+from torchcomp.per_rank import PerRank
 from torchcomp.plan import Plan
 from torchcomp.redistribution import redistribute
 from torchcomp.register import register
@@ -40,6 +41,7 @@ __all__ = [
     "JointSpar",
     "LocalSGD",
     "NonFiniteError",
+    "PerRank",
     "Plan",
     "ProcessGroupExchange",
     "RankMismatchError",
