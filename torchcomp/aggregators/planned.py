@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torchcomp.aggregators.base import Aggregator
 from torchcomp.bucket import BucketShape
-from torchcomp.pieces import Pieces
+from torchcomp.pieces import pieces_of
 from torchcomp.traffic import Load, Traffic, sum_bytes
 
 
@@ -52,7 +52,7 @@ def planned_two_levels(
         node: number of ranks of a node.
         rank: the rank whose bytes are counted.
     """
-    pieces = [Pieces(shape, node).piece for shape in shapes]
+    pieces = pieces_of(shapes, node)
     between = planned_traffic(method, pieces, world_size // node, rank // node)
     card = planned_traffic(method, shapes, world_size, rank, node)
     # A reduce-scatter and an all-gather move a piece to each other rank of the node.
