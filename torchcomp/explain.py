@@ -19,8 +19,8 @@ from torchcomp.component import Component
 from torchcomp.ddp.checks import bucket_caps, check_is_module, trained_parameters
 from torchcomp.errors import SpecError
 from torchcomp.learning_rates import LRFunction
-from torchcomp.outer_steps import OuterStep
 from torchcomp.nodes import check_divides
+from torchcomp.outer_steps import OuterStep
 from torchcomp.pieces import pieces_of
 from torchcomp.plan import NodePlan, Plan
 from torchcomp.schedules import Horizon, Schedule, synchronisations

@@ -105,8 +105,7 @@ def _collective(method: OneWay, shape: BucketShape, world_size: int) -> str:
         return "allgather"
     # Compare the load of rank 0 on every rank: all ranks must choose the same collective.
     received = {
-        each: _load(method, each, shape, world_size).received
-        for each in ("allgather", "sharded")
+        each: _load(method, each, shape, world_size).received for each in ("allgather", "sharded")
     }
     return min(received, key=received.__getitem__)
 

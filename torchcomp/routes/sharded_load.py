@@ -121,7 +121,12 @@ def _candidates(down: Direction, owners: range) -> list[int]:
 @lru_cache(maxsize=1024)
 def _shards(sizes: tuple[int, ...], world_size: int, owners: range) -> Counter[Pieces]:
     """Return the contents of some consecutive owners' shards, and how many shards have the same."""
-    ends, numel, owner, shards = list(accumulate(sizes)), sum(sizes), owners.start, Counter[Pieces]()
+    ends, numel, owner, shards = (
+        list(accumulate(sizes)),
+        sum(sizes),
+        owners.start,
+        Counter[Pieces](),
+    )
     if not numel:
         return Counter({(): len(owners)})
     short = numel // world_size
