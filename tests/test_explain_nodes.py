@@ -1,7 +1,11 @@
 """explain with nodes: bytes through a network card, against those that a run counts."""
 
+import os
 import re
-from collections.abc import Sequence
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from itertools import product
 from typing import Any
@@ -14,9 +18,9 @@ from torch import Tensor, nn
 import torchcomp
 from tests.support.cases import only, thorough
 from tests.support.models import METHODS, SMALL_BUCKETS, loss_of, mlp, rows, wrap
-from tests.support.ranks import on_threads
+from tests.support.ranks import on_processes, on_threads
 from torchcomp import SpecError, explain, run_in_process
-from torchcomp.exchange import InProcessExchange
+from torchcomp.exchange import InProcessExchange, ProcessGroupExchange
 from torchcomp.traffic import COPIED
 
 RESNET50 = 25_557_032
@@ -174,6 +178,69 @@ def test_a_long_message_of_an_all_gather_goes_around_a_ring() -> None:
     plan = explain("quantize(int8)", numel=1_200_000, world_size=4, nodes=2)
     assert plan.nodes is not None
     assert cards == [plan.nodes.flat_card_bytes] * 2
+
+
+Sockets = dict[tuple[int, int], int]
+"""Bytes sent, by local and remote port."""
+
+
+def sockets() -> Sockets:
+    """The TCP sockets of this process, with the bytes that the kernel has sent."""
+    found: Sockets = {}
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed in the meantime, or not a TCP connection
+            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(number))) as each:
+                info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                ports = each.getsockname()[1], each.getpeername()[1]
+                (found[ports],) = struct.unpack_from("Q", info, 200)  # tcpi_bytes_sent
+    return found
+
+
+def sent_over_gloo(nbytes: int) -> dict[str, list[float]]:
+    """By collective, the messages of `nbytes` that this rank sends to each rank."""
+    exchange = ProcessGroupExchange()
+    ranks, message = exchange.world_size, torch.zeros(nbytes, dtype=torch.uint8)
+    sizes = [nbytes] * ranks
+    collectives: dict[str, Callable[[], Any]] = {
+        "connect": lambda: exchange.all_gather_v(message, sizes),
+        "all_reduce": lambda: exchange.all_reduce(torch.zeros(nbytes // 4)),
+        "all_gather": lambda: exchange.all_gather(message),
+        "all_gather of a short message": lambda: exchange.all_gather(message[: COPIED // 2]),
+        "all_gather_v": lambda: exchange.all_gather_v(message, sizes),
+    }
+    found = {}
+    for name, call in collectives.items():
+        before = sockets()
+        dist.barrier()
+        call()
+        dist.barrier()
+        sent = {ports: now - before.get(ports, 0) for ports, now in sockets().items()}
+        everyone = exchange.gather_all(list(sent))
+        owners = {ports: rank for rank, own in enumerate(everyone) for ports in own}
+        found[name] = [0.0] * ranks
+        for (local, remote), count in sent.items():
+            if (remote, local) in owners:
+                found[name][owners[remote, local]] += count / nbytes
+    return found
+
+
+@pytest.mark.thorough
+def test_gloo_sends_to_the_ranks_that_the_plan_assumes() -> None:
+    # Larger than all else that is sent meanwhile.
+    found = on_processes(4, sent_over_gloo, 4 * COPIED)
+    for rank, sent in enumerate(found):
+        others = [float(to != rank) for to in range(4)]
+        after, before = ([float(to == (rank + step) % 4) for to in range(4)] for step in (1, -1))
+        expected = {
+            "all_reduce": [2 * 3 / 4 * each for each in before],
+            "all_gather": [3 * each for each in after],
+            "all_gather of a short message": [each / 8 for each in others],
+            "all_gather_v": others,
+        }
+        for name, wanted in expected.items():
+            assert sent[name] == pytest.approx(wanted, abs=0.1), name
 
 
 # --- The better one -------------------------------------------------------------------------------
