@@ -41,16 +41,11 @@ class NodePlan:
 
     def rows(self, nodes: int) -> list[tuple[str, str]]:
         """Return the rows of the table, for this number of nodes."""
-        flat, two = f"register(nodes={self.ranks})", "the flat method"
-        names = (two, flat) if self.two_levels_are_better else (flat, two)
-        better = "no difference"
-        if not self.flat_card_bytes and not self.card_bytes:
-            better = "nothing passes a card"
-        elif self.flat_card_bytes != self.card_bytes:
-            less, more = sorted((self.flat_card_bytes, self.card_bytes))
-            better = f"{names[1]} sends {compared(less, more, names[0])}"
+        sent = {"the flat method": self.flat_card_bytes, f"nodes={self.ranks}": self.card_bytes}
+        (best, least), (other, most) = sorted(sent.items(), key=lambda item: item[1])
+        better = f"{best} sends {compared(least, most, other)}" if least else "nothing is sent"
         return [
-            ("nodes", f"{nodes:,}, each with {self.ranks:,} ranks and one network card"),
+            ("nodes", f"{nodes:,} with a network card each; ranks per node: {self.ranks:,}"),
             ("card, plain DDP", _bytes(self.dense_card_bytes)),
             ("card, flat", _bytes(self.flat_card_bytes)),
             ("card, two levels", _bytes(self.card_bytes)),

@@ -17,7 +17,7 @@ def gathered(nbytes: int, world_size: int, node: int) -> int:
     """Return the bytes that a node sends, and receives, when all ranks all-gather `nbytes` each.
 
     On gloo, small messages are copied to every rank. Larger ones go around a ring, in which only
-    the last rank of a node sends to another node. NCCL uses a ring for all of them.
+    the last rank of a node sends to another node. NCCL uses rings.
 
     Args:
         nbytes: bytes of the message of one rank.

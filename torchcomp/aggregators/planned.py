@@ -32,9 +32,7 @@ def planned_traffic(
         return Traffic()  # nothing passes the card of the only node
     settled = method.settled
     load = Load.total(settled.cost(shape, world_size, rank, node).load for shape in shapes)
-    dense = sum(shape.nbytes for shape in shapes)
-    # A ring of all ranks leaves each node once. Its card carries what one rank sends.
-    return load.traffic(world_size, sum_bytes(dense, world_size))
+    return load.traffic(world_size, _dense(shapes, world_size, node))
 
 
 def planned_two_levels(
@@ -54,7 +52,13 @@ def planned_two_levels(
     """
     pieces = pieces_of(shapes, node)
     between = planned_traffic(method, pieces, world_size // node, rank // node)
-    card = planned_traffic(method, shapes, world_size, rank, node)
     # A reduce-scatter and an all-gather move a piece to each other rank of the node.
     inside = 2 * (node - 1) * sum(piece.nbytes for piece in pieces)
-    return replace(between, dense=card.dense // node, inside=inside)
+    return replace(between, dense=_dense(shapes, world_size, node) // node, inside=inside)
+
+
+def _dense(shapes: Sequence[BucketShape], world_size: int, node: int) -> int:
+    """Return the bytes that plain DDP sends through the card of a node."""
+    # A ring of all ranks leaves each node once: the card carries what one rank sends.
+    nbytes = sum(shape.nbytes for shape in shapes)
+    return sum_bytes(nbytes, world_size) if node < world_size else 0

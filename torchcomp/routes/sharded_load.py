@@ -121,15 +121,10 @@ def _candidates(down: Direction, owners: range) -> list[int]:
 @lru_cache(maxsize=1024)
 def _shards(sizes: tuple[int, ...], world_size: int, owners: range) -> Counter[Pieces]:
     """Return the contents of some consecutive owners' shards, and how many shards have the same."""
-    ends, numel, owner, shards = (
-        list(accumulate(sizes)),
-        sum(sizes),
-        owners.start,
-        Counter[Pieces](),
-    )
+    ends, numel, shards = list(accumulate(sizes)), sum(sizes), Counter[Pieces]()
     if not numel:
         return Counter({(): len(owners)})
-    short = numel // world_size
+    short, owner = numel // world_size, owners.start
     while owner < owners.stop:
         start = cut(numel, world_size, owner)
         end = ends[bisect_right(ends, start)]  # of the vector in which this shard begins
