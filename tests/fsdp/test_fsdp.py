@@ -305,3 +305,45 @@ def _other_start() -> tuple[str, str]:
             next(iter(model.parameters())).mul_(2.0)
     error = raised_by(lambda: torchcomp.register(model, TOPK, replicate=mesh["replicate"]))
     return type(error).__name__, str(error)
+
+
+# --- torch.compile and a GradScaler ---
+
+
+def compiled() -> tuple[Tensor, Tensor]:
+    run, plain = Run((2, 2), TOPK), Run((2, 2), TOPK)
+    run.model.compile(backend="eager")
+    return run.train(STEPS), plain.train(STEPS)
+
+
+def test_a_compiled_model() -> None:
+    for ours, expected in on_processes(4, compiled):
+        assert_close(ours, expected)
+
+
+def scaled() -> tuple[Tensor, Tensor, Tensor, int]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    run = Run((2, 2), TOPK, torch.float32, options={"scaler": scaler})
+    plain = Run((2, 2), TOPK, torch.float32)
+    for step in STEPS:
+        run.optimizer.zero_grad()
+        scaler.scale(loss_of(run.model(rows(step, torch.float32)))).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+    ours, expected = weights(run.model), plain.train(STEPS)
+    # A step that overflows on one rank is skipped on all.
+    before = run.handle.state_dict()["slots"]
+    run.optimizer.zero_grad()
+    bad = rows(9, torch.float32) * (float("inf") if dist.get_rank() == 1 else 1.0)
+    scaler.scale(loss_of(run.model(bad))).backward()
+    scaler.step(run.optimizer)
+    scaler.update()
+    assert same(before, run.handle.state_dict()["slots"])
+    return ours, expected, weights(run.model), run.handle.stats.steps
+
+
+def test_a_scaler_skips_a_step_on_all_ranks() -> None:
+    for ours, expected, after, steps in on_processes(4, scaled):
+        assert_close(ours, expected, 1e-5)
+        assert torch.equal(ours, after)
+        assert steps == len(STEPS) + 1

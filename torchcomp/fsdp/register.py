@@ -89,6 +89,10 @@ def _levels(
             f"{replicate!r}",
             "replicate",
         )
+    if not hasattr(FSDPModule, "set_all_reduce_hook"):
+        raise UnsupportedModelError(
+            f"FSDP2 of torch {torch.__version__} has no all-reduce hook: use torch 2.7 or newer"
+        )
     units = units_of(model)
     if not units:
         raise UnsupportedModelError("the model has no trained parameters")

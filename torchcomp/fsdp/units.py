@@ -84,16 +84,7 @@ class Unit:
 def _group_of(module: FSDPModule) -> Any:
     """Return FSDP2's own object for the parameters of a module; None if it has none."""
     state: Any = module._get_fsdp_state()
-    # torch 2.13 allows several, for meshes that differ between the parameters of a module.
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        return state._fsdp_param_group
-    if len(groups) > 1:
-        raise UnsupportedModelError(
-            "a module of the model has parameters on several meshes (shard_placement_fn), and "
-            "FSDP2 has no all-reduce hook for them. Shard each module on one mesh"
-        )
-    return groups[0] if groups else None
+    return state._fsdp_param_group
 
 
 def units_of(model: nn.Module) -> list[Unit]:
