@@ -11,6 +11,8 @@ class Job:
     Attributes:
         task: "steps" (time and bytes of a step), "accuracy" (time to a test accuracy) or "final"
             (accuracy at the end of the schedule).
+        nodes: The number of ranks of a node, with which a method exchanges in two levels. None for
+            the flat exchange among all ranks.
         counted: Whether the kernel's counters of the interface belong to this job alone.
         seconds: Bound on the measured time per method.
         least: Smallest number of measured steps per method.
@@ -31,6 +33,7 @@ class Job:
     port: int
     interface: str
     counted: bool
+    nodes: int | None = None
     methods: tuple[str, ...] = ()
     seconds: float = 20.0
     least: int = 3
