@@ -138,7 +138,7 @@ def _defaults(parsed: argparse.Namespace) -> dict[str, Any]:
     out = _HERE.parent / "runs" / "benchmarks" if parsed.quick else _HERE / "results"
     both: dict[str, Any] = {"out": out, "methods": [*BASELINES, OURS]}
     if parsed.loopback:
-        return {**both, "methods": [PLAIN, "mean", OURS], "models": ["resnet18"]}
+        return {**both, "methods": [PLAIN, BF16, "mean", OURS], "models": ["resnet18"]}
     if parsed.nodes:
         both["methods"] = [FLOOR, PLAIN, BF16, POWERSGD, *BETWEEN_NODES]
     if parsed.quick:
