@@ -44,6 +44,7 @@ BETWEEN_NODES = (
         for ratio in (0.01, 0.001)
     ),
     'ef(quantize("int8"))',
+    'bidirectional(quantize("int8"), quantize("int8"))',
     'bidirectional(quantize("int4"), quantize("int4"))',
 )
 MODELS = ("smallcnn", "resnet18", "mlp")

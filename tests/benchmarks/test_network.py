@@ -133,6 +133,36 @@ def test_the_kernel_counts_what_the_handle_counts(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("shaped_hosts")
 @pytest.mark.thorough
+def test_two_levels_send_pieces_over_the_link_and_whole_gradients_inside(tmp_path: Path) -> None:
+    shape = ["--nodes", "--hosts", "2", "--ranks", "2"]
+    command = [*TINY, *shape, "--methods", "ddp", *SPECS, "--out", str(tmp_path), "--resume"]
+    run = Run(*command)
+    status, output, errors = run.finish(seconds=PATIENCE)
+    assert status == 0, output + errors
+    with (tmp_path / "nodes.csv").open(newline="") as file:
+        rows = {(row["method"], row["levels"]): row for row in csv.DictReader(file)}
+    # PyTorch's hooks have one level.
+    assert list(rows) == [("ddp", "1"), *((spec, level) for level in "12" for spec in SPECS)]
+    for (method, level), row in rows.items():
+        link, inside = float(row["payload_bytes"]), float(row["inside_bytes"])
+        # The queue of the link counts no bytes of the ranks within a host.
+        assert link == pytest.approx(float(row["tcp_bytes"]), rel=0.03)
+        if method == "ddp":
+            continue
+        # Two ranks share the counters of a host.
+        counted = 2 * float(row["counted_bytes"])
+        if level == "1":
+            assert link + inside == pytest.approx(counted, rel=0.03)
+        else:
+            assert link == pytest.approx(counted, rel=0.03)
+            assert inside == pytest.approx(2 * float(row["counted_inside_bytes"]), rel=0.03)
+    again = Run(*command)
+    assert again.finish(seconds=PATIENCE)[:2] == (0, "")
+    assert run.left_behind() + again.left_behind() == []
+
+
+@pytest.mark.usefixtures("shaped_hosts")
+@pytest.mark.thorough
 def test_a_method_that_fails_is_named_and_the_others_are_measured(tmp_path: Path) -> None:
     run = Run(*TINY, "--hosts", "2", "--methods", "topq(0.1)", "no-op", "--out", str(tmp_path))
     status, output, errors = run.finish(seconds=PATIENCE)
