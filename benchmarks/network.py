@@ -103,7 +103,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--resume", action="store_true", help="skip measurements that already have a row")
     add("--out", type=Path, help="folder for the CSV files [benchmarks/results]")
     add("--hosts", type=int, nargs="+", metavar="N")
-    add("--ranks", type=int, nargs="+", default=[2, 4], help="--nodes: ranks of a host [2 4]")
+    add("--ranks", type=int, nargs="+", help="--nodes: ranks of each host [2 4]")
     add("--levels", type=int, nargs="+", choices=(1, 2), default=[1, 2], help="--nodes [1 2]")
     add("--mbit", type=int, nargs="+", metavar="RATE", help="Mbit/s of every link")
     add("--delay-us", type=int, default=500, help="delay one way [500]")
@@ -137,19 +137,18 @@ def _defaults(parsed: argparse.Namespace) -> dict[str, Any]:
     """Values for the arguments that were not passed; they depend on the mode."""
     # A quick run must not add rows to the committed results.
     out = _HERE.parent / "runs" / "benchmarks" if parsed.quick else _HERE / "results"
-    both: dict[str, Any] = {"out": out, "methods": [*BASELINES, OURS]}
+    both = {"out": out, "methods": [*BASELINES, OURS]}
     if parsed.loopback:
         return {**both, "methods": [PLAIN, BF16, "mean", OURS], "models": ["resnet18"]}
-    if parsed.nodes:
-        both["methods"] = [FLOOR, PLAIN, BF16, POWERSGD, *BETWEEN_NODES]
     if parsed.quick:
-        return {**both, "hosts": [2], "mbit": [100], "models": ["smallcnn"]}
+        return {**both, "hosts": [2], "ranks": [2], "mbit": [100], "models": ["smallcnn"]}
     if parsed.accuracy:
         methods = [*BASELINES, OURS, QSR]
         return {**both, "methods": methods, "hosts": [4], "mbit": [10, 100], "models": ["smallcnn"]}
     if parsed.nodes:
-        links = {"hosts": [2, 4], "mbit": [100, 1000, 10000]}
-        return {**both, **links, "models": ["smallcnn", "resnet18"]}
+        methods = [FLOOR, PLAIN, BF16, POWERSGD, *BETWEEN_NODES]
+        links = {"hosts": [2, 4], "ranks": [2, 4], "mbit": [100, 1000, 10000]}
+        return {**both, **links, "methods": methods, "models": ["smallcnn", "resnet18"]}
     return {
         **both,
         "hosts": [4, 8, 16],
