@@ -54,24 +54,37 @@ MODELS = ("smallcnn", "resnet18", "mlp")
 class Link:
     """A number of hosts and the links between them. 0 Mbit/s means the unshaped loopback.
 
-    Attributes:
-        ranks: number of ranks behind each link.
-        levels: 1 for an exchange among all ranks, 2 for one inside the hosts and one between them.
+    `ranks` is the number of ranks behind each link.
     """
 
     hosts: int
     mbit: int
     delay_us: int
     ranks: int = 1
-    levels: int = 1
 
     @property
     def world(self) -> int:
         return self.hosts * self.ranks
 
     def __str__(self) -> str:
-        ranks = f" x {self.ranks} ranks, {self.levels} level" if self.ranks > 1 else ""
+        ranks = f" of {self.ranks} ranks" if self.ranks > 1 else ""
         return f"{self.hosts:2} hosts{ranks} {self.mbit:5} Mbit/s"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A method, and the levels of its exchange.
+
+    Attributes:
+        method: a baseline's name or a spec.
+        levels: 1 for an exchange among all ranks, 2 for one inside the hosts and one between them.
+    """
+
+    method: str
+    levels: int = 1
+
+    def __str__(self) -> str:
+        return self.method if self.levels == 1 else f"{self.method} in two levels"
 
 
 def main() -> None:
@@ -162,58 +175,65 @@ def _defaults(parsed: argparse.Namespace) -> dict[str, Any]:
 
 def grid(arguments: argparse.Namespace) -> list[str]:
     """Measure every combination; return the ones that failed."""
-    shapes = product(arguments.ranks, arguments.levels) if arguments.nodes else [(1, 1)]
-    links = product(arguments.hosts, arguments.mbit, shapes)
+    behind = arguments.ranks if arguments.nodes else [1]
     failures = []
-    for (hosts, mbit, (ranks, levels)), model in product(links, arguments.models):
-        link = Link(hosts, mbit, arguments.delay_us, ranks, levels)
-        failures += measure(arguments, link, model)
+    for hosts, ranks, mbit in product(arguments.hosts, behind, arguments.mbit):
+        link = Link(hosts, mbit, arguments.delay_us, ranks)
+        for model in arguments.models:
+            failures += measure(arguments, link, model)
     return failures
+
+
+def ways(arguments: argparse.Namespace) -> list[Way]:
+    """What is measured on each link. The levels of a method follow each other."""
+    if not arguments.nodes:
+        return [Way(method) for method in arguments.methods]
+    # Baselines have one level.
+    return [
+        Way(method, levels)
+        for method, levels in product(arguments.methods, arguments.levels)
+        if levels == 1 or method not in BASELINES
+    ]
 
 
 def measure(arguments: argparse.Namespace, link: Link, model: str) -> list[str]:
     """Measure the methods on one link; return the ones that failed."""
     table = table_of(arguments)
-    methods = [method for method in arguments.methods if _takes_levels(method, link.levels)]
-    pending = [m for m in methods if not _is_done(arguments, table, link, model, m)]
+    pending = [w for w in ways(arguments) if not _is_done(arguments, table, link, model, w)]
     failures = []
     while pending:
-        done: list[str] = []
+        done: list[Way] = []
         try:
             with Hosts(link.hosts, link.mbit, link.delay_us) as hosts:
                 # Ranks are numbered host by host, as torchrun numbers them.
                 prefixes = [hosts.inside(rank // link.ranks) for rank in range(link.world)]
-                job = shaped_job(arguments, link, model, hosts, tuple(pending))
+                job = shaped_job(arguments, link, model, hosts, pending)
                 for result in results(job, prefixes):
                     record(table, arguments, link, model, result)
-                    done.append(result["method"])
+                    done.append(Way(result["method"], result.get("levels", 1)))
         except LaunchError as error:
             # Methods run in order, so the first one without a result has failed. Launch the others
             # again without it, because its workers are gone.
-            culprit = next(method for method in pending if method not in done)
+            culprit = next(way for way in pending if way not in done)
             print(f"error: {culprit}: {error}", file=sys.stderr, flush=True)
             failures.append(f"{culprit} ({link}, {model})")
             done.append(culprit)
         # Results of one launch arrive in order, and some can be missing after an error.
-        pending = [method for method in pending if method not in done]
+        pending = [way for way in pending if way not in done]
     return failures
 
 
-def _takes_levels(method: str, levels: int) -> bool:
-    # Baselines have one level. `no-op` is in every launch, because it measures the arithmetic.
-    return levels == 1 or method == FLOOR or method not in BASELINES
-
-
 def shaped_job(
-    arguments: argparse.Namespace, link: Link, model: str, hosts: Hosts, methods: tuple[str, ...]
+    arguments: argparse.Namespace, link: Link, model: str, hosts: Hosts, pending: list[Way]
 ) -> Job:
     return Job(
         task="accuracy" if arguments.accuracy else "steps",
         model=model,
         batch=arguments.batch,
-        methods=methods,
+        methods=tuple(way.method for way in pending),
+        levels=tuple(way.levels for way in pending),
+        ranks=link.ranks,
         world=link.world,
-        nodes=link.ranks if link.levels == 2 else None,
         address=hosts.address(0),
         port=_PORT,
         interface=hosts.interface,
@@ -240,17 +260,15 @@ def table_of(arguments: argparse.Namespace) -> Table:
     return Table(arguments.out / "network.csv", STEPS)
 
 
-def link_columns(arguments: argparse.Namespace, link: Link) -> dict[str, int]:
-    names = ["hosts", "mbit", "delay_us", *(["ranks", "levels"] if arguments.nodes else [])]
-    return {name: getattr(link, name) for name in names}
+def identity(arguments: argparse.Namespace, link: Link, model: str, way: Way) -> dict[str, Any]:
+    """The columns that identify a measurement; accuracy runs add the learning rate and the seed."""
+    named: dict[str, Any] = {"hosts": link.hosts, "mbit": link.mbit, "delay_us": link.delay_us}
+    named |= {"model": model, "batch": arguments.batch, "method": way.method}
+    return named | ({"ranks": link.ranks, "levels": way.levels} if arguments.nodes else {})
 
 
-def _is_done(
-    arguments: argparse.Namespace, table: Table, link: Link, model: str, method: str
-) -> bool:
-    # The columns that identify a measurement; accuracy runs add the learning rate and the seed.
-    named = {**link_columns(arguments, link), "model": model, "batch": arguments.batch}
-    named |= {"method": method}
+def _is_done(arguments: argparse.Namespace, table: Table, link: Link, model: str, way: Way) -> bool:
+    named = identity(arguments, link, model, way)
     if not arguments.resume:
         return False
     if not arguments.accuracy:
@@ -262,9 +280,9 @@ def _is_done(
 def record(
     table: Table, arguments: argparse.Namespace, link: Link, model: str, result: dict[str, Any]
 ) -> None:
-    row = {**conditions(), **link_columns(arguments, link)}
-    row |= {"model": model, "batch": arguments.batch}
-    row |= {"parameters": result["parameters"], "method": result["method"]}
+    way = Way(result["method"], result.get("levels", 1))
+    row = {**conditions(), **identity(arguments, link, model, way)}
+    row |= {"parameters": result["parameters"]}
     if arguments.accuracy:
         row |= {"rate": result["rate"], "seed": result["seed"], "target": arguments.target}
         row |= accuracy_columns(result["ranks"])
@@ -275,7 +293,7 @@ def record(
     if arguments.nodes:
         row |= inside_columns(result["ranks"])
     table.add(row)
-    print(f"{link} {model:8} {summary}  {result['method']}", flush=True)
+    print(f"{link} {model:8} {summary}  {way}", flush=True)
 
 
 def steps_columns(ranks: list[dict[str, Any]], *, counted: bool) -> dict[str, Any]:

@@ -58,10 +58,10 @@ class StepBench:
         self.job, self.rank, self.clock = job, rank, clock
         self.train, _ = data.digits(models.SIZES[job.model])
 
-    def measure(self, method: str) -> RankSteps:
+    def measure(self, method: str, levels: int) -> RankSteps:
         module = models.build(self.job.model, seed=0)
         course = Course(lr=0.01, total_steps=1000, settled=True)
-        trainee = attach(method, module, course, self.job.nodes)
+        trainee = attach(method, module, course, self.job.ranks if levels == 2 else None)
         try:
             return self._measure(trainee)
         finally:

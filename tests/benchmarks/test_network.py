@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -142,7 +143,7 @@ def test_two_levels_send_pieces_over_the_link_and_whole_gradients_inside(tmp_pat
     with (tmp_path / "nodes.csv").open(newline="") as file:
         rows = {(row["method"], row["levels"]): row for row in csv.DictReader(file)}
     # PyTorch's hooks have one level.
-    assert list(rows) == [("ddp", "1"), *((spec, level) for level in "12" for spec in SPECS)]
+    assert list(rows) == [("ddp", "1"), *product(SPECS, "12")]
     for (method, level), row in rows.items():
         link, inside = float(row["payload_bytes"]), float(row["inside_bytes"])
         # The queue of the link counts no bytes of the ranks within a host.
