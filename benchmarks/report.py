@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks import plots, report_final, report_gpu, report_kernels, report_nodes
 from benchmarks.net.names import BASELINES, BF16, FLOOR, PLAIN, POWERSGD
-from benchmarks.report_accuracy import Reached, loopback_ratios, times_to_accuracy
+from benchmarks.report_accuracy import Ratios, Reached, loopback_ratios, times_to_accuracy
 from benchmarks.report_data import FLAT, MISSING, StepRows, read
 from benchmarks.report_final import Final
 
@@ -56,7 +56,7 @@ def document(results: Path) -> str:
     """The text of docs/performance.md: results, then details, then conditions and caveats."""
     steps = StepRows(read(results / "network.csv"))
     reached = times_to_accuracy(results / "time_to_accuracy.csv")
-    ratios = loopback_ratios(results / "loopback.csv")
+    ratios, to_bf16 = (loopback_ratios(results / "loopback.csv", to) for to in (PLAIN, BF16))
     nodes = results / "nodes.csv"
     other_goals = report_nodes.goals(nodes) + report_kernels.goals(results / "encode.csv")
     other_goals += report_gpu.goals(results)
@@ -79,7 +79,7 @@ def document(results: Path) -> str:
         *[bytes_table(steps, model) for model in steps.values(0)],
         "## Overhead on the loopback",
         loopback_text(results),
-        loopback_table(ratios),
+        loopback_table(ratios, to_bf16),
         "## CPU cost of the kernels",
         report_kernels.text(results / "encode.csv"),
         markdown(*report_kernels.table(results / "encode.csv")),
@@ -248,7 +248,7 @@ def parameters(rows: list[dict[str, str]], model: str) -> str:
 def goals(
     steps: StepRows,
     reached: list[Reached],
-    ratios: dict[tuple[str, int], dict[str, list[float]]],
+    ratios: Ratios,
     others: list[tuple[str, str, str, bool]],
     finals: dict[str, Final],
 ) -> str:
@@ -323,11 +323,11 @@ def flat_goal(steps: StepRows, model: str, method: str) -> Goal:
     return f"`{method}`", goal, measured, yes(spread <= FLAT)
 
 
-def loopback_goals(ratios: dict[tuple[str, int], dict[str, list[float]]]) -> list[Goal]:
+def loopback_goals(ratios: Ratios) -> list[Goal]:
     rows: list[Goal] = []
     for (model, batch), methods in ratios.items():
         for method, values in methods.items():
-            if method == PLAIN:
+            if method in BASELINES:
                 continue
             limit = _LOOPBACK_GOALS.get(method, _LOOPBACK_GOAL)
             ratio = statistics.median(values)
@@ -477,17 +477,21 @@ by plain DDP's in the same round.
 """
 
 
-def loopback_table(ratios: dict[tuple[str, int], dict[str, list[float]]]) -> str:
+def loopback_table(ratios: Ratios, to_bf16: Ratios) -> str:
     rows = []
     for (model, batch), methods in ratios.items():
         for method, values in methods.items():
             spread = f"{min(values):.3f} to {max(values):.3f}"
-            cells = [f"{statistics.median(values):.3f}", spread, str(len(values))]
+            others = to_bf16.get((model, batch), {}).get(method)
+            bf16 = f"{statistics.median(others):.3f}" if others else MISSING
+            cells = [f"{statistics.median(values):.3f}", spread, bf16, str(len(values))]
             rows.append([f"`{method}`", f"{model}, batch {batch}", *cells])
-    return markdown(["method", "model", "median ratio", "range", "rounds"], rows)
+    return markdown(
+        ["method", "model", "median ratio", "range", "median ratio to `bf16`", "rounds"], rows
+    )
 
 
-def does_not_pay(steps: StepRows, ratios: dict[tuple[str, int], dict[str, list[float]]]) -> str:
+def does_not_pay(steps: StepRows, ratios: Ratios) -> str:
     """Every measurement that was not faster than plain DDP, or than DDP with the bf16 hook."""
     rows = []
     for (model, hosts, mbit), methods in sorted(steps.by_link.items()):
