@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks import plots, report_final, report_gpu, report_kernels, report_nodes
 from benchmarks.net.names import BASELINES, BF16, FLOOR, PLAIN, POWERSGD
 from benchmarks.report_accuracy import Ratios, Reached, loopback_ratios, times_to_accuracy
-from benchmarks.report_data import FLAT, MISSING, StepRows, read
+from benchmarks.report_data import FLAT, MISSING, Row, StepRows, read
 from benchmarks.report_final import Final
 
 _ROOT = Path(__file__).parents[1]
@@ -97,7 +97,7 @@ def document(results: Path) -> str:
         conditions(results),
         "## Caveats",
         _CAVEATS,
-        noise(steps),
+        noise(steps.rows + read(nodes)),
         does_not_pay(steps, ratios),
         gain_text(steps),
     ]
@@ -209,21 +209,22 @@ def conditions(results: Path) -> str:
     return markdown(["condition", "value"], [[name, text] for name, text in table.items()])
 
 
-def noise(steps: StepRows) -> str:
+def noise(measured: list[Row]) -> str:
     """The range of `no-op`'s step times, which shows the machine's other load."""
-    floors: dict[tuple[str, int], list[float]] = {}
-    for row in steps.rows:
+    floors: dict[tuple[str, int, int], list[float]] = {}
+    for row in measured:
         if row["method"] == FLOOR:
-            key = row["model"], int(row["hosts"])
+            key = row["model"], int(row.get("ranks", 1)), int(row["hosts"])
             floors.setdefault(key, []).append(float(row["step_ms"]))
     rows = [
-        [model, str(hosts), f"{min(times):,.3g}", f"{max(times):,.3g}", str(len(times))]
-        for (model, hosts), times in sorted(floors.items())
+        [model, str(hosts), str(ranks), f"{min(times):,.3g}", f"{max(times):,.3g}", str(len(times))]
+        for (model, ranks, hosts), times in sorted(floors.items())
         if len(times) > 1
     ]
     if not rows:
         return ""
-    table = markdown(["model", "hosts", "lowest, ms", "highest, ms", "runs"], rows)
+    heads = ["model", "hosts", "ranks of each", "lowest, ms", "highest, ms", "runs"]
+    table = markdown(heads, rows)
     return f"""
 ### Noise
 
