@@ -72,8 +72,8 @@ python -m benchmarks.network --nodes --resume
   link.
 - The other columns: median milliseconds of a step. In brackets: relative to plain DDP, and to DDP
   with the bf16 hook.
-- Ranks of a node exchange over TCP on the loopback, and all ranks share {distinct("cpus")} cores. What
-  two levels send inside therefore takes CPU time that nodes with NVLink or shared memory do not
+- Ranks of a node exchange over TCP on the loopback. All ranks share {distinct("cpus")} cores.
+  What two levels send inside takes CPU time there, which nodes with NVLink or shared memory do not
   spend. [Noise](#noise) has the range of `no-op`.
 - Measured on {distinct("date")}, on {distinct("device")}, with torch {distinct("torch")}, at
   revision {distinct("revision")} (+: with uncommitted changes).
