@@ -98,7 +98,7 @@ def document(results: Path) -> str:
         "## Caveats",
         _CAVEATS,
         noise(steps.rows + read(nodes)),
-        does_not_pay(steps, ratios),
+        does_not_pay(steps, ratios, to_bf16),
         gain_text(steps),
     ]
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
@@ -492,27 +492,35 @@ def loopback_table(ratios: Ratios, to_bf16: Ratios) -> str:
     )
 
 
-def does_not_pay(steps: StepRows, ratios: Ratios) -> str:
+def does_not_pay(steps: StepRows, to_plain: Ratios, to_bf16: Ratios) -> str:
     """Every measurement that was not faster than plain DDP, or than DDP with the bf16 hook."""
     rows = []
     for (model, hosts, mbit), methods in sorted(steps.by_link.items()):
         for method in methods:
-            others = [to for to in (PLAIN, BF16) if method not in (FLOOR, PLAIN, to)]
-            found = {to: steps.relative(model, hosts, mbit, method, to) for to in others}
-            known = {to: ratio for to, ratio in found.items() if ratio is not None}
-            if any(ratio >= 1 for ratio in known.values()):
-                cells = [f"{known[to]:.2f}" if to in known else MISSING for to in (PLAIN, BF16)]
+            found = [steps.relative(model, hosts, mbit, method, to) for to in (PLAIN, BF16)]
+            if cells := _slower(method, *found):
                 rows.append([f"`{method}`", model, str(hosts), f"{mbit:,}", *cells])
-    for (model, _batch), values_of in ratios.items():
-        for method, values in values_of.items():
-            ratio = statistics.median(values)
-            if method != PLAIN and ratio >= 1:
+    for key, methods_of in to_plain.items():
+        for method in methods_of:
+            rounds = [ratios.get(key, {}).get(method) for ratios in (to_plain, to_bf16)]
+            found = [statistics.median(values) if values else None for values in rounds]
+            if cells := _slower(method, *found):
                 # Two hosts, as in network.py's --loopback.
-                rows.append([f"`{method}`", model, "2", "loopback", f"{ratio:.2f}", MISSING])
+                rows.append([f"`{method}`", key[0], "2", "loopback", *cells])
     heads = ["method", "model", "hosts", "Mbit/s", "step time relative to plain DDP", "to `bf16`"]
     intro = "Not faster than plain DDP, or not faster than DDP with the bf16 hook:"
     intro = intro if rows else "Every measured method was faster than both."
     return "\n\n".join(filter(None, ["### Where it does not pay", intro, markdown(heads, rows)]))
+
+
+def _slower(method: str, to_plain: float | None, to_bf16: float | None) -> list[str]:
+    """The two ratios if the method is not faster than both; empty if it is, or is one of them."""
+    if method in (FLOOR, PLAIN):
+        return []
+    ratios = [to_plain, None if method == BF16 else to_bf16]
+    if not any(ratio is not None and ratio >= 1 for ratio in ratios):
+        return []
+    return [MISSING if ratio is None else f"{ratio:.2f}" for ratio in ratios]
 
 
 def gain_text(steps: StepRows) -> str:

@@ -73,7 +73,10 @@ class Course:
 def attach(method: str, module: nn.Module, course: Course, nodes: int | None = None) -> Trainee:
     """Wrap `module` in DDP and attach `method` to it.
 
-    With `nodes`, the number of ranks of a node, a spec exchanges in two levels. Baselines do not.
+    With `nodes`, the number of ranks of a node, a gradient method exchanges in two levels.
+
+    Raises:
+        ValueError: If the method has one level only.
     """
     model = DistributedDataParallel(module, **_ddp_options(method))
     optimizer = SGD(model.parameters(), lr=course.lr, momentum=0.9, weight_decay=5e-4)
@@ -103,10 +106,13 @@ def _counter(
     nodes: int | None,
 ) -> Any:
     """Attach a method of torchcomp and return its handle, which counts bytes."""
-    if method.startswith(LAYERS):
-        return torchcomp.JointSpar(model, **_options(method))
-    if not isinstance(torchcomp.parse(method), Schedule):
+    layers = method.startswith(LAYERS)
+    if not layers and not isinstance(torchcomp.parse(method), Schedule):
         return torchcomp.register(model, method, nodes=nodes)
+    if nodes is not None:
+        raise ValueError(f"{method} has one level only: measure it with --levels 1")
+    if layers:
+        return torchcomp.JointSpar(model, **_options(method))
     lengths = {"total_steps": course.total_steps, "warmup_steps": course.warmup_steps}
     return torchcomp.LocalSGD(model, optimizer, method, **lengths)
 

@@ -109,6 +109,16 @@ def test_every_schedule_takes_local_steps(schedule: type) -> None:
     assert isinstance(with_fake_ranks(2, counter), torchcomp.LocalSGD)
 
 
+@pytest.mark.parametrize("method", ["qsr(alpha=0.2, h_base=4)", "jointspar(budget=0.6)"])
+def test_only_gradient_methods_have_two_levels(method: str) -> None:
+    # Without an error, rows of one level would be labelled as two.
+    def refused() -> None:
+        with pytest.raises(ValueError, match="--levels 1"):
+            attach(method, torch.nn.Linear(2, 2), Course(lr=0.1, total_steps=10), nodes=2)
+
+    with_fake_ranks(4, refused)
+
+
 def rows_in(folder: Path) -> dict[str, dict[str, str]]:
     with (folder / "network.csv").open(newline="") as file:
         return {row["method"]: row for row in csv.DictReader(file)}
