@@ -40,7 +40,8 @@ def test_one_missed_shape_misses_the_goal_of_bytes(tmp_path: Path) -> None:
     assert "0.400" in measured
 
 
-@pytest.mark.parametrize(("step_ms", "reached"), [(30, True), (31, False)])
+# 10 ms are `no-op`'s. A shorter step is noise, and reaches no goal.
+@pytest.mark.parametrize(("step_ms", "reached"), [(30, True), (31, False), (9, False)])
 def test_the_goal_of_time(step_ms: float, reached: bool, tmp_path: Path) -> None:
     path = tmp_path / "nodes.csv"
     # Two ranks a node, so the goal of bytes does not apply. `no-op` is in both launches.
