@@ -179,6 +179,8 @@ def _speed_goal(grid: Grid, shape: tuple[str, int, int]) -> Goal | None:
         return None
     goal = f"two levels, {_shape(*shape)}, {_SPEED_MBIT:,} Mbit/s: time above `no-op` at most "
     goal += f"1/{_SPEED_GOAL:g} of the bf16 hook's"
+    if own <= 0:
+        return f"`{_SPEED_METHOD}`", goal, "within the noise", False
     measured = f"{own:,.1f} ms; the hook {theirs:,.1f} ms: {theirs / own:.2f} ×"
     return f"`{_SPEED_METHOD}`", goal, measured, own * _SPEED_GOAL <= theirs
 

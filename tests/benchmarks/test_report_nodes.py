@@ -52,7 +52,7 @@ def test_the_goal_of_time(step_ms: float, reached: bool, tmp_path: Path) -> None
     assert met(path) == [(f"`{TOPK}`", reached)]
 
 
-@pytest.mark.parametrize(("step_ms", "reached"), [(20, True), (21, False)])
+@pytest.mark.parametrize(("step_ms", "reached"), [(20, True), (21, False), (9, False)])
 def test_the_goal_against_the_bf16_hook(step_ms: float, reached: bool, tmp_path: Path) -> None:
     path = tmp_path / "nodes.csv"
     add(path, "no-op", 1, 10, 0, mbit=1000)
