@@ -1,6 +1,7 @@
 """Measure training on hosts that share one machine, connected by shaped links.
 
     python -m benchmarks.network                  # step time and bytes on the whole grid
+    python -m benchmarks.network --nodes          # several ranks behind each link
     python -m benchmarks.network --accuracy       # time to a test accuracy
     python -m benchmarks.network --loopback       # overhead of the hook without a slow network
     python -m benchmarks.network --quick          # half a minute: does it work?
@@ -16,14 +17,15 @@ import signal
 import statistics
 import sys
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from benchmarks.net.hosts import Hosts
 from benchmarks.net.job import Job
 from benchmarks.net.launch import LaunchError, free_port, results
-from benchmarks.net.names import BASELINES, PLAIN
-from benchmarks.net.rows import ACCURACY, STEPS, Table, TableError, conditions
+from benchmarks.net.names import BASELINES, BF16, FLOOR, PLAIN, POWERSGD
+from benchmarks.net.rows import ACCURACY, NODES, STEPS, Table, TableError, conditions
 from benchmarks.net.shell import ShellError, missing
 
 _HERE = Path(__file__).parent
@@ -31,16 +33,58 @@ _HERE = Path(__file__).parent
 _PORT = 29500
 OURS = 'bidirectional(topk(0.01, values="int8"), topk(0.01, values="int8"))'
 QSR = "qsr(alpha=0.2, h_base=4)"
+BETWEEN_NODES = (
+    "mean",
+    "ef(topk(0.01))",
+    'ef(topk(0.01, values="int8"))',
+    *(
+        f'bidirectional(topk({ratio}, values="int8"), topk({ratio}, values="int8"), '
+        f'selection="{selection}")'
+        for selection in ("shard", "exact")
+        for ratio in (0.01, 0.001)
+    ),
+    'ef(quantize("int8"))',
+    'bidirectional(quantize("int8"), quantize("int8"))',
+    'bidirectional(quantize("int4"), quantize("int4"))',
+)
 MODELS = ("smallcnn", "resnet18", "mlp")
 
 
 @dataclass(frozen=True)
 class Link:
-    """A number of hosts and the links between them. 0 Mbit/s means the unshaped loopback."""
+    """A number of hosts and the links between them. 0 Mbit/s means the unshaped loopback.
+
+    `ranks` is the number of ranks behind each link.
+    """
 
     hosts: int
     mbit: int
     delay_us: int
+    ranks: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.hosts * self.ranks
+
+    def __str__(self) -> str:
+        ranks = f" of {self.ranks} ranks" if self.ranks > 1 else ""
+        return f"{self.hosts:2} hosts{ranks} {self.mbit:5} Mbit/s"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A method, and the levels of its exchange.
+
+    Attributes:
+        method: a baseline's name or a spec.
+        levels: 1 for an exchange among all ranks, 2 for one inside the hosts and one between them.
+    """
+
+    method: str
+    levels: int = 1
+
+    def __str__(self) -> str:
+        return self.method if self.levels == 1 else f"{self.method} in two levels"
 
 
 def main() -> None:
@@ -65,12 +109,15 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--nodes", action="store_true", help="several ranks behind each link")
     mode.add_argument("--accuracy", action="store_true", help="time to a test accuracy")
     mode.add_argument("--loopback", action="store_true", help="two ranks, links not shaped")
     add("--quick", action="store_true", help="a test run of half a minute")
     add("--resume", action="store_true", help="skip measurements that already have a row")
     add("--out", type=Path, help="folder for the CSV files [benchmarks/results]")
     add("--hosts", type=int, nargs="+", metavar="N")
+    add("--ranks", type=int, nargs="+", help="--nodes: ranks of each host [2 4]")
+    add("--levels", type=int, nargs="+", choices=(1, 2), default=[1, 2], help="--nodes [1 2]")
     add("--mbit", type=int, nargs="+", metavar="RATE", help="Mbit/s of every link")
     add("--delay-us", type=int, default=500, help="delay one way [500]")
     add("--models", nargs="+", choices=MODELS)
@@ -105,12 +152,16 @@ def _defaults(parsed: argparse.Namespace) -> dict[str, Any]:
     out = _HERE.parent / "runs" / "benchmarks" if parsed.quick else _HERE / "results"
     both = {"out": out, "methods": [*BASELINES, OURS]}
     if parsed.loopback:
-        return {**both, "methods": [PLAIN, "mean", OURS], "models": ["resnet18"]}
+        return {**both, "methods": [PLAIN, BF16, "mean", OURS], "models": ["resnet18"]}
     if parsed.quick:
-        return {**both, "hosts": [2], "mbit": [100], "models": ["smallcnn"]}
+        return {**both, "hosts": [2], "ranks": [2], "mbit": [100], "models": ["smallcnn"]}
     if parsed.accuracy:
         methods = [*BASELINES, OURS, QSR]
         return {**both, "methods": methods, "hosts": [4], "mbit": [10, 100], "models": ["smallcnn"]}
+    if parsed.nodes:
+        methods = [FLOOR, PLAIN, BF16, POWERSGD, *BETWEEN_NODES]
+        links = {"hosts": [2, 4], "ranks": [2, 4], "mbit": [100, 1000, 10000]}
+        return {**both, **links, "methods": methods, "models": ["smallcnn", "resnet18"]}
     return {
         **both,
         "hosts": [4, 8, 16],
@@ -124,50 +175,65 @@ def _defaults(parsed: argparse.Namespace) -> dict[str, Any]:
 
 def grid(arguments: argparse.Namespace) -> list[str]:
     """Measure every combination; return the ones that failed."""
+    behind = arguments.ranks if arguments.nodes else [1]
     failures = []
-    for hosts in arguments.hosts:
-        for mbit in arguments.mbit:
-            link = Link(hosts, mbit, arguments.delay_us)
-            for model in arguments.models:
-                failures += measure(arguments, link, model)
+    for hosts, ranks, mbit in product(arguments.hosts, behind, arguments.mbit):
+        link = Link(hosts, mbit, arguments.delay_us, ranks)
+        for model in arguments.models:
+            failures += measure(arguments, link, model)
     return failures
+
+
+def ways(arguments: argparse.Namespace) -> list[Way]:
+    """What is measured on each link. The levels of a method follow each other."""
+    if not arguments.nodes:
+        return [Way(method) for method in arguments.methods]
+    # Baselines have one level.
+    return [
+        Way(method, levels)
+        for method, levels in product(arguments.methods, arguments.levels)
+        if levels == 1 or method not in BASELINES
+    ]
 
 
 def measure(arguments: argparse.Namespace, link: Link, model: str) -> list[str]:
     """Measure the methods on one link; return the ones that failed."""
     table = table_of(arguments)
-    pending = [m for m in arguments.methods if not _is_done(arguments, table, link, model, m)]
+    pending = [w for w in ways(arguments) if not _is_done(arguments, table, link, model, w)]
     failures = []
     while pending:
-        done: list[str] = []
+        done: list[Way] = []
         try:
             with Hosts(link.hosts, link.mbit, link.delay_us) as hosts:
-                prefixes = [hosts.inside(host) for host in range(link.hosts)]
-                job = shaped_job(arguments, link, model, hosts, tuple(pending))
+                # Ranks are numbered host by host, as torchrun numbers them.
+                prefixes = [hosts.inside(rank // link.ranks) for rank in range(link.world)]
+                job = shaped_job(arguments, link, model, hosts, pending)
                 for result in results(job, prefixes):
                     record(table, arguments, link, model, result)
-                    done.append(result["method"])
+                    done.append(Way(result["method"], result.get("levels", 1)))
         except LaunchError as error:
             # Methods run in order, so the first one without a result has failed. Launch the others
             # again without it, because its workers are gone.
-            culprit = next(method for method in pending if method not in done)
+            culprit = next(way for way in pending if way not in done)
             print(f"error: {culprit}: {error}", file=sys.stderr, flush=True)
-            failures.append(f"{culprit} ({link.hosts} hosts, {link.mbit} Mbit/s, {model})")
+            failures.append(f"{culprit} ({link}, {model})")
             done.append(culprit)
         # Results of one launch arrive in order, and some can be missing after an error.
-        pending = [method for method in pending if method not in done]
+        pending = [way for way in pending if way not in done]
     return failures
 
 
 def shaped_job(
-    arguments: argparse.Namespace, link: Link, model: str, hosts: Hosts, methods: tuple[str, ...]
+    arguments: argparse.Namespace, link: Link, model: str, hosts: Hosts, pending: list[Way]
 ) -> Job:
     return Job(
         task="accuracy" if arguments.accuracy else "steps",
         model=model,
         batch=arguments.batch,
-        methods=methods,
-        world=link.hosts,
+        methods=tuple(way.method for way in pending),
+        levels=tuple(way.levels for way in pending),
+        ranks=link.ranks,
+        world=link.world,
         address=hosts.address(0),
         port=_PORT,
         interface=hosts.interface,
@@ -189,14 +255,20 @@ def table_of(arguments: argparse.Namespace) -> Table:
         return Table(arguments.out / "loopback.csv", STEPS)
     if arguments.accuracy:
         return Table(arguments.out / "time_to_accuracy.csv", ACCURACY)
+    if arguments.nodes:
+        return Table(arguments.out / "nodes.csv", NODES)
     return Table(arguments.out / "network.csv", STEPS)
 
 
-def _is_done(
-    arguments: argparse.Namespace, table: Table, link: Link, model: str, method: str
-) -> bool:
-    # The columns that identify a measurement; accuracy runs add the learning rate and the seed.
-    named = {**vars(link), "model": model, "batch": arguments.batch, "method": method}
+def identity(arguments: argparse.Namespace, link: Link, model: str, way: Way) -> dict[str, Any]:
+    """The columns that identify a measurement; accuracy runs add the learning rate and the seed."""
+    named: dict[str, Any] = {"hosts": link.hosts, "mbit": link.mbit, "delay_us": link.delay_us}
+    named |= {"model": model, "batch": arguments.batch, "method": way.method}
+    return named | ({"ranks": link.ranks, "levels": way.levels} if arguments.nodes else {})
+
+
+def _is_done(arguments: argparse.Namespace, table: Table, link: Link, model: str, way: Way) -> bool:
+    named = identity(arguments, link, model, way)
     if not arguments.resume:
         return False
     if not arguments.accuracy:
@@ -208,8 +280,9 @@ def _is_done(
 def record(
     table: Table, arguments: argparse.Namespace, link: Link, model: str, result: dict[str, Any]
 ) -> None:
-    row = {**conditions(), **vars(link), "model": model, "batch": arguments.batch}
-    row |= {"parameters": result["parameters"], "method": result["method"]}
+    way = Way(result["method"], result.get("levels", 1))
+    row = {**conditions(), **identity(arguments, link, model, way)}
+    row |= {"parameters": result["parameters"]}
     if arguments.accuracy:
         row |= {"rate": result["rate"], "seed": result["seed"], "target": arguments.target}
         row |= accuracy_columns(result["ranks"])
@@ -217,9 +290,10 @@ def record(
     else:
         row |= steps_columns(result["ranks"], counted=not arguments.loopback)
         summary = f"{row['step_ms']:9.1f} ms, {row['payload_bytes'] or 0:12,.0f} bytes per step"
+    if arguments.nodes:
+        row |= inside_columns(result["ranks"])
     table.add(row)
-    where = f"{link.hosts:2} hosts {link.mbit:4} Mbit/s {model:8}"
-    print(f"{where} {summary}  {result['method']}", flush=True)
+    print(f"{link} {model:8} {summary}  {way}", flush=True)
 
 
 def steps_columns(ranks: list[dict[str, Any]], *, counted: bool) -> dict[str, Any]:
@@ -237,6 +311,16 @@ def steps_columns(ranks: list[dict[str, Any]], *, counted: bool) -> dict[str, An
     row |= {k: round(_mean(ranks, v) / count) if counted else "" for k, v in sent.items()}
     handle_bytes = _mean(ranks, "counted")
     return row | {"counted_bytes": round(handle_bytes / count) if handle_bytes else ""}
+
+
+def inside_columns(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The columns of bytes within a host: of the host, and of a rank by its handle."""
+    count = len(ranks[0]["times"])
+    counted = _mean(ranks, "counted_inside")
+    return {
+        "inside_bytes": round(_mean(ranks, "inside") / count),
+        "counted_inside_bytes": round(counted / count) if counted else "",
+    }
 
 
 def accuracy_columns(ranks: list[dict[str, Any]]) -> dict[str, Any]:

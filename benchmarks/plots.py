@@ -36,7 +36,7 @@ def draw_all(results: Path, folder: Path) -> None:
     # No display is needed to write a PNG.
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
-    steps, path = StepRows(results / "network.csv"), results / "time_to_accuracy.csv"
+    steps, path = StepRows(read(results / "network.csv")), results / "time_to_accuracy.csv"
     trained = {result.method for result in times_to_accuracy(path) if not result.missed}
     found = finals(results / "accuracy.csv").items()
     accuracies = {method: final.accuracy.mean for method, final in found}

@@ -10,10 +10,10 @@ import statistics
 import sys
 from pathlib import Path
 
-from benchmarks import plots, report_final, report_gpu, report_kernels
-from benchmarks.net.names import BASELINES, FLOOR, PLAIN, POWERSGD
-from benchmarks.report_accuracy import Reached, loopback_ratios, times_to_accuracy
-from benchmarks.report_data import FLAT, MISSING, StepRows, read
+from benchmarks import plots, report_final, report_gpu, report_kernels, report_nodes
+from benchmarks.net.names import BASELINES, BF16, FLOOR, PLAIN, POWERSGD
+from benchmarks.report_accuracy import Ratios, Reached, loopback_ratios, times_to_accuracy
+from benchmarks.report_data import FLAT, MISSING, Row, StepRows, read
 from benchmarks.report_final import Final
 
 _ROOT = Path(__file__).parents[1]
@@ -54,15 +54,20 @@ def check(text: str) -> None:
 
 def document(results: Path) -> str:
     """The text of docs/performance.md: results, then details, then conditions and caveats."""
-    steps = StepRows(results / "network.csv")
+    steps = StepRows(read(results / "network.csv"))
     reached = times_to_accuracy(results / "time_to_accuracy.csv")
-    ratios = loopback_ratios(results / "loopback.csv")
-    kernel_goals = report_kernels.goals(results / "encode.csv") + report_gpu.goals(results)
+    ratios, to_bf16 = (loopback_ratios(results / "loopback.csv", to) for to in (PLAIN, BF16))
+    nodes = results / "nodes.csv"
+    other_goals = report_nodes.goals(nodes) + report_kernels.goals(results / "encode.csv")
+    other_goals += report_gpu.goals(results)
     parts = [
         _HEAD,
         "## Step time",
         _STEP_TEXT,
         *[step_table(steps, model, hosts) for model, hosts in shapes(steps)],
+        "## Several ranks behind each link",
+        report_nodes.text(nodes),
+        *[markdown(*table) for table in report_nodes.tables(nodes)],
         "## Time to accuracy",
         accuracy_text(results),
         accuracy_table(reached),
@@ -74,7 +79,7 @@ def document(results: Path) -> str:
         *[bytes_table(steps, model) for model in steps.values(0)],
         "## Overhead on the loopback",
         loopback_text(results),
-        loopback_table(ratios),
+        loopback_table(ratios, to_bf16),
         "## CPU cost of the kernels",
         report_kernels.text(results / "encode.csv"),
         markdown(*report_kernels.table(results / "encode.csv")),
@@ -83,7 +88,7 @@ def document(results: Path) -> str:
         *[f"{title}\n\n{markdown(*table)}" for title, *table in report_gpu.sections(results)],
         "## Goals",
         _GOALS_TEXT,
-        goals(steps, reached, ratios, kernel_goals, report_final.finals(results / "accuracy.csv")),
+        goals(steps, reached, ratios, other_goals, report_final.finals(results / "accuracy.csv")),
         "## Where the time goes",
         _SPLIT_TEXT,
         split_table(steps, "resnet18", 4),
@@ -92,8 +97,8 @@ def document(results: Path) -> str:
         conditions(results),
         "## Caveats",
         _CAVEATS,
-        noise(steps),
-        does_not_pay(steps, ratios),
+        noise(steps.rows + read(nodes)),
+        does_not_pay(steps, ratios, to_bf16),
         gain_text(steps),
     ]
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
@@ -130,7 +135,8 @@ method is bold.
 """
 
 _STEP_TEXT = """
-Median milliseconds of a training step. In brackets: relative to plain DDP on the same link.
+Median milliseconds of a training step. In brackets: relative to plain DDP on the same link, and to
+DDP with the bf16 hook, the usual way to send less.
 A method that sends less can need more steps: see [time to accuracy](#time-to-accuracy).
 
 ![Step time by method and link](performance/step_time.png)
@@ -203,21 +209,22 @@ def conditions(results: Path) -> str:
     return markdown(["condition", "value"], [[name, text] for name, text in table.items()])
 
 
-def noise(steps: StepRows) -> str:
+def noise(measured: list[Row]) -> str:
     """The range of `no-op`'s step times, which shows the machine's other load."""
-    floors: dict[tuple[str, int], list[float]] = {}
-    for row in steps.rows:
+    floors: dict[tuple[str, int, int], list[float]] = {}
+    for row in measured:
         if row["method"] == FLOOR:
-            key = row["model"], int(row["hosts"])
+            key = row["model"], int(row.get("ranks", 1)), int(row["hosts"])
             floors.setdefault(key, []).append(float(row["step_ms"]))
     rows = [
-        [model, str(hosts), f"{min(times):,.3g}", f"{max(times):,.3g}", str(len(times))]
-        for (model, hosts), times in sorted(floors.items())
+        [model, str(hosts), str(ranks), f"{min(times):,.3g}", f"{max(times):,.3g}", str(len(times))]
+        for (model, ranks, hosts), times in sorted(floors.items())
         if len(times) > 1
     ]
     if not rows:
         return ""
-    table = markdown(["model", "hosts", "lowest, ms", "highest, ms", "runs"], rows)
+    heads = ["model", "hosts", "ranks of each", "lowest, ms", "highest, ms", "runs"]
+    table = markdown(heads, rows)
     return f"""
 ### Noise
 
@@ -242,8 +249,8 @@ def parameters(rows: list[dict[str, str]], model: str) -> str:
 def goals(
     steps: StepRows,
     reached: list[Reached],
-    ratios: dict[tuple[str, int], dict[str, list[float]]],
-    kernels: list[tuple[str, str, str, bool]],
+    ratios: Ratios,
+    others: list[tuple[str, str, str, bool]],
     finals: dict[str, Final],
 ) -> str:
     rows: list[Goal] = []
@@ -252,7 +259,7 @@ def goals(
         rows += [flat_goal(steps, model, method) for model in steps.values(0)]
     rows += [accuracy_goal(reached, method) for method in ours({one.method for one in reached})]
     rows += loopback_goals(ratios)
-    rows += [(what, goal, measured, yes(met)) for what, goal, measured, met in kernels]
+    rows += [(what, goal, measured, yes(met)) for what, goal, measured, met in others]
     return markdown(["method", "goal", "measured", "reached"], [list(row) for row in rows])
 
 
@@ -317,11 +324,11 @@ def flat_goal(steps: StepRows, model: str, method: str) -> Goal:
     return f"`{method}`", goal, measured, yes(spread <= FLAT)
 
 
-def loopback_goals(ratios: dict[tuple[str, int], dict[str, list[float]]]) -> list[Goal]:
+def loopback_goals(ratios: Ratios) -> list[Goal]:
     rows: list[Goal] = []
     for (model, batch), methods in ratios.items():
         for method, values in methods.items():
-            if method == PLAIN:
+            if method in BASELINES:
                 continue
             limit = _LOOPBACK_GOALS.get(method, _LOOPBACK_GOAL)
             ratio = statistics.median(values)
@@ -348,18 +355,11 @@ def step_table(steps: StepRows, model: str, hosts: int) -> str:
     ]
     rows = []
     for method in steps.methods():
-        cells = [step_cell(steps, model, hosts, mbit, method) for mbit in speeds]
+        cells = [steps.time_cell(model, hosts, mbit, method) for mbit in speeds]
         if any(cell != MISSING for cell in cells):
             rows.append([f"`{method}`", *cells])
     heads = [f"{model}, {hosts} hosts", *[f"{mbit:,} Mbit/s" for mbit in speeds]]
     return markdown(heads, rows)
-
-
-def step_cell(steps: StepRows, model: str, hosts: int, mbit: int, method: str) -> str:
-    time, ratio = (
-        look(model, hosts, mbit, method) for look in (steps.milliseconds, steps.relative)
-    )
-    return MISSING if time is None or ratio is None else f"{time:,.1f} ({ratio:.3f})"
 
 
 def split_table(steps: StepRows, model: str, hosts: int) -> str:
@@ -478,51 +478,71 @@ by plain DDP's in the same round.
 """
 
 
-def loopback_table(ratios: dict[tuple[str, int], dict[str, list[float]]]) -> str:
+def loopback_table(ratios: Ratios, to_bf16: Ratios) -> str:
     rows = []
     for (model, batch), methods in ratios.items():
         for method, values in methods.items():
             spread = f"{min(values):.3f} to {max(values):.3f}"
-            cells = [f"{statistics.median(values):.3f}", spread, str(len(values))]
+            others = to_bf16.get((model, batch), {}).get(method)
+            bf16 = f"{statistics.median(others):.3f}" if others else MISSING
+            cells = [f"{statistics.median(values):.3f}", spread, bf16, str(len(values))]
             rows.append([f"`{method}`", f"{model}, batch {batch}", *cells])
-    return markdown(["method", "model", "median ratio", "range", "rounds"], rows)
+    return markdown(
+        ["method", "model", "median ratio", "range", "median ratio to `bf16`", "rounds"], rows
+    )
 
 
-def does_not_pay(steps: StepRows, ratios: dict[tuple[str, int], dict[str, list[float]]]) -> str:
-    """Every measurement that was not faster than plain DDP."""
+def does_not_pay(steps: StepRows, to_plain: Ratios, to_bf16: Ratios) -> str:
+    """Every measurement that was not faster than plain DDP, or than DDP with the bf16 hook."""
     rows = []
     for (model, hosts, mbit), methods in sorted(steps.by_link.items()):
         for method in methods:
-            ratio = steps.relative(model, hosts, mbit, method)
-            if method not in (FLOOR, PLAIN) and ratio is not None and ratio >= 1:
-                rows.append([f"`{method}`", model, str(hosts), f"{mbit:,}", f"{ratio:.2f}"])
-    for (model, _batch), values_of in ratios.items():
-        for method, values in values_of.items():
-            ratio = statistics.median(values)
-            if method != PLAIN and ratio >= 1:
+            found = [steps.relative(model, hosts, mbit, method, to) for to in (PLAIN, BF16)]
+            if cells := _slower(method, *found):
+                rows.append([f"`{method}`", model, str(hosts), f"{mbit:,}", *cells])
+    for key, methods_of in to_plain.items():
+        for method in methods_of:
+            rounds = [ratios.get(key, {}).get(method) for ratios in (to_plain, to_bf16)]
+            found = [statistics.median(values) if values else None for values in rounds]
+            if cells := _slower(method, *found):
                 # Two hosts, as in network.py's --loopback.
-                rows.append([f"`{method}`", model, "2", "loopback", f"{ratio:.2f}"])
-    heads = ["method", "model", "hosts", "Mbit/s", "step time relative to plain DDP"]
-    intro = "Not faster than plain DDP:" if rows else "Every measured method was faster."
+                rows.append([f"`{method}`", key[0], "2", "loopback", *cells])
+    heads = ["method", "model", "hosts", "Mbit/s", "step time relative to plain DDP", "to `bf16`"]
+    intro = "Not faster than plain DDP, or not faster than DDP with the bf16 hook:"
+    intro = intro if rows else "Every measured method was faster than both."
     return "\n\n".join(filter(None, ["### Where it does not pay", intro, markdown(heads, rows)]))
 
 
+def _slower(method: str, to_plain: float | None, to_bf16: float | None) -> list[str]:
+    """The two ratios if the method is not faster than both; empty if it is, or is one of them."""
+    if method in (FLOOR, PLAIN):
+        return []
+    ratios = [to_plain, None if method == BF16 else to_bf16]
+    if not any(ratio is not None and ratio >= 1 for ratio in ratios):
+        return []
+    return [MISSING if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+
+
 def gain_text(steps: StepRows) -> str:
-    """The bound on every gain: the step time of `no-op`, relative to plain DDP."""
+    """The bound on every gain: the step time of `no-op`, relative to plain DDP and to bf16."""
     links = sorted(key for key in steps.by_link if steps.relative(*key, FLOOR) is not None)
     speeds = sorted({mbit for _, _, mbit in links})
     rows = []
     for model, hosts in dict.fromkeys(key[:2] for key in links):
-        bounds = [steps.relative(model, hosts, mbit, FLOOR) for mbit in speeds]
-        cells = [MISSING if bound is None else f"{bound:.3f}" for bound in bounds]
-        rows.append([model, str(hosts), *cells])
+        for to in (PLAIN, BF16):
+            bounds = [steps.relative(model, hosts, mbit, FLOOR, to) for mbit in speeds]
+            cells = [MISSING if bound is None else f"{bound:.3f}" for bound in bounds]
+            rows.append([model, str(hosts), f"`{to}`", *cells])
     if not rows:
         return ""
-    table = markdown(["model", "hosts", *[f"{mbit:,} Mbit/s" for mbit in speeds]], rows)
+    table = markdown(
+        ["model", "hosts", "relative to", *[f"{mbit:,} Mbit/s" for mbit in speeds]], rows
+    )
     return f"""
 ### The most that any method can gain
 
-The step time of `no-op` relative to plain DDP. No method can be lower.
+The step time of `no-op`, relative to plain DDP and to DDP with the bf16 hook. No method can be
+lower.
 
 {table}
 """

@@ -55,8 +55,12 @@ def _reached(method: str, mbit: int, lr: float, rows: list[Row]) -> Reached:
     )
 
 
-def loopback_ratios(path: Path) -> dict[tuple[str, int], dict[str, list[float]]]:
-    """Per (model, batch) and method: step time divided by plain DDP's, for every round."""
+# By (model, batch) and method: the ratios of all rounds.
+Ratios = dict[tuple[str, int], dict[str, list[float]]]
+
+
+def loopback_ratios(path: Path, to: str = PLAIN) -> Ratios:
+    """Step times divided by that of another method, for every round."""
     rounds: dict[tuple[str, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in read(path):
         key = row["model"], int(row["batch"])
@@ -65,9 +69,9 @@ def loopback_ratios(path: Path) -> dict[tuple[str, int], dict[str, list[float]]]
     # strict=False: an interrupted run can leave its last round incomplete.
     return {
         key: {
-            method: [own / plain for own, plain in zip(times, methods[PLAIN], strict=False)]
+            method: [own / other for own, other in zip(times, methods[to], strict=False)]
             for method, times in methods.items()
         }
         for key, methods in rounds.items()
-        if PLAIN in methods
+        if to in methods
     }

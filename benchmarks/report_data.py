@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.net.names import BASELINES, FLOOR, PLAIN
+from benchmarks.net.names import BASELINES, BF16, FLOOR, PLAIN
 
 Row = dict[str, str]
 Key = tuple[str, int, int]
@@ -30,8 +30,8 @@ class Split:
 class StepRows:
     """Rows of network.csv by (model, hosts, Mbit/s) and method."""
 
-    def __init__(self, path: Path) -> None:
-        self.rows = read(path)
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
         self.by_link: dict[Key, dict[str, Row]] = defaultdict(dict)
         for row in self.rows:
             key = (row["model"], int(row["hosts"]), int(row["mbit"]))
@@ -54,11 +54,21 @@ class StepRows:
         row = self.cell(model, hosts, mbit, method)
         return float(row["step_ms"]) if row else None
 
-    def relative(self, model: str, hosts: int, mbit: int, method: str) -> float | None:
-        """Step time divided by that of plain DDP on the same link."""
-        own = self.milliseconds(model, hosts, mbit, method)
-        plain = self.milliseconds(model, hosts, mbit, PLAIN)
-        return own / plain if own is not None and plain else None
+    def relative(
+        self, model: str, hosts: int, mbit: int, method: str, to: str = PLAIN
+    ) -> float | None:
+        """Step time divided by that of another method on the same link."""
+        own, other = (self.milliseconds(model, hosts, mbit, name) for name in (method, to))
+        return own / other if own is not None and other else None
+
+    def time_cell(self, model: str, hosts: int, mbit: int, method: str) -> str:
+        """Step time, and in brackets relative to plain DDP and to DDP with the bf16 hook."""
+        time = self.milliseconds(model, hosts, mbit, method)
+        if time is None:
+            return MISSING
+        ratios = [self.relative(model, hosts, mbit, method, to) for to in (PLAIN, BF16)]
+        shown = [MISSING if ratio is None else f"{ratio:.3f}" for ratio in ratios]
+        return f"{time:,.1f} ({', '.join(shown)})"
 
     def floor(self, model: str, hosts: int, column: str) -> float | None:
         """The median of a column over all `no-op` rows of a model and number of hosts."""

@@ -6,11 +6,11 @@ from pathlib import Path
 from scipy import stats
 
 from benchmarks.accuracy import HELD_OUT, TEST, best_lrs
-from benchmarks.net.names import BASELINES, FLOOR, PLAIN
+from benchmarks.net.names import BASELINES, BF16, FLOOR, PLAIN
 from benchmarks.report_data import MISSING, Row, read
 from recipes.spread import Spread, paired, spread
 
-HEADS = ["method", "accuracy, %", "compared with `ddp`", "learning rate", "runs"]
+HEADS = ["method", "accuracy, %", "compared with `ddp`", "with `bf16`", "learning rate", "runs"]
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,15 @@ def table(results: Path) -> list[list[str]]:
     found = finals(results / "accuracy.csv")
     rows = []
     for final in found.values():
-        plain = found.get(PLAIN)
-        own = plain is None or final is plain
-        difference = MISSING if own else final.above(plain).with_error()
+        differences = [_difference(final, found.get(name)) for name in (PLAIN, BF16)]
         edge = " (end of the grid)" if final.lr in (min(final.tried), max(final.tried)) else ""
-        cells = [final.accuracy.with_deviation(), difference, f"{final.lr:g}{edge}"]
+        cells = [final.accuracy.with_deviation(), *differences, f"{final.lr:g}{edge}"]
         rows.append([f"`{final.method}`", *cells, str(len(final.by_seed))])
     return rows
+
+
+def _difference(final: Final, other: Final | None) -> str:
+    return MISSING if other is None or final is other else final.above(other).with_error()
 
 
 def text(results: Path) -> str:

@@ -32,6 +32,7 @@ class RankAccuracy:
     payload: int
     packets: int
     tcp: int
+    inside: int
 
 
 class AccuracyBench:

@@ -11,6 +11,9 @@ class Job:
     Attributes:
         task: "steps" (time and bytes of a step), "accuracy" (time to a test accuracy) or "final"
             (accuracy at the end of the schedule).
+        levels: For each of `methods`, 1 for an exchange among all ranks or 2 for one inside the
+            hosts and one between them. By default, 1.
+        ranks: Number of ranks of each host.
         counted: Whether the kernel's counters of the interface belong to this job alone.
         seconds: Bound on the measured time per method.
         least: Smallest number of measured steps per method.
@@ -32,6 +35,8 @@ class Job:
     interface: str
     counted: bool
     methods: tuple[str, ...] = ()
+    levels: tuple[int, ...] = ()
+    ranks: int = 1
     seconds: float = 20.0
     least: int = 3
     rounds: int = 1

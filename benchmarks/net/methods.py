@@ -24,6 +24,19 @@ LAYERS = "jointspar("
 _ONE_BUCKET_MB = 4096
 
 
+@dataclass(frozen=True)
+class Counted:
+    """Bytes of messages that this rank has sent, as torchcomp counts them; 0 for a baseline.
+
+    Attributes:
+        sent: all bytes; with two levels, those between nodes.
+        inside: with two levels, those inside the node.
+    """
+
+    sent: int = 0
+    inside: int = 0
+
+
 @dataclass
 class Trainee:
     """A model in training. `counter` is torchcomp's handle, which counts bytes, if there is one."""
@@ -32,9 +45,12 @@ class Trainee:
     optimizer: SGD
     counter: Any = None
 
-    def counted_bytes(self) -> int:
-        """Bytes sent, as torchcomp counts them; 0 for a baseline."""
-        return self.counter.stats.total_bytes_sent if self.counter is not None else 0
+    def counted(self) -> Counted:
+        if self.counter is None:
+            return Counted()
+        stats = self.counter.stats
+        # Methods without a second level do not count it.
+        return Counted(stats.total_bytes_sent, getattr(stats, "total_inside_bytes_sent", 0))
 
     def close(self) -> None:
         if self.counter is not None:
@@ -54,14 +70,20 @@ class Course:
     settled: bool = False
 
 
-def attach(method: str, module: nn.Module, course: Course) -> Trainee:
-    """Wrap `module` in DDP and attach `method` to it."""
+def attach(method: str, module: nn.Module, course: Course, nodes: int | None = None) -> Trainee:
+    """Wrap `module` in DDP and attach `method` to it.
+
+    With `nodes`, the number of ranks of a node, a gradient method exchanges in two levels.
+
+    Raises:
+        ValueError: If the method has one level only.
+    """
     model = DistributedDataParallel(module, **_ddp_options(method))
     optimizer = SGD(model.parameters(), lr=course.lr, momentum=0.9, weight_decay=5e-4)
     if method in BASELINES:
         _register_baseline(method, model, course.settled)
         return Trainee(model, optimizer)
-    return Trainee(model, optimizer, _counter(method, model, optimizer, course))
+    return Trainee(model, optimizer, _counter(method, model, optimizer, course, nodes))
 
 
 def _ddp_options(method: str) -> dict[str, Any]:
@@ -76,12 +98,21 @@ def _ddp_options(method: str) -> dict[str, Any]:
     return options
 
 
-def _counter(method: str, model: DistributedDataParallel, optimizer: SGD, course: Course) -> Any:
+def _counter(
+    method: str,
+    model: DistributedDataParallel,
+    optimizer: SGD,
+    course: Course,
+    nodes: int | None,
+) -> Any:
     """Attach a method of torchcomp and return its handle, which counts bytes."""
-    if method.startswith(LAYERS):
+    layers = method.startswith(LAYERS)
+    if not layers and not isinstance(torchcomp.parse(method), Schedule):
+        return torchcomp.register(model, method, nodes=nodes)
+    if nodes is not None:
+        raise ValueError(f"{method} has one level only: measure it with --levels 1")
+    if layers:
         return torchcomp.JointSpar(model, **_options(method))
-    if not isinstance(torchcomp.parse(method), Schedule):
-        return torchcomp.register(model, method)
     lengths = {"total_steps": course.total_steps, "warmup_steps": course.warmup_steps}
     return torchcomp.LocalSGD(model, optimizer, method, **lengths)
 

@@ -11,9 +11,10 @@ from recipes.result_files import revision
 
 _COMMON = ["date", "revision", "torch", "device", "cpus"]
 _RUN = ["hosts", "mbit", "delay_us", "model", "parameters", "batch", "method"]
-STEPS = [*_COMMON, *_RUN, "steps", "step_ms", "step_ms_low", "step_ms_high", "user_ms"]
-STEPS += ["system_ms", "collective_ms", "wire_bytes", "packets", "payload_bytes", "tcp_bytes"]
-STEPS += ["counted_bytes"]
+_STEP = ["steps", "step_ms", "step_ms_low", "step_ms_high", "user_ms", "system_ms"]
+_STEP += ["collective_ms", "wire_bytes", "packets", "payload_bytes", "tcp_bytes", "counted_bytes"]
+STEPS = [*_COMMON, *_RUN, *_STEP]
+NODES = [*_COMMON, "ranks", "levels", *_RUN, *_STEP, "inside_bytes", "counted_inside_bytes"]
 ACCURACY = [*_COMMON, *_RUN, "rate", "seed", "target", "reached", "accuracy", "steps", "seconds"]
 ACCURACY += ["wire_bytes", "payload_bytes"]
 FINAL = [*_COMMON, "ranks", "model", "parameters", "batch", "method", "images", "lr", "seed"]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from benchmarks.net import counters, data, models
 from benchmarks.net.collectives import CollectiveClock
 from benchmarks.net.job import Job
-from benchmarks.net.methods import Course, Trainee, attach
+from benchmarks.net.methods import Counted, Course, Trainee, attach
 
 _MOST_STEPS = 40
 # Fewest and most steps of warm-up. After _WARM_UP_SECONDS, the fewest are enough.
@@ -27,12 +27,16 @@ class Snapshot:
     system: float
     collective: float | None
     sent: counters.Counters
-    counted: int
+    counted: Counted
 
 
 @dataclass(frozen=True)
 class RankSteps:
-    """What one rank measured: times in seconds, bytes summed over all steps."""
+    """What one rank measured: times in seconds, bytes summed over all steps.
+
+    `wire`, `payload`, `packets`, `tcp` and `inside` are those of the rank's host. `counted` and
+    `counted_inside` are the rank's own.
+    """
 
     times: list[float]
     user: float
@@ -42,7 +46,9 @@ class RankSteps:
     payload: int
     packets: int
     tcp: int
+    inside: int
     counted: int
+    counted_inside: int
 
 
 class StepBench:
@@ -52,9 +58,10 @@ class StepBench:
         self.job, self.rank, self.clock = job, rank, clock
         self.train, _ = data.digits(models.SIZES[job.model])
 
-    def measure(self, method: str) -> RankSteps:
+    def measure(self, method: str, levels: int) -> RankSteps:
         module = models.build(self.job.model, seed=0)
-        trainee = attach(method, module, Course(lr=0.01, total_steps=1000, settled=True))
+        course = Course(lr=0.01, total_steps=1000, settled=True)
+        trainee = attach(method, module, course, self.job.ranks if levels == 2 else None)
         try:
             return self._measure(trainee)
         finally:
@@ -81,7 +88,8 @@ class StepBench:
             system=after.system - before.system,
             collective=collective,
             payload=sent.payload,
-            counted=after.counted - before.counted,
+            counted=after.counted.sent - before.counted.sent,
+            counted_inside=after.counted.inside - before.counted.inside,
             **asdict(sent),
         )
 
@@ -121,10 +129,10 @@ class StepBench:
             system=used.ru_stime,
             collective=self.clock.seconds,
             sent=self._sent(),
-            counted=trainee.counted_bytes(),
+            counted=trainee.counted(),
         )
 
     def _sent(self) -> counters.Counters:
         if not self.job.counted:
-            return counters.Counters(0, 0, 0)
+            return counters.Counters()
         return counters.read(self.job.interface, self.job.port)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
-from itertools import product
+from itertools import product, repeat
 from typing import Any
 
 from benchmarks.net.job import Job
@@ -78,8 +78,9 @@ def measured(job: Job, rank: int, clock: Any) -> Iterator[tuple[dict[str, Any], 
 
     bench = StepBench(job, rank, clock)
     for round_index in range(job.rounds):
-        for method in job.methods:
-            yield {"method": method, "round": round_index}, bench.measure(method)
+        for method, levels in zip(job.methods, job.levels or repeat(1), strict=False):
+            labels = {"method": method, "levels": levels, "round": round_index}
+            yield labels, bench.measure(method, levels)
 
 
 def trainer_of(job: Job, rank: int) -> Any:

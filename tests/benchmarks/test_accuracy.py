@@ -18,7 +18,7 @@ from benchmarks.net.final import FinalAccuracy, FinalBench
 from benchmarks.net.job import Job
 from benchmarks.net.names import PLAIN, POWERSGD
 from benchmarks.net.rows import FINAL, Table
-from benchmarks.report_data import StepRows
+from benchmarks.report_data import StepRows, read
 from tests.support.ranks import on_threads
 
 TOPK = 'bidirectional(topk(0.1), topk(0.1), selection="shard")'
@@ -129,12 +129,12 @@ def test_a_fast_method_without_the_accuracy_does_not_reach_its_goal(
     finals = {POWERSGD: final(POWERSGD, 99.0, 98.0, 97.0)}
     if accuracies is not None:
         finals[TOPK] = final(TOPK, *accuracies)
-    assert report.above_floor_goal(StepRows(path), TOPK, finals)[-1] == reached
+    assert report.above_floor_goal(StepRows(read(path)), TOPK, finals)[-1] == reached
 
 
 def test_every_method_of_the_page_has_its_accuracy() -> None:
     results = Path(report.RESULTS)
-    shown = set(StepRows(results / "network.csv").methods())
+    shown = set(StepRows(read(results / "network.csv")).methods())
     for name in ("time_to_accuracy", "loopback"):
         shown |= {row["method"] for row in report.read(results / f"{name}.csv")}
     found = report_final.finals(results / "accuracy.csv")

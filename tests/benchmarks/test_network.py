@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,16 @@ def test_every_schedule_takes_local_steps(schedule: type) -> None:
     assert isinstance(with_fake_ranks(2, counter), torchcomp.LocalSGD)
 
 
+@pytest.mark.parametrize("method", ["qsr(alpha=0.2, h_base=4)", "jointspar(budget=0.6)"])
+def test_only_gradient_methods_have_two_levels(method: str) -> None:
+    # Without an error, rows of one level would be labelled as two.
+    def refused() -> None:
+        with pytest.raises(ValueError, match="--levels 1"):
+            attach(method, torch.nn.Linear(2, 2), Course(lr=0.1, total_steps=10), nodes=2)
+
+    with_fake_ranks(4, refused)
+
+
 def rows_in(folder: Path) -> dict[str, dict[str, str]]:
     with (folder / "network.csv").open(newline="") as file:
         return {row["method"]: row for row in csv.DictReader(file)}
@@ -129,6 +140,36 @@ def test_the_kernel_counts_what_the_handle_counts(tmp_path: Path) -> None:
         assert float(row["tcp_bytes"]) == pytest.approx(counted, rel=0.03)
         assert float(row["wire_bytes"]) > counted
     assert run.left_behind() == []
+
+
+@pytest.mark.usefixtures("shaped_hosts")
+@pytest.mark.thorough
+def test_two_levels_send_pieces_over_the_link_and_whole_gradients_inside(tmp_path: Path) -> None:
+    shape = ["--nodes", "--hosts", "2", "--ranks", "2"]
+    command = [*TINY, *shape, "--methods", "ddp", *SPECS, "--out", str(tmp_path), "--resume"]
+    run = Run(*command)
+    status, output, errors = run.finish(seconds=PATIENCE)
+    assert status == 0, output + errors
+    with (tmp_path / "nodes.csv").open(newline="") as file:
+        rows = {(row["method"], row["levels"]): row for row in csv.DictReader(file)}
+    # PyTorch's hooks have one level.
+    assert list(rows) == [("ddp", "1"), *product(SPECS, "12")]
+    for (method, level), row in rows.items():
+        link, inside = float(row["payload_bytes"]), float(row["inside_bytes"])
+        # The queue of the link counts no bytes of the ranks within a host.
+        assert link == pytest.approx(float(row["tcp_bytes"]), rel=0.03)
+        if method == "ddp":
+            continue
+        # Two ranks share the counters of a host.
+        counted = 2 * float(row["counted_bytes"])
+        if level == "1":
+            assert link + inside == pytest.approx(counted, rel=0.03)
+        else:
+            assert link == pytest.approx(counted, rel=0.03)
+            assert inside == pytest.approx(2 * float(row["counted_inside_bytes"]), rel=0.03)
+    again = Run(*command)
+    assert again.finish(seconds=PATIENCE)[:2] == (0, "")
+    assert run.left_behind() + again.left_behind() == []
 
 
 @pytest.mark.usefixtures("shaped_hosts")
