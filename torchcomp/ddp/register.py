@@ -19,6 +19,7 @@ from torchcomp.component import Component
 from torchcomp.ddp.averaging import Averaging, Flat
 from torchcomp.ddp.checks import (
     OWNER,
+    REGISTERED,
     bucket_caps,
     check_before_backward,
     check_is_ddp,
@@ -119,7 +120,7 @@ def register(
     handle = Handle(model, averaging, scaler, lrs)
     # A plain function with the handle as its state: DDP refuses partials and callable objects.
     model.register_comm_hook(handle, hook)
-    setattr(model, OWNER, f"torchcomp.register('{aggregator}')")
+    setattr(model, OWNER, f"{REGISTERED}('{aggregator}')")
     # On one rank only: the messages would be the same on all ranks.
     if everyone.rank == 0:
         _log_method(averaging.averager)
