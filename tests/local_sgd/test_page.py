@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
+from tests.support.models import seeded
 from tests.support.outcomes import equal_on_all, flat
 from tests.support.ranks import on_processes, on_threads
 
@@ -57,7 +58,7 @@ def two_levels():
     names = {
         "DistributedDataParallel": DistributedDataParallel,
         "init_device_mesh": init_device_mesh,
-        "net": nn.Linear(8, 3),
+        "net": seeded(nn.Linear(8, 3)),
         "torch": torch,
         "torchcomp": torchcomp,
     }
