@@ -81,7 +81,11 @@ class Exchange(ABC):
         part = [values.numel() // self.world_size] * self.world_size
         # Summed here, in rank order: gloo's reduce-scatter is an all-reduce inside, which moves
         # twice the bytes.
-        return self._all_to_all(values, part, part).view(self.world_size, -1).sum(0)
+        return (
+            self._all_to_all(values, part, part)
+            .view(self.world_size, -1)
+            .sum(0, dtype=values.dtype)
+        )
 
     @abstractmethod
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
