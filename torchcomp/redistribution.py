@@ -353,6 +353,7 @@ def _complete(states: list[State]) -> list[list[State]]:
     if unknown := sorted(held - states[0]["parameters"].keys()):
         raise CheckpointError(f"a damaged checkpoint: it lacks the shape of {listed(unknown)}")
     by_position = _by_position(states)
+    _check_pieces(states[0])
     kinds = [_kinds(state) for state in states]
     if any(each != kinds[0] for each in kinds):
         raise CheckpointError("the states have slots of different kinds or parameters")
@@ -368,7 +369,6 @@ def _by_position(states: list[State]) -> list[list[State]]:
     # Compared with the number of states first: a damaged size must not make `range` huge.
     if len(sizes) == 1 and 0 < size <= len(states) and all(each == layouts[0] for each in layouts):
         nodes = range(len(states) // size)
-        _check_pieces(states[0], size)
         grid = [[(position, node) for node in nodes] for position in range(size)]
         if found.keys() == {key for row in grid for key in row}:
             return [[found[key] for key in row] for row in grid]
@@ -378,13 +378,13 @@ def _by_position(states: list[State]) -> list[list[State]]:
     )
 
 
-def _check_pieces(state: State, node_size: int) -> None:
+def _check_pieces(state: State) -> None:
     """Require that the parameters of a state are pieces of those of its nodes."""
-    section = state.get("two_levels") or {"parameters": {}}
-    expected = {
-        name: _piece_layout(layout, node_size) for name, layout in section["parameters"].items()
-    }
-    if section["parameters"] and state["parameters"] != expected:
+    section = state.get("two_levels")
+    if section is None:
+        return
+    wholes, size = section["parameters"].items(), section["node_size"]
+    if state["parameters"] != {name: _piece_layout(whole, size) for name, whole in wholes}:
         raise CheckpointError("a damaged checkpoint: its parameters are not pieces of the model's")
 
 
