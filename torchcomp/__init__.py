@@ -8,7 +8,6 @@
 from torchcomp._version import __version__
 from torchcomp.averager import Averager
 from torchcomp.batchnorm import reestimate_batchnorm
-from torchcomp.ddp import Handle, register
 from torchcomp.errors import (
     CheckpointError,
     NonFiniteError,
@@ -21,10 +20,13 @@ from torchcomp.errors import (
 from torchcomp.exchange import Exchange, InProcessExchange, ProcessGroupExchange, run_in_process
 from torchcomp.explain import explain, sync_steps
 from torchcomp.gathering import Gathered
+from torchcomp.hooks.handle import Handle
 from torchcomp.jointspar import JointSpar
 from torchcomp.local_sgd import LocalSGD
+from torchcomp.per_rank import PerRank
 from torchcomp.plan import Plan
 from torchcomp.redistribution import redistribute
+from torchcomp.register import register
 from torchcomp.spec import parse
 from torchcomp.stats import Stats
 from torchcomp.time_model import TimeModel, WallClock, fit_time_model
@@ -39,6 +41,7 @@ __all__ = [
     "JointSpar",
     "LocalSGD",
     "NonFiniteError",
+    "PerRank",
     "Plan",
     "ProcessGroupExchange",
     "RankMismatchError",

@@ -61,6 +61,12 @@ PRIVATE = {
         "_allgather_base": "gathers equal parts in one tensor",
         "_reduce_scatter_base": "sums equal parts of one tensor",
     },
+    "torch.distributed.fsdp.FSDPModule": {
+        "_get_fsdp_state": "finds the object below",
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": {
+        "_fsdp_param_group": "has the parameters that FSDP2 reduces together, in their order",
+    },
     "torch.distributed.distributed_c10d": {
         "_get_default_store": "where the ranks of a private group find each other",
     },

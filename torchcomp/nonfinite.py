@@ -33,10 +33,16 @@ def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 class FiniteWatch:
-    """Checks the buckets of one step before and after the exchange, without a host sync."""
+    """Checks the buckets of one step before and after the exchange, without a host sync.
 
-    def __init__(self, exchange: Exchange) -> None:
+    Args:
+        exchange: the ranks that average the buckets.
+        where: what precedes a rank's number in errors.
+    """
+
+    def __init__(self, exchange: Exchange, where: str = "on rank") -> None:
         self._exchange = exchange
+        self._where = where
         # The norms of this rank's values, by bucket. Only `error` reads them.
         self._local: list[tuple[tuple[str, ...], Tensor]] = []
         # A scalar for each mean, finite if the mean is. All stay on the device until the end of the
@@ -87,7 +93,7 @@ class FiniteWatch:
         own += [name for name, part in traces if not part.isfinite().all()]
         exchange = self._exchange
         by_rank = sorted(exchange.gather_all((exchange.global_ranks[exchange.rank], own)))
-        found = [f"{listed(names)} on rank {rank}" for rank, names in by_rank if names]
+        found = [f"{listed(names)} {self._where} {rank}" for rank, names in by_rank if names]
         # Finite values on every rank can still overflow when they are added.
         overflow = "the values of each rank are finite, but their sum, or its rounding, overflowed"
         cause = "; ".join(found) or overflow

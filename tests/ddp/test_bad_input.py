@@ -2,7 +2,6 @@
 
 import io
 import re
-import sys
 import warnings
 from collections.abc import Callable
 from inspect import signature
@@ -69,7 +68,7 @@ def prepared() -> nn.Module:
         (lambda: None, r"\bNoneType$"),
         (lambda: "ddp", r"\bstr$"),
         (lambda: torch.compile(wrap(mlp())), r"\bOptimizedModule\b.* torch\.compile"),
-        (sharded, r"\bFSDPSequential\b.* FSDP\b"),
+        (sharded, r"\bFSDPSequential\b.*\breplicate=mesh\b"),
         (lambda: nn.DataParallel(mlp()), r" DataParallel\b.* torchrun.*\(model\.module\)"),
         (lambda: replicate(mlp()), r"\breplicate\b.* torch\.nn\.parallel\.Distr\w+\(module\)"),
         (stand_in("lightning.pytorch.core", "LightningModule"), LIGHTNING),
@@ -327,7 +326,7 @@ def test_bad_scaler(scaler: Any) -> None:
 def test_errors_are_raised_before_a_process_group_is_created() -> None:
     """If one rank has raised, the others would wait for it forever when they create a group."""
     # Not by its path as a string: there, Python 3.10 takes `register` for the function.
-    with mock.patch.object(sys.modules[torchcomp.register.__module__], "transport") as transport:
+    with mock.patch("torchcomp.ddp.register.transport") as transport:
         assert_refused(2, registering(lambda: wrap(mlp()), "topq(0.1)"), SpecError, match="'topq'")
     transport.assert_not_called()
 

@@ -14,7 +14,7 @@ from tests.support.models import METHODS, THROUGH_DDP, Branches, loss_of, mlp, r
 from tests.support.outcomes import reloaded
 from tests.support.ranks import with_fake_ranks
 from tests.support.streams import Simulator, simulated
-from torchcomp.ddp.executors import Executor, Job, StreamExecutor
+from torchcomp.hooks.executors import Executor, Job, StreamExecutor
 
 TOPK = "ef(topk(0.1))"
 OVERLAP = {"overlap": True}

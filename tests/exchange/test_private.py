@@ -15,8 +15,8 @@ from tests.exchange.test_exchange import collectives
 from tests.support.outcomes import caught
 from tests.support.ranks import on_processes
 from torchcomp import ProcessGroupExchange, RankMismatchError
-from torchcomp.ddp.executors import transport
 from torchcomp.exchange import PrivateExchange, new_name
+from torchcomp.hooks.executors import transport
 
 CPU = torch.device("cpu")
 MINUTE = timedelta(seconds=60)

@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks.gpu import device
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes
-from torchcomp.ddp import executors
+from torchcomp.hooks import executors
 from torchcomp.kernels import backend
 
 REHEARSAL = os.environ.get("TORCHCOMP_REHEARSE") == "1"

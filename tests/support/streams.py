@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 from tests.support.launches import FREE, WAITS, is_view, site
 from torchcomp import host
-from torchcomp.ddp.executors import Executor, StreamExecutor, after_backward
 from torchcomp.exchange import Exchange, ProcessGroupExchange
+from torchcomp.hooks.executors import Executor, StreamExecutor, after_backward
 from torchcomp.kernels import backend
 from torchcomp.local_sgd import averages
 

@@ -5,7 +5,6 @@
 # with plain DDP as well.
 import torch._dynamo  # noqa: F401
 
-from torchcomp.ddp.handle import Handle
-from torchcomp.ddp.register import register
+from torchcomp.ddp.register import register_ddp
 
-__all__ = ["Handle", "register"]
+__all__ = ["register_ddp"]

@@ -1,4 +1,4 @@
-"""Averaging: what happens to DDP's buckets between the hook and the optimizer, and in which thread.
+"""Buckets: what happens to DDP's buckets between the hook and the optimizer, and in which thread.
 
 The hook submits every bucket. :class:`Flat` averages it over all ranks; :class:`.TwoLevel` averages
 it within each node first.
@@ -7,17 +7,18 @@ it within each node first.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from torchcomp import checkpoint
 from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape, Names
-from torchcomp.ddp.executors import Executor, Job
+from torchcomp.checkpoint import layout_of
 from torchcomp.ddp.reordering import Reordering
 from torchcomp.exchange import ProcessGroupExchange
-from torchcomp.redistribution import Place, check_place
+from torchcomp.hooks.averaging import Averaging
+from torchcomp.hooks.executors import Executor, Job
+from torchcomp.redistribution import Place
 
 
 class Step(Protocol):
@@ -62,26 +63,27 @@ class Lane:
                 self.failure = self.failure or error
 
 
-class Averaging(ABC):
-    """Averages the buckets of one backward pass after another.
+class Buckets(Averaging, ABC):
+    """Averages DDP's buckets, one backward pass after another.
 
     Args:
         averager: the engine.
-        parameters: of the model, by name.
         everyone: exchange among all ranks over the user's group, for between two steps.
+        place: where this rank is.
+        parameters: of the model, by name.
         lanes: where jobs run, from the first to the last that a bucket passes.
     """
 
     def __init__(
         self,
         averager: Averager,
-        parameters: Mapping[str, Tensor],
         everyone: ProcessGroupExchange,
+        place: Place,
+        parameters: Mapping[str, Tensor],
         *lanes: Lane,
     ) -> None:
-        self.averager = averager
+        super().__init__(averager, everyone, place, layout_of(parameters))
         self.parameters = parameters
-        self.everyone = everyone
         self._lanes = lanes
         self._shapes: dict[Names, BucketShape] = {}
 
@@ -91,24 +93,6 @@ class Averaging(ABC):
         if shape is None:
             shape = self._shapes[names] = BucketShape.of(names, self.parameters)
         return shape
-
-    @property
-    def place(self) -> Place:
-        """Where this rank is among all."""
-        return Place.in_order(self.everyone.rank)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank; see :meth:`.Averager.state_dict`."""
-        return self.averager.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        """Restore the state of this rank; see :meth:`.Averager.load_state_dict`."""
-        spec = str(self.averager.aggregator)
-        checkpoint.check_header(state, spec, self.everyone, checkpoint.ADVICE)
-        check_place(state, self.place)
-        # The averager's ranks can be nodes.
-        own = checkpoint.header(spec, self.averager.exchange)
-        self.averager.load_state_dict({**state, **own})
 
     @abstractmethod
     def submit(self, bucket: Bucket, step: Step, *, first: bool, last: bool) -> None:
@@ -139,13 +123,14 @@ class Averaging(ABC):
             lane.close(timeout)
 
 
-class Flat(Averaging):
+class Flat(Buckets):
     """Averages every bucket over all ranks at once."""
 
     def __init__(
         self, averager: Averager, everyone: ProcessGroupExchange, executor: Executor
     ) -> None:
-        super().__init__(averager, averager.parameters, everyone, Lane(executor))
+        place = Place.in_order(everyone.rank)
+        super().__init__(averager, everyone, place, averager.parameters, Lane(executor))
         self._reordering, self._reordered = Reordering(None), (False, averager.buckets)
 
     def submit(self, bucket: Bucket, step: Step, *, first: bool, last: bool) -> None:

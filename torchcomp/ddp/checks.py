@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.bucket import DEFAULT_CAPS, Caps
 from torchcomp.compat import listed_bucket_caps, skips_unused_parameters
-from torchcomp.errors import SpecError, UnsupportedModelError
+from torchcomp.errors import UnsupportedModelError
 
 OWNER = "_torchcomp_owner"
 """Attribute of a DDP model with the name of what torchcomp has installed on it."""
@@ -40,12 +40,6 @@ def check_is_module(model: object) -> None:
     """Require a torch.nn.Module."""
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch.nn.Module, not {type(model).__name__}")
-
-
-def check_scaler(scaler: object) -> None:
-    """Require a GradScaler, or None."""
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise SpecError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
 
 
 def check_not_joined(model: DistributedDataParallel | None) -> None:
@@ -169,10 +163,16 @@ def _how_to_wrap(model: object) -> str:
     # From the most specific class to the least: all of these are nn.Modules.
     if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
         return ". Call this on the DDP model, before torch.compile"
-    if isinstance(model, FSDPModule | FullyShardedDataParallel):
+    if isinstance(model, FSDPModule):
         return (
-            ". FSDP shards the model and reduces gradients itself. Replicate the whole model with "
-            "DistributedDataParallel instead"
+            ". FSDP2 reduces gradients over its shards itself. To compress what its replicas "
+            'exchange, shard with mesh["shard"] of a mesh of two dimensions, and pass '
+            'torchcomp.register(model, spec, replicate=mesh["replicate"])'
+        )
+    if isinstance(model, FullyShardedDataParallel):
+        return (
+            ". FSDP1 shards the model and reduces gradients itself. Use fully_shard (FSDP2) and "
+            "torchcomp.register(model, spec, replicate=...), or DistributedDataParallel"
         )
     if isinstance(model, nn.DataParallel):
         return (

@@ -15,21 +15,19 @@ its jobs in the order in which DDP yields buckets. The ranks therefore make the 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from torchcomp import checkpoint
 from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape, Group
-from torchcomp.ddp.averaging import Averaging, Lane, Step
-from torchcomp.ddp.executors import executor_for
+from torchcomp.ddp.averaging import Buckets, Lane, Step
 from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
+from torchcomp.hooks.executors import executor_for
 from torchcomp.nodes import Nodes
 from torchcomp.nonfinite import FiniteWatch
 from torchcomp.pieces import Pieces
-from torchcomp.redistribution import Place, two_levels
+from torchcomp.redistribution import Place
 from torchcomp.traffic import Load, sum_bytes
 
 
@@ -39,7 +37,7 @@ class Levels:
     Attributes:
         everyone: exchange among all ranks, over the user's group, for between two steps.
         nodes: the ranks of every node.
-        place: position of this rank within its node.
+        place: where this rank is.
         scatter: exchange inside the node, for lane 1.
         between: exchange among the ranks of equal place, for lane 2. It is the upper level of two.
         gather: exchange inside the node, for lane 3.
@@ -49,7 +47,8 @@ class Levels:
         rank = dist.get_rank()
         inside, across = nodes.inside(rank), nodes.between(rank)
         name, timeout = new_name(everyone), everyone.timeout
-        self.everyone, self.nodes, self.place = everyone, nodes, inside.index(rank)
+        self.everyone, self.nodes = everyone, nodes
+        self.place = Place(everyone.rank, across.index(rank), inside.index(rank), nodes.size)
         self.scatter, self.between, self._checks, self.gather = (
             PrivateExchange(f"{name}/{number}/{ranks[0]}", ranks, everyone.device, timeout)
             for number, ranks in enumerate((inside, across, inside, inside))
@@ -62,7 +61,7 @@ class Levels:
         self._checks.count(Load(sent=nbytes))
 
 
-class TwoLevel(Averaging):
+class TwoLevel(Buckets):
     """Averages every bucket inside the nodes, and its pieces between them.
 
     Args:
@@ -81,7 +80,7 @@ class TwoLevel(Averaging):
     ) -> None:
         lanes = [Lane(executor_for(levels.everyone)) for _ in range(3)]
         averager = make(levels.between, _piece_parameters(parameters, levels.nodes.size), groups)
-        super().__init__(averager, parameters, levels.everyone, *lanes)
+        super().__init__(averager, levels.everyone, levels.place, parameters, *lanes)
         self._scatter, self._between, self._gather = lanes
         self._levels = levels
         nbytes = sum(parameter.nbytes for parameter in parameters.values())
@@ -90,17 +89,6 @@ class TwoLevel(Averaging):
         self._dense_bytes = sum_bytes(nbytes, ranks) // levels.nodes.size
         self._watch = FiniteWatch(levels.between)
         self._groups = _Groups()
-
-    @property
-    def place(self) -> Place:
-        levels = self._levels
-        return Place(self.everyone.rank, levels.between.rank, levels.place, levels.nodes.size)
-
-    def state_dict(self) -> dict[str, Any]:
-        state = self.averager.state_dict()
-        own = checkpoint.header(state["spec"], self.everyone)
-        layouts = checkpoint.layout_of(self.parameters)
-        return {**state, **own, "two_levels": two_levels(self.place, layouts)}
 
     def submit(self, bucket: Bucket, step: Step, *, first: bool, last: bool) -> None:
         begin = step.begin() if first else None

@@ -384,17 +384,16 @@ class Exchange(ABC):
             RankMismatchError: lists every value that differs, with the ranks that have it.
         """
         found: RankMismatchError | None = None
-        for level in reversed(self._levels):
-            compared = {"error": "none", **values}
-            if level is self:
-                compared |= on_level or {}
-            if found is not None:
-                compared["error"] = found
+        others = [level for level in self._levels if level is not self]
+        compared = {"error": "none", **values, **(on_level or {})}
+        for level in (self, *others):
             try:
                 level._verify(what, compared, advice)
             except RankMismatchError as mismatch:
-                # Pass it on to the other level, whose ranks are about to verify as well.
                 found = found or mismatch
+            # Pass a mismatch on to the other level. One of its ranks is in every group of this one,
+            # so all ranks find it.
+            compared = {"error": "none", **values} | ({"error": found} if found else {})
         if found is not None:
             raise found
 

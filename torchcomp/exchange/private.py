@@ -87,5 +87,5 @@ class PrivateExchange(ProcessGroupExchange):
 
 
 def new_name(exchange: Exchange) -> str:
-    """Return a name for new groups among the ranks of `exchange`; a collective."""
-    return f"torchcomp/{exchange.gather_objects(uuid.uuid4().hex)[0]}"
+    """Return a name for new groups among the ranks of `exchange`, or of its two levels."""
+    return f"torchcomp/{exchange.gather_all(uuid.uuid4().hex)[0]}"

@@ -10,8 +10,8 @@ from torch import Tensor
 from torchcomp.aggregators import Mean
 from torchcomp.averager import Averager, average_in_place
 from torchcomp.bucket import Bucket, BucketShape, Group
-from torchcomp.ddp.executors import transport
 from torchcomp.exchange import Exchange, ProcessGroupExchange
+from torchcomp.hooks.executors import transport
 from torchcomp.keys import Key
 from torchcomp.local_sgd.options import LocalMethod, Parameters
 from torchcomp.nonfinite import FiniteWatch

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchcomp import host
-from torchcomp.ddp.one_process import OfOneProcess
+from torchcomp.hooks.one_process import OfOneProcess
 
 
 class LossScale(OfOneProcess):

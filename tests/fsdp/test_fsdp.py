@@ -1,0 +1,349 @@
+"""FSDP2 with replicas: the compressed exchange between them, as in two levels of DDP."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import torchcomp
+from tests.fsdp.runs import Run, gradients, mesh_of, shard, two_level_ddp, weights
+from tests.support.cases import only
+from tests.support.models import THROUGH_DDP, loss_of, mlp, rows
+from tests.support.outcomes import (
+    assert_close,
+    assert_replicas_equal,
+    flat,
+    messages_of,
+    raised_by,
+    reloaded,
+    same,
+)
+from tests.support.ranks import on_processes
+from torchcomp import SpecError
+
+SPECS = tuple(spec for spec in THROUGH_DDP if "model" not in spec)
+NOW = ("mean", "ef(topk(0.1))", "powersgd(rank=1)")
+TOPK = "ef(topk(0.1))"
+STEPS = range(4)
+
+
+def both(shape: tuple[int, int], specs: tuple[str, ...], dtype: torch.dtype) -> list[Any]:
+    found = []
+    for spec in specs:
+        run = Run(shape, spec, dtype)
+        groups = run.handle.averager.groups
+        found.append((run.train(STEPS), two_level_ddp(shape[1], spec, dtype, groups, STEPS)))
+    return found
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 3), (3, 1)])
+def test_equals_two_levels_of_ddp(shape: tuple[int, int]) -> None:
+    found = on_processes(shape[0] * shape[1], both, shape, SPECS, torch.float64)
+    for of_spec in zip(*found, strict=True):
+        assert_replicas_equal([sharded for sharded, _ in of_spec])
+        for sharded, ddp in of_spec:
+            # FSDP2 divides by 3 in two parts, and gloo adds three ranks in an order that depends
+            # on the position within a bucket.
+            assert shape != (2, 2) or torch.equal(sharded, ddp)
+            assert_close(sharded, ddp)
+
+
+def test_equals_two_levels_of_ddp_in_float32() -> None:
+    for of_spec in zip(*on_processes(4, both, (2, 2), SPECS, torch.float32), strict=True):
+        assert_replicas_equal([sharded for sharded, _ in of_spec])
+        for sharded, ddp in of_spec:
+            assert_close(sharded, ddp, 1e-5)
+
+
+def native(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The weights with `mean`, and those of FSDP2's own replicas."""
+    model = shard(mlp(dtype), mesh_of(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in STEPS:
+        optimizer.zero_grad()
+        loss_of(model(rows(step, dtype))).backward()
+        optimizer.step()
+    return Run((2, 2), "mean", dtype).train(STEPS), weights(model)
+
+
+def test_mean_is_what_fsdp2_does_with_a_mesh_of_two_dimensions() -> None:
+    for ours, theirs in on_processes(4, native, torch.float64):
+        assert_close(ours, theirs)
+
+
+# --- Settings ---
+
+
+def accumulated(how: str) -> tuple[Tensor, Tensor, int]:
+    """Two backward passes with one exchange: the gradients, the expected ones, and the steps."""
+    run, plain = Run((2, 2), "mean"), shard(mlp(torch.float64), mesh_of(2, 2))
+    switch = getattr(run.model, how)
+    switch(False)
+    run.backward(0)
+    switch(True)
+    run.backward(1)
+    for step in (0, 1):
+        loss_of(plain(rows(step))).backward()
+    return gradients(run.model), gradients(plain), run.handle.stats.steps
+
+
+@pytest.mark.parametrize("how", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_accumulation_exchanges_once(how: str) -> None:
+    for ours, expected, steps in on_processes(4, accumulated, how):
+        assert_close(ours, expected)
+        assert steps == 1
+
+
+def mixed(param: torch.dtype, reduce: torch.dtype) -> tuple[Tensor, str]:
+    policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+    run = Run((2, 2), TOPK, torch.float32, sharding={"mp_policy": policy})
+    run.train(STEPS)
+    assert weights(run.model).isfinite().all()
+    return weights(run.model), str(next(iter(run.handle.averager.parameters.values())).dtype)
+
+
+@pytest.mark.parametrize(
+    ("param", "reduce"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float16),
+    ],
+)
+def test_mixed_precision_exchanges_in_the_reduce_dtype(
+    param: torch.dtype, reduce: torch.dtype
+) -> None:
+    found = on_processes(4, mixed, param, reduce)
+    assert_replicas_equal([weight for weight, _ in found])
+    assert {dtype for _, dtype in found} == {str(reduce)}
+
+
+class Recomputed(nn.Sequential):
+    """Layers whose activations are computed again in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def recomputed() -> tuple[Tensor, Tensor]:
+    run = Run((2, 2), TOPK, build=lambda dtype: Recomputed(*mlp(dtype)))
+    return run.train(STEPS), Run((2, 2), TOPK).train(STEPS)
+
+
+def test_activation_checkpointing() -> None:
+    for ours, expected in on_processes(4, recomputed):
+        assert torch.equal(ours, expected)
+
+
+def swapped() -> Tensor:
+    run = Run((2, 2), TOPK)
+    run.train([0, 1])
+    with pytest.raises(SpecError, match="model"):
+        run.handle.swap('bidirectional(topk(0.1, scope="model"), topk(0.1))')
+    run.handle.swap("powersgd(rank=1)")
+    run.train([2, 3])
+    assert str(run.handle.method).startswith("powersgd")
+    return weights(run.model)
+
+
+def test_swap() -> None:
+    assert_replicas_equal(on_processes(4, swapped))
+
+
+# --- Errors and checkpoints ---
+
+
+def poisoned(check: str) -> tuple[str, str, bool, Tensor]:
+    run = Run((2, 2), TOPK, options={"check": check})
+    run.step(0)
+    before = run.handle.state_dict()
+
+    def fail() -> None:
+        bad = rows(1) * (float("nan") if dist.get_rank() == 3 else 1.0)
+        loss_of(run.model(bad)).backward()
+        run.backward(2)
+
+    error = raised_by(fail)
+    unchanged = same(before["slots"], run.handle.state_dict()["slots"])
+    run.optimizer.zero_grad()
+    run.step(3)
+    return type(error).__name__, str(error), unchanged, weights(run.model)
+
+
+@pytest.mark.parametrize("check", ["step", "late"])
+def test_a_nan_raises_on_all_ranks_and_names_the_replica(check: str) -> None:
+    found = on_processes(4, poisoned, check)
+    for name, message, unchanged, _ in found:
+        assert name == "NonFiniteError"
+        # Each shard of the second replica got the NaN of rank 3.
+        assert "rank 2" in message
+        assert "rank 3" in message
+        assert "rank 1" not in message
+        assert unchanged
+    assert_replicas_equal([weight for *_, weight in found])
+
+
+def resumed(spec: str) -> tuple[Tensor, Tensor, bool]:
+    whole, first = Run((2, 2), spec), Run((2, 2), spec)
+    expected = whole.train(range(6))
+    first.train(range(3))
+    again = Run((2, 2), spec)
+    again.model.load_state_dict(first.model.state_dict())
+    again.handle.load_state_dict(reloaded(first.handle.state_dict()))
+    ours = again.train(range(3, 6))
+    states = [messages_of(each.handle.state_dict()) for each in (whole, again)]
+    return ours, expected, same(*states)
+
+
+@pytest.mark.parametrize("spec", only(SPECS, now=NOW))
+def test_resumes_bit_for_bit(spec: str) -> None:
+    for ours, expected, equal in on_processes(4, resumed, spec):
+        assert torch.equal(ours, expected)
+        assert equal
+
+
+def saved(shape: tuple[int, int], spec: str) -> Any:
+    run = Run(shape, spec)
+    run.train(range(3))
+    return run.handle.gather_state_dict(dst=None)
+
+
+def loaded(shape: tuple[int, int], spec: str, state: Any) -> Any:
+    run = Run(shape, spec)
+    run.handle.load_gathered(state)
+    owed = run.handle.gather_state_dict(dst=None)
+    run.train(range(2))
+    return owed, weights(run.model)
+
+
+def unsent(state: Any) -> Tensor:
+    (whole,) = torchcomp.redistribute(state["states"], 1)
+    debts = [slot["tensors"] for slot in whole["slots"].values() if slot["kind"] == "debt"]
+    return torch.stack([flat(tensors[name] for name in sorted(tensors)) for tensors in debts])
+
+
+@pytest.mark.parametrize("spec", [TOPK, "bidirectional(topk(0.1), topk(0.1))"])
+@pytest.mark.parametrize("after", [(2, 3), (3, 2), (4, 1), (1, 4)])
+def test_other_replicas_and_shards_lose_nothing(spec: str, after: tuple[int, int]) -> None:
+    (state, *_) = on_processes(4, saved, (2, 2), spec)
+    found = on_processes(after[0] * after[1], loaded, after, spec, state)
+    assert unsent(state).any()
+    assert_close(unsent(found[0][0]), unsent(state))
+    assert_replicas_equal([weight for _, weight in found])
+
+
+# --- Bad input ---
+
+
+def refused(case: str) -> tuple[str, str]:
+    mesh, model = mesh_of(2, 2), mlp(torch.float64)
+    replicate: Any = mesh["replicate"]
+    if case == "native mesh":
+        shard(model, mesh)
+    elif case == "half":
+        fully_shard(model, mesh=mesh["shard"], ignored_params=set(model[2].parameters()))
+    else:
+        shard(model, mesh["shard"])
+    if case == "same dimension":
+        replicate = mesh["shard"]
+    elif case == "two dimensions":
+        replicate = mesh
+    elif case == "no mesh":
+        replicate = "replicate"
+    options: dict[str, Any] = {"nodes": 2} if case == "nodes" else {}
+    spec = "bidirectional(topk(0.1, scope='model'), topk(0.1))" if case == "scope" else TOPK
+    if case == "disagree" and dist.get_rank() == 2:
+        spec = "mean"
+    if case == "no replicate":
+        error = raised_by(lambda: torchcomp.register(model, spec))
+    else:
+        error = raised_by(lambda: torchcomp.register(model, spec, replicate=replicate, **options))
+    if case not in ("native mesh", "half"):
+        good = torchcomp.register(model, "mean", replicate=mesh["replicate"])
+        loss_of(model(rows(0))).backward()
+        assert good.stats.steps == 1
+    return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "word"),
+    [
+        ("native mesh", "UnsupportedModelError", 'mesh["shard"]'),
+        ("half", "UnsupportedModelError", "'2.weight'"),
+        ("same dimension", "SpecError", "replicate"),
+        ("two dimensions", "SpecError", "replicate"),
+        ("no mesh", "SpecError", "replicate"),
+        ("nodes", "SpecError", "nodes"),
+        ("scope", "SpecError", "scope"),
+        ("disagree", "RankMismatchError", "mean"),
+        ("no replicate", "UnsupportedModelError", "replicate="),
+    ],
+)
+def test_bad_input_is_refused_on_all_ranks_and_changes_nothing(
+    case: str, name: str, word: str
+) -> None:
+    for kind, message in on_processes(4, refused, case):
+        assert kind == name
+        assert word in message
+
+
+def test_replicas_must_start_with_the_same_parameters() -> None:
+    kinds = [kind for kind, _ in on_processes(4, _other_start)]
+    assert set(kinds) == {"RankMismatchError"}
+
+
+def _other_start() -> tuple[str, str]:
+    mesh, model = mesh_of(2, 2), shard(mlp(torch.float64), mesh_of(2, 2)["shard"])
+    if dist.get_rank() == 2:
+        with torch.no_grad():
+            next(iter(model.parameters())).mul_(2.0)
+    error = raised_by(lambda: torchcomp.register(model, TOPK, replicate=mesh["replicate"]))
+    return type(error).__name__, str(error)
+
+
+# --- torch.compile and a GradScaler ---
+
+
+def compiled() -> tuple[Tensor, Tensor]:
+    run, plain = Run((2, 2), TOPK), Run((2, 2), TOPK)
+    run.model.compile(backend="eager")
+    return run.train(STEPS), plain.train(STEPS)
+
+
+def test_a_compiled_model() -> None:
+    for ours, expected in on_processes(4, compiled):
+        assert_close(ours, expected)
+
+
+def scaled() -> tuple[Tensor, Tensor, Tensor, int]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    run = Run((2, 2), TOPK, torch.float32, options={"scaler": scaler})
+    plain = Run((2, 2), TOPK, torch.float32)
+    for step in STEPS:
+        run.optimizer.zero_grad()
+        scaler.scale(loss_of(run.model(rows(step, torch.float32)))).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+    ours, expected = weights(run.model), plain.train(STEPS)
+    # A step that overflows on one rank is skipped on all.
+    before = run.handle.state_dict()["slots"]
+    run.optimizer.zero_grad()
+    bad = rows(9, torch.float32) * (float("inf") if dist.get_rank() == 1 else 1.0)
+    scaler.scale(loss_of(run.model(bad))).backward()
+    scaler.step(run.optimizer)
+    scaler.update()
+    assert same(before, run.handle.state_dict()["slots"])
+    return ours, expected, weights(run.model), run.handle.stats.steps
+
+
+def test_a_scaler_skips_a_step_on_all_ranks() -> None:
+    for ours, expected, after, steps in on_processes(4, scaled):
+        assert_close(ours, expected, 1e-5)
+        assert torch.equal(ours, after)
+        assert steps == len(STEPS) + 1

@@ -1,0 +1,152 @@
+"""FSDPHandle: the all-reduce hooks of one FSDP2 model."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from torchcomp.aggregators import Aggregator
+from torchcomp.bucket import Bucket
+from torchcomp.errors import SpecError, UnsupportedModelError
+from torchcomp.fsdp.units import Unit, units_of
+from torchcomp.hooks.averaging import Averaging
+from torchcomp.hooks.executors import after_backward
+from torchcomp.hooks.handle import SCALER_ADVICE, Handle
+from torchcomp.hooks.loss_scale import LossScale
+from torchcomp.hooks.optimizer_lrs import OptimizerLRs
+from torchcomp.nonfinite import FiniteWatch
+
+
+class FSDPHandle(Handle):
+    """The handle of a model of ``fully_shard``.
+
+    FSDP2 averages a unit's gradients over the shards of a replica, with a reduce-scatter, and calls
+    the hook with this rank's shard. The hook averages it over the replicas. On CUDA, it runs on a
+    stream of its own.
+    """
+
+    _after_close = (
+        "FSDP2 keeps its hook, because without it the replicas would drift apart. To average "
+        "uncompressed gradients, call handle.swap('mean') instead of close()"
+    )
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[Unit],
+        averaging: Averaging,
+        scaler: "torch.amp.GradScaler | None",
+        lrs: OptimizerLRs | None = None,
+    ) -> None:
+        super().__init__(averaging)
+        self._loss_scale, self._lrs = LossScale(scaler), lrs
+        if self._loss_scale.in_use:
+            model.register_forward_pre_hook(self._loss_scale.fetch)
+        device = averaging.everyone.device
+        self._stream = _new_stream(device) if device.type == "cuda" else None
+        self._task = -1  # the backward pass of the step in flight
+        self._failure: Exception | None = None
+        self._watch = FiniteWatch(self.averager.exchange)
+        self._unsent: dict[str, Tensor] = {}  # of backward passes without an all-reduce, by unit
+        self._checked = False
+        for unit in units:
+            unit.module.set_all_reduce_hook(partial(self._reduce, model, unit), stream=self._stream)
+
+    def _check_method(self, aggregator: Aggregator) -> None:
+        check_method(aggregator)
+
+    # --- Called in the backward pass, in the same order on all ranks ---
+
+    def _reduce(self, model: nn.Module, unit: Unit, flat: Tensor) -> None:
+        """Average this rank's shard of a unit's gradients over the replicas, in place."""
+        self._require_open("a backward pass")
+        if not unit.exchanges:
+            # FSDP2 adds `flat` to the gradients after the hook. Keep it until the exchange instead.
+            kept = self._unsent.setdefault(unit.names[0], torch.zeros_like(flat))
+            kept.add_(flat)
+            flat.zero_()
+            return
+        if unit.names[0] in self._unsent:
+            flat.add_(self._unsent.pop(unit.names[0]))
+        if self._task != torch._C._current_graph_task_id():
+            self._begin(model)
+        if self._failure is None:
+            try:
+                self._average(unit, flat)
+            except Exception as error:
+                # FSDP2 must reach the end of the backward pass before it is raised.
+                self._failure = error
+
+    def _begin(self, model: nn.Module) -> None:
+        self._task, self._running = torch._C._current_graph_task_id(), True
+        self._failure = None
+        after_backward(self._finish_backward)
+        self._watch = FiniteWatch(self.averager.exchange, "in the shard of rank")
+        try:
+            if not self._checked:
+                # Units that were made after `register` have no hook.
+                here = {name for unit in units_of(model) for name in unit.names}
+                if here != set(self.averager.parameters):
+                    raise UnsupportedModelError(
+                        "fully_shard was called on a module of the model after "
+                        "torchcomp.register, or parameters were frozen or added. Shard and freeze "
+                        "first, then register"
+                    )
+                self._checked = True
+            lrs = None if self._lrs is None else self._lrs.read()
+            self.averager.begin(self._loss_scale.read(), lrs, self._watch)
+        except Exception as error:
+            self._failure = error
+
+    def _average(self, unit: Unit, flat: Tensor) -> None:
+        shape = self.averager.shape_of(unit.names)
+        if flat.numel() != shape.numel:
+            raise UnsupportedModelError(
+                f"FSDP2 reduces {flat.numel()} elements of a unit with {shape.numel}, because some "
+                f"of its parameters ({unit.names[0]}, ...) got no gradient. Call "
+                "set_reduce_scatter_unused_params(True) on the model, or freeze these parameters "
+                "before torchcomp.register"
+            )
+        # To the unit of the gradients, in which residuals are kept.
+        later = unit.divisor(self._averaging.place.node_size)
+        if later != 1:
+            flat.div_(later)
+        bucket = Bucket(shape, flat)
+        if self.averager.guarded:
+            self._watch.before(bucket)
+        self.averager.average(bucket)
+        if later != 1:
+            flat.mul_(later)
+
+    # --- Called at the end of the backward pass ---
+
+    def _finish_backward(self) -> None:
+        self._task, self._running = -1, False
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        stream = self._stream
+        caller = None if stream is None else torch.cuda.current_stream(stream.device)
+        with torch.cuda.stream(stream):
+            self.averager.finish(may_skip=self._loss_scale.in_use, advice=SCALER_ADVICE)
+        if caller is not None and stream is not None:
+            caller.wait_stream(stream)
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    # High priority, as for DDP: see StreamExecutor.
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+def check_method(aggregator: Aggregator) -> None:
+    """Require a method that can average one unit after another.
+
+    Raises:
+        SpecError: if it needs all gradients at once.
+    """
+    if aggregator.whole_model:
+        raise SpecError(
+            f'{aggregator} selects over the whole model (scope="model"), but FSDP2 needs the mean '
+            'of each unit before it reduces the next one: use scope="bucket"',
+            "scope",
+        )

@@ -1,0 +1,141 @@
+"""register_fsdp: install compressed gradient exchange between the replicas of an FSDP2 model."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from torchcomp import wire
+from torchcomp.aggregators import Aggregator
+from torchcomp.aggregators.rehearsal import rehearse_all
+from torchcomp.averager import Averager
+from torchcomp.checkpoint import digest_of, layout_of
+from torchcomp.component import Component
+from torchcomp.errors import SpecError, UnsupportedModelError
+from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
+from torchcomp.fsdp.handle import FSDPHandle, check_method
+from torchcomp.fsdp.units import Unit, trained_parameters, units_of
+from torchcomp.hooks.arguments import check_arguments
+from torchcomp.hooks.averaging import Averaging
+from torchcomp.hooks.optimizer_lrs import OptimizerLRs, Optimizers
+from torchcomp.redistribution import Place
+from torchcomp.spec import parse_aggregator
+
+_SAME_START = (
+    "All replicas must start with the same parameters: initialise them with the same seed on all "
+    "ranks, or load the same checkpoint, before torchcomp.register."
+)
+_Checked = tuple[Aggregator, list[Unit], OptimizerLRs | None]
+
+
+def register_fsdp(
+    model: FSDPModule,
+    spec: str | Component,
+    replicate: DeviceMesh,
+    *,
+    seed: int = 0,
+    scaler: "torch.amp.GradScaler | None" = None,
+    check: str = "step",
+    lr_inside: Optimizers | None = None,
+) -> FSDPHandle:
+    """Install compressed exchange between the replicas; see :func:`torchcomp.register`."""
+    module: Any = model
+    shards, replicas = _levels(module, replicate)
+    inside = "none" if lr_inside is None else "set"
+    aggregator, units, lrs = replicas.build(
+        "torchcomp.register",
+        {"spec": spec, "seed": seed, "check": check, "lr_inside": inside},
+        lambda: _check(module, spec, seed, scaler, check, lr_inside, shards, replicas),
+    )
+    # DDP broadcasts the parameters of rank 0; FSDP2 does not know of replicas.
+    local = {name: p.to_local() for unit in units for name, p in unit.parameters.items()}
+    replicas.verify("torchcomp.register", {}, _SAME_START, {"parameters": digest_of(local)})
+    everyone = _everyone(replicas)
+    pieces = {name: p for unit in units for name, p in unit.like_pieces(shards.world_size).items()}
+    groups = [unit.names for unit in units]
+    late = check == "late"
+    averager = Averager(aggregator, replicas, pieces, groups, seed=seed, merged=False, late=late)
+    place = Place(everyone.rank, replicas.rank, shards.rank, shards.world_size)
+    # Of whole parameters: without memory.
+    whole = {
+        name: torch.empty(each.shape, device="meta")
+        for unit in units
+        for name, each in unit.parameters.items()
+    }
+    averaging = Averaging(averager, everyone, place, layout_of(whole))
+    return FSDPHandle(module, units, averaging, scaler, lrs)
+
+
+def _everyone(replicas: ProcessGroupExchange) -> Exchange:
+    """Return the exchange among all ranks of both levels, in the order of their numbers."""
+    ranks = sorted(replicas.gather_all(dist.get_rank()))
+    world = ProcessGroupExchange(None, replicas.device)
+    if ranks == list(world.global_ranks):
+        return world
+    return PrivateExchange(new_name(replicas), ranks, replicas.device, replicas.timeout)
+
+
+def _levels(
+    model: nn.Module, replicate: object
+) -> tuple[ProcessGroupExchange, ProcessGroupExchange]:
+    """Return the exchanges among this replica's shards, and among the replicas of this shard."""
+    # Without both meshes, there are no ranks to verify anything with.
+    if not isinstance(replicate, DeviceMesh) or replicate.ndim != 1:
+        raise SpecError(
+            "replicate must be a DeviceMesh with one dimension, such as mesh['replicate'], not "
+            f"{replicate!r}",
+            "replicate",
+        )
+    if not hasattr(FSDPModule, "set_all_reduce_hook"):
+        raise UnsupportedModelError(
+            f"FSDP2 of torch {torch.__version__} has no all-reduce hook: use torch 2.7 or newer"
+        )
+    units = units_of(model)
+    if not units:
+        raise UnsupportedModelError("the model has no trained parameters")
+    mesh = next(iter(units[0].parameters.values())).device_mesh
+    device = torch.device(mesh.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    shards = ProcessGroupExchange(mesh.get_group(), device)
+    replicas = ProcessGroupExchange(replicate.get_group(), device)
+    Exchange.split(inside=shards, between=replicas)
+    return shards, replicas
+
+
+def _check(
+    model: nn.Module,
+    spec: str | Component,
+    seed: int,
+    scaler: "torch.amp.GradScaler | None",
+    check: str,
+    lr_inside: Optimizers | None,
+    shards: Exchange,
+    replicas: Exchange,
+) -> tuple[_Checked, dict[str, Any]]:
+    """Return what the arguments stand for, and what must match on all ranks."""
+    shared = sorted(set(shards.global_ranks) & set(replicas.global_ranks))
+    if shared != [dist.get_rank()]:
+        raise SpecError(
+            f"replicate has the ranks {list(replicas.global_ranks)}, and this rank's shards are on "
+            f"{list(shards.global_ranks)}: the two dimensions of a mesh share this rank only, and "
+            f"these share {shared}",
+            "replicate",
+        )
+    check_arguments(seed, scaler, check)
+    aggregator = parse_aggregator(spec)
+    check_method(aggregator)
+    units = units_of(model)
+    trained = dict(trained_parameters(model))
+    rehearse_all(aggregator, [p.to_local() for u in units for p in u.parameters.values()])
+    lrs = None if lr_inside is None else OptimizerLRs(lr_inside, trained)
+    values = {
+        "spec": aggregator,
+        "parameters": [(unit.dtype, unit.names) for unit in units],
+        "shapes": [(name, tuple(parameter.shape)) for name, parameter in trained.items()],
+        "wire version": wire.VERSION,
+    }
+    return (aggregator, units, lrs), values

@@ -1,0 +1,160 @@
+"""Unit: the parameters that one call of fully_shard manages, and that FSDP2 reduces together.
+
+torch has no public interface for the order of these parameters, nor for whether a backward pass
+should exchange them. Every private name that stands for them is used in this file.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from torchcomp.bucket import BucketShape
+from torchcomp.errors import UnsupportedModelError
+from torchcomp.pieces import Chunk, Pieces
+
+_HOW_TO_SHARD = (
+    'mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard")); '
+    'fully_shard(module, mesh=mesh["shard"]); torchcomp.register(model, spec, '
+    'replicate=mesh["replicate"])'
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The trained parameters of one FSDP2 module, without those of FSDP2 modules inside it.
+
+    Attributes:
+        module: the module.
+        parameters: by name, in the order in which FSDP2 reduces them.
+        dtype: in which FSDP2 reduces the gradients.
+    """
+
+    module: FSDPModule
+    parameters: dict[str, DTensor]
+    dtype: torch.dtype
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters."""
+        return tuple(self.parameters)
+
+    def pieces(self, ranks: int) -> Pieces:
+        """How the parameters are cut into shards: as FSDP2 does, padded to equal sizes."""
+        shapes = tuple(tuple(parameter.shape) for parameter in self.parameters.values())
+        return Pieces(BucketShape(self.names, shapes, self.dtype), ranks)
+
+    def like_pieces(self, ranks: int) -> dict[str, Tensor]:
+        """Return tensors with the shape, dtype and device of this rank's shards."""
+        chunks = self.pieces(ranks).chunks
+        return {chunk.name: self._like(chunk) for chunk in chunks}
+
+    def _like(self, chunk: Chunk) -> Tensor:
+        local = self.parameters[chunk.name].to_local().detach()
+        same = local.dtype == self.dtype and local.numel() and list(local.shape) == [*chunk.shape]
+        # A view where possible: only shape, dtype and device have a meaning.
+        return local if same else local.new_empty(chunk.shape, dtype=self.dtype)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the gradients of this backward pass are to be averaged over the replicas."""
+        return bool(_group_of(self.module).all_reduce_grads)
+
+    def divisor(self, ranks: int) -> float:
+        """Return by what FSDP2 divides a gradient after the hook.
+
+        It divides sums of 16-bit and 64-bit gradients in two parts, one of them after the hook.
+        """
+        group = _group_of(self.module)
+        in_two_parts = self.dtype not in (torch.float32, torch.bfloat16)
+        factor = float(group.gradient_divide_factor or ranks)
+        if in_two_parts:
+            before = 1.0
+            while factor % before == 0 and factor / before > before:
+                before *= 2
+            return factor / before
+        # An option of newer versions: all of the division after the hook.
+        return factor if getattr(group, "force_sum_reduction_for_comms", False) else 1.0
+
+
+def _group_of(module: FSDPModule) -> Any:
+    """Return FSDP2's own object for the parameters of a module; None if it has none."""
+    state: Any = module._get_fsdp_state()
+    return state._fsdp_param_group
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """Return the units of a model, in the order of its modules.
+
+    Raises:
+        UnsupportedModelError: if a trained parameter is not sharded by FSDP2 along its first
+            dimension over a mesh of one dimension, the same for all.
+    """
+    named = {id(parameter): name for name, parameter in trained_parameters(model)}
+    units = []
+    modules: Iterable[Any] = (each for each in model.modules() if isinstance(each, FSDPModule))
+    for module in modules:
+        group = _group_of(module)
+        if group is None:
+            continue
+        parameters = [each.sharded_param for each in group.fsdp_params]
+        trained = {named[id(p)]: p for p in parameters if id(p) in named}
+        if trained:
+            policy, first = group.mp_policy, next(iter(trained.values()))
+            dtype = policy.reduce_dtype or policy.param_dtype or first.dtype
+            units.append(Unit(module, trained, dtype))
+    _check(model, units)
+    return units
+
+
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return (name, parameter) pairs of what is trained, in registration order."""
+    # As for DDP, a checkpoint fits both the compiled and the plain model.
+    return [
+        (name.replace("_orig_mod.", ""), parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+
+
+def _check(model: nn.Module, units: Iterable[Unit]) -> None:
+    managed = {name for unit in units for name in unit.names}
+    meshes = set()
+    for name, parameter in trained_parameters(model):
+        if name not in managed or not isinstance(parameter, DTensor):
+            raise UnsupportedModelError(
+                f"parameter '{name}' is not sharded, and nothing would average its gradient. Call "
+                "fully_shard on the root module as well, before torchcomp.register"
+            )
+        mesh = parameter.device_mesh
+        if mesh.ndim > 1:
+            raise UnsupportedModelError(
+                f"parameter '{name}' is on a mesh of {mesh.ndim} dimensions, {tuple(mesh.shape)}. "
+                "With the replicas in it, FSDP2 averages them itself, before any hook. Pass it the "
+                f"shard dimension only: {_HOW_TO_SHARD}"
+            )
+        if parameter.placements != (Shard(0),):
+            raise UnsupportedModelError(
+                f"parameter '{name}' is sharded as {parameter.placements[0]}, and torchcomp needs "
+                "shards along the first dimension: leave out shard_placement_fn"
+            )
+        if parameter.is_complex():
+            raise UnsupportedModelError(
+                f"parameter '{name}' is complex ({parameter.dtype}), and compressors need real "
+                "gradients. Train on torch.view_as_real of it"
+            )
+        if parameter.is_meta:
+            raise UnsupportedModelError(
+                f"parameter '{name}' is on the meta device. Call model.to_empty(device=...) and "
+                "initialise or load the parameters, before torchcomp.register"
+            )
+        meshes.add(mesh)
+    if len(meshes) != 1:
+        raise UnsupportedModelError(
+            f"the trained parameters are on {len(meshes)} meshes, expected one: shard all modules "
+            f"on the same mesh. {_HOW_TO_SHARD}"
+        )

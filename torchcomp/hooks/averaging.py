@@ -1,0 +1,59 @@
+"""Averaging: the engine behind a handle, and where its rank is among all ranks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchcomp import checkpoint
+from torchcomp.averager import Averager
+from torchcomp.exchange import Exchange
+from torchcomp.redistribution import Layout, Place, check_place, two_levels
+
+
+class Averaging:
+    """An averager, and how its ranks are those of the job.
+
+    The averager's ranks are all ranks, or, with two levels, those of equal position in all nodes.
+
+    Attributes:
+        averager: the engine.
+        everyone: exchange among all ranks, for between two steps.
+        place: where this rank is.
+        layouts: shape and strides of each whole parameter, by name. The averager has pieces of them
+            if there are two levels.
+    """
+
+    def __init__(
+        self,
+        averager: Averager,
+        everyone: Exchange,
+        place: Place,
+        layouts: Mapping[str, Layout],
+    ) -> None:
+        self.averager = averager
+        self.everyone = everyone
+        self.place = place
+        self.layouts = layouts
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether the averager's ranks are nodes."""
+        return self.averager.exchange.world_size != self.everyone.world_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank; see :meth:`.Averager.state_dict`."""
+        state = self.averager.state_dict()
+        if not self.two_levels:
+            return state
+        own = checkpoint.header(state["spec"], self.everyone)
+        return {**state, **own, "two_levels": two_levels(self.place, self.layouts)}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore the state of this rank; see :meth:`.Averager.load_state_dict`."""
+        spec = str(self.averager.aggregator)
+        checkpoint.check_header(state, spec, self.everyone, checkpoint.ADVICE)
+        check_place(state, self.place)
+        own = checkpoint.header(spec, self.averager.exchange)
+        self.averager.load_state_dict({**state, **own})
+
+    def close(self, timeout: float | None = None) -> None:
+        """Release threads. Can be called more than once."""

@@ -1,0 +1,171 @@
+"""Handle: the user's interface to the compressed exchange of one model."""
+
+import weakref
+from typing import Any
+
+import torch
+
+from torchcomp.aggregators import Aggregator
+from torchcomp.aggregators.rehearsal import rehearse_all
+from torchcomp.component import Component
+from torchcomp.exchange import Exchange
+from torchcomp.gathering import Gatherable
+from torchcomp.hooks.averaging import Averaging
+from torchcomp.hooks.executors import AT_EXIT_SECONDS
+from torchcomp.hooks.one_process import OfOneProcess
+from torchcomp.redistribution import Place
+from torchcomp.spec import parse_aggregator
+from torchcomp.stats import Stats
+
+SCALER_ADVICE = (
+    "If a GradScaler should skip such steps, pass scaler=scaler to torchcomp.register or "
+    "torchcomp.JointSpar"
+)
+
+
+class Handle(OfOneProcess, Gatherable):
+    """Compressed gradient exchange of one model; returned by :func:`torchcomp.register`.
+
+    Attributes:
+        averager: the engine, with the method, its state and the counters.
+        seconds_waited: time for which backward passes of this rank have waited for the worker
+            thread after the last gradient was computed, in total. 0 on CUDA, where the stream
+            waits and the host does not.
+    """
+
+    _after_close = "Register the model again to continue training"  # advice in errors
+
+    def __init__(self, averaging: Averaging) -> None:
+        self._averaging = averaging
+        self.averager = averaging.averager
+        self._closed = False
+        self.seconds_waited = 0.0
+        self._running = False
+        # Ends the threads also if the user deletes the model without `close`.
+        self._finalizer = weakref.finalize(self, averaging.close, AT_EXIT_SECONDS)
+
+    def __repr__(self) -> str:
+        return f"<torchcomp.Handle '{self.method}': {self.stats}>"
+
+    @property
+    def method(self) -> Aggregator:
+        """The aggregator in use; its ``str`` is the spec."""
+        return self.averager.aggregator
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    @property
+    def stats(self) -> Stats:
+        """Counters of this rank after its last step: bytes of that step, and in total.
+
+        Any thread can read them at any time, for example one that logs during a backward pass.
+        """
+        return self.averager.stats
+
+    def residual_norms(self, slot: str = "error") -> dict[str, float]:
+        """Return the Euclidean norm of this rank's residual, by parameter name.
+
+        This waits for the device.
+
+        Args:
+            slot: "error" for the residual of this rank's gradients, or "server_error" for its
+                server residual as the owner of shards.
+        """
+        return self.averager.residual_norms(slot)
+
+    def swap(self, spec: str | Component) -> str:
+        """Change the method between two steps. Call this on all ranks with the same spec.
+
+        Args:
+            spec: the new method.
+
+        Returns:
+            A sentence that describes what happens to the residual.
+
+        Raises:
+            SpecError: if the spec is invalid.
+            RankMismatchError: if the specs differ between ranks.
+            RuntimeError: during a backward pass, or after :meth:`close`.
+        """
+
+        def make() -> tuple[Aggregator, dict[str, Any]]:
+            self._require_idle("swap")
+            self._require_open("swap")
+            aggregator = parse_aggregator(spec)
+            self._check_method(aggregator)
+            rehearse_all(aggregator, self.averager.parameters.values())
+            return aggregator, {"spec": aggregator}
+
+        aggregator = self._averaging.everyone.build("handle.swap", {"spec": spec}, make)
+        return self.averager.use(aggregator)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state: tensors, numbers and strings, keyed by parameter name.
+
+        Every rank must save its own state, which loads with ``torch.load(..., weights_only=True)``.
+        If one rank writes the checkpoint for all, save :meth:`gather_state_dict` instead.
+        After a backward pass that raised, this is the state before that step.
+
+        Raises:
+            RuntimeError: during a backward pass.
+        """
+        self._require_idle("state_dict")
+        return self._averaging.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state that :meth:`state_dict` returned on this rank.
+
+        The checkpoint also contains the groups of parameters that are compressed together. The
+        resumed run is therefore bit-identical, even if DDP now has another bucket size. Nothing
+        changes if an error is raised.
+
+        Args:
+            state: the state of this rank.
+
+        Raises:
+            CheckpointError: if the state is of another model, method, rank or world size, or
+                damaged.
+            RuntimeError: during a backward pass, or after :meth:`close`.
+        """
+        self._require_idle("load_state_dict")
+        self._require_open("load_state_dict")
+        self._averaging.load_state_dict(state)
+
+    @property
+    def _gather_over(self) -> Exchange:
+        # close() has ended the process group of the exchange.
+        self._require_open("gather_state_dict or load_gathered")
+        return self._averaging.everyone
+
+    @property
+    def _place(self) -> Place:
+        return self._averaging.place
+
+    def close(self) -> None:
+        """End the worker thread. The model cannot train afterwards: DDP cannot remove a hook."""
+        self._closed = True
+        if self._finalizer.detach() is not None:
+            self._averaging.close()
+
+    def __enter__(self) -> "Handle":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _check_method(self, aggregator: Aggregator) -> None:
+        """Raise SpecError if the method cannot run on this kind of model."""
+
+    def _require_idle(self, call: str) -> None:
+        # Check both: a backward pass that raised leaves `_running` set, but has no graph task.
+        if self._running and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"{call} was called during a backward pass. Call it between two steps"
+            )
+
+    def _require_open(self, call: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"{call} was called on a closed handle. {self._after_close}")

@@ -1,0 +1,92 @@
+"""register: install compressed gradient exchange on a model."""
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from torchcomp.component import Component
+from torchcomp.ddp.register import register_ddp
+from torchcomp.errors import SpecError
+from torchcomp.fsdp.register import register_fsdp
+from torchcomp.hooks.handle import Handle
+from torchcomp.hooks.optimizer_lrs import Optimizers
+
+
+def register(
+    model: DistributedDataParallel | FSDPModule,
+    spec: str | Component,
+    *,
+    seed: int = 0,
+    scaler: "torch.amp.GradScaler | None" = None,
+    check: str = "step",
+    lr_inside: Optimizers | None = None,
+    nodes: str | int | DeviceMesh | None = None,
+    replicate: DeviceMesh | None = None,
+) -> Handle:
+    """Replace the gradient all-reduce of a DDP model with a compressed exchange.
+
+    Call this on every rank with the same arguments, after ``DistributedDataParallel(...)`` and
+    before the first backward pass. The training loop does not change, and ``no_sync`` works
+    unchanged. For a model of ``fully_shard``, this compresses the exchange between replicas.
+
+    Args:
+        model: a DDP model on CPU (gloo) or CUDA (NCCL) with floating-point parameters, or the root
+            module of FSDP2, sharded by ``fully_shard(module, mesh=mesh["shard"])``.
+        spec: the method, such as ``"ef(topk(0.01))"``; see :func:`torchcomp.parse`.
+        seed: seed of all random choices of the method, an integer of at least 0.
+        scaler: the ``GradScaler`` of the training loop, if it has one. The residual then follows
+            the loss scale, and does not change in steps that the scaler skips. Without a scaler, a
+            NaN or infinity in a gradient raises an error.
+        check: when a step with a NaN, an infinity or a damaged message raises. "step": at the end
+            of its backward pass, and nothing has changed. "late": in the next backward pass, swap
+            or ``state_dict()``, so that the host does not wait for the device at the end of a step.
+            The optimizer has then applied the step; only the handle's state is rolled back. Not
+            with a scaler, nor with ``find_unused_parameters=True``, which need the result in the
+            same step.
+        lr_inside: the optimizer of the training loop, or a list of all that train the model. The
+            residual is then in the unit of the update, the learning rate times the gradient: what
+            is sent late is applied at the learning rate of the step that it comes from. By default,
+            it is in the unit of the gradients, and applied at the learning rate of the step that
+            sends it. While the learning rate is constant, both are the same. Meant for SGD without
+            momentum: any other optimizer logs a warning. docs/usage.md has the details.
+        nodes: which ranks share a network card, to exchange in two levels. The ranks of a node
+            average their gradients uncompressed; the method then runs between the nodes, and each
+            rank keeps the residual of its share of the model. "auto" reads from torchrun how many
+            ranks a node has. Otherwise, pass that number, or a DeviceMesh with two dimensions,
+            nodes and their ranks. By default, all ranks exchange with all others.
+        replicate: for FSDP2, the mesh dimension of the replicas, such as ``mesh["replicate"]`` of
+            ``mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard"))``.
+            FSDP2 averages gradients over the shards of a replica; the method then runs between
+            replicas, and each rank keeps the residual of its shard.
+
+    Returns:
+        A handle for statistics, checkpoints and changes of the method.
+
+    Raises:
+        SpecError: on every rank, if the spec, the seed, the scaler, `check` or `lr_inside` is
+            invalid, or if a parameter of the model is in no optimizer of `lr_inside` or in several.
+        UnsupportedModelError: if the model is neither DDP nor FSDP2, has a hook, uses an option of
+            DDP that bypasses hooks, has complex parameters, sparse gradients or parameters on
+            several devices, or has trained already; or if FSDP2 shards only a part of the model,
+            or averages the replicas itself.
+        RankMismatchError: if specs, seeds or models differ between ranks, or only some ranks fail.
+    """
+    options: dict[str, Any] = {"seed": seed, "scaler": scaler, "check": check}
+    if isinstance(model, FSDPModule) and replicate is not None:
+        if nodes is not None:
+            raise SpecError(
+                "nodes is for DDP: in FSDP2, the shards of a replica are its node. Leave it out",
+                "nodes",
+            )
+        return register_fsdp(model, spec, replicate, lr_inside=lr_inside, **options)
+    if replicate is not None:
+        raise SpecError(
+            "replicate is for a model of fully_shard. With DistributedDataParallel, all ranks of "
+            "its group are replicas: leave it out",
+            "replicate",
+        )
+    ddp: Any = model  # anything else is refused there
+    return register_ddp(ddp, spec, lr_inside=lr_inside, nodes=nodes, **options)
