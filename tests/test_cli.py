@@ -64,6 +64,12 @@ def test_explain_takes_compressed_averages_and_outer_steps(capsys):
     assert capsys.readouterr().out == f"{plan}\n"
 
 
+def test_explain_prints_the_bytes_of_a_card(capsys):
+    assert main(["explain", "ef(topk(0.01))", *SIZE, "--nodes", "4"]) == 0
+    plan = torchcomp.explain("ef(topk(0.01))", numel=25_557_032, world_size=8, nodes=4)
+    assert capsys.readouterr().out == f"{plan}\n"
+
+
 def test_bad_spec_is_shown_with_its_caret_and_exits_2(capsys):
     status, printed = refused(["explain", "ef(topp(0.01))", *SIZE], capsys)
     assert status == 2
@@ -109,6 +115,12 @@ def test_bad_spec_is_shown_with_its_caret_and_exits_2(capsys):
         (
             ["explain", "every(2)", *SIZE, "--total-steps", "9", "--outer", "mean"],
             ["outer step", "'mean'"],
+        ),
+        (["explain", "mean", *SIZE, "--nodes", "3"], ["8 ranks", "nodes of 3"]),
+        (["explain", "mean", *SIZE, "--nodes", "0"], ["--nodes", " 0"]),
+        (
+            ["explain", "every(4)", *SIZE, "--total-steps", "9", "--nodes", "4"],
+            ["--nodes", "'every(4)'"],
         ),
         (["methods", "topkk"], ["'topkk'", "'topk'"]),
         (["methods", "diloco"], ["nesterov(lr=0.7, momentum=0.9)"]),

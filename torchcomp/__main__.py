@@ -13,7 +13,7 @@ from torchcomp.catalogue import described, listed
 from torchcomp.checks import is_number
 from torchcomp.comparison import MOST_RANKS
 from torchcomp.errors import ScheduleError, SpecError
-from torchcomp.explain import explain, refuse_for_methods
+from torchcomp.explain import explain, refuse_for_methods, refuse_for_schedules
 from torchcomp.learning_rates import DECAYS, LRFunction, decaying
 from torchcomp.named_models import build_named
 from torchcomp.plan import wrapped
@@ -51,8 +51,10 @@ def _explain(options: argparse.Namespace) -> str:
     if isinstance(built, Aggregator):
         flags = [_flag(name) for name in (*_OF_SCHEDULES, *_OF_LEARNING_RATES) if name in given]
         refuse_for_methods(built, flags)
-        run: dict[str, Any] = {}
+        run: dict[str, Any] = {"nodes": options.nodes}
     else:
+        if options.nodes is not None:
+            refuse_for_schedules(built, "--nodes")
         run = {name: given[name] for name in _OF_SCHEDULES if name in given}
         run["lr"] = _learning_rate(built, options)
     if options.model is None:
@@ -126,6 +128,9 @@ def _add_options_of_explain(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--world-size", type=ranks, required=True, metavar="N", help="number of ranks"
     )
+    add = command.add_argument_group("for methods").add_argument
+    help_text = "ranks of a node, to show the bytes through the network card that they share"
+    add("--nodes", type=_whole(1, MOST_RANKS), metavar="N", help=help_text)
     add = command.add_argument_group("for schedules").add_argument
     add("--total-steps", type=_whole(1), metavar="N", help="optimizer steps of the run (required)")
     add("--warmup-steps", type=_whole(0), metavar="N", help="steps of warm-up (default: 0)")

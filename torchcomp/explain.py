@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import astuple, replace
 from fractions import Fraction
 from itertools import pairwise
+from typing import NoReturn
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp.aggregators import Aggregator, planned_traffic
+from torchcomp.aggregators import Aggregator, planned_traffic, planned_two_levels
 from torchcomp.batchnorm import statistics_of, updated_layers
 from torchcomp.bucket import DEFAULT_CAPS, BucketShape, merge, partition
 from torchcomp.checks import check_count
@@ -18,8 +19,10 @@ from torchcomp.component import Component
 from torchcomp.ddp.checks import bucket_caps, check_is_module, trained_parameters
 from torchcomp.errors import SpecError
 from torchcomp.learning_rates import LRFunction
+from torchcomp.nodes import check_divides
 from torchcomp.outer_steps import OuterStep
-from torchcomp.plan import Plan
+from torchcomp.pieces import pieces_of
+from torchcomp.plan import NodePlan, Plan
 from torchcomp.schedules import Horizon, Schedule, synchronisations
 from torchcomp.spec import parse, parse_aggregator, parse_outer_step, parse_schedule
 from torchcomp.state import Kind
@@ -41,6 +44,7 @@ def explain(
     outer: str | OuterStep | None = None,
     time: TimeModel | None = None,
     rank: int = 0,
+    nodes: int | None = None,
 ) -> Plan:
     """Compute what a method sends per rank and step.
 
@@ -63,6 +67,8 @@ def explain(
         time: for a schedule without `compress`, the constants of a cluster; adds the run's wall
             clock.
         rank: the rank whose traffic is computed. Ranks differ by a few bytes if shards are uneven.
+        nodes: for a method, the number of ranks of a node, which share its network card. Adds the
+            bytes through the card, for the flat method and for ``register(..., nodes=nodes)``.
 
     Raises:
         SpecError: if the spec cannot be built, or if an argument is invalid, missing or does not
@@ -74,6 +80,9 @@ def explain(
         raise SpecError(f"dtype must be a floating-point torch.dtype, not {dtype!r}")
     check_count("world_size", world_size, 1, MOST_RANKS)
     check_count("rank", rank, 0, world_size - 1)
+    if nodes is not None:
+        check_count("nodes", nodes)
+        check_divides(nodes, world_size)
     built, average = parse(spec), parse_aggregator(compress)
     # What a synchronisation does in addition to a plain average, by LocalSGD's argument names.
     extra: dict[str, Component] = {} if average.transparent else {"compress": average}
@@ -84,7 +93,12 @@ def explain(
         run = {"lr": lr, "total_steps": total_steps, "warmup_steps": warmup_steps or None}
         options = {**extra, **run, "time": time}
         refuse_for_methods(built, [name for name, value in options.items() if value is not None])
-        return _explain_method(built, shapes, _nbytes(shapes), world_size, rank)
+        plan = _explain_method(built, shapes, _nbytes(shapes), world_size, rank)
+        if nodes is None:
+            return plan
+        return replace(plan, nodes=_explain_nodes(built, shapes, world_size, rank, nodes))
+    if nodes is not None:
+        refuse_for_schedules(built, "nodes")
     shapes = _shapes(numel, model, dtype, average.whole_model)
     if total_steps is None:
         raise SpecError(
@@ -122,6 +136,14 @@ def refuse_for_methods(method: Aggregator, given: Sequence[str]) -> None:
         )
 
 
+def refuse_for_schedules(schedule: Schedule, name: str) -> NoReturn:
+    """Raise SpecError because an option of methods, `name`, came with a schedule."""
+    raise SpecError(
+        f"{name} applies to gradient methods only, but '{schedule}' is a schedule of local steps: "
+        f"leave {name} out, or pass a method such as 'ef(topk(0.01))'"
+    )
+
+
 def sync_steps(
     spec: str | Component, *, lr: LRFunction | None = None, total_steps: int, warmup_steps: int = 0
 ) -> list[int]:
@@ -150,7 +172,6 @@ def _explain_method(
     moved = planned_traffic(aggregator, shapes, world_size, rank)
     warmup = _moved(aggregator, shapes, world_size, rank, warmup_steps)
     collective = " and ".join(sorted({cost.collective for cost in costs}))
-    kept = [slot for shape in shapes for slot in aggregator.slots(shape, world_size, rank)]
     return Plan(
         spec=str(aggregator),
         numel=sum(shape.numel for shape in shapes),
@@ -160,15 +181,39 @@ def _explain_method(
         bytes_sent=moved.sent,
         bytes_received=moved.received,
         dense_bytes_sent=moved.dense,
-        # Two copies, before and after the step, because a step that fails is rolled back. Caches
-        # are left out.
-        memory_bytes=sum(
-            2 * slot.numel * slot.dtype.itemsize for slot in kept if slot.kind is not Kind.CACHE
-        ),
+        memory_bytes=_memory_bytes(aggregator, shapes, world_size, rank),
         break_even_world_size=break_even(aggregator, shapes, dense),
         hints=hints(aggregator, shapes, world_size, dense),
         warmup_steps=warmup_steps or None,
         warmup_bytes_sent=round(warmup.sent / warmup_steps) if warmup_steps else None,
+    )
+
+
+def _memory_bytes(
+    aggregator: Aggregator, shapes: list[BucketShape], world_size: int, rank: int
+) -> int:
+    """Return the bytes of a rank's state."""
+    kept = [slot for shape in shapes for slot in aggregator.slots(shape, world_size, rank)]
+    # Two copies, before and after the step, because a step that fails is rolled back. Caches are
+    # left out.
+    return sum(2 * slot.numel * slot.dtype.itemsize for slot in kept if slot.kind is not Kind.CACHE)
+
+
+def _explain_nodes(
+    aggregator: Aggregator, shapes: list[BucketShape], world_size: int, rank: int, node: int
+) -> NodePlan:
+    flat = planned_traffic(aggregator, shapes, world_size, rank, node)
+    two_levels = planned_two_levels(aggregator, shapes, world_size, node, rank)
+    pieces = pieces_of(shapes, node)
+    return NodePlan(
+        ranks=node,
+        dense_card_bytes=flat.dense,
+        flat_card_bytes=flat.sent,
+        # The ranks of a node have pieces of equal shape, and send the same.
+        card_bytes=node * two_levels.sent,
+        bytes_sent=two_levels.sent,
+        inside_bytes_sent=two_levels.inside,
+        memory_bytes=_memory_bytes(aggregator, pieces, world_size // node, rank // node),
     )
 
 

@@ -64,14 +64,19 @@ class Nodes:
                 f"dimension for nodes and one for their ranks, not {nodes!r}",
                 "nodes",
             )
-        if len(ranks) % nodes:
-            raise SpecError(
-                f"nodes={nodes} does not divide the {len(ranks)} ranks: all nodes must have the "
-                "same number of ranks",
-                "nodes",
-            )
+        check_divides(nodes, len(ranks))
         starts = range(0, len(ranks), nodes)
         return cls(tuple(tuple(ranks[start : start + nodes]) for start in starts))
+
+
+def check_divides(node: int, world_size: int) -> None:
+    """Require that ranks can be divided into nodes of `node` ranks."""
+    if world_size % node:
+        raise SpecError(
+            f"{world_size} ranks cannot be divided into nodes of {node}: all nodes must have the "
+            "same number of ranks",
+            "nodes",
+        )
 
 
 def _local_world_size() -> int:

@@ -5,7 +5,7 @@ has rows r c to (r + 1) c with c = ceil(n / L), and zeros where there are no suc
 of a bucket therefore have the same shape, and a matrix is cut into matrices.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, prod
@@ -130,6 +130,11 @@ class Pieces:
             full += 1
         if full < self.ranks and size:
             yield placed[full:]
+
+
+def pieces_of(shapes: Iterable[BucketShape], ranks: int) -> list[BucketShape]:
+    """Return the shape of a piece of each bucket; of one rank, the whole bucket."""
+    return [shape if ranks == 1 else Pieces(shape, ranks).piece for shape in shapes]
 
 
 def _by_rows(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -9,6 +9,53 @@ from torchcomp.traffic import compared, three_digits
 
 
 @dataclass(frozen=True)
+class NodePlan:
+    """What a method sends per step if several ranks share a network card, in two ways.
+
+    Flat: all ranks exchange with all others, as ``register(model, spec)`` does. Two levels:
+    ``register(model, spec, nodes=ranks)``.
+
+    Attributes:
+        ranks: number of ranks of a node.
+        dense_card_bytes: bytes that plain DDP sends through the card of a node.
+        flat_card_bytes: bytes that the flat method sends through it. On NCCL, those of an
+            all-gather are an upper bound: NCCL sends around a ring what gloo copies to every rank.
+        card_bytes: bytes that two levels send through it.
+        bytes_sent: bytes that one rank of two levels sends between the nodes.
+        inside_bytes_sent: bytes that it sends inside its node.
+        memory_bytes: bytes of state that it stores in addition to the model.
+    """
+
+    ranks: int
+    dense_card_bytes: int
+    flat_card_bytes: int
+    card_bytes: int
+    bytes_sent: int
+    inside_bytes_sent: int
+    memory_bytes: int
+
+    @property
+    def two_levels_are_better(self) -> bool:
+        """Whether two levels send less through the card than the flat method."""
+        return self.card_bytes < self.flat_card_bytes
+
+    def rows(self, nodes: int) -> list[tuple[str, str]]:
+        """Return the rows of the table, for this number of nodes."""
+        sent = {"the flat method": self.flat_card_bytes, f"nodes={self.ranks}": self.card_bytes}
+        (best, least), (other, most) = sorted(sent.items(), key=lambda item: item[1])
+        better = f"{best} sends {compared(least, most, other)}" if least else "nothing is sent"
+        return [
+            ("nodes", f"{nodes:,} with a network card each; ranks per node: {self.ranks:,}"),
+            ("card, plain DDP", _bytes(self.dense_card_bytes)),
+            ("card, flat", _bytes(self.flat_card_bytes)),
+            ("card, two levels", _bytes(self.card_bytes)),
+            ("inside, per rank", _bytes(self.inside_bytes_sent)),
+            ("state, two levels", _bytes(self.memory_bytes)),
+            ("better", better),
+        ]
+
+
+@dataclass(frozen=True)
 class Plan:
     """The cost of a method per rank and step. ``str(plan)`` is a table.
 
@@ -35,6 +82,8 @@ class Plan:
         total_steps: number of optimizer steps of the whole run, for a schedule; else None.
         wall_clock: wall-clock time of the whole run, for a schedule with a time model; else None.
         parallel_wall_clock: the same for plain DDP; else None.
+        nodes: bytes through the network card of a node, for a method with `nodes`; else None. All
+            other fields are those of the flat method.
         hints: similar methods that would send or lose less, as sentences.
     """
 
@@ -54,6 +103,7 @@ class Plan:
     total_steps: int | None = None
     wall_clock: WallClock | None = None
     parallel_wall_clock: WallClock | None = None
+    nodes: NodePlan | None = None
     hints: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -87,6 +137,8 @@ class Plan:
         ]
         clocks = {"wall clock": self.wall_clock, "plain DDP takes": self.parallel_wall_clock}
         rows += [(name, str(clock)) for name, clock in clocks.items() if clock is not None]
+        if self.nodes is not None:
+            rows += self.nodes.rows(self.world_size // self.nodes.ranks)
         rows += [("hint", hint) for hint in self.hints]
         # One column wider than "synchronisations", the longest name.
         lines = [wrapped(f"  {name:<17} ", value) for name, value in rows]

@@ -3,11 +3,29 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+COPIED = 2**20
+"""Up to this many bytes, gloo copies the message of an all-gather to every rank."""
+
 
 def sum_bytes(nbytes: int, world_size: int) -> int:
     """Return the bytes that a rank sends, and receives, in a ring all-reduce of `nbytes`."""
     # A reduce-scatter and an all-gather, each of (W - 1) / W of the bytes.
     return 2 * (world_size - 1) * nbytes // world_size
+
+
+def gathered(nbytes: int, world_size: int, node: int) -> int:
+    """Return the bytes that a node sends, and receives, when all ranks all-gather `nbytes` each.
+
+    On gloo, small messages are copied to every rank. Larger ones go around a ring, in which only
+    the last rank of a node sends to another node. NCCL uses rings.
+
+    Args:
+        nbytes: bytes of the message of one rank.
+        world_size: number of ranks.
+        node: number of ranks of the node.
+    """
+    copies = node * (world_size - node)
+    return nbytes * (copies if nbytes <= COPIED else world_size - 1)
 
 
 def compared(sent: int, dense: int, other: str = "") -> str:

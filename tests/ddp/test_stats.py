@@ -226,16 +226,20 @@ def test_as_dict_has_no_ratio_before_anything_was_sent() -> None:
     assert not {"traffic_ratio", "total_traffic_ratio"} & set(scalars)
 
 
-def test_register_logs_the_method_and_its_bytes_on_rank_0(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("nodes", [None, 2])
+def test_register_logs_the_method_and_its_bytes_on_rank_0(
+    nodes: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "torchcomp")
     spec = "ef(topk(0.1))"
 
-    def body() -> torchcomp.Plan:
+    def body() -> tuple[int, torchcomp.Stats]:
         model = wrap(mlp(torch.float32))
-        torchcomp.register(model, spec)
-        return torchcomp.explain(spec, model=model, world_size=2)
+        handle = torchcomp.register(model, spec, nodes=nodes)
+        loss_of(model(rows(0, torch.float32))).backward()
+        return sum(p.numel() for p in model.parameters()), handle.stats
 
-    plan = on_threads(2, body)[0]
+    numel, stats = on_threads(4, body)[0]
     (record,) = [record for record in caplog.records if record.levelno == logging.INFO]
-    for value in (spec, plan.numel, plan.bytes_sent, plan.dense_bytes_sent):
+    for value in (spec, numel, stats.bytes_sent, stats.dense_bytes_sent):
         assert (f"{value:,}" if isinstance(value, int) else value) in record.getMessage()

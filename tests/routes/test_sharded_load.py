@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from itertools import product
 
 import pytest
 import torch
@@ -48,23 +49,34 @@ def expected_frame(each, owner, entries):
     return sent * wire.framed(math.ceil(nbytes / sent))
 
 
-def listed_load(up, down, rank):
-    """The load of a rank, from the codecs that a run uses."""
-    uplink, downlink, others = frames(up), frames(down), up.world_size - 1
-    load = Load(
-        sent=round(sum(uplink) - uplink[rank] + others * downlink[rank]),
-        received=round(others * uplink[rank] + sum(downlink) - downlink[rank]),
+def crossing(node, ranks, sent):
+    """The bytes that a node's ranks send to others, and receive, of ``sent(sender, receiver)``."""
+    others = [rank for rank in range(ranks) if rank not in node]
+    pairs = list(product(node, others))
+    return Load(
+        sent=round(sum(sent(rank, other) for rank, other in pairs)),
+        received=round(sum(sent(other, rank) for rank, other in pairs)),
+    )
+
+
+def listed_load(up, down, node):
+    """The load of a node's ranks, from the codecs that a run uses."""
+    uplink, downlink, ranks = frames(up), frames(down), up.world_size
+    load = Load.total(
+        [
+            crossing(node, ranks, lambda _, owner: uplink[owner]),
+            crossing(node, ranks, lambda owner, _: downlink[owner]),
+        ]
     )
     if up.exact:
-        pieces = [len(each) for each in up.pieces]
-        load.add(Load(sent=4 * (sum(pieces) - pieces[rank]), received=4 * others * pieces[rank]))
+        load.add(crossing(node, ranks, lambda _, owner: 4 * len(up.pieces[owner])))
     if down.exact:
         vectors = [
-            (counts[rank], sum(counts), k)
+            (sum(counts[rank] for rank in node), sum(counts), k)
             for counts, k in zip(down.candidates, down.kept, strict=True)
         ]
         itemsize = max(4, down.shape.dtype.itemsize)
-        load.add(search_load(vectors, itemsize, down.world_size))
+        load.add(search_load(vectors, itemsize, ranks, len(node)))
     return load
 
 
@@ -89,11 +101,13 @@ def test_the_closed_form_is_the_sum_over_the_owners(
     if selection == "exact" and not (up.selects or up.elementwise):
         selection = "shard"
     rank = data.draw(st.integers(0, world_size - 1))
+    size = data.draw(st.sampled_from([n for n in range(1, world_size + 1) if world_size % n == 0]))
+    node = range(rank - rank % size, rank - rank % size + size)
     ways = [
         direction(role, each, selection, shape, world_size)
         for role, each in (("up", up), ("down", down))
     ]
-    assert sharded_load(*ways, rank) == listed_load(*ways, rank)
+    assert sharded_load(*ways, rank, size) == listed_load(*ways, node)
 
 
 def test_fewer_entries_than_shards_send_what_random_entries_send_on_average():

@@ -141,13 +141,13 @@ def test_a_good_guess_takes_one_round_of_histograms():
     for guess in (threshold_of(x, k), threshold_of(x * 1.1, k), threshold_of(x * 0.9, k)):
         outcomes = assert_selects_topk(4, [(divided(x, 4), k, guess)])
         # One histogram, then the candidates in one of its bins.
-        assert [outcome[2] for outcome in outcomes] == [["all_gather", "all_gather_v"]] * 4
+        assert [outcome[2] for outcome in outcomes] == [["all_gather_rows", "all_gather_v"]] * 4
 
 
 def test_without_a_guess_it_takes_more_rounds():
     x = gaussian(100_000).float()
     calls = assert_selects_topk(4, [(divided(x, 4), 1000, 0)])[0][2]
-    assert 2 <= calls.count("all_gather") <= 6
+    assert 2 <= calls.count("all_gather_rows") <= 6
 
 
 def test_several_queries_share_their_rounds():
@@ -176,7 +176,7 @@ def test_an_interval_of_one_value_is_not_gathered():
     # All candidates are equal, so their counts are enough: only histograms are exchanged.
     x = torch.full((4000,), 0.5)
     calls = assert_selects_topk(2, [(divided(x, 2), 1000, threshold_of(x, 1))])[0][2]
-    assert set(calls) == {"all_gather"}
+    assert set(calls) == {"all_gather_rows"}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

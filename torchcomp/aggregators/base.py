@@ -1,7 +1,6 @@
 """Aggregator: replace a bucket with an estimate of its mean over the ranks, in place."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
@@ -13,7 +12,7 @@ from torchcomp.compressors import Compressor
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
 from torchcomp.state import Slot, State
-from torchcomp.traffic import Load, Traffic, sum_bytes
+from torchcomp.traffic import Load
 
 
 @dataclass(frozen=True)
@@ -100,12 +99,19 @@ class Aggregator(Component):
         return ()
 
     @abstractmethod
-    def cost(self, shape: BucketShape, world_size: int, rank: int = 0) -> Cost:
+    def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
         """Return the communication of one bucket, per rank and step.
 
         Of a method with several stages, call the cost of one: ``method.at(step).cost``.
         The numbers are exact with one exception: a sharded selection from a whole bucket. There
         the number of entries per shard depends on the values, and an even spread is assumed.
+
+        Args:
+            shape: shape of the bucket.
+            world_size: number of ranks.
+            rank: the rank whose bytes are counted.
+            node: number of consecutive ranks that share a network card. With more than 1, the load
+                is that of the card of `rank`: what its ranks exchange with those of other nodes.
         """
 
     @abstractmethod
@@ -120,16 +126,3 @@ class Aggregator(Component):
             state: stores the slots. The caller commits it or rolls it back.
             key: seed, step and rank of this exchange.
         """
-
-
-def planned_traffic(
-    method: Aggregator, shapes: Sequence[BucketShape], world_size: int, rank: int = 0
-) -> Traffic:
-    """Return the bytes of a step in which one rank averages buckets of these shapes.
-
-    Of a method with several stages, these are the bytes of the last one.
-    """
-    settled = method.settled
-    load = Load.total(settled.cost(shape, world_size, rank).load for shape in shapes)
-    dense = sum(shape.nbytes for shape in shapes)
-    return load.traffic(world_size, sum_bytes(dense, world_size))

@@ -107,9 +107,9 @@ class Bidirectional(Residual):
         ones = (1,) * len(names)
         return error, server, Slot("thresholds", Kind.CACHE, names, ones, torch.int64)
 
-    def cost(self, shape: BucketShape, world_size: int, rank: int = 0) -> Cost:
+    def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
         nbytes = codec(self.up, shape.names, shape.sizes, shape.dtype).nbytes
-        load = sharded_load(*self._directions(shape, world_size), rank)
+        load = sharded_load(*self._directions(shape, world_size), rank, node)
         return Cost("sharded", nbytes, load)
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:

@@ -18,7 +18,7 @@ from torchcomp.routes import AllGatherRoute, AllReduceRoute, Route, ShardedRoute
 from torchcomp.routes.sharded import Direction, direction
 from torchcomp.routes.sharded_load import sharded_load
 from torchcomp.state import State
-from torchcomp.traffic import Load
+from torchcomp.traffic import Load, gathered
 
 COLLECTIVES = Choices(("auto", "allreduce", "allgather", "sharded"))
 # Earlier versions used these names. Specs in old checkpoints and scripts can still contain them.
@@ -75,10 +75,10 @@ class OneWay(Aggregator):
         """Return the dtype of the sum over the ranks, for gradients of dtype `gradient`."""
         return gradient
 
-    def cost(self, shape: BucketShape, world_size: int, rank: int = 0) -> Cost:
+    def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
         collective = _collective(self, shape, world_size)
         nbytes = codec(self.compressor, shape.names, shape.sizes, shape.dtype).nbytes
-        return Cost(collective, nbytes, _load(self, collective, shape, world_size, rank))
+        return Cost(collective, nbytes, _load(self, collective, shape, world_size, rank, node))
 
     def route(self, shape: BucketShape, exchange: Exchange, state: State, key: Key) -> Route:
         """Return the route of one bucket for one step."""
@@ -105,19 +105,25 @@ def _collective(method: OneWay, shape: BucketShape, world_size: int) -> str:
         return "allgather"
     # Compare the load of rank 0 on every rank: all ranks must choose the same collective.
     received = {
-        each: _load(method, each, shape, world_size, 0).received
-        for each in ("allgather", "sharded")
+        each: _load(method, each, shape, world_size).received for each in ("allgather", "sharded")
     }
     return min(received, key=received.__getitem__)
 
 
-def _load(method: OneWay, collective: str, shape: BucketShape, world_size: int, rank: int) -> Load:
+def _load(
+    method: OneWay,
+    collective: str,
+    shape: BucketShape,
+    world_size: int,
+    rank: int = 0,
+    node: int = 1,
+) -> Load:
     if collective == "sharded":
-        return sharded_load(*_directions(method, shape, world_size), rank)
+        return sharded_load(*_directions(method, shape, world_size), rank, node)
     encoder = codec(method.compressor, shape.names, shape.sizes, shape.dtype)
     if collective == "allreduce":
         return Load(summed=encoder.nbytes)
-    moved = encoder.framed * (world_size - 1)
+    moved = gathered(encoder.framed, world_size, node)
     return Load(sent=moved, received=moved)
 
 

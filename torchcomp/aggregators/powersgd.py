@@ -69,7 +69,7 @@ class PowerSGD(Residual):
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
         return _plan(self, shape)[:2]
 
-    def cost(self, shape: BucketShape, world_size: int, rank: int = 0) -> Cost:
+    def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
         _, q, numel = _plan(self, shape)
         return Cost("allreduce", numel * q.dtype.itemsize, Load(summed=numel * q.dtype.itemsize))
 

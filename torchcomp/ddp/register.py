@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import wire
-from torchcomp.aggregators import Aggregator, Mean, planned_traffic
+from torchcomp.aggregators import Aggregator, Mean, planned_two_levels
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.averager import Averager
 from torchcomp.bucket import Group, partition
@@ -79,23 +79,25 @@ def register_ddp(
     setattr(model, OWNER, f"{REGISTERED}('{aggregator}')")
     # On one rank only: the messages would be the same on all ranks.
     if everyone.rank == 0:
-        _log_method(buckets.averager)
+        _log_method(buckets, 1 if divided is None else divided.size)
         _log_optimizers(lrs)
     return handle
 
 
-def _log_method(averager: Averager) -> None:
+def _log_method(buckets: Buckets, node: int) -> None:
     """Log what was registered, and a warning if the method loses much of the gradient."""
-    aggregator, shapes = averager.aggregator, [averager.shape_of(g) for g in averager.buckets]
-    planned = planned_traffic(aggregator, shapes, averager.exchange.world_size)
+    averager, ranks = buckets.averager, buckets.everyone.world_size
+    aggregator, shapes = averager.aggregator, [buckets.shape_of(g) for g in averager.buckets]
+    planned = planned_two_levels(aggregator, shapes, ranks, node)
     warmup_steps = aggregator.stages[-1]
     _log.info(
-        "registered %s: %d parameters with %s elements, groups: %d, per step%s %s",
+        "registered %s: %d parameters with %s elements, groups: %d, per step%s%s %s",
         aggregator,
         len(averager.parameters),
         f"{sum(shape.numel for shape in shapes):,}",
         len(shapes),
         f" after the first {warmup_steps:,}" if warmup_steps else "",
+        f" between nodes of {node} ranks" if node > 1 else "",
         sent_instead(planned.sent, planned.dense),
     )
     if isinstance(aggregator, Mean) and aggregator.loses:

@@ -15,9 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from torchcomp.compat import all_gather_single, reduce_scatter_single
 from torchcomp.exchange.base import Exchange
-
-_SMALL = 2**20
-"""Up to this many bytes, an all-gather on the CPU is done as an all-to-all; see `_all_gather`."""
+from torchcomp.traffic import COPIED
 
 
 class ProcessGroupExchange(Exchange):
@@ -65,7 +63,7 @@ class ProcessGroupExchange(Exchange):
     def _all_gather(self, mine: Tensor) -> Tensor:
         # gloo's all-gather is a ring. It moves as many bytes as sending a copy to every rank, but
         # waits for the link's latency world_size - 1 times in a row.
-        if not mine.is_cuda and mine.nbytes <= _SMALL:
+        if not mine.is_cuda and mine.nbytes <= COPIED:
             sizes = [mine.numel()] * self.world_size
             return self._all_to_all(mine.repeat(self.world_size), sizes, sizes)
         received = mine.new_empty(mine.numel() * self.world_size)

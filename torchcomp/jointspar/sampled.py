@@ -64,9 +64,9 @@ class Sampled(Aggregator):
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
         return self.inner.slots(shape, world_size, rank)
 
-    def cost(self, shape: BucketShape, world_size: int, rank: int = 0) -> Cost:
+    def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
         """Return the cost of a step that keeps all layers of the bucket."""
-        return self.inner.cost(shape, world_size, rank)
+        return self.inner.cost(shape, world_size, rank, node)
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
         sampler, parts = self.sampler, bucket.parts()

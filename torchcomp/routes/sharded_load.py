@@ -17,35 +17,70 @@ from torchcomp import wire
 from torchcomp.bucket import cut
 from torchcomp.routes.sharded import Direction
 from torchcomp.routes.threshold import search_load
-from torchcomp.traffic import Load
+from torchcomp.traffic import Load, gathered
 
 Pieces = tuple[tuple[int, int], ...]
 """What a shard contains: index of a vector, and number of its elements; none of them empty."""
 
 
-def sharded_load(up: Direction, down: Direction, rank: int) -> Load:
-    """Return the bytes of one bucket per rank and step; an estimate for exact selections."""
-    others = up.world_size - 1
-    up_all, up_own = _framed(up, rank)
-    down_all, down_own = _framed(down, rank)
-    load = Load(
-        sent=round(up_all - up_own + others * down_own),
-        received=round(others * up_own + down_all - down_own),
-    )
+def sharded_load(up: Direction, down: Direction, rank: int, node: int = 1) -> Load:
+    """Return the bytes of one bucket per step; an estimate for exact selections.
+
+    Args:
+        up: how messages to the owners are encoded.
+        down: how messages of the owners are encoded.
+        rank: a rank of the node.
+        node: number of ranks of the node. The load is what they send to, and receive from, the
+            ranks of other nodes. With 1, it is that of `rank`.
+    """
+    ranks, own = up.world_size, _node(rank, node)
+    others = ranks - node
+    up_all, up_own = (_total(_frames(up, owners)) for owners in (range(ranks), own))
+    load = Load(sent=round(node * (up_all - up_own)), received=round(others * up_own))
+    load.add(_down_load(down, own))
     if up.exact:  # the counts, which are int32
-        owned = len(_own(up.sizes, up.world_size, rank))
-        pieces = sum(len(shard) * n for shard, n in _shards(up.sizes, up.world_size).items())
-        load.add(Load(sent=4 * (pieces - owned), received=4 * others * owned))
+        pieces, owned = (_pieces_of(up, owners) for owners in (range(ranks), own))
+        load.add(Load(sent=4 * node * (pieces - owned), received=4 * others * owned))
     if down.exact:
-        load.add(_search_load(down, rank))
+        load.add(_search_load(down, own))
     return load
 
 
-def _framed(direction: Direction, rank: int) -> tuple[Fraction, Fraction]:
-    """Return the bytes of the frames of all shards together, and of the shard of `rank`."""
-    shards = _shards(direction.sizes, direction.world_size)
-    total = sum((_frame(direction, shard) * count for shard, count in shards.items()), Fraction(0))
-    return total, _frame(direction, _own(direction.sizes, direction.world_size, rank))
+def _node(rank: int, node: int) -> range:
+    """Return the ranks of the node of `rank`, for nodes of `node` consecutive ranks."""
+    first = rank - rank % node
+    return range(first, first + node)
+
+
+def _down_load(down: Direction, own: range) -> Load:
+    """Return the bytes of the all-gather of the downlink messages, for the ranks `own`."""
+    frames, node = _frames(down, range(down.world_size)), len(own)
+    if len(frames) == 1 and not down.exact:  # see ShardedRoute.mean
+        moved = gathered(int(*frames), down.world_size, node)
+        return Load(sent=moved, received=moved)
+    owned = _total(_frames(down, own))
+    return Load(
+        sent=round((down.world_size - node) * owned),
+        received=round(node * (_total(frames) - owned)),
+    )
+
+
+def _frames(direction: Direction, owners: range) -> "Counter[Fraction]":
+    """Return the bytes of the frames of some owners' shards, and how many frames have them."""
+    frames = Counter[Fraction]()
+    for shard, count in _shards(direction.sizes, direction.world_size, owners).items():
+        frames[_frame(direction, shard)] += count
+    return frames
+
+
+def _total(frames: "Counter[Fraction]") -> Fraction:
+    return sum((nbytes * count for nbytes, count in frames.items()), Fraction(0))
+
+
+def _pieces_of(direction: Direction, owners: range) -> int:
+    """Return the number of pieces of the bucket's vectors in some owners' shards."""
+    shards = _shards(direction.sizes, direction.world_size, owners)
+    return sum(len(shard) * count for shard, count in shards.items())
 
 
 def _frame(direction: Direction, shard: Pieces) -> Fraction:
@@ -64,37 +99,37 @@ def _frame(direction: Direction, shard: Pieces) -> Fraction:
     return steps * wire.framed(math.ceil(nbytes / steps)) if steps else steps
 
 
-def _search_load(down: Direction, rank: int) -> Load:
+def _search_load(down: Direction, own: range) -> Load:
     """Return the bytes of the search for the threshold of an exact downlink."""
-    kept, owned = down.kept, dict(_own(down.sizes, down.world_size, rank))
-    total = [0] * len(kept)
-    for shard, count in _shards(down.sizes, down.world_size).items():
+    total, owned = (_candidates(down, owners) for owners in (range(down.world_size), own))
+    # `order_bits` makes candidates of at least 4 bytes, also from 16-bit values.
+    itemsize = max(4, down.shape.dtype.itemsize)
+    vectors = zip(owned, total, down.kept, strict=True)
+    return search_load(vectors, itemsize, down.world_size, len(own))
+
+
+def _candidates(down: Direction, owners: range) -> list[int]:
+    """Return the number of candidates that some owners contribute, by vector."""
+    counts = [0] * len(down.kept)
+    for shard, count in _shards(down.sizes, down.world_size, owners).items():
         for vector, size in shard:
             # As in `Direction.candidates`, at most k of each owner.
-            total[vector] += count * min(kept[vector], size)
-    vectors = [(min(k, owned.get(i, 0)), total[i], k) for i, k in enumerate(kept)]
-    # `order_bits` makes candidates of at least 4 bytes, also from 16-bit values.
-    return search_load(vectors, max(4, down.shape.dtype.itemsize), down.world_size)
-
-
-def _own(sizes: tuple[int, ...], world_size: int, rank: int) -> Pieces:
-    """Return the contents of one rank's shard of a bucket with vectors of these sizes."""
-    start, stop = (cut(sum(sizes), world_size, each) for each in (rank, rank + 1))
-    return _pieces(list(accumulate(sizes)), start, stop)
+            counts[vector] += count * min(down.kept[vector], size)
+    return counts
 
 
 @lru_cache(maxsize=1024)
-def _shards(sizes: tuple[int, ...], world_size: int) -> Counter[Pieces]:
-    """Return the contents of the shards, and how many shards have the same."""
-    ends, numel, owner, shards = list(accumulate(sizes)), sum(sizes), 0, Counter[Pieces]()
+def _shards(sizes: tuple[int, ...], world_size: int, owners: range) -> Counter[Pieces]:
+    """Return the contents of some consecutive owners' shards, and how many shards have the same."""
+    ends, numel, shards = list(accumulate(sizes)), sum(sizes), Counter[Pieces]()
     if not numel:
-        return Counter({(): world_size})
-    short = numel // world_size
-    while owner < world_size:
+        return Counter({(): len(owners)})
+    short, owner = numel // world_size, owners.start
+    while owner < owners.stop:
         start = cut(numel, world_size, owner)
         end = ends[bisect_right(ends, start)]  # of the vector in which this shard begins
         # The first owner whose shard ends after it: the smallest r with cut(r + 1) > end.
-        after = min(world_size, ((end + 1) * world_size - 1) // numel)
+        after = min(owners.stop, ((end + 1) * world_size - 1) // numel)
         if after == owner:  # the shard has parts of several vectors
             after += 1
             shards[_pieces(ends, start, cut(numel, world_size, after))] += 1

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchcomp.exchange import Exchange
-from torchcomp.traffic import Load
+from torchcomp.traffic import Load, gathered
 
 _WINDOW_BITS = {torch.int32: 24, torch.int64: 53}
 """log2 of the width of a window of two octaves, by dtype of the candidates.
@@ -180,22 +180,27 @@ def find_largest(exchange: Exchange, queries: Sequence[Query]) -> list[Selection
     ]
 
 
-def search_load(vectors: Iterable[tuple[int, int, int]], itemsize: int, world_size: int) -> Load:
-    """Estimate the bytes of :func:`find_largest` over a rank's link, for good guesses.
+def search_load(
+    vectors: Iterable[tuple[int, int, int]], itemsize: int, world_size: int, node: int = 1
+) -> Load:
+    """Estimate the bytes of :func:`find_largest` over the card of a node, for good guesses.
 
     Args:
-        vectors: for each vector, the number of candidates of this rank and of all ranks, and k.
+        vectors: for each vector, the number of candidates of this node and of all ranks, and k.
         itemsize: bytes of a candidate.
         world_size: number of ranks.
+        node: number of ranks of the node.
     """
-    load, others = Load(), world_size - 1
+    load, others = Load(), world_size - node
     for own, total, k in vectors:
         histogram = 4 * _bins(k, world_size)
         # Few candidates are exchanged without a histogram. If all are selected, nothing is sent.
         if k < total and itemsize * total <= histogram * world_size:
-            load.add(Load(sent=itemsize * others * own, received=itemsize * (total - own)))
+            received = itemsize * node * (total - own)
+            load.add(Load(sent=itemsize * others * own, received=received))
         elif k < total:
-            load.add(Load(sent=others * histogram, received=others * histogram))
+            moved = gathered(histogram, world_size, node)
+            load.add(Load(sent=moved, received=moved))
     return load
 
 

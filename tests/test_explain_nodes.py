@@ -1,0 +1,360 @@
+"""explain with nodes: bytes through a network card, against those that a run counts."""
+
+import os
+import re
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from fractions import Fraction
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import torchcomp
+from tests.support.cases import only, thorough
+from tests.support.models import METHODS, SMALL_BUCKETS, loss_of, mlp, rows, wrap
+from tests.support.ranks import on_processes, on_threads
+from torchcomp import SpecError, explain, run_in_process
+from torchcomp.exchange import InProcessExchange, ProcessGroupExchange
+from torchcomp.traffic import COPIED
+
+RESNET50 = 25_557_032
+
+
+def estimated(spec: str) -> bool:
+    """Whether the sizes of messages depend on the values, so that the plan is an estimate."""
+    method = torchcomp.parse(spec)
+    return 'exchange="sharded"' in spec or getattr(method, "selection", "shard") == "exact"
+
+
+SPECS = [spec for spec in METHODS if "warmup" not in spec]
+NOW = (
+    "mean",
+    "ef(topk(0.1))",
+    'ef(quantize("int8"))',
+    'ef(topk(0.1), exchange="sharded")',
+    "powersgd(rank=1)",
+    "bidirectional(topk(0.1), topk(0.1))",
+    'bidirectional(topk(0.1), topk(0.1), selection="exact")',
+)
+
+
+# --- Two levels -----------------------------------------------------------------------------------
+
+
+def trained(spec: str, ranks: int, nodes: int, width: int) -> Any:
+    model = wrap(mlp(torch.float32, width=width), bucket_cap_mb=SMALL_BUCKETS)
+    options = {"world_size": ranks, "rank": dist.get_rank(), "nodes": nodes}
+    plan = explain(spec, model=model, **options)
+    handle = torchcomp.register(model, spec, nodes=nodes)
+    for step in range(2):
+        loss_of(model(rows(step, torch.float32, width=width))).backward()
+    slots = handle.state_dict()["slots"]
+    stored = [t for slot in slots.values() for t in slot["tensors"].values()]
+    kept = 2 * sum(t.numel() * t.element_size() for t in stored)
+    return plan.nodes, handle.stats, kept
+
+
+@pytest.mark.parametrize("spec", only([spec for spec in SPECS if not estimated(spec)], now=NOW))
+@pytest.mark.parametrize("nodes", [2, *thorough([3])])
+def test_counted_bytes_of_two_levels_equal_the_plan(spec: str, nodes: int) -> None:
+    ranks = 2 * nodes
+    found = on_threads(ranks, trained, spec, ranks, nodes, 16)
+    for plan, stats, kept in found:
+        assert stats.bytes_sent == plan.bytes_sent
+        assert stats.inside_bytes_sent == plan.inside_bytes_sent
+        assert stats.dense_bytes_sent == plan.dense_card_bytes // nodes
+        assert kept == plan.memory_bytes
+    for first in range(0, ranks, nodes):
+        node = found[first : first + nodes]
+        assert sum(stats.bytes_sent for _, stats, _ in node) == node[0][0].card_bytes
+
+
+@pytest.mark.parametrize("spec", only([spec for spec in SPECS if estimated(spec)], now=NOW))
+def test_bytes_of_exact_selections_are_near_the_plan_of_two_levels(spec: str) -> None:
+    found = on_threads(4, trained, spec, 4, 2, 64)
+    counted = sum(stats.bytes_sent for _, stats, _ in found)
+    assert counted == pytest.approx(found[0][0].card_bytes + found[2][0].card_bytes, rel=0.15)
+
+
+# --- The flat method ------------------------------------------------------------------------------
+
+
+class Recorder(InProcessExchange):
+    """Records the bytes of messages by receiver, as gloo sends them."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.to = [Fraction(0)] * self.world_size
+
+    def any_of(self, flags: Tensor) -> Tensor:
+        messages = list(self.to)
+        combined = super().any_of(flags)
+        self.to = messages  # without the checks
+        return combined
+
+    def _all_reduce(self, values: Tensor) -> None:
+        self._around(Fraction(2 * (self.world_size - 1) * values.nbytes, self.world_size))
+        super()._all_reduce(values)
+
+    def _all_gather(self, mine: Tensor) -> Tensor:
+        if mine.nbytes > COPIED:
+            self._around((self.world_size - 1) * mine.nbytes)
+        else:
+            self.to = [nbytes + mine.nbytes for nbytes in self.to]
+        return super()._all_gather(mine)
+
+    def _all_to_all(
+        self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]
+    ) -> Tensor:
+        parts = zip(self.to, sizes, strict=True)
+        self.to = [nbytes + size * outgoing.element_size() for nbytes, size in parts]
+        return super()._all_to_all(outgoing, sizes, arriving)
+
+    def _around(self, nbytes: Fraction | int) -> None:
+        self.to[(self.rank + 1) % self.world_size] += nbytes
+
+
+def recorded(spec: str, model: nn.Module, ranks: int, nodes: int) -> list[float]:
+    """The bytes of the second step through the card of each node, by what the ranks sent."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def body(exchange: Recorder) -> list[Fraction]:
+        averager = torchcomp.Averager(spec, exchange, parameters)
+        generator = torch.Generator().manual_seed(exchange.rank)
+        for _ in range(2):
+            # The first step of an exact downlink has no threshold to start from.
+            exchange.to = [Fraction(0)] * ranks
+            averager.average_all(
+                {name: torch.randn(p.shape, generator=generator) for name, p in parameters.items()}
+            )
+        return exchange.to
+
+    sent = run_in_process(ranks, body, Recorder.ranks(ranks))
+    cards = [0.0] * (ranks // nodes)
+    for rank, to in product(range(ranks), repeat=2):
+        if rank // nodes != to // nodes:
+            cards[rank // nodes] += float(sent[rank][to])
+    return cards
+
+
+@pytest.mark.parametrize("spec", only(SPECS, now=NOW))
+@pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (6, 3), (6, 2), (3, 1), (3, 3)])
+def test_card_bytes_of_the_flat_method_are_those_that_leave_a_node(
+    spec: str, ranks: int, nodes: int
+) -> None:
+    # 1,017 elements: no number of ranks divides them.
+    model = nn.Sequential(nn.Linear(31, 30), nn.Linear(30, 1, bias=False), nn.Linear(1, 27, False))
+    cards = recorded(spec, model, ranks, nodes)
+    options: dict[str, Any] = {"model": model, "world_size": ranks, "nodes": nodes}
+    planned = [explain(spec, rank=at, **options).nodes for at in range(0, ranks, nodes)]
+    for counted, plan in zip(cards, planned, strict=True):
+        assert plan is not None
+        rough = {"rel": 0.2} if estimated(spec) else {"abs": 1}  # an all-reduce is rounded down
+        assert counted == pytest.approx(plan.flat_card_bytes, **rough)
+    assert planned[0] is not None
+    assert planned[0].dense_card_bytes == (
+        0 if nodes == ranks else explain(spec, **options).dense_bytes_sent
+    )
+
+
+def test_a_long_message_of_an_all_gather_goes_around_a_ring() -> None:
+    def flat(numel: int) -> torchcomp.Plan:
+        return explain("quantize(int8)", numel=numel, world_size=8, nodes=4)
+
+    short, long = flat(10**6), flat(2 * 10**6)
+    assert short.message_bytes < COPIED < long.message_bytes
+    assert short.nodes is not None
+    assert long.nodes is not None
+    # Each of 4 ranks sends its message to each of 4 others; or the last rank passes on 7 messages.
+    assert short.nodes.flat_card_bytes == 4 * 4 * short.bytes_sent // 7
+    assert long.nodes.flat_card_bytes == long.bytes_sent
+    cards = recorded("quantize(int8)", nn.Linear(600_000, 2, bias=False), 4, 2)
+    plan = explain("quantize(int8)", numel=1_200_000, world_size=4, nodes=2)
+    assert plan.nodes is not None
+    assert cards == [plan.nodes.flat_card_bytes] * 2
+
+
+Sockets = dict[tuple[int, int], int]
+"""Bytes sent, by local and remote port."""
+
+
+def sockets() -> Sockets:
+    """The TCP sockets of this process, with the bytes that the kernel has sent."""
+    found: Sockets = {}
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed in the meantime, or not a TCP connection
+            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(number))) as each:
+                info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                ports = each.getsockname()[1], each.getpeername()[1]
+                (found[ports],) = struct.unpack_from("Q", info, 200)  # tcpi_bytes_sent
+    return found
+
+
+def sent_by_kernel(call: Callable[[], Any]) -> list[int]:
+    """The bytes that the kernel sends from this rank to each other rank during a call."""
+    dist.barrier()
+    before = sockets()
+    call()
+    dist.barrier()
+    sent = {ports: now - before.get(ports, 0) for ports, now in sockets().items()}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, list(sent))
+    owners = {ports: rank for rank, own in enumerate(everyone) for ports in own}
+    to = [0] * len(everyone)
+    for (local, remote), count in sent.items():
+        if (remote, local) in owners:
+            to[owners[remote, local]] += count
+    return to
+
+
+def sent_over_gloo(nbytes: int) -> dict[str, list[float]]:
+    """By collective, the messages of `nbytes` that this rank sends to each rank."""
+    exchange = ProcessGroupExchange()
+    message, sizes = torch.zeros(nbytes, dtype=torch.uint8), [nbytes] * exchange.world_size
+    exchange.all_gather_v(message, sizes)  # connects all ranks
+    collectives: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: exchange.all_reduce(torch.zeros(nbytes // 4)),
+        "all_gather": lambda: exchange.all_gather(message),
+        "all_gather of a short message": lambda: exchange.all_gather(message[: COPIED // 2]),
+        "all_gather_v": lambda: exchange.all_gather_v(message, sizes),
+    }
+    return {
+        name: [count / nbytes for count in sent_by_kernel(call)]
+        for name, call in collectives.items()
+    }
+
+
+@pytest.mark.thorough
+def test_gloo_sends_to_the_ranks_that_the_plan_assumes() -> None:
+    # Larger than all else that is sent meanwhile.
+    found = on_processes(4, sent_over_gloo, 4 * COPIED)
+    for rank, sent in enumerate(found):
+        others = [float(to != rank) for to in range(4)]
+        after, before = ([float(to == (rank + step) % 4) for to in range(4)] for step in (1, -1))
+        expected = {
+            "all_reduce": [2 * 3 / 4 * each for each in before],
+            "all_gather": [3 * each for each in after],
+            "all_gather of a short message": [each / 8 for each in others],
+            "all_gather_v": others,
+        }
+        for name, wanted in expected.items():
+            assert sent[name] == pytest.approx(wanted, abs=0.1), name
+
+
+def trained_over_gloo(spec: str, nodes: int | None) -> tuple[float, Any]:
+    """The bytes per step that the kernel sends from this rank to the other node, and the plan."""
+    model = wrap(nn.Sequential(nn.Linear(1000, 1500), nn.Linear(1500, 2000)))
+    handle = torchcomp.register(model, spec, nodes=nodes)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            loss_of(model(torch.ones(1, 1000))).backward()
+
+    train(2)
+    rank, to = dist.get_rank(), sent_by_kernel(partial(train, 3))
+    handle.close()
+    plan = explain(spec, model=model, world_size=4, rank=rank, nodes=2).nodes
+    return sum(to[other] for other in range(4) if other // 2 != rank // 2) / 3, plan
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("spec", ["mean", "ef(topk(0.1))", "quantize(int8)"])
+@pytest.mark.parametrize("nodes", [None, 2])
+def test_the_kernel_sends_what_is_planned(spec: str, nodes: int | None) -> None:
+    found = on_processes(4, trained_over_gloo, spec, nodes)
+    for node in (found[:2], found[2:]):
+        _, plan = node[0]
+        planned = plan.flat_card_bytes if nodes is None else plan.card_bytes
+        # Headers, checks and acknowledgements come on top.
+        assert sum(sent for sent, _ in node) == pytest.approx(1.01 * planned, rel=0.02)
+
+
+# --- The better one -------------------------------------------------------------------------------
+
+
+def numbers(text: str) -> set[str]:
+    return set(re.findall(r"\d+", text))
+
+
+def table(plan: torchcomp.Plan) -> dict[str, str]:
+    lines = re.sub(r"\n {20}", " ", str(plan)).split("\n")
+    return {line[2:19].strip(): line[20:] for line in lines[1:]}
+
+
+def test_the_plan_of_resnet50_on_two_nodes_of_four_ranks() -> None:
+    plan = explain("bidirectional(topk(0.01), topk(0.01))", numel=RESNET50, world_size=8, nodes=4)
+    nodes = plan.nodes
+    assert nodes is not None
+    assert nodes.two_levels_are_better
+    assert nodes.dense_card_bytes == plan.dense_bytes_sent == 2 * 7 * 4 * RESNET50 // 8
+    # One message of the whole model up and down, of which the other node owns a half.
+    assert nodes.card_bytes == pytest.approx(plan.message_bytes, rel=0.001)
+    # Each of 4 ranks sends half of its message to the other node, and gets it back from there.
+    assert nodes.flat_card_bytes == pytest.approx(4 * plan.message_bytes, rel=0.001)
+    assert nodes.inside_bytes_sent == 2 * 3 * 4 * RESNET50 // 4
+    # Two copies of the residuals, of which each rank has a fourth.
+    assert nodes.memory_bytes == 2 * 4 * (RESNET50 // 4 + RESNET50 // 8)
+    printed = table(plan)
+    for name, value in (
+        ("card, plain DDP", nodes.dense_card_bytes),
+        ("card, flat", nodes.flat_card_bytes),
+        ("card, two levels", nodes.card_bytes),
+        ("inside, per rank", nodes.inside_bytes_sent),
+        ("state, two levels", nodes.memory_bytes),
+    ):
+        assert f"{value:,}" in printed[name]
+    assert re.match(r"nodes=4 .*\b4x less\b.* flat", printed["better"])
+    assert re.match(r"2\b.*\b4$", printed["nodes"])
+    # All else is the plan without nodes.
+    assert "nodes" not in table(explain(plan.spec, numel=RESNET50, world_size=8))
+
+
+def test_flat_is_better_where_pieces_are_padded() -> None:
+    # One row: every piece has the length of the whole row.
+    model = nn.Linear(1000, 1, bias=False)
+    plan = explain("mean", model=model, world_size=8, nodes=4)
+    assert plan.nodes is not None
+    assert not plan.nodes.two_levels_are_better
+    assert (plan.nodes.flat_card_bytes, plan.nodes.card_bytes) == (7_000, 16_000)
+    assert re.match(r"the flat method .*\b2.29x less\b.*nodes=4", table(plan)["better"])
+
+
+@pytest.mark.parametrize("nodes", [1, 8])
+def test_one_rank_a_node_and_one_node(nodes: int) -> None:
+    plan = explain("ef(topk(0.01))", numel=RESNET50, world_size=8, nodes=nodes)
+    assert plan.nodes is not None
+    assert not plan.nodes.two_levels_are_better
+    sent = plan.bytes_sent if nodes == 1 else 0
+    assert plan.nodes.flat_card_bytes == plan.nodes.card_bytes == sent
+    assert not numbers(table(plan)["better"]) - {str(nodes)}
+
+
+def test_a_million_ranks_are_planned_at_once() -> None:
+    spec = "bidirectional(topk(0.01, scope=tensor), topk(0.01), selection=exact)"
+    plan = explain(spec, numel=RESNET50, world_size=10**6, nodes=10**5)
+    assert plan.nodes is not None
+    assert plan.nodes.two_levels_are_better
+
+
+# --- Bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [0, -1, 3, 16, 2.0, True, "auto"])
+def test_bad_nodes_are_refused(nodes: Any) -> None:
+    with pytest.raises(SpecError) as caught:
+        explain("ef(topk(0.1))", numel=1000, world_size=8, nodes=nodes)
+    assert caught.value.field == "nodes"
+
+
+def test_schedules_have_no_nodes() -> None:
+    with pytest.raises(SpecError, match=r"\bnodes\b.*'every\(4\)'"):
+        explain("every(4)", numel=1000, world_size=8, total_steps=9, nodes=4)

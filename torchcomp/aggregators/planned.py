@@ -1,0 +1,64 @@
+"""The bytes that a method is planned to send, per rank, per network card, and on two levels."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torchcomp.aggregators.base import Aggregator
+from torchcomp.bucket import BucketShape
+from torchcomp.pieces import pieces_of
+from torchcomp.traffic import Load, Traffic, sum_bytes
+
+
+def planned_traffic(
+    method: Aggregator,
+    shapes: Sequence[BucketShape],
+    world_size: int,
+    rank: int = 0,
+    node: int = 1,
+) -> Traffic:
+    """Return the bytes of a step in which all ranks average buckets of these shapes.
+
+    Of a method with several stages, these are the bytes of the last one.
+
+    Args:
+        method: the method.
+        shapes: shapes of its buckets.
+        world_size: number of ranks.
+        rank: the rank whose bytes are counted.
+        node: number of consecutive ranks that share a network card. With more than 1, the bytes are
+            those of the card of `rank`.
+    """
+    if node == world_size:
+        return Traffic()  # nothing passes the card of the only node
+    settled = method.settled
+    load = Load.total(settled.cost(shape, world_size, rank, node).load for shape in shapes)
+    return load.traffic(world_size, _dense(shapes, world_size, node))
+
+
+def planned_two_levels(
+    method: Aggregator, shapes: Sequence[BucketShape], world_size: int, node: int, rank: int = 0
+) -> Traffic:
+    """Return the bytes that one rank sends per step with ``register(..., nodes=node)``.
+
+    `sent` and `received` are those between the nodes. `dense` is this rank's share of what plain
+    DDP sends through the card of its node.
+
+    Args:
+        method: the method.
+        shapes: shapes of the buckets, before they are cut into pieces.
+        world_size: number of ranks.
+        node: number of ranks of a node.
+        rank: the rank whose bytes are counted.
+    """
+    pieces = pieces_of(shapes, node)
+    between = planned_traffic(method, pieces, world_size // node, rank // node)
+    # A reduce-scatter and an all-gather move a piece to each other rank of the node.
+    inside = 2 * (node - 1) * sum(piece.nbytes for piece in pieces)
+    return replace(between, dense=_dense(shapes, world_size, node) // node, inside=inside)
+
+
+def _dense(shapes: Sequence[BucketShape], world_size: int, node: int) -> int:
+    """Return the bytes that plain DDP sends through the card of a node."""
+    # A ring of all ranks leaves each node once: the card carries what one rank sends.
+    nbytes = sum(shape.nbytes for shape in shapes)
+    return sum_bytes(nbytes, world_size) if node < world_size else 0
