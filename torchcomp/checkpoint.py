@@ -193,6 +193,13 @@ TWO_LEVELS = optional(record(node=count, position=count, node_size=count, parame
 """Form of what a run with nodes adds: which piece of the whole parameters the state belongs to."""
 
 
+RECUT = "recut"
+"""Whether :func:`torchcomp.redistribute` has cut the parameters of a state into other pieces.
+
+Values that belong to a piece, but not to its elements, are then missing: they begin anew.
+"""
+
+
 def header(spec: str, exchange: Exchange) -> dict[str, Any]:
     """Return the entries that identify the run and the rank of a state dict."""
     ranks = {"rank": exchange.rank, "world_size": exchange.world_size}
@@ -324,15 +331,21 @@ def save_slot(
         part = held.get(name)
         # What `State.open` would start with: no step has opened the slot, or the size has changed.
         if part is None or part.numel() != size:
-            part = torch.zeros(size, dtype=slot.dtype, device=parameter.device)
-            if slot.init is not None:
-                slot.init(name, part)
+            part = _initial(slot, name, size, parameter.device)
         if size == parameter.numel() and not slot.sharded:
             part = memory_order(parameter, part)
         # A copy: the state changes in the next step, and a view would be saved with its whole
         # bucket.
         saved[name] = part.clone(memory_format=torch.contiguous_format)
     return saved
+
+
+def _initial(slot: Slot, name: str, size: int, device: torch.device) -> Tensor:
+    """Return the values that a slot of this parameter begins with: 1-D."""
+    part = torch.zeros(size, dtype=slot.dtype, device=device)
+    if slot.init is not None:
+        slot.init(name, part)
+    return part
 
 
 def load_slot(
@@ -351,9 +364,13 @@ def load_slot(
     require(found == expected, where, f"a slot of (kind, sharded) {expected}", found)
     flats = {}
     for name, size in zip(slot.names, slot.sizes, strict=True):
+        parameter = parameters[name]
         if name not in saved["tensors"]:
+            if state.get(RECUT) is True and size != parameter.numel() and not slot.sharded:
+                flats[name] = _initial(slot, name, size, parameter.device)
+                continue
             raise CheckpointError(f"a damaged checkpoint: {where} lacks '{name}'")
-        value, parameter = saved["tensors"][name], parameters[name]
+        value = saved["tensors"][name]
         path = f"{where}.tensors['{name}']"
         # A shard is cut from the bucket, which has the memory order of the saved parameter.
         if slot.sharded and list(state["parameters"][name]["stride"]) != list(parameter.stride()):

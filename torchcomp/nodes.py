@@ -56,7 +56,7 @@ class Nodes:
         """
         if isinstance(nodes, DeviceMesh):
             return cls(_of_mesh(nodes, ranks))
-        if nodes == "auto":
+        if isinstance(nodes, str) and nodes == "auto":
             return cls(_of_numbers(_local_world_size(), ranks))
         if not is_whole(nodes) or nodes < 1:
             raise SpecError(

@@ -95,7 +95,8 @@ class Pieces:
         """
         out = parts[self.whole.names[0]].new_empty(self.ranks * self.piece.numel)
         views = [view for chunk in self.chunks for view in self._views(chunk, parts, out)]
-        torch._foreach_copy_([piece for _, piece in views], [part for part, _ in views])
+        if views:  # none if all parameters are empty
+            torch._foreach_copy_([piece for _, piece in views], [part for part, _ in views])
         zeros = [zero for chunk in self.chunks for zero in self._padding(chunk, out)]
         if zeros:
             torch._foreach_zero_(zeros)
@@ -104,7 +105,8 @@ class Pieces:
     def join(self, pieces: Tensor, parts: Mapping[str, Tensor]) -> None:
         """Copy pieces (all, in rank order) back to a bucket; the inverse of :meth:`cut`."""
         views = [view for chunk in self.chunks for view in self._views(chunk, parts, pieces)]
-        torch._foreach_copy_([part for part, _ in views], [piece for _, piece in views])
+        if views:
+            torch._foreach_copy_([part for part, _ in views], [piece for _, piece in views])
 
     def _views(
         self, chunk: Chunk, parts: Mapping[str, Tensor], pieces: Tensor

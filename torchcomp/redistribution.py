@@ -14,16 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchcomp.bucket import BucketShape
+from torchcomp.bucket import BucketShape, memory_order
 from torchcomp.checkpoint import (
     ENGINE,
     HEADER,
+    RECUT,
     TWO_LEVELS,
     VERSION,
     check_division,
     count,
+    flag,
     list_of,
     listed,
+    optional,
     record,
     require,
 )
@@ -134,6 +137,8 @@ def own_state(state: Any, world_size: int, place: Place) -> State:
     states: list[State] = list(state["states"])
     if len(states) == world_size:
         own = states[place.rank]
+        optional(count)(own.get("rank"), "rank")
+        TWO_LEVELS(own.get("two_levels"), "two_levels")
         if "rank" not in own or Place.of(own) == place:
             return own
     return _cut(_joined(_complete(states)), world_size, place)
@@ -154,21 +159,24 @@ def _joined(positions: list[list[State]]) -> State:
             continue
         join = _joined_shards if slot["sharded"] else _mean
         parts = [join(states, slot_name) for states in positions]
-        tensors = {
+        joined = {
             name: _join(layouts[name], [each[name] for each in parts], flat=slot["sharded"])
             for name in parts[0]
         }
+        tensors = {name: whole for name, whole in joined.items() if whole is not None}
         slots[slot_name] = {**slot, "tensors": tensors}
     # All other entries of an Averager are equal on all ranks, except for the traffic counters. Of
     # those, and of the clients' sections, rank 0's are kept.
     rest = {key: value for key, value in first.items() if key != "two_levels"}
-    return {**rest, "parameters": layouts, "slots": slots}
+    recut = section is not None or first.get(RECUT, False)
+    return {**rest, RECUT: recut, "parameters": layouts, "slots": slots}
 
 
 def _cut(whole: State, world_size: int, place: Place) -> State:
     """Return the state of a new rank, from the result of :func:`_joined`."""
     layouts, size = whole["parameters"], place.node_size
     state = {**whole, "world_size": world_size, "rank": place.rank}
+    state[RECUT] |= size > 1
     if size > 1:
         state["parameters"] = {name: _piece_layout(each, size) for name, each in layouts.items()}
         state["two_levels"] = two_levels(place, layouts)
@@ -178,7 +186,7 @@ def _cut(whole: State, world_size: int, place: Place) -> State:
         flat, tensors = slot["sharded"], Tensors()
         for name, value in slot["tensors"].items():
             piece = _piece(layouts[name], value, place, flat=flat)
-            if flat and name not in owned:
+            if piece is None or (flat and name not in owned):
                 continue
             if flat:
                 at, numel = owned[name]
@@ -218,10 +226,16 @@ def two_levels(place: Place, layouts: Mapping[str, Layout]) -> State:
 # --- Pieces of one parameter ---
 
 
+def _like(layout: Layout) -> Tensor:
+    """Return a tensor with the shape and strides of a parameter, but without values."""
+    try:
+        return torch.empty_strided(layout["shape"], layout["stride"], device="meta")
+    except RuntimeError as error:
+        raise CheckpointError(f"a damaged checkpoint: no parameter has {layout}") from error
+
+
 def _chunk(layout: Layout, ranks: int) -> Chunk:
-    shape, stride = tuple(layout["shape"]), tuple(layout["stride"])
-    # The result does not depend on the dtype.
-    return Pieces(BucketShape(("",), (shape,), torch.float32, (stride,)), ranks).chunks[0]
+    return Pieces(BucketShape.of(("",), {"": _like(layout)}), ranks).chunks[0]
 
 
 def _piece_layout(layout: Layout, ranks: int) -> dict[str, list[int]]:
@@ -229,8 +243,11 @@ def _piece_layout(layout: Layout, ranks: int) -> dict[str, list[int]]:
     return {"shape": list(chunk.shape), "stride": list(chunk.stride)}
 
 
-def _join(layout: Layout, pieces: list[Tensor], *, flat: bool) -> Tensor:
+def _join(layout: Layout, pieces: list[Tensor], *, flat: bool) -> Tensor | None:
     """Join the pieces of a parameter, in the order of their positions.
+
+    Returns None if they do not have a value for each element, such as the start of PowerSGD's
+    iteration. It belongs to a piece and has no meaning for another one.
 
     Args:
         layout: of the whole parameter.
@@ -241,23 +258,24 @@ def _join(layout: Layout, pieces: list[Tensor], *, flat: bool) -> Tensor:
         return pieces[0]
     chunk = _chunk(layout, len(pieces))
     if pieces[0].numel() != prod(chunk.shape):
-        # Not a value for each element, such as the start of PowerSGD's iteration.
-        return pieces[0]
+        return None
     rows = torch.cat([piece.reshape(-1) for piece in pieces])[: chunk.numel]
     if flat:
         return rows
-    shape, stride = layout["shape"], layout["stride"]
-    return rows.view(shape) if chunk.by_rows else rows.as_strided(shape, stride)
+    return rows.view(layout["shape"]) if chunk.by_rows else memory_order(_like(layout), rows)
 
 
-def _piece(layout: Layout, whole: Tensor, place: Place, *, flat: bool) -> Tensor:
+def _piece(layout: Layout, whole: Tensor, place: Place, *, flat: bool) -> Tensor | None:
     """Return one piece of a parameter; the inverse of :func:`_join`."""
-    chunk = _chunk(layout, place.node_size)
-    if place.node_size == 1 or whole.numel() != chunk.numel:
+    if place.node_size == 1:
         return whole
+    chunk = _chunk(layout, place.node_size)
+    if whole.numel() != chunk.numel:
+        return None
     if not (flat or chunk.by_rows):
-        ordered = torch.empty_strided(layout["shape"], layout["stride"], dtype=whole.dtype)
-        whole = ordered.copy_(whole).as_strided((chunk.numel,), (1,))
+        ordered = whole.new_empty(chunk.numel)
+        memory_order(_like(layout), ordered).copy_(whole)
+        whole = ordered
     size = prod(chunk.shape)
     padded = torch.zeros(size, dtype=whole.dtype, device=whole.device)
     part = whole.reshape(-1)[place.position * size : (place.position + 1) * size]
@@ -318,6 +336,7 @@ def _complete(states: list[State]) -> list[list[State]]:
         HEADER(state, f"states[{i}]")
         ENGINE(state, f"states[{i}]")
         TWO_LEVELS(state.get("two_levels"), f"states[{i}].two_levels")
+        flag(state.get(RECUT, False), f"states[{i}].{RECUT}")
     states = sorted(states, key=lambda state: state["rank"])
     ranks, size = [state["rank"] for state in states], states[0]["world_size"]
     # The length first: a damaged world size must not make `range` huge.
@@ -334,10 +353,10 @@ def _complete(states: list[State]) -> list[list[State]]:
     if unknown := sorted(held - states[0]["parameters"].keys()):
         raise CheckpointError(f"a damaged checkpoint: it lacks the shape of {listed(unknown)}")
     by_position = _by_position(states)
-    for nodes in by_position:
-        kinds = [_kinds(state) for state in nodes]
-        if any(each != kinds[0] for each in kinds):
-            raise CheckpointError("the states have slots of different kinds or parameters")
+    _check_pieces(states[0])
+    kinds = [_kinds(state) for state in states]
+    if any(each != kinds[0] for each in kinds):
+        raise CheckpointError("the states have slots of different kinds or parameters")
     return by_position
 
 
@@ -345,7 +364,7 @@ def _by_position(states: list[State]) -> list[list[State]]:
     places = [Place.of(state) for state in states]
     found = {(each.position, each.node): state for each, state in zip(places, states, strict=True)}
     sizes = {each.node_size for each in places}
-    layouts = [state.get("two_levels", {}).get("parameters") for state in states]
+    layouts = [(state.get("two_levels") or {}).get("parameters") for state in states]
     size = min(sizes)
     # Compared with the number of states first: a damaged size must not make `range` huge.
     if len(sizes) == 1 and 0 < size <= len(states) and all(each == layouts[0] for each in layouts):
@@ -357,6 +376,17 @@ def _by_position(states: list[State]) -> list[list[State]]:
         "the states are not of one run: their nodes have other sizes or parameters, or a rank of a "
         "node is missing"
     )
+
+
+def _check_pieces(state: State) -> None:
+    """Require that the parameters of a state are pieces of those of its nodes."""
+    section = state.get("two_levels")
+    if section is None:
+        return
+    wholes, size = section["parameters"].items(), section["node_size"]
+    shapes = {name: list(layout["shape"]) for name, layout in state["parameters"].items()}
+    if shapes != {name: _piece_layout(whole, size)["shape"] for name, whole in wholes}:
+        raise CheckpointError("a damaged checkpoint: its parameters are not pieces of the model's")
 
 
 def _kinds(state: Mapping[str, Any]) -> dict[str, Any]:

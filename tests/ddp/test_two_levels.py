@@ -274,7 +274,9 @@ def unsent(states: list[Any], server: bool = False) -> Tensor:
     return torch.stack([flat(tensors[name] for name in sorted(tensors)) for tensors in debts])
 
 
-@pytest.mark.parametrize("spec", ["ef(topk(0.1))", "bidirectional(topk(0.1), topk(0.1))"])
+@pytest.mark.parametrize(
+    "spec", ["ef(topk(0.1))", "bidirectional(topk(0.1), topk(0.1))", "powersgd(rank=1)"]
+)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -61,8 +61,13 @@ def collectives(exchange):
         total = values(rank, 6, dtype)
         exchange.all_reduce(total)
         note(f"all_reduce {dtype}", [total])
+        note(f"reduce_scatter {dtype}", [exchange.reduce_scatter(values(rank, 3 * ranks, dtype))])
+    note("reduce_scatter empty", [exchange.reduce_scatter(values(rank, 0))])
     for size in (0, 1, 17, 40_000):
         note(f"all_gather {size}", exchange.all_gather(values(rank, size)))
+        rows = exchange.all_gather_rows(values(rank, size, torch.bfloat16))
+        assert rows.shape == (ranks, size)
+        note(f"all_gather_rows {size}", rows.unbind())
     sizes = [uneven(sender, 0) for sender in range(ranks)]
     note("all_gather_v", exchange.all_gather_v(message(rank, 0, sizes[rank]), sizes))
     note("all_gather_v empty", exchange.all_gather_v(message(rank, 0, 0), [0] * ranks))
@@ -76,10 +81,15 @@ def collectives(exchange):
 
 
 def expected(rank, ranks):
-    """The results by definition, except those of all_reduce, which have rounding errors."""
+    """The results by definition, except sums, which have rounding errors."""
     sizes = [uneven(sender, 0) for sender in range(ranks)]
     return {
         **{f"all_gather {n}": [values(r, n) for r in range(ranks)] for n in (0, 1, 17, 40_000)},
+        **{
+            f"all_gather_rows {n}": [values(r, n, torch.bfloat16) for r in range(ranks)]
+            for n in (0, 1, 17, 40_000)
+        },
+        "reduce_scatter empty": [torch.empty(0)],
         "all_gather_v": [message(sender, 0, n) for sender, n in enumerate(sizes)],
         "all_gather_v empty": [torch.empty(0, dtype=torch.uint8)] * ranks,
         "all_to_all": [message(sender, rank, uneven(sender, rank)) for sender in range(ranks)],
@@ -94,8 +104,11 @@ def traffic(rank, ranks):
     counted = {}
     for dtype in DTYPES:
         counted[f"all_reduce {dtype}"] = (sum_bytes(6 * dtype.itemsize, ranks),) * 2
+        counted[f"reduce_scatter {dtype}"] = (3 * dtype.itemsize * (ranks - 1),) * 2
+    counted["reduce_scatter empty"] = (0, 0)
     for size in (0, 1, 17, 40_000):
         counted[f"all_gather {size}"] = (4 * size * (ranks - 1),) * 2
+        counted[f"all_gather_rows {size}"] = (2 * size * (ranks - 1),) * 2
     counted["all_gather_v"] = (sizes[rank] * (ranks - 1), sum(sizes[other] for other in others))
     counted["all_gather_v empty"] = counted["any_of"] = (0, 0)
     sent, received = (
@@ -120,6 +133,11 @@ def test_collectives_return_and_count_what_is_expected(kind, world_size):
             torch.testing.assert_close(total.double(), wanted, rtol=0, atol=error)
             # The bits must be equal on all ranks, or replicas would drift apart.
             assert torch.equal(total, outcomes[0][0][f"all_reduce {dtype}"][0])
+            (part,) = found[f"reduce_scatter {dtype}"]
+            assert part.dtype == dtype
+            whole = sum(values(r, 3 * world_size, dtype).double() for r in range(world_size))
+            wanted = whole[3 * rank : 3 * rank + 3]
+            torch.testing.assert_close(part.double(), wanted, rtol=0, atol=error)
         assert counted == traffic(rank, world_size)
 
 
@@ -158,6 +176,8 @@ def test_arguments_do_not_change_and_results_do_not_share_their_memory(kind):
         gathered[0].fill_(9.0)
         parts = exchange.all_to_all(mine, [1, 1], [1, 1])
         parts[1].fill_(8.0)
+        exchange.reduce_scatter(mine).fill_(7.0)
+        exchange.all_gather_rows(mine).fill_(6.0)
         exchange.any_of(torch.zeros(1))
         return mine.tolist(), [part.tolist() for part in exchange.all_gather(mine)]
 

@@ -10,13 +10,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from tests.support.ranks import on_processes
+from tests.support.models import seeded
+from tests.support.outcomes import equal_on_all, flat
+from tests.support.ranks import on_processes, on_threads
 
 PAGE = (Path(__file__).parents[2] / "docs" / "qsr.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
+CODE = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
+TWO_LEVELS = [block for block in CODE if "mesh" in block]
+BLOCKS = [block for block in CODE if block not in TWO_LEVELS]
 
 
 def run_page(folder):
@@ -46,6 +51,31 @@ def test_its_code_runs_and_prints_the_shown_output(tmp_path):
         assert f"```\n{shown}\n```" in PAGE
         assert syncs == 2
     assert len(BLOCKS) == 5
+
+
+def two_levels():
+    """Run the code about two levels, and train until the first average."""
+    names = {
+        "DistributedDataParallel": DistributedDataParallel,
+        "init_device_mesh": init_device_mesh,
+        "net": seeded(nn.Linear(8, 3)),
+        "torch": torch,
+        "torchcomp": torchcomp,
+    }
+    (block,) = TWO_LEVELS
+    exec(block, names)
+    for _ in range(8):
+        nn.functional.cross_entropy(
+            names["model"](torch.randn(4, 8)), torch.arange(4) % 3
+        ).backward()
+        names["optimizer"].step()
+    return flat(names["model"].parameters()), names["handle"].stats.syncs, names["sync"].stats.syncs
+
+
+def test_its_code_for_two_levels_runs():
+    weights, *syncs = zip(*on_threads(4, two_levels), strict=True)
+    assert equal_on_all(weights)
+    assert syncs == [(8,) * 4, (1,) * 4]
 
 
 def lr_of_the_page():

@@ -17,6 +17,9 @@ from torchcomp.errors import UnsupportedModelError
 OWNER = "_torchcomp_owner"
 """Attribute of a DDP model with the name of what torchcomp has installed on it."""
 
+REGISTERED = "torchcomp.register"
+"""How the name of a method begins that compresses the gradients of the model."""
+
 AFTER_CLOSE = (
     "DDP cannot remove its communication hook. To continue training, wrap the module in a new "
     "DistributedDataParallel. To get plain DDP, call handle.swap('mean') instead of close()"
@@ -49,10 +52,15 @@ def check_not_joined(model: DistributedDataParallel | None) -> None:
         )
 
 
-def check_model(model: DistributedDataParallel) -> None:
-    """Require a DDP model with supported options and parameters, and without another hook."""
+def check_model(model: DistributedDataParallel, *, or_registered: bool = False) -> None:
+    """Require a DDP model with supported options and parameters, and without another hook.
+
+    Args:
+        model: the model.
+        or_registered: whether the hook of torchcomp.register is allowed, unless it is closed.
+    """
     _check_options(model)
-    _check_free(model)
+    _check_free(model, or_registered)
     for name, parameter in trained_parameters(model):
         if parameter.is_complex():
             raise UnsupportedModelError(
@@ -176,16 +184,19 @@ def _how_to_wrap(model: object) -> str:
     return ""
 
 
-def _check_free(model: DistributedDataParallel) -> None:
+def _check_free(model: DistributedDataParallel, or_registered: bool) -> None:
     owner = getattr(model, OWNER, None)
     # A closed handle first: its model still has an owner, but needs other advice.
     if any(getattr(state, "closed", False) for _, state in model._comm_hooks):
         raise UnsupportedModelError(f"{owner} was closed on this model. {AFTER_CLOSE}")
+    if or_registered and str(owner).startswith(REGISTERED):
+        return
     if owner is not None:
         raise UnsupportedModelError(
             f"{owner} is already installed on this model, and a model can have only one method. "
             "Use handle.swap(spec) to change the method of a registered model, or sync.close() to "
-            "end local steps"
+            "end local steps. To compress gradients inside the groups of LocalSGD(..., "
+            "process_group=...), call torchcomp.register before LocalSGD"
         )
     if model._comm_hooks:
         hook = getattr(model._comm_hooks[0][0], "__qualname__", "a hook")

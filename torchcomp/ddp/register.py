@@ -18,6 +18,7 @@ from torchcomp.component import Component
 from torchcomp.ddp.averaging import Buckets, Flat
 from torchcomp.ddp.checks import (
     OWNER,
+    REGISTERED,
     bucket_caps,
     check_before_backward,
     check_is_ddp,
@@ -75,7 +76,7 @@ def register_ddp(
     handle = DDPHandle(model, buckets, scaler, lrs)
     # A plain function with the handle as its state: DDP refuses partials and callable objects.
     model.register_comm_hook(handle, hook)
-    setattr(model, OWNER, f"torchcomp.register('{aggregator}')")
+    setattr(model, OWNER, f"{REGISTERED}('{aggregator}')")
     # On one rank only: the messages would be the same on all ranks.
     if everyone.rank == 0:
         _log_method(buckets, 1 if divided is None else divided.size)

@@ -78,10 +78,12 @@ class Exchange(ABC):
 
     def _reduce_scatter(self, values: Tensor) -> Tensor:
         """Return this rank's part of the sum of `values` (1-D, equal parts) over the ranks."""
-        part = [values.numel() // self.world_size] * self.world_size
+        sizes = [values.numel() // self.world_size] * self.world_size
         # Summed here, in rank order: gloo's reduce-scatter is an all-reduce inside, which moves
         # twice the bytes.
-        return self._all_to_all(values, part, part).view(self.world_size, -1).sum(0)
+        parts = self._all_to_all(values, sizes, sizes).view(self.world_size, -1)
+        # With the dtype: a sum of int32 would be int64.
+        return parts.sum(0, dtype=values.dtype)
 
     @abstractmethod
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:

@@ -38,6 +38,7 @@ class PrivateExchange(ProcessGroupExchange):
     ) -> None:
         rank = list(ranks).index(dist.get_rank())
         Exchange.__init__(self, rank, len(ranks), device, ranks)
+        self._timeout = timeout
         store = PrefixStore(name, distributed_c10d._get_default_store())
         self._own: Any
         if device.type == "cuda":
@@ -46,6 +47,14 @@ class PrivateExchange(ProcessGroupExchange):
             self._own = dist.ProcessGroupNCCL(store, rank, len(ranks), options)
         else:
             self._own = dist.ProcessGroupGloo(store, rank, len(ranks), timeout=timeout)
+
+    @property
+    def gloo(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout
 
     # `wait` blocks the host for gloo, and the current stream for NCCL.
 

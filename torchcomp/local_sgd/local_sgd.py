@@ -68,7 +68,8 @@ class LocalSGD(Gatherable):
     from those of the other ranks.
 
     Args:
-        model: a DDP model on which :func:`torchcomp.register` has not been called.
+        model: a DDP model. :func:`torchcomp.register` may be called on it only before this, and
+            only with ``process_group``.
         optimizer: any torch optimizer over the model's parameters, or a list of all optimizers that
             train it. With a list, a step counts when each has been stepped once. Learning rates
             must be the same on all ranks. This is checked at the first step and at every
@@ -99,7 +100,11 @@ class LocalSGD(Gatherable):
             reads those of a child without calling it.
         process_group: for two levels, a group that contains one rank of each node. A mesh of one
             dimension, such as ``mesh["node"]``, works as well. Parameters are averaged over this
-            group. DDP reduces gradients at every step in its own group, the node.
+            group. DDP reduces gradients at every step in its own group, the node. To compress them
+            there, call :func:`torchcomp.register` on the model first. Each of the two then has
+            states, counters and residuals of its own, and a GradScaler goes to both. If a node's
+            gradients are not finite, its ranks raise in the backward pass. The other nodes continue
+            to their next average, and wait there for the failed node.
         seed: seed of the random choices of ``compress``, an integer of at least 0.
 
     Raises:

@@ -20,7 +20,7 @@ from torchcomp.aggregators import Aggregator
 from torchcomp.bucket import Group
 from torchcomp.checks import check_choice, check_count, check_flag, is_number
 from torchcomp.component import Component
-from torchcomp.ddp.checks import OWNER, check_model, device_of, trained_parameters
+from torchcomp.ddp.checks import OWNER, REGISTERED, check_model, device_of, trained_parameters
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.hooks.arguments import check_scaler
@@ -120,7 +120,8 @@ def check_arguments(
     # levels that advice would be wrong: DDP does reduce gradients.
     if not two_levels:
         check_no_hook(model)
-    check_model(model)
+    # The method of a registered model compresses the gradients inside the node.
+    check_model(model, or_registered=two_levels)
     check_values(model)
     if model.static_graph and not two_levels:
         raise UnsupportedModelError(
@@ -255,13 +256,14 @@ def check_no_hook(model: DistributedDataParallel) -> None:
     owner = str(getattr(model, OWNER, ""))
     hooks = [getattr(hook, "__qualname__", "a hook") for hook, _ in model._comm_hooks]
     # torchcomp's own hook is a function whose name means nothing to the user.
-    if owner.startswith(("torchcomp.register", "torchcomp.JointSpar")):
+    if owner.startswith((REGISTERED, "torchcomp.JointSpar")):
         hooks = [owner]
     if hooks:
         raise UnsupportedModelError(
             f"{hooks[0]} is already installed on this model, but local steps exchange no "
             "gradients: build DistributedDataParallel without it. To compress pseudo-gradients, "
-            "use torchcomp.LocalSGD(..., compress='ef(topk(0.01))')"
+            "use torchcomp.LocalSGD(..., compress='ef(topk(0.01))'). Only with process_group can a "
+            "method compress gradients, those inside a node"
         )
 
 

@@ -1,0 +1,145 @@
+"""PrivateExchange: connections of its own, beside the groups of the user."""
+
+import gc
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from tests.exchange.test_exchange import collectives
+from tests.support.outcomes import caught
+from tests.support.ranks import on_processes
+from torchcomp import ProcessGroupExchange, RankMismatchError
+from torchcomp.exchange import PrivateExchange, new_name
+from torchcomp.hooks.executors import transport
+
+CPU = torch.device("cpu")
+MINUTE = timedelta(seconds=60)
+
+
+def private(ranks=None, timeout=MINUTE):
+    """An exchange among these ranks, by default all. All ranks of the job call this."""
+    name = new_name(ProcessGroupExchange())
+    ranks = list(range(dist.get_world_size())) if ranks is None else ranks
+    return PrivateExchange(name, ranks, CPU, timeout) if dist.get_rank() in ranks else None
+
+
+def both():
+    return collectives(ProcessGroupExchange()), collectives(private())
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_results_and_counts_are_those_of_a_process_group(world_size):
+    for users, own in on_processes(world_size, both):
+        assert users[1] == own[1]
+        assert users[0].keys() == own[0].keys()
+        for name, tensors in users[0].items():
+            if "all_reduce" in name:
+                # gloo may add in another order.
+                for mine, theirs in zip(own[0][name], tensors, strict=True):
+                    torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.1)
+            else:
+                assert all(map(torch.equal, own[0][name], tensors)), name
+
+
+ORDER = [3, 0, 2]
+
+
+def among_some():
+    """Results on ranks of another order than their numbers, of which rank 1 is not a member."""
+    # Groups of which only some ranks know, so that the ranks have made different calls.
+    if dist.get_rank() < 2:
+        dist.new_group([0, 1], use_local_synchronization=True)
+    if dist.get_rank() == 3:
+        dist.new_group([3], use_local_synchronization=True)
+    exchange = private(ORDER)
+    if exchange is None:
+        return None
+    rank = dist.get_rank()
+    objects = [exchange.gather_objects({"rank": rank, "padding": "x" * 1000 * rank})]
+    objects += [exchange.gather_objects(rank, dst=dst) for dst in range(3)]
+    gathered = [int(part) for part in exchange.all_gather(torch.tensor([rank]))]
+    parts = exchange.reduce_scatter(torch.arange(3.0) + rank).tolist()
+    error = caught(lambda: exchange.verify("a call", {"step": 5 if rank == 3 else 4}))
+    return exchange.rank, exchange.global_ranks, objects, gathered, parts, error
+
+
+def test_ranks_can_be_in_any_order_and_beside_groups_of_some_ranks():
+    found = on_processes(4, among_some)
+    assert found[1] is None
+    for place, rank in enumerate(ORDER):
+        mine, names, objects, gathered, parts, error = found[rank]
+        assert (mine, names, gathered) == (place, tuple(ORDER), ORDER)
+        assert [each["rank"] for each in objects[0]] == ORDER
+        assert [len(each["padding"]) for each in objects[0]] == [3000, 0, 2000]
+        assert objects[1:] == [ORDER if dst == place else [] for dst in range(3)]
+        assert parts == [sum(ORDER) + 3 * place]
+        assert type(error) is RankMismatchError
+        assert "5 on rank 3" in str(error)
+        assert "4 on ranks 0, 2" in str(error)
+
+
+def resources():
+    """Open descriptors and threads of this process."""
+    gc.collect()
+    own = Path("/proc/self")
+    return len(list((own / "fd").iterdir())), len(list((own / "task").iterdir()))
+
+
+def create_and_drop(times):
+    def once():
+        exchange = private()
+        exchange.all_reduce(torch.ones(3))
+        return exchange.gather_objects(dist.get_rank())
+
+    once()
+    before = resources()
+    for _ in range(times):
+        once()
+    dist.barrier()
+    return before, resources()
+
+
+def test_dropped_exchanges_leave_no_descriptors_or_threads():
+    for before, after in on_processes(2, create_and_drop, 100):
+        assert after <= before
+
+
+def beside_a_stopped_rank(seconds):
+    """The exceptions of collectives while the last rank is stopped."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    exchange, executor = transport(group, CPU)
+    exchange.all_reduce(torch.ones(2))
+    pids = exchange.gather_objects(os.getpid())
+    exchange.all_reduce(torch.ones(2))
+    last, store = dist.get_world_size() - 1, distributed_c10d._get_default_store()
+    found = []
+    if dist.get_rank() == last:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        executor.submit(lambda: found.append(caught(lambda: exchange.all_reduce(torch.ones(2)))))
+        executor.join()
+        assert exchange.gloo
+        store.set(f"raised on {dist.get_rank()}", "")
+        # Only when all others have raised: the connections of a process that continues end.
+        if dist.get_rank() == 0:
+            store.wait([f"raised on {rank}" for rank in range(last)])
+            os.kill(pids[last], signal.SIGCONT)
+    executor.close()
+    return exchange.timeout, found
+
+
+def test_a_stopped_rank_ends_the_others_within_the_timeout_of_the_users_group():
+    outcomes = on_processes(3, beside_a_stopped_rank, 4, timeout=60)
+    for timeout, _ in outcomes:
+        assert timeout == timedelta(seconds=4)
+    assert [[type(error) for error in found] for _, found in outcomes] == [
+        [RuntimeError],
+        [RuntimeError],
+        [],
+    ]

@@ -1,0 +1,154 @@
+"""Pieces: a bucket cut into equal parts along the first dimension of its parameters."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torchcomp.bucket import Bucket, BucketShape, memory_order
+from torchcomp.pieces import Pieces
+
+FORMATS = ["contiguous", "transposed", "permuted", "sliced", "channels_last"]
+
+
+def laid_out(shape: tuple[int, ...], form: str) -> Tensor:
+    """A parameter of this shape, in one of several memory formats."""
+    values = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) + 1
+    if form == "transposed" and len(shape) > 1:
+        return values.transpose(0, -1).contiguous().transpose(0, -1)
+    if form == "permuted" and len(shape) > 2:
+        return values.transpose(1, 2).contiguous().transpose(1, 2)
+    if form == "sliced" and shape:
+        return values.repeat_interleave(2, -1)[..., ::2]
+    if form == "channels_last" and len(shape) == 4:
+        return values.contiguous(memory_format=torch.channels_last)
+    return values
+
+
+SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+PARAMETERS = st.lists(st.builds(laid_out, SHAPES, st.sampled_from(FORMATS)), min_size=1, max_size=4)
+
+
+@contextmanager
+def new_tensors_are_nan() -> Iterator[None]:
+    """Fill memory that torch does not initialize, so that nobody can rely on it."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def bucket_of(tensors: list[Tensor]) -> tuple[dict[str, Tensor], Bucket]:
+    parameters = {str(index): tensor for index, tensor in enumerate(tensors)}
+    return parameters, Bucket.read(BucketShape.of(parameters, parameters), parameters)
+
+
+def cut_by_rows(parameter: Tensor) -> bool:
+    """Whether the values of a row are next to each other in a bucket."""
+    flat = torch.arange(parameter.numel())
+    whole = memory_order(parameter, flat)
+    each = whole[0].numel() if parameter.dim() and len(whole) else 0
+    return bool(parameter.dim()) and all(
+        sorted(row.flatten().tolist()) == list(range(i * each, (i + 1) * each))
+        for i, row in enumerate(whole)
+    )
+
+
+def expected(parameter: Tensor, part: Tensor, rank: int, ranks: int) -> Tensor:
+    """A rank's piece: rows as FSDP2 shards them, with zeros where there are none."""
+    values = parameter if cut_by_rows(parameter) else part
+    each = -(-len(values) // ranks)
+    rows = values[rank * each : (rank + 1) * each]
+    return torch.cat([rows, values.new_zeros(each - len(rows), *values.shape[1:])])
+
+
+@given(PARAMETERS, st.integers(1, 6))
+def test_each_rank_has_its_rows_and_zeros(tensors: list[Tensor], ranks: int) -> None:
+    parameters, bucket = bucket_of(tensors)
+    pieces, parts = Pieces(bucket.shape, ranks), bucket.parts()
+    with new_tensors_are_nan():
+        cut = pieces.cut(parts)
+    for rank, flat in enumerate(cut.view(ranks, -1)):
+        found = Bucket(pieces.piece, flat).tensors()
+        assert list(found) == list(parameters)
+        for name, parameter in parameters.items():
+            wanted = expected(parameter, parts[name], rank, ranks)
+            if parameter.numel():
+                assert found[name].shape == wanted.shape
+            assert torch.equal(found[name].reshape(-1), wanted.reshape(-1))
+
+
+@given(PARAMETERS, st.integers(1, 6))
+def test_join_is_the_inverse_of_cut(tensors: list[Tensor], ranks: int) -> None:
+    _, bucket = bucket_of(tensors)
+    pieces = Pieces(bucket.shape, ranks)
+    back = torch.full_like(bucket.flat, torch.nan)
+    pieces.join(pieces.cut(bucket.parts()), Bucket(bucket.shape, back).parts())
+    assert torch.equal(back, bucket.flat)
+
+
+@given(PARAMETERS, st.integers(1, 6))
+def test_no_piece_is_larger_than_a_fair_share_of_rows(tensors: list[Tensor], ranks: int) -> None:
+    _, bucket = bucket_of(tensors)
+    pieces = Pieces(bucket.shape, ranks)
+    assert pieces.piece.names == bucket.shape.names
+    assert pieces.piece.dtype == bucket.shape.dtype
+    for chunk, size in zip(pieces.chunks, pieces.piece.sizes, strict=True):
+        row = torch.Size(chunk.row).numel()
+        assert size <= chunk.numel
+        assert ranks * size < chunk.numel + max(ranks * row, 1)
+
+
+@given(PARAMETERS, st.integers(1, 6))
+def test_what_stands_for_a_piece_has_its_shape_and_no_memory(
+    tensors: list[Tensor], ranks: int
+) -> None:
+    for parameter in tensors:
+        shape = BucketShape.of(("x",), {"x": parameter})
+        like = Pieces(shape, ranks).like(parameter)
+        piece = Pieces(shape, ranks).piece
+        (wanted,) = piece.shapes
+        assert (tuple(like.shape), like.dtype, like.device) == (wanted, piece.dtype, like.device)
+        assert like.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+        # A bucket of pieces has the same layout as one of these tensors.
+        assert Bucket(piece, torch.zeros(piece.numel)).tensors()["x"].shape == like.shape
+        assert BucketShape.of(("x",), {"x": like}).sizes == piece.sizes
+        assert not like.requires_grad
+
+
+def test_a_matrix_is_cut_into_matrices_and_a_transposed_one_into_vectors() -> None:
+    matrix = torch.zeros(10, 3)
+    pieces = Pieces(BucketShape.of("ab", {"a": matrix, "b": torch.zeros(3, 10).t()}), 4)
+    assert pieces.piece.shapes == ((3, 3), (8,))
+    assert pieces.piece.numel == 17
+
+
+def test_channels_last_remains_channels_last() -> None:
+    conv = torch.zeros(6, 4, 3, 3).to(memory_format=torch.channels_last)
+    shape = BucketShape.of(("conv",), {"conv": conv})
+    piece = Pieces(shape, 4).like(conv)
+    assert piece.shape == (2, 4, 3, 3)
+    assert piece.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_scalars_and_empty_parameters() -> None:
+    parameters = {"scalar": torch.tensor(7.0), "empty": torch.zeros(0, 3), "one": torch.ones(1)}
+    bucket = Bucket.read(BucketShape.of(parameters, parameters), parameters)
+    pieces = Pieces(bucket.shape, 3)
+    assert pieces.piece.shapes == ((1,), (0, 3), (1,))
+    assert pieces.cut(bucket.parts()).tolist() == [7.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_values_are_copied_bit_for_bit(dtype: torch.dtype) -> None:
+    values = torch.tensor([-0.0, torch.inf, torch.nan, 1e-7, 3.0], dtype=dtype)
+    bucket = Bucket(BucketShape.of(("x",), {"x": values}), values)
+    pieces = Pieces(bucket.shape, 2)
+    back = torch.zeros_like(values)
+    pieces.join(pieces.cut(bucket.parts()), {"x": back})
+    assert torch.equal(back.view(torch.uint8), values.view(torch.uint8))

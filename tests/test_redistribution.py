@@ -1,0 +1,400 @@
+"""Redistribution between nodes: pieces of parameters are joined and cut again."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.support.outcomes import caught, reloaded, same
+from torchcomp import CheckpointError, checkpoint, redistribute
+from torchcomp.bucket import Bucket, BucketShape, memory_order
+from torchcomp.checkpoint import load_slot, save_slot
+from torchcomp.pieces import Pieces
+from torchcomp.redistribution import Place, check_place, gathered, own_state, two_levels
+from torchcomp.state import Kind, Slot
+
+Tensors = dict[str, Tensor]
+Run = tuple[int, int]
+"""Number of nodes, and of ranks of a node."""
+
+
+def model() -> Tensors:
+    """Parameters in all memory formats, none of which has a number of rows that 2 or 3 divides."""
+    return {
+        "odd": torch.zeros(7, 2),
+        "conv": torch.zeros(5, 3, 2, 2).to(memory_format=torch.channels_last),
+        "transposed": torch.zeros(4, 5).t(),
+        "sliced": torch.zeros(5, 6)[:, ::2],
+        "scalar": torch.zeros(()),
+        "empty": torch.zeros(0, 3),
+        "one": torch.zeros(1, 4),
+    }
+
+
+def drawn(seed: int) -> Tensors:
+    """A value for each element of the model. Means of a few of them are exact."""
+    noise = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randint(-999, 999, parameter.shape, generator=noise) * 12.0
+        for name, parameter in model().items()
+    }
+
+
+class Node:
+    """What the ranks of one node save.
+
+    Args:
+        node: which node.
+        run: nodes and ranks of a node.
+        error: the residual of the node, by parameter.
+        server: the server residual of all nodes, by parameter.
+        dtype: of the residual.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        run: Run,
+        error: Tensors,
+        server: Tensors,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.node, (self.nodes, self.size) = node, run
+        self.parameters, self.dtype = model(), dtype
+        self.shape = BucketShape.of(self.parameters, self.parameters)
+        self.pieces = Pieces(self.shape, self.size)
+        self.error, self.server = self._cut(error), self._cut(server)
+
+    def _cut(self, values: Tensors) -> Tensor:
+        """The piece of each rank, as the rows of a matrix."""
+        bucket = Bucket.read(self.shape, values)
+        return self.pieces.cut(bucket.parts()).view(self.size, -1)
+
+    def piece_parameters(self) -> Tensors:
+        if self.size == 1:
+            return self.parameters
+        return {
+            name: Pieces(BucketShape.of((name,), self.parameters), self.size).like(parameter)
+            for name, parameter in self.parameters.items()
+        }
+
+    def error_slot(self, shape: BucketShape) -> Slot:
+        return Slot("error", Kind.DEBT, shape.names, shape.sizes, self.dtype)
+
+    def server_slot(self, shape: BucketShape) -> Slot:
+        shard = shape.shards(self.nodes)[self.node]
+        return Slot("server_error", Kind.DEBT, shard.names, shard.sizes, torch.float32, True)
+
+    def slots(self, position: int) -> dict[str, Any]:
+        here = self.piece_parameters()
+        shape = BucketShape.of(here, here)
+        error = Bucket(shape, self.error[position]).parts()
+        shard = shape.shards(self.nodes)[self.node]
+        mine = torch.split(self.server[position][shard.span], list(shard.sizes))
+        found = {
+            "error": (self.error_slot(shape), error),
+            "server_error": (self.server_slot(shape), dict(zip(shard.names, mine, strict=True))),
+        }
+        return {
+            name: {
+                "kind": slot.kind.value,
+                "sharded": slot.sharded,
+                "tensors": {n: t.to(slot.dtype) for n, t in save_slot(slot, held, here).items()},
+            }
+            for name, (slot, held) in found.items()
+        }
+
+    def state(self, position: int, rank: int | None = None) -> dict[str, Any]:
+        rank = self.node * self.size + position if rank is None else rank
+        state = {
+            **{"version": checkpoint.VERSION, "spec": "mean", "rank": rank},
+            **{"world_size": self.nodes * self.size, "step": 10, "seed": 0, "scale": 1.0},
+            **{"lrs": {}, "flushing": False},
+            "groups": [list(self.parameters)],
+            "buckets": [list(self.parameters)],
+            "parameters": checkpoint.layout_of(self.piece_parameters()),
+            "traffic": {"sent": 1, "received": 2, "dense": 3, "control": 4, "inside": 5},
+            "slots": self.slots(position),
+        }
+        if self.size > 1:
+            place = Place(rank, self.node, position, self.size)
+            state["two_levels"] = two_levels(place, checkpoint.layout_of(self.parameters))
+        return state
+
+
+def states_of(run: Run, errors: list[Tensors], server: Tensors, **options: Any) -> list[Any]:
+    """The states of all ranks, in rank order. `errors` has one entry for each node."""
+    nodes, size = run
+    return [
+        Node(node, run, errors[node], server, **options).state(position)
+        for node in range(nodes)
+        for position in range(size)
+    ]
+
+
+def mean(errors: list[Tensors]) -> Tensors:
+    return {
+        name: torch.stack([each[name] for each in errors]).double().mean(0).float()
+        for name in errors[0]
+    }
+
+
+def converted(states: list[Any], run: Run) -> list[Any]:
+    nodes, size = run
+    return redistribute(states, nodes * size, size if size > 1 else None)
+
+
+RUNS = st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 2), (1, 8), (4, 4), (3, 1)])
+
+
+@given(RUNS, RUNS, st.integers(0, 99))
+def test_every_new_rank_has_its_piece_of_the_mean_over_the_nodes(
+    before: Run, after: Run, seed: int
+) -> None:
+    errors, server = [drawn(seed + node) for node in range(before[0])], drawn(seed + 100)
+    states = states_of(before, errors, server)
+    found = converted([*reversed(states)], after)
+    wanted = states_of(after, [mean(errors)] * after[0], server)
+    assert len(found) == len(wanted)
+    for state, expected in zip(found, wanted, strict=True):
+        for key in ("rank", "world_size", "parameters", "two_levels", "slots", "step", "buckets"):
+            assert same(state.get(key), expected.get(key)), key
+
+
+@given(RUNS, RUNS)
+def test_a_conversion_there_and_back_is_the_mean(before: Run, after: Run) -> None:
+    errors, server = [drawn(node) for node in range(before[0])], drawn(50)
+    back = converted(converted(states_of(before, errors, server), after), before)
+    wanted = states_of(before, [mean(errors)] * before[0], server)
+    for state, expected in zip(back, wanted, strict=True):
+        assert same(state["slots"], expected["slots"])
+
+
+@given(RUNS, st.randoms(use_true_random=False))
+def test_ranks_can_be_numbered_in_any_order(run: Run, random: Any) -> None:
+    """A mesh can place any rank anywhere."""
+    nodes, size = run
+    if size == 1:
+        return
+    errors, server = [drawn(node) for node in range(nodes)], drawn(50)
+    places = [(node, position) for node in range(nodes) for position in range(size)]
+    random.shuffle(places)
+    states = [
+        Node(node, run, errors[node], server).state(position, rank)
+        for rank, (node, position) in enumerate(places)
+    ]
+    expected = converted(states_of(run, errors, server), (2, 1))
+    for state, wanted in zip(converted(states, (2, 1)), expected, strict=True):
+        assert same(state["slots"], wanted["slots"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_dtype_of_the_residual_is_kept(dtype: torch.dtype) -> None:
+    small = {name: value / 120 for name, value in drawn(0).items()}
+    states = states_of((1, 2), [small], small, dtype=dtype)
+    for run in ((1, 1), (2, 3)):
+        for state in converted(states, run):
+            tensors = state["slots"]["error"]["tensors"].values()
+            assert {tensor.dtype for tensor in tensors} == {dtype}
+
+
+def test_new_states_share_no_memory_and_can_be_saved() -> None:
+    states = states_of((2, 2), [drawn(0), drawn(1)], drawn(2))
+    before = copy.deepcopy(states)
+    for run in ((1, 1), (2, 2), (4, 1)):
+        found = converted(states, run)
+        assert all(map(same, reloaded(found), found))
+        for state in found:
+            for slot in state["slots"].values():
+                for tensor in slot["tensors"].values():
+                    assert tensor.untyped_storage().nbytes() == tensor.nbytes
+                    tensor.fill_(-1)
+    assert same(states, before)
+
+
+def test_a_cache_is_dropped() -> None:
+    states = states_of((1, 2), [drawn(0)], drawn(1))
+    for state in states:
+        state["slots"]["cache"] = {**state["slots"]["error"], "kind": "cache"}
+    for run in ((1, 1), (2, 2)):
+        assert all("cache" not in state["slots"] for state in converted(states, run))
+
+
+# --- Values that belong to a piece, but not to its elements ---------------------------------------
+
+
+def with_basis(run: Run) -> list[Any]:
+    """States with the start of PowerSGD's iteration, a vector for some parameters."""
+    states = states_of(run, [drawn(0)] * run[0], drawn(1))
+    for state in states:
+        tensors = {"odd": torch.ones(2), "conv": torch.ones(12)}
+        state["slots"]["q"] = {"kind": "estimate", "sharded": False, "tensors": tensors}
+    return states
+
+
+def drawn_anew(name: str, out: Tensor) -> None:
+    out.fill_(5.0)
+
+
+def basis_slot(*names: str, size: int = 3) -> Slot:
+    sizes = (size,) * len(names)
+    return Slot("q", Kind.ESTIMATE, names, sizes, torch.float32, init=drawn_anew)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 1), (2, 2)), ((2, 2), (2, 1)), ((2, 2), (1, 4)), ((1, 2), (3, 2))]
+)
+def test_they_begin_anew_on_other_pieces(before: Run, after: Run) -> None:
+    for state in converted(with_basis(before), after):
+        node = Node(0, after, drawn(0), drawn(1))
+        parts = load_slot(basis_slot("odd", "one"), state, node.piece_parameters())
+        assert {name: part.tolist() for name, part in parts.items()} == {
+            "odd": [5.0] * 3,
+            "one": [5.0] * 3,
+        }
+
+
+def test_they_are_kept_without_nodes() -> None:
+    for state in converted(with_basis((2, 1)), (3, 1)):
+        assert load_slot(basis_slot("odd", size=2), state, model())["odd"].tolist() == [1.0, 1.0]
+        with pytest.raises(CheckpointError, match="lacks 'one'"):
+            load_slot(basis_slot("one"), state, model())
+
+
+def test_a_missing_residual_is_refused_also_after_a_conversion() -> None:
+    (state,) = converted(with_basis((1, 2)), (1, 1))
+    del state["slots"]["error"]["tensors"]["odd"]
+    slot = Slot("error", Kind.DEBT, ("odd",), (14,), torch.float32, init=drawn_anew)
+    with pytest.raises(CheckpointError, match="lacks 'odd'"):
+        load_slot(slot, state, model())
+
+
+# --- Damage ---------------------------------------------------------------------------------------
+
+GARBAGE = [None, -1, 0, 1, 2, 7, 2**63 - 1, 2**70, 1.5, "2", [], [1], [2**62] * 3, {}, {"node": 1}]
+
+
+def paths(value: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The keys of all values in a nested state."""
+    found = [prefix] if prefix else []
+    items = value.items() if isinstance(value, dict) else ()
+    items = enumerate(value) if isinstance(value, list) else items
+    for key, each in items:
+        found += paths(each, (*prefix, key))
+    return found
+
+
+def damaged(state: Any, path: tuple[Any, ...], value: Any) -> None:
+    *outer, last = path
+    for key in outer:
+        state = state[key]
+    if value is DELETED:
+        del state[last]
+    else:
+        state[last] = value
+
+
+DELETED = object()
+WHOLE = states_of((2, 2), [drawn(0), drawn(1)], drawn(2))
+SECTIONS = [("two_levels",), *(("two_levels", *p) for p in paths(WHOLE[0]["two_levels"]))]
+LAYOUTS = [("parameters", *path) for path in paths(WHOLE[0]["parameters"])]
+OTHERS = [("recut",), ("rank",), ("world_size",), ("slots",), ("slots", "error", "tensors", "odd")]
+DAMAGE = st.sampled_from([path for path in SECTIONS + LAYOUTS + OTHERS if path])
+
+
+@given(
+    DAMAGE,
+    st.sampled_from([*GARBAGE, DELETED]),
+    st.sets(st.integers(0, 3), min_size=1),
+    st.sampled_from([(1, 1), (2, 2), (1, 3)]),
+)
+def test_damage_raises_nothing_but_a_checkpoint_error(
+    path: tuple[Any, ...], value: Any, ranks: set[int], after: Run
+) -> None:
+    states = copy.deepcopy(WHOLE)
+    for rank in ranks:
+        if path != ("recut",) or value is not DELETED:
+            damaged(states[rank], path, copy.deepcopy(value))
+    error = caught(lambda: converted(states, after))
+    assert error is None or type(error) is CheckpointError, error
+    own = caught(lambda: own_state(gathered(states), 4, Place.in_order(1, 2)))
+    assert own is None or type(own) is CheckpointError, own
+    placed = caught(lambda: check_place(states[0], Place.in_order(0, 2)))
+    assert placed is None or type(placed) is CheckpointError, placed
+    # A state that is accepted lost no residual.
+    if error is None and path[0] not in ("recut",):
+        expected = converted(WHOLE, after)
+        for state, wanted in zip(converted(states, after), expected, strict=True):
+            assert same(state["slots"], wanted["slots"])
+
+
+def without(states: list[Any], *ranks: int) -> list[Any]:
+    return [state for state in states if state["rank"] not in ranks]
+
+
+def moved(states: list[Any], rank: int, **place: int) -> list[Any]:
+    states = copy.deepcopy(states)
+    states[rank]["two_levels"] |= place
+    return states
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        without(WHOLE, 0),
+        without(WHOLE, 1, 3),
+        [*WHOLE, WHOLE[0]],
+        moved(WHOLE, 0, position=1),
+        moved(WHOLE, 0, node=1),
+        moved(WHOLE, 0, node=2),
+        moved(WHOLE, 3, node_size=4),
+        [*states_of((4, 1), [drawn(0)] * 4, drawn(1))[:2], *WHOLE[2:]],
+    ],
+    ids=range(8),
+)
+def test_states_that_are_not_all_ranks_of_the_same_nodes_are_refused(states: list[Any]) -> None:
+    with pytest.raises(CheckpointError):
+        redistribute(states, 2)
+
+
+@pytest.mark.parametrize("nodes", [0, -1, 3, 8, 1.0, True, "2", [2]])
+def test_nodes_must_divide_the_new_ranks(nodes: Any) -> None:
+    with pytest.raises(CheckpointError, match="nodes"):
+        redistribute(WHOLE, 4, nodes)
+
+
+def test_a_gathered_state_is_converted_only_if_the_place_is_another_one() -> None:
+    whole = gathered(WHOLE)
+    for rank in range(4):
+        assert own_state(whole, 4, Place.in_order(rank, 2)) is WHOLE[rank]
+    # The same number of ranks on other nodes, and numbered in another way.
+    flat = converted(WHOLE, (4, 1))
+    assert same(own_state(whole, 4, Place.in_order(3)), flat[3])
+    # Ranks 1 and 2 have changed their places: rank 1 is the first one of the second node.
+    found = own_state(whole, 4, Place(1, 1, 0, 2))
+    wanted = converted(WHOLE, (2, 2))[2]
+    assert found["rank"] == 1
+    assert same(found["slots"], wanted["slots"])
+
+
+def test_the_state_of_another_place_is_refused_with_both_places() -> None:
+    check_place(WHOLE[3], Place.in_order(3, 2))
+    for place in (Place.in_order(3), Place(3, 1, 0, 2), Place(3, 0, 1, 2), Place.in_order(3, 4)):
+        with pytest.raises(CheckpointError, match="redistribute") as raised:
+            check_place(WHOLE[3], place)
+        assert place.described in str(raised.value)
+
+
+def test_the_parts_of_a_bucket_are_in_memory_order() -> None:
+    """The twin of these tests: a piece of a bucket has the rows of each parameter."""
+    values, node = drawn(3), Node(0, (1, 2), drawn(3), drawn(3))
+    first = Bucket(node.pieces.piece, node.error[0]).tensors()
+    assert torch.equal(first["odd"], values["odd"][:4])
+    assert torch.equal(first["conv"], values["conv"][:3])
+    transposed = torch.empty(20)
+    memory_order(model()["transposed"], transposed).copy_(values["transposed"])
+    assert torch.equal(first["transposed"], transposed[:10])
