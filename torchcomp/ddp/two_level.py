@@ -86,7 +86,8 @@ class TwoLevel(Buckets):
         nbytes = sum(parameter.nbytes for parameter in parameters.values())
         # This rank's share of what plain DDP would send through the card of its node.
         ranks = levels.nodes.size * len(levels.nodes.ranks)
-        self._dense_bytes = sum_bytes(nbytes, ranks) // levels.nodes.size
+        card = sum_bytes(nbytes, ranks) if len(levels.nodes.ranks) > 1 else 0
+        self._dense_bytes = card // levels.nodes.size
         self._watch = FiniteWatch(levels.between)
         self._groups = _Groups()
 

@@ -38,7 +38,7 @@ class PrivateExchange(ProcessGroupExchange):
     ) -> None:
         rank = list(ranks).index(dist.get_rank())
         Exchange.__init__(self, rank, len(ranks), device, ranks)
-        self._timeout = timeout
+        self._own_timeout = timeout
         store = PrefixStore(name, distributed_c10d._get_default_store())
         self._own: Any
         if device.type == "cuda":
@@ -54,7 +54,7 @@ class PrivateExchange(ProcessGroupExchange):
 
     @property
     def timeout(self) -> timedelta:
-        return self._timeout
+        return self._own_timeout
 
     # `wait` blocks the host for gloo, and the current stream for NCCL.
 
