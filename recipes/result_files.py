@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,12 @@ def provenance() -> dict[str, str]:
     }
 
 
+@cache
 def revision() -> str:
-    """Return the commit of the code, with a + if files differ from it; without git "unknown"."""
+    """Return the commit of the code, with a + if files differ from it; without git "unknown".
+
+    It is asked for once, as every table and row names it.
+    """
     here = Path(__file__).parent
     # --exclude=* ignores tags, so that the result is always a commit.
     command = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--exclude=*"]

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from recipes.bidirectional_topk import runs
 from recipes.bidirectional_topk.methods import METHODS
@@ -72,16 +73,16 @@ def measure(run: Run, problem: Problem) -> list[object]:
     return runs.cells(run, outcome)
 
 
-def best_lr(like: Run, rows: Sequence[Row]) -> float:
+def best_lr(like: Any, rows: Sequence[Row]) -> float:
     """Return the learning rate with the highest accuracy on the held-out images.
 
     Args:
-        like: a run of the method, on the same problem, with any learning rate and seed.
+        like: a run of the method, of any class with rows, with any learning rate and seed.
         rows: the table.
     """
     tried: dict[float, list[tuple[float, float]]] = {}
     for row in rows:
-        run = Run.of(row)
+        run = type(like).of(row)
         if run == replace(like, lr=run.lr, seed=run.seed, images="validation"):
             # Equal accuracies are common on few held-out images; the loss decides between them.
             tried.setdefault(run.lr, []).append((float(row["accuracy"]), -float(row["loss"])))

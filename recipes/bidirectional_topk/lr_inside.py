@@ -12,7 +12,6 @@ same.
 import argparse
 import itertools
 import math
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from recipes.bidirectional_topk.accuracy import best_lr
 from recipes.bidirectional_topk.methods import METHODS
 from recipes.bidirectional_topk.problems import Problem, open_problem
 from recipes.bidirectional_topk.runs import RATIO
@@ -143,20 +143,6 @@ def _add(problem: Problem, size: LrInsideSize, table: ResultTable, run: LrRun) -
     if run not in {LrRun.of(row) for row in table.rows}:
         accuracy, loss = train(problem, size, run)
         table.add([*asdict(run).values(), f"{accuracy:.3f}", f"{loss:.4f}"])
-
-
-def best_lr(like: LrRun, rows: Sequence[dict[str, str]]) -> float:
-    """Return the peak learning rate with the highest accuracy on the held-out images.
-
-    Equal accuracies are common on few images; the loss decides between them.
-    """
-    tried: dict[float, list[tuple[float, float]]] = {}
-    for row in rows:
-        run = LrRun.of(row)
-        if run == replace(like, images="validation", lr=run.lr, seed=run.seed):
-            tried.setdefault(run.lr, []).append((float(row["accuracy"]), -float(row["loss"])))
-    means = {lr: [*map(statistics.fmean, zip(*found, strict=True))] for lr, found in tried.items()}
-    return max(means, key=means.__getitem__)
 
 
 def train(problem: Problem, size: LrInsideSize, run: LrRun) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """The pictures, computed from the files of the results."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ def draw_all(folder: Path, samples: int) -> None:
         draw_curves(results, detailed, folder / "curves.png")
     if mapped:
         draw_maps(results, mapped, folder / "maps.png")
-    if complete := [each for each in chosen if results.main(each)]:
-        draw_differences(results, complete, folder / "differences.png")
+    if complete := {each: found for each in chosen if (found := results.main(each))}:
+        draw_differences(complete, folder / "differences.png")
 
 
 def name_of(setting: Setting) -> str:
@@ -204,17 +204,16 @@ def _draw_map(
     axes.set_ylabel("H_base")
 
 
-def draw_differences(results: Results, settings: Sequence[Setting], path: Path) -> None:
+def draw_differences(entries: Mapping[Setting, Sequence[Entry]], path: Path) -> None:
     """Draw QSR's difference to parallel training and to constant H.
 
     Args:
-        results: of all settings.
-        settings: that have reported runs of all three methods.
+        entries: parallel training, constant H and QSR in each setting.
         path: of the picture.
     """
-    rows = [(each, _reported(results, each, MAIN_METHODS)) for each in settings]
-    figure, axes = pyplot().subplots(figsize=(9, 1.6 + 0.42 * len(rows)), layout="constrained")
-    for row, (_, (*others, qsr)) in enumerate(rows):
+    height = 1.6 + 0.42 * len(entries)
+    figure, axes = pyplot().subplots(figsize=(9, height), layout="constrained")
+    for row, (*others, qsr) in enumerate(entries.values()):
         for offset, other in zip((-0.12, 0.12), others, strict=True):
             index = METHODS.index(other.point.method)
             gap = qsr.ahead_of(other)
@@ -226,8 +225,8 @@ def draw_differences(results: Results, settings: Sequence[Setting], path: Path) 
                 capsize=3,
                 label=f"QSR − {other.point.method}" if row == 0 else None,
             )
-    labels = [f"{name_of(each)}{'' if each.label_noise else ', clean'}" for each, _ in rows]
-    axes.set_yticks(range(len(rows)), labels=labels, fontsize=8)
+    labels = [f"{name_of(each)}{'' if each.label_noise else ', clean'}" for each in entries]
+    axes.set_yticks(range(len(labels)), labels=labels, fontsize=8)
     axes.invert_yaxis()
     axes.axvline(0, color="black", linewidth=1)
     axes.set_xlabel("difference in test accuracy, points (paired by seed, with its standard error)")
