@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import torchcomp
 from tests.fsdp.runs import Run, gradients, mesh_of, shard, two_level_ddp, weights
 from tests.support.cases import only
-from tests.support.models import THROUGH_DDP, loss_of, mlp, rows
+from tests.support.models import THROUGH_DDP, loss_of, mlp, rows, wrap
 from tests.support.outcomes import (
     assert_close,
     assert_replicas_equal,
@@ -40,9 +40,13 @@ def both(shape: tuple[int, int], specs: tuple[str, ...], dtype: torch.dtype) -> 
     return found
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (2, 3), (3, 1)])
-def test_equals_two_levels_of_ddp(shape: tuple[int, int]) -> None:
-    found = on_processes(shape[0] * shape[1], both, shape, SPECS, torch.float64)
+CASES = [((2, 2), SPECS), ((2, 3), NOW), ((3, 1), NOW), ((2, 3), SPECS), ((3, 1), SPECS)]
+
+
+@pytest.mark.parametrize("case", only(CASES, now=CASES[:3]))
+def test_equals_two_levels_of_ddp(case: tuple[tuple[int, int], tuple[str, ...]]) -> None:
+    shape, specs = case
+    found = on_processes(shape[0] * shape[1], both, shape, specs, torch.float64)
     for of_spec in zip(*found, strict=True):
         assert_replicas_equal([sharded for sharded, _ in of_spec])
         for sharded, ddp in of_spec:
@@ -52,8 +56,9 @@ def test_equals_two_levels_of_ddp(shape: tuple[int, int]) -> None:
             assert_close(sharded, ddp)
 
 
-def test_equals_two_levels_of_ddp_in_float32() -> None:
-    for of_spec in zip(*on_processes(4, both, (2, 2), SPECS, torch.float32), strict=True):
+@pytest.mark.parametrize("specs", only([NOW, SPECS], now=[NOW]))
+def test_equals_two_levels_of_ddp_in_float32(specs: tuple[str, ...]) -> None:
+    for of_spec in zip(*on_processes(4, both, (2, 2), specs, torch.float32), strict=True):
         assert_replicas_equal([sharded for sharded, _ in of_spec])
         for sharded, ddp in of_spec:
             assert_close(sharded, ddp, 1e-5)
@@ -291,6 +296,19 @@ def test_bad_input_is_refused_on_all_ranks_and_changes_nothing(
     for kind, message in on_processes(4, refused, case):
         assert kind == name
         assert word in message
+
+
+def _sharded_later() -> list[str]:
+    model, mesh = wrap(mlp(torch.float64)), mesh_of(2, 2)
+    handle = torchcomp.register(model, TOPK)
+    shard(model.module, mesh["shard"])
+    kinds = [type(raised_by(lambda: model(rows(0)))).__name__ for _ in range(2)]
+    return [*kinds, str(handle.stats.steps)]
+
+
+def test_sharding_a_registered_ddp_model_is_refused() -> None:
+    for found in on_processes(4, _sharded_later):
+        assert found == ["UnsupportedModelError", "UnsupportedModelError", "0"]
 
 
 def test_replicas_must_start_with_the_same_parameters() -> None:

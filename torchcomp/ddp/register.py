@@ -29,7 +29,7 @@ from torchcomp.ddp.checks import (
 from torchcomp.ddp.handle import DDPHandle, hook
 from torchcomp.ddp.two_level import Levels, TwoLevel
 from torchcomp.exchange import ProcessGroupExchange
-from torchcomp.hooks.arguments import check_arguments, late_does_not_fit
+from torchcomp.hooks.arguments import check_arguments, inside_dtype, late_does_not_fit
 from torchcomp.hooks.executors import transport
 from torchcomp.hooks.optimizer_lrs import OptimizerLRs, Optimizers
 from torchcomp.nodes import Nodes
@@ -51,6 +51,7 @@ def register_ddp(
     check: str = "step",
     lr_inside: Optimizers | None = None,
     nodes: str | int | DeviceMesh | None = None,
+    inside: str | None = None,
 ) -> DDPHandle:
     """Install compressed gradient exchange on a DDP model; see :func:`torchcomp.register`."""
     # Without DDP there is no process group in which the ranks could verify anything.
@@ -58,12 +59,14 @@ def register_ddp(
     device = device_of(model)
     # Verify in DDP's own group. Creating a group would hang if another rank has already raised.
     everyone = ProcessGroupExchange(model.process_group, device)
-    inside = "none" if lr_inside is None else "set"
-    arguments = {"spec": spec, "seed": seed, "check": check, "lr_inside": inside}
+    unit = "none" if lr_inside is None else "set"
+    arguments = {"spec": spec, "seed": seed, "check": check, "lr_inside": unit, "inside": inside}
     aggregator, groups, lrs, divided = everyone.build(
         "torchcomp.register",
         {**arguments, "nodes": "a DeviceMesh" if isinstance(nodes, DeviceMesh) else nodes},
-        lambda: _check(model, spec, seed, scaler, check, lr_inside, nodes, everyone.global_ranks),
+        lambda: _check(
+            model, spec, seed, scaler, check, lr_inside, nodes, inside, everyone.global_ranks
+        ),
     )
     parameters = dict(trained_parameters(model))
     make = partial(Averager, aggregator, seed=seed, late=check == "late")
@@ -72,7 +75,8 @@ def register_ddp(
         exchange, executor = transport(model.process_group, device)
         buckets = Flat(make(exchange, parameters, groups), everyone, executor)
     else:
-        buckets = TwoLevel(make, parameters, groups, Levels(divided, everyone))
+        levels = Levels(divided, everyone)
+        buckets = TwoLevel(make, parameters, groups, levels, inside_dtype(inside, nodes))
     handle = DDPHandle(model, buckets, scaler, lrs)
     # A plain function with the handle as its state: DDP refuses partials and callable objects.
     model.register_comm_hook(handle, hook)
@@ -128,10 +132,12 @@ def _check(
     check: str,
     lr_inside: Optimizers | None,
     nodes: object,
+    inside: object,
     ranks: Sequence[int],
 ) -> tuple[_Checked, dict[str, Any]]:
     """Return what the arguments stand for, and what must match on all ranks."""
     check_arguments(seed, scaler, check)
+    inside_dtype(inside, nodes)
     check_model(model)
     if check == "late" and model.find_unused_parameters and not model.static_graph:
         raise late_does_not_fit(

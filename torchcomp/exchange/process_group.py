@@ -53,12 +53,12 @@ class ProcessGroupExchange(Exchange):
     def _all_reduce(self, values: Tensor) -> None:
         dist.all_reduce(values, group=self.group)
 
-    def _reduce_scatter(self, values: Tensor) -> Tensor:
+    def _reduce_scatter(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         if not values.is_cuda:
-            return super()._reduce_scatter(values)
+            return super()._reduce_scatter(values, dtype)
         mine = values.new_empty(values.numel() // self.world_size)
         self._reduce_scatter_to(mine, values)
-        return mine
+        return mine.to(dtype)
 
     def _all_gather(self, mine: Tensor) -> Tensor:
         # gloo's all-gather is a ring. It moves as many bytes as sending a copy to every rank, but
