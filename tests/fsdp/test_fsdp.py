@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import torchcomp
-from tests.fsdp.runs import Run, gradients, mesh_of, shard, two_level_ddp, weights
+from tests.fsdp.runs import NEEDS_HOOK, Run, gradients, mesh_of, shard, two_level_ddp, weights
 from tests.support.cases import only
 from tests.support.models import THROUGH_DDP, loss_of, mlp, rows, wrap
 from tests.support.outcomes import (
@@ -24,6 +24,8 @@ from tests.support.outcomes import (
 )
 from tests.support.ranks import on_processes
 from torchcomp import SpecError
+
+pytestmark = NEEDS_HOOK
 
 SPECS = tuple(spec for spec in THROUGH_DDP if "model" not in spec)
 NOW = ("mean", "ef(topk(0.1))", "powersgd(rank=1)")
@@ -261,6 +263,9 @@ def refused(case: str) -> tuple[str, str]:
         replicate = mesh
     elif case == "no mesh":
         replicate = "replicate"
+    elif case == "old torch":
+        hook = FSDPModule.set_all_reduce_hook
+        del FSDPModule.set_all_reduce_hook
     options: dict[str, Any] = {"nodes": 2} if case == "nodes" else {}
     spec = "bidirectional(topk(0.1, scope='model'), topk(0.1))" if case == "scope" else TOPK
     if case == "disagree" and dist.get_rank() == 2:
@@ -269,6 +274,8 @@ def refused(case: str) -> tuple[str, str]:
         error = raised_by(lambda: torchcomp.register(model, spec))
     else:
         error = raised_by(lambda: torchcomp.register(model, spec, replicate=replicate, **options))
+    if case == "old torch":
+        FSDPModule.set_all_reduce_hook = hook
     if case not in ("native mesh", "half"):
         good = torchcomp.register(model, "mean", replicate=mesh["replicate"])
         loss_of(model(rows(0))).backward()
@@ -285,6 +292,7 @@ def refused(case: str) -> tuple[str, str]:
         ("two dimensions", "SpecError", "replicate"),
         ("no mesh", "SpecError", "replicate"),
         ("nodes", "SpecError", "nodes"),
+        ("old torch", "UnsupportedModelError", "2.7"),
         ("scope", "SpecError", "scope"),
         ("disagree", "RankMismatchError", "mean"),
         ("no replicate", "UnsupportedModelError", "replicate="),
