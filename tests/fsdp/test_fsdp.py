@@ -1,5 +1,6 @@
 """FSDP2 with replicas: the compressed exchange between them, as in two levels of DDP."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -243,6 +244,24 @@ def test_other_replicas_and_shards_lose_nothing(spec: str, after: tuple[int, int
     assert unsent(state).any()
     assert_close(unsent(found[0][0]), unsent(state))
     assert_replicas_equal([weight for _, weight in found])
+
+
+def _logged() -> tuple[list[str], int]:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("torchcomp").addHandler(handler)
+    logging.getLogger("torchcomp").setLevel(logging.INFO)
+    run = Run((2, 2), "topk(0.1)")
+    run.backward(0)
+    return [each.levelname + each.getMessage() for each in records], run.handle.stats.bytes_sent
+
+
+def test_rank_0_logs_the_planned_bytes_and_what_the_method_loses() -> None:
+    (said, nbytes), *others = on_processes(4, _logged)
+    assert [each for each in said if each.startswith("INFO") and f"{nbytes:,}" in each]
+    assert [each for each in said if each.startswith("WARNING") and "ef(topk(0.1))" in each]
+    assert not any(said for said, _ in others)
 
 
 # --- Bad input ---
