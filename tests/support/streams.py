@@ -298,9 +298,9 @@ def _register(model: Any, simulator: Simulator, state: Any, hook: Any) -> None:
 _COLLECTIVES = ("_all_reduce", "_reduce_scatter_to", "_all_gather_to", "_all_to_all_to")
 
 
-def _private(exchange: Any, name: str, ranks: Sequence[int], device: torch.device, _: Any) -> None:
+def _private(exchange: Any, name: str, ranks: Sequence[int], beside: ProcessGroupExchange) -> None:
     """A group that torch knows: calls of one that it does not know are no operations."""
-    ProcessGroupExchange.__init__(exchange, dist.new_group(list(ranks)), device)
+    ProcessGroupExchange.__init__(exchange, dist.new_group(list(ranks)), beside.device)
 
 
 _register_comm_hook = DistributedDataParallel.register_comm_hook

@@ -55,16 +55,15 @@ class Levels:
     def __init__(self, nodes: Nodes, everyone: ProcessGroupExchange) -> None:
         rank = dist.get_rank()
         inside, across = nodes.inside(rank), nodes.between(rank)
-        name, timeout = new_name(everyone), everyone.timeout
+        name = new_name(everyone)
         self.everyone, self.nodes = everyone, nodes
         self.place = Place(everyone.rank, across.index(rank), inside.index(rank), nodes.size)
-        device = everyone.device
         self.scatter, self.gather = (
-            InsideExchange(f"{name}/{lane}/{inside[0]}", inside, device, timeout)
+            InsideExchange(f"{name}/{lane}/{inside[0]}", inside, everyone)
             for lane in ("scatter", "gather")
         )
-        self.between = PrivateExchange(f"{name}/between/{across[0]}", across, device, timeout)
-        self._checks = PrivateExchange(f"{name}/checks/{inside[0]}", inside, device, timeout)
+        self.between = PrivateExchange(f"{name}/between/{across[0]}", across, everyone)
+        self._checks = PrivateExchange(f"{name}/checks/{inside[0]}", inside, everyone)
         # In lane 2, ranks also compare values and combine checks inside the node.
         Exchange.split(inside=self._checks, between=self.between)
 

@@ -1,12 +1,11 @@
 """InsideExchange: the exchange inside a node, of large uncompressed messages."""
 
 from collections.abc import Sequence
-from datetime import timedelta
 
-import torch
 from torch import Tensor
 
 from torchcomp.exchange.private import PrivateExchange
+from torchcomp.exchange.process_group import ProcessGroupExchange
 from torchcomp.scratch import Scratch
 
 
@@ -16,10 +15,8 @@ class InsideExchange(PrivateExchange):
     Gathered values are valid until the next call, which uses their memory again.
     """
 
-    def __init__(
-        self, name: str, ranks: Sequence[int], device: torch.device, timeout: timedelta
-    ) -> None:
-        super().__init__(name, ranks, device, timeout)
+    def __init__(self, name: str, ranks: Sequence[int], beside: ProcessGroupExchange) -> None:
+        super().__init__(name, ranks, beside)
         self._sending, self._receiving = Scratch(), Scratch()
 
     def _all_gather(self, mine: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def _everyone(replicas: ProcessGroupExchange) -> Exchange:
     world = ProcessGroupExchange(None, replicas.device)
     if ranks == list(world.global_ranks):
         return world
-    return PrivateExchange(new_name(replicas), ranks, replicas.device, replicas.timeout)
+    return PrivateExchange(new_name(replicas), ranks, replicas)
 
 
 def _levels(
