@@ -31,6 +31,7 @@ pytestmark = NEEDS_HOOK
 SPECS = tuple(spec for spec in THROUGH_DDP if "model" not in spec)
 NOW = ("mean", "ef(topk(0.1))", "powersgd(rank=1)")
 TOPK = "ef(topk(0.1))"
+BIDIRECTIONAL = "bidirectional(topk(0.1), topk(0.1))"
 STEPS = range(4)
 
 
@@ -236,13 +237,24 @@ def unsent(state: Any) -> Tensor:
     return torch.stack([flat(tensors[name] for name in sorted(tensors)) for tensors in debts])
 
 
-@pytest.mark.parametrize("spec", [TOPK, "bidirectional(topk(0.1), topk(0.1))"])
-@pytest.mark.parametrize("after", [(2, 3), (3, 2), (4, 1), (1, 4)])
-def test_other_replicas_and_shards_lose_nothing(spec: str, after: tuple[int, int]) -> None:
-    (state, *_) = on_processes(4, saved, (2, 2), spec)
-    found = on_processes(after[0] * after[1], loaded, after, spec, state)
-    assert unsent(state).any()
-    assert_close(unsent(found[0][0]), unsent(state))
+@pytest.fixture(scope="module")
+def states() -> dict[str, Any]:
+    """The state of 2 replicas with 2 shards each, by method."""
+    return on_processes(4, _all_saved, (TOPK, BIDIRECTIONAL))[0]
+
+
+def _all_saved(specs: tuple[str, ...]) -> dict[str, Any]:
+    return {spec: saved((2, 2), spec) for spec in specs}
+
+
+@pytest.mark.parametrize("spec", [TOPK, BIDIRECTIONAL])
+@pytest.mark.parametrize("after", only([(2, 3), (3, 2), (4, 1), (1, 4)], now=[(2, 3), (4, 1)]))
+def test_other_replicas_and_shards_lose_nothing(
+    spec: str, after: tuple[int, int], states: dict[str, Any]
+) -> None:
+    found = on_processes(after[0] * after[1], loaded, after, spec, states[spec])
+    assert unsent(states[spec]).any()
+    assert_close(unsent(found[0][0]), unsent(states[spec]))
     assert_replicas_equal([weight for _, weight in found])
 
 
@@ -285,7 +297,7 @@ def refused(case: str) -> tuple[str, str]:
     elif case == "old torch":
         hook = FSDPModule.set_all_reduce_hook
         del FSDPModule.set_all_reduce_hook
-    options: dict[str, Any] = {"nodes": 2} if case == "nodes" else {}
+    options: dict[str, Any] = {"nodes": {"nodes": 2}, "inside": {"inside": "bf16"}}.get(case, {})
     spec = "bidirectional(topk(0.1, scope='model'), topk(0.1))" if case == "scope" else TOPK
     if case == "disagree" and dist.get_rank() == 2:
         spec = "mean"
@@ -302,25 +314,35 @@ def refused(case: str) -> tuple[str, str]:
     return type(error).__name__, str(error)
 
 
-@pytest.mark.parametrize(
-    ("case", "name", "word"),
-    [
-        ("native mesh", "UnsupportedModelError", 'mesh["shard"]'),
-        ("half", "UnsupportedModelError", "'2.weight'"),
-        ("same dimension", "SpecError", "replicate"),
-        ("two dimensions", "SpecError", "replicate"),
-        ("no mesh", "SpecError", "replicate"),
-        ("nodes", "SpecError", "nodes"),
-        ("old torch", "UnsupportedModelError", "2.7"),
-        ("scope", "SpecError", "scope"),
-        ("disagree", "RankMismatchError", "mean"),
-        ("no replicate", "UnsupportedModelError", "replicate="),
-    ],
-)
-def test_bad_input_is_refused_on_all_ranks_and_changes_nothing(
-    case: str, name: str, word: str
-) -> None:
-    for kind, message in on_processes(4, refused, case):
+REFUSED = {
+    "native mesh": ("UnsupportedModelError", 'mesh["shard"]'),
+    "half": ("UnsupportedModelError", "'2.weight'"),
+    "same dimension": ("SpecError", "replicate"),
+    "two dimensions": ("SpecError", "replicate"),
+    "no mesh": ("SpecError", "replicate"),
+    "nodes": ("SpecError", "nodes"),
+    "inside": ("SpecError", "inside"),
+    "old torch": ("UnsupportedModelError", "2.7"),
+    "scope": ("SpecError", "scope"),
+    "disagree": ("RankMismatchError", "mean"),
+    "no replicate": ("UnsupportedModelError", "replicate="),
+}
+
+
+def _all_refused() -> dict[str, tuple[str, str]]:
+    return {case: refused(case) for case in REFUSED}
+
+
+@pytest.fixture(scope="module")
+def errors() -> list[dict[str, tuple[str, str]]]:
+    return on_processes(4, _all_refused)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_refused_on_all_ranks_and_changes_nothing(case: str, errors: Any) -> None:
+    name, word = REFUSED[case]
+    for of_rank in errors:
+        kind, message = of_rank[case]
         assert kind == name
         assert word in message
 
