@@ -53,9 +53,16 @@ class Checkpoints:
             _write_atomically(directory / _MARKER, lambda path: path.write_text(marker))
             self._delete_old()
 
-    def any_complete(self) -> bool:
-        """Return whether there is a complete checkpoint to resume from."""
-        return bool(self._complete())
+    def newest(self) -> Path | None:
+        """Return the folder of the newest complete checkpoint, or None.
+
+        All ranks must call this. They get what rank 0 sees: a shared file system can show new files
+        to some ranks later than to others.
+        """
+        complete = self._complete() if self.rank == 0 else []
+        found = [complete[-1] if complete else None]
+        dist.broadcast_object_list(found)
+        return found[0]
 
     def load(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's state from the newest complete checkpoint.
@@ -64,12 +71,12 @@ class Checkpoints:
             RecipeError: if there is no checkpoint, if its file is damaged, or if it was written
                 with another number of ranks or other ``settings``.
         """
-        if not self.any_complete():
+        newest = self.newest()
+        if newest is None:
             raise RecipeError(
                 f"--resume: no complete checkpoint in {self.folder}; start without --resume, "
                 "with --checkpoint-every above 0"
             )
-        newest = self._complete()[-1]
         _check_compatible(json.loads((newest / _MARKER).read_text()), self.world_size, settings)
         return _read(newest / f"rank-{self.rank}.pt")
 

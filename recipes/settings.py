@@ -116,7 +116,11 @@ class Settings:
     # Output, checkpoints and dry runs.
     out: str = option("runs/train", "folder for metrics, summary, weights and checkpoints")
     checkpoint_every: int = option(0, "steps between checkpoints (0: none)", min=0)
+    signal_every: int = option(
+        10, "steps between the checks whether a rank got SIGUSR1 or SIGTERM", min=1
+    )
     resume: bool = option(False, "resume from the newest complete checkpoint in --out")
+    auto_resume: bool = option(False, "resume if --out has a complete checkpoint, else start")
     log_every: int = option(10, "steps between lines in metrics.jsonl", min=1)
     eval_every: int = option(1, "epochs between evaluations", min=1)
     dry_run: bool = option(False, "print the configuration and the plan, without training")

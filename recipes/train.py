@@ -9,6 +9,8 @@ without torchcomp: by default, ``--compress none --sync none``.
 
 Every key of a configuration file is also a flag (see ``settings.py``), and a flag overrides the
 file. ``--dry-run`` prints what a run would do, without training.
+
+SIGUSR1 and SIGTERM end a run after a checkpoint, with exit code 75: see ``cluster/README.md``.
 """
 
 import gc
@@ -22,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -44,6 +45,7 @@ from recipes.errors import RecipeError, exit_on_user_error
 from recipes.evaluation import Evaluator, Meter, parameters_are_equal, sha256_of
 from recipes.image_data import open_batches
 from recipes.image_data.order import NOISE, keyed_seed
+from recipes.interruption import REQUEUE, Interruption, exit_for_requeue
 from recipes.lr_schedules import lr_function
 from recipes.models import build_model, check_model
 from recipes.optimizers import build_optimizer
@@ -72,8 +74,9 @@ _TORCHCOMP_ERRORS = (
 )
 
 # Settings that a resumed run can change. They do not affect its final weights.
-_FREE_ON_RESUME = {"out", "resume", "checkpoint_every", "log_every", "eval_every", "dry_run"}
-_FREE_ON_RESUME |= {"plan_ranks", "data_path", "data_cache", "workers", "threads", "shrink"}
+_FREE_ON_RESUME = {"out", "resume", "auto_resume", "checkpoint_every", "signal_every", "log_every"}
+_FREE_ON_RESUME |= {"eval_every", "dry_run", "plan_ranks", "shrink"}
+_FREE_ON_RESUME |= {"data_path", "data_cache", "workers", "threads"}
 
 
 def attach_torchcomp(
@@ -159,14 +162,17 @@ def train(settings: Settings) -> None:
     torch.set_num_threads(threads)
     configure_cudnn(settings)
     init_distributed(worker)
-    trainer = Trainer(settings, worker, workers=settings.workers or threads)
-    with trainer.report:
-        trainer.fit()
-    trainer.close()
+    with Interruption(settings.signal_every, worker.device) as interruption:
+        trainer = Trainer(settings, worker, settings.workers or threads, interruption)
+        with trainer.report:
+            finished = trainer.fit()
+        trainer.close()
     # DDP uses the process group until it is deleted, and reference cycles keep it alive.
     del trainer
     gc.collect()
     cleanup_distributed()
+    if not finished:
+        exit_for_requeue()
 
 
 def configure_cudnn(settings: Settings) -> None:
@@ -215,13 +221,17 @@ class Trainer:
         settings: of the run.
         worker: this process. It must have joined the process group.
         workers: number of threads or processes that load data.
+        interruption: asks whether a signal ends the run.
     """
 
-    def __init__(self, settings: Settings, worker: Worker, workers: int) -> None:
+    def __init__(
+        self, settings: Settings, worker: Worker, workers: int, interruption: Interruption
+    ) -> None:
         self.settings, self.worker, self.device = settings, worker, worker.device
+        self.interruption, self.interrupted = interruption, False
         folder = Path(settings.out)
         self.checkpoints = Checkpoints(folder / "checkpoints", worker.rank, worker.world_size)
-        self._check_out()
+        resume = self._is_resumed()
         self.batches = open_batches(
             settings, worker.rank, worker.world_size, worker.device, workers
         )
@@ -230,21 +240,23 @@ class Trainer:
         self._build()
         self.step, self.seconds_before = 0, 0.0
         self.meter = Meter.zeros(self.device)
-        if settings.resume:
+        if resume:
             self._resume()
         self.report = Report(folder, total=self.total_steps, done=self.step, is_main=worker.is_main)
         self.started = self.logged_at = time.perf_counter()
         self.logged_step = self.step
         self.test_accuracy: float | None = None
 
-    def _check_out(self) -> None:
-        if self.checkpoints.any_complete() and not self.settings.resume:
+    def _is_resumed(self) -> bool:
+        if self.settings.resume:
+            return True
+        started = self.checkpoints.newest() is not None
+        if started and not self.settings.auto_resume:
             raise RecipeError(
                 f"--out {self.settings.out} already has checkpoints; add --resume to continue that "
                 "run, or choose another folder"
             )
-        # All ranks must have looked before the first of them writes a checkpoint.
-        dist.barrier()
+        return started
 
     def _build(self) -> None:
         """Build model, optimizer, learning rate and loss, and attach torchcomp."""
@@ -292,15 +304,25 @@ class Trainer:
 
     # --- Training ---------------------------------------------------------------------------------
 
-    def fit(self) -> None:
-        """Train to the last step, evaluate, save the weights and write the summary."""
+    def fit(self) -> bool:
+        """Train to the last step, evaluate, save the weights and write the summary.
+
+        Returns:
+            False if a signal ended the run before that. It has a checkpoint of its last step.
+        """
         self._print_header()
         while self.step < self.total_steps:
             # After a resumption, the first epoch begins in the middle.
             self._train_epoch(self.step // self.steps_per_epoch, self.step % self.steps_per_epoch)
+            if self.interrupted:
+                self.report.print(
+                    f"interrupted by a signal: saved step {self.step}, exit with {REQUEUE}"
+                )
+                return False
         # None if the run was already complete when it was resumed.
         accuracy = self.evaluate()[1] if self.test_accuracy is None else self.test_accuracy
         self._save_results(accuracy)
+        return True
 
     def _print_header(self) -> None:
         settings = self.settings
@@ -329,9 +351,13 @@ class Trainer:
                 self._log_step(epoch, loss)
             if self.step % self.steps_per_epoch == 0:
                 self._end_epoch(epoch)
+            asked_to_stop = self.interruption.after_step(self.step)
+            self.interrupted = asked_to_stop and self.step < self.total_steps
             every = self.settings.checkpoint_every
-            if every and self.step % every == 0:
+            if self.interrupted or (every and self.step % every == 0):
                 self.checkpoints.save(self.step, self.state_dict(), self._settings_to_match())
+            if self.interrupted:
+                return
 
     def _train_step(self, images: Tensor, targets: Tensor) -> Tensor:
         """Take one optimizer step and return its loss."""

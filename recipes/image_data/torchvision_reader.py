@@ -13,6 +13,7 @@ from recipes.errors import RecipeError
 from recipes.image_data.order import CROP, Indices, keyed_seed
 from recipes.image_data.presets import Preset
 from recipes.image_data.sources import Arrays, Photographs, decode_image
+from recipes.interruption import ignore_signals
 from recipes.torchvision_compat import import_torchvision
 
 
@@ -55,6 +56,8 @@ class TorchvisionReader:
             batch_sampler=[row.tolist() for row in rows],
             num_workers=self.workers,
             collate_fn=_collate,
+            # Schedulers signal all processes. The rank needs its workers until it has saved.
+            worker_init_fn=ignore_signals,
             # The loader draws a seed in every iter(). By default it would use the global generator,
             # whose state is in the checkpoint.
             generator=torch.Generator(),
