@@ -1,0 +1,1 @@
+"""Runs on clusters: Slurm, Kubernetes, and NCCL's settings for Ethernet."""

@@ -162,7 +162,7 @@ class TorchRun:
 
     def kill(self, process: "subprocess.Popen[str]") -> None:
         """Kill all ranks and torchrun with SIGKILL."""
-        for pid in _children(process.pid):
+        for pid in descendants(process.pid):
             os.kill(pid, signal.SIGKILL)
         process.kill()
         process.communicate(timeout=PATIENCE)
@@ -196,15 +196,31 @@ def summary_in(folder: Path) -> dict[str, Any]:
     return summary
 
 
+def steps_and_losses(out: Path) -> list[tuple[int, float]]:
+    """Return what a run has logged: a pair for every line, of a step or of an epoch."""
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line.get("loss", line.get("train_loss"))) for line in lines]
+
+
 def wait_for_checkpoint(folder: Path, step: int, run: ForkedRun) -> None:
     """Wait until ``run`` has written a complete checkpoint of ``step`` or later."""
+    wait_until(
+        lambda: any(int(p.parent.name[5:]) >= step for p in folder.glob("step-*/complete.json")),
+        run.is_alive,
+        run.printed,
+    )
+
+
+def wait_until(done: Callable[[], bool], is_alive: Callable[[], bool], printed: Path) -> None:
+    """Wait for something that a run does, and fail with what it ``printed`` if it ends before."""
     deadline = time.monotonic() + PATIENCE
-    while not any(int(p.parent.name[5:]) >= step for p in folder.glob("step-*/complete.json")):
-        if not run.is_alive() or time.monotonic() > deadline:
-            raise AssertionError(f"no checkpoint in {folder}:\n{run.printed.read_text()}")
+    while not done():
+        if not is_alive() or time.monotonic() > deadline:
+            raise AssertionError(printed.read_text())
         time.sleep(0.01)
 
 
-def _children(parent: int) -> list[int]:
-    text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
-    return [int(pid) for pid in text.split()]
+def descendants(pid: int) -> list[int]:
+    """Return the processes that a process, or one of these, has started."""
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [found for child in text.split() for found in (int(child), *descendants(int(child)))]

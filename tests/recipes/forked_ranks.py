@@ -41,13 +41,17 @@ class ForkedRun:
         for rank in self.ranks:
             rank.join(PATIENCE)
 
-    def finish(self) -> str:
-        """Wait for the run, require that it succeeds, and return its output."""
+    def exit_codes(self) -> list[int | None]:
+        """Wait for the run, and return the exit codes of its ranks."""
         deadline = time.monotonic() + PATIENCE
         for rank in self.ranks:
             rank.join(deadline - time.monotonic())
-        output = self.printed.read_text()
-        assert [rank.exitcode for rank in self.ranks] == [0] * len(self.ranks), output
+        return [rank.exitcode for rank in self.ranks]
+
+    def finish(self) -> str:
+        """Wait for the run, require that it succeeds, and return its output."""
+        codes, output = self.exit_codes(), self.printed.read_text()
+        assert codes == [0] * len(self.ranks), output
         return output
 
 

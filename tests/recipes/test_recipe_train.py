@@ -15,7 +15,7 @@ import torch
 
 import torchcomp
 from recipes.errors import RecipeError
-from tests.recipes.conftest import TorchRun, summary_in, wait_for_checkpoint
+from tests.recipes.conftest import TorchRun, steps_and_losses, summary_in, wait_for_checkpoint
 from tests.recipes.forked_ranks import RECIPES, Launcher
 from tests.support.cases import only
 from tests.support.patience import PATIENCE
@@ -159,11 +159,6 @@ def test_metrics_of_a_resumed_run_have_each_line_once(
         file.write('{"step": 4')
     train_here(*flags, "--resume")
     assert steps_and_losses(out) == before
-
-
-def steps_and_losses(out: Path) -> list[tuple[int, float]]:
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return [(line["step"], line.get("loss", line.get("train_loss"))) for line in lines]
 
 
 def test_photographs_with_torchvision(

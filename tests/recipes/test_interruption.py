@@ -1,0 +1,257 @@
+"""SIGUSR1 and SIGTERM end a run after a checkpoint. The resumed run ends with the same bits."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes import interruption
+from recipes.errors import RecipeError
+from recipes.interruption import REQUEUE
+from tests.recipes.conftest import descendants, steps_and_losses, summary_in, wait_until
+from tests.recipes.forked_ranks import RECIPES, Launcher
+from tests.support.commands import ROOT
+from tests.support.patience import PATIENCE
+
+TrainHere = Callable[..., dict[str, Any]]
+
+# 22 steps per epoch. The ranks ask each other at steps 3, 6, ..., mostly inside a round of 4.
+FLAGS = ["--loader", "torchvision", "--threads", "1", "--epochs", "3", "--log-every", "1"]
+FLAGS += ["--signal-every", "3", "--sync", "every(4)", "--compress", "ef(topk(0.01))"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    """The results of a run on two ranks that is not interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    Launcher(folder).start(*FLAGS, "--data-cache", str(cache), "--out", str(folder)).finish()
+    return folder
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def flags(out: Path, cache: Path) -> list[str]:
+    """The flags of a run that is interrupted and resumed."""
+    return [*FLAGS, "--data-cache", str(cache), "--out", str(out), "--auto-resume"]
+
+
+def has_begun(out: Path) -> bool:
+    return (out / "metrics.jsonl").exists() and len(steps_and_losses(out)) > 4
+
+
+def assert_saved(out: Path, printed: str) -> int:
+    """Require a checkpoint and no results, and return the checkpoint's step."""
+    assert not (out / "summary.json").exists()
+    (complete,) = (out / "checkpoints").glob("step-*/complete.json")
+    step = int(complete.parent.name[5:])
+    assert step % 3 == 0
+    assert f"saved step {step}" in printed
+    return step
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    """Require the same weights, traffic and losses, bit for bit."""
+    ones, others = summary_in(one), summary_in(other)
+    for name in ("weights_sha256", "bytes_sent", "synchronisations", "ranks"):
+        assert ones[name] == others[name]
+    assert steps_and_losses(one) == steps_and_losses(other)
+
+
+@pytest.mark.parametrize(
+    ("number", "signalled"),
+    [
+        pytest.param(signal.SIGTERM, [1], id="one-rank"),
+        pytest.param(signal.SIGUSR1, [0, 1], id="all-ranks", marks=pytest.mark.thorough),
+    ],
+)
+def test_all_ranks_stop_at_one_step_and_resume_with_the_same_bits(
+    number: int, signalled: list[int], whole: Path, flags: list[str], out: Path, forked: Launcher
+) -> None:
+    run = forked.start(*flags)
+    wait_until(lambda: has_begun(out), run.is_alive, run.printed)
+    for rank in signalled:
+        os.kill(run.ranks[rank].pid, number)
+    assert run.exit_codes() == [REQUEUE, REQUEUE], run.printed.read_text()
+    step = assert_saved(out, run.printed.read_text())
+    assert f"resumed after step {step}" in forked.start(*flags).finish()
+    assert_equal_runs(whole, out)
+
+
+# Slurm: the batch script itself, with stand-ins for srun and scontrol.
+
+
+class SlurmJob:
+    """The batch script on two nodes with one rank each, both of which are this machine.
+
+    Args:
+        folder: for what the script prints, and for the list of requeued jobs.
+        flags: the arguments of the script.
+    """
+
+    def __init__(self, folder: Path, flags: list[str]) -> None:
+        self.printed, self.requeued = folder / "printed", folder / "requeued"
+        self._flags, self._id = flags, free_job_id()
+        self.printed.touch()
+
+    def start(self) -> None:
+        """Start the script as Slurm does, also after a requeue."""
+        variables = {
+            "PATH": f"{Path(__file__).parent / 'slurm_stand_ins'}:{os.environ['PATH']}",
+            "PYTHON": sys.executable,
+            "OMP_NUM_THREADS": "1",
+            "INTERFACE": "lo",
+            "REQUEUED": str(self.requeued),
+            "SLURM_JOB_ID": str(self._id),
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_NNODES": "2",
+            "SLURM_GPUS_ON_NODE": "1",
+            "SLURM_CPUS_PER_TASK": "1",
+        }
+        with self.printed.open("ab") as file:
+            self.script = subprocess.Popen(
+                ["bash", RECIPES / "cluster" / "slurm.sbatch", *self._flags],
+                cwd=ROOT,
+                env=os.environ | variables,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+
+    def is_alive(self) -> bool:
+        return self.script.poll() is None
+
+    def requeued_ids(self) -> list[int]:
+        """Return the jobs that the script has requeued."""
+        text = self.requeued.read_text() if self.requeued.exists() else ""
+        return [int(line) for line in text.splitlines()]
+
+    def kill(self) -> None:
+        for pid in [*descendants(self.script.pid), self.script.pid]:
+            os.kill(pid, signal.SIGKILL)
+        self.script.wait()
+
+
+def free_job_id() -> int:
+    """Return a job number for which the script takes a port that is free."""
+    while True:
+        number = random.randrange(20_000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", 10_000 + number)):
+                return number
+
+
+@pytest.fixture
+def job(tmp_path: Path, flags: list[str]) -> Iterator[SlurmJob]:
+    """A job that is started and ended here."""
+    job = SlurmJob(tmp_path, flags)
+    job.start()
+    yield job
+    if job.is_alive():
+        job.kill()
+
+
+def test_a_slurm_job_requeues_itself_and_ends_with_the_same_bits(
+    job: SlurmJob, whole: Path, out: Path
+) -> None:
+    wait_until(lambda: has_begun(out), job.is_alive, job.printed)
+    job.script.send_signal(signal.SIGUSR1)
+    assert job.script.wait(PATIENCE) == REQUEUE, job.printed.read_text()
+    assert len(job.requeued_ids()) == 1
+    step = assert_saved(out, job.printed.read_text())
+
+    job.start()
+    assert job.script.wait(PATIENCE) == 0, job.printed.read_text()
+    assert f"resumed after step {step}" in job.printed.read_text()
+    assert len(job.requeued_ids()) == 1
+    assert_equal_runs(whole, out)
+
+
+@pytest.mark.thorough
+def test_a_slurm_job_that_is_cancelled_saves_and_is_not_requeued(job: SlurmJob, out: Path) -> None:
+    wait_until(lambda: has_begun(out), job.is_alive, job.printed)
+    # scancel signals the script and all processes of the step.
+    for pid in [job.script.pid, *descendants(job.script.pid)]:
+        os.kill(pid, signal.SIGTERM)
+    assert job.script.wait(PATIENCE) == REQUEUE, job.printed.read_text()
+    assert job.requeued_ids() == []
+    assert_saved(out, job.printed.read_text())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("flags", [["--lr", "fast"]])
+def test_a_slurm_job_with_a_wrong_flag_is_not_requeued(job: SlurmJob) -> None:
+    assert job.script.wait(PATIENCE) not in (0, REQUEUE)
+    assert "error (rank 0): --lr" in job.printed.read_text()
+    assert job.requeued_ids() == []
+
+
+# One rank, in this process.
+
+
+def signals_around_saving(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Signal this process before and after it saves, and return the list of what it saves."""
+    save, saved = torch.save, list[str]()
+
+    def save_between_signals(state: object, path: Path) -> None:
+        for number in interruption.SIGNALS:
+            os.kill(os.getpid(), number)
+        save(state, path)
+        for number in interruption.SIGNALS:
+            os.kill(os.getpid(), number)
+        saved.append(path.parent.name)
+
+    monkeypatch.setattr(torch, "save", save_between_signals)
+    return saved
+
+
+def test_signals_during_the_saving_do_not_damage_the_checkpoint(
+    train_here: TrainHere, digits_flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [*digits_flags, "--epochs", "1", "--signal-every", "4", "--checkpoint-every", "5"]
+    whole = train_here(*flags, "--out", f"{digits_flags[-1]}-whole")
+    with monkeypatch.context() as patch:
+        saved = signals_around_saving(patch)
+        patch.setattr(interruption, "ignore_signals", lambda: None)
+        with pytest.raises(SystemExit) as exit_:
+            train_here(*flags)
+    assert exit_.value.code == REQUEUE
+    # After the signals at step 5, the ranks ask at step 8 and stop at step 12.
+    assert saved == ["step-000000005", "step-000000010", "step-000000012"]
+    assert train_here(*flags, "--resume")["weights_sha256"] == whole["weights_sha256"]
+
+
+@pytest.mark.parametrize("every", ["11", "22", "30"])
+def test_a_run_that_ends_before_the_answer_or_with_it_finishes(
+    every: str, train_here: TrainHere, digits_flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [*digits_flags, "--epochs", "1", "--checkpoint-every", "10"]
+    signals_around_saving(monkeypatch)
+    assert train_here(*flags, "--signal-every", every)["steps"] == 22
+
+
+def test_handlers_are_restored(train_here: TrainHere, digits_flags: list[str]) -> None:
+    before = [signal.getsignal(number) for number in interruption.SIGNALS]
+    train_here(*digits_flags, "--epochs", "1")
+    assert [signal.getsignal(number) for number in interruption.SIGNALS] == before
+
+
+def test_auto_resume_starts_and_then_resumes(
+    train_here: TrainHere, digits_flags: list[str]
+) -> None:
+    flags = [*digits_flags, "--epochs", "1", "--checkpoint-every", "10"]
+    first = train_here(*flags, "--auto-resume")
+    assert train_here(*flags, "--auto-resume")["weights_sha256"] == first["weights_sha256"]
+    with pytest.raises(RecipeError, match=r"--out .*--resume"):
+        train_here(*flags)
