@@ -1,0 +1,207 @@
+"""Files for clusters: they parse, agree with each other, and have what Slurm and Trainer need."""
+
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.run
+import yaml
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from recipes.cluster import launch
+from recipes.interruption import REQUEUE, SIGNALS
+from recipes.settings import read_settings
+from tests.recipes.forked_ranks import RECIPES
+from tests.support.commands import run
+
+CLUSTER = RECIPES / "cluster"
+BATCH_SCRIPT = CLUSTER / "slurm.sbatch"
+SHELL_SCRIPTS = [BATCH_SCRIPT, *(Path(__file__).parent / "slurm_stand_ins").iterdir()]
+
+
+# Slurm.
+
+
+@pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
+def test_shell_scripts_parse(script: Path) -> None:
+    run(["bash", "-n", script])
+
+
+@pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
+def test_shell_scripts_pass_shellcheck(script: Path) -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    run(["shellcheck", "--shell=bash", "--severity=warning", script])
+
+
+def test_slurm_signals_the_batch_script_and_may_requeue_it() -> None:
+    text = BATCH_SCRIPT.read_text()
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, flags=re.MULTILINE))
+    assert options["signal"] == "B:USR1@120"
+    assert options["open-mode"] == "append"
+    assert options["requeue"] == ""
+    assert (options["nodes"], options["gpus-per-node"]) == ("8", "8")
+    # The launcher starts the ranks of a node.
+    assert options["ntasks-per-node"] == "1"
+    assert f"\nrequeue={REQUEUE}\n" in text
+
+
+def nccl_settings(interface: str) -> dict[str, str]:
+    """Return what the batch script exports."""
+    command = f"env -i INTERFACE={interface} bash -c 'set -a; source nccl_25g.env; env'"
+    lines = run(["bash", "-c", command], cwd=CLUSTER).stdout.splitlines()
+    pairs = dict(line.split("=", 1) for line in lines)
+    return {name: value for name, value in pairs.items() if name.startswith(("NCCL_", "GLOO_"))}
+
+
+def test_nccl_and_gloo_use_the_interface() -> None:
+    settings = nccl_settings("ens5")
+    assert settings["NCCL_SOCKET_IFNAME"] == "=ens5"
+    assert settings["GLOO_SOCKET_IFNAME"] == "ens5"
+
+
+# Kubernetes.
+
+
+@pytest.fixture
+def job() -> dict[str, Any]:
+    return read_yaml("trainjob.yaml")
+
+
+@pytest.fixture
+def runtime() -> dict[str, Any]:
+    return read_yaml("runtime.yaml")
+
+
+def read_yaml(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((CLUSTER / name).read_text())
+    assert content["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+    return content
+
+
+def only_job(template: dict[str, Any]) -> dict[str, Any]:
+    """Return the spec of the only Kubernetes job in a runtime, or in a patch of one."""
+    (replicated,) = template["spec"]["replicatedJobs"]
+    assert replicated["name"] == "node"
+    spec: dict[str, Any] = replicated["template"]["spec"]
+    return spec
+
+
+def rendered_pod(job: dict[str, Any], runtime: dict[str, Any]) -> dict[str, Any]:
+    """Return the pod that Trainer makes of a runtime, the job's patch of it, and its trainer."""
+    pod: dict[str, Any] = only_job(runtime["spec"]["template"])["template"]["spec"]
+    (patch,) = job["spec"]["runtimePatches"]
+    changes = only_job(patch["trainingRuntimeSpec"]["template"])["template"]["spec"]
+    (container,), (changed,) = pod["containers"], changes["containers"]
+    assert container["name"] == changed["name"] == "node"
+    trainer = {name: job["spec"]["trainer"][name] for name in ("image", "command", "args", "env")}
+    return {**pod, **changes, "containers": [{**container, **changed, **trainer}]}
+
+
+def test_the_job_trains_on_64_gpus_with_the_standard_runtime(job: dict[str, Any]) -> None:
+    assert job["kind"] == "TrainJob"
+    assert re.fullmatch("[a-z][-a-z0-9]{0,62}", job["metadata"]["name"])
+    assert job["spec"]["runtimeRef"]["name"] == "torch-distributed"
+    trainer = job["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (8, 8)
+    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == 8
+
+
+def test_the_job_starts_the_launcher_with_valid_flags(job: dict[str, Any]) -> None:
+    trainer = job["spec"]["trainer"]
+    assert trainer["command"][1:] == ["-m", launch.__spec__.name]
+    assert trainer["args"][:2] == ["-m", "recipes.train"]
+    settings = read_settings(trainer["args"][2:])
+    assert settings.auto_resume
+    assert settings.checkpoint_every > 0
+
+
+def test_the_pod_has_shared_memory_and_time_to_save(
+    job: dict[str, Any], runtime: dict[str, Any]
+) -> None:
+    pod = rendered_pod(job, runtime)
+    (container,) = pod["containers"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert set(mounts.values()) == volumes.keys()
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    settings = read_settings(container["args"][2:])
+    assert settings.data_path in mounts
+    assert str(Path(settings.out).parent) in mounts
+    assert pod["terminationGracePeriodSeconds"] > 30
+
+
+def test_the_job_has_the_nccl_settings_of_the_batch_script(job: dict[str, Any]) -> None:
+    found = {entry["name"]: entry["value"] for entry in job["spec"]["trainer"]["env"]}
+    assert found == nccl_settings("eth0")
+
+
+def test_the_runtime_restarts_interrupted_jobs(runtime: dict[str, Any]) -> None:
+    assert runtime["kind"] == "ClusterTrainingRuntime"
+    assert runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] == "torch"
+    assert runtime["spec"]["mlPolicy"]["torch"] == {}
+    template = runtime["spec"]["template"]
+    (rule,) = template["spec"]["failurePolicy"]["rules"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    spec = only_job(template)
+    exit_code, disruption = spec["podFailurePolicy"]["rules"]
+    assert exit_code["onExitCodes"]["values"] == [REQUEUE]
+    assert disruption["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert {exit_code["action"], disruption["action"]} == {"FailJob"}
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+
+
+# The launcher.
+
+
+@pytest.fixture
+def _handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def end_ranks_with(codes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=0, exitcode=code, error_file="")
+        for rank, code in enumerate(codes)
+    }
+
+    def main(argv: list[str]) -> None:
+        raise ChildFailedError("recipes.train", failures)
+
+    monkeypatch.setattr(torch.distributed.run, "main", main)
+
+
+@pytest.mark.usefixtures("_handlers")
+@pytest.mark.parametrize(
+    "codes",
+    [
+        [REQUEUE],
+        [REQUEUE, -signal.SIGTERM],  # torchrun stopped the second rank
+        [-signal.SIGUSR1, -signal.SIGUSR1],  # both ranks were starting
+    ],
+)
+def test_the_launcher_exits_with_the_code_of_interrupted_ranks(
+    codes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_ranks_with(codes, monkeypatch)
+    with pytest.raises(SystemExit) as exit_:
+        launch.main([])
+    assert exit_.value.code == REQUEUE
+
+
+@pytest.mark.usefixtures("_handlers")
+@pytest.mark.parametrize("codes", [[1], [1, REQUEUE], [-signal.SIGKILL, -signal.SIGTERM]])
+def test_the_launcher_reports_other_failures_as_torchrun_does(
+    codes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_ranks_with(codes, monkeypatch)
+    with pytest.raises(ChildFailedError):
+        launch.main([])
