@@ -53,8 +53,12 @@ class Interruption:
         self._question = received, work
         return False
 
+    def finish(self) -> None:
+        """Wait for the last answer, before the process group is destroyed."""
+        self._answer()
+
     def _answer(self) -> bool:
-        """Wait until all ranks have asked the last question, if any, and return its answer."""
+        """Return the answer to the last question, if any, as soon as all ranks have asked it."""
         if self._question is None:
             return False
         received, work = self._question
@@ -72,9 +76,7 @@ class Interruption:
             signal.siginterrupt(number, False)
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *details: object) -> None:
-        if error is None:
-            self._answer()
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

@@ -167,10 +167,10 @@ def train(settings: Settings) -> None:
         with trainer.report:
             finished = trainer.fit()
         trainer.close()
-    # DDP uses the process group until it is deleted, and reference cycles keep it alive.
-    del trainer
-    gc.collect()
-    cleanup_distributed()
+        # DDP uses the process group until it is deleted, and reference cycles keep it alive.
+        del trainer
+        gc.collect()
+        cleanup_distributed()
     if not finished:
         exit_for_requeue()
 
@@ -553,9 +553,10 @@ class Trainer:
         return {k: v for k, v in as_plain_dict(self.settings).items() if k not in _FREE_ON_RESUME}
 
     def close(self) -> None:
-        """Remove torchcomp's hooks from the model."""
+        """Remove torchcomp's hooks from the model, and leave no collective unfinished."""
         if self.method is not None:
             self.method.close()
+        self.interruption.finish()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +163,7 @@ class TorchRun:
 
     def kill(self, process: "subprocess.Popen[str]") -> None:
         """Kill all ranks and torchrun with SIGKILL."""
-        for pid in descendants(process.pid):
-            os.kill(pid, signal.SIGKILL)
-        process.kill()
+        kill_tree(process.pid)
         process.communicate(timeout=PATIENCE)
 
     def close(self) -> None:
@@ -220,7 +219,16 @@ def wait_until(done: Callable[[], bool], is_alive: Callable[[], bool], printed: 
         time.sleep(0.01)
 
 
+def kill_tree(pid: int) -> None:
+    """Kill a process and its descendants with SIGKILL."""
+    for found in [*descendants(pid), pid]:
+        with suppress(ProcessLookupError):
+            os.kill(found, signal.SIGKILL)
+
+
 def descendants(pid: int) -> list[int]:
-    """Return the processes that a process, or one of these, has started."""
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [found for child in text.split() for found in (int(child), *descendants(int(child)))]
+    """Return the processes that a process has started, those that they have started, and so on."""
+    with suppress(FileNotFoundError):  # the process has ended
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+        return [found for child in text.split() for found in (int(child), *descendants(int(child)))]
+    return []

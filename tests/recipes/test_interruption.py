@@ -1,5 +1,6 @@
 """SIGUSR1 and SIGTERM end a run after a checkpoint. The resumed run ends with the same bits."""
 
+import multiprocessing
 import os
 import random
 import signal
@@ -16,7 +17,13 @@ import torch
 from recipes import interruption
 from recipes.errors import RecipeError
 from recipes.interruption import REQUEUE
-from tests.recipes.conftest import descendants, steps_and_losses, summary_in, wait_until
+from tests.recipes.conftest import (
+    descendants,
+    kill_tree,
+    steps_and_losses,
+    summary_in,
+    wait_until,
+)
 from tests.recipes.forked_ranks import RECIPES, Launcher
 from tests.support.commands import ROOT
 from tests.support.patience import PATIENCE
@@ -138,9 +145,8 @@ class SlurmJob:
         return [int(line) for line in text.splitlines()]
 
     def kill(self) -> None:
-        for pid in [*descendants(self.script.pid), self.script.pid]:
-            os.kill(pid, signal.SIGKILL)
-        self.script.wait()
+        kill_tree(self.script.pid)
+        self.script.wait(PATIENCE)
 
 
 def free_job_id() -> int:
@@ -181,9 +187,8 @@ def test_a_slurm_job_requeues_itself_and_ends_with_the_same_bits(
 @pytest.mark.thorough
 def test_a_slurm_job_whose_processes_get_sigterm_requeues_itself(job: SlurmJob, out: Path) -> None:
     wait_until(lambda: has_begun(out), job.is_alive, job.printed)
-    # As before a preemption: launchers and ranks, but neither the script nor srun.
-    srun, *step = descendants(job.script.pid)
-    for pid in step:
+    # As before a preemption: launchers and ranks, but neither the script nor srun, the first one.
+    for pid in descendants(job.script.pid)[1:]:
         os.kill(pid, signal.SIGTERM)
     assert job.script.wait(PATIENCE) == REQUEUE, job.printed.read_text()
     assert len(job.requeued_ids()) == 1
@@ -240,6 +245,26 @@ def test_a_run_that_ends_before_the_answer_or_with_it_finishes(
     flags = [*digits_flags, "--epochs", "1", "--checkpoint-every", "10"]
     signals_around_saving(monkeypatch)
     assert train_here(*flags, "--signal-every", every)["steps"] == 22
+
+
+def test_loader_processes_ignore_the_signals(
+    train_here: TrainHere, photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signalled = set[int | None]()
+
+    def signal_loaders(state: object, path: Path) -> None:
+        for process in multiprocessing.active_children():
+            for number in interruption.SIGNALS:
+                os.kill(process.pid, number)
+            signalled.add(process.pid)
+        path.touch()
+
+    monkeypatch.setattr(torch, "save", signal_loaders)
+    flags = ["--dataset", "folder", "--data-path", str(photo_folder), "--loader", "torchvision"]
+    flags += ["--model", "smallcnn", "--image-size", "48", "--threads", "1", "--workers", "1"]
+    flags += ["--batch-size", "2", "--epochs", "1", "--checkpoint-every", "1"]
+    assert train_here(*flags, "--out", str(tmp_path / "run"))["steps"] == 6
+    assert signalled
 
 
 def test_handlers_are_restored(train_here: TrainHere, digits_flags: list[str]) -> None:
