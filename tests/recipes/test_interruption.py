@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from recipes import interruption
+from recipes.checkpoints import Checkpoints
 from recipes.errors import RecipeError
 from recipes.interruption import REQUEUE
 from tests.recipes.conftest import (
@@ -27,6 +29,7 @@ from tests.recipes.conftest import (
 from tests.recipes.forked_ranks import RECIPES, Launcher
 from tests.support.commands import ROOT
 from tests.support.patience import PATIENCE
+from tests.support.ranks import on_threads
 
 TrainHere = Callable[..., dict[str, Any]]
 
@@ -109,7 +112,7 @@ class SlurmJob:
 
     def __init__(self, folder: Path, flags: list[str]) -> None:
         self.printed, self.requeued = folder / "printed", folder / "requeued"
-        self._flags, self._id = flags, free_job_id()
+        self._flags, self._id = flags, free_port() - 10_000
         self.printed.touch()
 
     def start(self) -> None:
@@ -149,13 +152,13 @@ class SlurmJob:
         self.script.wait(PATIENCE)
 
 
-def free_job_id() -> int:
-    """Return a job number for which the script takes a port that is free."""
+def free_port() -> int:
+    """Return a port that the batch script can take, and that is free."""
     while True:
-        number = random.randrange(20_000)
+        port = random.randrange(10_000, 30_000)
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", 10_000 + number)):
-                return number
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
 
 
 @pytest.fixture
@@ -201,6 +204,31 @@ def test_a_slurm_job_with_a_wrong_flag_is_not_requeued(job: SlurmJob) -> None:
     assert job.script.wait(PATIENCE) not in (0, REQUEUE)
     assert "error (rank 0): --lr" in job.printed.read_text()
     assert job.requeued_ids() == []
+
+
+# Kubernetes: the launcher with the variables of the runtime, in place of a pod.
+
+
+@pytest.mark.thorough
+def test_a_pod_exits_with_the_code_of_its_ranks(
+    flags: list[str], out: Path, tmp_path: Path
+) -> None:
+    variables = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0"}
+    variables |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
+    with (tmp_path / "printed").open("wb") as file:
+        pod = subprocess.Popen(
+            [sys.executable, "-m", "recipes.cluster.launch", "-m", "recipes.train", *flags],
+            env=os.environ | variables | {"OMP_NUM_THREADS": "1"},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_until(lambda: has_begun(out), lambda: pod.poll() is None, tmp_path / "printed")
+        pod.terminate()
+        assert pod.wait(PATIENCE) == REQUEUE
+    finally:
+        kill_tree(pod.pid)
+    assert_saved(out, (tmp_path / "printed").read_text())
 
 
 # One rank, in this process.
@@ -281,3 +309,20 @@ def test_auto_resume_starts_and_then_resumes(
     assert train_here(*flags, "--auto-resume")["weights_sha256"] == first["weights_sha256"]
     with pytest.raises(RecipeError, match=r"--out .*--resume"):
         train_here(*flags)
+
+
+def newest_name(folder: Path) -> str:
+    checkpoints = Checkpoints(folder / str(dist.get_rank()), dist.get_rank(), 2)
+    newest = checkpoints.newest()
+    assert newest is not None
+    return newest.name
+
+
+def test_all_ranks_resume_from_the_checkpoint_that_rank_0_sees(tmp_path: Path) -> None:
+    # Rank 1 still sees less: another machine's cache of the file system.
+    for rank, steps in ((0, (5, 10)), (1, (5,))):
+        for step in steps:
+            folder = tmp_path / str(rank) / f"step-{step:09d}"
+            folder.mkdir(parents=True)
+            (folder / "complete.json").touch()
+    assert on_threads(2, newest_name, tmp_path) == ["step-000000010"] * 2
