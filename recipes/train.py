@@ -45,7 +45,7 @@ from recipes.errors import RecipeError, exit_on_user_error
 from recipes.evaluation import Evaluator, Meter, parameters_are_equal, sha256_of
 from recipes.image_data import open_batches
 from recipes.image_data.order import NOISE, keyed_seed
-from recipes.interruption import REQUEUE, Interruption, exit_for_requeue
+from recipes.interruption import REQUEUE, Interruption, exit_for_requeue, ignore_signals
 from recipes.lr_schedules import lr_function
 from recipes.models import build_model, check_model
 from recipes.optimizers import build_optimizer
@@ -133,6 +133,8 @@ def main() -> None:
             train_shrunken_copy(settings)
         if not (settings.dry_run or settings.shrink):
             train(settings)
+            # The results are complete. A signal must not change the exit code any more.
+            ignore_signals()
 
 
 def print_plan(settings: Settings) -> None:
