@@ -34,7 +34,8 @@ from tests.support.ranks import on_threads
 TrainHere = Callable[..., dict[str, Any]]
 
 # 22 steps per epoch. The ranks ask each other at steps 3, 6, ..., mostly inside a round of 4.
-FLAGS = ["--loader", "torchvision", "--threads", "1", "--epochs", "2", "--log-every", "1"]
+FLAGS = ["--loader", "torchvision", "--threads", "1", "--epochs", "4", "--log-every", "1"]
+FLAGS += ["--eval-every", "4", "--bn-images", "0"]
 FLAGS += ["--signal-every", "3", "--sync", "every(4)", "--compress", "ef(topk(0.01))"]
 
 
