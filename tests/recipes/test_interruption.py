@@ -228,7 +228,8 @@ def test_a_pod_exits_with_the_code_of_its_ranks(
         pod.terminate()
         assert pod.wait(PATIENCE) == REQUEUE
     finally:
-        kill_tree(pod.pid)
+        if pod.poll() is None:
+            kill_tree(pod.pid)
     assert_saved(out, (tmp_path / "printed").read_text())
 
 
