@@ -78,6 +78,29 @@ def test_mean_is_what_fsdp2_does_with_a_mesh_of_two_dimensions() -> None:
 # --- Settings ---
 
 
+def with_parameters_in_the_root(evaluated: bool) -> tuple[Tensor, Tensor]:
+    mesh, model = mesh_of(2, 2), mlp(torch.float64)
+    fully_shard(model[0], mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if evaluated:
+        # FSDP2 leaves the root's own parameters gathered after it.
+        with torch.no_grad():
+            model(rows(0))
+    torchcomp.register(model, "mean", replicate=mesh["replicate"])
+    for step in STEPS:
+        optimizer.zero_grad()
+        loss_of(model(rows(step))).backward()
+        optimizer.step()
+    return weights(model), Run((2, 2), "mean").train(STEPS)
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_parameters_in_the_root(evaluated: bool) -> None:
+    for ours, expected in on_processes(4, with_parameters_in_the_root, evaluated):
+        assert_close(ours, expected)
+
+
 def accumulated(how: str) -> tuple[Tensor, Tensor, int]:
     """Two backward passes with one exchange: the gradients, the expected ones, and the steps."""
     run, plain = Run((2, 2), "mean"), shard(mlp(torch.float64), mesh_of(2, 2))

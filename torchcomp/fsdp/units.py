@@ -101,14 +101,22 @@ def units_of(model: nn.Module) -> list[Unit]:
         group = _group_of(module)
         if group is None:
             continue
-        parameters = [each.sharded_param for each in group.fsdp_params]
-        trained = {named[id(p)]: p for p in parameters if id(p) in named}
+        found = [(_name(each, named), each.sharded_param) for each in group.fsdp_params]
+        trained = {name: parameter for name, parameter in found if name}
         if trained:
             policy, first = group.mp_policy, next(iter(trained.values()))
             dtype = policy.reduce_dtype or policy.param_dtype or first.dtype
             units.append(Unit(module, trained, dtype))
     _check(model, units)
     return units
+
+
+def _name(parameter: Any, named: dict[int, str]) -> str | None:
+    """Return the name of a parameter of FSDP2, or None if it is not trained."""
+    # While a unit is gathered, its modules have other parameters: in a forward or backward pass,
+    # and for the root module also after an evaluation.
+    gathered = getattr(parameter, "unsharded_param", None)
+    return named.get(id(parameter.sharded_param)) or named.get(id(gathered))
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -122,10 +130,11 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _check(model: nn.Module, units: Iterable[Unit]) -> None:
-    managed = {name for unit in units for name in unit.names}
+    managed = {name: each for unit in units for name, each in unit.parameters.items()}
     meshes = set()
-    for name, parameter in trained_parameters(model):
-        if name not in managed or not isinstance(parameter, DTensor):
+    for name, _ in trained_parameters(model):
+        parameter = managed.get(name)
+        if parameter is None:
             raise UnsupportedModelError(
                 f"parameter '{name}' is not sharded, and nothing would average its gradient. Call "
                 "fully_shard on the root module as well, before torchcomp.register"
