@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import DEFAULT, patch
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from tests.support.cases import thorough
+from tests.support.cases import needs_fsdp_hook, thorough
 from tests.support.codecs import codec_of, packed
 from tests.support.outcomes import messages
 from tests.support.patience import PATIENCE
@@ -28,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 SCRIPT_ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 README = (ROOT / "README.md").read_text()
 USAGE = (ROOT / "docs" / "usage.md").read_text()
+FSDP = (ROOT / "docs" / "fsdp.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
@@ -92,6 +94,23 @@ def run_usage(folder: str) -> str:
 def test_usage_runs_and_shows_the_printed_plan(tmp_path: Path) -> None:
     shown = on_processes(2, run_usage, str(tmp_path))[0]
     assert f"```\n{shown}\n```" in USAGE
+
+
+def run_fsdp(folder: str) -> tuple[int, list[Path]]:
+    os.chdir(folder)
+    names: dict[str, Any] = {}
+    # These processes have a group, which the page's later blocks use after the script's end.
+    with patch.multiple(dist, init_process_group=DEFAULT, destroy_process_group=DEFAULT):
+        for block in blocks(FSDP, "python"):
+            exec(block, names)
+    return names["handle"].stats.steps, sorted(Path("checkpoint").iterdir())
+
+
+@needs_fsdp_hook
+def test_fsdp_runs(tmp_path: Path) -> None:
+    for steps, files in on_processes(4, run_fsdp, str(tmp_path)):
+        assert steps == 21
+        assert files
 
 
 def test_readme_fits_a_hundred_columns() -> None:

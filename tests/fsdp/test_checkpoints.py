@@ -10,10 +10,13 @@ from torch import Tensor
 
 import torchcomp
 from tests.fsdp.runs import Run, weights
+from tests.support.cases import needs_fsdp_hook
 from tests.support.models import loss_of, mlp, rows, wrap
 from tests.support.outcomes import assert_close, flat, raised_by
 from tests.support.ranks import on_processes
 from torchcomp import PerRank
+
+pytestmark = needs_fsdp_hook
 
 SPECS = ("ef(topk(0.1))", "bidirectional(topk(0.1), topk(0.1))", "powersgd(rank=1)")
 

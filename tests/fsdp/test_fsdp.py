@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchcomp
 from tests.fsdp.runs import Run, gradients, mesh_of, shard, two_level_ddp, weights
-from tests.support.cases import only
+from tests.support.cases import needs_fsdp_hook, only
 from tests.support.models import THROUGH_DDP, loss_of, mlp, rows
 from tests.support.outcomes import (
     assert_close,
@@ -24,6 +24,8 @@ from tests.support.outcomes import (
 )
 from tests.support.ranks import on_processes
 from torchcomp import SpecError
+
+pytestmark = needs_fsdp_hook
 
 SPECS = tuple(spec for spec in THROUGH_DDP if "model" not in spec)
 NOW = ("mean", "ef(topk(0.1))", "powersgd(rank=1)")
