@@ -1,0 +1,160 @@
+"""The small GPT on nodes: its modes agree, count their bytes, and load each other's checkpoints."""
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchcomp
+from recipes.errors import RecipeError
+from recipes.nodes import train
+from recipes.nodes.corpus import TEXT, open_corpus
+from recipes.nodes.modes import MODES, replicate
+from recipes.nodes.settings import Settings, read_settings
+from recipes.small_gpt.corpus import VOCABULARY, Corpus
+from recipes.small_gpt.model import SmallGPT
+from recipes.small_gpt.training import SHAPE
+from tests.support import commands
+from tests.support.cases import needs_fsdp_hook
+from tests.support.outcomes import raised_by
+from tests.support.ranks import on_processes
+from torchcomp import SpecError
+
+# One selection per parameter: the same in DDP's buckets as in FSDP2's units.
+TOPK = 'ef(topk(0.1, scope="tensor"))'
+CPU = torch.device("cpu")
+
+
+def test_the_text_is_that_of_the_page() -> None:
+    digest = hashlib.sha256(TEXT.read_bytes()).hexdigest()
+    assert digest in (TEXT.parent / "README.md").read_text()
+    corpus = open_corpus()
+    assert 300_000 < len(corpus.train) + len(corpus.validation) < len(TEXT.read_text())
+    assert int(corpus.train.max()) < VOCABULARY
+
+
+@contextmanager
+def short_text() -> Iterator[None]:
+    """Train on a piece of the text, which is evaluated in milliseconds."""
+    with patch.object(train, "open_corpus", lambda: Corpus.of(TEXT.read_text()[:20_000], "piece")):
+        yield
+
+
+def outcome(mode: str, spec: str, steps: int = 2, **options: Any) -> train.Outcome:
+    settings = Settings(mode=mode, compress=spec, steps=steps, **options)
+    return train.train(settings, CPU)
+
+
+def in_all_modes() -> dict[tuple[str, str], train.Outcome]:
+    with short_text():
+        return {(mode, spec): outcome(mode, spec) for spec in ("mean", TOPK) for mode in MODES}
+
+
+@needs_fsdp_hook
+def test_modes_agree() -> None:
+    found = on_processes(4, in_all_modes)
+    assert len({tuple(each.items()) for each in found}) == 1
+    losses = {key: each.loss for key, each in found[0].items()}
+    for other in ("two-level", "hsdp"):
+        assert losses[other, "mean"] == pytest.approx(losses["ddp", "mean"], abs=1e-5)
+    assert losses["hsdp", TOPK] == pytest.approx(losses["two-level", TOPK], abs=1e-5)
+    assert losses["ddp", TOPK] != pytest.approx(losses["two-level", TOPK], abs=1e-5)
+    model = SmallGPT(SHAPE)
+    plan = torchcomp.explain(TOPK, model=model, world_size=4, nodes=2).nodes
+    assert plan is not None
+    flat, two, hsdp = (found[0][mode, TOPK] for mode in MODES)
+    assert (flat.between, two.between) == (plan.flat_card_bytes, plan.card_bytes)
+    assert hsdp.between == pytest.approx(two.between, rel=0.01)
+    assert two.inside == 2 * plan.inside_bytes_sent
+    residual = 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert (flat.residual, two.residual, hsdp.residual) == (residual, residual // 2, residual // 2)
+
+
+def collectives_of_fsdp() -> tuple[int, int]:
+    """The bytes that a rank sends in the collectives of FSDP2 per step: counted, and planned."""
+    replica, sent = replicate(SmallGPT(SHAPE), "hsdp", "mean", 2, CPU), [0]
+
+    def counted(collective: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            tensors = [each for each in (*args, *named.values()) if isinstance(each, torch.Tensor)]
+            # The tensor of all ranks. A rank sends, or receives and sends on, all but its own part.
+            sent[0] += max(each.nbytes for each in tensors) // 2
+            return collective(*args, **named)
+
+        return call
+
+    names = ("all_gather_single", "reduce_scatter_single")
+    if not hasattr(dist, names[0]):  # older versions of torch
+        names = ("all_gather_into_tensor", "reduce_scatter_tensor")
+    with patch.multiple(dist, **{name: counted(getattr(dist, name)) for name in names}):
+        replica.model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
+    return sent[0], replica.sharding_bytes
+
+
+@needs_fsdp_hook
+def test_the_bytes_of_fsdp_itself() -> None:
+    for counted, planned in on_processes(4, collectives_of_fsdp):
+        assert counted == planned > 0
+
+
+def resumed(folder: str) -> tuple[float, dict[str, float], str, str]:
+    options = {"steps": 4, "out": folder, "checkpoint_every": 2}
+    with short_text():
+        whole = outcome("hsdp", TOPK, **options).loss
+        # As if the run had been killed after step 2.
+        dist.barrier()
+        if dist.get_rank() == 0:
+            Path(folder, "step-000004", ".metadata").unlink()
+        dist.barrier()
+        options |= {"resume": True, "checkpoint_every": 0}
+        losses = {mode: outcome(mode, TOPK, **options).loss for mode in MODES}
+        other = raised_by(lambda: outcome("hsdp", TOPK, **options, seed=1))
+        missing = raised_by(lambda: outcome("hsdp", TOPK, **options | {"out": f"{folder}/x"}))
+    return whole, losses, repr(other), repr(missing)
+
+
+@needs_fsdp_hook
+def test_a_run_resumes_in_any_mode(tmp_path: Path) -> None:
+    for whole, losses, other, missing in on_processes(4, resumed, str(tmp_path)):
+        assert losses["hsdp"] == whole
+        assert losses["two-level"] == pytest.approx(whole, abs=1e-5)
+        assert losses["ddp"] == pytest.approx(whole, abs=0.1)
+        assert other.startswith("RecipeError")
+        assert "seed 1" in other
+        assert missing.startswith("RecipeError")
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "problem"),
+    [
+        (["--mode", "fsdp"], RecipeError, "hsdp"),
+        (["--compress", "topkk(0.1)"], SpecError, "topkk"),
+        (["--ranks-per-node", "3"], RecipeError, "--ranks-per-node 3"),
+        (["--batch", "6"], RecipeError, "--batch 6"),
+        (["--steps", "0"], RecipeError, "--steps"),
+    ],
+)
+def test_bad_input_is_named(words: list[str], kind: type[Exception], problem: str) -> None:
+    with pytest.raises(kind, match=problem):
+        read_settings(words, world_size=4)
+
+
+@needs_fsdp_hook
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", MODES)
+def test_the_program_under_torchrun(mode: str, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    flags = ["--mode", mode, "--steps", "2", "--log-every", "1", "--device", "cpu"]
+    flags += ["--checkpoint-every", "2", "--out", str(tmp_path)]
+    command = [*launcher, "--nproc-per-node", "4", "-m", "recipes.nodes.train", *flags]
+    printed = commands.run(command, OMP_NUM_THREADS="1").stdout.splitlines()
+    assert [line.split(":")[0] for line in printed[:2]] == ["step 1", "step 2"]
+    assert "validation loss" in printed[2]
+    assert (tmp_path / "step-000002" / ".metadata").is_file()
