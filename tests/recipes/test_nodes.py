@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 import torchcomp
 from recipes.errors import RecipeError
-from recipes.nodes import train
+from recipes.nodes import experiment, train
 from recipes.nodes.corpus import TEXT, open_corpus
 from recipes.nodes.modes import MODES, replicate
 from recipes.nodes.settings import Settings, read_settings
+from recipes.result_files import read_csv
 from recipes.small_gpt.corpus import VOCABULARY, Corpus
 from recipes.small_gpt.model import SmallGPT
 from recipes.small_gpt.training import SHAPE
@@ -104,31 +105,49 @@ def test_the_bytes_of_fsdp_itself() -> None:
         assert counted == planned > 0
 
 
-def resumed(folder: str) -> tuple[float, dict[str, float], str, str]:
-    options = {"steps": 4, "out": folder, "checkpoint_every": 2}
+def resumed(folder: str) -> tuple[list[float], list[float], str, str]:
+    """The losses of an HSDP and of a DDP run, those of resumed runs, and two errors."""
     with short_text():
-        whole = outcome("hsdp", TOPK, **options).loss
-        # As if the run had been killed after step 2.
-        dist.barrier()
-        if dist.get_rank() == 0:
-            Path(folder, "step-000004", ".metadata").unlink()
-        dist.barrier()
-        options |= {"resume": True, "checkpoint_every": 0}
-        losses = {mode: outcome(mode, TOPK, **options).loss for mode in MODES}
-        other = raised_by(lambda: outcome("hsdp", TOPK, **options, seed=1))
-        missing = raised_by(lambda: outcome("hsdp", TOPK, **options | {"out": f"{folder}/x"}))
-    return whole, losses, repr(other), repr(missing)
+        starts = [killed(mode, f"{folder}/{mode}") for mode in ("hsdp", "ddp")]
+        options = {"steps": 4, "resume": True}
+        pairs = (("hsdp", "hsdp"), ("hsdp", "two-level"), ("ddp", "hsdp"))
+        losses = [outcome(now, TOPK, **options, out=f"{folder}/{old}").loss for old, now in pairs]
+        out = f"{folder}/hsdp"
+        other = raised_by(lambda: outcome("hsdp", TOPK, **options, out=out, seed=1))
+        missing = raised_by(lambda: outcome("hsdp", TOPK, **options, out=f"{folder}/x"))
+    return starts, losses, repr(other), repr(missing)
+
+
+def killed(mode: str, folder: str) -> float:
+    """Run for 4 steps, and leave the checkpoints as if the run had been killed after step 2."""
+    loss = outcome(mode, TOPK, steps=4, out=folder, checkpoint_every=2).loss
+    dist.barrier()
+    if dist.get_rank() == 0:
+        Path(folder, "step-000004", ".metadata").unlink()
+    dist.barrier()
+    return loss
 
 
 @needs_fsdp_hook
 def test_a_run_resumes_in_any_mode(tmp_path: Path) -> None:
-    for whole, losses, other, missing in on_processes(4, resumed, str(tmp_path)):
-        assert losses["hsdp"] == whole
-        assert losses["two-level"] == pytest.approx(whole, abs=1e-5)
-        assert losses["ddp"] == pytest.approx(whole, abs=0.1)
+    for (hsdp, ddp), losses, other, missing in on_processes(4, resumed, str(tmp_path)):
+        assert losses[0] == hsdp
+        assert losses[1] == pytest.approx(hsdp, abs=1e-5)
+        assert losses[2] == pytest.approx(ddp, abs=0.1)
         assert other.startswith("RecipeError")
         assert "seed 1" in other
         assert missing.startswith("RecipeError")
+
+
+def test_the_published_results_are_complete_and_agree() -> None:
+    rows = read_csv(TEXT.parent / "results" / "runs.csv")
+    losses = {(row["mode"], row["compress"], row["seed"]): float(row["loss"]) for row in rows}
+    settings = experiment.settings_of(experiment.parse([]))
+    assert set(losses) == {(each.mode, each.compress, str(each.seed)) for each in settings}
+    for seed in "01234":
+        assert len({losses[mode, "mean", seed] for mode in MODES}) == 1
+        difference = losses["hsdp", TOPK, seed] - losses["two-level", TOPK, seed]
+        assert abs(difference) < 0.00045
 
 
 @pytest.mark.parametrize(
