@@ -89,7 +89,7 @@ def with_parameters_in_the_root(evaluated: bool) -> tuple[Tensor, Tensor]:
         # FSDP2 leaves the root's own parameters gathered after it.
         with torch.no_grad():
             model(rows(0))
-    torchcomp.register(model, "mean", replicate=mesh["replicate"])
+    torchcomp.register(model, "mean", replicate=mesh["replicate"], lr_inside=optimizer)
     for step in STEPS:
         optimizer.zero_grad()
         loss_of(model(rows(step))).backward()

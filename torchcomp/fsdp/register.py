@@ -17,7 +17,7 @@ from torchcomp.component import Component
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
 from torchcomp.fsdp.handle import FSDPHandle, check_method
-from torchcomp.fsdp.units import Unit, trained_parameters, units_of
+from torchcomp.fsdp.units import Unit, units_of
 from torchcomp.hooks.arguments import check_arguments
 from torchcomp.hooks.averaging import Averaging
 from torchcomp.hooks.optimizer_lrs import OptimizerLRs, Optimizers
@@ -129,8 +129,8 @@ def _check(
     aggregator = parse_aggregator(spec)
     check_method(aggregator)
     units = units_of(model)
-    trained = dict(trained_parameters(model))
-    rehearse_all(aggregator, [p.to_local() for u in units for p in u.parameters.values()])
+    trained = {name: each for unit in units for name, each in unit.parameters.items()}
+    rehearse_all(aggregator, [each.to_local() for each in trained.values()])
     lrs = None if lr_inside is None else OptimizerLRs(lr_inside, trained)
     values = {
         "spec": aggregator,

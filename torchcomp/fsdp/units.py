@@ -94,7 +94,7 @@ def units_of(model: nn.Module) -> list[Unit]:
         UnsupportedModelError: if a trained parameter is not sharded by FSDP2 along its first
             dimension over a mesh of one dimension, the same for all.
     """
-    named = {id(parameter): name for name, parameter in trained_parameters(model)}
+    named = {id(parameter): name for name, parameter in _trained_parameters(model)}
     units = []
     modules: Iterable[Any] = (each for each in model.modules() if isinstance(each, FSDPModule))
     for module in modules:
@@ -119,7 +119,7 @@ def _name(parameter: Any, named: dict[int, str]) -> str | None:
     return named.get(id(parameter.sharded_param)) or named.get(id(gathered))
 
 
-def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return (name, parameter) pairs of what is trained, in registration order."""
     # As for DDP, a checkpoint fits both the compiled and the plain model.
     return [
@@ -132,7 +132,7 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def _check(model: nn.Module, units: Iterable[Unit]) -> None:
     managed = {name: each for unit in units for name, each in unit.parameters.items()}
     meshes = set()
-    for name, _ in trained_parameters(model):
+    for name, _ in _trained_parameters(model):
         parameter = managed.get(name)
         if parameter is None:
             raise UnsupportedModelError(
