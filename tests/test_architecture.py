@@ -33,7 +33,7 @@ LAYERS = [
     {"component", "draws", "keys", "wire", "other_names"},
     {"kernels"},
     {"compressors", "schedules", "outer_steps"},
-    {"bucket", "nodes", "traffic", "codec"},
+    {"bucket", "nodes", "scratch", "traffic", "codec"},
     {"exchange", "pieces"},
     {"state"},
     {"routes"},

@@ -37,6 +37,9 @@ def group():
     dist.destroy_process_group()
 
 
+FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
+
+
 @pytest.fixture(scope="module")
 def instances(group):
     """An object for each owner in PRIVATE whose names are not those of a module or class."""
@@ -49,6 +52,7 @@ def instances(group):
     return {
         "torch.amp.GradScaler": torch.amp.GradScaler("cpu"),
         "torch.distributed.Backend.Options": group._get_backend(torch.device("cpu")).options,
+        FSDP_STATE: resolve(FSDP_STATE)(),
         "torch._dynamo.OptimizedModule": torch.compile(module, backend="eager"),
         "torch.nn.Parameter": parameter,
         "torch.nn.parallel.DistributedDataParallel": DistributedDataParallel(module),

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from tests.support.cases import needs_fsdp_hook, thorough
+from tests.fsdp.runs import NEEDS_HOOK
+from tests.support.cases import thorough
 from tests.support.codecs import codec_of, packed
 from tests.support.outcomes import messages
 from tests.support.patience import PATIENCE
@@ -105,7 +106,7 @@ def run_readme() -> tuple[int, int]:
     return of_nodes.stats.steps, of_fsdp.stats.steps
 
 
-@needs_fsdp_hook
+@NEEDS_HOOK
 def test_readme_trains_with_nodes_and_with_fsdp() -> None:
     assert on_processes(4, run_readme) == [(20, 1)] * 4
 
@@ -143,7 +144,7 @@ def run_fsdp(folder: str) -> tuple[int, list[Path]]:
     return names["handle"].stats.steps, sorted(Path("checkpoint").iterdir())
 
 
-@needs_fsdp_hook
+@NEEDS_HOOK
 def test_fsdp_runs(tmp_path: Path) -> None:
     for steps, files in on_processes(4, run_fsdp, str(tmp_path)):
         assert steps == 21

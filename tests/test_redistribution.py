@@ -72,7 +72,8 @@ class Node:
     def _cut(self, values: Tensors) -> Tensor:
         """The piece of each rank, as the rows of a matrix."""
         bucket = Bucket.read(self.shape, values)
-        return self.pieces.cut(bucket.parts()).view(self.size, -1)
+        out = bucket.flat.new_empty(self.size * self.pieces.piece.numel)
+        return self.pieces.cut(bucket.parts(), out).view(self.size, -1)
 
     def piece_parameters(self) -> Tensors:
         if self.size == 1:

@@ -23,8 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".venv-versions"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 TOOLS = ("numpy", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "setuptools")
-FILES = ("compat", "bucket", "wire", "spec", "compressors", "schedules", "checkpoint")
-FOLDERS = ("kernels", "engine", "exchange", "routes", "ddp")
+FILES = ("compat", "bucket", "pieces", "nodes", "wire", "spec", "compressors", "schedules")
+FILES += ("checkpoint", "redistribution")
+FOLDERS = ("kernels", "engine", "exchange", "routes", "ddp", "fsdp")
 # Those that depend on torch the most: on its modules, optimizers and scaler, and on DDP's hooks.
 LOCAL = (
     "algorithm",

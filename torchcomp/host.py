@@ -1,4 +1,4 @@
-"""Host: which values the host can read without a wait, and copies to a device without one.
+"""Host: what the host can do with values of a device without waiting for them.
 
 A wait in the middle of a step costs the overlap with the backward pass: the thread that waits for
 an accelerator is the one that must launch the backward pass.
@@ -44,3 +44,12 @@ def copy_from(values: Tensor) -> Callable[[], Tensor]:
         return copy
 
     return wait
+
+
+def keep_for_this_stream(values: Tensor) -> None:
+    """Do not use the memory of `values` again before the current stream has used them.
+
+    Only their own stream, which allocated them, is waited for otherwise.
+    """
+    if values.is_cuda:
+        values.record_stream(torch.cuda.current_stream(values.device))

@@ -87,13 +87,13 @@ class Pieces:
         (chunk,) = self.chunks
         return parameter.detach().as_strided(chunk.shape, chunk.stride)
 
-    def cut(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the pieces of a bucket: 1-D, in rank order.
+    def cut(self, parts: Mapping[str, Tensor], out: Tensor) -> Tensor:
+        """Copy a bucket to `out`, cut into pieces, and return it.
 
         Args:
             parts: each parameter's part of the bucket, 1-D.
+            out: 1-D, with ``ranks`` times as many elements as a piece, of any dtype.
         """
-        out = parts[self.whole.names[0]].new_empty(self.ranks * self.piece.numel)
         views = [view for chunk in self.chunks for view in self._views(chunk, parts, out)]
         if views:  # none if all parameters are empty
             torch._foreach_copy_([piece for _, piece in views], [part for part, _ in views])
@@ -103,7 +103,7 @@ class Pieces:
         return out
 
     def join(self, pieces: Tensor, parts: Mapping[str, Tensor]) -> None:
-        """Copy pieces (all, in rank order) back to a bucket; the inverse of :meth:`cut`."""
+        """Copy pieces (all, in rank order, of any dtype) to a bucket; the inverse of `cut`."""
         views = [view for chunk in self.chunks for view in self._views(chunk, parts, pieces)]
         if views:
             torch._foreach_copy_([part for part, _ in views], [piece for _, piece in views])

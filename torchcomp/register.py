@@ -24,6 +24,7 @@ def register(
     check: str = "step",
     lr_inside: Optimizers | None = None,
     nodes: str | int | DeviceMesh | None = None,
+    inside: str | None = None,
     replicate: DeviceMesh | None = None,
 ) -> Handle:
     """Replace the gradient all-reduce of a DDP model with a compressed exchange.
@@ -57,6 +58,8 @@ def register(
             rank keeps the residual of its share of the model. "auto" reads from torchrun how many
             ranks a node has. Otherwise, pass that number, or a DeviceMesh with two dimensions,
             nodes and their ranks. By default, all ranks exchange with all others.
+        inside: "bf16" halves the bytes inside a node: its ranks then exchange gradients, and their
+            means, rounded to bfloat16. By default, they exchange them as they are.
         replicate: for FSDP2, the mesh dimension of the replicas, such as ``mesh["replicate"]`` of
             ``mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard"))``.
             FSDP2 averages gradients over the shards of a replica; the method then runs between
@@ -81,6 +84,12 @@ def register(
                 "nodes is for DDP: in FSDP2, the shards of a replica are its node. Leave it out",
                 "nodes",
             )
+        if inside is not None:
+            raise SpecError(
+                "inside is for DDP. For FSDP2, pass mp_policy=MixedPrecisionPolicy("
+                "reduce_dtype=torch.bfloat16) to fully_shard",
+                "inside",
+            )
         return register_fsdp(model, spec, replicate, lr_inside=lr_inside, **options)
     if replicate is not None:
         raise SpecError(
@@ -89,4 +98,4 @@ def register(
             "replicate",
         )
     ddp: Any = model  # anything else is refused there
-    return register_ddp(ddp, spec, lr_inside=lr_inside, nodes=nodes, **options)
+    return register_ddp(ddp, spec, lr_inside=lr_inside, nodes=nodes, inside=inside, **options)

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from torchcomp import host
 from torchcomp.bucket import Names, Shard
 
 Made = TypeVar("Made")
@@ -250,9 +251,8 @@ class State:
             if values is not None and values.numel() == view.numel():
                 view.copy_(values)
                 # Loaded values were allocated on another stream than the one of the exchange, which
-                # reads them here. Freed as they are, their memory would be reused before that.
-                if values.is_cuda:
-                    values.record_stream(torch.cuda.current_stream(values.device))
+                # reads them here, and are freed now.
+                host.keep_for_this_stream(values)
             elif slot.init is not None:
                 slot.init(name, view)
         return flat

@@ -41,19 +41,22 @@ class LoggedExchange(InProcessExchange):
         super().__init__(*args)
         self.log: list[Received] = []
 
-    def all_gather(self, message: Tensor) -> list[Tensor]:
-        return self._recorded(super().all_gather(message))
+    def all_gather_rows(self, message: Tensor) -> Tensor:
+        rows = super().all_gather_rows(message)
+        self._record(list(rows))
+        return rows
 
     def all_to_all(
         self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]
     ) -> list[Tensor]:
-        return self._recorded(super().all_to_all(outgoing, sizes, arriving))
+        parts = super().all_to_all(outgoing, sizes, arriving)
+        self._record(parts)
+        return parts
 
-    def _recorded(self, parts: list[Tensor]) -> list[Tensor]:
+    def _record(self, parts: Sequence[Tensor]) -> None:
         nbytes = sum(part.nbytes for rank, part in enumerate(parts) if rank != self.rank)
         # Encoded entries are uint8. Counts and the threshold search use wider types.
         self.log.append(Received(parts[0].dtype == torch.uint8, nbytes))
-        return parts
 
 
 class Workers:

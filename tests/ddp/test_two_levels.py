@@ -87,12 +87,17 @@ def twin(spec: str, groups: Any, steps: list[list[Gradients]], grid: Grid) -> li
 
 
 def averaged(
-    spec: str, nodes: Any, build: Callable[[], nn.Module], batch: Any, **options: Any
+    spec: str,
+    nodes: Any,
+    build: Callable[[], nn.Module],
+    batch: Any,
+    inside: str | None = None,
+    **options: Any,
 ) -> Any:
     """This rank's local gradients and averaged gradients of each step, and the groups."""
     module = build()
     model = wrap(copy.deepcopy(module), **options)
-    handle = torchcomp.register(model, spec, nodes=nodes)
+    handle = torchcomp.register(model, spec, nodes=nodes, inside=inside)
     own, means = [], []
     for step in range(STEPS):
         own.append(local_gradients(module, (batch(step),)))
@@ -119,6 +124,31 @@ def test_equals_the_flat_method_of_nodes_with_their_mean_gradient(spec: str) -> 
     check_twin(found, spec, [[0, 1], [2, 3]])
 
 
+@pytest.mark.parametrize("spec", ["mean", "ef(topk(0.1))", "bidirectional(topk(0.1), topk(0.1))"])
+def test_bf16_inside_rounds_gradients_and_means(spec: str) -> None:
+    def rounded(values: Gradients) -> Gradients:
+        return {name: value.bfloat16().double() for name, value in values.items()}
+
+    found = on_threads(4, averaged, spec, 2, mlp, rows, "bf16")
+    steps = [[rounded(own[step]) for own, *_ in found] for step in range(STEPS)]
+    expected = twin(spec, found[0][2], steps, [[0, 1], [2, 3]])
+    for _, means, _, stats in found:
+        for mine, wanted in zip(means, map(rounded, expected), strict=True):
+            assert all(same(mine[name], wanted[name]) for name in wanted)
+        assert stats.inside_bytes_sent == 2 * sum(value.numel() for value in means[0].values())
+    assert_replicas_equal([flat(means[-1].values()) for _, means, *_ in found])
+
+
+def test_inside_is_checked() -> None:
+    def refused(**options: Any) -> Exception:
+        return raised_by(lambda: torchcomp.register(wrap(mlp()), "mean", **options))
+
+    for options in ({"inside": "bf16"}, {"inside": "int8", "nodes": 2}, {"inside": 16, "nodes": 2}):
+        for error in on_threads(4, lambda options=options: refused(**options), catch=True):
+            assert isinstance(error, torchcomp.SpecError)
+            assert error.field == "inside"
+
+
 @pytest.mark.parametrize(("nodes", "ranks"), [(3, 6), (4, 4), (3, 3), (2, 6), (5, 10)])
 def test_any_size_of_a_node(nodes: int, ranks: int) -> None:
     # Layers of 16 and 4 rows are cut into 3 and 5 pieces.
@@ -136,17 +166,22 @@ def test_nodes_of_one_rank_are_the_flat_method() -> None:
 
 def test_a_mesh_names_the_nodes() -> None:
     grid = [[0, 2], [3, 1]]
-
-    def body() -> Any:
-        mesh = DeviceMesh("cpu", torch.tensor(grid), mesh_dim_names=("node", "local"))
-        return averaged("ef(topk(0.1))", mesh, mlp, rows)
-
-    check_twin(on_processes(4, _with_mesh, grid), "ef(topk(0.1))", grid)
+    found = on_processes(4, _with_mesh, grid)
+    check_twin([run for run, _ in found], "ef(topk(0.1))", grid)
+    assert all(resumes for _, resumes in found)
 
 
 def _with_mesh(grid: Grid) -> Any:
     mesh = DeviceMesh("cpu", torch.tensor(grid), mesh_dim_names=("node", "local"))
-    return averaged("ef(topk(0.1))", mesh, mlp, rows)
+    spec = "ef(topk(0.1))"
+    run, resumed = Run(spec, mesh), Run(spec, mesh)
+    run.step(0)
+    resumed.model.load_state_dict(run.model.state_dict())
+    resumed.handle.load_gathered(run.handle.gather_state_dict(dst=None))
+    for each in (run, resumed):
+        each.step(1)
+    resumes = torch.equal(weights(run.model), weights(resumed.model))
+    return averaged(spec, mesh, mlp, rows), resumes
 
 
 def test_auto_reads_what_torchrun_sets(monkeypatch: pytest.MonkeyPatch) -> None:

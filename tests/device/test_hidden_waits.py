@@ -19,9 +19,17 @@ PACKAGE = Path(torchcomp.__file__).parent
 OUTSIDE = (
     # These run before or after training, or on numbers of the host.
     *("__main__.py", "explain.py", "plan.py", "comparison.py", "time_model.py", "named_models.py"),
-    *("spec.py", "component.py", "compat.py", "checks.py", "schedules/", "integrations/"),
+    *(
+        "nodes.py",
+        "spec.py",
+        "component.py",
+        "compat.py",
+        "checks.py",
+        "schedules/",
+        "integrations/",
+    ),
     # Checkpoints and simulations.
-    *("checkpoint.py", "gathering.py", "algorithms/"),
+    *("checkpoint.py", "redistribution.py", "per_rank.py", "gathering.py", "algorithms/"),
     # NumPy.
     "jointspar/bandit.py",
 )
@@ -34,13 +42,14 @@ EXCEPTIONS = {
     "batchnorm.py _forward_passes": "after training",
     "batchnorm.py _reached": "after training",
     "exchange/base.py Exchange.same": "verifies settings",
+    "exchange/private.py PrivateExchange.gather_objects": "for errors and checkpoints",
     "jointspar/jointspar.py JointSpar._measured_costs": "once, after the warm-up",
     "jointspar/skip.py _seconds": "the caller asks for a time",
     "local_sgd/local_sgd.py creates_state": "once, for a step that passes closure=None",
     "local_sgd/overflow.py backward_until_finite": "whether to compute a micro-batch again",
     "nonfinite.py FiniteWatch.error": "the step has failed",
     "exchange/base.py Exchange._wire_error": "the step has failed",
-    "ddp/loss_scale.py LossScale.read": "the copy of the last step has long ended",
+    "hooks/loss_scale.py LossScale.read": "the copy of the last step has long ended",
     # The one wait of a step.
     "exchange/base.py Exchange.conclude_later": "a number that the host has",
     "exchange/base.py Exchange.conclude_later.decide": "the decision whether the step counts",
@@ -65,11 +74,13 @@ EXCEPTIONS = {
     "jointspar/sampler.py SamplingOptions.bandit": "an option",
     "kernels/elias_fano_torch.py Shape.__init__": "sizes",
     "kernels/select.py largest_on_host": "called for values that the host can read",
+    "fsdp/units.py Unit.divisor": "an option",
     "local_sgd/local_sgd.py LocalSGD._before_step": "a dict",
     "local_sgd/local_sgd.py LocalSGD._after_step": "a dict",
     "local_sgd/local_sgd.py LocalSGD._watched.closure": "a dict",
     "local_sgd/rounds.py LocalSteps._lrs": "a learning rate",
     "local_sgd/rounds.py fragments_of": "sizes",
+    "routes/sharded_load.py _down_load": "sizes",
     "routes/sharded_load.py _frame": "sizes",
     "routes/sharded_load.py _shards": "NumPy",
     "routes/threshold.py _bins": "sizes",

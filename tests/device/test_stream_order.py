@@ -10,7 +10,16 @@ from torch import Tensor, nn
 import torchcomp
 from tests.local_sgd.script import Script
 from tests.support.cases import only
-from tests.support.models import METHODS, THROUGH_DDP, Branches, loss_of, mlp, rows, wrap
+from tests.support.models import (
+    METHODS,
+    SMALL_BUCKETS,
+    THROUGH_DDP,
+    Branches,
+    loss_of,
+    mlp,
+    rows,
+    wrap,
+)
 from tests.support.outcomes import reloaded
 from tests.support.ranks import with_fake_ranks
 from tests.support.streams import Simulator, simulated
@@ -18,17 +27,18 @@ from torchcomp.hooks.executors import Executor, Job, StreamExecutor
 
 TOPK = "ef(topk(0.1))"
 OVERLAP = {"overlap": True}
+REGISTER = {"scaler", "check", "nodes", "inside"}
 
 
 class Run:
     """Training with simulated streams. The loop reads its loss, as many do, only at the end."""
 
     def __init__(self, spec: str = TOPK, module: nn.Module | None = None, **options: Any) -> None:
-        scaler, check = options.pop("scaler", None), options.pop("check", "step")
+        own = {name: options.pop(name) for name in REGISTER & options.keys()}
         self.model = wrap(module or mlp(), **options)
-        self.handle = torchcomp.register(self.model, spec, scaler=scaler, check=check)
+        self.handle = torchcomp.register(self.model, spec, **own)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
-        self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+        self.scaler = own.get("scaler") or torch.amp.GradScaler("cpu", enabled=False)
 
     def step(self, step: int, *inputs: Any, factor: float = 1.0) -> None:
         self.optimizer.zero_grad()
@@ -45,15 +55,15 @@ class Run:
         return self
 
 
-def faults_of(body: Callable[[], Any], executor: Any = StreamExecutor) -> list[str]:
-    """Run `body` as one of two ranks, and return what the checker found."""
+def faults_of(body: Callable[[], Any], executor: Any = StreamExecutor, ranks: int = 2) -> list[str]:
+    """Run `body` as one of some ranks, and return what the checker found."""
 
     def watched() -> Simulator:
         with simulated(executor) as simulator:
             body()
         return simulator
 
-    simulator = with_fake_ranks(2, watched)
+    simulator = with_fake_ranks(ranks, watched)
     # Otherwise nothing was tested.
     side = [n for stream, n in simulator.operations.items() if stream is not simulator.main]
     assert sum(side) > 10
@@ -85,6 +95,29 @@ def test_steps_that_are_checked_late(spec: str) -> None:
         run.train(6, 7)
 
     assert not faults_of(body)
+
+
+@pytest.mark.parametrize("spec", only(ECHOED, now=("mean", TOPK, "powersgd(rank=1)")))
+def test_two_levels(spec: str) -> None:
+    def body() -> None:
+        run = Run(spec, nodes=2, bucket_cap_mb=SMALL_BUCKETS).train(0, 1, 2)
+        state = reloaded(run.handle.state_dict())
+        run.handle.load_state_dict(state)
+        del state
+        run.train(3)
+        run.handle.swap("bidirectional(topk(0.1), topk(0.1))")
+        run.train(4, 5)
+        run.handle.close()
+
+    assert not faults_of(body, ranks=4)
+
+
+@pytest.mark.parametrize("options", [{"inside": "bf16"}, {"check": "late"}], ids=str)
+def test_options_of_two_levels(options: dict[str, Any]) -> None:
+    def body() -> None:
+        Run(TOPK, nodes=2, bucket_cap_mb=SMALL_BUCKETS, **options).train(0, 1, 2)
+
+    assert not faults_of(body, ranks=4)
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,13 @@ from torchcomp.exchange import PrivateExchange, new_name
 from torchcomp.hooks.executors import transport
 
 CPU = torch.device("cpu")
-MINUTE = timedelta(seconds=60)
 
 
-def private(ranks=None, timeout=MINUTE):
+def private(ranks=None):
     """An exchange among these ranks, by default all. All ranks of the job call this."""
-    name = new_name(ProcessGroupExchange())
-    ranks = list(range(dist.get_world_size())) if ranks is None else ranks
-    return PrivateExchange(name, ranks, CPU, timeout) if dist.get_rank() in ranks else None
+    users = ProcessGroupExchange()
+    name, ranks = new_name(users), users.global_ranks if ranks is None else ranks
+    return PrivateExchange(name, ranks, users) if dist.get_rank() in ranks else None
 
 
 def both():
@@ -124,7 +123,7 @@ def beside_a_stopped_rank(seconds):
     else:
         executor.submit(lambda: found.append(caught(lambda: exchange.all_reduce(torch.ones(2)))))
         executor.join()
-        assert exchange.gloo
+        assert exchange.backend == "gloo"
         store.set(f"raised on {dist.get_rank()}", "")
         # Only when all others have raised: the connections of a process that continues end.
         if dist.get_rank() == 0:

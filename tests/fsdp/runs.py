@@ -5,15 +5,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import torchcomp
 from tests.support.models import loss_of, mlp, rows, wrap
 
 NAMES = ("replicate", "shard")
+NEEDS_HOOK = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_all_reduce_hook"),
+    reason="FSDP2 has an all-reduce hook since torch 2.7",
+)
 
 
 def mesh_of(replicas: int, shards: int) -> DeviceMesh:

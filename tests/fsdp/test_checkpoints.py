@@ -9,14 +9,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import torchcomp
-from tests.fsdp.runs import Run, weights
-from tests.support.cases import needs_fsdp_hook
+from tests.fsdp.runs import NEEDS_HOOK, Run, weights
+from tests.support.cases import only
 from tests.support.models import loss_of, mlp, rows, wrap
 from tests.support.outcomes import assert_close, flat, raised_by
 from tests.support.ranks import on_processes
 from torchcomp import PerRank
 
-pytestmark = needs_fsdp_hook
+pytestmark = NEEDS_HOOK
 
 SPECS = ("ef(topk(0.1))", "bidirectional(topk(0.1), topk(0.1))", "powersgd(rank=1)")
 
@@ -62,7 +62,7 @@ def as_ddp(folder: Path, spec: str, nodes: int | None) -> Any:
     return state
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", only(SPECS, now=SPECS[1:2]))
 def test_a_distributed_checkpoint(spec: str, tmp_path: Path) -> None:
     before = on_processes(4, saved, tmp_path, spec)
     for weight, (_, expected) in zip(on_processes(4, resumed, tmp_path, spec), before, strict=True):

@@ -1,18 +1,19 @@
 """FSDP2 with replicas: the compressed exchange between them, as in two levels of DDP."""
 
+import logging
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import torchcomp
-from tests.fsdp.runs import Run, gradients, mesh_of, shard, two_level_ddp, weights
-from tests.support.cases import needs_fsdp_hook, only
-from tests.support.models import THROUGH_DDP, loss_of, mlp, rows
+from tests.fsdp.runs import NEEDS_HOOK, Run, gradients, mesh_of, shard, two_level_ddp, weights
+from tests.support.cases import only
+from tests.support.models import THROUGH_DDP, loss_of, mlp, rows, wrap
 from tests.support.outcomes import (
     assert_close,
     assert_replicas_equal,
@@ -25,11 +26,12 @@ from tests.support.outcomes import (
 from tests.support.ranks import on_processes
 from torchcomp import SpecError
 
-pytestmark = needs_fsdp_hook
+pytestmark = NEEDS_HOOK
 
 SPECS = tuple(spec for spec in THROUGH_DDP if "model" not in spec)
 NOW = ("mean", "ef(topk(0.1))", "powersgd(rank=1)")
 TOPK = "ef(topk(0.1))"
+BIDIRECTIONAL = "bidirectional(topk(0.1), topk(0.1))"
 STEPS = range(4)
 
 
@@ -42,9 +44,13 @@ def both(shape: tuple[int, int], specs: tuple[str, ...], dtype: torch.dtype) -> 
     return found
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (2, 3), (3, 1)])
-def test_equals_two_levels_of_ddp(shape: tuple[int, int]) -> None:
-    found = on_processes(shape[0] * shape[1], both, shape, SPECS, torch.float64)
+CASES = [((2, 2), SPECS), ((2, 3), NOW), ((3, 1), NOW), ((2, 3), SPECS), ((3, 1), SPECS)]
+
+
+@pytest.mark.parametrize("case", only(CASES, now=CASES[:3]))
+def test_equals_two_levels_of_ddp(case: tuple[tuple[int, int], tuple[str, ...]]) -> None:
+    shape, specs = case
+    found = on_processes(shape[0] * shape[1], both, shape, specs, torch.float64)
     for of_spec in zip(*found, strict=True):
         assert_replicas_equal([sharded for sharded, _ in of_spec])
         for sharded, ddp in of_spec:
@@ -54,8 +60,9 @@ def test_equals_two_levels_of_ddp(shape: tuple[int, int]) -> None:
             assert_close(sharded, ddp)
 
 
-def test_equals_two_levels_of_ddp_in_float32() -> None:
-    for of_spec in zip(*on_processes(4, both, (2, 2), SPECS, torch.float32), strict=True):
+@pytest.mark.parametrize("specs", only([NOW, SPECS], now=[NOW]))
+def test_equals_two_levels_of_ddp_in_float32(specs: tuple[str, ...]) -> None:
+    for of_spec in zip(*on_processes(4, both, (2, 2), specs, torch.float32), strict=True):
         assert_replicas_equal([sharded for sharded, _ in of_spec])
         for sharded, ddp in of_spec:
             assert_close(sharded, ddp, 1e-5)
@@ -253,14 +260,43 @@ def unsent(state: Any) -> Tensor:
     return torch.stack([flat(tensors[name] for name in sorted(tensors)) for tensors in debts])
 
 
-@pytest.mark.parametrize("spec", [TOPK, "bidirectional(topk(0.1), topk(0.1))"])
-@pytest.mark.parametrize("after", [(2, 3), (3, 2), (4, 1), (1, 4)])
-def test_other_replicas_and_shards_lose_nothing(spec: str, after: tuple[int, int]) -> None:
-    (state, *_) = on_processes(4, saved, (2, 2), spec)
-    found = on_processes(after[0] * after[1], loaded, after, spec, state)
-    assert unsent(state).any()
-    assert_close(unsent(found[0][0]), unsent(state))
+@pytest.fixture(scope="module")
+def states() -> dict[str, Any]:
+    """The state of 2 replicas with 2 shards each, by method."""
+    return on_processes(4, _all_saved, (TOPK, BIDIRECTIONAL))[0]
+
+
+def _all_saved(specs: tuple[str, ...]) -> dict[str, Any]:
+    return {spec: saved((2, 2), spec) for spec in specs}
+
+
+@pytest.mark.parametrize("spec", [TOPK, BIDIRECTIONAL])
+@pytest.mark.parametrize("after", only([(2, 3), (3, 2), (4, 1), (1, 4)], now=[(2, 3), (4, 1)]))
+def test_other_replicas_and_shards_lose_nothing(
+    spec: str, after: tuple[int, int], states: dict[str, Any]
+) -> None:
+    found = on_processes(after[0] * after[1], loaded, after, spec, states[spec])
+    assert unsent(states[spec]).any()
+    assert_close(unsent(found[0][0]), unsent(states[spec]))
     assert_replicas_equal([weight for _, weight in found])
+
+
+def _logged() -> tuple[list[str], int]:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("torchcomp").addHandler(handler)
+    logging.getLogger("torchcomp").setLevel(logging.INFO)
+    run = Run((2, 2), "topk(0.1)")
+    run.backward(0)
+    return [each.levelname + each.getMessage() for each in records], run.handle.stats.bytes_sent
+
+
+def test_rank_0_logs_the_planned_bytes_and_what_the_method_loses() -> None:
+    (said, nbytes), *others = on_processes(4, _logged)
+    assert [each for each in said if each.startswith("INFO") and f"{nbytes:,}" in each]
+    assert [each for each in said if each.startswith("WARNING") and "ef(topk(0.1))" in each]
+    assert not any(said for said, _ in others)
 
 
 # --- Bad input ---
@@ -281,7 +317,10 @@ def refused(case: str) -> tuple[str, str]:
         replicate = mesh
     elif case == "no mesh":
         replicate = "replicate"
-    options: dict[str, Any] = {"nodes": 2} if case == "nodes" else {}
+    elif case == "old torch":
+        hook = FSDPModule.set_all_reduce_hook
+        del FSDPModule.set_all_reduce_hook
+    options: dict[str, Any] = {"nodes": {"nodes": 2}, "inside": {"inside": "bf16"}}.get(case, {})
     spec = "bidirectional(topk(0.1, scope='model'), topk(0.1))" if case == "scope" else TOPK
     if case == "disagree" and dist.get_rank() == 2:
         spec = "mean"
@@ -289,6 +328,8 @@ def refused(case: str) -> tuple[str, str]:
         error = raised_by(lambda: torchcomp.register(model, spec))
     else:
         error = raised_by(lambda: torchcomp.register(model, spec, replicate=replicate, **options))
+    if case == "old torch":
+        FSDPModule.set_all_reduce_hook = hook
     if case not in ("native mesh", "half"):
         good = torchcomp.register(model, "mean", replicate=mesh["replicate"])
         loss_of(model(rows(0))).backward()
@@ -296,26 +337,50 @@ def refused(case: str) -> tuple[str, str]:
     return type(error).__name__, str(error)
 
 
-@pytest.mark.parametrize(
-    ("case", "name", "word"),
-    [
-        ("native mesh", "UnsupportedModelError", 'mesh["shard"]'),
-        ("half", "UnsupportedModelError", "'2.weight'"),
-        ("same dimension", "SpecError", "replicate"),
-        ("two dimensions", "SpecError", "replicate"),
-        ("no mesh", "SpecError", "replicate"),
-        ("nodes", "SpecError", "nodes"),
-        ("scope", "SpecError", "scope"),
-        ("disagree", "RankMismatchError", "mean"),
-        ("no replicate", "UnsupportedModelError", "replicate="),
-    ],
-)
-def test_bad_input_is_refused_on_all_ranks_and_changes_nothing(
-    case: str, name: str, word: str
-) -> None:
-    for kind, message in on_processes(4, refused, case):
+REFUSED = {
+    "native mesh": ("UnsupportedModelError", 'mesh["shard"]'),
+    "half": ("UnsupportedModelError", "'2.weight'"),
+    "same dimension": ("SpecError", "replicate"),
+    "two dimensions": ("SpecError", "replicate"),
+    "no mesh": ("SpecError", "replicate"),
+    "nodes": ("SpecError", "nodes"),
+    "inside": ("SpecError", "inside"),
+    "old torch": ("UnsupportedModelError", "2.7"),
+    "scope": ("SpecError", "scope"),
+    "disagree": ("RankMismatchError", "mean"),
+    "no replicate": ("UnsupportedModelError", "replicate="),
+}
+
+
+def _all_refused() -> dict[str, tuple[str, str]]:
+    return {case: refused(case) for case in REFUSED}
+
+
+@pytest.fixture(scope="module")
+def errors() -> list[dict[str, tuple[str, str]]]:
+    return on_processes(4, _all_refused)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_refused_on_all_ranks_and_changes_nothing(case: str, errors: Any) -> None:
+    name, word = REFUSED[case]
+    for of_rank in errors:
+        kind, message = of_rank[case]
         assert kind == name
         assert word in message
+
+
+def _sharded_later() -> list[str]:
+    model, mesh = wrap(mlp(torch.float64)), mesh_of(2, 2)
+    handle = torchcomp.register(model, TOPK)
+    shard(model.module, mesh["shard"])
+    kinds = [type(raised_by(lambda: model(rows(0)))).__name__ for _ in range(2)]
+    return [*kinds, str(handle.stats.steps)]
+
+
+def test_sharding_a_registered_ddp_model_is_refused() -> None:
+    for found in on_processes(4, _sharded_later):
+        assert found == ["UnsupportedModelError", "UnsupportedModelError", "0"]
 
 
 def test_replicas_must_start_with_the_same_parameters() -> None:

@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from tests.gpu.place import GPUS, NCCL, REHEARSAL, delayed, gpu, on_ranks
-from tests.gpu.training import PLAIN, WIDTH, Run
-from tests.support.models import CONSERVING, METHODS, THROUGH_DDP, assert_conserved, seeded
-from tests.support.outcomes import assert_replicas_equal
+import torchcomp
+from tests.gpu.place import GPUS, KIND, NCCL, REHEARSAL, delayed, gpu, on_ranks
+from tests.gpu.training import PLAIN, WIDTH, Run, model_of
+from tests.support.models import CONSERVING, METHODS, THROUGH_DDP, assert_conserved, loss_of, seeded
+from tests.support.outcomes import assert_replicas_equal, flat
 
 pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
@@ -60,6 +63,39 @@ def test_replicas_are_bit_equal_and_nothing_is_lost() -> None:
         assert all(same), spec
         if spec in CONSERVING:
             assert_conserved(list(accounts))
+
+
+def on_two_levels(spec: str) -> tuple[Tensor, Tensor]:
+    """The weights of nodes over DDP, and of the same ranks over FSDP2: its shards are a node."""
+    node = GPUS // 2 if GPUS % 2 == 0 else 1
+    # A mesh takes the current device.
+    place = gpu(dist.get_rank())
+    if not REHEARSAL:
+        torch.cuda.set_device(place)
+    run, model = Run(spec, place=place, nodes=node), model_of().to(place)
+    # Groups differ, so the model is one group.
+    run.handle.averager.regroup([tuple(name for name, _ in model.named_parameters())])
+    mesh = init_device_mesh(KIND, (GPUS // node, node), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh["shard"])
+    torchcomp.register(model, spec, replicate=mesh["replicate"], seed=5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for step in range(4):
+        optimizer.zero_grad()
+        (loss_of(model(run.rows(step))) / WIDTH).backward()
+        optimizer.step()
+    whole = [parameter.full_tensor() for parameter in model.parameters()]
+    return run.train(0, 4).weights(), flat(whole).cpu()
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_all_reduce_hook"), reason="needs torch 2.7")
+@pytest.mark.parametrize("spec", ["mean", "ef(topk(0.1))", "bidirectional(topk(0.1), topk(0.1))"])
+def test_fsdp2_equals_two_levels_of_ddp(spec: str) -> None:
+    outcomes = on_ranks(GPUS, on_two_levels, spec, backend=NCCL)
+    for ddp, sharded in outcomes:
+        # The devices may add in another order.
+        torch.testing.assert_close(sharded, ddp, rtol=1e-4, atol=1e-6)
+    assert_replicas_equal([ddp for ddp, _ in outcomes])
+    assert_replicas_equal([sharded for _, sharded in outcomes])
 
 
 def rank_one_dies() -> None:

@@ -43,6 +43,24 @@ def test_replicas_are_bit_equal_with_every_method_and_route(world_size: int) -> 
             assert_conserved(list(accounts))
 
 
+def on_two_levels(specs: tuple[str, ...]) -> list[tuple[Tensor, Tensor]]:
+    """The weights of nodes of two ranks, and those of a run whose exchange lags behind."""
+    found = []
+    for spec in specs:
+        run, late = Run(spec, nodes=2).train(0, 3), Run(spec, nodes=2)
+        with delayed("exchange", late.model):
+            late.train(0, 3)
+        found.append((run.weights(), late.weights()))
+        run.close()
+        late.close()
+    return found
+
+
+def test_replicas_of_nodes_are_bit_equal() -> None:
+    for runs in zip(*on_ranks(4, on_two_levels, ALL), strict=True):
+        assert_replicas_equal([weights for pair in runs for weights in pair])
+
+
 def nan_on_one_rank(specs: tuple[str, ...]) -> list[tuple[str, bool, Tensor]]:
     """Train through a step with a NaN on rank 1; return its error and what is left."""
     found = []

@@ -35,6 +35,7 @@ class Run:
         dtype: of the parameters.
         place: the device of the model.
         module: the model; by default a small one, with one DDP bucket per layer.
+        nodes: number of ranks of a node, for two levels.
         scale: initial loss scale of a GradScaler; without it, there is no scaler.
     """
 
@@ -47,6 +48,7 @@ class Run:
         module: nn.Module | None = None,
         scale: float | None = None,
         seed: int = 5,
+        nodes: int | None = None,
         **ddp: Any,
     ) -> None:
         self.dtype, self.place = dtype, place
@@ -55,7 +57,8 @@ class Run:
         self.scaler = None if scale is None else torch.amp.GradScaler(KIND, init_scale=scale)
         self.handle = None
         if spec != PLAIN:
-            self.handle = torchcomp.register(self.model, spec, seed=seed, scaler=self.scaler)
+            own = {"seed": seed, "scaler": self.scaler, "nodes": nodes}
+            self.handle = torchcomp.register(self.model, spec, **own)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.account = Account()
 

@@ -12,10 +12,10 @@ from tests.jointspar.script import backward
 from tests.support.models import mlp, rows, weights, wrap
 from tests.support.outcomes import reloaded
 from tests.support.ranks import on_threads
-from torchcomp.checkpoint import redistribute
 from torchcomp.errors import CheckpointError, RankMismatchError
 from torchcomp.jointspar import Baseline, JointSpar
 from torchcomp.jointspar.sampler import SamplingOptions
+from torchcomp.redistribution import redistribute
 
 COMPRESS = ("mean", "ef(topk(0.1))", "bidirectional(topk(0.2), topk(0.2))")
 OPTIONS = {"budget": 0.5, "p_min": 0.1}

@@ -22,8 +22,8 @@ from recipes.result_files import read_csv
 from recipes.small_gpt.corpus import VOCABULARY, Corpus
 from recipes.small_gpt.model import SmallGPT
 from recipes.small_gpt.training import SHAPE
+from tests.fsdp.runs import NEEDS_HOOK
 from tests.support import commands
-from tests.support.cases import needs_fsdp_hook
 from tests.support.outcomes import raised_by
 from tests.support.ranks import on_processes
 from torchcomp import SpecError
@@ -58,7 +58,7 @@ def in_all_modes() -> dict[tuple[str, str], train.Outcome]:
         return {(mode, spec): outcome(mode, spec) for spec in ("mean", TOPK) for mode in MODES}
 
 
-@needs_fsdp_hook
+@NEEDS_HOOK
 def test_modes_agree() -> None:
     found = on_processes(4, in_all_modes)
     assert len({tuple(each.items()) for each in found}) == 1
@@ -99,7 +99,7 @@ def collectives_of_fsdp() -> tuple[int, int]:
     return sent[0], replica.sharding_bytes
 
 
-@needs_fsdp_hook
+@NEEDS_HOOK
 def test_the_bytes_of_fsdp_itself() -> None:
     for counted, planned in on_processes(4, collectives_of_fsdp):
         assert counted == planned > 0
@@ -128,7 +128,7 @@ def killed(mode: str, folder: str) -> float:
     return loss
 
 
-@needs_fsdp_hook
+@NEEDS_HOOK
 def test_a_run_resumes_in_any_mode(tmp_path: Path) -> None:
     for (hsdp, ddp), losses, other, missing in on_processes(4, resumed, str(tmp_path)):
         assert losses[0] == hsdp
@@ -165,7 +165,7 @@ def test_bad_input_is_named(words: list[str], kind: type[Exception], problem: st
         read_settings(words, world_size=4)
 
 
-@needs_fsdp_hook
+@NEEDS_HOOK
 @pytest.mark.thorough
 def test_the_program_under_torchrun(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -1,16 +1,9 @@
-"""Select cases: those of `make test-thorough` only, and those that this torch can run."""
+"""Select the cases that only `make test-thorough` runs, not `make test`."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
-import torch
-from torch.distributed.fsdp import FSDPModule
-
-needs_fsdp_hook = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_all_reduce_hook"),
-    reason=f"FSDP2 of torch {torch.__version__} has no all-reduce hook; torch 2.7 has",
-)
 
 
 def thorough(cases: Iterable[Any]) -> list[Any]:

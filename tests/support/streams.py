@@ -13,7 +13,7 @@ each operation belongs to the stream that is current, and each stream has a vect
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partialmethod
 from importlib import import_module
@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 from tests.support.launches import FREE, WAITS, is_view, site
 from torchcomp import host
-from torchcomp.exchange import Exchange, ProcessGroupExchange
+from torchcomp.ddp import two_level
+from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange
 from torchcomp.hooks.executors import Executor, StreamExecutor, after_backward
 from torchcomp.kernels import backend
 from torchcomp.local_sgd import averages
@@ -294,6 +295,14 @@ def _register(model: Any, simulator: Simulator, state: Any, hook: Any) -> None:
     _register_comm_hook(model, state, followed)
 
 
+_COLLECTIVES = ("_all_reduce", "_reduce_scatter_to", "_all_gather_to", "_all_to_all_to")
+
+
+def _private(exchange: Any, name: str, ranks: Sequence[int], beside: ProcessGroupExchange) -> None:
+    """A group that torch knows: calls of one that it does not know are no operations."""
+    ProcessGroupExchange.__init__(exchange, dist.new_group(list(ranks)), beside.device)
+
+
 _register_comm_hook = DistributedDataParallel.register_comm_hook
 _tolist = Tensor.tolist
 
@@ -346,6 +355,9 @@ def simulated(executor: MakeExecutor = StreamExecutor) -> Iterator[Simulator]:
         (host, "can_read", lambda x: False),
         (import_module("torchcomp.ddp.register"), "transport", transport),
         (averages, "transport", transport),
+        (two_level, "executor_for", lambda exchange: executor(exchange.device)),
+        (PrivateExchange, "__init__", _private),
+        *((PrivateExchange, name, getattr(ProcessGroupExchange, name)) for name in _COLLECTIVES),
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, value in replaced:

@@ -92,6 +92,16 @@ def check_before_backward(model: DistributedDataParallel) -> None:
         )
 
 
+def check_not_sharded(model: nn.Module) -> None:
+    """Require that ``fully_shard`` has not taken parameters from DDP."""
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise UnsupportedModelError(
+            "fully_shard was called on a module of this DDP model after torchcomp.register. DDP "
+            "no longer sees its gradients, and the replicas would drift apart. Leave out DDP: "
+            "shard the module, then call torchcomp.register(module, spec, replicate=...)"
+        )
+
+
 def trained_parameters(model: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
     """Return (name, parameter) pairs of what DDP reduces, in registration order."""
     ignored = model.parameters_to_ignore

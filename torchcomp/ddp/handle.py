@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket
 from torchcomp.ddp.averaging import Buckets, Step
-from torchcomp.ddp.checks import AFTER_CLOSE, check_not_joined
+from torchcomp.ddp.checks import AFTER_CLOSE, check_not_joined, check_not_sharded
 from torchcomp.ddp.unused import UnusedWatch
 from torchcomp.hooks.executors import after_backward
 from torchcomp.hooks.handle import SCALER_ADVICE, Handle
@@ -47,12 +47,21 @@ class DDPHandle(Handle):
         self._buckets = buckets
         # By id, because DDP passes parameters to the hook, not their names.
         self._names = {id(parameter): name for name, parameter in buckets.parameters.items()}
+        self._checked = False
+        model.register_forward_pre_hook(self._before_forward)
         loss_scale = LossScale(scaler)
         if loss_scale.in_use:
             model.register_forward_pre_hook(loss_scale.fetch)
         may_leave_unused = bool(model.find_unused_parameters) and not model.static_graph
         unused = UnusedWatch(buckets.parameters) if may_leave_unused else None
         self._step = _Step(self.averager, loss_scale, lrs, unused)
+
+    # Compiled apart, and without removing the hook: a compiled model would be compiled again.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_forward(self, model: torch.nn.Module, args: object) -> None:
+        if not self._checked:
+            check_not_sharded(model)
+            self._checked = True
 
     # --- Called by the hook, during the backward pass ---
 

@@ -1,6 +1,5 @@
 """register_ddp: install compressed gradient exchange on a DDP model."""
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import wire
-from torchcomp.aggregators import Aggregator, Mean, planned_two_levels
+from torchcomp.aggregators import Aggregator, planned_two_levels
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.averager import Averager
 from torchcomp.bucket import Group, partition
@@ -29,14 +28,12 @@ from torchcomp.ddp.checks import (
 from torchcomp.ddp.handle import DDPHandle, hook
 from torchcomp.ddp.two_level import Levels, TwoLevel
 from torchcomp.exchange import ProcessGroupExchange
-from torchcomp.hooks.arguments import check_arguments, late_does_not_fit
+from torchcomp.hooks.arguments import check_arguments, inside_dtype, late_does_not_fit
 from torchcomp.hooks.executors import transport
+from torchcomp.hooks.log import log_method, log_optimizers
 from torchcomp.hooks.optimizer_lrs import OptimizerLRs, Optimizers
 from torchcomp.nodes import Nodes
 from torchcomp.spec import parse_aggregator
-from torchcomp.stats import sent_instead
-
-_log = logging.getLogger(__name__)
 
 _Checked = tuple[Aggregator, tuple[Group, ...], OptimizerLRs | None, Nodes | None]
 """The method, the groups of parameters, their learning rates, and the nodes of two levels."""
@@ -51,6 +48,7 @@ def register_ddp(
     check: str = "step",
     lr_inside: Optimizers | None = None,
     nodes: str | int | DeviceMesh | None = None,
+    inside: str | None = None,
 ) -> DDPHandle:
     """Install compressed gradient exchange on a DDP model; see :func:`torchcomp.register`."""
     # Without DDP there is no process group in which the ranks could verify anything.
@@ -58,12 +56,14 @@ def register_ddp(
     device = device_of(model)
     # Verify in DDP's own group. Creating a group would hang if another rank has already raised.
     everyone = ProcessGroupExchange(model.process_group, device)
-    inside = "none" if lr_inside is None else "set"
-    arguments = {"spec": spec, "seed": seed, "check": check, "lr_inside": inside}
+    unit = "none" if lr_inside is None else "set"
+    arguments = {"spec": spec, "seed": seed, "check": check, "lr_inside": unit, "inside": inside}
     aggregator, groups, lrs, divided = everyone.build(
         "torchcomp.register",
         {**arguments, "nodes": "a DeviceMesh" if isinstance(nodes, DeviceMesh) else nodes},
-        lambda: _check(model, spec, seed, scaler, check, lr_inside, nodes, everyone.global_ranks),
+        lambda: _check(
+            model, spec, seed, scaler, check, lr_inside, nodes, inside, everyone.global_ranks
+        ),
     )
     parameters = dict(trained_parameters(model))
     make = partial(Averager, aggregator, seed=seed, late=check == "late")
@@ -72,52 +72,22 @@ def register_ddp(
         exchange, executor = transport(model.process_group, device)
         buckets = Flat(make(exchange, parameters, groups), everyone, executor)
     else:
-        buckets = TwoLevel(make, parameters, groups, Levels(divided, everyone))
+        levels = Levels(divided, everyone)
+        buckets = TwoLevel(make, parameters, groups, levels, inside_dtype(inside, nodes))
     handle = DDPHandle(model, buckets, scaler, lrs)
     # A plain function with the handle as its state: DDP refuses partials and callable objects.
     model.register_comm_hook(handle, hook)
     setattr(model, OWNER, f"{REGISTERED}('{aggregator}')")
     # On one rank only: the messages would be the same on all ranks.
     if everyone.rank == 0:
-        _log_method(buckets, 1 if divided is None else divided.size)
-        _log_optimizers(lrs)
+        size = 1 if divided is None else divided.size
+        shapes = [buckets.shape_of(group) for group in buckets.averager.buckets]
+        planned = planned_two_levels(aggregator, shapes, everyone.world_size, size)
+        elements = sum(shape.numel for shape in shapes)
+        nodes_of = f"nodes of {size} ranks" if size > 1 else ""
+        log_method(buckets.averager, elements, planned, nodes_of)
+        log_optimizers(lrs)
     return handle
-
-
-def _log_method(buckets: Buckets, node: int) -> None:
-    """Log what was registered, and a warning if the method loses much of the gradient."""
-    averager, ranks = buckets.averager, buckets.everyone.world_size
-    aggregator, shapes = averager.aggregator, [buckets.shape_of(g) for g in averager.buckets]
-    planned = planned_two_levels(aggregator, shapes, ranks, node)
-    warmup_steps = aggregator.stages[-1]
-    _log.info(
-        "registered %s: %d parameters with %s elements, groups: %d, per step%s%s %s",
-        aggregator,
-        len(averager.parameters),
-        f"{sum(shape.numel for shape in shapes):,}",
-        len(shapes),
-        f" after the first {warmup_steps:,}" if warmup_steps else "",
-        f" between nodes of {node} ranks" if node > 1 else "",
-        sent_instead(planned.sent, planned.dense),
-    )
-    if isinstance(aggregator, Mean) and aggregator.loses:
-        _log.warning(
-            "%s keeps no residual, so the part of the gradient that it does not send is lost. "
-            "Use ef(%s) to send it in later steps",
-            aggregator,
-            aggregator.compressor,
-        )
-
-
-def _log_optimizers(lrs: OptimizerLRs | None) -> None:
-    """Log a warning if the learning rate is inside the residual, but does not belong there."""
-    if lrs is not None and lrs.unfit:
-        _log.warning(
-            "lr_inside is meant for SGD without momentum, but the optimizer is %s. A momentum "
-            "multiplies what was sent by later learning rates, and Adam divides the unit away. "
-            "Leave out lr_inside",
-            ", ".join(lrs.unfit),
-        )
 
 
 def _check(
@@ -128,10 +98,12 @@ def _check(
     check: str,
     lr_inside: Optimizers | None,
     nodes: object,
+    inside: object,
     ranks: Sequence[int],
 ) -> tuple[_Checked, dict[str, Any]]:
     """Return what the arguments stand for, and what must match on all ranks."""
     check_arguments(seed, scaler, check)
+    inside_dtype(inside, nodes)
     check_model(model)
     if check == "late" and model.find_unused_parameters and not model.static_graph:
         raise late_does_not_fit(

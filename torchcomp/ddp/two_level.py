@@ -16,18 +16,27 @@ its jobs in the order in which DDP yields buckets. The ranks therefore make the 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchcomp import host
 from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape, Group
 from torchcomp.ddp.averaging import Buckets, Lane, Step
-from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
+from torchcomp.exchange import (
+    Exchange,
+    InsideExchange,
+    PrivateExchange,
+    ProcessGroupExchange,
+    new_name,
+)
 from torchcomp.hooks.executors import executor_for
 from torchcomp.nodes import Nodes
 from torchcomp.nonfinite import FiniteWatch
 from torchcomp.pieces import Pieces
 from torchcomp.redistribution import Place
+from torchcomp.scratch import Scratch
 from torchcomp.traffic import Load, sum_bytes
 
 
@@ -46,13 +55,15 @@ class Levels:
     def __init__(self, nodes: Nodes, everyone: ProcessGroupExchange) -> None:
         rank = dist.get_rank()
         inside, across = nodes.inside(rank), nodes.between(rank)
-        name, timeout = new_name(everyone), everyone.timeout
+        name = new_name(everyone)
         self.everyone, self.nodes = everyone, nodes
         self.place = Place(everyone.rank, across.index(rank), inside.index(rank), nodes.size)
-        self.scatter, self.between, self._checks, self.gather = (
-            PrivateExchange(f"{name}/{number}/{ranks[0]}", ranks, everyone.device, timeout)
-            for number, ranks in enumerate((inside, across, inside, inside))
+        self.scatter, self.gather = (
+            InsideExchange(f"{name}/{lane}/{inside[0]}", inside, everyone)
+            for lane in ("scatter", "gather")
         )
+        self.between = PrivateExchange(f"{name}/between/{across[0]}", across, everyone)
+        self._checks = PrivateExchange(f"{name}/checks/{inside[0]}", inside, everyone)
         # In lane 2, ranks also compare values and combine checks inside the node.
         Exchange.split(inside=self._checks, between=self.between)
 
@@ -69,6 +80,7 @@ class TwoLevel(Buckets):
         parameters: of the model, by name.
         groups: names of the parameters that are compressed together.
         levels: the exchanges of this rank.
+        inside: dtype of messages inside the node; None is that of the gradients.
     """
 
     def __init__(
@@ -77,12 +89,13 @@ class TwoLevel(Buckets):
         parameters: Mapping[str, Tensor],
         groups: Sequence[Group],
         levels: Levels,
+        inside: torch.dtype | None = None,
     ) -> None:
         lanes = [Lane(executor_for(levels.everyone)) for _ in range(3)]
         averager = make(levels.between, _piece_parameters(parameters, levels.nodes.size), groups)
         super().__init__(averager, levels.everyone, levels.place, parameters, *lanes)
         self._scatter, self._between, self._gather = lanes
-        self._levels = levels
+        self._levels, self._inside, self._pieces = levels, inside, Scratch()
         nbytes = sum(parameter.nbytes for parameter in parameters.values())
         # This rank's share of what plain DDP would send through the card of its node.
         ranks = levels.nodes.size * len(levels.nodes.ranks)
@@ -114,20 +127,34 @@ class TwoLevel(Buckets):
             self._watch.before(bucket)
         for shape, parts in self._groups.add(bucket):
             pieces = _pieces(shape, self._levels.nodes.size)
-            mine = self._levels.scatter.reduce_scatter(pieces.cut(parts)).div_(pieces.ranks)
+            mine = self._reduce(pieces, parts)
             self._between.submit(partial(self._average, pieces, mine, parts))
+
+    def _reduce(self, pieces: Pieces, parts: dict[str, Tensor]) -> Tensor:
+        """Return this rank's piece of the mean over the node."""
+        dtype, ranks = pieces.whole.dtype, pieces.ranks
+        out = self._pieces.take(
+            ranks * pieces.piece.numel, self._inside or dtype, self._levels.everyone.device
+        )
+        scattered = self._levels.scatter.reduce_scatter(pieces.cut(parts, out), dtype)
+        return scattered.div_(ranks)
 
     def _average(self, pieces: Pieces, mine: Tensor, parts: dict[str, Tensor]) -> None:
         """Lane 2: average this rank's piece between the nodes."""
+        host.keep_for_this_stream(mine)
         # Lanes 1 and 3 move a piece to each rank of the node. Counted in this lane, which ends the
         # step.
-        self._levels.count(2 * mine.nbytes * (pieces.ranks - 1))
+        itemsize = (self._inside or mine.dtype).itemsize
+        self._levels.count(2 * mine.numel() * itemsize * (pieces.ranks - 1))
         self.averager.average(Bucket(pieces.piece, mine))
         self._gather.submit(partial(self._join, pieces, mine, parts))
 
     def _join(self, pieces: Pieces, mine: Tensor, parts: dict[str, Tensor]) -> None:
         """Lane 3: collect the pieces of a group."""
-        pieces.join(self._levels.gather.all_gather_rows(mine), parts)
+        host.keep_for_this_stream(mine)
+        # This rank takes its own piece from the others' dtype as well: replicas must be equal.
+        rows = self._levels.gather.all_gather_rows(mine.to(self._inside or mine.dtype))
+        pieces.join(rows.view(-1), parts)
 
     def _end(self, step: Step) -> None:
         if self._scatter.failure is None:

@@ -2,12 +2,14 @@
 
 from torchcomp.exchange.base import Exchange
 from torchcomp.exchange.in_process import InProcessExchange, run_in_process
+from torchcomp.exchange.inside import InsideExchange
 from torchcomp.exchange.private import PrivateExchange, new_name
 from torchcomp.exchange.process_group import ProcessGroupExchange
 
 __all__ = [
     "Exchange",
     "InProcessExchange",
+    "InsideExchange",
     "PrivateExchange",
     "ProcessGroupExchange",
     "new_name",

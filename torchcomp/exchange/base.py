@@ -76,14 +76,13 @@ class Exchange(ABC):
     ) -> Tensor:
         """Send ``sizes[r]`` elements to each rank r; receive ``arriving[r]`` from each."""
 
-    def _reduce_scatter(self, values: Tensor) -> Tensor:
+    def _reduce_scatter(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Return this rank's part of the sum of `values` (1-D, equal parts) over the ranks."""
         sizes = [values.numel() // self.world_size] * self.world_size
         # Summed here, in rank order: gloo's reduce-scatter is an all-reduce inside, which moves
         # twice the bytes.
         parts = self._all_to_all(values, sizes, sizes).view(self.world_size, -1)
-        # With the dtype: a sum of int32 would be int64.
-        return parts.sum(0, dtype=values.dtype)
+        return parts.sum(0, dtype=dtype)
 
     @abstractmethod
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
@@ -106,16 +105,18 @@ class Exchange(ABC):
         self._load.summed += values.nbytes
 
     @label("reduce_scatter")
-    def reduce_scatter(self, values: Tensor) -> Tensor:
+    def reduce_scatter(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return this rank's part of the sum of `values` over the ranks.
 
         Args:
             values: 1-D, contiguous; one part for each rank, in rank order, all of the same length.
+            dtype: dtype of the sum, by default that of `values`. gloo adds in it; NCCL adds in the
+                dtype of `values`.
         """
         moved = values.nbytes // self.world_size * (self.world_size - 1)
         self._load.sent += moved
         self._load.received += moved
-        return self._reduce_scatter(values)
+        return self._reduce_scatter(values, dtype or values.dtype)
 
     @label("all_gather")
     def all_gather_rows(self, message: Tensor) -> Tensor:

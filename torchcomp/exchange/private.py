@@ -29,32 +29,25 @@ class PrivateExchange(ProcessGroupExchange):
     Args:
         name: the same on all of `ranks`, and never used before in this job; see :func:`new_name`.
         ranks: the global ranks, in the order of their ranks in the group. This rank is one of them.
-        device: device of the messages, "cpu" for gloo or "cuda" for NCCL.
-        timeout: after which a collective gives up.
+        beside: the exchange of the user's group, for its device, backend and timeout.
     """
 
-    def __init__(
-        self, name: str, ranks: Sequence[int], device: torch.device, timeout: timedelta
-    ) -> None:
+    def __init__(self, name: str, ranks: Sequence[int], beside: ProcessGroupExchange) -> None:
         rank = list(ranks).index(dist.get_rank())
-        Exchange.__init__(self, rank, len(ranks), device, ranks)
-        self._own_timeout = timeout
+        Exchange.__init__(self, rank, len(ranks), beside.device, ranks)
+        self.backend, self._timeout = beside.backend, beside.timeout
         store = PrefixStore(name, distributed_c10d._get_default_store())
         self._own: Any
-        if device.type == "cuda":
+        if self.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
+            options._timeout = self._timeout
             self._own = dist.ProcessGroupNCCL(store, rank, len(ranks), options)
         else:
-            self._own = dist.ProcessGroupGloo(store, rank, len(ranks), timeout=timeout)
-
-    @property
-    def gloo(self) -> bool:
-        return self.device.type == "cpu"
+            self._own = dist.ProcessGroupGloo(store, rank, len(ranks), timeout=self._timeout)
 
     @property
     def timeout(self) -> timedelta:
-        return self._own_timeout
+        return self._timeout
 
     # `wait` blocks the host for gloo, and the current stream for NCCL.
 

@@ -24,6 +24,10 @@ class ProcessGroupExchange(Exchange):
     Args:
         group: the process group; None is the default group.
         device: device of the messages; "cuda" for NCCL.
+
+    Attributes:
+        backend: name of the backend that moves tensors of this device, such as "gloo"; empty if the
+            group has none.
     """
 
     def __init__(
@@ -34,18 +38,15 @@ class ProcessGroupExchange(Exchange):
         self.group = group
         ranks = dist.get_process_group_ranks(group)
         super().__init__(dist.get_rank(group), len(ranks), torch.device(device), ranks)
-
-    @property
-    def gloo(self) -> bool:
-        """Whether the group moves tensors of the CPU with gloo."""
         # Not get_backend: a group that was created without naming a backend has several.
-        return "cpu:gloo" in dist.get_backend_config(self.group)
+        backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        self.backend = backends.get(self.device.type, "")
 
     @property
     def timeout(self) -> timedelta:
         """The timeout of the group's collectives, or torch's default if the backend has none."""
         group: Any = self.group or dist.group.WORLD
-        if self.device.type == "cpu" and not self.gloo:
+        if self.backend not in ("gloo", "nccl"):
             return default_pg_timeout
         timeout: timedelta = group._get_backend(self.device).options._timeout
         return timeout
@@ -53,12 +54,12 @@ class ProcessGroupExchange(Exchange):
     def _all_reduce(self, values: Tensor) -> None:
         dist.all_reduce(values, group=self.group)
 
-    def _reduce_scatter(self, values: Tensor) -> Tensor:
-        if not values.is_cuda:
-            return super()._reduce_scatter(values)
+    def _reduce_scatter(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        if not values.is_cuda or self.backend == "gloo":
+            return super()._reduce_scatter(values, dtype)
         mine = values.new_empty(values.numel() // self.world_size)
         self._reduce_scatter_to(mine, values)
-        return mine
+        return mine.to(dtype)
 
     def _all_gather(self, mine: Tensor) -> Tensor:
         # gloo's all-gather is a ring. It moves as many bytes as sending a copy to every rank, but

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from torchcomp import wire
-from torchcomp.aggregators import Aggregator
+from torchcomp.aggregators import Aggregator, planned_traffic
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.averager import Averager
 from torchcomp.checkpoint import digest_of, layout_of
@@ -20,6 +20,7 @@ from torchcomp.fsdp.handle import FSDPHandle, check_method
 from torchcomp.fsdp.units import Unit, units_of
 from torchcomp.hooks.arguments import check_arguments
 from torchcomp.hooks.averaging import Averaging
+from torchcomp.hooks.log import log_method, log_optimizers
 from torchcomp.hooks.optimizer_lrs import OptimizerLRs, Optimizers
 from torchcomp.redistribution import Place
 from torchcomp.spec import parse_aggregator
@@ -66,7 +67,15 @@ def register_fsdp(
         for name, each in unit.parameters.items()
     }
     averaging = Averaging(averager, everyone, place, layout_of(whole))
-    return FSDPHandle(module, units, averaging, scaler, lrs)
+    handle = FSDPHandle(module, units, averaging, scaler, lrs)
+    # On one rank only: the messages would be the same on all ranks.
+    if everyone.rank == 0:
+        shapes = [averager.shape_of(names) for names in groups]
+        planned = planned_traffic(aggregator, shapes, replicas.world_size)
+        elements = sum(each.numel() for each in whole.values())
+        log_method(averager, elements, planned, f"{replicas.world_size} replicas")
+        log_optimizers(lrs)
+    return handle
 
 
 def _everyone(replicas: ProcessGroupExchange) -> Exchange:
@@ -75,7 +84,7 @@ def _everyone(replicas: ProcessGroupExchange) -> Exchange:
     world = ProcessGroupExchange(None, replicas.device)
     if ranks == list(world.global_ranks):
         return world
-    return PrivateExchange(new_name(replicas), ranks, replicas.device, replicas.timeout)
+    return PrivateExchange(new_name(replicas), ranks, replicas)
 
 
 def _levels(

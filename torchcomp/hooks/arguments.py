@@ -33,3 +33,20 @@ def late_does_not_fit(needs: str) -> SpecError:
         "check='step'",
         "check",
     )
+
+
+def inside_dtype(inside: object, nodes: object) -> torch.dtype | None:
+    """Return the dtype of messages inside a node; None is that of the gradients.
+
+    Raises:
+        SpecError: if `inside` is invalid, or there are no nodes.
+    """
+    if inside is None:
+        return None
+    check_choice("inside", inside, ("bf16",))
+    if nodes is None:
+        raise SpecError(
+            "inside is for the exchange inside a node: pass nodes as well, or leave it out",
+            "inside",
+        )
+    return torch.bfloat16

@@ -113,7 +113,7 @@ def transport(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Ex
     executor = executor_for(users)
     if isinstance(executor, ThreadExecutor):
         # A private group, because DDP and the user issue collectives from another thread.
-        private = PrivateExchange(new_name(users), users.global_ranks, device, users.timeout)
+        private = PrivateExchange(new_name(users), users.global_ranks, users)
         return private, executor
     return users, executor
 
@@ -122,7 +122,7 @@ def executor_for(exchange: ProcessGroupExchange) -> Executor:
     """Return an executor for exchanges among the ranks of the user's group."""
     if exchange.device.type == "cuda":
         return StreamExecutor(exchange.device)
-    return ThreadExecutor() if exchange.gloo else Executor()
+    return ThreadExecutor() if exchange.backend == "gloo" else Executor()
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -22,6 +22,7 @@ from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.keys import check_seed
 from torchcomp.spec import parse_aggregator
 from torchcomp.state import Kind
+from torchcomp.traffic import Traffic
 
 Closure = Callable[[], Tensor | float]
 
@@ -194,10 +195,7 @@ class TwoDirection(torch.optim.Optimizer):
             **{"groups": [names], "buckets": [names], "slots": slots},
             "parameters": checkpoint.layout_of(self._named),
             # The algorithm's own messages: its ranks do not count control messages.
-            "traffic": {
-                **{"sent": traffic.up_bytes, "received": traffic.down_bytes},
-                **{"dense": dense, "control": 0},
-            },
+            "traffic": asdict(Traffic(traffic.up_bytes, traffic.down_bytes, dense)),
             "two_direction": {name: held[name] for name in _SECTION} if held else None,
         }
 

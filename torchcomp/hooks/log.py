@@ -1,0 +1,52 @@
+"""What `register` logs once, on one rank."""
+
+import logging
+
+from torchcomp.aggregators import Mean
+from torchcomp.averager import Averager
+from torchcomp.hooks.optimizer_lrs import OptimizerLRs
+from torchcomp.stats import sent_instead
+from torchcomp.traffic import Traffic
+
+_log = logging.getLogger(__name__)
+
+
+def log_method(averager: Averager, elements: int, planned: Traffic, between: str = "") -> None:
+    """Log what was registered, and a warning if the method loses much of the gradient.
+
+    Args:
+        averager: the engine.
+        elements: number of elements of the model's trained parameters.
+        planned: the bytes of this rank in a step.
+        between: what exchanges, if it is not all ranks.
+    """
+    aggregator = averager.aggregator
+    warmup_steps = aggregator.stages[-1]
+    _log.info(
+        "registered %s: %d parameters with %s elements, groups: %d, per step%s%s %s",
+        aggregator,
+        len(averager.parameters),
+        f"{elements:,}",
+        len(averager.buckets),
+        f" after the first {warmup_steps:,}" if warmup_steps else "",
+        f" between {between}" if between else "",
+        sent_instead(planned.sent, planned.dense),
+    )
+    if isinstance(aggregator, Mean) and aggregator.loses:
+        _log.warning(
+            "%s keeps no residual, so the part of the gradient that it does not send is lost. "
+            "Use ef(%s) to send it in later steps",
+            aggregator,
+            aggregator.compressor,
+        )
+
+
+def log_optimizers(lrs: OptimizerLRs | None) -> None:
+    """Log a warning if the learning rate is inside the residual, but does not belong there."""
+    if lrs is not None and lrs.unfit:
+        _log.warning(
+            "lr_inside is meant for SGD without momentum, but the optimizer is %s. A momentum "
+            "multiplies what was sent by later learning rates, and Adam divides the unit away. "
+            "Leave out lr_inside",
+            ", ".join(lrs.unfit),
+        )
