@@ -320,6 +320,7 @@ def refused(case: str) -> tuple[str, str]:
     elif case == "old torch":
         hook = FSDPModule.set_all_reduce_hook
         del FSDPModule.set_all_reduce_hook
+    first = case == "twice" and torchcomp.register(model, "mean", replicate=replicate)
     options: dict[str, Any] = {"nodes": {"nodes": 2}, "inside": {"inside": "bf16"}}.get(case, {})
     spec = "bidirectional(topk(0.1, scope='model'), topk(0.1))" if case == "scope" else TOPK
     if case == "disagree" and dist.get_rank() == 2:
@@ -330,6 +331,8 @@ def refused(case: str) -> tuple[str, str]:
         error = raised_by(lambda: torchcomp.register(model, spec, replicate=replicate, **options))
     if case == "old torch":
         FSDPModule.set_all_reduce_hook = hook
+    if first:
+        first.close()
     if case not in ("native mesh", "half"):
         good = torchcomp.register(model, "mean", replicate=mesh["replicate"])
         loss_of(model(rows(0))).backward()
@@ -348,6 +351,7 @@ REFUSED = {
     "old torch": ("UnsupportedModelError", "2.7"),
     "scope": ("SpecError", "scope"),
     "disagree": ("RankMismatchError", "mean"),
+    "twice": ("UnsupportedModelError", "handle.swap"),
     "no replicate": ("UnsupportedModelError", "replicate="),
 }
 

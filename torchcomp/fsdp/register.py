@@ -1,5 +1,6 @@
 """register_fsdp: install compressed gradient exchange between the replicas of an FSDP2 model."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ _SAME_START = (
     "All replicas must start with the same parameters: initialise them with the same seed on all "
     "ranks, or load the same checkpoint, before torchcomp.register."
 )
+_HANDLE = "_torchcomp_handle"
+"""Attribute of an FSDP2 module with the handle that exchanges its gradients."""
+
 _Checked = tuple[Aggregator, list[Unit], OptimizerLRs | None]
 
 
@@ -68,6 +72,8 @@ def register_fsdp(
     }
     averaging = Averaging(averager, everyone, place, layout_of(whole))
     handle = FSDPHandle(module, units, averaging, scaler, lrs)
+    for unit in units:
+        setattr(unit.module, _HANDLE, handle)
     # On one rank only: the messages would be the same on all ranks.
     if everyone.rank == 0:
         shapes = [averager.shape_of(names) for names in groups]
@@ -138,6 +144,7 @@ def _check(
     aggregator = parse_aggregator(spec)
     check_method(aggregator)
     units = units_of(model)
+    _check_free(units)
     trained = {name: each for unit in units for name, each in unit.parameters.items()}
     rehearse_all(aggregator, [each.to_local() for each in trained.values()])
     lrs = None if lr_inside is None else OptimizerLRs(lr_inside, trained)
@@ -148,3 +155,13 @@ def _check(
         "wire version": wire.VERSION,
     }
     return (aggregator, units, lrs), values
+
+
+def _check_free(units: Iterable[Unit]) -> None:
+    for unit in units:
+        handle = getattr(unit.module, _HANDLE, None)
+        if handle is not None and not handle.closed:
+            raise UnsupportedModelError(
+                f"torchcomp.register('{handle.method}') is already installed on this model. Use "
+                "handle.swap(spec) to change the method"
+            )
