@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
@@ -38,6 +40,7 @@ def group():
 
 
 FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
+FSDP_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +52,13 @@ def instances(group):
         from torch.distributed.optim import _apply_optimizer_in_backward
     _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 1.0})
     module = nn.Linear(1, 1)
+    sharded = fully_shard(nn.Linear(1, 1), mesh=init_device_mesh("cpu", (1,)))
+    state = sharded._get_fsdp_state()
     return {
         "torch.amp.GradScaler": torch.amp.GradScaler("cpu"),
         "torch.distributed.Backend.Options": group._get_backend(torch.device("cpu")).options,
-        FSDP_STATE: resolve(FSDP_STATE)(),
+        FSDP_STATE: state,
+        FSDP_GROUP: state._fsdp_param_group,
         "torch._dynamo.OptimizedModule": torch.compile(module, backend="eager"),
         "torch.nn.Parameter": parameter,
         "torch.nn.parallel.DistributedDataParallel": DistributedDataParallel(module),

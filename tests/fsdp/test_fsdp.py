@@ -155,22 +155,35 @@ def test_mixed_precision_exchanges_in_the_reduce_dtype(
 
 
 class Recomputed(nn.Sequential):
-    """Layers whose activations are computed again in the backward pass."""
+    """Layers whose activations are computed again in the backward pass, all but the last."""
+
+    reentrant = False
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return x
+        *first, last = self
+        x = x.requires_grad_()  # a reentrant checkpoint needs it
+        for layer in first:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return last(x)
 
 
-def recomputed() -> tuple[Tensor, Tensor]:
-    run = Run((2, 2), TOPK, build=lambda dtype: Recomputed(*mlp(dtype)))
-    return run.train(STEPS), Run((2, 2), TOPK).train(STEPS)
+class Reentrant(Recomputed):
+    """The same, with a backward pass of its own for each layer."""
+
+    reentrant = True
+
+
+def recomputed() -> list[tuple[Tensor, int]]:
+    models = (mlp, lambda dtype: Recomputed(*mlp(dtype)), lambda dtype: Reentrant(*mlp(dtype)))
+    runs = [Run((2, 2), TOPK, build=build) for build in models]
+    return [(run.train(STEPS), run.handle.stats.steps) for run in runs]
 
 
 def test_activation_checkpointing() -> None:
-    for ours, expected in on_processes(4, recomputed):
-        assert torch.equal(ours, expected)
+    for plain, *others in on_processes(4, recomputed):
+        for weight, steps in others:
+            assert torch.equal(weight, plain[0])
+            assert steps == len(STEPS)
 
 
 def swapped() -> Tensor:

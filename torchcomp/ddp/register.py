@@ -27,6 +27,7 @@ from torchcomp.ddp.checks import (
 )
 from torchcomp.ddp.handle import DDPHandle, hook
 from torchcomp.ddp.two_level import Levels, TwoLevel
+from torchcomp.errors import SpecError
 from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.hooks.arguments import check_arguments, inside_dtype, late_does_not_fit
 from torchcomp.hooks.executors import transport
@@ -49,6 +50,7 @@ def register_ddp(
     lr_inside: Optimizers | None = None,
     nodes: str | int | DeviceMesh | None = None,
     inside: str | None = None,
+    replicate: DeviceMesh | None = None,
 ) -> DDPHandle:
     """Install compressed gradient exchange on a DDP model; see :func:`torchcomp.register`."""
     # Without DDP there is no process group in which the ranks could verify anything.
@@ -57,14 +59,27 @@ def register_ddp(
     # Verify in DDP's own group. Creating a group would hang if another rank has already raised.
     everyone = ProcessGroupExchange(model.process_group, device)
     unit = "none" if lr_inside is None else "set"
-    arguments = {"spec": spec, "seed": seed, "check": check, "lr_inside": unit, "inside": inside}
-    aggregator, groups, lrs, divided = everyone.build(
-        "torchcomp.register",
-        {**arguments, "nodes": "a DeviceMesh" if isinstance(nodes, DeviceMesh) else nodes},
-        lambda: _check(
-            model, spec, seed, scaler, check, lr_inside, nodes, inside, everyone.global_ranks
-        ),
-    )
+    arguments: dict[str, Any] = {
+        "spec": spec,
+        "seed": seed,
+        "check": check,
+        "lr_inside": unit,
+        "nodes": _shown(nodes),
+        "inside": inside,
+        "replicate": _shown(replicate),
+    }
+
+    def make_checked() -> tuple[_Checked, dict[str, Any]]:
+        if replicate is not None:
+            raise SpecError(
+                "replicate is for a model of fully_shard. With DistributedDataParallel, all ranks "
+                "of its group are replicas: leave it out",
+                "replicate",
+            )
+        ranks = everyone.global_ranks
+        return _check(model, spec, seed, scaler, check, lr_inside, nodes, inside, ranks)
+
+    aggregator, groups, lrs, divided = everyone.build("torchcomp.register", arguments, make_checked)
     parameters = dict(trained_parameters(model))
     make = partial(Averager, aggregator, seed=seed, late=check == "late")
     buckets: Buckets
@@ -88,6 +103,11 @@ def register_ddp(
         log_method(buckets.averager, elements, planned, nodes_of)
         log_optimizers(lrs)
     return handle
+
+
+def _shown(nodes: object) -> object:
+    """Return a value that is the same on all ranks: each rank has its own mesh."""
+    return "a DeviceMesh" if isinstance(nodes, DeviceMesh) else nodes
 
 
 def _check(

@@ -30,9 +30,6 @@ _SAME_START = (
     "All replicas must start with the same parameters: initialise them with the same seed on all "
     "ranks, or load the same checkpoint, before torchcomp.register."
 )
-_HANDLE = "_torchcomp_handle"
-"""Attribute of an FSDP2 module with the handle that exchanges its gradients."""
-
 _Checked = tuple[Aggregator, list[Unit], OptimizerLRs | None]
 
 
@@ -45,15 +42,23 @@ def register_fsdp(
     scaler: "torch.amp.GradScaler | None" = None,
     check: str = "step",
     lr_inside: Optimizers | None = None,
+    nodes: object = None,
+    inside: object = None,
 ) -> FSDPHandle:
     """Install compressed exchange between the replicas; see :func:`torchcomp.register`."""
     module: Any = model
     shards, replicas = _levels(module, replicate)
-    inside = "none" if lr_inside is None else "set"
+    unit = "none" if lr_inside is None else "set"
+    refused = {"nodes": nodes is not None, "inside": inside is not None}
+
+    def make_checked() -> tuple[_Checked, dict[str, Any]]:
+        _check_for_ddp_only(nodes, inside)
+        return _check(module, spec, seed, scaler, check, lr_inside, shards, replicas)
+
     aggregator, units, lrs = replicas.build(
         "torchcomp.register",
-        {"spec": spec, "seed": seed, "check": check, "lr_inside": inside},
-        lambda: _check(module, spec, seed, scaler, check, lr_inside, shards, replicas),
+        {"spec": spec, "seed": seed, "check": check, "lr_inside": unit, **refused},
+        make_checked,
     )
     # DDP broadcasts the parameters of rank 0; FSDP2 does not know of replicas.
     local = {name: p.to_local() for unit in units for name, p in unit.parameters.items()}
@@ -72,8 +77,6 @@ def register_fsdp(
     }
     averaging = Averaging(averager, everyone, place, layout_of(whole))
     handle = FSDPHandle(module, units, averaging, scaler, lrs)
-    for unit in units:
-        setattr(unit.module, _HANDLE, handle)
     # On one rank only: the messages would be the same on all ranks.
     if everyone.rank == 0:
         shapes = [averager.shape_of(names) for names in groups]
@@ -135,9 +138,9 @@ def _check(
     shared = sorted(set(shards.global_ranks) & set(replicas.global_ranks))
     if shared != [dist.get_rank()]:
         raise SpecError(
-            f"replicate has the ranks {list(replicas.global_ranks)}, and this rank's shards are on "
-            f"{list(shards.global_ranks)}: the two dimensions of a mesh share this rank only, and "
-            f"these share {shared}",
+            f"replicate has {replicas.world_size} ranks, of which {len(shared)} are among the "
+            f"{shards.world_size} shards of this rank's replica. Two dimensions of a mesh share "
+            "one rank",
             "replicate",
         )
     check_arguments(seed, scaler, check)
@@ -157,11 +160,37 @@ def _check(
     return (aggregator, units, lrs), values
 
 
+def _check_for_ddp_only(nodes: object, inside: object) -> None:
+    if nodes is not None:
+        raise SpecError(
+            "nodes is for DDP: in FSDP2, the shards of a replica are its node. Leave it out",
+            "nodes",
+        )
+    if inside is not None:
+        raise SpecError(
+            "inside is for DDP. For FSDP2, pass mp_policy=MixedPrecisionPolicy("
+            "reduce_dtype=torch.bfloat16) to fully_shard",
+            "inside",
+        )
+
+
 def _check_free(units: Iterable[Unit]) -> None:
     for unit in units:
-        handle = getattr(unit.module, _HANDLE, None)
-        if handle is not None and not handle.closed:
+        hook = unit.hook
+        handle = getattr(getattr(hook, "func", None), "__self__", None)
+        if isinstance(handle, FSDPHandle):
+            if not handle.closed:
+                raise UnsupportedModelError(
+                    f"torchcomp.register('{handle.method}') is already installed on this model. "
+                    "Use handle.swap(spec) to change the method"
+                )
+        elif hook is not None:
             raise UnsupportedModelError(
-                f"torchcomp.register('{handle.method}') is already installed on this model. Use "
-                "handle.swap(spec) to change the method"
+                "a module of the model already has an all-reduce hook, and FSDP2 allows only one. "
+                "Do not call set_all_reduce_hook together with torchcomp"
+            )
+        if unit.offloads:
+            raise UnsupportedModelError(
+                "the model has CPUOffloadPolicy, which is not supported: the parameters are on the "
+                "CPU, and the gradients that are exchanged are not. Leave out offload_policy"
             )

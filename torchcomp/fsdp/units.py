@@ -6,6 +6,7 @@ should exchange them. Every private name that stands for them is used in this fi
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -55,9 +56,21 @@ class Unit:
 
     def _like(self, chunk: Chunk) -> Tensor:
         local = self.parameters[chunk.name].to_local().detach()
-        same = local.dtype == self.dtype and local.numel() and list(local.shape) == [*chunk.shape]
-        # A view where possible: only shape, dtype and device have a meaning.
-        return local if same else local.new_empty(chunk.shape, dtype=self.dtype)
+        like, memory = local.new_empty(0, dtype=self.dtype), local.untyped_storage()
+        # In the memory of the parameter where it fits: only shape, dtype and device have a meaning.
+        if prod(chunk.shape) * self.dtype.itemsize > memory.nbytes():
+            return local.new_empty(chunk.shape, dtype=self.dtype)
+        return like.set_(memory, 0, chunk.shape, chunk.stride)
+
+    @property
+    def hook(self) -> Any:
+        """The all-reduce hook that is installed, or None."""
+        return _group_of(self.module)._all_reduce_hook
+
+    @property
+    def offloads(self) -> bool:
+        """Whether FSDP2 keeps the parameters on the CPU."""
+        return any(parameter.offload_to_cpu for parameter in _group_of(self.module).fsdp_params)
 
     @property
     def exchanges(self) -> bool:
@@ -95,12 +108,14 @@ def units_of(model: nn.Module) -> list[Unit]:
             dimension over a mesh of one dimension, the same for all.
     """
     named = {id(parameter): name for name, parameter in _trained_parameters(model)}
-    units = []
+    units, seen = [], set()
     modules: Iterable[Any] = (each for each in model.modules() if isinstance(each, FSDPModule))
     for module in modules:
         group = _group_of(module)
-        if group is None:
+        # fully_shard([a, b]) makes one group of two modules.
+        if group is None or id(group) in seen:
             continue
+        seen.add(id(group))
         found = [(_name(each, named), each.sharded_param) for each in group.fsdp_params]
         trained = {name: parameter for name, parameter in found if name}
         if trained:
