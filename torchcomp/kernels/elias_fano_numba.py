@@ -52,7 +52,7 @@ def encode(index: Array, n: int, low: int, out: Array) -> None:
 # --- Words ----------------------------------------------------------------------------------------
 
 
-# LLVM compiles each loop over 8 bytes, and _ones, to one instruction. For the loops it does so only
+# LLVM compiles each loop over 8 bytes, and ones, to one instruction. For the loops it does so only
 # if no index can be negative. This is why the indices below are np.uint64.
 
 
@@ -85,7 +85,7 @@ def _put_word(out: Array, byte: int, word: Any) -> None:
 
 
 @kernel(inline="always")
-def _ones(word: Any) -> Any:
+def ones(word: Any) -> Any:
     """Return the number of set bits."""
     # Add neighbouring counts of 1, 2 and 4 bits in place. The product sums the 8 bytes.
     word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
@@ -192,7 +192,7 @@ def _find_ones(raw: Array, cut: int, index: Array) -> bool:
     k, rank = index.size, 0
     for word in range((raw.size - cut + 7) >> 3):
         bits, base = _word_at(raw, cut + 8 * word), 64 * word
-        after = rank + _ones(bits)
+        after = rank + ones(bits)
         # A damaged code can have more set bits than `index` has elements.
         if after > k:
             return False
