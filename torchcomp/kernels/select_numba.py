@@ -438,15 +438,16 @@ def _find_threshold(
         below -= size
         digit += 1
     low = np.uint64(bound) + (np.uint64(digit) << np.uint64(shift))
-    high = low + (np.uint64(1) << np.uint64(shift)) if digit < _BINS - 1 else np.uint64(0)
-    # The keys in the bin of the threshold, row by row. The last bin has no end.
+    high = low + (np.uint64(1) << np.uint64(shift))
+    last = digit == _BINS - 1 or high > np.uint64(infinity)  # NaN is above infinity
+    # The keys in the bin of the threshold, row by row.
     members, stops, at = np.empty(size, keys.dtype), np.empty(rows, np.int64), 0
     word_type = keys.dtype.type
     for row in range(rows):
         for start in range(0, counts[row], _WORD):
             key = keys[row]
             word = _passing_word(None, None, key, start, counts[row], mask, word_type(low))
-            if high:
+            if not last:
                 above = _passing_word(None, None, key, start, counts[row], mask, word_type(high))
                 word &= ~above
             while word:
@@ -455,7 +456,7 @@ def _find_threshold(
                 members[at] = min(key[i] & mask, infinity)
                 at += 1
         stops[row] = at
-    top = high - np.uint64(1) if high else np.uint64(infinity)
+    top = np.uint64(infinity) if last else high - np.uint64(1)
     threshold = _kth_smallest(members, low, top, below)
     # Rows ascend in position, so ties are taken from the first row on.
     start, room = 0, k
