@@ -33,20 +33,15 @@ _GROUP = 4
 _NARROW = 16
 
 
-def encode(index: Array, n: int, low: int, out: Array) -> None:
-    """Write the code of 0 < k < n indices to `out`. Both arrays are contiguous."""
-    k, chunks = index.size, pool.chunks(index.size)
-    # No two tasks write to the same byte, so tasks need no locks.
-    words = (k + (n >> low)) // 64 + 2 if low else (n + 63) // 64
+def encode(index: Array, n: int, low: int, out: Array) -> bool:
+    """Write the code of 0 < k < n indices to `out`. Both arrays are contiguous.
 
-    def work(chunk: int) -> None:
-        # Start at a multiple of 64 entries: 64 low parts of any width end at a whole byte.
-        start, stop = (k * end // chunks & ~63 for end in (chunk, chunk + 1))
-        _encode_entries(index, low, out, start, k if chunk == chunks - 1 else stop)
-        start, stop = (words * end // chunks for end in (chunk, chunk + 1))
-        _encode_words(index, low, out, start, stop)
-
-    pool.each(work, chunks)
+    Return False if the indices do not ascend strictly within [0, n). Then `out` is undefined.
+    """
+    chunks = pool.chunks(index.size)
+    ascending = np.empty(chunks, np.bool_)
+    pool.each(lambda chunk: _encode(index, n, low, out, chunk, ascending), chunks)
+    return bool(ascending.all())
 
 
 # --- Words ----------------------------------------------------------------------------------------
@@ -96,6 +91,32 @@ def ones(word: Any) -> Any:
 
 
 # --- Encode and decode ----------------------------------------------------------------------------
+
+
+@kernel()
+def _ascends(index: Array) -> bool:
+    """Return whether each element is larger than the one before."""
+    lower, upper = index[:-1], index[1:]
+    wrong = 0
+    for i in range(lower.size):  # no early exit, so LLVM can vectorize the loop
+        wrong += lower[i] >= upper[i]
+    return wrong == 0
+
+
+@kernel()
+def _encode(index: Array, n: int, low: int, out: Array, chunk: int, ascending: Array) -> None:
+    """Write one of ``ascending.size`` parts of the code, and check as many indices."""
+    # No two parts have a byte in common, so threads need no locks.
+    k, chunks = index.size, ascending.size
+    # Start at a multiple of 64 entries: 64 low parts of any width end at a whole byte.
+    start, stop = (k * chunk // chunks) & ~63, (k * (chunk + 1) // chunks) & ~63
+    if chunk == chunks - 1:
+        stop = k
+    within = 0 <= index[0] and index[k - 1] < n
+    ascending[chunk] = within and _ascends(index[max(start - 1, 0) : stop])
+    _encode_entries(index, low, out, start, stop)
+    words = (k + (n >> low)) // 64 + 2 if low else (n + 63) // 64
+    _encode_words(index, low, out, words * chunk // chunks, words * (chunk + 1) // chunks)
 
 
 @kernel()
@@ -171,11 +192,7 @@ def decode(raw: Array, n: int, low: int, index: Array) -> bool:
         _add_low_parts(raw, low, index)
     if index[k - 1] >= n:
         return False
-    lower, upper = index[:-1], index[1:]
-    wrong = 0
-    for i in range(lower.size):  # no early exit, so LLVM can vectorize the loop
-        wrong += lower[i] >= upper[i]
-    return wrong == 0
+    return _ascends(index)
 
 
 def fits_32_bits(n: int, k: int, low: int) -> bool:
