@@ -27,10 +27,10 @@ trailing_zeros: Any = numbers.trailing_zeros
 _USUAL = 32
 """Typical number of set bits in a 64-bit word of the high part. It rarely exceeds two thirds."""
 
-# Four low parts of at most 16 bits each are at most 64 bits. Four parts of any width l are 4 l
-# bits, so a group starts at bit 0 or 4 of a byte, and one 64-bit read covers it.
+# Four low parts of at most 14 bits are at most 56 bits. A group starts at any of the 8 bits of a
+# byte, so one 64-bit read covers it.
 _GROUP = 4
-_NARROW = 16
+_NARROW = 14
 
 
 def encode(index: Array, n: int, low: int, out: Array) -> bool:
@@ -94,7 +94,7 @@ def ones(word: Any) -> Any:
 
 
 @kernel()
-def _ascends(index: Array) -> bool:
+def ascends(index: Array) -> bool:
     """Return whether each element is larger than the one before."""
     lower, upper = index[:-1], index[1:]
     wrong = 0
@@ -113,7 +113,7 @@ def _encode(index: Array, n: int, low: int, out: Array, chunk: int, ascending: A
     if chunk == chunks - 1:
         stop = k
     within = 0 <= index[0] and index[k - 1] < n
-    ascending[chunk] = within and _ascends(index[max(start - 1, 0) : stop])
+    ascending[chunk] = within and ascends(index[max(start - 1, 0) : stop])
     _encode_entries(index, low, out, start, stop)
     words = (k + (n >> low)) // 64 + 2 if low else (n + 63) // 64
     _encode_words(index, low, out, words * chunk // chunks, words * (chunk + 1) // chunks)
@@ -179,70 +179,113 @@ def decode(raw: Array, n: int, low: int, index: Array) -> bool:
         raw: the code, contiguous, of the length for `n` and k.
         n: number of entries that the indices were chosen from.
         low: width of a low part in bits.
-        index: contiguous, 0 < k < n elements; int64, or uint32 if :func:`fits_32_bits`.
+        index: contiguous int64, 0 < k < n elements.
     """
     k = index.size
-    cut = (k * low + 7) >> 3
-    # The padding of the low part's last byte must be zero.
-    if k * low & 7 and raw[cut - 1] >> (k * low & 7):
-        return False
-    if not _find_ones(raw, cut, index):
-        return False
-    if low:
-        _add_low_parts(raw, low, index)
-    if index[k - 1] >= n:
-        return False
-    return _ascends(index)
-
-
-def fits_32_bits(n: int, k: int, low: int) -> bool:
-    """Return whether every index that any code, intact or damaged, decodes to is below 2^32."""
-    return n + ((k + 64) << low) <= 1 << 32
+    word, count = decode_some(raw, k, low, 0, 0, index)
+    return (
+        count == k
+        and word == words_of(raw, k, low)
+        and padding_is_zero(raw, k, low)
+        and index[k - 1] < n
+        and ascends(index)
+    )
 
 
 @kernel()
-def _find_ones(raw: Array, cut: int, index: Array) -> bool:
-    """Write the positions of the bits that are set from byte `cut` on.
+def words_of(raw: Array, k: int, low: int) -> int:
+    """Return the number of 64-bit words of the high part of a code."""
+    return (raw.size - ((k * low + 7) >> 3) + 7) >> 3
 
-    Return False if there are not exactly k of them.
+
+@kernel()
+def padding_is_zero(raw: Array, k: int, low: int) -> bool:
+    """Return whether the low part's last byte is padded with zeros."""
+    bits = k * low
+    return bits & 7 == 0 or raw[bits >> 3] >> (bits & 7) == 0
+
+
+@kernel()
+def start_of(raw: Array, k: int, low: int, begin: int, word: int, rank: int) -> Any:
+    """Find where to start decoding the entries whose index is at least `begin`.
+
+    Args:
+        raw: the code, contiguous.
+        k: number of entries of the code.
+        low: width of a low part in bits.
+        begin: an index, a multiple of 2^low.
+        word: where to start the search: the result for an earlier `begin`, or 0.
+        rank: number of entries in the words before it.
+
+    Returns:
+        A word of the high part, and the number of entries in the words before it. All entries
+        below `begin` are in these words or in this one.
     """
-    k, rank = index.size, 0
-    for word in range((raw.size - cut + 7) >> 3):
+    cut, step, last = (k * low + 7) >> 3, 1 if low else 0, words_of(raw, k, low) - 1
+    while word < last:
+        after = rank + ones(_word_at(raw, cut + 8 * word))
+        # Before a bit, there are as many zeros as its high part. A bitmap has no high parts.
+        if (64 * (word + 1) - after * step) << low >= begin:
+            break
+        word, rank = word + 1, after
+    return word, rank
+
+
+@kernel()
+def decode_some(raw: Array, k: int, low: int, word: int, rank: int, index: Array) -> Any:
+    """Decode entries from a word of the high part on, as many words as fit into `index`.
+
+    Args:
+        raw: the code, contiguous.
+        k: number of entries of the code.
+        low: width of a low part in bits.
+        word: the first word to decode.
+        rank: number of entries in the words before it.
+        index: contiguous int64, at most ``k - rank`` elements.
+
+    Returns:
+        The first word that was not decoded, and the number of entries that were. Nothing is known
+        of them: a damaged code can give any indices.
+    """
+    cut, words, count = (k * low + 7) >> 3, words_of(raw, k, low), 0
+    while word < words:
         bits, base = _word_at(raw, cut + 8 * word), 64 * word
-        after = rank + ones(bits)
-        # A damaged code can have more set bits than `index` has elements.
-        if after > k:
-            return False
+        after = count + ones(bits)
+        # A damaged code can have more set bits than entries.
+        if after > index.size:
+            break
         # Use a fixed number of iterations. The end of a loop that depends on the bits would be
         # mispredicted for every word. The next words overwrite what this writes in excess.
-        if rank + _USUAL <= k:
-            for i in range(np.uint64(rank), np.uint64(rank + _USUAL)):
+        if count + _USUAL <= index.size:
+            for i in range(np.uint64(count), np.uint64(count + _USUAL)):
                 index[i] = base + np.int64(trailing_zeros(bits))
                 bits &= bits - np.uint64(1)
-            rank += _USUAL
-        for i in range(rank, after):
+            count += _USUAL
+        for i in range(count, after):
             index[np.uint64(i)] = base + np.int64(trailing_zeros(bits))
             bits &= bits - np.uint64(1)
-        rank = after
-    return rank == k
+        word, count = word + 1, after
+    if low:
+        _add_low_parts(raw, low, rank, index[:count])
+    return word, count
 
 
 @kernel()
-def _add_low_parts(raw: Array, low: int, index: Array) -> None:
-    """Turn the positions of bits in the high part into indices."""
+def _add_low_parts(raw: Array, low: int, first: int, index: Array) -> None:
+    """Turn the positions of bits in the high part into indices. `first` is the first one's rank."""
     # Bit (x_i div 2^l) + i is set for entry i, so x_i = ((position - i) << l) | low part.
     mask = (np.uint64(1) << np.uint64(low)) - np.uint64(1)
-    groups = (
-        min(index.size // _GROUP, (raw.size - 8) * 8 // (_GROUP * low)) if low <= _NARROW else 0
-    )
+    groups = 0
+    if low <= _NARROW:
+        groups = min(index.size, (raw.size - 8) * 8 // low - first) // _GROUP
     for group in range(groups):
-        bit = _GROUP * group * low
+        bit = (first + _GROUP * group) * low
         word = _whole_word_at(raw, bit >> 3) >> np.uint64(bit & 7)
         for j in range(_GROUP):
             i = np.uint64(_GROUP * group + j)
             part = (word >> np.uint64(j * low)) & mask
-            index[i] = (np.uint64(index[i]) - i) << np.uint64(low) | part
+            index[i] = (np.uint64(index[i]) - np.uint64(first) - i) << np.uint64(low) | part
     for rank in range(max(groups, 0) * _GROUP, index.size):
-        i, bit = np.uint64(rank), rank * low
+        i, bit = np.uint64(rank), (first + rank) * low
         part = (_word_at(raw, bit >> 3) >> np.uint64(bit & 7)) & mask
-        index[i] = (np.uint64(index[i]) - i) << np.uint64(low) | part
+        index[i] = (np.uint64(index[i]) - np.uint64(first) - i) << np.uint64(low) | part

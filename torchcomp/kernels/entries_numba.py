@@ -20,7 +20,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchcomp.kernels import pool
-from torchcomp.kernels.elias_fano_numba import decode, fits_32_bits
+from torchcomp.kernels.elias_fano_numba import (
+    ascends,
+    decode_some,
+    padding_is_zero,
+    start_of,
+    words_of,
+)
 from torchcomp.kernels.numba_jit import kernel
 from torchcomp.kernels.quantize_numba import value_at
 
@@ -28,6 +34,9 @@ Array = NDArray[Any]
 
 _BLOCK_BYTES = 1 << 17
 """Size of a block of the vector, chosen to fit into the L2 cache while messages are added."""
+
+_AHEAD = 1 << 10
+"""Number of entries of a message that are decoded before they are added."""
 
 
 def subtract(x: Tensor, index: Tensor, fields: Sequence[Tensor], weight: float) -> None:
@@ -65,23 +74,14 @@ def accumulate(
     addresses = [(m[0].data_ptr(), m[-2].data_ptr(), m[-1].data_ptr()) for m in messages]
     table = np.array(addresses, np.int64)
     code, values = messages[0][-1].numpy(), messages[0][-2].numpy()
-    # 32-bit indices halve the memory that the first pass writes and the second pass reads.
-    index = np.empty((count, k), np.uint32 if fits_32_bits(n, k, low) else np.int64)
-    intact, target = np.empty(count, np.bool_), out.detach().numpy()
-    chunks = pool.chunks(count * k)
-    # A code decodes serially, so the unit of the first pass is a message. Little work stays in one
-    # call.
-    tasks = 1 if chunks == 1 else count
-
-    def decode_some(i: int) -> None:
-        _decode(table, code, n, low, index, intact, count * i // tasks, count * (i + 1) // tasks)
-
-    def add_up(i: int) -> None:
-        ends = n * i // chunks, n * (i + 1) // chunks
-        _add_up(index, intact, table, values, target, *ends, weight)
-
-    pool.each(decode_some, tasks)
-    pool.each(add_up, chunks)
+    target, chunks = out.detach().numpy(), pool.chunks(count * k)
+    # Multiples of 2^low, so that the high part of an index decides its chunk.
+    ends = np.array([n * chunk // chunks >> low << low for chunk in range(chunks)] + [n])
+    starts, intact = np.zeros((chunks, count, 2), np.int64), np.empty(chunks, np.bool_)
+    if chunks > 1:
+        pool.each(lambda i: _find_starts(table, code, k, low, ends, starts, i), count)
+    task = table, code, values, k, low, ends, starts, target, weight, intact
+    pool.each(lambda chunk: _add_up(*task, chunk), chunks)
     return bool(intact.all())
 
 
@@ -116,60 +116,102 @@ def _subtract(
 
 
 @kernel()
-def _decode(
-    table: Array,
-    like: Array,
-    n: int,
-    low: int,
-    index: Array,
-    intact: Array,
-    start: int,
-    stop: int,
+def _find_starts(
+    table: Array, like: Array, k: int, low: int, ends: Array, starts: Array, i: int
 ) -> None:
-    for i in range(start, stop):
-        code = carray(_pointer(table[i, 2]), (like.size,), like.dtype)
-        intact[i] = decode(code, n, low, index[i])
+    """Write where the entries of message `i` start in each chunk: a word and a rank."""
+    code = carray(_pointer(table[i, 2]), (like.size,), like.dtype)
+    word, rank = 0, 0
+    for chunk in range(starts.shape[0]):
+        word, rank = start_of(code, k, low, ends[chunk], word, rank)
+        starts[chunk, i, 0], starts[chunk, i, 1] = word, rank
 
 
 @kernel()
 def _add_up(
-    index: Array,
-    intact: Array,
     table: Array,
-    like: Array,
+    like_code: Array,
+    like_values: Array,
+    k: int,
+    low: int,
+    ends: Array,
+    starts: Array,
     out: Array,
-    begin: int,
-    end: int,
     weight: float,
+    intact: Array,
+    chunk: int,
 ) -> None:
-    """Add the entries from `begin` to `end` of all messages."""
-    count, k = index.shape
-    # The next entry of each message. Position k, the end, makes a damaged message add nothing.
-    position = np.empty(count, np.int64)
-    for i in range(count):
-        position[i] = np.searchsorted(index[i], begin) if intact[i] else k
-    size, factor = _BLOCK_BYTES // out.itemsize, out.dtype.type(weight)
+    """Add the entries of all messages in a chunk of the vector."""
+    begin, end, count = ends[chunk], ends[chunk + 1], table.shape[0]
+    size, factor, whole = _BLOCK_BYTES // out.itemsize, out.dtype.type(weight), True
+    # For each message: the next word, the rank of the first decoded entry, the position of the next
+    # entry among the decoded ones, and how many are decoded.
+    states = np.zeros((count, 4), np.int64)
+    states[:, :2] = starts[chunk]
+    index = np.full((count, 1 + _AHEAD), -1)
     for start in range(begin, end, size):
         stop = min(start + size, end)
         for i in range(count):
-            values = carray(_pointer(table[i, 1]), (like.size,), like.dtype)
-            scales = carray(_pointer(table[i, 0]), (like.size,), np.float32)
-            position[i] = _add_below(index[i], position[i], stop, values, scales, out, factor)
+            code = carray(_pointer(table[i, 2]), (like_code.size,), like_code.dtype)
+            values = carray(_pointer(table[i, 1]), (like_values.size,), like_values.dtype)
+            scales = carray(_pointer(table[i, 0]), (like_values.size,), np.float32)
+            state, ahead = states[i], index[i, 1:]
+            while True:
+                rank, position, filled = state[1], state[2], state[3]
+                while position < filled and ahead[position] < begin:
+                    position += 1
+                state[2] = _add_below(
+                    ahead[:filled], position, stop, values, scales, rank, out, factor
+                )
+                if state[2] < filled or not _refill(code, k, low, state, index[i]):
+                    break
+                whole = whole and ascends(index[i, : 1 + state[3]])
+    if chunk == ends.size - 2:
+        for i in range(count):
+            code = carray(_pointer(table[i, 2]), (like_code.size,), like_code.dtype)
+            complete = (
+                states[i, 0] == words_of(code, k, low)
+                and states[i, 1] + states[i, 3] == k
+                and states[i, 2] == states[i, 3]
+            )
+            whole = whole and complete and padding_is_zero(code, k, low)
+    intact[chunk] = whole
+
+
+@kernel()
+def _refill(code: Array, k: int, low: int, state: Array, index: Array) -> bool:
+    """Decode the next entries of a message to ``index[1:]``. Return whether there are any.
+
+    ``index[0]`` becomes the last index before them.
+    """
+    index[0] = index[state[3]]
+    state[1] += state[3]
+    room = max(min(index.size - 1, k - state[1]), 0)
+    state[0], state[3] = decode_some(code, k, low, state[0], state[1], index[1 : 1 + room])
+    state[2] = 0
+    return state[3] > 0
 
 
 @kernel(inline="always")
 def _add_below(
-    index: Array, position: int, stop: int, values: Array, scale: Array, out: Array, weight: Any
+    index: Array,
+    position: int,
+    stop: int,
+    values: Array,
+    scale: Array,
+    rank: int,
+    out: Array,
+    weight: Any,
 ) -> Any:
     """Add entries, starting at `position`, while their index is below `stop`.
 
-    Return the position of the first entry that was not added.
+    Return the position of the first entry that was not added. `rank` is that of ``index[0]``.
     """
     i = np.uint64(position)
     while i < np.uint64(index.size):
         at = np.uint64(index[i])
         if at >= np.uint64(stop):
             break
-        out[at] += weight * value_at(values, scale, i)
+        out[at] += weight * value_at(values, scale, np.uint64(rank) + i)
         i += np.uint64(1)
     return np.int64(i)
