@@ -112,7 +112,7 @@ def _encode(index: Array, n: int, low: int, out: Array, chunk: int, ascending: A
     start, stop = (k * chunk // chunks) & ~63, (k * (chunk + 1) // chunks) & ~63
     if chunk == chunks - 1:
         stop = k
-    within = 0 <= index[0] and index[k - 1] < n
+    within = index[0] >= 0 and index[k - 1] < n
     ascending[chunk] = within and ascends(index[max(start - 1, 0) : stop])
     _encode_entries(index, low, out, start, stop)
     words = (k + (n >> low)) // 64 + 2 if low else (n + 63) // 64
@@ -182,10 +182,10 @@ def decode(raw: Array, n: int, low: int, index: Array) -> bool:
         index: contiguous int64, 0 < k < n elements.
     """
     k = index.size
-    word, count = decode_some(raw, k, low, 0, 0, index)
+    count, word, _ = decode_below(raw, k, low, n, 0, 0, index)
     return (
         count == k
-        and word == words_of(raw, k, low)
+        and word == last_word(raw, k, low)
         and padding_is_zero(raw, k, low)
         and index[k - 1] < n
         and ascends(index)
@@ -193,9 +193,9 @@ def decode(raw: Array, n: int, low: int, index: Array) -> bool:
 
 
 @kernel()
-def words_of(raw: Array, k: int, low: int) -> int:
-    """Return the number of 64-bit words of the high part of a code."""
-    return (raw.size - ((k * low + 7) >> 3) + 7) >> 3
+def last_word(raw: Array, k: int, low: int) -> int:
+    """Return the number of the high part's last 64-bit word, counted from 0."""
+    return (raw.size - ((k * low + 7) >> 3) - 1) >> 3
 
 
 @kernel()
@@ -221,7 +221,7 @@ def start_of(raw: Array, k: int, low: int, begin: int, word: int, rank: int) -> 
         A word of the high part, and the number of entries in the words before it. All entries
         below `begin` are in these words or in this one.
     """
-    cut, step, last = (k * low + 7) >> 3, 1 if low else 0, words_of(raw, k, low) - 1
+    cut, step, last = (k * low + 7) >> 3, 1 if low else 0, last_word(raw, k, low)
     while word < last:
         after = rank + ones(_word_at(raw, cut + 8 * word))
         # Before a bit, there are as many zeros as its high part. A bitmap has no high parts.
@@ -232,31 +232,34 @@ def start_of(raw: Array, k: int, low: int, begin: int, word: int, rank: int) -> 
 
 
 @kernel()
-def decode_some(raw: Array, k: int, low: int, word: int, rank: int, index: Array) -> Any:
-    """Decode entries from a word of the high part on, as many words as fit into `index`.
+def decode_below(raw: Array, k: int, low: int, end: int, word: int, rank: int, index: Array) -> Any:
+    """Decode the entries whose index is below `end`, and all others of the last word with any.
 
     Args:
         raw: the code, contiguous.
         k: number of entries of the code.
         low: width of a low part in bits.
-        word: the first word to decode.
+        end: an index, a multiple of 2^low or the length of the vector.
+        word: the first word of the high part to decode.
         rank: number of entries in the words before it.
-        index: contiguous int64, at most ``k - rank`` elements.
+        index: contiguous int64, for the indices.
 
     Returns:
-        The first word that was not decoded, and the number of entries that were. Nothing is known
-        of them: a damaged code can give any indices.
+        The number of indices, or -1 if they do not fit or are more than k - rank; the last word
+        that was decoded; and the number of entries in the words before it. Those are the `word` and
+        `rank` to go on with: a word can have entries on both sides of `end`.
     """
-    cut, words, count = (k * low + 7) >> 3, words_of(raw, k, low), 0
-    while word < words:
+    cut, step, last = (k * low + 7) >> 3, 1 if low else 0, last_word(raw, k, low)
+    count, before, room = 0, 0, min(index.size, k - rank)
+    while word <= last and (64 * word - (rank + count) * step) << low < end:
         bits, base = _word_at(raw, cut + 8 * word), 64 * word
-        after = count + ones(bits)
+        before, after = count, count + ones(bits)
         # A damaged code can have more set bits than entries.
-        if after > index.size:
-            break
+        if after > room:
+            return -1, word, rank
         # Use a fixed number of iterations. The end of a loop that depends on the bits would be
         # mispredicted for every word. The next words overwrite what this writes in excess.
-        if count + _USUAL <= index.size:
+        if count + _USUAL <= room:
             for i in range(np.uint64(count), np.uint64(count + _USUAL)):
                 index[i] = base + np.int64(trailing_zeros(bits))
                 bits &= bits - np.uint64(1)
@@ -267,7 +270,7 @@ def decode_some(raw: Array, k: int, low: int, word: int, rank: int, index: Array
         word, count = word + 1, after
     if low:
         _add_low_parts(raw, low, rank, index[:count])
-    return word, count
+    return count, word - 1, rank + before
 
 
 @kernel()

@@ -22,10 +22,10 @@ from torch import Tensor
 from torchcomp.kernels import pool
 from torchcomp.kernels.elias_fano_numba import (
     ascends,
-    decode_some,
+    decode_below,
+    last_word,
     padding_is_zero,
     start_of,
-    words_of,
 )
 from torchcomp.kernels.numba_jit import kernel
 from torchcomp.kernels.quantize_numba import value_at
@@ -34,9 +34,6 @@ Array = NDArray[Any]
 
 _BLOCK_BYTES = 1 << 17
 """Size of a block of the vector, chosen to fit into the L2 cache while messages are added."""
-
-_AHEAD = 1 << 10
-"""Number of entries of a message that are decoded before they are added."""
 
 
 def subtract(x: Tensor, index: Tensor, fields: Sequence[Tensor], weight: float) -> None:
@@ -143,75 +140,50 @@ def _add_up(
 ) -> None:
     """Add the entries of all messages in a chunk of the vector."""
     begin, end, count = ends[chunk], ends[chunk + 1], table.shape[0]
-    size, factor, whole = _BLOCK_BYTES // out.itemsize, out.dtype.type(weight), True
-    # For each message: the next word, the rank of the first decoded entry, the position of the next
-    # entry among the decoded ones, and how many are decoded.
-    states = np.zeros((count, 4), np.int64)
-    states[:, :2] = starts[chunk]
-    index = np.full((count, 1 + _AHEAD), -1)
-    for start in range(begin, end, size):
-        stop = min(start + size, end)
+    size, factor, whole = (
+        max(_BLOCK_BYTES // out.itemsize >> low, 1) << low,
+        out.dtype.type(weight),
+        True,
+    )
+    # A word at both ends of a block can have entries of other blocks.
+    index = np.empty(size + 128, np.int64)
+    word, rank, stop = starts[chunk, :, 0], starts[chunk, :, 1], begin
+    while stop < end:
+        start, stop = stop, min(stop + size, end)
         for i in range(count):
             code = carray(_pointer(table[i, 2]), (like_code.size,), like_code.dtype)
             values = carray(_pointer(table[i, 1]), (like_values.size,), like_values.dtype)
             scales = carray(_pointer(table[i, 0]), (like_values.size,), np.float32)
-            state, ahead = states[i], index[i, 1:]
-            while True:
-                rank, position, filled = state[1], state[2], state[3]
-                while position < filled and ahead[position] < begin:
-                    position += 1
-                state[2] = _add_below(
-                    ahead[:filled], position, stop, values, scales, rank, out, factor
-                )
-                if state[2] < filled or not _refill(code, k, low, state, index[i]):
-                    break
-                whole = whole and ascends(index[i, : 1 + state[3]])
-    if chunk == ends.size - 2:
-        for i in range(count):
-            code = carray(_pointer(table[i, 2]), (like_code.size,), like_code.dtype)
-            complete = (
-                states[i, 0] == words_of(code, k, low)
-                and states[i, 1] + states[i, 3] == k
-                and states[i, 2] == states[i, 3]
-            )
-            whole = whole and complete and padding_is_zero(code, k, low)
+            first = rank[i]
+            found, word[i], rank[i] = decode_below(code, k, low, stop, word[i], first, index)
+            decoded = index[: max(found, 0)]
+            _add(decoded, start, stop, values, scales, first, out, factor)
+            whole = whole and found >= 0 and ascends(decoded)
+            if stop == out.size:
+                whole = whole and first + found == k and word[i] == last_word(code, k, low)
+                whole = whole and padding_is_zero(code, k, low)
+                whole = whole and (found == 0 or decoded[found - 1] < stop)
     intact[chunk] = whole
 
 
 @kernel()
-def _refill(code: Array, k: int, low: int, state: Array, index: Array) -> bool:
-    """Decode the next entries of a message to ``index[1:]``. Return whether there are any.
-
-    ``index[0]`` becomes the last index before them.
-    """
-    index[0] = index[state[3]]
-    state[1] += state[3]
-    room = max(min(index.size - 1, k - state[1]), 0)
-    state[0], state[3] = decode_some(code, k, low, state[0], state[1], index[1 : 1 + room])
-    state[2] = 0
-    return state[3] > 0
-
-
-@kernel(inline="always")
-def _add_below(
+def _add(
     index: Array,
-    position: int,
+    start: int,
     stop: int,
     values: Array,
     scale: Array,
-    rank: int,
+    first: int,
     out: Array,
     weight: Any,
-) -> Any:
-    """Add entries, starting at `position`, while their index is below `stop`.
-
-    Return the position of the first entry that was not added. `rank` is that of ``index[0]``.
-    """
-    i = np.uint64(position)
-    while i < np.uint64(index.size):
+) -> None:
+    """Add entries whose index is at least `start` and below `stop`; `first` is the first's rank."""
+    i, count = np.uint64(0), np.uint64(index.size)
+    while i < count and index[i] < start:
+        i += np.uint64(1)
+    while i < count:
         at = np.uint64(index[i])
         if at >= np.uint64(stop):
             break
-        out[at] += weight * value_at(values, scale, np.uint64(rank) + i)
+        out[at] += weight * value_at(values, scale, np.uint64(first) + i)
         i += np.uint64(1)
-    return np.int64(i)
