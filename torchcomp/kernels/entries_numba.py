@@ -46,8 +46,9 @@ def subtract(x: Tensor, index: Tensor, fields: Sequence[Tensor], weight: float) 
         weight: factor on the values.
     """
     k, chunks = index.numel(), pool.chunks(index.numel())
+    values = fields[-1].numpy()
     # Plain values have no scales. The kernel still takes an array for them but does not read it.
-    values, scales = fields[-1].numpy(), fields[0].numpy()
+    scales = fields[0].numpy() if len(fields) > 1 else values
     task = x.detach().numpy(), index.numpy(), values, scales, weight
     pool.each(lambda i: _subtract(*task, k * i // chunks, k * (i + 1) // chunks), chunks)
 

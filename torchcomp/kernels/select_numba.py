@@ -55,7 +55,7 @@ _DIGIT = 12
 _BINS = 1 << _DIGIT
 
 _OCTAVES = 8
-"""Powers of two above the bound that the first histogram divides into bins. The last bin is open."""
+"""Powers of two above the bound that the first histogram divides into bins."""
 
 _FORMATS = {
     torch.float16: (torch.uint16, 10, 0x7C00),
