@@ -92,17 +92,16 @@ def encode(index: Tensor, n: int) -> Tensor:
     fast = backend.host_form("elias_fano", index)
     if fast is None:
         ascending = index[0] >= 0 and index[-1] < n and bool((index[1:] > index[:-1]).all())
-        out = encode_all(index, [Segment(0, n, k)])[0] if ascending else None
     else:
         out = torch.empty(nbytes(n, k), dtype=torch.uint8)
         ascending = fast.encode(index.numpy(), n, low_bits(n, k), out.numpy())
-    # Callers use the indices in compiled kernels, which do not check bounds.
+    # Callers then use the indices in compiled kernels, which do not check bounds.
     if not ascending:
         raise ValueError(
             f"Elias-Fano can encode only indices that ascend strictly within [0, {n}); check the "
             "selector that chose them"
         )
-    return out
+    return encode_all(index, [Segment(0, n, k)])[0] if fast is None else out
 
 
 def encode_all(index: Tensor, segments: Sequence[Segment]) -> list[Tensor]:

@@ -1,7 +1,8 @@
 """Elias-Fano coding in Numba, for the CPU. The results equal those of plain torch bit for bit.
 
-Encoding many entries uses several threads. Decoding one code is serial and releases the GIL, so
-that the caller can decode several codes in parallel. It has three steps:
+Encoding many entries uses several threads. Decoding is serial and releases the GIL. It can start at
+any word of the high part, so that the caller can decode parts of a code in parallel. It has three
+steps:
 
 1. write the positions of the set bits of the high part;
 2. turn the positions into indices by adding the low parts;
@@ -47,8 +48,8 @@ def encode(index: Array, n: int, low: int, out: Array) -> bool:
 # --- Words ----------------------------------------------------------------------------------------
 
 
-# LLVM compiles each loop over 8 bytes, and ones, to one instruction. For the loops it does so only
-# if no index can be negative. This is why the indices below are np.uint64.
+# LLVM compiles each loop over 8 bytes, and `ones`, to one instruction. For the loops it does so
+# only if no index can be negative. This is why the indices below are np.uint64.
 
 
 @kernel(inline="always")
@@ -183,7 +184,7 @@ def decode(raw: Array, n: int, low: int, index: Array) -> bool:
     """
     k = index.size
     count, word, _ = decode_below(raw, k, low, n, 0, 0, index)
-    return (
+    return bool(
         count == k
         and word == last_word(raw, k, low)
         and padding_is_zero(raw, k, low)

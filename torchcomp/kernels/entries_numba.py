@@ -1,10 +1,8 @@
 """Entries of messages in Numba, for the CPU. The results equal those of plain torch bit for bit.
 
-Messages are added in two passes:
-
-1. Decode the indices of each message and check them.
-2. Add the values. This pass goes through the vector in blocks and adds all messages to a block
-   while it is in the cache.
+Messages are added block by block of the vector. In each block, for each message, the indices are
+decoded and checked and the values added, while the block and the indices are in the cache. Several
+threads take a chunk of the vector each. A first look at the codes finds where each chunk starts.
 
 Within a block, messages are added in order. The sum of an entry is therefore the same as without
 blocks.
@@ -56,7 +54,9 @@ def subtract(x: Tensor, index: Tensor, fields: Sequence[Tensor], weight: float) 
 def accumulate(
     messages: Sequence[Sequence[Tensor]], k: int, low: int, out: Tensor, weight: float
 ) -> bool:
-    """Add `weight` times each message whose code is intact. Return False if a code is damaged.
+    """Add `weight` times each message. Return False if a code is damaged.
+
+    Then any entries can have been added.
 
     Args:
         messages: for each message its fields, contiguous: values as for :func:`subtract`, then
@@ -141,13 +141,10 @@ def _add_up(
 ) -> None:
     """Add the entries of all messages in a chunk of the vector."""
     begin, end, count = ends[chunk], ends[chunk + 1], table.shape[0]
-    size, factor, whole = (
-        max(_BLOCK_BYTES // out.itemsize >> low, 1) << low,
-        out.dtype.type(weight),
-        True,
-    )
-    # A word at both ends of a block can have entries of other blocks.
-    index = np.empty(size + 128, np.int64)
+    factor, whole = out.dtype.type(weight), True
+    size = max(_BLOCK_BYTES // out.itemsize >> low, 1) << low
+    # The words at both ends of a block can have 63 entries of other blocks each.
+    index = np.empty(min(size + 126, k), np.int64)
     word, rank, stop = starts[chunk, :, 0], starts[chunk, :, 1], begin
     while stop < end:
         start, stop = stop, min(stop + size, end)

@@ -5,7 +5,8 @@ A selection
 1. guesses a lower bound of the k-th largest magnitude, from the last selection or from a sample;
 2. collects the candidates in one pass: the entries whose magnitude is not below the guess. The pass
    splits the vector into chunks, and adds the summands if there are any;
-3. finds the k-th largest magnitude among the candidates with a radix search, 12 bits per round;
+3. finds the k-th largest magnitude among the candidates with a radix search, 12 bits per round. The
+   first histogram is made chunk by chunk in step 2. Later rounds read the keys of one bin;
 4. writes the candidates above that magnitude and, from the lowest index on, those equal to it.
 
 If a guess from the last selection gives too few or too many candidates, the next guess comes from a
@@ -205,7 +206,7 @@ class Candidates:
         expected = count * k / n
         # With this margin, fewer than about 1 in 10,000 samples give fewer than k candidates.
         rank = min(count, math.ceil(expected + 4 * math.sqrt(expected) + 4))
-        return _sample(first, second, bits, *self.limits, count, rank)
+        return int(_sample(first, second, bits, *self.limits, count, rank))
 
     def _lower(self, threshold: int, bound: int, spare: int) -> None:
         """Set the bound for the next selection below this one's threshold.
@@ -353,12 +354,13 @@ def _collect(
 @kernel()
 def _sample(g: Any, e: Any, bits: Array, mask: Any, infinity: Any, count: int, rank: int) -> Any:
     """Return the magnitude with this rank, from 1, in a sample of `count` entries."""
-    keys, width = np.empty(count, bits.dtype), bits.size / count
+    keys: Array = np.empty(count, bits.dtype)
+    width = bits.size / count
     for part in range(count):
         # One entry in each of `count` equal parts. Its place there is a hash, because equal steps
         # could coincide with a regular pattern in the vector.
         place = np.float64(part * 2654435761 & 0xFFFFFFFF) / 2.0**32
-        at = min(np.int64((part + place) * width), bits.size - 1)
+        at = min(int((part + place) * width), bits.size - 1)
         # For the sum, which it writes to `bits`.
         _passing_one(g, e, bits, at, mask, infinity)
         keys[part] = min(bits[at] & mask, infinity)
@@ -387,7 +389,7 @@ def _tally(keys: Array, low: int, shift: int, mask: Any, infinity: Any, histogra
 
 @kernel()
 def _kth_smallest(keys: Array, low: Any, high: Any, k: int) -> Any:
-    """Return the key above exactly `k` others if all keys differ. They are in [low, high]."""
+    """Return ``sorted(keys)[k]``. All keys are in [low, high]."""
     shift, size = np.uint64(0), np.uint64(_BINS)
     while (high - low) >> shift >= size:
         shift += np.uint64(1)
@@ -422,45 +424,22 @@ def _find_threshold(
     offsets: Array,
     ties: Array,
 ) -> Any:
-    """Return the k-th largest magnitude.
+    """Return the k-th largest magnitude, and share out what is chosen among the rows.
 
-    Write to `offsets` how many chosen keys are before each row, and after the last. Write to `ties`
-    how many keys of each row are chosen that equal the threshold.
+    `keys`, `counts` and `histograms` are those of :class:`Candidates`, with the first bin at
+    `bound`. Write to `offsets` how many chosen keys are before each row, and after the last. Write
+    to `ties` how many keys of each row are chosen that equal the threshold.
     """
-    rows, digit = counts.size, 0
-    below = counts.sum() - k  # number of keys that are not chosen
-    while True:
-        size = 0
-        for row in range(rows):
-            size += np.int64(histograms[row, digit])
-        if size > below:
-            break
-        below -= size
-        digit += 1
+    digit, size, below = _bin_of_rank(histograms, counts.sum() - k)
     low = np.uint64(bound) + (np.uint64(digit) << np.uint64(shift))
     high = low + (np.uint64(1) << np.uint64(shift))
-    last = digit == _BINS - 1 or high > np.uint64(infinity)  # NaN is above infinity
-    # The keys in the bin of the threshold, row by row.
-    members, stops, at = np.empty(size, keys.dtype), np.empty(rows, np.int64), 0
-    word_type = keys.dtype.type
-    for row in range(rows):
-        for start in range(0, counts[row], _WORD):
-            key = keys[row]
-            word = _passing_word(None, None, key, start, counts[row], mask, word_type(low))
-            if not last:
-                above = _passing_word(None, None, key, start, counts[row], mask, word_type(high))
-                word &= ~above
-            while word:
-                i = np.uint64(start) + np.uint64(trailing_zeros(word))
-                word &= word - np.uint64(1)
-                members[at] = min(key[i] & mask, infinity)
-                at += 1
-        stops[row] = at
-    top = np.uint64(infinity) if last else high - np.uint64(1)
+    if digit == _BINS - 1 or high > np.uint64(infinity):  # NaN is above infinity
+        high = np.uint64(0)
+    members, stops = _members(keys, counts, low, high, mask, infinity, size)
+    top = high - np.uint64(1) if high else np.uint64(infinity)
     threshold = _kth_smallest(members, low, top, below)
-    # Rows ascend in position, so ties are taken from the first row on.
     start, room = 0, k
-    for row in range(rows):
+    for row in range(counts.size):
         ties[row], offsets[row + 1] = 0, counts[row]
         for i in range(digit + 1):
             offsets[row + 1] -= np.int64(histograms[row, i])
@@ -469,12 +448,50 @@ def _find_threshold(
             offsets[row + 1] += members[i] > threshold
         start = stops[row]
         room -= offsets[row + 1]
+    # Rows ascend in position, so ties are taken from the first row on.
     offsets[0] = 0
-    for row in range(rows):
+    for row in range(counts.size):
         ties[row] = min(ties[row], room)
         room -= ties[row]
         offsets[row + 1] += offsets[row] + ties[row]
     return threshold
+
+
+@kernel()
+def _bin_of_rank(histograms: Array, k: int) -> Any:
+    """Return the bin of ``sorted(keys)[k]``, how many keys it has, and its rank among these."""
+    digit = 0
+    while True:
+        size = histograms[:, digit].sum()
+        if size > k:
+            return digit, size, k
+        k -= size
+        digit += 1
+
+
+@kernel()
+def _members(
+    keys: Array, counts: Array, low: Any, high: Any, mask: Any, infinity: Any, size: int
+) -> Any:
+    """Return the `size` magnitudes in [low, high), row by row, and where each row's end.
+
+    If `high` is 0, there is no upper limit.
+    """
+    members: Array = np.empty(size, keys.dtype)
+    stops, at, bits = np.empty(counts.size, np.int64), 0, keys.dtype.type
+    for row in range(counts.size):
+        key, count = keys[row], counts[row]
+        for start in range(0, count, _WORD):
+            word = _passing_word(None, None, key, start, count, mask, bits(low))
+            if high:
+                word &= ~_passing_word(None, None, key, start, count, mask, bits(high))
+            while word:
+                i = np.uint64(start) + np.uint64(trailing_zeros(word))
+                word &= word - np.uint64(1)
+                members[at] = min(key[i] & mask, infinity)
+                at += 1
+        stops[row] = at
+    return members, stops
 
 
 @kernel()
