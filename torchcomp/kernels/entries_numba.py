@@ -33,6 +33,9 @@ Array = NDArray[Any]
 _BLOCK_BYTES = 1 << 17
 """Size of a block of the vector, chosen to fit into the L2 cache while messages are added."""
 
+_LEAST = 1 << 9
+"""Blocks are larger if a message would have fewer entries in them, on average."""
+
 
 def subtract(x: Tensor, index: Tensor, fields: Sequence[Tensor], weight: float) -> None:
     """Compute ``x[index] -= weight * values`` in place, where the values are finite.
@@ -142,7 +145,7 @@ def _add_up(
     """Add the entries of all messages in a chunk of the vector."""
     begin, end, count = ends[chunk], ends[chunk + 1], table.shape[0]
     factor, whole = out.dtype.type(weight), True
-    size = max(_BLOCK_BYTES // out.itemsize >> low, 1) << low
+    size = max(_BLOCK_BYTES // out.itemsize, _LEAST * out.size // k, 1 << low) >> low << low
     # The words at both ends of a block can have 63 entries of other blocks each.
     index = np.empty(min(size + 126, k), np.int64)
     word, rank, stop = starts[chunk, :, 0], starts[chunk, :, 1], begin
