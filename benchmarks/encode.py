@@ -49,7 +49,7 @@ is the one that error feedback makes of them, so thresholds drift as they do in 
 # - The same in three loops: 1.9. Blocks of 64 KiB to 1 MiB take equally long. Loading or
 #   prefetching each block beforehand is slower.
 # - The same three loops for one block after another, without a table of all indices, the current
-#   design: as fast for few entries, 1.3 to 1.7 times as fast for 8 messages of 10 % of 1e7 (minima,
+#   design: as fast for few entries, 1.2 to 1.7 times as fast for 8 messages of 10 % of 1e7 (minima,
 #   in turn on a shared machine). There, the table took 32 MB of fresh memory per call.
 # - Low parts joined to the high parts as four lanes of one vector: no difference.
 #
