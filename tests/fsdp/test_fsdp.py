@@ -1,17 +1,27 @@
 """FSDP2 with replicas: the compressed exchange between them, as in two levels of DDP."""
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import torchcomp
-from tests.fsdp.runs import NEEDS_HOOK, Run, gradients, mesh_of, shard, two_level_ddp, weights
+from tests.fsdp.runs import (
+    NEEDS_HOOK,
+    Run,
+    WithScale,
+    gradients,
+    mesh_of,
+    shard,
+    two_level_ddp,
+    weights,
+)
 from tests.support.cases import only
 from tests.support.models import THROUGH_DDP, loss_of, mlp, rows, wrap
 from tests.support.outcomes import (
@@ -201,6 +211,86 @@ def test_swap() -> None:
     assert_replicas_equal(on_processes(4, swapped))
 
 
+def listed() -> tuple[Tensor, Tensor]:
+    """A run whose last unit has two modules, and one that takes over in the middle."""
+
+    def build(dtype: torch.dtype) -> nn.Module:
+        module = mlp(dtype)
+        fully_shard([module[0], module[2]], mesh=mesh_of(2, 2)["shard"])
+        return module
+
+    whole, again = (Run((2, 2), TOPK, build=build) for _ in range(2))
+    whole.train([0, 1])
+    again.model.load_state_dict(whole.model.state_dict())
+    again.handle.load_gathered(whole.handle.gather_state_dict(dst=None))
+    return whole.train([2, 3]), again.train([2, 3])
+
+
+def test_a_unit_of_two_modules_resumes() -> None:
+    for whole, resumed_run in on_processes(4, listed):
+        assert torch.equal(whole, resumed_run)
+
+
+def _flushed(run: Any, optimizer: Any, backward: Any) -> list[bool]:
+    """Whether each step after a swap still sends the residual, while the scale does not train."""
+    backward(0)
+    run.handle.swap("mean")
+    found = []
+    for step in range(1, 4):
+        optimizer.param_groups[1]["lr"] = 0.0 if step < 3 else 0.05
+        backward(step)
+        found.append(bool(run.handle.state_dict()["flushing"]))
+    return found
+
+
+def flushes() -> tuple[list[bool], list[bool], Tensor]:
+    """The same on two levels of DDP and with FSDP2: a residual is left on one shard only."""
+    mesh, found = mesh_of(2, 2), []
+    for sharded in (False, True):
+        model: Any = WithScale()
+        model = fully_shard(model, mesh=mesh["shard"]) if sharded else wrap(model)
+        whole = model if sharded else model.module
+        scale = [whole.scale]
+        others = [each for each in model.parameters() if each is not whole.scale]
+        optimizer = torch.optim.SGD([{"params": others}, {"params": scale}], lr=0.05)
+        where: dict[str, Any] = {"replicate": mesh["replicate"]} if sharded else {"nodes": 2}
+        handle = torchcomp.register(model, TOPK, lr_inside=optimizer, **where)
+        if not sharded:
+            handle.averager.regroup([tuple(handle.averager.parameters)])
+
+        def backward(step: int, model: Any = model, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            loss_of(model(rows(step))).backward()
+            optimizer.step()
+
+        found.append(_flushed(SimpleNamespace(handle=handle), optimizer, backward))
+    return found[0], found[1], weights(model)
+
+
+def test_a_flush_ends_at_the_same_step_on_all_shards() -> None:
+    found = on_processes(4, flushes)
+    for ddp, sharded, _ in found:
+        assert ddp == found[0][0] == [True, True, False]
+        assert sharded == found[0][1]
+    assert_replicas_equal([weight for *_, weight in found])
+
+
+def closed_then_registered() -> tuple[str, Tensor]:
+    """Train after a backward pass on a closed handle, and a new register."""
+    run = Run((2, 2), TOPK)
+    run.train([0])
+    run.handle.close()
+    error = raised_by(lambda: run.step(1))
+    run.handle = torchcomp.register(run.model, TOPK, replicate=run.mesh["replicate"])
+    return type(error).__name__, run.train([2, 3])
+
+
+def test_a_closed_handle_raises_and_the_model_can_be_registered_again() -> None:
+    found = on_processes(4, closed_then_registered)
+    assert {name for name, _ in found} == {"RuntimeError"}
+    assert_replicas_equal([weight for _, weight in found])
+
+
 # --- Errors and checkpoints ---
 
 
@@ -320,6 +410,10 @@ def refused(case: str) -> tuple[str, str]:
     replicate: Any = mesh["replicate"]
     if case == "native mesh":
         shard(model, mesh)
+    elif case == "offload":
+        shard(model, mesh["shard"], offload_policy=CPUOffloadPolicy(pin_memory=False))
+    elif case == "half a model":
+        fully_shard(model[0], mesh=mesh["shard"])
     elif case == "half":
         fully_shard(model, mesh=mesh["shard"], ignored_params=set(model[2].parameters()))
     else:
@@ -333,6 +427,8 @@ def refused(case: str) -> tuple[str, str]:
     elif case == "old torch":
         hook = FSDPModule.set_all_reduce_hook
         del FSDPModule.set_all_reduce_hook
+    if case == "a hook":
+        model[0].set_all_reduce_hook(lambda flat: None)
     first = case == "twice" and torchcomp.register(model, "mean", replicate=replicate)
     options: dict[str, Any] = {"nodes": {"nodes": 2}, "inside": {"inside": "bf16"}}.get(case, {})
     spec = "bidirectional(topk(0.1, scope='model'), topk(0.1))" if case == "scope" else TOPK
@@ -346,7 +442,7 @@ def refused(case: str) -> tuple[str, str]:
         FSDPModule.set_all_reduce_hook = hook
     if first:
         first.close()
-    if case not in ("native mesh", "half"):
+    if case not in ("native mesh", "half", "half a model", "a hook", "offload"):
         good = torchcomp.register(model, "mean", replicate=mesh["replicate"])
         loss_of(model(rows(0))).backward()
         assert good.stats.steps == 1
@@ -364,6 +460,9 @@ REFUSED = {
     "old torch": ("UnsupportedModelError", "2.7"),
     "scope": ("SpecError", "scope"),
     "disagree": ("RankMismatchError", "mean"),
+    "half a model": ("UnsupportedModelError", "fully_shard"),
+    "a hook": ("UnsupportedModelError", "set_all_reduce_hook"),
+    "offload": ("UnsupportedModelError", "CPUOffloadPolicy"),
     "twice": ("UnsupportedModelError", "handle.swap"),
     "no replicate": ("UnsupportedModelError", "replicate="),
 }
