@@ -40,6 +40,7 @@ pytestmark = NEEDS_HOOK
 
 SPECS = tuple(spec for spec in THROUGH_DDP if "model" not in spec)
 NOW = ("mean", "ef(topk(0.1))", "powersgd(rank=1)")
+MORE = (*NOW, "bidirectional(topk(0.1), topk(0.1))", 'ef(quantize("int8"))')
 TOPK = "ef(topk(0.1))"
 BIDIRECTIONAL = "bidirectional(topk(0.1), topk(0.1))"
 STEPS = range(4)
@@ -54,7 +55,8 @@ def both(shape: tuple[int, int], specs: tuple[str, ...], dtype: torch.dtype) -> 
     return found
 
 
-CASES = [((2, 2), SPECS), ((2, 3), NOW), ((3, 1), NOW), ((2, 3), SPECS), ((3, 1), SPECS)]
+CASES = [((2, 2), MORE), ((2, 3), NOW), ((3, 1), NOW)]
+CASES += [(shape, SPECS) for shape in ((2, 2), (2, 3), (3, 1))]
 
 
 @pytest.mark.parametrize("case", only(CASES, now=CASES[:3]))
