@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
@@ -79,6 +79,8 @@ def resolve(path):
     ("owner", "name"), [(owner, name) for owner, names in PRIVATE.items() for name in names]
 )
 def test_this_torch_has_the_private_name(owner, name, instances):
+    if owner == FSDP_GROUP and not hasattr(FSDPModule, "set_all_reduce_hook"):
+        pytest.skip("FSDP2 has an all-reduce hook since torch 2.7")
     has = instances[owner] if owner in instances else resolve(owner)
     assert hasattr(has, name), f"torch {torch.__version__} has no {owner}.{name}"
 
