@@ -55,8 +55,8 @@ class Replica:
     def residual(self) -> int:
         """Bytes of the residuals of this rank."""
         slots = self.handle.state_dict()["slots"].values()
-        owed = [slot["tensors"].values() for slot in slots if slot["kind"] == "debt"]
-        return sum(tensor.nbytes for tensors in owed for tensor in tensors)
+        residuals = [slot["tensors"].values() for slot in slots if slot["kind"] == "debt"]
+        return sum(tensor.nbytes for tensors in residuals for tensor in tensors)
 
 
 def replicate(

@@ -37,6 +37,7 @@ from tests.support.outcomes import (
     raised_by,
     reloaded,
     same,
+    unsent,
 )
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import run_in_process
@@ -305,13 +306,6 @@ def test_resumes_bit_for_bit(spec: str) -> None:
         assert same(state["slots"], state_again["slots"])
 
 
-def unsent(states: list[Any], server: bool = False) -> Tensor:
-    """What a run still owes the mean: the joined state of all its ranks."""
-    (whole,) = torchcomp.redistribute(states, 1)
-    debts = [slot["tensors"] for slot in whole["slots"].values() if slot["kind"] == "debt"]
-    return torch.stack([flat(tensors[name] for name in sorted(tensors)) for tensors in debts])
-
-
 @pytest.mark.parametrize("spec", only(NOW, now=NOW[1:2]))
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -330,17 +324,17 @@ def test_another_number_of_ranks_and_of_nodes_loses_nothing(
         run = Run(spec, nodes)
         if states is not None:
             run.handle.load_state_dict(states[dist.get_rank()])
-        owed = run.handle.state_dict()
+        first = run.handle.state_dict()
         for step in range(3):
             run.step(step)
-        return owed, run.handle.state_dict(), weights(run.model)
+        return first, run.handle.state_dict(), weights(run.model)
 
     ranks, nodes = before
     old = [state for _, state, _ in on_threads(ranks, train, None, nodes)]
     ranks, nodes = after
     found = on_threads(ranks, train, torchcomp.redistribute(old[::-1], ranks, nodes), nodes)
     assert unsent(old).any()
-    assert_close(unsent([owed for owed, *_ in found]), unsent(old))
+    assert_close(unsent([first for first, *_ in found]), unsent(old))
     assert_replicas_equal([weight for *_, weight in found])
 
 
