@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchcomp.component import Component
 from torchcomp.ddp.register import register_ddp
 from torchcomp.fsdp.register import register_fsdp
+from torchcomp.hooks.arguments import Options
 from torchcomp.hooks.handle import Handle
 from torchcomp.hooks.optimizer_lrs import Optimizers
 
@@ -76,10 +77,17 @@ def register(
             or averages the replicas itself.
         RankMismatchError: if specs, seeds or models differ between ranks, or only some ranks fail.
     """
-    options: dict[str, Any] = {"seed": seed, "scaler": scaler, "check": check}
-    options |= {"lr_inside": lr_inside, "nodes": nodes, "inside": inside, "replicate": replicate}
+    options = Options(
+        seed=seed,
+        scaler=scaler,
+        check=check,
+        lr_inside=lr_inside,
+        nodes=nodes,
+        inside=inside,
+        replicate=replicate,
+    )
     # What does not fit together is refused there, on all ranks together.
     if isinstance(model, FSDPModule) and replicate is not None:
-        return register_fsdp(model, spec, **options)
+        return register_fsdp(model, spec, replicate, options)
     ddp: Any = model
-    return register_ddp(ddp, spec, **options)
+    return register_ddp(ddp, spec, options)

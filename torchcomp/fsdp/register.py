@@ -19,10 +19,10 @@ from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
 from torchcomp.fsdp.handle import FSDPHandle, check_method
 from torchcomp.fsdp.units import Unit, units_of
-from torchcomp.hooks.arguments import check_arguments
+from torchcomp.hooks.arguments import Options
 from torchcomp.hooks.averaging import Averaging
 from torchcomp.hooks.log import log_method, log_optimizers
-from torchcomp.hooks.optimizer_lrs import OptimizerLRs, Optimizers
+from torchcomp.hooks.optimizer_lrs import OptimizerLRs
 from torchcomp.redistribution import Place
 from torchcomp.spec import parse_aggregator
 
@@ -37,28 +37,14 @@ def register_fsdp(
     model: FSDPModule,
     spec: str | Component,
     replicate: DeviceMesh,
-    *,
-    seed: int = 0,
-    scaler: "torch.amp.GradScaler | None" = None,
-    check: str = "step",
-    lr_inside: Optimizers | None = None,
-    nodes: object = None,
-    inside: object = None,
+    options: Options,
 ) -> FSDPHandle:
     """Install compressed exchange between the replicas; see :func:`torchcomp.register`."""
     module: Any = model
     shards, replicas = _levels(module, replicate)
-    unit = "none" if lr_inside is None else "set"
-    refused = {"nodes": nodes is not None, "inside": inside is not None}
-
-    def make_checked() -> tuple[_Checked, dict[str, Any]]:
-        _check_for_ddp_only(nodes, inside)
-        return _check(module, spec, seed, scaler, check, lr_inside, shards, replicas)
-
+    arguments: dict[str, Any] = {"spec": spec, **options.compared()}
     aggregator, units, lrs = replicas.build(
-        "torchcomp.register",
-        {"spec": spec, "seed": seed, "check": check, "lr_inside": unit, **refused},
-        make_checked,
+        "torchcomp.register", arguments, lambda: _check(module, spec, options, shards, replicas)
     )
     # DDP broadcasts the parameters of rank 0; FSDP2 does not know of replicas.
     local = {name: p.to_local() for unit in units for name, p in unit.parameters.items()}
@@ -66,8 +52,15 @@ def register_fsdp(
     everyone = _everyone(replicas)
     pieces = {name: p for unit in units for name, p in unit.like_pieces(shards.world_size).items()}
     groups = [unit.names for unit in units]
-    late = check == "late"
-    averager = Averager(aggregator, replicas, pieces, groups, seed=seed, merged=False, late=late)
+    averager = Averager(
+        aggregator,
+        replicas,
+        pieces,
+        groups,
+        seed=options.seed,
+        merged=False,
+        late=options.late,
+    )
     place = Place(everyone.rank, replicas.rank, shards.rank, shards.world_size)
     # Of whole parameters: without memory.
     whole = {
@@ -76,7 +69,7 @@ def register_fsdp(
         for name, each in unit.parameters.items()
     }
     averaging = Averaging(averager, everyone, place, layout_of(whole))
-    handle = FSDPHandle(module, units, averaging, scaler, lrs)
+    handle = FSDPHandle(module, units, averaging, options.scaler, lrs)
     # On one rank only: the messages would be the same on all ranks.
     if everyone.rank == 0:
         shapes = [averager.shape_of(names) for names in groups]
@@ -127,14 +120,12 @@ def _levels(
 def _check(
     model: nn.Module,
     spec: str | Component,
-    seed: int,
-    scaler: "torch.amp.GradScaler | None",
-    check: str,
-    lr_inside: Optimizers | None,
+    options: Options,
     shards: Exchange,
     replicas: Exchange,
 ) -> tuple[_Checked, dict[str, Any]]:
     """Return what the arguments stand for, and what must match on all ranks."""
+    _check_for_ddp_only(options)
     shared = sorted(set(shards.global_ranks) & set(replicas.global_ranks))
     if shared != [dist.get_rank()]:
         raise SpecError(
@@ -143,30 +134,29 @@ def _check(
             "one rank",
             "replicate",
         )
-    check_arguments(seed, scaler, check)
+    options.require_valid()
     aggregator = parse_aggregator(spec)
     check_method(aggregator)
     units = units_of(model)
     _check_free(units)
     trained = {name: each for unit in units for name, each in unit.parameters.items()}
     rehearse_all(aggregator, [each.to_local() for each in trained.values()])
-    lrs = None if lr_inside is None else OptimizerLRs(lr_inside, trained)
     values = {
         "spec": aggregator,
         "parameters": [(unit.dtype, unit.names) for unit in units],
         "shapes": [(name, tuple(parameter.shape)) for name, parameter in trained.items()],
         "wire version": wire.VERSION,
     }
-    return (aggregator, units, lrs), values
+    return (aggregator, units, options.lrs(trained)), values
 
 
-def _check_for_ddp_only(nodes: object, inside: object) -> None:
-    if nodes is not None:
+def _check_for_ddp_only(options: Options) -> None:
+    if options.nodes is not None:
         raise SpecError(
             "nodes is for DDP: in FSDP2, the shards of a replica are its node. Leave it out",
             "nodes",
         )
-    if inside is not None:
+    if options.inside is not None:
         raise SpecError(
             "inside is for DDP. For FSDP2, pass mp_policy=MixedPrecisionPolicy("
             "reduce_dtype=torch.bfloat16) to fully_shard",
