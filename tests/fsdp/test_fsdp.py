@@ -156,13 +156,17 @@ def mixed(param: torch.dtype, reduce: torch.dtype) -> tuple[Tensor, str]:
         (torch.bfloat16, torch.float32),
         (torch.bfloat16, torch.bfloat16),
         (torch.float32, torch.float16),
+        # That of the parameters, or since torch 2.15 that of the optimizer's parameters.
+        (torch.bfloat16, None),
     ],
 )
 def test_mixed_precision_exchanges_in_the_reduce_dtype(
-    param: torch.dtype, reduce: torch.dtype
+    param: torch.dtype, reduce: torch.dtype | None
 ) -> None:
     found = on_processes(4, mixed, param, reduce)
     assert_replicas_equal([weight for weight, _ in found])
+    if reduce is None:
+        reduce = param if torch.__version__ < (2, 15) else torch.float32
     assert {dtype for _, dtype in found} == {str(reduce)}
 
 

@@ -132,6 +132,11 @@ class FSDPHandle(Handle):
                 "torchcomp.register. Freeze these parameters before it, or call "
                 "set_reduce_scatter_unused_params(True) on the model"
             )
+        if flat.dtype != shape.dtype:
+            raise UnsupportedModelError(
+                f"FSDP2 reduces the gradients of a unit ({unit.names[0]}, ...) in {flat.dtype}, "
+                f"expected {shape.dtype}. Set reduce_dtype in its MixedPrecisionPolicy"
+            )
         # To the unit of the gradients, in which residuals are kept.
         after = unit.divisor(self._averaging.place.node_size)
         if after != 1:

@@ -4,6 +4,7 @@ torch has no public interface for the order of these parameters, nor for whether
 should exchange them. Every private name that stands for them is used in this file.
 """
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from torchcomp.bucket import BucketShape
@@ -119,11 +120,22 @@ def units_of(model: nn.Module) -> list[Unit]:
         found = [(_name(each, named), each.sharded_param) for each in group.fsdp_params]
         trained = {name: parameter for name, parameter in found if name}
         if trained:
-            policy, first = group.mp_policy, next(iter(trained.values()))
-            dtype = policy.reduce_dtype or policy.param_dtype or first.dtype
-            units.append(Unit(module, trained, dtype))
+            units.append(Unit(module, trained, _reduce_dtype(group)))
     _check(model, units)
     return units
+
+
+def _reduce_dtype(group: Any) -> torch.dtype:
+    """Return in which dtype FSDP2 reduces the gradients of its group of parameters."""
+    trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+    dtypes = [each.sharded_param.dtype for each in trained]
+    one_policy: MixedPrecisionPolicy | None = getattr(group, "mp_policy", None)
+    if one_policy is not None:
+        return one_policy.reduce_dtype or one_policy.param_dtype or dtypes[0]
+    # Since torch 2.15, each parameter has its own policy, and param_dtype does not decide.
+    policies: list[MixedPrecisionPolicy] = [each.mp_policy for each in trained]
+    found = [policy.reduce_dtype or dtype for policy, dtype in zip(policies, dtypes, strict=True)]
+    return functools.reduce(torch.promote_types, found)
 
 
 def _name(parameter: Any, named: dict[int, str]) -> str | None:
