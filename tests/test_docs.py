@@ -7,14 +7,18 @@ import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import DEFAULT, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
+from tests.fsdp.runs import NEEDS_HOOK
 from tests.support.cases import thorough
 from tests.support.codecs import codec_of, packed
 from tests.support.outcomes import messages
@@ -28,6 +32,7 @@ ROOT = Path(__file__).parent.parent
 SCRIPT_ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 README = (ROOT / "README.md").read_text()
 USAGE = (ROOT / "docs" / "usage.md").read_text()
+FSDP = (ROOT / "docs" / "fsdp.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
@@ -40,7 +45,9 @@ def after(diff: str) -> str:
 
 
 def readme_script(method: str) -> str:
-    """Return the README's first script with `register` or with `LocalSGD`."""
+    """Return the README's first script with `register` or with `LocalSGD`, or that with nodes."""
+    if method == "nodes":
+        return blocks(README, "python")[0]
     whole, local = blocks(README, "diff")
     assert whole.count("\n+") == 2, "an import and one line"
     if method == "register":
@@ -52,23 +59,56 @@ def readme_script(method: str) -> str:
     return after(without.replace(context, local))
 
 
-@pytest.mark.parametrize("method", ["register", *thorough(["LocalSGD"])])
+@pytest.mark.parametrize("method", ["register", *thorough(["LocalSGD", "nodes"])])
 def test_readme_script_trains_with_the_added_line(method: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     # The exit code is not checked: gloo aborts some processes at exit, also with plain DDP (see
     # docs/assumptions.md).
-    text = readme_script(method)
-    assert text.count(f"torchcomp.{method}(") == 1
+    text, ranks = readme_script(method), 4 if method == "nodes" else 2
+    call = "LocalSGD" if method == "LocalSGD" else "register"
+    assert text.count(f"torchcomp.{call}(") == 1
     script.write_text(f'{text}\nprint("trained")\n')
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     run = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", str(script)],
+        [*launcher, "--nproc-per-node", str(ranks), str(script)],
         env={**os.environ, **SCRIPT_ENVIRONMENT},
         capture_output=True,
         text=True,
         timeout=PATIENCE,
     )
-    assert run.stdout.count("trained") == 2, run.stderr
+    assert run.stdout.count("trained") == ranks, run.stderr
+
+
+def run_readme() -> tuple[int, int]:
+    """Run the README's script with nodes, and its lines for FSDP2; return the steps of both."""
+    nodes, sharding = blocks(README, "python")
+    handles: list[torchcomp.Handle] = []
+    register = torchcomp.register
+
+    def registered(*args: Any, **options: Any) -> torchcomp.Handle:
+        handles.append(register(*args, **options))
+        return handles[-1]
+
+    def mesh_of_four(*_: Any, **options: Any) -> DeviceMesh:
+        return init_device_mesh("cpu", (2, 2), **options)
+
+    with (
+        patch.object(dist, "init_process_group"),
+        patch.object(torchcomp, "register", registered),
+    ):
+        exec(nodes, {})
+        torch.manual_seed(0)
+        model = nn.Linear(8, 3)
+        names = {"fully_shard": fully_shard, "init_device_mesh": mesh_of_four, "model": model}
+        exec(sharding, {**names, "torchcomp": torchcomp})
+    model(torch.ones(2, 8)).sum().backward()
+    of_nodes, of_fsdp = handles
+    return of_nodes.stats.steps, of_fsdp.stats.steps
+
+
+@NEEDS_HOOK
+def test_readme_trains_with_nodes_and_with_fsdp() -> None:
+    assert on_processes(4, run_readme) == [(20, 1)] * 4
 
 
 def run_usage(folder: str) -> str:
@@ -92,6 +132,23 @@ def run_usage(folder: str) -> str:
 def test_usage_runs_and_shows_the_printed_plan(tmp_path: Path) -> None:
     shown = on_processes(2, run_usage, str(tmp_path))[0]
     assert f"```\n{shown}\n```" in USAGE
+
+
+def run_fsdp(folder: str) -> tuple[int, list[Path]]:
+    os.chdir(folder)
+    names: dict[str, Any] = {}
+    # These processes have a group, which the page's later blocks use after the script's end.
+    with patch.multiple(dist, init_process_group=DEFAULT, destroy_process_group=DEFAULT):
+        for block in blocks(FSDP, "python"):
+            exec(block, names)
+    return names["handle"].stats.steps, sorted(Path("checkpoint").iterdir())
+
+
+@NEEDS_HOOK
+def test_fsdp_runs(tmp_path: Path) -> None:
+    for steps, files in on_processes(4, run_fsdp, str(tmp_path)):
+        assert steps == 21
+        assert files
 
 
 def test_readme_fits_a_hundred_columns() -> None:

@@ -485,7 +485,7 @@ class Averager:
             part.masked_fill_(~kept, 0.0)
             left |= part.any().to(left.device)
         # All ranks must end the flush at the same step, or they would run different methods.
-        return not self.exchange.any_of(left.to(torch.uint8).reshape(1)).any()
+        return not self.exchange.anywhere(left.to(torch.uint8).reshape(1)).any()
 
     def _owned(self) -> list[Shard]:
         """Return this rank's shard of each bucket."""

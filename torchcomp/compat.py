@@ -35,7 +35,7 @@ PRIVATE = {
         "_BatchNorm": "base class of all BatchNorm layers",
     },
     "torch.utils": {
-        "_pytree": "maps nested outputs as DDP does",
+        "_pytree": "goes through nested outputs as DDP and FSDP2 do",
     },
     "torch.nn.Module": {
         "_compiled_call_impl": "tells whether module.compile() was called",
@@ -66,6 +66,9 @@ PRIVATE = {
     },
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": {
         "_fsdp_param_group": "has the parameters that FSDP2 reduces together, in their order",
+    },
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": {
+        "_all_reduce_hook": "tells whether there is a hook already",
     },
     "torch.distributed.distributed_c10d": {
         "_get_default_store": "where the ranks of a private group find each other",

@@ -69,6 +69,7 @@ def explain(
         rank: the rank whose traffic is computed. Ranks differ by a few bytes if shards are uneven.
         nodes: for a method, the number of ranks of a node, which share its network card. Adds the
             bytes through the card, for the flat method and for ``register(..., nodes=nodes)``.
+            Those inside a node are uncompressed, without ``inside="bf16"``.
 
     Raises:
         SpecError: if the spec cannot be built, or if an argument is invalid, missing or does not

@@ -123,8 +123,8 @@ class Pieces:
     def _padding(self, chunk: Chunk, pieces: Tensor) -> Iterator[Tensor]:
         """Iterate over the parts of the pieces that are no rows of a parameter."""
         placed = pieces.view(self.ranks, -1)[:, chunk.span]
-        full, size = divmod(chunk.rows, max(chunk.each, 1))[0], placed.shape[1]
-        rest = prod(chunk.row) * chunk.rows - full * size
+        full, size = chunk.rows // max(chunk.each, 1), placed.shape[1]
+        rest = chunk.numel - full * size
         if rest:
             yield placed[full, rest:]
             full += 1

@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.component import Component
 from torchcomp.ddp.register import register_ddp
-from torchcomp.errors import SpecError
 from torchcomp.fsdp.register import register_fsdp
+from torchcomp.hooks.arguments import Options
 from torchcomp.hooks.handle import Handle
 from torchcomp.hooks.optimizer_lrs import Optimizers
 
@@ -77,25 +77,17 @@ def register(
             or averages the replicas itself.
         RankMismatchError: if specs, seeds or models differ between ranks, or only some ranks fail.
     """
-    options: dict[str, Any] = {"seed": seed, "scaler": scaler, "check": check}
+    options = Options(
+        seed=seed,
+        scaler=scaler,
+        check=check,
+        lr_inside=lr_inside,
+        nodes=nodes,
+        inside=inside,
+        replicate=replicate,
+    )
+    # What does not fit together is refused there, on all ranks together.
     if isinstance(model, FSDPModule) and replicate is not None:
-        if nodes is not None:
-            raise SpecError(
-                "nodes is for DDP: in FSDP2, the shards of a replica are its node. Leave it out",
-                "nodes",
-            )
-        if inside is not None:
-            raise SpecError(
-                "inside is for DDP. For FSDP2, pass mp_policy=MixedPrecisionPolicy("
-                "reduce_dtype=torch.bfloat16) to fully_shard",
-                "inside",
-            )
-        return register_fsdp(model, spec, replicate, lr_inside=lr_inside, **options)
-    if replicate is not None:
-        raise SpecError(
-            "replicate is for a model of fully_shard. With DistributedDataParallel, all ranks of "
-            "its group are replicas: leave it out",
-            "replicate",
-        )
-    ddp: Any = model  # anything else is refused there
-    return register_ddp(ddp, spec, lr_inside=lr_inside, nodes=nodes, inside=inside, **options)
+        return register_fsdp(model, spec, replicate, options)
+    ddp: Any = model
+    return register_ddp(ddp, spec, options)

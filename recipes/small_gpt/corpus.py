@@ -17,31 +17,35 @@ VOCABULARY = len(_CHARACTERS)
 
 @dataclass(frozen=True)
 class Corpus:
-    """Character codes of the text, 1-D int64.
+    """Character codes of a text, 1-D int64.
 
     Attributes:
         train: nine of ten paragraphs.
         validation: every tenth paragraph.
-        name: the source, the size and a checksum: the text differs between versions of Python.
+        name: the source, and a checksum.
     """
 
     train: Tensor
     validation: Tensor
     name: str
 
+    @classmethod
+    def of(cls, text: str, source: str) -> "Corpus":
+        """Divide a text, without repeated paragraphs and what is not printable ASCII."""
+        known = "".join(character for character in text if character in _CHARACTERS)
+        # A repeated paragraph could be in both parts.
+        texts = list(dict.fromkeys(paragraph.strip("\n") for paragraph in known.split("\n\n")))
+        held_out = texts[::_HELD_OUT]
+        kept = [text for index, text in enumerate(texts) if index % _HELD_OUT]
+        checksum = zlib.crc32("\n\n".join(texts).encode())
+        return cls(_codes(kept), _codes(held_out), f"{source}, crc32 {checksum:08x}")
+
 
 @lru_cache(maxsize=1)
 def open_corpus() -> Corpus:
-    """Return the text without repeated paragraphs."""
+    """Return the text. It differs between versions of Python."""
     text = "\n\n".join(topic for _, topic in sorted(topics.items()))
-    known = "".join(character for character in text if character in _CHARACTERS)
-    # Topics quote each other. A repeated paragraph could be in both parts.
-    texts = list(dict.fromkeys(paragraph.strip("\n") for paragraph in known.split("\n\n")))
-    held_out = texts[::_HELD_OUT]
-    kept = [text for index, text in enumerate(texts) if index % _HELD_OUT]
-    checksum = zlib.crc32("\n\n".join(texts).encode())
-    name = f"pydoc_data.topics of Python {platform.python_version()}, crc32 {checksum:08x}"
-    return Corpus(_codes(kept), _codes(held_out), name)
+    return Corpus.of(text, f"pydoc_data.topics of Python {platform.python_version()}")
 
 
 def _codes(paragraphs: list[str]) -> Tensor:

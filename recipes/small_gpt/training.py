@@ -1,5 +1,6 @@
 """One training run on this rank: plain DDP, compressed gradients, or local steps."""
 
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -63,34 +64,42 @@ def train(run: Run) -> Outcome:
     corpus = open_corpus()
     torch.manual_seed(run.seed)
     model = DistributedDataParallel(SmallGPT(SHAPE))
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=run.lr, betas=(0.9, BETA2), weight_decay=WEIGHT_DECAY, fused=True
-    )
-    warmup_steps = int(_WARMUP_SHARE * run.steps)
-    lr_at = decaying(
-        "cosine", peak=run.lr, final=run.lr / 10, total_steps=run.steps, warmup_steps=warmup_steps
-    )
+    optimizer, lr_at = new_optimizer(model, run.lr, run.steps)
     plan = torchcomp.explain("mean", model=model, world_size=dist.get_world_size())
     dense_bytes = run.steps * plan.dense_bytes_sent
     batches = torch.Generator().manual_seed(run.seed)
-    handle = attach(model, optimizer, run, warmup_steps)
+    handle = attach(model, optimizer, run)
     with closing(handle) if handle else nullcontext():
         for step in range(run.steps):
             optimizer.param_groups[0]["lr"] = lr_at(step)
-            train_step(model, optimizer, draw(corpus.train, batches))
+            train_step(model, optimizer, draw(corpus.train, batches, BATCH))
         sent = handle.stats.total_bytes_sent if handle else dense_bytes
     return Outcome(evaluate(model.module, corpus), sent, dense_bytes)
 
 
-def attach(
-    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, run: Run, warmup_steps: int
-) -> Any:
+def new_optimizer(
+    model: nn.Module, lr: float, steps: int
+) -> tuple[torch.optim.Optimizer, Callable[[int], float]]:
+    """Return AdamW, and its learning rate by step: a warm-up to `lr`, then a cosine."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=lr, betas=(0.9, BETA2), weight_decay=WEIGHT_DECAY, fused=True
+    )
+    warmup = _warmup_steps(steps)
+    lr_at = decaying("cosine", peak=lr, final=lr / 10, total_steps=steps, warmup_steps=warmup)
+    return optimizer, lr_at
+
+
+def _warmup_steps(steps: int) -> int:
+    return int(_WARMUP_SHARE * steps)
+
+
+def attach(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, run: Run) -> Any:
     """Attach the method to the model, and return its handle; None for plain DDP."""
     spec, options = split(run.method)
     if spec == DENSE:
         return None
     if isinstance(torchcomp.parse(spec), Schedule):
-        steps = {"total_steps": run.steps, "warmup_steps": warmup_steps}
+        steps = {"total_steps": run.steps, "warmup_steps": _warmup_steps(run.steps)}
         return torchcomp.LocalSGD(model, optimizer, spec, **steps, **options)
     return torchcomp.register(model, spec)
 
@@ -104,22 +113,24 @@ def split(method: str) -> tuple[str, dict[str, str]]:
     return spec, {name: value for name, value in named.items() if value}
 
 
-def draw(text: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw the batch of a step, and return this rank's share of it."""
+def draw(text: Tensor, generator: torch.Generator, batch: int) -> tuple[Tensor, Tensor]:
+    """Draw the batch of a step, of `batch` sequences, and return this rank's share of it."""
     # Every rank draws the whole batch, so that it does not depend on the number of ranks.
-    starts = torch.randint(len(text) - SHAPE.context, (BATCH,), generator=generator)
+    starts = torch.randint(len(text) - SHAPE.context, (batch,), generator=generator)
     return windows(text, starts[dist.get_rank() :: dist.get_world_size()], SHAPE.context)
 
 
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]
-) -> None:
-    """Take one step of this rank's optimizer."""
+) -> Tensor:
+    """Take one step of this rank's optimizer, and return the loss of its batch."""
     inputs, targets = batch
     optimizer.zero_grad()
-    cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+    loss = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     optimizer.step()
+    return loss.detach()
 
 
 @torch.no_grad()

@@ -97,7 +97,11 @@ def test_steps_that_are_checked_late(spec: str) -> None:
     assert not faults_of(body)
 
 
-@pytest.mark.parametrize("spec", only(ECHOED, now=("mean", TOPK, "powersgd(rank=1)")))
+# With pieces, an echoed count of entries is not that of a shard.
+IN_PIECES = [s for s in ECHOED if '"exact"' not in s]
+
+
+@pytest.mark.parametrize("spec", only(IN_PIECES, now=("mean", TOPK, "powersgd(rank=1)")))
 def test_two_levels(spec: str) -> None:
     def body() -> None:
         run = Run(spec, nodes=2, bucket_cap_mb=SMALL_BUCKETS).train(0, 1, 2)

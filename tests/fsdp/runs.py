@@ -25,10 +25,21 @@ def mesh_of(replicas: int, shards: int) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=NAMES)
 
 
+class WithScale(nn.Module):
+    """A model with a parameter of one element, on the first shard only, that is sent last."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.layers, self.scale = mlp(dtype), nn.Parameter(torch.ones(1, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) + 1e-6 * self.scale
+
+
 def shard(module: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
     """Shard every layer with parameters, and the root."""
     for layer in module.children():
-        if list(layer.parameters()):
+        if list(layer.parameters()) and not isinstance(layer, FSDPModule):
             fully_shard(layer, mesh=mesh, **options)
     return fully_shard(module, mesh=mesh, **options)
 

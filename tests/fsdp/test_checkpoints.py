@@ -12,20 +12,13 @@ import torchcomp
 from tests.fsdp.runs import NEEDS_HOOK, Run, weights
 from tests.support.cases import only
 from tests.support.models import loss_of, mlp, rows, wrap
-from tests.support.outcomes import assert_close, flat, raised_by
+from tests.support.outcomes import assert_close, raised_by, unsent
 from tests.support.ranks import on_processes
 from torchcomp import PerRank
 
 pytestmark = NEEDS_HOOK
 
 SPECS = ("ef(topk(0.1))", "bidirectional(topk(0.1), topk(0.1))", "powersgd(rank=1)")
-
-
-def owed(state: Any) -> Tensor:
-    """What the run owes the mean, joined from all ranks."""
-    (whole,) = torchcomp.redistribute(state["states"], 1)
-    debts = [slot["tensors"] for slot in whole["slots"].values() if slot["kind"] == "debt"]
-    return torch.stack([flat(tensors[name] for name in sorted(tensors)) for tensors in debts])
 
 
 def saved(folder: Path, spec: str) -> tuple[Any, Tensor]:
@@ -67,13 +60,13 @@ def test_a_distributed_checkpoint(spec: str, tmp_path: Path) -> None:
     before = on_processes(4, saved, tmp_path, spec)
     for weight, (_, expected) in zip(on_processes(4, resumed, tmp_path, spec), before, strict=True):
         assert torch.equal(weight, expected)
-    wanted = owed(before[0][0])
+    wanted = unsent(before[0][0]["states"])
     assert wanted.any()
     for shape in ((2, 2), (2, 3), (1, 2), (3, 1)):
         after = on_processes(shape[0] * shape[1], converted, tmp_path, spec, shape)
-        assert_close(owed(after[0]), wanted)
+        assert_close(unsent(after[0]["states"]), wanted)
     for nodes in (2, None):
-        assert_close(owed(on_processes(2, as_ddp, tmp_path, spec, nodes)[0]), wanted)
+        assert_close(unsent(on_processes(2, as_ddp, tmp_path, spec, nodes)[0]["states"]), wanted)
 
 
 def missing(folder: Path) -> str:

@@ -1,27 +1,37 @@
 """FSDP2 with replicas: the compressed exchange between them, as in two levels of DDP."""
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import torchcomp
-from tests.fsdp.runs import NEEDS_HOOK, Run, gradients, mesh_of, shard, two_level_ddp, weights
+from tests.fsdp.runs import (
+    NEEDS_HOOK,
+    Run,
+    WithScale,
+    gradients,
+    mesh_of,
+    shard,
+    two_level_ddp,
+    weights,
+)
 from tests.support.cases import only
 from tests.support.models import THROUGH_DDP, loss_of, mlp, rows, wrap
 from tests.support.outcomes import (
     assert_close,
     assert_replicas_equal,
-    flat,
     messages_of,
     raised_by,
     reloaded,
     same,
+    unsent,
 )
 from tests.support.ranks import on_processes
 from torchcomp import SpecError
@@ -30,6 +40,7 @@ pytestmark = NEEDS_HOOK
 
 SPECS = tuple(spec for spec in THROUGH_DDP if "model" not in spec)
 NOW = ("mean", "ef(topk(0.1))", "powersgd(rank=1)")
+MORE = (*NOW, "bidirectional(topk(0.1), topk(0.1))", 'ef(quantize("int8"))')
 TOPK = "ef(topk(0.1))"
 BIDIRECTIONAL = "bidirectional(topk(0.1), topk(0.1))"
 STEPS = range(4)
@@ -44,7 +55,8 @@ def both(shape: tuple[int, int], specs: tuple[str, ...], dtype: torch.dtype) -> 
     return found
 
 
-CASES = [((2, 2), SPECS), ((2, 3), NOW), ((3, 1), NOW), ((2, 3), SPECS), ((3, 1), SPECS)]
+CASES = [((2, 2), MORE), ((2, 3), NOW), ((3, 1), NOW)]
+CASES += [(shape, SPECS) for shape in ((2, 2), (2, 3), (3, 1))]
 
 
 @pytest.mark.parametrize("case", only(CASES, now=CASES[:3]))
@@ -87,6 +99,29 @@ def test_mean_is_what_fsdp2_does_with_a_mesh_of_two_dimensions() -> None:
 # --- Settings ---
 
 
+def with_parameters_in_the_root(evaluated: bool) -> tuple[Tensor, Tensor]:
+    mesh, model = mesh_of(2, 2), mlp(torch.float64)
+    fully_shard(model[0], mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if evaluated:
+        # FSDP2 leaves the root's own parameters gathered after it.
+        with torch.no_grad():
+            model(rows(0))
+    torchcomp.register(model, "mean", replicate=mesh["replicate"], lr_inside=optimizer)
+    for step in STEPS:
+        optimizer.zero_grad()
+        loss_of(model(rows(step))).backward()
+        optimizer.step()
+    return weights(model), Run((2, 2), "mean").train(STEPS)
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_parameters_in_the_root(evaluated: bool) -> None:
+    for ours, expected in on_processes(4, with_parameters_in_the_root, evaluated):
+        assert_close(ours, expected)
+
+
 def accumulated(how: str) -> tuple[Tensor, Tensor, int]:
     """Two backward passes with one exchange: the gradients, the expected ones, and the steps."""
     run, plain = Run((2, 2), "mean"), shard(mlp(torch.float64), mesh_of(2, 2))
@@ -121,33 +156,50 @@ def mixed(param: torch.dtype, reduce: torch.dtype) -> tuple[Tensor, str]:
         (torch.bfloat16, torch.float32),
         (torch.bfloat16, torch.bfloat16),
         (torch.float32, torch.float16),
+        # That of the parameters, or since torch 2.15 that of the optimizer's parameters.
+        (torch.bfloat16, None),
     ],
 )
 def test_mixed_precision_exchanges_in_the_reduce_dtype(
-    param: torch.dtype, reduce: torch.dtype
+    param: torch.dtype, reduce: torch.dtype | None
 ) -> None:
     found = on_processes(4, mixed, param, reduce)
     assert_replicas_equal([weight for weight, _ in found])
+    if reduce is None:
+        reduce = param if torch.__version__ < (2, 15) else torch.float32
     assert {dtype for _, dtype in found} == {str(reduce)}
 
 
 class Recomputed(nn.Sequential):
-    """Layers whose activations are computed again in the backward pass."""
+    """Layers whose activations are computed again in the backward pass, all but the last."""
+
+    reentrant = False
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return x
+        *first, last = self
+        x = x.requires_grad_()  # a reentrant checkpoint needs it
+        for layer in first:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return last(x)
 
 
-def recomputed() -> tuple[Tensor, Tensor]:
-    run = Run((2, 2), TOPK, build=lambda dtype: Recomputed(*mlp(dtype)))
-    return run.train(STEPS), Run((2, 2), TOPK).train(STEPS)
+class Reentrant(Recomputed):
+    """The same, with a backward pass of its own for each layer."""
+
+    reentrant = True
+
+
+def recomputed() -> list[tuple[Tensor, int]]:
+    models = (mlp, lambda dtype: Recomputed(*mlp(dtype)), lambda dtype: Reentrant(*mlp(dtype)))
+    runs = [Run((2, 2), TOPK, build=build) for build in models]
+    return [(run.train(STEPS), run.handle.stats.steps) for run in runs]
 
 
 def test_activation_checkpointing() -> None:
-    for ours, expected in on_processes(4, recomputed):
-        assert torch.equal(ours, expected)
+    for plain, *others in on_processes(4, recomputed):
+        for weight, steps in others:
+            assert torch.equal(weight, plain[0])
+            assert steps == len(STEPS)
 
 
 def swapped() -> Tensor:
@@ -163,6 +215,86 @@ def swapped() -> Tensor:
 
 def test_swap() -> None:
     assert_replicas_equal(on_processes(4, swapped))
+
+
+def listed() -> tuple[Tensor, Tensor]:
+    """A run whose last unit has two modules, and one that takes over in the middle."""
+
+    def build(dtype: torch.dtype) -> nn.Module:
+        module = mlp(dtype)
+        fully_shard([module[0], module[2]], mesh=mesh_of(2, 2)["shard"])
+        return module
+
+    whole, again = (Run((2, 2), TOPK, build=build) for _ in range(2))
+    whole.train([0, 1])
+    again.model.load_state_dict(whole.model.state_dict())
+    again.handle.load_gathered(whole.handle.gather_state_dict(dst=None))
+    return whole.train([2, 3]), again.train([2, 3])
+
+
+def test_a_unit_of_two_modules_resumes() -> None:
+    for whole, resumed_run in on_processes(4, listed):
+        assert torch.equal(whole, resumed_run)
+
+
+def _flushed(run: Any, optimizer: Any, backward: Any) -> list[bool]:
+    """Whether each step after a swap still sends the residual, while the scale does not train."""
+    backward(0)
+    run.handle.swap("mean")
+    found = []
+    for step in range(1, 4):
+        optimizer.param_groups[1]["lr"] = 0.0 if step < 3 else 0.05
+        backward(step)
+        found.append(bool(run.handle.state_dict()["flushing"]))
+    return found
+
+
+def flushes() -> tuple[list[bool], list[bool], Tensor]:
+    """The same on two levels of DDP and with FSDP2: a residual is left on one shard only."""
+    mesh, found = mesh_of(2, 2), []
+    for sharded in (False, True):
+        model: Any = WithScale()
+        model = fully_shard(model, mesh=mesh["shard"]) if sharded else wrap(model)
+        whole = model if sharded else model.module
+        scale = [whole.scale]
+        others = [each for each in model.parameters() if each is not whole.scale]
+        optimizer = torch.optim.SGD([{"params": others}, {"params": scale}], lr=0.05)
+        where: dict[str, Any] = {"replicate": mesh["replicate"]} if sharded else {"nodes": 2}
+        handle = torchcomp.register(model, TOPK, lr_inside=optimizer, **where)
+        if not sharded:
+            handle.averager.regroup([tuple(handle.averager.parameters)])
+
+        def backward(step: int, model: Any = model, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            loss_of(model(rows(step))).backward()
+            optimizer.step()
+
+        found.append(_flushed(SimpleNamespace(handle=handle), optimizer, backward))
+    return found[0], found[1], weights(model)
+
+
+def test_a_flush_ends_at_the_same_step_on_all_shards() -> None:
+    found = on_processes(4, flushes)
+    for ddp, sharded, _ in found:
+        assert ddp == found[0][0] == [True, True, False]
+        assert sharded == found[0][1]
+    assert_replicas_equal([weight for *_, weight in found])
+
+
+def closed_then_registered() -> tuple[str, Tensor]:
+    """Train after a backward pass on a closed handle, and a new register."""
+    run = Run((2, 2), TOPK)
+    run.train([0])
+    run.handle.close()
+    error = raised_by(lambda: run.step(1))
+    run.handle = torchcomp.register(run.model, TOPK, replicate=run.mesh["replicate"])
+    return type(error).__name__, run.train([2, 3])
+
+
+def test_a_closed_handle_raises_and_the_model_can_be_registered_again() -> None:
+    found = on_processes(4, closed_then_registered)
+    assert {name for name, _ in found} == {"RuntimeError"}
+    assert_replicas_equal([weight for _, weight in found])
 
 
 # --- Errors and checkpoints ---
@@ -226,15 +358,9 @@ def saved(shape: tuple[int, int], spec: str) -> Any:
 def loaded(shape: tuple[int, int], spec: str, state: Any) -> Any:
     run = Run(shape, spec)
     run.handle.load_gathered(state)
-    owed = run.handle.gather_state_dict(dst=None)
+    state_then = run.handle.gather_state_dict(dst=None)
     run.train(range(2))
-    return owed, weights(run.model)
-
-
-def unsent(state: Any) -> Tensor:
-    (whole,) = torchcomp.redistribute(state["states"], 1)
-    debts = [slot["tensors"] for slot in whole["slots"].values() if slot["kind"] == "debt"]
-    return torch.stack([flat(tensors[name] for name in sorted(tensors)) for tensors in debts])
+    return state_then, weights(run.model)
 
 
 @pytest.fixture(scope="module")
@@ -253,8 +379,8 @@ def test_other_replicas_and_shards_lose_nothing(
     spec: str, after: tuple[int, int], states: dict[str, Any]
 ) -> None:
     found = on_processes(after[0] * after[1], loaded, after, spec, states[spec])
-    assert unsent(states[spec]).any()
-    assert_close(unsent(found[0][0]), unsent(states[spec]))
+    assert unsent(states[spec]["states"]).any()
+    assert_close(unsent(found[0][0]["states"]), unsent(states[spec]["states"]))
     assert_replicas_equal([weight for _, weight in found])
 
 
@@ -284,6 +410,10 @@ def refused(case: str) -> tuple[str, str]:
     replicate: Any = mesh["replicate"]
     if case == "native mesh":
         shard(model, mesh)
+    elif case == "offload":
+        shard(model, mesh["shard"], offload_policy=CPUOffloadPolicy(pin_memory=False))
+    elif case == "half a model":
+        fully_shard(model[0], mesh=mesh["shard"])
     elif case == "half":
         fully_shard(model, mesh=mesh["shard"], ignored_params=set(model[2].parameters()))
     else:
@@ -297,6 +427,9 @@ def refused(case: str) -> tuple[str, str]:
     elif case == "old torch":
         hook = FSDPModule.set_all_reduce_hook
         del FSDPModule.set_all_reduce_hook
+    if case == "a hook":
+        model[0].set_all_reduce_hook(lambda flat: None)
+    first = case == "twice" and torchcomp.register(model, "mean", replicate=replicate)
     options: dict[str, Any] = {"nodes": {"nodes": 2}, "inside": {"inside": "bf16"}}.get(case, {})
     spec = "bidirectional(topk(0.1, scope='model'), topk(0.1))" if case == "scope" else TOPK
     if case == "disagree" and dist.get_rank() == 2:
@@ -307,7 +440,9 @@ def refused(case: str) -> tuple[str, str]:
         error = raised_by(lambda: torchcomp.register(model, spec, replicate=replicate, **options))
     if case == "old torch":
         FSDPModule.set_all_reduce_hook = hook
-    if case not in ("native mesh", "half"):
+    if first:
+        first.close()
+    if case not in ("native mesh", "half", "half a model", "a hook", "offload"):
         good = torchcomp.register(model, "mean", replicate=mesh["replicate"])
         loss_of(model(rows(0))).backward()
         assert good.stats.steps == 1
@@ -325,6 +460,10 @@ REFUSED = {
     "old torch": ("UnsupportedModelError", "2.7"),
     "scope": ("SpecError", "scope"),
     "disagree": ("RankMismatchError", "mean"),
+    "half a model": ("UnsupportedModelError", "fully_shard"),
+    "a hook": ("UnsupportedModelError", "set_all_reduce_hook"),
+    "offload": ("UnsupportedModelError", "CPUOffloadPolicy"),
+    "twice": ("UnsupportedModelError", "handle.swap"),
     "no replicate": ("UnsupportedModelError", "replicate="),
 }
 

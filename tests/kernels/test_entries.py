@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from tests.kernels.forms import use_form
+from tests.support.cases import only
 from tests.support.threads import torch_threads
 from tests.support.vectors import normal
-from torchcomp.kernels import elias_fano, entries, quantize
+from torchcomp.kernels import elias_fano, entries, pool, quantize
 
 BACKENDS = ["torch", "numba", *(["cuda"] if torch.cuda.is_available() else [])]
 FORMATS = [None, *quantize.FORMATS]
@@ -147,8 +148,10 @@ def test_an_intact_code_leaves_the_first_entry_as_it_was(device, first):
 
 @pytest.mark.parametrize("fmt", [None, "int8", "int4"])
 @pytest.mark.parametrize(("n", "k"), [(64, 9), (100, 60), (1000, 10), (3000, 3), (3000, 1)])
-def test_random_bytes_change_only_the_vector(device, fmt, n, k):
+@pytest.mark.parametrize("chunks", [1, 7])
+def test_random_bytes_change_only_the_vector(device, fmt, n, k, chunks, monkeypatch):
     """Guard elements before and after the vector show writes beyond its bounds."""
+    monkeypatch.setattr(pool, "chunks", lambda entries: chunks)
     generator = np.random.default_rng(n)
     index, parts = message(n, k, fmt)
     for density in [0.05, 0.1, 0.3, 0.5, 0.9] * 10:
@@ -161,6 +164,26 @@ def test_random_bytes_change_only_the_vector(device, fmt, n, k):
         assert around[-100:].eq(1).all()
         inside = torch.ones(n).index_add_(0, index, decoded(parts, k, torch.float32))
         assert around[100:-100].cpu().equal(inside) if intact else around[100].isnan()
+
+
+@pytest.mark.parametrize("shape", only([(600, 60), (600, 400), (90_000, 6000)], now=[(600, 60)]))
+@pytest.mark.parametrize("chunks", [1, 7])
+def test_every_bit_of_an_index_code_is_checked(device, shape, chunks, monkeypatch):
+    n, k = shape
+    monkeypatch.setattr(pool, "chunks", lambda entries: chunks)
+    index, (values, code) = message(n, k, None)
+    whole = torch.zeros(n, device=device)
+    entries.accumulate([moved((values, code), device)], k, whole)
+    assert whole.cpu().equal(torch.zeros(n).index_add_(0, index, values))
+    # Bits all over the code, so also those beside the ends of chunks and blocks.
+    for bit in range(0, 8 * code.numel(), max(1, code.numel() // 8)):
+        bad = code.clone()
+        bad[bit // 8] ^= 1 << bit % 8
+        out = torch.zeros(n, device=device)
+        entries.accumulate([moved((values, bad), device)], k, out)
+        found, intact = elias_fano.decode(bad, n, k)
+        expected = torch.zeros(n).index_add_(0, found, values)
+        assert out.cpu().equal(expected) if intact else out[0].isnan()
 
 
 @pytest.mark.parametrize("fmt", [None, "int8"])

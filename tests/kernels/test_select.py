@@ -227,6 +227,15 @@ def test_one_scratch_for_different_vectors(form):
         assert torch.equal(largest(x, n // 7, scratch), sorted_out(x, n // 7))
 
 
+@pytest.mark.parametrize("n", [20_000, 140_003])
+def test_a_few_entries_far_above_all_others(form, n):
+    """Fewer than a sample is sure to see, and of many magnitudes."""
+    x = normal(n)
+    x[:: n // 150] *= torch.logspace(30, 120, len(x[:: n // 150]), base=2)
+    for k in (20, 100, 160):
+        assert torch.equal(largest(x, k), sorted_out(x, k))
+
+
 @pytest.fixture
 def passes(monkeypatch):
     """Record the bound of every pass that collects candidates."""
@@ -234,10 +243,7 @@ def passes(monkeypatch):
     from torchcomp.kernels import select_numba
 
     bounds, collect = [], select_numba.Candidates._collect
-    spy = lambda self, bits, summands, bound: (  # noqa: E731
-        bounds.append(bound),
-        collect(self, bits, summands, bound),
-    )[1]
+    spy = lambda self, *task: (bounds.append(task[-1]), collect(self, *task))[1]  # noqa: E731
     monkeypatch.setattr(select_numba.Candidates, "_collect", spy)
     return bounds
 

@@ -173,8 +173,8 @@ CASES = [
 ]
 
 
-# Each GPU and each dtype once, with vectors that are aligned or not.
-USUAL = [(80, torch.float32, N), (86, torch.float16, N - 1), (90, torch.bfloat16, N)]
+# The oldest and the newest GPU, with vectors that are aligned or not.
+USUAL = [(80, torch.float32, N - 1), (90, torch.bfloat16, N)]
 
 
 @pytest.mark.parametrize(

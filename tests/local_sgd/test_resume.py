@@ -235,7 +235,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("which", OTHERS)
+@pytest.mark.parametrize("which", some(OTHERS, of=2))
 def test_a_state_of_another_run_is_refused_and_changes_nothing(which):
     options, *words = OTHERS[which]
 

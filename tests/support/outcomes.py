@@ -34,6 +34,13 @@ def assert_replicas_equal(values: list[Tensor]) -> None:
         assert torch.equal(value, values[0]), f"rank {rank} differs from rank 0"
 
 
+def unsent(states: list[Any]) -> Tensor:
+    """Residuals of the states of all ranks, joined as for one rank: a row for each kind."""
+    (whole,) = torchcomp.redistribute(states, 1)
+    debts = [slot["tensors"] for slot in whole["slots"].values() if slot["kind"] == "debt"]
+    return torch.stack([flat(tensors[name] for name in sorted(tensors)) for tensors in debts])
+
+
 def messages(stats: torchcomp.Stats) -> torchcomp.Stats:
     """Return the counters without those of control messages.
 

@@ -4,6 +4,7 @@ The hook submits every bucket. :class:`Flat` averages it over all ranks; :class:
 it within each node first.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -118,9 +119,10 @@ class Buckets(Averaging, ABC):
 
     def close(self, timeout: float | None = None) -> None:
         """Finish the submitted jobs and release threads; see :meth:`.Executor.close`."""
+        end = None if timeout is None else time.monotonic() + timeout
         # The last lane first: each waits for the stream of the one before it.
         for lane in reversed(self._lanes):
-            lane.close(timeout)
+            lane.close(None if end is None else max(0.0, end - time.monotonic()))
 
 
 class Flat(Buckets):

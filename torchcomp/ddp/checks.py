@@ -189,6 +189,11 @@ def _how_to_wrap(model: object) -> str:
             ". DataParallel runs all devices in one process. Start one process per device with "
             "torchrun, and wrap DistributedDataParallel(model.module)"
         )
+    if isinstance(model, nn.Module) and any(isinstance(m, FSDPModule) for m in model.modules()):
+        return (
+            ". fully_shard was called on modules of it, but not on the model itself: do so, and "
+            'pass torchcomp.register(model, spec, replicate=mesh["replicate"])'
+        )
     if isinstance(model, nn.Module):
         return ". Wrap it first: model = DistributedDataParallel(model)"
     return ""

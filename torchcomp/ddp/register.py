@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import wire
@@ -27,11 +25,12 @@ from torchcomp.ddp.checks import (
 )
 from torchcomp.ddp.handle import DDPHandle, hook
 from torchcomp.ddp.two_level import Levels, TwoLevel
+from torchcomp.errors import SpecError
 from torchcomp.exchange import ProcessGroupExchange
-from torchcomp.hooks.arguments import check_arguments, inside_dtype, late_does_not_fit
+from torchcomp.hooks.arguments import Options, late_does_not_fit
 from torchcomp.hooks.executors import transport
 from torchcomp.hooks.log import log_method, log_optimizers
-from torchcomp.hooks.optimizer_lrs import OptimizerLRs, Optimizers
+from torchcomp.hooks.optimizer_lrs import OptimizerLRs
 from torchcomp.nodes import Nodes
 from torchcomp.spec import parse_aggregator
 
@@ -42,13 +41,7 @@ _Checked = tuple[Aggregator, tuple[Group, ...], OptimizerLRs | None, Nodes | Non
 def register_ddp(
     model: DistributedDataParallel,
     spec: str | Component,
-    *,
-    seed: int = 0,
-    scaler: "torch.amp.GradScaler | None" = None,
-    check: str = "step",
-    lr_inside: Optimizers | None = None,
-    nodes: str | int | DeviceMesh | None = None,
-    inside: str | None = None,
+    options: Options,
 ) -> DDPHandle:
     """Install compressed gradient exchange on a DDP model; see :func:`torchcomp.register`."""
     # Without DDP there is no process group in which the ranks could verify anything.
@@ -56,25 +49,21 @@ def register_ddp(
     device = device_of(model)
     # Verify in DDP's own group. Creating a group would hang if another rank has already raised.
     everyone = ProcessGroupExchange(model.process_group, device)
-    unit = "none" if lr_inside is None else "set"
-    arguments = {"spec": spec, "seed": seed, "check": check, "lr_inside": unit, "inside": inside}
+    arguments: dict[str, Any] = {"spec": spec, **options.compared()}
+    ranks = everyone.global_ranks
     aggregator, groups, lrs, divided = everyone.build(
-        "torchcomp.register",
-        {**arguments, "nodes": "a DeviceMesh" if isinstance(nodes, DeviceMesh) else nodes},
-        lambda: _check(
-            model, spec, seed, scaler, check, lr_inside, nodes, inside, everyone.global_ranks
-        ),
+        "torchcomp.register", arguments, lambda: _check(model, spec, options, ranks)
     )
     parameters = dict(trained_parameters(model))
-    make = partial(Averager, aggregator, seed=seed, late=check == "late")
+    make = partial(Averager, aggregator, seed=options.seed, late=options.late)
     buckets: Buckets
     if divided is None:
         exchange, executor = transport(model.process_group, device)
         buckets = Flat(make(exchange, parameters, groups), everyone, executor)
     else:
         levels = Levels(divided, everyone)
-        buckets = TwoLevel(make, parameters, groups, levels, inside_dtype(inside, nodes))
-    handle = DDPHandle(model, buckets, scaler, lrs)
+        buckets = TwoLevel(make, parameters, groups, levels, options.inside_dtype)
+    handle = DDPHandle(model, buckets, options.scaler, lrs)
     # A plain function with the handle as its state: DDP refuses partials and callable objects.
     model.register_comm_hook(handle, hook)
     setattr(model, OWNER, f"{REGISTERED}('{aggregator}')")
@@ -93,19 +82,19 @@ def register_ddp(
 def _check(
     model: DistributedDataParallel,
     spec: str | Component,
-    seed: int,
-    scaler: "torch.amp.GradScaler | None",
-    check: str,
-    lr_inside: Optimizers | None,
-    nodes: object,
-    inside: object,
+    options: Options,
     ranks: Sequence[int],
 ) -> tuple[_Checked, dict[str, Any]]:
     """Return what the arguments stand for, and what must match on all ranks."""
-    check_arguments(seed, scaler, check)
-    inside_dtype(inside, nodes)
+    if options.replicate is not None:
+        raise SpecError(
+            "replicate is for a model of fully_shard. With DistributedDataParallel, all ranks of "
+            "its group are replicas: leave it out",
+            "replicate",
+        )
+    options.require_valid()
     check_model(model)
-    if check == "late" and model.find_unused_parameters and not model.static_graph:
+    if options.late and model.find_unused_parameters and not model.static_graph:
         raise late_does_not_fit(
             "find_unused_parameters=True, which leaves unused parameters as they are"
         )
@@ -115,8 +104,8 @@ def _check(
     # An error in it must be raised on all ranks.
     rehearse_all(aggregator, [parameter for _, parameter in trained])
     groups = partition(trained, bucket_caps(model))
-    lrs = None if lr_inside is None else OptimizerLRs(lr_inside, dict(trained))
-    divided = None if nodes is None else Nodes.of(nodes, ranks)
+    lrs = options.lrs(dict(trained))
+    divided = None if options.nodes is None else Nodes.of(options.nodes, ranks)
     values = {
         "spec": aggregator,
         "nodes": divided and divided.ranks,

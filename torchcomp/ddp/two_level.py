@@ -136,8 +136,11 @@ class TwoLevel(Buckets):
         out = self._pieces.take(
             ranks * pieces.piece.numel, self._inside or dtype, self._levels.everyone.device
         )
-        scattered = self._levels.scatter.reduce_scatter(pieces.cut(parts, out), dtype)
-        return scattered.div_(ranks)
+        pieces.cut(parts, out)
+        if out.dtype != torch.float16:
+            return self._levels.scatter.reduce_scatter(out, dtype).div_(ranks)
+        # As DDP: in this small range, the sum could overflow where the mean does not.
+        return self._levels.scatter.reduce_scatter(out.div_(ranks), dtype)
 
     def _average(self, pieces: Pieces, mine: Tensor, parts: dict[str, Tensor]) -> None:
         """Lane 2: average this rank's piece between the nodes."""

@@ -170,6 +170,12 @@ class Exchange(ABC):
         self._load.control += flags.nbytes * (self.world_size - 1)
         return self._all_gather(flags).view(self.world_size, -1).amax(0)
 
+    def anywhere(self, flags: Tensor) -> Tensor:
+        """Do as :meth:`any_of`; after a :meth:`split`, for the ranks of both levels."""
+        for level in self._levels:
+            flags = level.any_of(flags)
+        return flags
+
     # --- Checks of received frames ---
 
     def receive(
@@ -258,9 +264,7 @@ class Exchange(ABC):
                 return lambda: bool(known())
         found = [entry for level in levels for entry in level._found]
         asked = [question for level in levels for question in level._asked]
-        message = self._conclusion(finite, found, asked)
-        for level in levels:
-            message = level.any_of(message)
+        message = self.anywhere(self._conclusion(finite, found, asked))
         self.reset()
         received = host.copy_from(message)
 

@@ -35,19 +35,19 @@ class PrivateExchange(ProcessGroupExchange):
     def __init__(self, name: str, ranks: Sequence[int], beside: ProcessGroupExchange) -> None:
         rank = list(ranks).index(dist.get_rank())
         Exchange.__init__(self, rank, len(ranks), beside.device, ranks)
-        self.backend, self._timeout = beside.backend, beside.timeout
+        self.backend, self._own_timeout = beside.backend, beside.timeout
         store = PrefixStore(name, distributed_c10d._get_default_store())
         self._own: Any
         if self.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
+            options._timeout = beside.timeout
             self._own = dist.ProcessGroupNCCL(store, rank, len(ranks), options)
         else:
-            self._own = dist.ProcessGroupGloo(store, rank, len(ranks), timeout=self._timeout)
+            self._own = dist.ProcessGroupGloo(store, rank, len(ranks), timeout=beside.timeout)
 
     @property
     def timeout(self) -> timedelta:
-        return self._timeout
+        return self._own_timeout
 
     # `wait` blocks the host for gloo, and the current stream for NCCL.
 

@@ -36,7 +36,8 @@ class ProcessGroupExchange(Exchange):
         device: torch.device | str = "cpu",
     ) -> None:
         self.group = group
-        ranks = dist.get_process_group_ranks(group)
+        members: Any = group or dist.group.WORLD  # torch 2.6 does not take None here
+        ranks = dist.get_process_group_ranks(members)
         super().__init__(dist.get_rank(group), len(ranks), torch.device(device), ranks)
         # Not get_backend: a group that was created without naming a backend has several.
         backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))

@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from torchcomp.aggregators import Aggregator
 from torchcomp.bucket import Bucket
@@ -44,31 +45,55 @@ class FSDPHandle(Handle):
             model.register_forward_pre_hook(self._loss_scale.fetch)
         device = averaging.everyone.device
         self._stream = _new_stream(device) if device.type == "cuda" else None
-        self._task = -1  # the backward pass of the step in flight
+        self._pass = -1  # the backward pass in progress
+        self._begun = False  # whether it has begun a step
         self._failure: Exception | None = None
         self._watch = FiniteWatch(self.averager.exchange)
         self._unsent: dict[str, Tensor] = {}  # of backward passes without an all-reduce, by unit
         self._checked = False
+        model.register_forward_hook(self._after_forward)
         for unit in units:
             unit.module.set_all_reduce_hook(partial(self._reduce, model, unit), stream=self._stream)
 
     def _check_method(self, aggregator: Aggregator) -> None:
         check_method(aggregator)
 
+    # --- Called in the forward pass ---
+
+    # Compiled apart, as FSDP2's own hooks.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after_forward(self, module: nn.Module, args: object, outputs: object) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self._pass = -1  # of a backward pass that raised
+        for output in pytree.tree_leaves(outputs):
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(self._enter)  # type: ignore[no-untyped-call]
+
     # --- Called in the backward pass, in the same order on all ranks ---
+
+    def _enter(self, gradient: Tensor | None = None) -> None:
+        """Note that a backward pass has reached the outputs of the model.
+
+        Reentrant activation checkpointing runs a backward pass of its own for each checkpoint,
+        inside this one. All of them are one step.
+        """
+        if self._pass != torch._C._current_graph_task_id():
+            self._pass, self._begun = torch._C._current_graph_task_id(), False
+            after_backward(self._finish_backward)
 
     def _reduce(self, model: nn.Module, unit: Unit, flat: Tensor) -> None:
         """Average this rank's shard of a unit's gradients over the replicas, in place."""
-        self._require_open("a backward pass")
         if not unit.exchanges:
             # FSDP2 adds `flat` to the gradients after the hook. Keep it until the exchange instead.
-            kept = self._unsent.setdefault(unit.names[0], torch.zeros_like(flat))
-            kept.add_(flat)
+            kept = self._unsent.get(unit.names[0])
+            self._unsent[unit.names[0]] = flat.clone() if kept is None else kept.add_(flat)
             flat.zero_()
             return
         if unit.names[0] in self._unsent:
             flat.add_(self._unsent.pop(unit.names[0]))
-        if self._task != torch._C._current_graph_task_id():
+        if self._pass == -1:
+            self._enter()  # of a loss that is not computed from the outputs of the model
+        if not self._begun:
             self._begin(model)
         if self._failure is None:
             try:
@@ -78,11 +103,11 @@ class FSDPHandle(Handle):
                 self._failure = error
 
     def _begin(self, model: nn.Module) -> None:
-        self._task, self._running = torch._C._current_graph_task_id(), True
+        self._begun = self._running = True
         self._failure = None
-        after_backward(self._finish_backward)
         self._watch = FiniteWatch(self.averager.exchange, "in the shard of rank")
         try:
+            self._require_open("a backward pass")
             if not self._checked:
                 # Units that were made after `register` have no hook.
                 here = {name for unit in units_of(model) for name in unit.names}
@@ -103,25 +128,32 @@ class FSDPHandle(Handle):
         if flat.numel() != shape.numel:
             raise UnsupportedModelError(
                 f"FSDP2 reduces {flat.numel()} elements of a unit with {shape.numel}, because some "
-                f"of its parameters ({unit.names[0]}, ...) got no gradient. Call "
-                "set_reduce_scatter_unused_params(True) on the model, or freeze these parameters "
-                "before torchcomp.register"
+                f"of its parameters ({unit.names[0]}, ...) got no gradient, or were frozen after "
+                "torchcomp.register. Freeze these parameters before it, or call "
+                "set_reduce_scatter_unused_params(True) on the model"
+            )
+        if flat.dtype != shape.dtype:
+            raise UnsupportedModelError(
+                f"FSDP2 reduces the gradients of a unit ({unit.names[0]}, ...) in {flat.dtype}, "
+                f"expected {shape.dtype}. Set reduce_dtype in its MixedPrecisionPolicy"
             )
         # To the unit of the gradients, in which residuals are kept.
-        later = unit.divisor(self._averaging.place.node_size)
-        if later != 1:
-            flat.div_(later)
+        after = unit.divisor(self._averaging.place.node_size)
+        if after != 1:
+            flat.div_(after)
         bucket = Bucket(shape, flat)
         if self.averager.guarded:
             self._watch.before(bucket)
         self.averager.average(bucket)
-        if later != 1:
-            flat.mul_(later)
+        if after != 1:
+            flat.mul_(after)
 
     # --- Called at the end of the backward pass ---
 
     def _finish_backward(self) -> None:
-        self._task, self._running = -1, False
+        self._pass, self._running = -1, False
+        if not self._begun:
+            return  # FSDP2 only accumulates
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

@@ -1,5 +1,6 @@
 """register_fsdp: install compressed gradient exchange between the replicas of an FSDP2 model."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,11 +18,11 @@ from torchcomp.component import Component
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
 from torchcomp.fsdp.handle import FSDPHandle, check_method
-from torchcomp.fsdp.units import Unit, trained_parameters, units_of
-from torchcomp.hooks.arguments import check_arguments
+from torchcomp.fsdp.units import Unit, units_of
+from torchcomp.hooks.arguments import Options
 from torchcomp.hooks.averaging import Averaging
 from torchcomp.hooks.log import log_method, log_optimizers
-from torchcomp.hooks.optimizer_lrs import OptimizerLRs, Optimizers
+from torchcomp.hooks.optimizer_lrs import OptimizerLRs
 from torchcomp.redistribution import Place
 from torchcomp.spec import parse_aggregator
 
@@ -36,20 +37,14 @@ def register_fsdp(
     model: FSDPModule,
     spec: str | Component,
     replicate: DeviceMesh,
-    *,
-    seed: int = 0,
-    scaler: "torch.amp.GradScaler | None" = None,
-    check: str = "step",
-    lr_inside: Optimizers | None = None,
+    options: Options,
 ) -> FSDPHandle:
     """Install compressed exchange between the replicas; see :func:`torchcomp.register`."""
     module: Any = model
     shards, replicas = _levels(module, replicate)
-    inside = "none" if lr_inside is None else "set"
+    arguments: dict[str, Any] = {"spec": spec, **options.compared()}
     aggregator, units, lrs = replicas.build(
-        "torchcomp.register",
-        {"spec": spec, "seed": seed, "check": check, "lr_inside": inside},
-        lambda: _check(module, spec, seed, scaler, check, lr_inside, shards, replicas),
+        "torchcomp.register", arguments, lambda: _check(module, spec, options, shards, replicas)
     )
     # DDP broadcasts the parameters of rank 0; FSDP2 does not know of replicas.
     local = {name: p.to_local() for unit in units for name, p in unit.parameters.items()}
@@ -57,8 +52,15 @@ def register_fsdp(
     everyone = _everyone(replicas)
     pieces = {name: p for unit in units for name, p in unit.like_pieces(shards.world_size).items()}
     groups = [unit.names for unit in units]
-    late = check == "late"
-    averager = Averager(aggregator, replicas, pieces, groups, seed=seed, merged=False, late=late)
+    averager = Averager(
+        aggregator,
+        replicas,
+        pieces,
+        groups,
+        seed=options.seed,
+        merged=False,
+        late=options.late,
+    )
     place = Place(everyone.rank, replicas.rank, shards.rank, shards.world_size)
     # Of whole parameters: without memory.
     whole = {
@@ -67,7 +69,7 @@ def register_fsdp(
         for name, each in unit.parameters.items()
     }
     averaging = Averaging(averager, everyone, place, layout_of(whole))
-    handle = FSDPHandle(module, units, averaging, scaler, lrs)
+    handle = FSDPHandle(module, units, averaging, options.scaler, lrs)
     # On one rank only: the messages would be the same on all ranks.
     if everyone.rank == 0:
         shapes = [averager.shape_of(names) for names in groups]
@@ -118,33 +120,67 @@ def _levels(
 def _check(
     model: nn.Module,
     spec: str | Component,
-    seed: int,
-    scaler: "torch.amp.GradScaler | None",
-    check: str,
-    lr_inside: Optimizers | None,
+    options: Options,
     shards: Exchange,
     replicas: Exchange,
 ) -> tuple[_Checked, dict[str, Any]]:
     """Return what the arguments stand for, and what must match on all ranks."""
+    _check_for_ddp_only(options)
     shared = sorted(set(shards.global_ranks) & set(replicas.global_ranks))
     if shared != [dist.get_rank()]:
         raise SpecError(
-            f"replicate has the ranks {list(replicas.global_ranks)}, and this rank's shards are on "
-            f"{list(shards.global_ranks)}: the two dimensions of a mesh share this rank only, and "
-            f"these share {shared}",
+            f"replicate has {replicas.world_size} ranks, of which {len(shared)} are among the "
+            f"{shards.world_size} shards of this rank's replica. Two dimensions of a mesh share "
+            "one rank",
             "replicate",
         )
-    check_arguments(seed, scaler, check)
+    options.require_valid()
     aggregator = parse_aggregator(spec)
     check_method(aggregator)
     units = units_of(model)
-    trained = dict(trained_parameters(model))
-    rehearse_all(aggregator, [p.to_local() for u in units for p in u.parameters.values()])
-    lrs = None if lr_inside is None else OptimizerLRs(lr_inside, trained)
+    _check_free(units)
+    trained = {name: each for unit in units for name, each in unit.parameters.items()}
+    rehearse_all(aggregator, [each.to_local() for each in trained.values()])
     values = {
         "spec": aggregator,
         "parameters": [(unit.dtype, unit.names) for unit in units],
         "shapes": [(name, tuple(parameter.shape)) for name, parameter in trained.items()],
         "wire version": wire.VERSION,
     }
-    return (aggregator, units, lrs), values
+    return (aggregator, units, options.lrs(trained)), values
+
+
+def _check_for_ddp_only(options: Options) -> None:
+    if options.nodes is not None:
+        raise SpecError(
+            "nodes is for DDP: in FSDP2, the shards of a replica are its node. Leave it out",
+            "nodes",
+        )
+    if options.inside is not None:
+        raise SpecError(
+            "inside is for DDP. For FSDP2, pass mp_policy=MixedPrecisionPolicy("
+            "reduce_dtype=torch.bfloat16) to fully_shard",
+            "inside",
+        )
+
+
+def _check_free(units: Iterable[Unit]) -> None:
+    for unit in units:
+        hook = unit.hook
+        handle = getattr(getattr(hook, "func", None), "__self__", None)
+        if isinstance(handle, FSDPHandle):
+            if not handle.closed:
+                raise UnsupportedModelError(
+                    f"torchcomp.register('{handle.method}') is already installed on this model. "
+                    "Use handle.swap(spec) to change the method"
+                )
+        elif hook is not None:
+            raise UnsupportedModelError(
+                "a module of the model already has an all-reduce hook, and FSDP2 allows only one. "
+                "Do not call set_all_reduce_hook together with torchcomp"
+            )
+        if unit.offloads:
+            raise UnsupportedModelError(
+                "the model has CPUOffloadPolicy, which is not supported: the parameters are on the "
+                "CPU, and the gradients that are exchanged are not. Leave out offload_policy"
+            )

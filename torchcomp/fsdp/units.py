@@ -4,13 +4,15 @@ torch has no public interface for the order of these parameters, nor for whether
 should exchange them. Every private name that stands for them is used in this file.
 """
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from torchcomp.bucket import BucketShape
@@ -55,9 +57,21 @@ class Unit:
 
     def _like(self, chunk: Chunk) -> Tensor:
         local = self.parameters[chunk.name].to_local().detach()
-        same = local.dtype == self.dtype and local.numel() and list(local.shape) == [*chunk.shape]
-        # A view where possible: only shape, dtype and device have a meaning.
-        return local if same else local.new_empty(chunk.shape, dtype=self.dtype)
+        like, memory = local.new_empty(0, dtype=self.dtype), local.untyped_storage()
+        # In the memory of the parameter where it fits: only shape, dtype and device have a meaning.
+        if prod(chunk.shape) * self.dtype.itemsize > memory.nbytes():
+            return local.new_empty(chunk.shape, dtype=self.dtype)
+        return like.set_(memory, 0, chunk.shape, chunk.stride)
+
+    @property
+    def hook(self) -> Any:
+        """The all-reduce hook that is installed, or None."""
+        return _group_of(self.module)._all_reduce_hook
+
+    @property
+    def offloads(self) -> bool:
+        """Whether FSDP2 keeps the parameters on the CPU."""
+        return any(parameter.offload_to_cpu for parameter in _group_of(self.module).fsdp_params)
 
     @property
     def exchanges(self) -> bool:
@@ -94,24 +108,45 @@ def units_of(model: nn.Module) -> list[Unit]:
         UnsupportedModelError: if a trained parameter is not sharded by FSDP2 along its first
             dimension over a mesh of one dimension, the same for all.
     """
-    named = {id(parameter): name for name, parameter in trained_parameters(model)}
-    units = []
+    named = {id(parameter): name for name, parameter in _trained_parameters(model)}
+    units, seen = [], set()
     modules: Iterable[Any] = (each for each in model.modules() if isinstance(each, FSDPModule))
     for module in modules:
         group = _group_of(module)
-        if group is None:
+        # fully_shard([a, b]) makes one group of two modules.
+        if group is None or id(group) in seen:
             continue
-        parameters = [each.sharded_param for each in group.fsdp_params]
-        trained = {named[id(p)]: p for p in parameters if id(p) in named}
+        seen.add(id(group))
+        found = [(_name(each, named), each.sharded_param) for each in group.fsdp_params]
+        trained = {name: parameter for name, parameter in found if name}
         if trained:
-            policy, first = group.mp_policy, next(iter(trained.values()))
-            dtype = policy.reduce_dtype or policy.param_dtype or first.dtype
-            units.append(Unit(module, trained, dtype))
+            units.append(Unit(module, trained, _reduce_dtype(group)))
     _check(model, units)
     return units
 
 
-def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _reduce_dtype(group: Any) -> torch.dtype:
+    """Return in which dtype FSDP2 reduces the gradients of its group of parameters."""
+    trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+    dtypes = [each.sharded_param.dtype for each in trained]
+    one_policy: MixedPrecisionPolicy | None = getattr(group, "mp_policy", None)
+    if one_policy is not None:
+        return one_policy.reduce_dtype or one_policy.param_dtype or dtypes[0]
+    # Since torch 2.15, each parameter has its own policy, and param_dtype does not decide.
+    policies: list[MixedPrecisionPolicy] = [each.mp_policy for each in trained]
+    found = [policy.reduce_dtype or dtype for policy, dtype in zip(policies, dtypes, strict=True)]
+    return functools.reduce(torch.promote_types, found)
+
+
+def _name(parameter: Any, named: dict[int, str]) -> str | None:
+    """Return the name of a parameter of FSDP2, or None if it is not trained."""
+    # While a unit is gathered, its modules have other parameters: in a forward or backward pass,
+    # and for the root module also after an evaluation.
+    gathered = getattr(parameter, "unsharded_param", None)
+    return named.get(id(parameter.sharded_param)) or named.get(id(gathered))
+
+
+def _trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return (name, parameter) pairs of what is trained, in registration order."""
     # As for DDP, a checkpoint fits both the compiled and the plain model.
     return [
@@ -122,10 +157,11 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _check(model: nn.Module, units: Iterable[Unit]) -> None:
-    managed = {name for unit in units for name in unit.names}
+    managed = {name: each for unit in units for name, each in unit.parameters.items()}
     meshes = set()
-    for name, parameter in trained_parameters(model):
-        if name not in managed or not isinstance(parameter, DTensor):
+    for name, _ in _trained_parameters(model):
+        parameter = managed.get(name)
+        if parameter is None:
             raise UnsupportedModelError(
                 f"parameter '{name}' is not sharded, and nothing would average its gradient. Call "
                 "fully_shard on the root module as well, before torchcomp.register"

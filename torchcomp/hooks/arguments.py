@@ -1,23 +1,79 @@
-"""Checks of the arguments of `register` that do not depend on the kind of model."""
+"""The arguments of `register`, and what of them does not depend on the kind of model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchcomp.checks import check_choice
 from torchcomp.errors import SpecError
+from torchcomp.hooks.optimizer_lrs import OptimizerLRs, Optimizers
 from torchcomp.keys import check_seed
 
 
-def check_arguments(seed: object, scaler: object, check: object) -> None:
-    """Require a valid seed, scaler and time of the check.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The keyword arguments of :func:`torchcomp.register`, which describes them."""
 
-    Raises:
-        SpecError: if one is invalid, or if they do not fit together.
-    """
-    check_seed(seed)
-    check_scaler(scaler)
-    check_choice("check", check, ("step", "late"))
-    if check == "late" and isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
-        raise late_does_not_fit("a GradScaler, which skips steps that overflow")
+    seed: int = 0
+    scaler: "torch.amp.GradScaler | None" = None
+    check: str = "step"
+    lr_inside: Optimizers | None = None
+    nodes: str | int | DeviceMesh | None = None
+    inside: str | None = None
+    replicate: DeviceMesh | None = None
+
+    def compared(self) -> dict[str, Any]:
+        """Return what must match on all ranks."""
+        return {
+            "seed": self.seed,
+            "check": self.check,
+            # Each rank has its own optimizers and meshes.
+            "lr_inside": "none" if self.lr_inside is None else "set",
+            "nodes": "a DeviceMesh" if isinstance(self.nodes, DeviceMesh) else self.nodes,
+            "inside": self.inside,
+            "replicate": "none" if self.replicate is None else "set",
+        }
+
+    def require_valid(self) -> None:
+        """Require valid values that fit together.
+
+        Raises:
+            SpecError: if one is invalid, or if they do not fit together.
+        """
+        check_seed(self.seed)
+        check_scaler(self.scaler)
+        check_choice("check", self.check, ("step", "late"))
+        scaler: Any = self.scaler
+        if self.late and scaler is not None and scaler.is_enabled():
+            raise late_does_not_fit("a GradScaler, which skips steps that overflow")
+        if self.inside is not None:
+            check_choice("inside", self.inside, ("bf16",))
+            if self.nodes is None:
+                raise SpecError(
+                    "inside is for the exchange inside a node: pass nodes as well, or leave it out",
+                    "inside",
+                )
+
+    @property
+    def late(self) -> bool:
+        """Whether a step is verified in the next one."""
+        return self.check == "late"
+
+    @property
+    def inside_dtype(self) -> torch.dtype | None:
+        """Dtype of messages inside a node; None is that of the gradients."""
+        return None if self.inside is None else torch.bfloat16
+
+    def lrs(self, parameters: Mapping[str, torch.Tensor]) -> OptimizerLRs | None:
+        """Return the learning rates of the parameters, or None without `lr_inside`.
+
+        Raises:
+            SpecError: if a parameter is in no optimizer of `lr_inside`, or in several.
+        """
+        return None if self.lr_inside is None else OptimizerLRs(self.lr_inside, parameters)
 
 
 def check_scaler(scaler: object) -> None:
@@ -33,20 +89,3 @@ def late_does_not_fit(needs: str) -> SpecError:
         "check='step'",
         "check",
     )
-
-
-def inside_dtype(inside: object, nodes: object) -> torch.dtype | None:
-    """Return the dtype of messages inside a node; None is that of the gradients.
-
-    Raises:
-        SpecError: if `inside` is invalid, or there are no nodes.
-    """
-    if inside is None:
-        return None
-    check_choice("inside", inside, ("bf16",))
-    if nodes is None:
-        raise SpecError(
-            "inside is for the exchange inside a node: pass nodes as well, or leave it out",
-            "inside",
-        )
-    return torch.bfloat16

@@ -37,7 +37,7 @@ class Averaging:
     @property
     def two_levels(self) -> bool:
         """Whether the averager's ranks are nodes."""
-        return self.averager.exchange.world_size != self.everyone.world_size
+        return self.place.node_size > 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank; see :meth:`.Averager.state_dict`."""

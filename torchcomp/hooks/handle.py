@@ -145,7 +145,10 @@ class Handle(OfOneProcess, Gatherable):
         return self._averaging.place
 
     def close(self) -> None:
-        """End the worker thread. The model cannot train afterwards: DDP cannot remove a hook."""
+        """End the exchange and its threads. The model cannot train afterwards.
+
+        DDP and FSDP2 keep the hook. Connections between ranks end with the model and the handle.
+        """
         self._closed = True
         if self._finalizer.detach() is not None:
             self._averaging.close()

@@ -26,7 +26,7 @@ from torchcomp.ddp.register import register_ddp
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.gathering import Gatherable
-from torchcomp.hooks.arguments import check_scaler
+from torchcomp.hooks.arguments import Options, check_scaler
 from torchcomp.jointspar.bandit import Baseline, Literal, Mask, Vector
 from torchcomp.jointspar.layers import (
     Layers,
@@ -197,7 +197,7 @@ class JointSpar(Gatherable):
         key = Key(seed, rank=self._exchange.rank)
         self._sampler = Sampler(options, self.layers, self._costs_in_advance(costs), key)
         method = Sampled(inner, self._sampler)
-        self._handle = register_ddp(model, method, seed=seed, scaler=scaler)
+        self._handle = register_ddp(model, method, Options(seed=seed, scaler=scaler))
         averager = self._handle.averager
         # A DDP bucket can contain several layers, and each step keeps different ones.
         averager.regroup(by_layer(averager.groups, self._sampler.layer_of))

@@ -89,19 +89,19 @@ def encode(index: Tensor, n: int) -> Tensor:
         return index.new_empty(0, dtype=torch.uint8)
     if not host.can_read(index):
         return encode_all(index, [Segment(0, n, k)])[0]
-    # Compiled kernels do not check bounds: after a bug in a selector they would write to arbitrary
-    # memory.
-    if not (index[0] >= 0 and index[-1] < n and (index[1:] > index[:-1]).all()):
+    fast = backend.host_form("elias_fano", index)
+    if fast is None:
+        ascending = index[0] >= 0 and index[-1] < n and bool((index[1:] > index[:-1]).all())
+    else:
+        out = torch.empty(nbytes(n, k), dtype=torch.uint8)
+        ascending = fast.encode(index.numpy(), n, low_bits(n, k), out.numpy())
+    # Callers then use the indices in compiled kernels, which do not check bounds.
+    if not ascending:
         raise ValueError(
             f"Elias-Fano can encode only indices that ascend strictly within [0, {n}); check the "
             "selector that chose them"
         )
-    fast = backend.host_form("elias_fano", index)
-    if fast is None:
-        return encode_all(index, [Segment(0, n, k)])[0]
-    out = torch.empty(nbytes(n, k), dtype=torch.uint8)
-    fast.encode(index.numpy(), n, low_bits(n, k), out.numpy())
-    return out
+    return encode_all(index, [Segment(0, n, k)])[0] if fast is None else out
 
 
 def encode_all(index: Tensor, segments: Sequence[Segment]) -> list[Tensor]:

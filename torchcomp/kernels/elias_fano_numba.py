@@ -1,7 +1,8 @@
 """Elias-Fano coding in Numba, for the CPU. The results equal those of plain torch bit for bit.
 
-Encoding many entries uses several threads. Decoding one code is serial and releases the GIL, so
-that the caller can decode several codes in parallel. It has three steps:
+Encoding many entries uses several threads. Decoding is serial and releases the GIL. It can start at
+any word of the high part, so that the caller can decode parts of a code in parallel. It has three
+steps:
 
 1. write the positions of the set bits of the high part;
 2. turn the positions into indices by adding the low parts;
@@ -27,33 +28,28 @@ trailing_zeros: Any = numbers.trailing_zeros
 _USUAL = 32
 """Typical number of set bits in a 64-bit word of the high part. It rarely exceeds two thirds."""
 
-# Four low parts of at most 16 bits each are at most 64 bits. Four parts of any width l are 4 l
-# bits, so a group starts at bit 0 or 4 of a byte, and one 64-bit read covers it.
+# Four low parts of at most 14 bits are at most 56 bits. A group starts at any of the 8 bits of a
+# byte, so one 64-bit read covers it.
 _GROUP = 4
-_NARROW = 16
+_NARROW = 14
 
 
-def encode(index: Array, n: int, low: int, out: Array) -> None:
-    """Write the code of 0 < k < n indices to `out`. Both arrays are contiguous."""
-    k, chunks = index.size, pool.chunks(index.size)
-    # No two tasks write to the same byte, so tasks need no locks.
-    words = (k + (n >> low)) // 64 + 2 if low else (n + 63) // 64
+def encode(index: Array, n: int, low: int, out: Array) -> bool:
+    """Write the code of 0 < k < n indices to `out`. Both arrays are contiguous.
 
-    def work(chunk: int) -> None:
-        # Start at a multiple of 64 entries: 64 low parts of any width end at a whole byte.
-        start, stop = (k * end // chunks & ~63 for end in (chunk, chunk + 1))
-        _encode_entries(index, low, out, start, k if chunk == chunks - 1 else stop)
-        start, stop = (words * end // chunks for end in (chunk, chunk + 1))
-        _encode_words(index, low, out, start, stop)
-
-    pool.each(work, chunks)
+    Return False if the indices do not ascend strictly within [0, n). Then `out` is undefined.
+    """
+    chunks = pool.chunks(index.size)
+    ascending = np.empty(chunks, np.bool_)
+    pool.each(lambda chunk: _encode(index, n, low, out, chunk, ascending), chunks)
+    return bool(ascending.all())
 
 
 # --- Words ----------------------------------------------------------------------------------------
 
 
-# LLVM compiles each loop over 8 bytes, and _ones, to one instruction. For the loops it does so only
-# if no index can be negative. This is why the indices below are np.uint64.
+# LLVM compiles each loop over 8 bytes, and `ones`, to one instruction. For the loops it does so
+# only if no index can be negative. This is why the indices below are np.uint64.
 
 
 @kernel(inline="always")
@@ -85,7 +81,7 @@ def _put_word(out: Array, byte: int, word: Any) -> None:
 
 
 @kernel(inline="always")
-def _ones(word: Any) -> Any:
+def ones(word: Any) -> Any:
     """Return the number of set bits."""
     # Add neighbouring counts of 1, 2 and 4 bits in place. The product sums the 8 bytes.
     word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
@@ -96,6 +92,32 @@ def _ones(word: Any) -> Any:
 
 
 # --- Encode and decode ----------------------------------------------------------------------------
+
+
+@kernel()
+def ascends(index: Array) -> bool:
+    """Return whether each element is larger than the one before."""
+    lower, upper = index[:-1], index[1:]
+    wrong = 0
+    for i in range(lower.size):  # no early exit, so LLVM can vectorize the loop
+        wrong += lower[i] >= upper[i]
+    return wrong == 0
+
+
+@kernel()
+def _encode(index: Array, n: int, low: int, out: Array, chunk: int, ascending: Array) -> None:
+    """Write one of ``ascending.size`` parts of the code, and check as many indices."""
+    # No two parts have a byte in common, so threads need no locks.
+    k, chunks = index.size, ascending.size
+    # Start at a multiple of 64 entries: 64 low parts of any width end at a whole byte.
+    start, stop = (k * chunk // chunks) & ~63, (k * (chunk + 1) // chunks) & ~63
+    if chunk == chunks - 1:
+        stop = k
+    within = index[0] >= 0 and index[k - 1] < n
+    ascending[chunk] = within and ascends(index[max(start - 1, 0) : stop])
+    _encode_entries(index, low, out, start, stop)
+    words = (k + (n >> low)) // 64 + 2 if low else (n + 63) // 64
+    _encode_words(index, low, out, words * chunk // chunks, words * (chunk + 1) // chunks)
 
 
 @kernel()
@@ -158,74 +180,116 @@ def decode(raw: Array, n: int, low: int, index: Array) -> bool:
         raw: the code, contiguous, of the length for `n` and k.
         n: number of entries that the indices were chosen from.
         low: width of a low part in bits.
-        index: contiguous, 0 < k < n elements; int64, or uint32 if :func:`fits_32_bits`.
+        index: contiguous int64, 0 < k < n elements.
     """
     k = index.size
-    cut = (k * low + 7) >> 3
-    # The padding of the low part's last byte must be zero.
-    if k * low & 7 and raw[cut - 1] >> (k * low & 7):
-        return False
-    if not _find_ones(raw, cut, index):
-        return False
-    if low:
-        _add_low_parts(raw, low, index)
-    if index[k - 1] >= n:
-        return False
-    lower, upper = index[:-1], index[1:]
-    wrong = 0
-    for i in range(lower.size):  # no early exit, so LLVM can vectorize the loop
-        wrong += lower[i] >= upper[i]
-    return wrong == 0
-
-
-def fits_32_bits(n: int, k: int, low: int) -> bool:
-    """Return whether every index that any code, intact or damaged, decodes to is below 2^32."""
-    return n + ((k + 64) << low) <= 1 << 32
+    count, word, _ = decode_below(raw, k, low, n, 0, 0, index)
+    return bool(
+        count == k
+        and word == last_word(raw, k, low)
+        and padding_is_zero(raw, k, low)
+        and index[k - 1] < n
+        and ascends(index)
+    )
 
 
 @kernel()
-def _find_ones(raw: Array, cut: int, index: Array) -> bool:
-    """Write the positions of the bits that are set from byte `cut` on.
+def last_word(raw: Array, k: int, low: int) -> int:
+    """Return the number of the high part's last 64-bit word, counted from 0."""
+    return (raw.size - ((k * low + 7) >> 3) - 1) >> 3
 
-    Return False if there are not exactly k of them.
+
+@kernel()
+def padding_is_zero(raw: Array, k: int, low: int) -> bool:
+    """Return whether the low part's last byte is padded with zeros."""
+    bits = k * low
+    return bits & 7 == 0 or raw[bits >> 3] >> (bits & 7) == 0
+
+
+@kernel()
+def start_of(raw: Array, k: int, low: int, begin: int, word: int, rank: int) -> Any:
+    """Find where to start decoding the entries whose index is at least `begin`.
+
+    Args:
+        raw: the code, contiguous.
+        k: number of entries of the code.
+        low: width of a low part in bits.
+        begin: an index, a multiple of 2^low.
+        word: where to start the search: the result for an earlier `begin`, or 0.
+        rank: number of entries in the words before it.
+
+    Returns:
+        A word of the high part, and the number of entries in the words before it. All entries
+        below `begin` are in these words or in this one.
     """
-    k, rank = index.size, 0
-    for word in range((raw.size - cut + 7) >> 3):
+    cut, step, last = (k * low + 7) >> 3, 1 if low else 0, last_word(raw, k, low)
+    while word < last:
+        after = rank + ones(_word_at(raw, cut + 8 * word))
+        # Before a bit, there are as many zeros as its high part. A bitmap has no high parts.
+        if (64 * (word + 1) - after * step) << low >= begin:
+            break
+        word, rank = word + 1, after
+    return word, rank
+
+
+@kernel()
+def decode_below(raw: Array, k: int, low: int, end: int, word: int, rank: int, index: Array) -> Any:
+    """Decode the entries whose index is below `end`, and all others of the last word with any.
+
+    Args:
+        raw: the code, contiguous.
+        k: number of entries of the code.
+        low: width of a low part in bits.
+        end: an index, a multiple of 2^low or the length of the vector.
+        word: the first word of the high part to decode.
+        rank: number of entries in the words before it.
+        index: contiguous int64, for the indices.
+
+    Returns:
+        The number of indices, or -1 if they do not fit or are more than k - rank; the last word
+        that was decoded; and the number of entries in the words before it. Those are the `word` and
+        `rank` to go on with: a word can have entries on both sides of `end`.
+    """
+    cut, step, last = (k * low + 7) >> 3, 1 if low else 0, last_word(raw, k, low)
+    count, before, room = 0, 0, min(index.size, k - rank)
+    while word <= last and (64 * word - (rank + count) * step) << low < end:
         bits, base = _word_at(raw, cut + 8 * word), 64 * word
-        after = rank + _ones(bits)
-        # A damaged code can have more set bits than `index` has elements.
-        if after > k:
-            return False
+        before, after = count, count + ones(bits)
+        # A damaged code can have more set bits than entries.
+        if after > room:
+            return -1, word, rank
         # Use a fixed number of iterations. The end of a loop that depends on the bits would be
         # mispredicted for every word. The next words overwrite what this writes in excess.
-        if rank + _USUAL <= k:
-            for i in range(np.uint64(rank), np.uint64(rank + _USUAL)):
+        if count + _USUAL <= room:
+            for i in range(np.uint64(count), np.uint64(count + _USUAL)):
                 index[i] = base + np.int64(trailing_zeros(bits))
                 bits &= bits - np.uint64(1)
-            rank += _USUAL
-        for i in range(rank, after):
+            count += _USUAL
+        for i in range(count, after):
             index[np.uint64(i)] = base + np.int64(trailing_zeros(bits))
             bits &= bits - np.uint64(1)
-        rank = after
-    return rank == k
+        word, count = word + 1, after
+    if low:
+        _add_low_parts(raw, low, rank, index[:count])
+    return count, word - 1, rank + before
 
 
 @kernel()
-def _add_low_parts(raw: Array, low: int, index: Array) -> None:
-    """Turn the positions of bits in the high part into indices."""
+def _add_low_parts(raw: Array, low: int, first: int, index: Array) -> None:
+    """Turn the positions of bits in the high part into indices. `first` is the first one's rank."""
     # Bit (x_i div 2^l) + i is set for entry i, so x_i = ((position - i) << l) | low part.
     mask = (np.uint64(1) << np.uint64(low)) - np.uint64(1)
-    groups = (
-        min(index.size // _GROUP, (raw.size - 8) * 8 // (_GROUP * low)) if low <= _NARROW else 0
-    )
+    groups = 0
+    if low <= _NARROW:
+        groups = min(index.size, (raw.size - 8) * 8 // low - first) // _GROUP
     for group in range(groups):
-        bit = _GROUP * group * low
+        bit = (first + _GROUP * group) * low
         word = _whole_word_at(raw, bit >> 3) >> np.uint64(bit & 7)
         for j in range(_GROUP):
             i = np.uint64(_GROUP * group + j)
             part = (word >> np.uint64(j * low)) & mask
-            index[i] = (np.uint64(index[i]) - i) << np.uint64(low) | part
+            index[i] = (np.uint64(index[i]) - np.uint64(first) - i) << np.uint64(low) | part
     for rank in range(max(groups, 0) * _GROUP, index.size):
-        i, bit = np.uint64(rank), rank * low
+        i, bit = np.uint64(rank), (first + rank) * low
         part = (_word_at(raw, bit >> 3) >> np.uint64(bit & 7)) & mask
-        index[i] = (np.uint64(index[i]) - i) << np.uint64(low) | part
+        index[i] = (np.uint64(index[i]) - np.uint64(first) - i) << np.uint64(low) | part

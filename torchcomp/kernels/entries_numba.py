@@ -1,10 +1,8 @@
 """Entries of messages in Numba, for the CPU. The results equal those of plain torch bit for bit.
 
-Messages are added in two passes:
-
-1. Decode the indices of each message and check them.
-2. Add the values. This pass goes through the vector in blocks and adds all messages to a block
-   while it is in the cache.
+Messages are added block by block of the vector. In each block, for each message, the indices are
+decoded and checked and the values added, while the block and the indices are in the cache. Several
+threads take a chunk of the vector each. A first look at the codes finds where each chunk starts.
 
 Within a block, messages are added in order. The sum of an entry is therefore the same as without
 blocks.
@@ -20,7 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchcomp.kernels import pool
-from torchcomp.kernels.elias_fano_numba import decode, fits_32_bits
+from torchcomp.kernels.elias_fano_numba import (
+    ascends,
+    decode_below,
+    last_word,
+    padding_is_zero,
+    start_of,
+)
 from torchcomp.kernels.numba_jit import kernel
 from torchcomp.kernels.quantize_numba import value_at
 
@@ -28,6 +32,9 @@ Array = NDArray[Any]
 
 _BLOCK_BYTES = 1 << 17
 """Size of a block of the vector, chosen to fit into the L2 cache while messages are added."""
+
+_LEAST = 1 << 9
+"""Blocks are larger if a message would have fewer entries in them, on average."""
 
 
 def subtract(x: Tensor, index: Tensor, fields: Sequence[Tensor], weight: float) -> None:
@@ -40,8 +47,9 @@ def subtract(x: Tensor, index: Tensor, fields: Sequence[Tensor], weight: float) 
         weight: factor on the values.
     """
     k, chunks = index.numel(), pool.chunks(index.numel())
+    values = fields[-1].numpy()
     # Plain values have no scales. The kernel still takes an array for them but does not read it.
-    values, scales = fields[-1].numpy(), fields[0].numpy()
+    scales = fields[0].numpy() if len(fields) > 1 else values
     task = x.detach().numpy(), index.numpy(), values, scales, weight
     pool.each(lambda i: _subtract(*task, k * i // chunks, k * (i + 1) // chunks), chunks)
 
@@ -49,7 +57,9 @@ def subtract(x: Tensor, index: Tensor, fields: Sequence[Tensor], weight: float) 
 def accumulate(
     messages: Sequence[Sequence[Tensor]], k: int, low: int, out: Tensor, weight: float
 ) -> bool:
-    """Add `weight` times each message whose code is intact. Return False if a code is damaged.
+    """Add `weight` times each message. Return False if a code is damaged.
+
+    Then any entries can have been added.
 
     Args:
         messages: for each message its fields, contiguous: values as for :func:`subtract`, then
@@ -65,23 +75,14 @@ def accumulate(
     addresses = [(m[0].data_ptr(), m[-2].data_ptr(), m[-1].data_ptr()) for m in messages]
     table = np.array(addresses, np.int64)
     code, values = messages[0][-1].numpy(), messages[0][-2].numpy()
-    # 32-bit indices halve the memory that the first pass writes and the second pass reads.
-    index = np.empty((count, k), np.uint32 if fits_32_bits(n, k, low) else np.int64)
-    intact, target = np.empty(count, np.bool_), out.detach().numpy()
-    chunks = pool.chunks(count * k)
-    # A code decodes serially, so the unit of the first pass is a message. Little work stays in one
-    # call.
-    tasks = 1 if chunks == 1 else count
-
-    def decode_some(i: int) -> None:
-        _decode(table, code, n, low, index, intact, count * i // tasks, count * (i + 1) // tasks)
-
-    def add_up(i: int) -> None:
-        ends = n * i // chunks, n * (i + 1) // chunks
-        _add_up(index, intact, table, values, target, *ends, weight)
-
-    pool.each(decode_some, tasks)
-    pool.each(add_up, chunks)
+    target, chunks = out.detach().numpy(), pool.chunks(count * k)
+    # Multiples of 2^low, so that the high part of an index decides its chunk.
+    ends = np.array([n * chunk // chunks >> low << low for chunk in range(chunks)] + [n])
+    starts, intact = np.zeros((chunks, count, 2), np.int64), np.empty(chunks, np.bool_)
+    if chunks > 1:
+        pool.each(lambda i: _find_starts(table, code, k, low, ends, starts, i), count)
+    task = table, code, values, k, low, ends, starts, target, weight, intact
+    pool.each(lambda chunk: _add_up(*task, chunk), chunks)
     return bool(intact.all())
 
 
@@ -116,60 +117,74 @@ def _subtract(
 
 
 @kernel()
-def _decode(
-    table: Array,
-    like: Array,
-    n: int,
-    low: int,
-    index: Array,
-    intact: Array,
-    start: int,
-    stop: int,
+def _find_starts(
+    table: Array, like: Array, k: int, low: int, ends: Array, starts: Array, i: int
 ) -> None:
-    for i in range(start, stop):
-        code = carray(_pointer(table[i, 2]), (like.size,), like.dtype)
-        intact[i] = decode(code, n, low, index[i])
+    """Write where the entries of message `i` start in each chunk: a word and a rank."""
+    code = carray(_pointer(table[i, 2]), (like.size,), like.dtype)
+    word, rank = 0, 0
+    for chunk in range(starts.shape[0]):
+        word, rank = start_of(code, k, low, ends[chunk], word, rank)
+        starts[chunk, i, 0], starts[chunk, i, 1] = word, rank
 
 
 @kernel()
 def _add_up(
-    index: Array,
-    intact: Array,
     table: Array,
-    like: Array,
+    like_code: Array,
+    like_values: Array,
+    k: int,
+    low: int,
+    ends: Array,
+    starts: Array,
     out: Array,
-    begin: int,
-    end: int,
     weight: float,
+    intact: Array,
+    chunk: int,
 ) -> None:
-    """Add the entries from `begin` to `end` of all messages."""
-    count, k = index.shape
-    # The next entry of each message. Position k, the end, makes a damaged message add nothing.
-    position = np.empty(count, np.int64)
-    for i in range(count):
-        position[i] = np.searchsorted(index[i], begin) if intact[i] else k
-    size, factor = _BLOCK_BYTES // out.itemsize, out.dtype.type(weight)
-    for start in range(begin, end, size):
-        stop = min(start + size, end)
+    """Add the entries of all messages in a chunk of the vector."""
+    begin, end, count = ends[chunk], ends[chunk + 1], table.shape[0]
+    factor, whole = out.dtype.type(weight), True
+    size = max(_BLOCK_BYTES // out.itemsize, _LEAST * out.size // k, 1 << low) >> low << low
+    # The words at both ends of a block can have 63 entries of other blocks each.
+    index = np.empty(min(size + 126, k), np.int64)
+    word, rank, stop = starts[chunk, :, 0], starts[chunk, :, 1], begin
+    while stop < end:
+        start, stop = stop, min(stop + size, end)
         for i in range(count):
-            values = carray(_pointer(table[i, 1]), (like.size,), like.dtype)
-            scales = carray(_pointer(table[i, 0]), (like.size,), np.float32)
-            position[i] = _add_below(index[i], position[i], stop, values, scales, out, factor)
+            code = carray(_pointer(table[i, 2]), (like_code.size,), like_code.dtype)
+            values = carray(_pointer(table[i, 1]), (like_values.size,), like_values.dtype)
+            scales = carray(_pointer(table[i, 0]), (like_values.size,), np.float32)
+            first = rank[i]
+            found, word[i], rank[i] = decode_below(code, k, low, stop, word[i], first, index)
+            decoded = index[: max(found, 0)]
+            _add(decoded, start, stop, values, scales, first, out, factor)
+            whole = whole and found >= 0 and ascends(decoded)
+            if stop == out.size:
+                whole = whole and first + found == k and word[i] == last_word(code, k, low)
+                whole = whole and padding_is_zero(code, k, low)
+                whole = whole and (found == 0 or decoded[found - 1] < stop)
+    intact[chunk] = whole
 
 
-@kernel(inline="always")
-def _add_below(
-    index: Array, position: int, stop: int, values: Array, scale: Array, out: Array, weight: Any
-) -> Any:
-    """Add entries, starting at `position`, while their index is below `stop`.
-
-    Return the position of the first entry that was not added.
-    """
-    i = np.uint64(position)
-    while i < np.uint64(index.size):
+@kernel()
+def _add(
+    index: Array,
+    start: int,
+    stop: int,
+    values: Array,
+    scale: Array,
+    first: int,
+    out: Array,
+    weight: Any,
+) -> None:
+    """Add entries whose index is at least `start` and below `stop`; `first` is the first's rank."""
+    i, count = np.uint64(0), np.uint64(index.size)
+    while i < count and index[i] < start:
+        i += np.uint64(1)
+    while i < count:
         at = np.uint64(index[i])
         if at >= np.uint64(stop):
             break
-        out[at] += weight * value_at(values, scale, i)
+        out[at] += weight * value_at(values, scale, np.uint64(first) + i)
         i += np.uint64(1)
-    return np.int64(i)

@@ -31,6 +31,12 @@ class Segment(NamedTuple):
         return slice(self.start, self.start + self.n)
 
 
+def part(x: Tensor, segment: Segment) -> Tensor:
+    """Return the segment's elements of a vector."""
+    # A slice takes microseconds, and most buckets are one vector.
+    return x if segment.n == x.numel() else x[segment.span]
+
+
 def starts(counts: Sequence[int]) -> list[int]:
     """Return the sums of all earlier counts: 0, counts[0], counts[0] + counts[1], ..."""
     return [0, *accumulate(counts)][:-1]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchcomp import host
 from torchcomp.kernels import backend
-from torchcomp.kernels.segments import Segment, add, joined
+from torchcomp.kernels.segments import Segment, add, joined, part
 
 
 class Scratch:
@@ -119,7 +119,7 @@ def largest_all(x: Tensor, segments: Sequence[Segment], scratch: Sequence[Scratc
     if not host.can_read(x):
         return _largest_together(x, segments, scratch)
     each: Sequence[Scratch | None] = scratch or [None] * len(segments)
-    chosen = (largest(x[s.span], s.k, kept) for s, kept in zip(segments, each, strict=True))
+    chosen = (largest(part(x, s), s.k, kept) for s, kept in zip(segments, each, strict=True))
     return _placed(chosen, segments, x)
 
 
@@ -142,7 +142,7 @@ def add_and_select_all(
         return _largest_together(out, segments, scratch)
     each: Sequence[Scratch | None] = scratch or [None] * len(segments)
     parts = (
-        add_and_select(g[s.span], e[s.span], out[s.span], s.k, kept)
+        add_and_select(part(g, s), part(e, s), part(out, s), s.k, kept)
         for s, kept in zip(segments, each, strict=True)
     )
     return _placed(parts, segments, out)

@@ -1,0 +1,178 @@
+"""The small GPT on nodes: its modes agree, count their bytes, and load each other's checkpoints."""
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchcomp
+from recipes.errors import RecipeError
+from recipes.nodes import experiment, train
+from recipes.nodes.corpus import TEXT, open_corpus
+from recipes.nodes.modes import MODES, replicate
+from recipes.nodes.settings import Settings, read_settings
+from recipes.result_files import read_csv
+from recipes.small_gpt.corpus import VOCABULARY, Corpus
+from recipes.small_gpt.model import SmallGPT
+from recipes.small_gpt.training import SHAPE
+from tests.fsdp.runs import NEEDS_HOOK
+from tests.support import commands
+from tests.support.outcomes import raised_by
+from tests.support.ranks import on_processes
+from torchcomp import SpecError
+
+# One selection per parameter: the same in DDP's buckets as in FSDP2's units.
+TOPK = 'ef(topk(0.1, scope="tensor"))'
+CPU = torch.device("cpu")
+
+
+def test_the_text_is_that_of_the_page() -> None:
+    digest = hashlib.sha256(TEXT.read_bytes()).hexdigest()
+    assert digest in (TEXT.parent / "README.md").read_text()
+    corpus = open_corpus()
+    assert 300_000 < len(corpus.train) + len(corpus.validation) < len(TEXT.read_text())
+    assert int(corpus.train.max()) < VOCABULARY
+
+
+@contextmanager
+def short_text() -> Iterator[None]:
+    """Train on a piece of the text, which is evaluated in milliseconds."""
+    with patch.object(train, "open_corpus", lambda: Corpus.of(TEXT.read_text()[:20_000], "piece")):
+        yield
+
+
+def outcome(mode: str, spec: str, steps: int = 2, **options: Any) -> train.Outcome:
+    settings = Settings(mode=mode, compress=spec, steps=steps, **options)
+    return train.train(settings, CPU)
+
+
+def in_all_modes() -> dict[tuple[str, str], train.Outcome]:
+    with short_text():
+        return {(mode, spec): outcome(mode, spec) for spec in ("mean", TOPK) for mode in MODES}
+
+
+@NEEDS_HOOK
+def test_modes_agree() -> None:
+    found = on_processes(4, in_all_modes)
+    assert len({tuple(each.items()) for each in found}) == 1
+    losses = {key: each.loss for key, each in found[0].items()}
+    for other in ("two-level", "hsdp"):
+        assert losses[other, "mean"] == pytest.approx(losses["ddp", "mean"], abs=1e-5)
+    assert losses["hsdp", TOPK] == pytest.approx(losses["two-level", TOPK], abs=1e-5)
+    assert losses["ddp", TOPK] != pytest.approx(losses["two-level", TOPK], abs=1e-5)
+    model = SmallGPT(SHAPE)
+    plan = torchcomp.explain(TOPK, model=model, world_size=4, nodes=2).nodes
+    assert plan is not None
+    flat, two, hsdp = (found[0][mode, TOPK] for mode in MODES)
+    assert (flat.between, two.between) == (plan.flat_card_bytes, plan.card_bytes)
+    assert hsdp.between == pytest.approx(two.between, rel=0.01)
+    assert two.inside == 2 * plan.inside_bytes_sent
+    residual = 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert (flat.residual, two.residual, hsdp.residual) == (residual, residual // 2, residual // 2)
+
+
+def collectives_of_fsdp() -> tuple[int, int]:
+    """The bytes that a rank sends in the collectives of FSDP2 per step: counted, and planned."""
+    replica, sent = replicate(SmallGPT(SHAPE), "hsdp", "mean", 2, CPU), [0]
+
+    def counted(collective: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            tensors = [each for each in (*args, *named.values()) if isinstance(each, torch.Tensor)]
+            # The tensor of all ranks. A rank sends, or receives and sends on, all but its own part.
+            sent[0] += max(each.nbytes for each in tensors) // 2
+            return collective(*args, **named)
+
+        return call
+
+    names = ("all_gather_single", "reduce_scatter_single")
+    if not hasattr(dist, names[0]):  # older versions of torch
+        names = ("all_gather_into_tensor", "reduce_scatter_tensor")
+    with patch.multiple(dist, **{name: counted(getattr(dist, name)) for name in names}):
+        replica.model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
+    return sent[0], replica.sharding_bytes
+
+
+@NEEDS_HOOK
+def test_the_bytes_of_fsdp_itself() -> None:
+    for counted, planned in on_processes(4, collectives_of_fsdp):
+        assert counted == planned > 0
+
+
+def resumed(folder: str) -> tuple[list[float], list[float], str, str]:
+    """The losses of an HSDP and of a DDP run, those of resumed runs, and two errors."""
+    with short_text():
+        starts = [killed(mode, f"{folder}/{mode}") for mode in ("hsdp", "ddp")]
+        options = {"steps": 4, "resume": True}
+        pairs = (("hsdp", "hsdp"), ("hsdp", "two-level"), ("ddp", "hsdp"))
+        losses = [outcome(now, TOPK, **options, out=f"{folder}/{old}").loss for old, now in pairs]
+        out = f"{folder}/hsdp"
+        other = raised_by(lambda: outcome("hsdp", TOPK, **options, out=out, seed=1))
+        missing = raised_by(lambda: outcome("hsdp", TOPK, **options, out=f"{folder}/x"))
+    return starts, losses, repr(other), repr(missing)
+
+
+def killed(mode: str, folder: str) -> float:
+    """Run for 4 steps, and leave the checkpoints as if the run had been killed after step 2."""
+    loss = outcome(mode, TOPK, steps=4, out=folder, checkpoint_every=2).loss
+    dist.barrier()
+    if dist.get_rank() == 0:
+        Path(folder, "step-000004", ".metadata").unlink()
+    dist.barrier()
+    return loss
+
+
+@NEEDS_HOOK
+def test_a_run_resumes_in_any_mode(tmp_path: Path) -> None:
+    for (hsdp, ddp), losses, other, missing in on_processes(4, resumed, str(tmp_path)):
+        assert losses[0] == hsdp
+        assert losses[1] == pytest.approx(hsdp, abs=1e-5)
+        assert losses[2] == pytest.approx(ddp, abs=0.1)
+        assert other.startswith("RecipeError")
+        assert "seed 1" in other
+        assert missing.startswith("RecipeError")
+
+
+def test_the_published_results_are_complete_and_agree() -> None:
+    rows = read_csv(TEXT.parent / "results" / "runs.csv")
+    losses = {(row["mode"], row["compress"], row["seed"]): float(row["loss"]) for row in rows}
+    settings = experiment.settings_of(experiment.parse([]))
+    assert set(losses) == {(each.mode, each.compress, str(each.seed)) for each in settings}
+    for seed in "01234":
+        assert len({losses[mode, "mean", seed] for mode in MODES}) == 1
+        difference = losses["hsdp", TOPK, seed] - losses["two-level", TOPK, seed]
+        assert abs(difference) < 0.00045
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "problem"),
+    [
+        (["--mode", "fsdp"], RecipeError, "hsdp"),
+        (["--compress", "topkk(0.1)"], SpecError, "topkk"),
+        (["--ranks-per-node", "3"], RecipeError, "--ranks-per-node 3"),
+        (["--batch", "6"], RecipeError, "--batch 6"),
+        (["--steps", "0"], RecipeError, "--steps"),
+    ],
+)
+def test_bad_input_is_named(words: list[str], kind: type[Exception], problem: str) -> None:
+    with pytest.raises(kind, match=problem):
+        read_settings(words, world_size=4)
+
+
+@NEEDS_HOOK
+@pytest.mark.thorough
+def test_the_program_under_torchrun(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    flags = ["--mode", "hsdp", "--steps", "2", "--log-every", "1", "--device", "cpu"]
+    flags += ["--checkpoint-every", "2", "--out", str(tmp_path)]
+    command = [*launcher, "--nproc-per-node", "4", "-m", "recipes.nodes.train", *flags]
+    printed = commands.run(command, OMP_NUM_THREADS="1").stdout.splitlines()
+    assert [line.split(":")[0] for line in printed[:2]] == ["step 1", "step 2"]
+    assert "validation loss" in printed[2]
+    assert (tmp_path / "step-000002" / ".metadata").is_file()
