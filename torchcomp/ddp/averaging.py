@@ -118,11 +118,11 @@ class Buckets(Averaging, ABC):
             lane.join()
 
     def close(self, timeout: float | None = None) -> None:
-        """Finish the submitted jobs and release threads; see :meth:`.Executor.close`."""
         end = None if timeout is None else time.monotonic() + timeout
         # The last lane first: each waits for the stream of the one before it.
         for lane in reversed(self._lanes):
             lane.close(None if end is None else max(0.0, end - time.monotonic()))
+        super().close(timeout)
 
 
 class Flat(Buckets):

@@ -67,6 +67,11 @@ class Levels:
         # In lane 2, ranks also compare values and combine checks inside the node.
         Exchange.split(inside=self._checks, between=self.between)
 
+    def close(self) -> None:
+        """End the connections inside the node."""
+        self.scatter.close()
+        self.gather.close()
+
     def count(self, nbytes: int) -> None:
         """Count bytes that this rank sends inside its node."""
         self._checks.count(Load(sent=nbytes))
@@ -109,6 +114,11 @@ class TwoLevel(Buckets):
         self._scatter.submit(partial(self._cut, bucket, step, begin))
         if last:
             self._scatter.submit(partial(self._end, step), always=True)
+
+    def close(self, timeout: float | None = None) -> None:
+        super().close(timeout)
+        if timeout is None:
+            self._levels.close()
 
     # Each job submits what follows it to the next lane, in the same order.
 

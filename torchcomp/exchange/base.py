@@ -315,6 +315,17 @@ class Exchange(ABC):
             level._asked.clear()
             level.must_conclude = False
 
+    def close(self) -> None:
+        """End the connections that belong to this exchange. After a :meth:`split`, of both levels.
+
+        No collective may be running or follow. The user's process groups remain.
+        """
+        for level in self._levels:
+            level._close()
+
+    def _close(self) -> None:  # noqa: B027 - most exchanges have none
+        """End the connections of this level, if it has connections of its own."""
+
     def count(self, load: Load) -> None:
         """Count bytes that another exchange of the same ranks moves for this one."""
         self._load.add(load)

@@ -45,6 +45,9 @@ class PrivateExchange(ProcessGroupExchange):
         else:
             self._own = dist.ProcessGroupGloo(store, rank, len(ranks), timeout=beside.timeout)
 
+    def _close(self) -> None:
+        self._own = None
+
     @property
     def timeout(self) -> timedelta:
         return self._own_timeout

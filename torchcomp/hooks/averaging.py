@@ -56,4 +56,12 @@ class Averaging:
         self.averager.load_state_dict({**state, **own})
 
     def close(self, timeout: float | None = None) -> None:
-        """Release threads. Can be called more than once."""
+        """End threads and, without a timeout, connections. Can be called more than once.
+
+        Args:
+            timeout: seconds after which it no longer waits for jobs. Connections then remain,
+                because a job that another rank never joins would keep them, and this call, waiting.
+        """
+        if timeout is None:
+            self.averager.exchange.close()
+            self.everyone.close()

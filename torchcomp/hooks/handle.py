@@ -145,9 +145,9 @@ class Handle(OfOneProcess, Gatherable):
         return self._averaging.place
 
     def close(self) -> None:
-        """End the exchange and its threads. The model cannot train afterwards.
+        """End the exchange, its threads and its connections. The model cannot train afterwards.
 
-        DDP and FSDP2 keep the hook. Connections between ranks end with the model and the handle.
+        DDP and FSDP2 keep the hook.
         """
         self._closed = True
         if self._finalizer.detach() is not None:

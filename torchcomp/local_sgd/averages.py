@@ -175,7 +175,6 @@ class OverlappedAverages(Averages):
     Attributes:
         async_exchange: issues the all-reduces. With gloo it has its own process group, because
             DDP and the user issue collectives from another thread.
-        close: ends the executor; called at the end of the process as well.
     """
 
     def __init__(
@@ -189,7 +188,13 @@ class OverlappedAverages(Averages):
         self.async_exchange, self._executor = transport(exchange.group, exchange.device)
         self._of_layers = frozenset(parameters)
         self._running: list[tuple[Bucket, Future]] = []
-        self.close = weakref.finalize(self, self._executor.close, AT_EXIT_SECONDS)
+        self._finalizer = weakref.finalize(self, self._executor.close, AT_EXIT_SECONDS)
+
+    def close(self) -> None:
+        """End the thread and the connections of the all-reduces, after all of them."""
+        if self._finalizer.detach() is not None:
+            self._executor.close()
+            self.async_exchange.close()
 
     def synchronise(self, due: Due, step: int, dense_bytes: int) -> None:
         # The groups run from the last layers to the first. The next forward pass needs the first
