@@ -1,4 +1,4 @@
-"""Select the cases that only `make test-thorough` runs, not `make test`."""
+"""Select the cases that only `make test-thorough` or `make soak` runs, not `make test`."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -9,6 +9,11 @@ import pytest
 def thorough(cases: Iterable[Any]) -> list[Any]:
     """Mark cases for `make test-thorough` only: variations of cases that `make test` runs."""
     return [pytest.param(case, marks=pytest.mark.thorough) for case in cases]
+
+
+def soak(cases: Iterable[Any]) -> list[Any]:
+    """Mark cases for `make soak` only: those that take long."""
+    return [pytest.param(case, marks=pytest.mark.soak) for case in cases]
 
 
 def some(cases: Iterable[Any], of: int) -> list[Any]:
