@@ -114,7 +114,7 @@ def split(method: str) -> tuple[str, dict[str, str]]:
 
 
 def draw(text: Tensor, generator: torch.Generator, batch: int) -> tuple[Tensor, Tensor]:
-    """Draw the batch of a step, of `batch` sequences, and return this rank's share of it."""
+    """Draw `batch` sequences for a step, and return this rank's share of them."""
     # Every rank draws the whole batch, so that it does not depend on the number of ranks.
     starts = torch.randint(len(text) - SHAPE.context, (batch,), generator=generator)
     return windows(text, starts[dist.get_rank() :: dist.get_world_size()], SHAPE.context)

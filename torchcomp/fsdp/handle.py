@@ -11,7 +11,7 @@ from torchcomp.bucket import Bucket
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.fsdp.units import Unit, units_of
 from torchcomp.hooks.averaging import Averaging
-from torchcomp.hooks.executors import after_backward
+from torchcomp.hooks.executors import after_backward, side_stream
 from torchcomp.hooks.handle import SCALER_ADVICE, Handle
 from torchcomp.hooks.loss_scale import LossScale
 from torchcomp.hooks.optimizer_lrs import OptimizerLRs
@@ -44,7 +44,7 @@ class FSDPHandle(Handle):
         if self._loss_scale.in_use:
             model.register_forward_pre_hook(self._loss_scale.fetch)
         device = averaging.everyone.device
-        self._stream = _new_stream(device) if device.type == "cuda" else None
+        self._stream = side_stream(device) if device.type == "cuda" else None
         self._pass = -1  # the backward pass in progress
         self._begun = False  # whether it has begun a step
         self._failure: Exception | None = None
@@ -163,11 +163,6 @@ class FSDPHandle(Handle):
             self.averager.finish(may_skip=self._loss_scale.in_use, advice=SCALER_ADVICE)
         if caller is not None and stream is not None:
             caller.wait_stream(stream)
-
-
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    # High priority, as for DDP: see StreamExecutor.
-    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 def check_method(aggregator: Aggregator) -> None:

@@ -30,7 +30,7 @@ _SAME_START = (
     "All replicas must start with the same parameters: initialise them with the same seed on all "
     "ranks, or load the same checkpoint, before torchcomp.register."
 )
-_Checked = tuple[Aggregator, list[Unit], OptimizerLRs | None]
+_Checked = tuple[Aggregator, OptimizerLRs | None]
 
 
 def register_fsdp(
@@ -41,10 +41,10 @@ def register_fsdp(
 ) -> FSDPHandle:
     """Install compressed exchange between the replicas; see :func:`torchcomp.register`."""
     module: Any = model
-    shards, replicas = _levels(module, replicate)
+    units, shards, replicas = _levels(module, replicate)
     arguments: dict[str, Any] = {"spec": spec, **options.compared()}
-    aggregator, units, lrs = replicas.build(
-        "torchcomp.register", arguments, lambda: _check(module, spec, options, shards, replicas)
+    aggregator, lrs = replicas.build(
+        "torchcomp.register", arguments, lambda: _check(units, spec, options, shards, replicas)
     )
     # DDP broadcasts the parameters of rank 0; FSDP2 does not know of replicas.
     local = {name: p.to_local() for unit in units for name, p in unit.parameters.items()}
@@ -91,8 +91,8 @@ def _everyone(replicas: ProcessGroupExchange) -> Exchange:
 
 def _levels(
     model: nn.Module, replicate: object
-) -> tuple[ProcessGroupExchange, ProcessGroupExchange]:
-    """Return the exchanges among this replica's shards, and among the replicas of this shard."""
+) -> tuple[list[Unit], ProcessGroupExchange, ProcessGroupExchange]:
+    """Return the units, and the exchanges among a replica's shards and a shard's replicas."""
     # Without both meshes, there are no ranks to verify anything with.
     if not isinstance(replicate, DeviceMesh) or replicate.ndim != 1:
         raise SpecError(
@@ -114,11 +114,11 @@ def _levels(
     shards = ProcessGroupExchange(mesh.get_group(), device)
     replicas = ProcessGroupExchange(replicate.get_group(), device)
     Exchange.split(inside=shards, between=replicas)
-    return shards, replicas
+    return units, shards, replicas
 
 
 def _check(
-    model: nn.Module,
+    units: list[Unit],
     spec: str | Component,
     options: Options,
     shards: Exchange,
@@ -137,7 +137,6 @@ def _check(
     options.require_valid()
     aggregator = parse_aggregator(spec)
     check_method(aggregator)
-    units = units_of(model)
     _check_free(units)
     trained = {name: each for unit in units for name, each in unit.parameters.items()}
     rehearse_all(aggregator, [each.to_local() for each in trained.values()])
@@ -147,7 +146,7 @@ def _check(
         "shapes": [(name, tuple(parameter.shape)) for name, parameter in trained.items()],
         "wire version": wire.VERSION,
     }
-    return (aggregator, units, options.lrs(trained)), values
+    return (aggregator, options.lrs(trained)), values
 
 
 def _check_for_ddp_only(options: Options) -> None:

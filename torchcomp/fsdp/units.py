@@ -117,17 +117,16 @@ def units_of(model: nn.Module) -> list[Unit]:
         if group is None or id(group) in seen:
             continue
         seen.add(id(group))
-        found = [(_name(each, named), each.sharded_param) for each in group.fsdp_params]
-        trained = {name: parameter for name, parameter in found if name}
+        trained = {name: each for each in group.fsdp_params if (name := _name(each, named))}
         if trained:
-            units.append(Unit(module, trained, _reduce_dtype(group)))
+            parameters = {name: each.sharded_param for name, each in trained.items()}
+            units.append(Unit(module, parameters, _reduce_dtype(group, trained.values())))
     _check(model, units)
     return units
 
 
-def _reduce_dtype(group: Any) -> torch.dtype:
-    """Return in which dtype FSDP2 reduces the gradients of its group of parameters."""
-    trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+def _reduce_dtype(group: Any, trained: Iterable[Any]) -> torch.dtype:
+    """Return in which dtype FSDP2 reduces the gradients of a group, from its trained parameters."""
     dtypes = [each.sharded_param.dtype for each in trained]
     one_policy: MixedPrecisionPolicy | None = getattr(group, "mp_policy", None)
     if one_policy is not None:

@@ -46,8 +46,7 @@ class Options:
         check_seed(self.seed)
         check_scaler(self.scaler)
         check_choice("check", self.check, ("step", "late"))
-        scaler: Any = self.scaler
-        if self.late and scaler is not None and scaler.is_enabled():
+        if self.late and self.scaler is not None and self.scaler.is_enabled():
             raise late_does_not_fit("a GradScaler, which skips steps that overflow")
         if self.inside is not None:
             check_choice("inside", self.inside, ("bf16",))

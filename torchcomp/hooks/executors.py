@@ -41,6 +41,13 @@ class Executor:
         """
 
 
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a new stream for an exchange."""
+    # High priority: otherwise, the many small kernels of an exchange would queue behind the large
+    # ones of the backward pass, and the exchange would end after it.
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
 class StreamExecutor(Executor):
     """Enqueue each job on a side stream of one CUDA device, from the calling thread.
 
@@ -49,9 +56,7 @@ class StreamExecutor(Executor):
     """
 
     def __init__(self, device: torch.device) -> None:
-        # High priority: otherwise, the many small kernels of an exchange would queue behind the
-        # large ones of the backward pass, and the exchange would end after it.
-        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._stream = side_stream(device)
         self._caller: torch.cuda.Stream | None = None
 
     def submit(self, job: Job) -> None:
