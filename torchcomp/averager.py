@@ -82,6 +82,7 @@ class Averager:
         scale: loss scale of the gradients of the last step, which the state follows.
         lrs: learning rates, by parameter name, whose update the residual's unit is. Empty if the
             residual has the unit of the gradients.
+        abandoned: whether the step in flight will be discarded; see :meth:`abandon`.
         unused: names of the parameters that no rank used in the last step; see :meth:`finish`.
 
     Raises:
@@ -124,6 +125,7 @@ class Averager:
         self.lrs: dict[str, float] = {}
         self._step_lrs: dict[str, float] = {}  # of the step in flight, if they were given
         self._meter = Meter()
+        self.abandoned = False
         self._averaged = 0  # buckets of the step in flight, for the labels of a trace
         self._callbacks: list[Callable[[bool], None]] = []
         self._watch, self._combined = FiniteWatch(exchange), False
@@ -191,10 +193,11 @@ class Averager:
             self.exchange.verify("the first step", values, checkpoint.ONE_STEP, thresholds)
             self._verified = True
         # Residuals and estimates have the unit of the scaled gradients.
-        if scale != self.scale:
-            self.state.scale(scale / self.scale)
-            self.scale = scale
-        self._follow(self._step_lrs)
+        with self.state.lock:
+            if scale != self.scale:
+                self.state.scale(scale / self.scale)
+                self.scale = scale
+            self._follow(self._step_lrs)
         now = self._active.at(self.step)
         if now != self._now:
             # A stage has workspaces of its own, and those of a high ratio are large.
@@ -297,23 +300,49 @@ class Averager:
             # Not strict: if the collective failed, nothing is known about any parameter.
             flagged = zip(self.parameters, used_by_any, strict=False)
             self.unused = tuple(name for name, is_used in flagged if not is_used)
+        flushed = False
         if counts:
             self.state.undo({*self.unused, *(n for n, lr in self._step_lrs.items() if not lr)})
             # `_flushed` changes the values that are about to be committed.
             flushed = self._flushing and self._flushed()
-            self.state.commit()
-            if flushed:
-                # From the next step on, the method that the user chose runs, without a residual.
-                self.state.drop(self.state.debts())
-                self._flushing = False
-                self._install(self._aggregator)
-        else:
-            self.state.rollback()
-        self.step += 1
-        self._meter.record(self.exchange.take_traffic(dense_bytes), self.step)
+        with self.state.lock:
+            if self.abandoned:
+                self.state.rollback()
+                return False
+            self._end(counts, flushed, dense_bytes)
         for callback in self._callbacks:
             callback(counts)
         return counts
+
+    def _end(self, counts: bool, flushed: bool, dense_bytes: int) -> None:
+        """Commit a step that counts, or roll it back, and go on to the next one."""
+        if counts:
+            self.state.commit()
+        else:
+            self.state.rollback()
+        if flushed:
+            # From the next step on, the method that the user chose runs, without a residual.
+            self.state.drop(self.state.debts())
+            self._flushing = False
+            self._install(self._aggregator)
+        self.step += 1
+        self._meter.record(self.exchange.take_traffic(dense_bytes), self.step)
+
+    def abandon(self, step: int) -> None:
+        """Return to the state after `step` steps, from another thread than that of the last one.
+
+        For a caller that was interrupted and cannot use the last means. Until the caller sets
+        :attr:`abandoned` to False, a step that is still in flight is discarded on this rank.
+
+        Args:
+            step: :attr:`step` before the last step began.
+        """
+        with self.state.lock:
+            self.abandoned = True
+            if self.step > step:
+                self._undecided, self.step = None, step
+                self.state.revert()
+                self._meter.record(Traffic(), step)
 
     def _compare_lrs(self, where: str) -> Callable[[str], None]:
         """Add the learning rates of the step to the concluding message.
@@ -539,6 +568,10 @@ class Averager:
         Every rank must save its own. ``torch.load(..., weights_only=True)`` can load it.
         """
         self._settle()
+        with self.state.lock:
+            return self._saved()
+
+    def _saved(self) -> dict[str, Any]:
         slots: dict[str, Any] = {}
         for slot in self._declared(self._active, self.buckets):
             entry: dict[str, Any] = {

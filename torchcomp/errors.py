@@ -32,6 +32,10 @@ class WireError(RuntimeError):
     """A received message was damaged or not in the expected format. The step was discarded."""
 
 
+class RankFailureError(RuntimeError):
+    """Another rank ended, is stopped or cannot be reached. The message names it if it is known."""
+
+
 class CheckpointError(ValueError):
     """A state dict is damaged, or belongs to another model, method, rank or world size."""
 

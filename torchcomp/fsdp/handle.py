@@ -103,7 +103,8 @@ class FSDPHandle(Handle):
                 self._failure = error
 
     def _begin(self, model: nn.Module) -> None:
-        self._begun = self._running = True
+        self._begun = True
+        self._enter_pass()
         self._failure = None
         self._watch = FiniteWatch(self.averager.exchange, "in the shard of rank")
         try:
@@ -151,9 +152,13 @@ class FSDPHandle(Handle):
     # --- Called at the end of the backward pass ---
 
     def _finish_backward(self) -> None:
-        self._pass, self._running = -1, False
+        self._pass = -1
         if not self._begun:
             return  # FSDP2 only accumulates
+        self._finish_step()
+        self._running = False
+
+    def _finish_step(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
