@@ -6,11 +6,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import torchcomp
-from tests.fsdp.runs import Run, weights
+from tests.fsdp.runs import Run
 from tests.support.models import loss_of, mlp, rows, wrap
 from tests.support.outcomes import reloaded
 from torchcomp import Averager
@@ -110,12 +109,8 @@ class Sharding(Client):
     """FSDP2 with replicas."""
 
     def __init__(self) -> None:
-        self.run = Run((2, 2), SPEC)
-        self.model, self.handle, self.optimizer = (
-            self.run.model,
-            self.run.handle,
-            self.run.optimizer,
-        )
+        run = Run((2, 2), SPEC)
+        self.model, self.handle, self.optimizer = run.model, run.handle, run.optimizer
 
     def weights(self) -> Tensor:
         # Of this shard: a lost rank cannot send its own. From the optimizer, because FSDP2 replaces
@@ -164,7 +159,3 @@ def places(reach: Reach) -> Iterator[None]:
         mock.patch.object(PrivateExchange, "__init__", connecting),
     ):
         yield
-
-
-def is_victim() -> bool:
-    return dist.get_rank() == 1

@@ -148,7 +148,9 @@ class Flat(Buckets):
         self, averager: Averager, everyone: ProcessGroupExchange, executor: Executor
     ) -> None:
         place = Place.in_order(everyone.rank)
-        super().__init__(averager, everyone, place, averager.parameters, Lane(executor, averager.exchange.leave))
+        super().__init__(
+            averager, everyone, place, averager.parameters, Lane(executor, averager.exchange.leave)
+        )
         self._reordering, self._reordered = Reordering(None), (False, averager.buckets)
 
     def submit(self, bucket: Bucket, step: Step, *, first: bool, last: bool) -> None:

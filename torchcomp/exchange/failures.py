@@ -9,7 +9,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 from torchcomp.errors import RankFailureError
 
-SECONDS = 2.0
+SECONDS = 1.0
 """How long a rank waits for the reports of others, and for a store that does not answer."""
 
 ADVICE = (
@@ -26,6 +26,7 @@ ADVICE = (
 )
 _LOST, _CAUSE = "lost ", "cause "
 Reports = dict[int, str]
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Reporter(Protocol):
@@ -44,26 +45,36 @@ class Reporter(Protocol):
     witnesses: tuple[int, ...]
 
 
-def explained(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Raise RankFailureError where a method of an exchange loses the connection to another rank."""
-    call = method.__name__.strip("_").removesuffix("_to")
+def explained(call: str) -> Callable[[Method], Method]:
+    """Raise RankFailureError where a method of an exchange loses the connection to another rank.
 
-    @functools.wraps(method)
-    def explains(exchange: Any, *arguments: Any, **options: Any) -> Any:
-        try:
-            return method(exchange, *arguments, **options)
-        except RuntimeError as error:
-            if not _is_loss(error):
-                raise
-            text = str(error).partition(" This is typically")[0]
-            who = _who(exchange, _report(exchange, f"{_LOST}{text}", wait=True))
-            ranks, rank = exchange.global_ranks, exchange.global_ranks[exchange.rank]
-            raise RankFailureError(
-                f"{call} among ranks {', '.join(map(str, ranks))} failed on rank {rank}: {who}. "
-                f"{ADVICE}. The backend says: {text}"
-            ) from error
+    Args:
+        call: what the method does, for the error.
+    """
 
-    return explains
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def explains(exchange: Any, *arguments: Any, **options: Any) -> Any:
+            try:
+                return method(exchange, *arguments, **options)
+            except RuntimeError as error:
+                if not _is_loss(error):
+                    raise
+                raise _failure(call, exchange, error) from error
+
+        return explains  # type: ignore[return-value]
+
+    return decorate
+
+
+def _failure(call: str, exchange: Reporter, error: RuntimeError) -> RankFailureError:
+    text = str(error).partition(" This is typically")[0]
+    who = _who(exchange, _report(exchange, f"{_LOST}{text}", wait=True))
+    ranks, rank = exchange.global_ranks, exchange.global_ranks[exchange.rank]
+    return RankFailureError(
+        f"{call} among ranks {', '.join(map(str, ranks))} failed on rank {rank}: {who}. {ADVICE}. "
+        f"The backend says: {text}"
+    )
 
 
 def report_cause(exchange: Reporter, error: BaseException) -> None:
@@ -101,7 +112,7 @@ def _report(exchange: Reporter, text: str, *, wait: bool) -> Reports:
     # In a thread, because a store behind a lost link does not answer.
     thread = threading.Thread(target=_quietly, args=(talk,), daemon=True)
     thread.start()
-    thread.join(2 * SECONDS)
+    thread.join(SECONDS + 1)
     return dict(found)
 
 

@@ -44,7 +44,7 @@ class PrivateExchange(ProcessGroupExchange):
         self.witnesses = tuple(sorted({*beside.witnesses, *ranks}))
         self._connect()
 
-    @explained
+    @explained("connecting")
     def _connect(self) -> None:
         store = PrefixStore(self.name, distributed_c10d._get_default_store())
         self._group: Any
@@ -84,19 +84,19 @@ class PrivateExchange(ProcessGroupExchange):
 
     # `wait` blocks the host for gloo, and the current stream for NCCL.
 
-    @explained
+    @explained("all_reduce")
     def _all_reduce(self, values: Tensor) -> None:
         self._own.allreduce([values]).wait()
 
-    @explained
+    @explained("reduce_scatter")
     def _reduce_scatter_to(self, mine: Tensor, values: Tensor) -> None:
         self._own._reduce_scatter_base(mine, values).wait()
 
-    @explained
+    @explained("all_gather")
     def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:
         self._own._allgather_base(received, mine).wait()
 
-    @explained
+    @explained("all_to_all")
     def _all_to_all_to(
         self, received: Tensor, outgoing: Tensor, arriving: list[int], sizes: list[int]
     ) -> None:

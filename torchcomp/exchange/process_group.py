@@ -56,7 +56,7 @@ class ProcessGroupExchange(Exchange):
         timeout: timedelta = group._get_backend(self.device).options._timeout
         return timeout
 
-    @explained
+    @explained("all_reduce")
     def _all_reduce(self, values: Tensor) -> None:
         dist.all_reduce(values, group=self.group)
 
@@ -86,21 +86,21 @@ class ProcessGroupExchange(Exchange):
         self._all_to_all_to(received, outgoing, list(arriving), list(sizes))
         return received
 
-    @explained
+    @explained("reduce_scatter")
     def _reduce_scatter_to(self, mine: Tensor, values: Tensor) -> None:
         reduce_scatter_single(mine, values, group=self.group)
 
-    @explained
+    @explained("all_gather")
     def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:
         all_gather_single(received, mine, group=self.group)
 
-    @explained
+    @explained("all_to_all")
     def _all_to_all_to(
         self, received: Tensor, outgoing: Tensor, arriving: list[int], sizes: list[int]
     ) -> None:
         dist.all_to_all_single(received, outgoing, arriving, sizes, group=self.group)
 
-    @explained
+    @explained("gather_objects")
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
         values: list[Any] = [None] * self.world_size
         receives = dst in (None, self.rank)
