@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -172,7 +173,9 @@ def _main(rank: int, world_size: int, port: int, folder: Path, case: Case, timeo
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     outcome = Outcome(world_size=world_size)
-    _train(case, folder, rank, outcome)
+    # torch gives the groups of a device mesh its own timeout, not that of the default group.
+    with mock.patch.object(dist.distributed_c10d, "default_pg_timeout", limit):
+        _train(case, folder, rank, outcome)
     # The model first: a hook of `reach` and an error's traceback are cycles around it.
     gc.collect()
     dist.destroy_process_group()

@@ -16,7 +16,7 @@ from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape, Names
 from torchcomp.checkpoint import layout_of
 from torchcomp.ddp.reordering import Reordering
-from torchcomp.errors import NonFiniteError, RankMismatchError, WireError
+from torchcomp.errors import ON_ALL_RANKS
 from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.hooks.averaging import Averaging
 from torchcomp.hooks.executors import Executor, Job
@@ -37,10 +37,6 @@ class Step(Protocol):
 
     def complete(self) -> None:
         """Pass the averaged buckets on, or those of a step that failed."""
-
-
-ON_ALL_RANKS = (NonFiniteError, WireError, RankMismatchError)
-"""Errors that every rank raises after the same collective, so that all can take another step."""
 
 
 class Lane:

@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 
 from torchcomp.aggregators import Aggregator
 from torchcomp.bucket import Bucket
-from torchcomp.errors import SpecError, UnsupportedModelError
+from torchcomp.errors import ON_ALL_RANKS, SpecError, UnsupportedModelError
 from torchcomp.fsdp.units import Unit, units_of
 from torchcomp.hooks.averaging import Averaging
 from torchcomp.hooks.executors import after_backward, side_stream
@@ -98,8 +98,9 @@ class FSDPHandle(Handle):
         if self._failure is None:
             try:
                 self._average(unit, flat)
-            except Exception as error:
-                # FSDP2 must reach the end of the backward pass before it is raised.
+            except ON_ALL_RANKS as error:
+                # FSDP2 must reach the end of the backward pass before it is raised. Another error
+                # is raised at once, or the other ranks would wait for this one.
                 self._failure = error
 
     def _begin(self, model: nn.Module) -> None:
