@@ -147,7 +147,12 @@ def _who(exchange: Reporter, found: Reports) -> str:
             f"no report from {plural} {', '.join(silent)}: killed, stopped, still waiting or not "
             "reachable"
         )
+    others = "; ".join(
+        f"rank {rank}: {text.removeprefix(_LOST)}"
+        for rank, text in sorted(found.items())
+        if rank != exchange.global_ranks[exchange.rank]
+    )
     return (
         "all ranks have lost a connection: one was stopped for longer than the timeout, or a link "
-        "between them failed"
+        f"between them failed. The others report: {others}"
     )
