@@ -8,6 +8,7 @@ complete when it has a marker file. Rank 0 writes the marker after all ranks hav
 import json
 import os
 import shutil
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ class Checkpoints:
                 "with --checkpoint-every above 0"
             )
         _check_compatible(json.loads((newest / _MARKER).read_text()), self.world_size, settings)
-        return _read(newest / f"rank-{self.rank}.pt")
+        return read_state(newest / f"rank-{self.rank}.pt")
 
     def _complete(self) -> list[Path]:
         # Steps are zero-padded, so the order of the names is the order of the steps.
@@ -97,15 +98,30 @@ class Checkpoints:
 
 def _write_atomically(path: Path, write: Any) -> None:
     unfinished = path.with_name(f".{path.name}")
-    write(unfinished)
-    # os.replace() is atomic, but it can reach the disk before the content does.
-    with unfinished.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
-
-
-def _read(path: Path) -> dict[str, Any]:
     try:
+        write(unfinished)
+        # os.replace() is atomic, but it can reach the disk before the content does.
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        # On a full disk, it would take the space of the next checkpoint.
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the state in a file of :meth:`Checkpoints.save`.
+
+    Raises:
+        RecipeError: if the file is damaged.
+    """
+    try:
+        # torch.load does not compare the checksums that torch.save writes.
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"the checksum of {damaged} does not match")
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load does not document which errors a damaged file raises
         raise RecipeError(

@@ -88,12 +88,25 @@ class Plain(Client):
 
 
 class LocalSteps(Client):
+    """Parameters are averaged in FAULTY_STEP.
+
+    Attributes:
+        own: the weights after the last step of this rank alone.
+    """
+
     compress = "mean"
 
     def install(self) -> Any:
+        self.own = self.weights()
+        # Before LocalSGD, whose hook averages.
+        self.optimizer.register_step_post_hook(self._after_own_step)
+        schedule = f"every({FAULTY_STEP + 1})"
         return torchcomp.LocalSGD(
-            self.model, self.optimizer, "every(5)", total_steps=STEPS, compress=self.compress
+            self.model, self.optimizer, schedule, total_steps=STEPS, compress=self.compress
         )
+
+    def _after_own_step(self, *_: Any) -> None:
+        self.own = self.weights()
 
 
 class CompressedLocalSteps(LocalSteps):

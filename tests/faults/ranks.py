@@ -269,9 +269,6 @@ def _train(case: Case, folder: Path, rank: int, outcome: Outcome) -> None:
     now = [-1]
 
     def reach(place: str) -> None:
-        nonlocal weights
-        if place == "bucket 0" and isinstance(client, LocalSteps):
-            weights = client.weights()  # after the local step, before the synchronisation
         at = -1 if place in ("register", "connect") else FAULTY_STEP
         if (rank, place, now[0]) == (VICTIM, case.place, at):
             now[0] = STEPS  # once
@@ -304,6 +301,8 @@ def _train(case: Case, folder: Path, rank: int, outcome: Outcome) -> None:
     if client is not None:
         outcome.weights = client.weights()
         if outcome.error:
+            # A local step counts, also if the average after it does not.
+            weights = client.own if isinstance(client, LocalSteps) else weights
             outcome.unchanged = _same_state(client, client.state(), state) and same(
                 client.weights(), weights
             )
