@@ -25,9 +25,10 @@ Reach = Callable[[str], None]
 class Client:
     """A model that trains, and the object of torchcomp that its method installed."""
 
-    def __init__(self) -> None:
+    def __init__(self, reach: Reach) -> None:
         self.model = wrap(mlp())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        reach("register")
         self.handle = self.install()
 
     def install(self) -> Any:
@@ -121,7 +122,7 @@ class Layers(Client):
 class Sharding(Client):
     """FSDP2 with replicas."""
 
-    def __init__(self) -> None:
+    def __init__(self, reach: Reach) -> None:
         run = Run((2, 2), SPEC)
         self.model, self.handle, self.optimizer = run.model, run.handle, run.optimizer
 

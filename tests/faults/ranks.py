@@ -279,8 +279,7 @@ def _train(case: Case, folder: Path, rank: int, outcome: Outcome) -> None:
     client, state, weights = None, None, None
     with places(reach):
         try:
-            reach("register")
-            client = CLIENTS[case.client][0]()
+            client = CLIENTS[case.client][0](reach)
             for step in range(STEPS):
                 now[0] = max(now[0], step)
                 state, weights = client.state(), client.weights()
