@@ -87,6 +87,7 @@ class Buckets(Averaging, ABC):
         self.parameters = parameters
         self._lanes = lanes
         self._shapes: dict[Names, BucketShape] = {}
+        self._step = 0  # before the backward pass
 
     def shape_of(self, names: Names) -> BucketShape:
         """Return the shape of a bucket of these parameters."""
@@ -103,9 +104,26 @@ class Buckets(Averaging, ABC):
         """
 
     def start(self) -> None:
+        """Begin a backward pass."""
+        if self.averager.abandoned:
+            self.join()
+            self.averager.abandoned = False
+        self.forget()
+        self._step = self.averager.step
+
+    def forget(self) -> None:
         """Forget the failure of an earlier step."""
         for lane in self._lanes:
             lane.failure = None
+
+    def abandon(self) -> None:
+        """Go back to the state before the backward pass in progress, which has raised.
+
+        Jobs that have not begun will not run. One that waits for other ranks is not waited for.
+        """
+        for lane in self._lanes:
+            lane.failure = lane.failure or RuntimeError("the backward pass raised")
+        self.averager.abandon(self._step)
 
     @property
     def failure(self) -> Exception | None:

@@ -83,6 +83,9 @@ class DDPHandle(Handle):
         self._buckets.submit(bucket, self._step, first=first, last=last)
         return future
 
+    def _abandon(self) -> None:
+        self._buckets.abandon()
+
     # --- Called at the end of the backward pass ---
 
     def _finish_backward(self) -> None:
@@ -97,7 +100,7 @@ class DDPHandle(Handle):
 
     def _raise_failure(self) -> None:
         failure = self._buckets.failure
-        self._buckets.start()
+        self._buckets.forget()
         if failure is not None:
             raise failure
 

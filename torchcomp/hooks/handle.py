@@ -147,11 +147,14 @@ class Handle(OfOneProcess, Gatherable):
     def close(self) -> None:
         """End the exchange, its threads and its connections. The model cannot train afterwards.
 
+        After a backward pass that raised, connections remain until the handle is deleted.
         DDP and FSDP2 keep the hook.
         """
         self._closed = True
         if self._finalizer.detach() is not None:
-            self._averaging.close()
+            # After a backward pass that raised, another rank may never join what this one has sent.
+            raised = self._running or self.averager.abandoned
+            self._averaging.close(AT_EXIT_SECONDS if raised else None)
 
     def __enter__(self) -> "Handle":
         return self
@@ -162,12 +165,19 @@ class Handle(OfOneProcess, Gatherable):
     def _check_method(self, aggregator: Aggregator) -> None:
         """Raise SpecError if the method cannot run on this kind of model."""
 
+    def _abandon(self) -> None:
+        """Discard the step of a backward pass that raised."""
+
     def _require_idle(self, call: str) -> None:
-        # Check both: a backward pass that raised leaves `_running` set, but has no graph task.
-        if self._running and torch._C._current_graph_task_id() != -1:
+        if not self._running:
+            return
+        if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 f"{call} was called during a backward pass. Call it between two steps"
             )
+        # A backward pass that raised leaves `_running` set, but has no graph task.
+        self._running = False
+        self._abandon()
 
     def _require_open(self, call: str) -> None:
         if self._closed:
