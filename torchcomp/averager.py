@@ -1,6 +1,5 @@
 """Averager: averages named tensors over the ranks with one compression method, step after step."""
 
-import threading
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -130,7 +129,6 @@ class Averager:
         self._averaged = 0  # buckets of the step in flight, for the labels of a trace
         self._callbacks: list[Callable[[bool], None]] = []
         # A step can run in another thread than that of the user, who can abandon it at any time.
-        self._lock = threading.Lock()
         self.abandoned = False
         self._watch, self._combined = FiniteWatch(exchange), False
         # The ranks are compared in the first `begin`, not here: loading a checkpoint is a local
@@ -181,7 +179,7 @@ class Averager:
                 late.
         """
         self._settle()
-        with self._lock:
+        with self.state.lock:
             self._require_wanted()
             self._step_lrs = _by_name(lr, self.parameters)
             self.state.rollback()
@@ -199,7 +197,7 @@ class Averager:
             thresholds = {"thresholds": sorted(found)}
             self.exchange.verify("the first step", values, checkpoint.ONE_STEP, thresholds)
             self._verified = True
-        with self._lock:
+        with self.state.lock:
             self._require_wanted()
             # Residuals and estimates have the unit of the scaled gradients.
             if scale != self.scale:
@@ -300,7 +298,7 @@ class Averager:
                 what, traces = f"{self._what} at {where}", self._traces(self.state.pending("error"))
                 raise self._watch.error(what, self._unchanged + advice, traces)
         except Exception:
-            with self._lock:
+            with self.state.lock:
                 self._require_wanted()
                 self.state.rollback()
                 # A step that is discarded has sent its bytes all the same.
@@ -315,7 +313,7 @@ class Averager:
             self.state.undo({*self.unused, *(n for n, lr in self._step_lrs.items() if not lr)})
             # Changes the values that are about to be committed.
             flushed = self._flushing and self._flushed()
-        with self._lock:
+        with self.state.lock:
             self._require_wanted()
             if counts:
                 self._commit(flushed)
@@ -344,7 +342,7 @@ class Averager:
         Args:
             step: the value of :attr:`step` when the step in flight began.
         """
-        with self._lock:
+        with self.state.lock:
             self.abandoned = True
             if self.step > step:
                 self._take_back()
@@ -582,7 +580,7 @@ class Averager:
         Every rank must save its own. ``torch.load(..., weights_only=True)`` can load it.
         """
         self._settle()
-        with self._lock:
+        with self.state.lock:
             return self._state()
 
     def _state(self) -> dict[str, Any]:
@@ -670,7 +668,7 @@ class Averager:
             CheckpointError: see :meth:`prepare`.
         """
         restore = self.prepare(state)
-        with self._lock:
+        with self.state.lock:
             restore()
 
 

@@ -112,6 +112,21 @@ def _over_gloo(two_levels: bool) -> list[Any]:
     ]
 
 
+def later_state_after_an_interruption() -> tuple[int, int]:
+    model = wrap(mlp())
+    handle = torchcomp.register(model, "ef(topk(0.1))")
+    for step in range(3):
+        train(model, step)
+    state = handle.state_dict()
+    _interrupt(model, 0, Stop)
+    handle.load_state_dict({**state, "step": 100})
+    return handle.state_dict()["step"], handle.state_dict()["step"]
+
+
+def test_a_state_of_a_later_step_can_be_loaded_after_an_interruption() -> None:
+    assert on_threads(2, later_state_after_an_interruption) == [(100, 100)] * 2
+
+
 def at_different_layers() -> tuple[Any, Any, int]:
     """State before an interruption and after it, and the number of gathered states."""
     model = wrap(mlp())

@@ -74,7 +74,7 @@ class DDPHandle(Handle):
         future: Future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
         if first:
             check_not_joined(self._model())
-            self._running = True
+            self._enter_pass()
             self._step.received.clear()
             self._buckets.start()
         self._step.received.append((flat, future))
@@ -82,9 +82,6 @@ class DDPHandle(Handle):
             after_backward(self._finish_backward)
         self._buckets.submit(bucket, self._step, first=first, last=last)
         return future
-
-    def _abandon(self) -> None:
-        self._buckets.abandon()
 
     # --- Called at the end of the backward pass ---
 
@@ -100,7 +97,7 @@ class DDPHandle(Handle):
 
     def _raise_failure(self) -> None:
         failure = self._buckets.failure
-        self._buckets.forget()
+        self._buckets.start()
         if failure is not None:
             raise failure
 
