@@ -310,16 +310,14 @@ class Trainer:
         """Train to the last step, evaluate, save the weights and write the summary.
 
         Returns:
-            False if a signal ended the run before that. It has a checkpoint of its last step.
+            False if a signal ended the run before that. It has saved a checkpoint.
         """
         self._print_header()
         while self.step < self.total_steps:
             # After a resumption, the first epoch begins in the middle.
             self._train_epoch(self.step // self.steps_per_epoch, self.step % self.steps_per_epoch)
             if self.interrupted:
-                self.report.print(
-                    f"interrupted by a signal: saved step {self.step}, exit with {REQUEUE}"
-                )
+                self.report.print(f"interrupted by a signal: exit with {REQUEUE}")
                 return False
         # None if the run was already complete when it was resumed.
         accuracy = self.evaluate()[1] if self.test_accuracy is None else self.test_accuracy
@@ -357,7 +355,7 @@ class Trainer:
             self.interrupted = asked_to_stop and self.step < self.total_steps
             every = self.settings.checkpoint_every
             if self.interrupted or (every and self.step % every == 0):
-                self.checkpoints.save(self.step, self.state_dict(), self._settings_to_match())
+                self._save_checkpoint()
             if self.interrupted:
                 return
 
@@ -514,6 +512,15 @@ class Trainer:
             "meter": self.meter.sums,
             "seconds": self._seconds(),
         }
+
+    def _save_checkpoint(self) -> None:
+        state, settings = self.state_dict(), self._settings_to_match()
+        problem = self.checkpoints.save(self.step, state, settings)
+        if problem is not None:
+            # The disk may have space again at the next checkpoint.
+            self.report.print(f"step {self.step} was not saved ({problem})")
+        elif self.interrupted:
+            self.report.print(f"saved step {self.step}")
 
     def _resume(self) -> None:
         state = self.checkpoints.load(self._settings_to_match())

@@ -1,0 +1,66 @@
+"""A whole run under torchrun, with faults, and what it leaves behind."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipes.elastic.agents import Agents
+from recipes.elastic.faults import Fault, Saboteur
+from recipes.elastic.settings import Settings
+from recipes.options import as_plain_dict
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a complete run has left.
+
+    Attributes:
+        states: of all ranks after the last step.
+        sha256: of these ranks' files.
+        ranks: the number of ranks of every start.
+        steps: all steps that were taken, also those that a kill undid.
+        seconds: from the first start to the end.
+    """
+
+    states: list[dict[str, Any]]
+    sha256: list[str]
+    ranks: list[int]
+    steps: int
+    seconds: float
+
+
+def run(
+    folder: Path, settings: Settings, nodes: tuple[int, int], faults: Sequence[Fault] = ()
+) -> Outcome:
+    """Start a run with the smallest number of nodes, carry out the faults, and let it finish.
+
+    Args:
+        folder: an empty one for the run.
+        settings: of the run; ``out`` has no effect.
+        nodes: smallest and largest number of nodes.
+        faults: in the order of their steps.
+
+    Raises:
+        RecipeError: if the run does not finish.
+    """
+    values = {name: value for name, value in as_plain_dict(settings).items() if name != "out"}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    begin = time.perf_counter()
+    with Agents(folder, nodes, flags) as agents:
+        agents.start(nodes[0])
+        saboteur = Saboteur(agents, folder, settings.checkpoint_every, settings.seed)
+        for fault in faults:
+            saboteur.strike(fault)
+        agents.finish()
+        ranks = [start["ranks"] for start in agents.starts() if start["rank"] == 0]
+        steps = len(agents.steps())
+    seconds = time.perf_counter() - begin
+    last = folder / "checkpoints" / f"step-{settings.steps:09d}"
+    marker = json.loads((last / "complete.json").read_text())
+    states = [torch.load(last / f"rank-{rank}.pt") for rank in range(marker["ranks"])]
+    return Outcome(states, marker["sha256"], ranks, steps, seconds)
