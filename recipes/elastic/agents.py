@@ -27,7 +27,7 @@ _RENDEZVOUS = {
     "last_call_timeout": 1,
     # A node is lost after this many seconds, times this many.
     "keep_alive_interval": 1,
-    "keep_alive_max_attempt": 4,
+    "keep_alive_max_attempt": 3,
 }
 PATIENCE = 120
 """Seconds to wait for a process that makes no progress."""

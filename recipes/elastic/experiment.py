@@ -21,7 +21,7 @@ from pathlib import Path
 
 from recipes.elastic.account import audit
 from recipes.elastic.faults import plan
-from recipes.elastic.runs import run
+from recipes.elastic.runs import run, same
 from recipes.elastic.settings import Settings
 from recipes.elastic.tables import kills
 from recipes.errors import exit_on_user_error
@@ -108,7 +108,7 @@ def measured(method: str, size: str, seed: int, steps: int, count: int) -> Row:
         identical = ""
         if size == "fixed":
             whole = run(Path(folder) / "whole", settings, NODES[size])
-            identical = "yes" if whole.sha256 == killed.sha256 else "no"
+            identical = "yes" if same(killed.states, whole.states) else "no"
     found = audit(killed.states, settings)
     return Row(
         **{"method": method, "size": size, "seed": seed, "kills": count, "identical": identical},

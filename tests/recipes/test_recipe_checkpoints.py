@@ -10,7 +10,7 @@ import torch.distributed as dist
 from recipes.checkpoints import Checkpoints
 from recipes.errors import RecipeError
 from recipes.random_state import random_state, seed_all, set_random_state
-from tests.support.ranks import on_processes
+from tests.support.ranks import on_threads
 
 SETTINGS = {"model": "smallcnn", "epochs": 3}
 
@@ -148,7 +148,7 @@ def on_one_of_two_ranks(folder: Path) -> tuple[str | None, Path | None]:
     checkpoints.save(5, {"step": 5, "rank": rank}, SETTINGS)
     full = folder / "step-000000010" / ".rank-1.pt"
     if rank == 1:
-        full.parent.mkdir()
+        full.parent.mkdir(exist_ok=True)
         full.symlink_to("/dev/full")
     problem = checkpoints.save(10, {"step": 10, "rank": rank}, SETTINGS)
     # Rank 1 finds the damage.
@@ -161,7 +161,7 @@ def on_one_of_two_ranks(folder: Path) -> tuple[str | None, Path | None]:
 
 def test_all_ranks_know_what_happens_to_one_of_them(tmp_path: Path) -> None:
     expected = "rank 1: No space left on device", tmp_path / "step-000000015"
-    assert on_processes(2, on_one_of_two_ranks, tmp_path) == [expected] * 2
+    assert on_threads(2, on_one_of_two_ranks, tmp_path) == [expected] * 2
     assert sorted(tmp_path.glob("step-000000010/*")) == []
 
 
