@@ -2,6 +2,7 @@
 number loses nothing."""
 
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -19,11 +20,16 @@ from recipes.elastic.settings import Settings, read_settings
 from recipes.elastic.tables import kills
 from recipes.errors import RecipeError
 from recipes.result_files import read_csv
+from tests.recipes.conftest import summary_in, wait_for_checkpoint
+from tests.recipes.forked_ranks import Launcher
 from tests.support.cases import thorough
 from tests.support.ranks import on_processes
 from torchcomp import SpecError
 
 STEPS, EVERY = 60, 16
+SHARD = 'bidirectional(topk(0.02), quantize("int8"), selection="shard")'
+FLAGS = ["--loader", "torchvision", "--threads", "1", "--epochs", "2", "--bn-images", "0"]
+FLAGS += ["--elastic", "--auto-resume", "--checkpoint-every", "6"]
 
 
 def settings_of(method: str, folder: Path) -> Settings:
@@ -122,6 +128,34 @@ def test_the_committed_table_has_twenty_kills_of_every_method() -> None:
     assert {row["identical"] for row in rows if row["size"] == "fixed"} == {"yes"}
     assert all(float(row["deviation"]) < 1e-13 for row in rows)
     assert len(kills(rows).splitlines()) == 2 + len(rows)
+
+
+# The training recipe, with --elastic.
+
+
+@pytest.mark.parametrize(
+    ("method", "before", "after"),
+    [
+        pytest.param(["--sync", "every(4)", "--compress", "ef(topk(0.1))"], 2, 1, id="local"),
+        pytest.param(["--compress", SHARD], 1, 2, id="gradients", marks=pytest.mark.thorough),
+    ],
+)
+def test_the_training_recipe_resumes_with_another_number_of_ranks(
+    method: list[str], before: int, after: int, cache: Path, tmp_path: Path, forked: Launcher
+) -> None:
+    out = tmp_path / "run"
+    flags = [*FLAGS, *method, "--data-cache", str(cache), "--out", str(out)]
+    first = forked.start(*flags, ranks=before)
+    # The 6th step is in the middle of a round, the 8th is the end of one.
+    local = "--sync" in method
+    wait_for_checkpoint(out / "checkpoints", 8 if local else 6, first)
+    first.kill()
+    second = forked.start(*flags, ranks=after).finish()
+    step = int(re.search(r"resumed after step (\d+)", second)[1])
+    assert step % (4 if local else 6) == 0
+    summary = summary_in(out)
+    assert (summary["ranks"], summary["steps"]) == (after, 44)
+    assert summary["replicas_agree"]
 
 
 # Under torchrun, with processes that import everything anew.
