@@ -41,13 +41,20 @@ class Agents:
     Args:
         folder: of the run.
         nodes: smallest and largest number of nodes.
-        flags: of ``recipes.elastic.train``.
+        flags: of the script.
+        module: the script.
 
     Attributes:
         alive: the agents that were not killed.
     """
 
-    def __init__(self, folder: Path, nodes: tuple[int, int], flags: Sequence[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        nodes: tuple[int, int],
+        flags: Sequence[str],
+        module: str = "recipes.elastic.train",
+    ) -> None:
         self._folder, self._count, self._over = folder, 0, set[int]()
         self.alive: list[subprocess.Popen[bytes]] = []
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -57,7 +64,7 @@ class Agents:
         self._command += ["--monitor-interval", "0.1", "--rdzv-backend", "c10d"]
         self._command += ["--rdzv-endpoint", f"127.0.0.1:{self._store.port}"]
         self._command += ["--rdzv-conf", settings, "--rdzv-id", "elastic"]
-        self._command += ["--local-addr", "127.0.0.1", "-m", "recipes.elastic.train"]
+        self._command += ["--local-addr", "127.0.0.1", "-m", module]
         self._command += ["--out", str(folder), *flags]
         folder.mkdir(parents=True, exist_ok=True)
 

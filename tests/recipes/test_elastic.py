@@ -14,13 +14,14 @@ import torch
 
 from recipes.elastic import experiment, train
 from recipes.elastic.account import audit
+from recipes.elastic.agents import Agents
 from recipes.elastic.faults import KINDS, Fault, plan
 from recipes.elastic.runs import run, same
 from recipes.elastic.settings import Settings, read_settings
 from recipes.elastic.tables import kills
 from recipes.errors import RecipeError
 from recipes.result_files import read_csv
-from tests.recipes.conftest import summary_in, wait_for_checkpoint
+from tests.recipes.conftest import summary_in, wait_for_checkpoint, wait_until
 from tests.recipes.forked_ranks import Launcher
 from tests.support.cases import thorough
 from tests.support.ranks import on_processes
@@ -170,3 +171,28 @@ def test_torchrun_restarts_with_other_ranks_after_a_fault(kind: str, tmp_path: P
     assert outcome.ranks[-1] == 3
     assert outcome.steps > 200
     assert audit(outcome.states, settings).deviation < 1e-13
+
+
+@pytest.mark.soak
+def test_the_training_recipe_repeats_no_step_when_a_node_joins(cache: Path, tmp_path: Path) -> None:
+    printed = tmp_path / "agent-0.txt"
+    flags = [*FLAGS[:-2], "--epochs", "400", "--log-every", "1", "--data-cache", str(cache)]
+    flags += ["--sync", "every(4)"]
+    with Agents(tmp_path, (1, 2), flags, module="recipes.train") as agents:
+
+        def is_alive() -> bool:
+            return all(agent.poll() is None for agent in agents.alive)
+
+        agents.start()
+        wait_until(lambda: (tmp_path / "metrics.jsonl").exists(), is_alive, printed)
+        agents.start()
+        outputs = [printed, tmp_path / "agent-1.txt"]
+
+        def everything() -> str:
+            return "".join(path.read_text() for path in outputs)
+
+        wait_until(lambda: "resumed after step" in everything(), is_alive, printed)
+        found = re.search(r"saved step (\d+)", everything())
+        assert found is not None
+        assert f"resumed after step {found[1]}\n" in everything()
+        assert "2 ranks" in everything()
