@@ -94,7 +94,7 @@ class Checkpoints:
         if marker["ranks"] != self.world_size:
             raise RecipeError(
                 f"--resume: the checkpoint was written by {marker['ranks']} ranks and this run has "
-                f"{self.world_size}; every rank has its own file, so start {marker['ranks']} ranks"
+                f"{self.world_size}: start {marker['ranks']} ranks, or add --elastic"
             )
         _check_settings(marker["settings"], settings)
         return _read(newest / _file_of(self.rank))
