@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.net.rows import MUTATIONS, SOAK, Table, TableError, conditions
-from benchmarks.soak_fuzz import SLOW, Outcome, fuzz
+from benchmarks.soak_fuzz import SLOW, Messages, Outcome, Specs, fuzz
 from benchmarks.soak_states import CLIENTS, mutate_states
 from benchmarks.soak_training import EVERY, FAMILIES, RANKS, STEPS, Verdict, run
 
@@ -119,10 +119,10 @@ def targets(small: int, arguments: argparse.Namespace) -> dict[str, Callable[[],
     seed, workers = arguments.seed, arguments.workers
     cases, bounds = CASES // small, BOUNDS_CASES // small
     return {
-        MESSAGES: lambda: fuzz("messages", cases, seed, workers=workers),
+        MESSAGES: lambda: fuzz(Messages, cases, seed, workers=workers),
         # Another seed, so that the cases are others.
-        BOUNDS: lambda: fuzz("messages", bounds, seed + 1, workers=workers, bounds_checked=True),
-        SPECS: lambda: fuzz("specs", cases, seed, workers=workers),
+        BOUNDS: lambda: fuzz(Messages, bounds, seed + 1, workers=workers, bounds_checked=True),
+        SPECS: lambda: fuzz(Specs, cases, seed, workers=workers),
         **{name: lambda name=name: mutate_states(name, every=small) for name in CLIENTS},
     }
 

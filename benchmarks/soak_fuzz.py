@@ -10,13 +10,13 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from multiprocessing.context import SpawnContext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ SLOW = 1.0
 """Seconds of CPU time that a case may take."""
 
 HANG = 30.0
-"""Seconds after which a worker that is still in the same case is ended."""
+"""Seconds of wall time of a hang: longer than SLOW, because other programs share the cores."""
 
 _PREPARES = 300.0  # seconds in which a worker must have begun, with kernels that it compiles
 
@@ -266,30 +266,56 @@ class Specs:
 
 # --- Workers --------------------------------------------------------------------------------------
 
-TARGETS: dict[str, Callable[[], Any]] = {"messages": Messages, "specs": Specs}
+
+class Target(Protocol):
+    """What makes and runs cases. Its class is passed to the workers, so it is in a module.
+
+    Attributes:
+        RESULTS: the names of all results.
+    """
+
+    RESULTS: ClassVar[tuple[str, ...]]
+
+    def prepare(self) -> None:
+        """Do what no case should take the time of."""
+
+    def in_batch(self, number: int) -> Any:
+        """Return the context in which the cases of a batch run."""
+
+    def run(self, dice: random.Random) -> str:
+        """Run a case. Return one of RESULTS, or raise."""
+
+
 # Numbers that a worker shares: the next case, its start in nanoseconds, the largest CPU time of a
 # case in nanoseconds, and then the number of cases by result.
 _NEXT, _BEGAN, _SLOWEST, _COUNTS = range(4)
 
 
 def fuzz(
-    target: str, cases: int, seed: int, *, workers: int = 1, bounds_checked: bool = False
+    target: type[Target],
+    cases: int,
+    seed: int,
+    *,
+    workers: int = 1,
+    bounds_checked: bool = False,
+    hang: float = HANG,
 ) -> Outcome:
     """Run cases 0 to `cases` - 1 of a target.
 
     Args:
-        target: a key of TARGETS.
+        target: the class that makes and runs the cases.
         cases: number of cases.
         seed: seed of all cases.
         workers: number of processes.
         bounds_checked: whether Numba checks every index of its kernels.
+        hang: seconds after which a worker that is still in the same case is ended.
     """
     share = -(-cases // workers)
     ranges = [(first, min(cases, first + share)) for first in range(0, cases, share)]
-    outcome, names = Outcome(), TARGETS[target]().RESULTS
+    outcome = Outcome()
     with _environment(bounds_checked):
         context = multiprocessing.get_context("spawn")
-        running = [_Worker(context, target, seed, *each) for each in ranges]
+        running = [_Worker(context, target, seed, hang, *each) for each in ranges]
         try:
             left = running
             while left := [worker for worker in left if worker.goes_on(outcome.problems)]:
@@ -298,7 +324,7 @@ def fuzz(
             for worker in running:
                 worker.end()
     for worker in running:
-        for name, count in zip(names, worker.shared[_COUNTS:], strict=True):
+        for name, count in zip(target.RESULTS, worker.shared[_COUNTS:], strict=True):
             outcome.counts[name] = outcome.counts.get(name, 0) + count
         outcome.slowest = max(outcome.slowest, worker.shared[_SLOWEST] / 1e9)
     return outcome
@@ -324,10 +350,17 @@ class _Worker:
     """A process that runs a range of cases. If it crashes or hangs, the next one goes on."""
 
     def __init__(
-        self, context: SpawnContext, target: str, seed: int, first: int, last: int
+        self,
+        context: SpawnContext,
+        target: type[Target],
+        seed: int,
+        hang: float,
+        first: int,
+        last: int,
     ) -> None:
-        self._context, self._arguments, self._last = context, (target, seed), last
-        self.shared: Any = context.Array("q", [first, 0, 0, *[0] * len(TARGETS[target]().RESULTS)])
+        self._context, self._arguments = context, (target, seed)
+        self._hang, self._last = hang, last
+        self.shared: Any = context.Array("q", [first, 0, 0, *[0] * len(target.RESULTS)])
         self._problems: Any = context.Queue()
         self._start()
 
@@ -344,7 +377,7 @@ class _Worker:
         case, waited = self.shared[_NEXT], (time.monotonic_ns() - self.shared[_BEGAN]) / 1e9
         if case >= self._last and not self._process.is_alive():
             return False
-        if self._process.is_alive() and waited < HANG:
+        if self._process.is_alive() and waited < self._hang:
             return True
         code = self._process.exitcode
         how = "hangs" if code is None else f"ends the process with exit code {code}"
@@ -361,9 +394,9 @@ class _Worker:
         self._process.join()
 
 
-def _work(name: str, seed: int, last: int, shared: Any, problems: Any) -> None:
+def _work(kind: type[Target], seed: int, last: int, shared: Any, problems: Any) -> None:
     torch.set_num_threads(1)
-    target = TARGETS[name]()
+    target = kind()
     target.prepare()
     numbers = shared.get_obj()  # only this process writes: without the lock
     for first in range(numbers[_NEXT], last, _BATCH):

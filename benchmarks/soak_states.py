@@ -145,7 +145,7 @@ def _mutate_states(name: str, every: int) -> Outcome:
     found, _ = on_threads(RANKS, _attacked, name, every)
     for number in list(found.legal):
         try:
-            weights = on_threads(RANKS, _continued, name, found.legal[number])
+            weights = on_threads(RANKS, continued, name, found.legal[number])
         except _ERRORS:
             continue
         except Exception as error:
@@ -183,7 +183,8 @@ def _attacked(name: str, every: int) -> _Found:
     return found
 
 
-def _continued(name: str, changed: Any) -> Tensor:
+def continued(name: str, changed: Any) -> Tensor:
+    """Train with rank 0 on a state, and the others on their own. Return this rank's weights."""
     client = CLIENTS[name]()
     client.train(0, STEPS)
     own = reloaded(client.source.state_dict())

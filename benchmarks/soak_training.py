@@ -234,13 +234,17 @@ def run(family: str, steps: int = STEPS, every: int = EVERY) -> list[Rank]:
     Raises:
         Exception: what a rank raises; TimeoutError after a tenth of a second per step.
     """
-    return on_processes(RANKS, train, family, steps, every, timeout=60 + 0.1 * steps)
+    return on_processes(RANKS, _train_alone, family, steps, every, timeout=60 + 0.1 * steps)
+
+
+def _train_alone(family: str, steps: int, every: int) -> Rank:
+    # Imported modules are not collected again and again: that would take most of the time.
+    gc.freeze()
+    return train(family, steps, every)
 
 
 def train(family: str, steps: int, every: int) -> Rank:
     """Train on this rank. Events of each tenth sample: a swap, and a checkpoint that is loaded."""
-    # Imported modules are not collected again and again: that would take most of the time.
-    gc.freeze()
     module = mlp()
     first = {name: p.detach().clone() for name, p in module.named_parameters()}
     model = DistributedDataParallel(module)
