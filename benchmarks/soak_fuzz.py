@@ -162,11 +162,8 @@ class Messages:
 
 
 def _tensor(content: bytes) -> Tensor:
-    return (
-        torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        if content
-        else torch.empty(0, dtype=torch.uint8)
-    )
+    # `frombuffer` refuses an empty buffer.
+    return torch.frombuffer(bytearray(content + b"\0"), dtype=torch.uint8)[:-1]
 
 
 def _mutated(content: bytes, other: bytes, dice: random.Random) -> bytes:
