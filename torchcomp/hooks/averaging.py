@@ -20,7 +20,10 @@ class Averaging:
         place: where this rank is.
         layouts: shape and strides of each whole parameter, by name. The averager has pieces of them
             if there are two levels.
+        gathers: whether `everyone` are all ranks. Under a manager, it is this rank alone.
     """
+
+    gathers = True
 
     def __init__(
         self,
@@ -54,6 +57,18 @@ class Averaging:
         check_place(state, self.place)
         own = checkpoint.header(spec, self.averager.exchange)
         self.averager.load_state_dict({**state, **own})
+
+    def leave(self) -> None:
+        """Hand the residual of this rank to the others at the end of the next step."""
+        raise RuntimeError(
+            "leave() is for torchcomp.register(..., manager=manager). Without a manager, the ranks "
+            "change between two runs: torchcomp.redistribute(states, world_size) converts states"
+        )
+
+    @property
+    def left(self) -> bool:
+        """Whether the residual was handed over, in a step that counts."""
+        return False
 
     def close(self, timeout: float | None = None) -> None:
         """End threads and, without a timeout, connections. Can be called more than once.

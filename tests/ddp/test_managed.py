@@ -1,0 +1,181 @@
+"""register(manager=...): ranks join, leave and die between steps, and nothing of others is lost."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import torchcomp
+from tests.support.manager import Cut, Fault, Group, Lighthouse, Manager, alone
+from tests.support.models import (
+    SMALL_BUCKETS,
+    Gradients,
+    gradients,
+    local_gradients,
+    loss_of,
+    mlp,
+    unsent_gradients,
+    weights,
+)
+from tests.support.outcomes import equal_on_all
+
+TOPK = "ef(topk(0.1))"
+STEPS = 12
+Attempt = tuple[int, int]
+"""A step, and the quorum in which it was tried."""
+
+
+@dataclass
+class Record:
+    """What one rank has seen.
+
+    Attributes:
+        dense: its own gradients in each attempt.
+        sizes: number of ranks in each attempt.
+        applied: the means of the attempts that it has counted.
+        unsent: its residual at the end, in the unit of its gradients.
+        weights: at the end.
+    """
+
+    dense: dict[Attempt, Gradients] = field(default_factory=dict)
+    sizes: dict[Attempt, int] = field(default_factory=dict)
+    applied: dict[Attempt, Gradients] = field(default_factory=dict)
+    unsent: Gradients = field(default_factory=dict)
+    weights: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    error: BaseException | None = None
+
+
+class Rank:
+    """A rank with its model, on a thread."""
+
+    def __init__(self, manager: Manager, spec: str = TOPK, **options: Any) -> None:
+        self.manager, self.record = manager, Record()
+        self.model = DistributedDataParallel(
+            mlp(), process_group=alone(), bucket_cap_mb=SMALL_BUCKETS
+        )
+        self.handle = torchcomp.register(self.model, spec, manager=manager, **options)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        manager.register_state_dict_fn(
+            "model", self.model.load_state_dict, lambda: clone(self.model.state_dict())
+        )
+
+    def batch(self) -> torch.Tensor:
+        seed = 1000 * self.manager.current_step() + ord(self.manager.name)
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(4, 16, generator=generator, dtype=torch.float64)
+
+    def step(self, vote: bool = True) -> bool:
+        """Train for one step, and return whether the manager has counted it."""
+        manager, record = self.manager, self.record
+        manager.start_quorum()
+        self.model.zero_grad()
+        attempt, batch = (manager.current_step(), manager._quorum_id), self.batch()
+        record.dense[attempt] = local_gradients(self.model, (batch,))
+        record.sizes[attempt] = manager.num_participants()
+        loss_of(self.model(batch)).backward()
+        counts = manager.should_commit(vote)
+        if counts:
+            record.applied[attempt] = gradients(self.model)
+            self.optimizer.step()
+        return counts
+
+    def close(self) -> Record:
+        parameters = self.handle.averager.parameters
+        self.record.unsent = unsent_gradients(parameters, self.handle.state_dict())
+        self.record.weights = weights(self.model)
+        self.handle.close()
+        return self.record
+
+
+def clone(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in state.items()}
+
+
+def train(
+    spans: dict[str, tuple[int, int]],
+    body: Callable[[Rank], None] | None = None,
+    spec: str = TOPK,
+    faults: dict[str, Fault] | None = None,
+) -> dict[str, Record]:
+    """Run `body` for each rank, on a thread. By default, train until the rank's last step."""
+    lighthouse, records = Lighthouse(spans), {}
+
+    def main(name: str) -> None:
+        manager = Manager(lighthouse, name, *filter(None, [(faults or {}).get(name)]))
+        rank = Rank(manager, spec)
+        try:
+            if body is None:
+                until(rank, spans[name][1])
+            else:
+                body(rank)
+        except BaseException as error:
+            rank.record.error = error
+            lighthouse.gone(name)
+            if manager._pg is not None:
+                manager._pg.cut()
+        records[name] = rank.close()
+
+    threads = [threading.Thread(target=main, args=(name,), daemon=True) for name in spans]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {name: records[name] for name in spans}
+
+
+def until(rank: Rank, end: int) -> None:
+    while rank.manager.current_step() < end:
+        rank.step()
+
+
+def missing(records: dict[str, Record], present: str) -> Gradients:
+    """Return the dense means that were neither applied nor are unsent on the ranks `present`.
+
+    Also require that all ranks have applied the same means.
+    """
+    counted = {attempt for record in records.values() for attempt in record.applied}
+    assert len(counted) == len({step for step, _ in counted})
+    total: Gradients = {}
+    for attempt in counted:
+        ranks = [record for record in records.values() if attempt in record.dense]
+        means = [record.applied[attempt] for record in ranks if attempt in record.applied]
+        for name, mean in means[0].items():
+            assert equal_on_all(each[name] for each in means)
+            dense = sum(record.dense[attempt][name] for record in ranks)
+            assert len(ranks) == ranks[0].sizes[attempt]
+            total[name] = total.get(name, 0) + dense / len(ranks) - mean
+    for name in total:
+        total[name] -= sum(records[n].unsent[name] for n in present) / len(present)
+    return total
+
+
+def assert_none(left: Gradients) -> None:
+    for name, values in left.items():
+        assert float(values.abs().max()) < 1e-12, name
+
+
+def test_ranks_join_and_leave_without_a_restart():
+    spans = {"a": (0, 12), "b": (0, 6), "c": (0, 6), "d": (3, 12), "e": (9, 12)}
+
+    def body(rank):
+        end = spans[rank.manager.name][1]
+        until(rank, end - 1)
+        if end < STEPS:
+            rank.handle.leave()
+            assert not rank.handle.left
+        rank.step()
+        assert rank.handle.left == (end < STEPS)
+
+    records = train(spans, body)
+    assert {name: record.error for name, record in records.items()} == dict.fromkeys(spans)
+    assert [records["a"].sizes[key] for key in sorted(records["a"].sizes)] == [3] * 3 + [4] * 3 + [
+        2
+    ] * 3 + [3] * 3
+    assert_none(missing(records, "ade"))
+    assert equal_on_all(records[name].weights for name in "ade")
+    assert all(not part.any() for name in "bc" for part in records[name].unsent.values())
+    assert any(part.any() for name in "ade" for part in records[name].unsent.values())
