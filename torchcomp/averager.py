@@ -465,25 +465,27 @@ class Averager:
             "far as the dtype of the gradients can represent it."
         )
 
-    def change_ranks(self, exchange: Exchange) -> None:
-        """Go on with other ranks, between two steps, without sending any values.
+    def change_ranks(self, exchange: Exchange, *, same_ranks: bool = False) -> None:
+        """Go on over another exchange, between two steps, without sending any values.
 
-        This rank keeps its residual, and its server residual is added to it. Both are multiplied by
-        the ratio of the numbers of ranks. If a rank that joins has none, and all others go on, the
-        mean over the ranks of what is unsent does not change. Estimates start again on all ranks,
-        because a rank that joins has none.
+        If its ranks are others, this rank keeps its residual, and its server residual is added to
+        it. Both are multiplied by the ratio of the numbers of ranks. If a rank that joins has none,
+        and all others go on, the mean over the ranks of what is unsent does not change. Estimates
+        start again on all ranks, because a rank that joins has none.
 
         Args:
-            exchange: the collectives of the new ranks.
+            exchange: the collectives.
+            same_ranks: whether its ranks are those of the last exchange. The state then stays.
         """
         self.settle()
         self.state.rollback()
-        before = self.exchange.world_size
-        self.state.unshard(self._owned(), before)
-        self.state.drop(self.state.slots().keys() - self.state.debts())
-        self.state.scale_debts(dict.fromkeys(self.parameters, exchange.world_size / before))
-        self.state.free_scratch()
-        self._ahead.clear()
+        if not same_ranks:
+            before = self.exchange.world_size
+            self.state.unshard(self._owned(), before)
+            self.state.drop(self.state.slots().keys() - self.state.debts())
+            self.state.scale_debts(dict.fromkeys(self.parameters, exchange.world_size / before))
+            self.state.free_scratch()
+            self._ahead.clear()
         self.exchange, self._verified = exchange, False
 
     def position(self) -> dict[str, Any]:
@@ -505,7 +507,6 @@ class Averager:
         self._flushing = position["flushing"]
         self._install(_FLUSH if self._flushing else self._aggregator)
         self.step, self.seed = position["step"], position["seed"]
-        self._verified = False
 
     def regroup(self, groups: Sequence[Group]) -> None:
         """Change which parameters are compressed together, between two steps.

@@ -67,7 +67,7 @@ def register(
             replicas, and each rank keeps the residual of its shard.
         manager: the ``torchft.Manager`` of the training loop, to go on without a restart when a
             rank dies, joins or leaves. The exchange is then among the ranks of its quorum, and the
-            model is ``DistributedDataParallel(net, process_group=torchft.ProcessGroupDummy(0, 1))``
+            model is ``DistributedDataParallel(net, process_group=ProcessGroupDummy(0, 1))``
             of torch.nn.parallel. docs/elastic.md has the details.
 
     Returns:

@@ -11,8 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
 from tests.support.manager import Cut, Fault, Group, Lighthouse, Manager, alone
+from tests.support.cases import thorough
 from tests.support.models import (
+    CONSERVING,
     SMALL_BUCKETS,
+    THROUGH_DDP,
     Gradients,
     gradients,
     local_gradients,
@@ -158,24 +161,72 @@ def assert_none(left: Gradients) -> None:
         assert float(values.abs().max()) < 1e-12, name
 
 
-def test_ranks_join_and_leave_without_a_restart():
-    spans = {"a": (0, 12), "b": (0, 6), "c": (0, 6), "d": (3, 12), "e": (9, 12)}
+SPANS = {"a": (0, 12), "b": (0, 6), "c": (0, 6), "d": (3, 12), "e": (9, 12)}
+SIZES = [3] * 3 + [4] * 3 + [2] * 3 + [3] * 3
 
-    def body(rank):
-        end = spans[rank.manager.name][1]
-        until(rank, end - 1)
-        if end < STEPS:
-            rank.handle.leave()
-            assert not rank.handle.left
-        rank.step()
-        assert rank.handle.left == (end < STEPS)
 
-    records = train(spans, body)
-    assert {name: record.error for name, record in records.items()} == dict.fromkeys(spans)
-    assert [records["a"].sizes[key] for key in sorted(records["a"].sizes)] == [3] * 3 + [4] * 3 + [
-        2
-    ] * 3 + [3] * 3
+def leave_at_the_end(rank: Rank) -> None:
+    end = SPANS[rank.manager.name][1]
+    until(rank, end - 1)
+    if end < STEPS:
+        rank.handle.leave()
+        assert not rank.handle.left
+    rank.step()
+    assert rank.handle.left == (end < STEPS)
+
+
+@pytest.mark.parametrize("spec", [*CONSERVING[:2], *thorough(CONSERVING[2:])])
+def test_ranks_join_and_leave_and_nothing_is_lost(spec: str) -> None:
+    records = train(SPANS, leave_at_the_end, spec)
+    sizes = records["a"].sizes
+    assert [sizes[attempt] for attempt in sorted(sizes)] == SIZES
     assert_none(missing(records, "ade"))
     assert equal_on_all(records[name].weights for name in "ade")
-    assert all(not part.any() for name in "bc" for part in records[name].unsent.values())
+    for name in "bc":
+        assert not any(part.any() for part in records[name].unsent.values())
     assert any(part.any() for name in "ade" for part in records[name].unsent.values())
+
+
+@pytest.mark.parametrize("spec", thorough(THROUGH_DDP))
+def test_every_method_goes_on_with_other_ranks(spec: str) -> None:
+    records = train(SPANS, leave_at_the_end, spec)
+    assert equal_on_all(records[name].weights for name in "ade")
+
+
+def fault(step: int, call: int, point: str) -> Fault:
+    """A fault of one collective of a step: before it sends, or when it receives."""
+
+    def raises(group: Group, where: str) -> None:
+        if (group.manager.current_step(), group.of_step, where) == (step, call, point):
+            raise Cut(f"{point} {call}")
+
+    return raises
+
+
+CALLS = 4
+"""Collectives of a step of ef(topk) in two groups: whether all are finite is in the last one."""
+
+
+def kill(at: int, call: int) -> tuple[dict[str, Record], int]:
+    """Train three ranks, of which "b" dies in a collective."""
+
+    def body(rank: Rank) -> None:
+        name = rank.manager.name
+        while rank.manager.current_step() < 6:
+            if not rank.step() and name == "b":
+                raise KeyboardInterrupt
+
+    return train(dict.fromkeys("abc", (0, 6)), body, faults={"b": fault(at, call, "send")})
+
+
+@pytest.mark.parametrize("call", range(1, CALLS + 1))
+def test_a_rank_that_dies_takes_its_own_residual_and_nothing_else(call: int) -> None:
+    records = kill(3, call)
+    assert isinstance(records["b"].error, KeyboardInterrupt)
+    assert records["a"].error is records["c"].error is None
+    left = missing(records, "ac")
+    lost = records["b"].unsent
+    assert any(part.any() for part in lost.values())
+    assert_none({name: left[name] - part / 3 for name, part in lost.items()})
+    assert equal_on_all(records[name].weights for name in "ac")
+    assert sorted(records["a"].sizes.values()) == [2] * 3 + [3] * 4

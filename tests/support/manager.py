@@ -5,7 +5,6 @@ Ranks join and go at steps that a test chooses, and their collectives fail where
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,45 +21,57 @@ class Cut(RuntimeError):
     """A collective that was cut off, as by a rank that died."""
 
 
-@dataclass
 class Board:
     """What the ranks of one quorum share."""
 
-    size: int
-    rows: list[list[Any]] = field(default_factory=list)
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._rounds: dict[int, dict[int, Any]] = {}
+        self._changed, self._is_cut = threading.Condition(), False
 
-    def __post_init__(self) -> None:
-        self.rows = [[None] * self.size, [None] * self.size]
-        self.barrier = threading.Barrier(self.size, timeout=PATIENCE)
+    def cut(self) -> None:
+        """End all collectives that are not complete, and all further ones."""
+        with self._changed:
+            self._is_cut = True
+            self._changed.notify_all()
+
+    def share(self, call: int, rank: int, value: Any) -> list[Any]:
+        """Return the values of all ranks in their call with this number."""
+        with self._changed:
+            values = self._rounds.setdefault(call, {})
+            if not self._is_cut:
+                values[rank] = value
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(values) == self._size or self._is_cut, PATIENCE)
+            if len(values) < self._size:
+                raise Cut("connection closed by peer")
+            return [values[each] for each in range(self._size)]
 
 
 class Group:
     """The process group of one rank in one quorum: a few collectives, in memory.
 
     Attributes:
+        manager: the one that it belongs to.
         calls: number of collectives that this rank has begun.
+        of_step: the same, in this step.
     """
 
-    def __init__(self, board: Board, rank: int, fault: Fault) -> None:
-        self._board, self._rank, self._fault = board, rank, fault
-        self.calls = 0
+    def __init__(self, board: Board, rank: int, manager: "Manager") -> None:
+        self._board, self._rank, self.manager = board, rank, manager
+        self.calls = self.of_step = 0
 
     def cut(self) -> None:
         """End the connections of all ranks, as a rank that dies does."""
-        self._board.barrier.abort()
+        self._board.cut()
 
     def share(self, value: Any) -> list[Any]:
         """Return the values of all ranks."""
         self.calls += 1
-        self._fault(self, "send")
-        row = self._board.rows[self.calls % 2]
-        row[self._rank] = value
-        try:
-            self._board.barrier.wait()
-        except threading.BrokenBarrierError:
-            raise Cut("connection closed by peer") from None
-        values = list(row)
-        self._fault(self, "receive")
+        self.of_step += 1
+        self.manager.fault(self, "send")
+        values = self._board.share(self.calls, self._rank, value)
+        self.manager.fault(self, "receive")
         return values
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
@@ -195,12 +206,15 @@ class Manager:
     # Called by the training loop.
 
     def start_quorum(self) -> None:
+        if self._error is not None:
+            self._pg.cut()  # torchft does so when it configures the group for the next quorum
         self._error = None
         quorum = self._lighthouse.quorum(self)
         self._rank, self._size = quorum.rank, quorum.size
         if quorum.id != self._quorum_id:
             self._quorum_id = quorum.id
-            self._pg = Group(quorum.board, quorum.rank, self.fault)
+            self._pg = Group(quorum.board, quorum.rank, self)
+        self._pg.of_step = 0
         self._step = quorum.step
         for key, (load, _) in self._functions.items() if quorum.state is not None else ():
             load(quorum.state[key])

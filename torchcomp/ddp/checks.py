@@ -152,7 +152,7 @@ _LIGHTNING = (
 _FABRIC = ". With Fabric, pass torchcomp.integrations.fabric.ddp_model(model)"
 _TORCHFT = (
     ". With torchft, build torch.nn.parallel.DistributedDataParallel(module, "
-    "process_group=torchft.ProcessGroupDummy(0, 1)), and pass manager=manager to torchcomp.register"
+    "process_group=ProcessGroupDummy(0, 1)), and pass manager=manager to torchcomp.register"
 )
 _FRAMEWORKS = {
     # It installs a hook of its own, and DDP allows only one.

@@ -94,12 +94,21 @@ class Managed(Flat):
         if manager.errored() is not None:
             raise CollectiveError(f"the manager has reported an error: {manager.errored()}")
         if manager._quorum_id != self._quorum:
-            rank, world_size = manager.participating_rank(), manager.num_participants()
-            self.averager.change_ranks(self._ranks(rank, world_size, manager._pg))
-            self.averager.exchange.verify("torchcomp.register", self._facts)
-            # Last: a quorum whose first step failed begins again.
-            self._quorum = manager._quorum_id
+            self._follow()
         super()._begin(scale, lrs)
+
+    def _follow(self) -> None:
+        """Go on with the ranks of a new quorum."""
+        manager, averager, before = self._manager, self.averager, self._quorum
+        rank, world_size = manager.participating_rank(), manager.num_participants()
+        exchange = self._ranks(rank, world_size, manager._pg)
+        exchange.verify("torchcomp.register", self._facts)
+        # After a step that failed, the same ranks often meet again: all of the quorum before, and no
+        # others.
+        met = exchange.same(-1 if before is None else before) and before is not None
+        same_ranks = met and averager.exchange.world_size == world_size
+        averager.change_ranks(exchange, same_ranks=same_ranks)
+        self._quorum = manager._quorum_id
 
     def _reorder(self, groups: list[BucketShape]) -> Reordering:
         # DDP has rebuilt its buckets on all ranks but those that have just joined.
@@ -133,7 +142,9 @@ class Managed(Flat):
 
     def _heal(self, position: Mapping[str, Any]) -> None:
         """Take over the position of a healthy rank."""
-        self._ballot.heal(position["step"], position["quorum"])
+        if not self._ballot.heal(position["step"], position["quorum"]):
+            # It has missed a step of the others: estimates start again on all ranks.
+            self._quorum = None
         self.averager.adopt(position)
 
     def state_dict(self) -> dict[str, Any]:
@@ -192,15 +203,19 @@ class Ballot:
                 "model.no_sync()"
             )
 
-    def heal(self, step: int, quorum: int | None) -> None:
+    def heal(self, step: int, quorum: int | None) -> bool:
         """Note the last step of the rank that heals this one.
 
         If it is the one that this rank still waits for, then others have counted it. What this rank
         sent in it was applied, also if its own vote was no.
+
+        Returns:
+            Whether it is.
         """
+        met = self._before is not None and (step, quorum) == (self._step, self.quorum)
         if self._before is not None:
-            voted_no = self._manager._commit_failures > self._before[1]
-            self._decided = (step, quorum) == (self._step, self.quorum) or not voted_no
+            self._decided = met or self._manager._commit_failures <= self._before[1]
+        return met
 
     def counts(self) -> bool:
         """Whether the last step counts."""
