@@ -178,6 +178,7 @@ def leave_at_the_end(rank: Rank) -> None:
 @pytest.mark.parametrize("spec", [*CONSERVING[:2], *thorough(CONSERVING[2:])])
 def test_ranks_join_and_leave_and_nothing_is_lost(spec: str) -> None:
     records = train(SPANS, leave_at_the_end, spec)
+    assert {name: record.error for name, record in records.items()} == dict.fromkeys(SPANS)
     sizes = records["a"].sizes
     assert [sizes[attempt] for attempt in sorted(sizes)] == SIZES
     assert_none(missing(records, "ade"))
@@ -204,7 +205,7 @@ def fault(step: int, call: int, point: str) -> Fault:
 
 
 CALLS = 4
-"""Collectives of a step of ef(topk) in two groups: whether all are finite is in the last one."""
+"""Collectives of a step of ef(topk): one for each of three groups, and the conclusion."""
 
 
 def kill(at: int, call: int) -> tuple[dict[str, Record], int]:
@@ -230,3 +231,4 @@ def test_a_rank_that_dies_takes_its_own_residual_and_nothing_else(call: int) -> 
     assert_none({name: left[name] - part / 3 for name, part in lost.items()})
     assert equal_on_all(records[name].weights for name in "ac")
     assert sorted(records["a"].sizes.values()) == [2] * 3 + [3] * 4
+

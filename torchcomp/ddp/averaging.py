@@ -131,7 +131,9 @@ class Flat(Buckets):
     def __init__(self, averager: Averager, everyone: Exchange, executor: Executor) -> None:
         place = Place.in_order(everyone.rank)
         super().__init__(averager, everyone, place, averager.parameters, Lane(executor))
-        self._reordering, self._reordered = Reordering(None), (False, averager.buckets)
+        self._reordering = Reordering(None)
+        # What it was made for: whether the method is grouped, and the groups.
+        self._reordered: tuple[bool, tuple[Names, ...]] | None = None
 
     def submit(self, bucket: Bucket, step: Step, *, first: bool, last: bool) -> None:
         (lane,) = self._lanes
