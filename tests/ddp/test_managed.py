@@ -10,8 +10,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from tests.support.manager import Cut, Fault, Group, Lighthouse, Manager, alone
 from tests.support.cases import thorough
+from tests.support.manager import Cut, Fault, Group, Lighthouse, Manager, alone
 from tests.support.models import (
     CONSERVING,
     SMALL_BUCKETS,
@@ -24,7 +24,7 @@ from tests.support.models import (
     unsent_gradients,
     weights,
 )
-from tests.support.outcomes import equal_on_all
+from tests.support.outcomes import equal_on_all, same
 
 TOPK = "ef(topk(0.1))"
 STEPS = 12
@@ -195,10 +195,13 @@ def test_every_method_goes_on_with_other_ranks(spec: str) -> None:
 
 
 def fault(step: int, call: int, point: str) -> Fault:
-    """A fault of one collective of a step: before it sends, or when it receives."""
+    """A fault of one collective of a step, once: before it sends, or when it receives."""
+
+    to_come = [(step, call, point)]
 
     def raises(group: Group, where: str) -> None:
-        if (group.manager.current_step(), group.of_step, where) == (step, call, point):
+        if (group.manager.current_step(), group.of_step, where) in to_come:
+            to_come.clear()
             raise Cut(f"{point} {call}")
 
     return raises
@@ -232,3 +235,83 @@ def test_a_rank_that_dies_takes_its_own_residual_and_nothing_else(call: int) -> 
     assert equal_on_all(records[name].weights for name in "ac")
     assert sorted(records["a"].sizes.values()) == [2] * 3 + [3] * 4
 
+
+@pytest.mark.parametrize("call", range(1, CALLS + 1))
+@pytest.mark.parametrize("spec", [TOPK, *thorough(THROUGH_DDP[1:])])
+def test_a_rank_that_alone_misses_a_message_loses_nothing(call: int, spec: str) -> None:
+    """Of the last message, the others count the step that it takes for failed; then it heals."""
+    spans, faults = dict.fromkeys("abc", (0, 6)), {"c": fault(3, call, "receive")}
+    records = train(spans, spec=spec, faults=faults)
+    assert {name: record.error for name, record in records.items()} == dict.fromkeys("abc")
+    if spec in CONSERVING:
+        assert_none(missing(records, "abc"))
+    assert equal_on_all(record.weights for record in records.values())
+
+
+def twice(rank: Rank, refusing: str) -> None:
+    """Train for six steps. The fourth gets a vote of no from some ranks at first."""
+    refused = False
+    while rank.manager.current_step() < 6:
+        refuses = rank.manager.current_step() == 3 and not refused
+        refused |= refuses
+        rank.step(vote=not (refuses and rank.manager.name in refusing))
+
+
+@pytest.mark.parametrize("spec", [TOPK, CONSERVING[1], *thorough(THROUGH_DDP)])
+def test_a_step_that_is_not_counted_is_repeated_bit_for_bit(spec: str) -> None:
+    plain, again = (
+        train(dict.fromkeys("abc", (0, 6)), lambda rank, who=who: twice(rank, who), spec)
+        for who in ("", "abc")
+    )
+    assert len(again["a"].sizes) == len(plain["a"].sizes) + 1
+    for name, record in plain.items():
+        assert torch.equal(record.weights, again[name].weights)
+        assert same(record.unsent, again[name].unsent)
+
+
+def test_a_rank_that_alone_votes_no_keeps_what_the_others_have_counted() -> None:
+    records = train(dict.fromkeys("abc", (0, 6)), lambda rank: twice(rank, "c"))
+    assert len(records["c"].applied) == 5
+    assert_none(missing(records, "abc"))
+    assert equal_on_all(record.weights for record in records.values())
+
+
+def test_a_rank_that_joins_takes_the_method_of_the_others() -> None:
+    """Also in the middle of a flush: the next steps send a residual that "mean" has no slot for."""
+
+    def body(rank: Rank) -> None:
+        for spec, end in (("mean", 3), (TOPK, 6), ("powersgd(rank=1)", 12)):
+            until(rank, end)
+            if rank.manager.current_step() == end < 12:
+                rank.handle.swap(spec)
+
+    records = train(
+        {"a": (0, 12), "b": (0, 12), "d": (3, 12), "e": (8, 12)}, body, "ef(randk(0.3))"
+    )
+    assert {name: record.error for name, record in records.items()} == dict.fromkeys("abde")
+    assert_none(missing(records, "abde"))
+    assert equal_on_all(record.weights for record in records.values())
+
+
+def test_a_run_goes_on_from_checkpoints_with_another_number_of_ranks() -> None:
+    states: dict[str, Any] = {}
+
+    def first(rank: Rank) -> None:
+        until(rank, 3)
+        states[rank.manager.name] = rank.handle.state_dict(), rank.model.state_dict()
+
+    def second(rank: Rank) -> None:
+        handle, model = states[rank.manager.name]
+        rank.handle.load_state_dict(handle)
+        rank.model.load_state_dict(model)
+        rank.manager._step = 3
+        until(rank, 6)
+
+    spec = CONSERVING[1]
+    before = train(dict.fromkeys("abc", (0, 3)), first, spec)
+    assert {state["world_size"] for state, _ in states.values()} == {3}
+    after = train(dict.fromkeys("ab", (3, 6)), second, spec)
+    left = missing(after, "ab")
+    for name in left:
+        left[name] += sum(before[rank].unsent[name] for rank in "ab") / 3
+    assert_none(left)
