@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,10 @@ from tests.support.models import (
     mlp,
     unsent_gradients,
     weights,
+    wrap,
 )
 from tests.support.outcomes import equal_on_all, same
+from tests.support.ranks import on_threads
 
 TOPK = "ef(topk(0.1))"
 STEPS = 12
@@ -58,9 +61,9 @@ class Rank:
     def __init__(self, manager: Manager, spec: str = TOPK, **options: Any) -> None:
         self.manager, self.record = manager, Record()
         self.model = DistributedDataParallel(
-            mlp(), process_group=alone(), bucket_cap_mb=SMALL_BUCKETS
+            mlp(), process_group=alone(), bucket_cap_mb=SMALL_BUCKETS, **options
         )
-        self.handle = torchcomp.register(self.model, spec, manager=manager, **options)
+        self.handle = torchcomp.register(self.model, spec, manager=manager)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         manager.register_state_dict_fn(
             "model", self.model.load_state_dict, lambda: clone(self.model.state_dict())
@@ -103,13 +106,14 @@ def train(
     body: Callable[[Rank], None] | None = None,
     spec: str = TOPK,
     faults: dict[str, Fault] | None = None,
+    **options: Any,
 ) -> dict[str, Record]:
     """Run `body` for each rank, on a thread. By default, train until the rank's last step."""
     lighthouse, records = Lighthouse(spans), {}
 
     def main(name: str) -> None:
         manager = Manager(lighthouse, name, *filter(None, [(faults or {}).get(name)]))
-        rank = Rank(manager, spec)
+        rank = Rank(manager, spec, **options)
         try:
             if body is None:
                 until(rank, spans[name][1])
@@ -207,6 +211,7 @@ def fault(step: int, call: int, point: str) -> Fault:
     return raises
 
 
+METHODS = [spec for spec in THROUGH_DDP if spec not in CONSERVING[:2]]
 CALLS = 4
 """Collectives of a step of ef(topk): one for each of three groups, and the conclusion."""
 
@@ -243,6 +248,8 @@ def test_a_rank_that_alone_misses_a_message_loses_nothing(call: int, spec: str) 
     spans, faults = dict.fromkeys("abc", (0, 6)), {"c": fault(3, call, "receive")}
     records = train(spans, spec=spec, faults=faults)
     assert {name: record.error for name, record in records.items()} == dict.fromkeys("abc")
+    if spec == TOPK:
+        assert [len(records[name].applied) for name in "abc"] == [6, 6, 5 if call == CALLS else 6]
     if spec in CONSERVING:
         assert_none(missing(records, "abc"))
     assert equal_on_all(record.weights for record in records.values())
@@ -257,7 +264,7 @@ def twice(rank: Rank, refusing: str) -> None:
         rank.step(vote=not (refuses and rank.manager.name in refusing))
 
 
-@pytest.mark.parametrize("spec", [TOPK, CONSERVING[1], *thorough(THROUGH_DDP)])
+@pytest.mark.parametrize("spec", [TOPK, CONSERVING[1], *thorough(METHODS)])
 def test_a_step_that_is_not_counted_is_repeated_bit_for_bit(spec: str) -> None:
     plain, again = (
         train(dict.fromkeys("abc", (0, 6)), lambda rank, who=who: twice(rank, who), spec)
@@ -315,3 +322,183 @@ def test_a_run_goes_on_from_checkpoints_with_another_number_of_ranks() -> None:
     for name in left:
         left[name] += sum(before[rank].unsent[name] for rank in "ab") / 3
     assert_none(left)
+
+
+def test_a_rank_goes_on_where_parameters_are_unused() -> None:
+    def body(rank: Rank) -> None:
+        if rank.manager.name in "bc" and rank.manager.current_step() == 0:
+            until(rank, 5)
+            rank.handle.leave()
+        until(rank, SPANS[rank.manager.name][1])
+
+    records = train(SPANS, body, find_unused_parameters=True)
+    assert {name: record.error for name, record in records.items()} == dict.fromkeys(SPANS)
+    assert_none(missing(records, "ade"))
+
+
+# --- Errors ---------------------------------------------------------------------------------------
+
+
+def errors(body: Callable[[Rank], None], **spans: tuple[int, int]) -> dict[str, Exception]:
+    records = train(spans or dict.fromkeys("ab", (0, 9)), body)
+    return {name: record.error for name, record in records.items()}
+
+
+def test_a_nan_is_raised_on_every_rank_and_changes_nothing() -> None:
+    def body(rank: Rank) -> None:
+        until(rank, 2)
+        if rank.manager.name == "b":
+            rank.batch = lambda: torch.full((4, 16), torch.nan, dtype=torch.float64)
+        before = rank.handle.state_dict()["slots"]
+        with pytest.raises(torchcomp.NonFiniteError, match="on rank 1"):
+            rank.step()
+        rank.manager.should_commit(vote=False)
+        assert same(rank.handle.state_dict()["slots"], before)
+
+    assert errors(body) == dict.fromkeys("ab")
+
+
+def test_a_swap_on_one_rank_only_is_found() -> None:
+    def body(rank: Rank) -> None:
+        until(rank, 1)
+        if rank.manager.name == "b":
+            rank.handle.swap("ef(topk(0.2))")
+        # Their messages do not fit, so the step fails. The ranks compare when they meet again.
+        assert not rank.step()
+        with pytest.raises(torchcomp.RankMismatchError, match=r"topk\(0\.2\)"):
+            rank.step()
+
+    assert errors(body) == dict.fromkeys("ab")
+
+
+def test_two_backward_passes_in_one_step_are_refused() -> None:
+    def body(rank: Rank) -> None:
+        rank.manager.start_quorum()
+        loss_of(rank.model(rank.batch())).backward()
+        for call in (rank.handle.state_dict, lambda: rank.handle.left):
+            with pytest.raises(RuntimeError, match="should_commit"):
+                call()
+        with pytest.raises(RuntimeError, match="should_commit"):
+            loss_of(rank.model(rank.batch())).backward()
+        rank.manager.should_commit()
+        rank.step()
+
+    assert errors(body) == dict.fromkeys("ab")
+
+
+def test_an_error_that_the_manager_knows_of_ends_the_step() -> None:
+    def body(rank: Rank) -> None:
+        until(rank, 1)
+        start = rank.manager.start_quorum
+
+        def broken() -> None:
+            start()
+            rank.manager.report_error(Cut("configure"))
+
+        rank.manager.start_quorum = broken
+        assert not rank.step()
+        rank.manager.start_quorum = start
+        assert rank.step()
+
+    assert errors(body) == dict.fromkeys("ab")
+
+
+def test_states_of_ranks_that_come_and_go_are_not_gathered() -> None:
+    def body(rank: Rank) -> None:
+        for call in (rank.handle.gather_state_dict, lambda: rank.handle.load_gathered({})):
+            with pytest.raises(RuntimeError, match="manager"):
+                call()
+
+    assert errors(body) == dict.fromkeys("ab")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": 2},
+        {"world_size": 0},
+        {"spec": "mean"},
+        {"rank": "0"},
+    ],
+    ids=str,
+)
+def test_damaged_checkpoints_are_refused_and_change_nothing(change: dict[str, Any]) -> None:
+    def body(rank: Rank) -> None:
+        until(rank, 2)
+        before = rank.handle.state_dict()
+        with pytest.raises(torchcomp.CheckpointError):
+            rank.handle.load_state_dict({**before, **change})
+        assert same(rank.handle.state_dict(), before)
+        rank.step()
+
+    assert errors(body) == dict.fromkeys("ab")
+
+
+def single(**settings: Any) -> Manager:
+    manager = Manager(Lighthouse({"a": (0, 9)}), "a")
+    for name, value in settings.items():
+        setattr(manager, name, value)
+    return manager
+
+
+def on_alone(**options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(mlp(), process_group=alone(), **options)
+
+
+@pytest.mark.parametrize(
+    ("manager", "options", "field"),
+    [
+        (object(), {}, "manager"),
+        (single(_use_async_quorum=True), {}, "manager"),
+        (single(_group_world_size=2), {}, "manager"),
+        (single(_replica_world_size_mode=SimpleNamespace(name="FIXED_WITH_SPARES")), {}, "manager"),
+        (single(), {"check": "late"}, "check"),
+        (single(), {"nodes": 2}, "nodes"),
+    ],
+    ids=["no manager", "async", "group of 2", "spares", "late", "nodes"],
+)
+def test_what_does_not_fit_a_manager_is_refused(
+    manager: Any, options: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(torchcomp.SpecError) as caught:
+        torchcomp.register(on_alone(), TOPK, manager=manager, **options)
+    assert caught.value.field == field
+
+
+def test_a_manager_takes_one_model() -> None:
+    manager = single()
+    torchcomp.register(on_alone(), TOPK, manager=manager).close()
+    with pytest.raises(torchcomp.SpecError, match="one model"):
+        torchcomp.register(on_alone(), TOPK, manager=manager)
+
+
+def test_a_group_that_torch_does_not_know_needs_a_manager() -> None:
+    model = on_alone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for call in (
+        lambda: torchcomp.register(model, TOPK),
+        lambda: torchcomp.LocalSGD(model, optimizer, "every(2)", total_steps=4),
+        lambda: torchcomp.JointSpar(model, budget=0.5),
+    ):
+        with pytest.raises(torchcomp.UnsupportedModelError, match="manager=manager"):
+            call()
+
+
+def test_the_model_itself_averages_over_no_other_rank() -> None:
+    def body() -> None:
+        with pytest.raises(torchcomp.UnsupportedModelError, match="2 ranks"):
+            torchcomp.register(wrap(mlp()), TOPK, manager=single())
+        handle = torchcomp.register(wrap(mlp()), TOPK)
+        assert not handle.left
+        with pytest.raises(RuntimeError, match="manager"):
+            handle.leave()
+
+    on_threads(2, body)
+
+
+def test_torchfts_own_class_is_refused() -> None:
+    cls = type("DistributedDataParallel", (DistributedDataParallel,), {"__module__": "torchft.ddp"})
+    model = cls(mlp(), process_group=alone())
+    for options in ({}, {"manager": single()}):
+        with pytest.raises(torchcomp.UnsupportedModelError, match="ProcessGroupDummy"):
+            torchcomp.register(model, TOPK, **options)

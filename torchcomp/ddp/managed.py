@@ -23,7 +23,7 @@ from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape, Group
 from torchcomp.ddp.averaging import Flat, Step
 from torchcomp.ddp.reordering import Reordering
-from torchcomp.errors import WireError
+from torchcomp.errors import SpecError, WireError
 from torchcomp.exchange import CollectiveError, Exchange, InProcessExchange, ManagedExchange
 from torchcomp.hooks.executors import StreamExecutor, ThreadExecutor
 from torchcomp.redistribution import Place, check_place
@@ -66,7 +66,13 @@ class Managed(Flat):
             "parameters": [(name, tuple(p.shape), p.dtype) for name, p in parameters.items()],
             "wire version": wire.VERSION,
         }
-        manager.register_state_dict_fn(KEY, self._heal, self._position)
+        try:
+            manager.register_state_dict_fn(KEY, self._heal, self._position)
+        except AssertionError:
+            raise SpecError(
+                "this manager has a model of torchcomp.register already, and heals one model only",
+                "manager",
+            ) from None
 
     def _ranks(self, rank: int, world_size: int, group: Any) -> Exchange:
         return ManagedExchange(group, rank, world_size, self._device)
@@ -103,8 +109,8 @@ class Managed(Flat):
         rank, world_size = manager.participating_rank(), manager.num_participants()
         exchange = self._ranks(rank, world_size, manager._pg)
         exchange.verify("torchcomp.register", self._facts)
-        # After a step that failed, the same ranks often meet again: all of the quorum before, and no
-        # others.
+        # After a step that failed, the same ranks often meet again: all of the quorum before, and
+        # no others.
         met = exchange.same(-1 if before is None else before) and before is not None
         same_ranks = met and averager.exchange.world_size == world_size
         averager.change_ranks(exchange, same_ranks=same_ranks)
