@@ -11,6 +11,7 @@ from torchcomp.batchnorm import reestimate_batchnorm
 from torchcomp.errors import (
     CheckpointError,
     NonFiniteError,
+    RankFailureError,
     RankMismatchError,
     ScheduleError,
     SpecError,
@@ -44,6 +45,7 @@ __all__ = [
     "PerRank",
     "Plan",
     "ProcessGroupExchange",
+    "RankFailureError",
     "RankMismatchError",
     "ScheduleError",
     "SpecError",

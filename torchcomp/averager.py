@@ -16,8 +16,8 @@ from torchcomp.checks import check_at_least_0
 from torchcomp.component import Component
 from torchcomp.compressors import Identity
 from torchcomp.draws import Ahead
-from torchcomp.errors import CheckpointError, SpecError
-from torchcomp.exchange import CollectiveError, Exchange
+from torchcomp.errors import CheckpointError, RankFailureError, SpecError
+from torchcomp.exchange import Exchange
 from torchcomp.keys import Key, check_seed
 from torchcomp.nonfinite import FiniteWatch
 from torchcomp.profiling import bucket_number, label
@@ -87,6 +87,8 @@ class Averager:
         lrs: learning rates, by parameter name, whose update the residual's unit is. Empty if the
             residual has the unit of the gradients.
         unused: names of the parameters that no rank used in the last step; see :meth:`finish`.
+        abandoned: whether the step in flight was abandoned; see :meth:`abandon`. Set it to False
+            before the next one.
 
     Raises:
         SpecError: if the method cannot be built, or if an argument is invalid.
@@ -131,6 +133,8 @@ class Averager:
         self._meter = Meter()
         self._averaged = 0  # buckets of the step in flight, for the labels of a trace
         self._callbacks: list[Callable[[bool], None]] = []
+        # A step can run in another thread than that of the user, who can abandon it at any time.
+        self.abandoned = False
         self._watch, self._combined = FiniteWatch(exchange), False
         # The ranks are compared in the first `begin`, not here: loading a checkpoint is a local
         # call, so only the next collective can show that one rank loaded it and another did not.
@@ -180,12 +184,15 @@ class Averager:
                 late.
         """
         self.settle()
-        self._step_lrs = _by_name(lr, self.parameters)
-        self.state.rollback()
+        with self.state.lock:
+            self._require_wanted()
+            self._step_lrs = _by_name(lr, self.parameters)
+            self.state.rollback()
+            verified = self._verified
         self.exchange.reset()
         self._averaged, self.unused = 0, ()
         self._watch, self._combined = watch or FiniteWatch(self.exchange), watch is not None
-        if not self._verified:
+        if not verified:
             values = {"spec": self._aggregator, "step": self.step, "seed": self.seed}
             values |= {"groups": self.groups, "buckets": self.buckets, "flushing": self._flushing}
             values["lr"] = self._step_lrs
@@ -195,11 +202,13 @@ class Averager:
             thresholds = {"thresholds": sorted(found)}
             self.exchange.verify("the first step", values, checkpoint.ONE_STEP, thresholds)
             self._verified = True
-        # Residuals and estimates have the unit of the scaled gradients.
-        if scale != self.scale:
-            self.state.scale(scale / self.scale)
-            self.scale = scale
-        self._follow(self._step_lrs)
+        with self.state.lock:
+            self._require_wanted()
+            # Residuals and estimates have the unit of the scaled gradients.
+            if scale != self.scale:
+                self.state.scale(scale / self.scale)
+                self.scale = scale
+            self._follow(self._step_lrs)
         now = self._active.at(self.step)
         if now != self._now:
             # A stage has workspaces of its own, and those of a high ratio are large.
@@ -298,15 +307,15 @@ class Averager:
                 what, traces = f"{self._what} at {where}", self._traces(self.state.pending("error"))
                 raise self._watch.error(what, self._unchanged + advice, traces)
         except Exception as error:
-            if self._vote is not None and isinstance(error, CollectiveError) and used is None:
-                # Another rank may have got the whole message, and count the step.
-                self.state.commit()
-                self.step += 1
-                self._undecided = partial(self._voted, self._vote, False)
-            else:
-                self.state.rollback()
-            # A step that is discarded has sent its bytes all the same.
-            self._meter.record(self.exchange.take_traffic(dense_bytes), self.step)
+            with self.state.lock:
+                self._require_wanted()
+                if self._vote and isinstance(error, RankFailureError) and used is None:
+                    # Another rank may have got the whole message, and count the step.
+                    self._end(True, False)
+                else:
+                    self.state.rollback()
+                # A step that is discarded has sent its bytes all the same.
+                self._meter.record(self.exchange.take_traffic(dense_bytes), self.step)
             raise
         finally:
             # Not strict: if the collective failed, nothing is known about any parameter.
@@ -317,8 +326,19 @@ class Averager:
             self.state.undo({*self.unused, *(n for n, lr in self._step_lrs.items() if not lr)})
             if any(leaves):
                 self._hand_over(bool(leaving))
-            # `_flushed` changes the values that are about to be committed.
+            # Changes the values that are about to be committed.
             flushed = self._flushing and self._flushed()
+        with self.state.lock:
+            self._require_wanted()
+            self._end(counts, flushed)
+            self._meter.record(self.exchange.take_traffic(dense_bytes), self.step)
+        for callback in self._callbacks:
+            callback(counts)
+        return counts
+
+    def _end(self, counts: bool, flushed: bool) -> None:
+        """End the step. `flushed` says whether it has sent all that a flush had left."""
+        if counts:
             self.state.commit()
         else:
             self.state.rollback()
@@ -327,10 +347,30 @@ class Averager:
             self._undecided = partial(self._voted, self._vote, flushed)
         elif flushed:
             self._end_flush()
-        self._meter.record(self.exchange.take_traffic(dense_bytes), self.step)
-        for callback in self._callbacks:
-            callback(counts)
-        return counts
+
+    def abandon(self, step: int) -> None:
+        """Discard the step in flight, although another thread may still be running it.
+
+        From here on, that thread changes nothing. A step that has just ended is taken back.
+
+        Args:
+            step: the value of :attr:`step` when the step in flight began.
+        """
+        with self.state.lock:
+            self.abandoned = True
+            if self.step > step:
+                self._take_back()
+
+    def _require_wanted(self) -> None:
+        if self.abandoned:
+            raise RuntimeError("this step was abandoned, because its backward pass raised")
+
+    def _take_back(self) -> None:
+        """Undo the last step."""
+        self._undecided = None
+        self.state.revert()
+        self.step -= 1
+        self._meter.record(Traffic(), self.step)
 
     def _compare_lrs(self, where: str) -> Callable[[str], None]:
         """Add the learning rates of the step to the concluding message.
@@ -388,9 +428,7 @@ class Averager:
             counts = undecided()
         finally:
             if not counts:
-                self.state.revert()
-                self.step -= 1
-                self._meter.record(Traffic(), self.step)
+                self._take_back()
 
     def average_all(self, tensors: Mapping[str, Tensor], *, lr: LR = None, **options: Any) -> bool:
         """Run one complete step: replace all `tensors` with their means over the ranks, in place.
@@ -645,6 +683,10 @@ class Averager:
         Every rank must save its own. ``torch.load(..., weights_only=True)`` can load it.
         """
         self.settle()
+        with self.state.lock:
+            return self._state()
+
+    def _state(self) -> dict[str, Any]:
         slots: dict[str, Any] = {}
         for slot in self._declared(self._active, self.buckets):
             entry: dict[str, Any] = {
@@ -728,7 +770,9 @@ class Averager:
         Raises:
             CheckpointError: see :meth:`prepare`.
         """
-        self.prepare(state)()
+        restore = self.prepare(state)
+        with self.state.lock:
+            restore()
 
 
 def average_in_place(exchange: Exchange, values: Tensor) -> None:

@@ -32,9 +32,17 @@ class WireError(RuntimeError):
     """A received message was damaged or not in the expected format. The step was discarded."""
 
 
+class RankFailureError(RuntimeError):
+    """Another rank ended, is stopped or cannot be reached. The message names it if it is known."""
+
+
 class CheckpointError(ValueError):
     """A state dict is damaged, or belongs to another model, method, rank or world size."""
 
 
 class ScheduleError(ValueError):
     """A run with local steps left its schedule: too many steps, or an invalid learning rate."""
+
+
+ON_ALL_RANKS = (NonFiniteError, WireError, RankMismatchError, SpecError, UnsupportedModelError)
+"""Errors of a step that every rank raises in the same call, so that all can take another step."""

@@ -7,6 +7,7 @@ Every slot has two copies: its values before the step in flight, and its values 
 commit makes the second copy current. A roll-back discards it, so a discarded step changes nothing.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -100,9 +101,14 @@ class _Store:
 
 
 class State:
-    """The slots of one rank."""
+    """The slots of one rank.
+
+    Attributes:
+        lock: held while values are replaced, for a thread that reads them during a step.
+    """
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self._stores: dict[str, _Store] = {}
         self._in_flight: set[_Flat] = set()
         self._committed: set[_Flat] = set()  # by the last commit
@@ -120,15 +126,16 @@ class State:
             Two 1-D tensors in the slot's order. The caller must write all of the second one, and
             must not write the first.
         """
-        store = self._stores.get(slot.name)
-        if store is None:
-            store = self._stores[slot.name] = _Store(slot.kind, slot.sharded)
-        flat = store.flats.get(slot.names)
-        # `is not` first: comparing two slots compares hundreds of names, at every step.
-        if flat is None or (flat.slot is not slot and flat.slot != slot):
-            flat = self._lay_out(store, slot, device)
-        self._in_flight.add(flat)
-        return flat.before, flat.after
+        with self.lock:
+            store = self._stores.get(slot.name)
+            if store is None:
+                store = self._stores[slot.name] = _Store(slot.kind, slot.sharded)
+            flat = store.flats.get(slot.names)
+            # `is not` first: comparing two slots compares hundreds of names, at every step.
+            if flat is None or (flat.slot is not slot and flat.slot != slot):
+                flat = self._lay_out(store, slot, device)
+            self._in_flight.add(flat)
+            return flat.before, flat.after
 
     def commit(self) -> None:
         """Make the values that the step wrote the current ones."""

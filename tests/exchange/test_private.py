@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from tests.exchange.test_exchange import collectives
 from tests.support.outcomes import caught
 from tests.support.ranks import on_processes
-from torchcomp import ProcessGroupExchange, RankMismatchError
+from torchcomp import ProcessGroupExchange, RankFailureError, RankMismatchError
 from torchcomp.exchange import PrivateExchange, new_name
 from torchcomp.hooks.executors import transport
 
@@ -138,7 +138,7 @@ def test_a_stopped_rank_ends_the_others_within_the_timeout_of_the_users_group():
     for timeout, _ in outcomes:
         assert timeout == timedelta(seconds=4)
     assert [[type(error) for error in found] for _, found in outcomes] == [
-        [RuntimeError],
-        [RuntimeError],
+        [RankFailureError],
+        [RankFailureError],
         [],
     ]

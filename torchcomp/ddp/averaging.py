@@ -16,6 +16,7 @@ from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape, Names
 from torchcomp.checkpoint import layout_of
 from torchcomp.ddp.reordering import Reordering
+from torchcomp.errors import ON_ALL_RANKS
 from torchcomp.exchange import Exchange
 from torchcomp.hooks.averaging import Averaging
 from torchcomp.hooks.executors import Executor, Job
@@ -41,13 +42,17 @@ class Step(Protocol):
 class Lane:
     """Runs jobs on an executor, in the order of submission, until one of them raises.
 
+    Args:
+        executor: where the jobs run.
+        leave: called with an error that other ranks may not have, and who would wait for this one.
+
     Attributes:
         failure: the exception of that job, or None.
     """
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self.failure: Exception | None = None
+    def __init__(self, executor: Executor, leave: Callable[[BaseException], None]) -> None:
+        self._executor, self._leave = executor, leave
+        self.failure: BaseException | None = None
         self.join, self.close = executor.join, executor.close
 
     def submit(self, job: Job, *, always: bool = False) -> None:
@@ -58,10 +63,13 @@ class Lane:
         if self.failure is None or always:
             try:
                 job()
-            except Exception as error:
+            except BaseException as error:
                 # The owner raises it at the end of the backward pass. Through the future, DDP
-                # would report it as "Unable to cast <message> to Tensor".
+                # would report it as "Unable to cast <message> to Tensor". SystemExit as well: it
+                # would end the executor's thread, for which the backward pass then waits for ever.
                 self.failure = self.failure or error
+                if not isinstance(error, ON_ALL_RANKS):
+                    self._leave(error)
 
 
 class Buckets(Averaging, ABC):
@@ -107,13 +115,18 @@ class Buckets(Averaging, ABC):
         for lane in self._lanes:
             lane.failure = None
 
+    def abandon(self, step: int) -> None:
+        # Jobs that have not begun will not run. One that waits for other ranks is not waited for.
+        for lane in self._lanes:
+            lane.failure = lane.failure or RuntimeError("the backward pass raised")
+        super().abandon(step)
+
     @property
-    def failure(self) -> Exception | None:
+    def failure(self) -> BaseException | None:
         """The first exception of the step, or None."""
         return next((lane.failure for lane in self._lanes if lane.failure is not None), None)
 
     def join(self) -> None:
-        """Wait until the host has run every submitted job."""
         for lane in self._lanes:
             lane.join()
 
@@ -130,7 +143,12 @@ class Flat(Buckets):
 
     def __init__(self, averager: Averager, everyone: Exchange, executor: Executor) -> None:
         place = Place.in_order(everyone.rank)
-        super().__init__(averager, everyone, place, averager.parameters, Lane(executor))
+
+    def __init__(self, averager: Averager, everyone: Exchange, executor: Executor) -> None:
+        place = Place.in_order(everyone.rank)
+        super().__init__(
+            averager, everyone, place, averager.parameters, Lane(executor, averager.exchange.leave)
+        )
         self._reordering = Reordering(None)
         # What it was made for: whether the method is grouped, and the groups.
         self._reordered: tuple[bool, tuple[Names, ...]] | None = None

@@ -74,7 +74,7 @@ class DDPHandle(Handle):
         future: Future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
         if first:
             check_not_joined(self._model())
-            self._running = True
+            self._enter_pass()
             self._step.received.clear()
             self._buckets.start()
         self._step.received.append((flat, future))

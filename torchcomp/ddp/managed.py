@@ -23,8 +23,8 @@ from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape, Group
 from torchcomp.ddp.averaging import Flat, Step
 from torchcomp.ddp.reordering import Reordering
-from torchcomp.errors import SpecError, WireError
-from torchcomp.exchange import CollectiveError, Exchange, InProcessExchange, ManagedExchange
+from torchcomp.errors import RankFailureError, SpecError, WireError
+from torchcomp.exchange import Exchange, InProcessExchange, ManagedExchange
 from torchcomp.hooks.executors import StreamExecutor, ThreadExecutor
 from torchcomp.redistribution import Place, check_place
 
@@ -56,7 +56,7 @@ class Managed(Flat):
         self._manager, self._device = manager, device
         self._ballot = Ballot(manager)
         ranks = self._ranks(0, 1, None)
-        averager = make(ranks, parameters, groups, vote=lambda: self._ballot.counts())
+        averager = make(ranks, parameters, groups, vote=self._ballot.counts)
         executor = StreamExecutor(device) if device.type == "cuda" else ThreadExecutor()
         super().__init__(averager, InProcessExchange.alone(device), executor)
         self._quorum: int | None = None
@@ -88,7 +88,7 @@ class Managed(Flat):
             return
         try:
             super()._average(bucket, step, begin, last)
-        except (CollectiveError, WireError) as error:
+        except (RankFailureError, WireError) as error:
             self._failed = True
             self.averager.unused = ()
             self._manager.report_error(error)
@@ -98,7 +98,7 @@ class Managed(Flat):
         manager.wait_quorum()
         self._ballot.require_vote("a backward pass")
         if manager.errored() is not None:
-            raise CollectiveError(f"the manager has reported an error: {manager.errored()}")
+            raise RankFailureError(f"the manager has reported an error: {manager.errored()}")
         if manager._quorum_id != self._quorum:
             self._follow()
         super()._begin(scale, lrs)
@@ -131,6 +131,15 @@ class Managed(Flat):
         return counts
 
     # --- Between two steps ---
+
+    def settle(self) -> None:
+        if self._ballot.has_voted:
+            self.averager.settle()
+
+    def abandon(self, step: int) -> None:
+        super().abandon(step)
+        if not self.averager.undecided:
+            self._ballot.close()
 
     def leave(self) -> None:
         self._leaving = True
@@ -169,7 +178,8 @@ class Managed(Flat):
         except Exception:
             averager.exchange = before
             raise
-        self._ballot, self._quorum = Ballot(self._manager), None
+        self._ballot.close()
+        self._quorum = None
 
 
 class Ballot:
@@ -199,9 +209,18 @@ class Ballot:
         self._step, self.quorum = step, quorum
         self._before, self._decided = self._counters(), None
 
+    def close(self) -> None:
+        """Forget the last step."""
+        self._before = self._decided = None
+
+    @property
+    def has_voted(self) -> bool:
+        """Whether the manager has voted on the last step."""
+        return self._before != self._counters()
+
     def require_vote(self, what: str) -> None:
         """Require that the manager has voted on the last step, before `what`."""
-        if self._before == self._counters():
+        if not self.has_voted:
             raise RuntimeError(
                 f"{what} came before the vote on the last step. Under a manager, each step has one "
                 "start_quorum(), one backward pass that exchanges gradients, and one "

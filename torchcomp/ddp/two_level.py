@@ -72,6 +72,11 @@ class Levels:
         self.scatter.close()
         self.gather.close()
 
+    def leave(self, error: BaseException) -> None:
+        """End all connections of this rank after an error, so that no other rank waits for it."""
+        for exchange in (self._checks, self.between, self.scatter, self.gather):
+            exchange.leave(error)
+
     def count(self, nbytes: int) -> None:
         """Count bytes that this rank sends inside its node."""
         self._checks.count(Load(sent=nbytes))
@@ -96,7 +101,7 @@ class TwoLevel(Buckets):
         levels: Levels,
         inside: torch.dtype | None = None,
     ) -> None:
-        lanes = [Lane(executor_for(levels.everyone)) for _ in range(3)]
+        lanes = [Lane(executor_for(levels.everyone), levels.leave) for _ in range(3)]
         averager = make(levels.between, _piece_parameters(parameters, levels.nodes.size), groups)
         super().__init__(averager, levels.everyone, levels.place, parameters, *lanes)
         self._scatter, self._between, self._gather = lanes

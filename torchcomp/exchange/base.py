@@ -323,6 +323,9 @@ class Exchange(ABC):
         for level in self._levels:
             level._close()
 
+    def leave(self, error: BaseException) -> None:  # noqa: B027 - most exchanges have none
+        """End the connections of this level after an error, if it has connections of its own."""
+
     def _close(self) -> None:  # noqa: B027 - most exchanges have none
         """End the connections of this level, if it has connections of its own."""
 

@@ -1,24 +1,15 @@
 """ManagedExchange: the exchange over the group of a torchft Manager, whose ranks come and go."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    ReduceScatterOptions,
-)
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
 
+from torchcomp.errors import RankFailureError
 from torchcomp.exchange.base import Exchange
 from torchcomp.exchange.private import PrivateExchange
-
-
-class CollectiveError(RuntimeError):
-    """A collective of a managed group failed: a rank has died, or did not answer in time."""
 
 
 class ManagedExchange(PrivateExchange):
@@ -36,38 +27,37 @@ class ManagedExchange(PrivateExchange):
     def __init__(self, group: Any, rank: int, world_size: int, device: torch.device) -> None:
         Exchange.__init__(self, rank, world_size, device)
         self.backend = "nccl" if device.type == "cuda" else "gloo"
-        self._own = group
+        self._group = group
+
+    def leave(self, error: BaseException) -> None:
+        """Do nothing: the manager ends the connections when it configures the group again."""
 
     # The process groups of torchft are Python classes, which take options and no defaults.
 
     def _all_reduce(self, values: Tensor) -> None:
-        with _failing():
-            self._own.allreduce([values], AllreduceOptions()).wait()
-
-    def _reduce_scatter_to(self, mine: Tensor, values: Tensor) -> None:
-        with _failing():
-            work = self._own.reduce_scatter_tensor_coalesced(
-                [mine], [values], ReduceScatterOptions()
-            )
-            work.wait()
+        self._wait_for(lambda: self._own.allreduce([values], AllreduceOptions()))
 
     def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:
-        with _failing():
-            work = self._own.allgather_into_tensor_coalesced([received], [mine], AllgatherOptions())
-            work.wait()
+        self._wait_for(
+            lambda: self._own.allgather_into_tensor_coalesced(
+                [received], [mine], AllgatherOptions()
+            )
+        )
 
     def _all_to_all_to(
         self, received: Tensor, outgoing: Tensor, arriving: list[int], sizes: list[int]
     ) -> None:
-        with _failing():
-            work = self._own.alltoall_base(received, outgoing, arriving, sizes, AllToAllOptions())
-            work.wait()
+        self._wait_for(
+            lambda: self._own.alltoall_base(received, outgoing, arriving, sizes, AllToAllOptions())
+        )
 
-
-@contextmanager
-def _failing() -> Iterator[None]:
-    """Raise the errors of a collective as CollectiveError."""
-    try:
-        yield
-    except Exception as error:
-        raise CollectiveError(f"a collective with the manager's group failed: {error}") from error
+    def _wait_for(self, collective: Callable[[], Any]) -> None:
+        try:
+            collective().wait()
+        except Exception as error:
+            raise RankFailureError(
+                f"a collective among the {self.world_size} ranks of the manager's group failed on "
+                f"rank {self.rank}: another rank has died, or did not answer in time. The manager "
+                "does not count the step, and the next one is among the ranks that are left. The "
+                f"backend says: {error}"
+            ) from error

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
+from torchcomp.errors import RankFailureError
 from torchcomp.exchange.base import Exchange
+from torchcomp.exchange.failures import ADVICE, explained, report_cause
 from torchcomp.exchange.process_group import ProcessGroupExchange
 
 
@@ -28,6 +30,7 @@ class PrivateExchange(ProcessGroupExchange):
 
     Args:
         name: the same on all of `ranks`, and never used before in this job; see :func:`new_name`.
+            Groups whose names are equal up to the first slash share their reports of failures.
         ranks: the global ranks, in the order of their ranks in the group. This rank is one of them.
         beside: the exchange of the user's group, for its device, backend and timeout.
     """
@@ -36,17 +39,44 @@ class PrivateExchange(ProcessGroupExchange):
         rank = list(ranks).index(dist.get_rank())
         Exchange.__init__(self, rank, len(ranks), beside.device, ranks)
         self.backend, self._own_timeout = beside.backend, beside.timeout
-        store = PrefixStore(name, distributed_c10d._get_default_store())
-        self._own: Any
+        self.name = name
+        self.family = name.partition("/")[0]
+        self.witnesses = tuple(sorted({*beside.witnesses, *ranks}))
+        self._connect()
+
+    @explained("connecting")
+    def _connect(self) -> None:
+        store = PrefixStore(self.name, distributed_c10d._get_default_store())
+        self._group: Any
         if self.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = beside.timeout
-            self._own = dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+            options._timeout = self.timeout
+            self._group = dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
         else:
-            self._own = dist.ProcessGroupGloo(store, rank, len(ranks), timeout=beside.timeout)
+            self._group = dist.ProcessGroupGloo(
+                store, self.rank, self.world_size, timeout=self.timeout
+            )
+
+    def leave(self, error: BaseException) -> None:
+        """End this rank's connections after an error, so that the other ranks do not wait for it.
+
+        They raise RankFailureError, with the error of this rank.
+        """
+        if self._group is not None:
+            report_cause(self, error)
+            self._group = None
+
+    @property
+    def _own(self) -> Any:
+        if self._group is None:
+            raise RankFailureError(
+                "this exchange has ended, because it was closed or a step of this rank failed: "
+                f"the other ranks no longer wait for it. {ADVICE}"
+            )
+        return self._group
 
     def _close(self) -> None:
-        self._own = None
+        self._group = None
 
     @property
     def timeout(self) -> timedelta:
@@ -54,15 +84,19 @@ class PrivateExchange(ProcessGroupExchange):
 
     # `wait` blocks the host for gloo, and the current stream for NCCL.
 
+    @explained("all_reduce")
     def _all_reduce(self, values: Tensor) -> None:
         self._own.allreduce([values]).wait()
 
+    @explained("reduce_scatter")
     def _reduce_scatter_to(self, mine: Tensor, values: Tensor) -> None:
         self._own._reduce_scatter_base(mine, values).wait()
 
+    @explained("all_gather")
     def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:
         self._own._allgather_base(received, mine).wait()
 
+    @explained("all_to_all")
     def _all_to_all_to(
         self, received: Tensor, outgoing: Tensor, arriving: list[int], sizes: list[int]
     ) -> None:
@@ -84,4 +118,4 @@ class PrivateExchange(ProcessGroupExchange):
 
 def new_name(exchange: Exchange) -> str:
     """Return a name for new groups among the ranks of `exchange`, or of its two levels."""
-    return f"torchcomp/{exchange.gather_all(uuid.uuid4().hex)[0]}"
+    return f"torchcomp-{exchange.gather_all(uuid.uuid4().hex)[0]}"

@@ -16,6 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 from torchcomp.compat import all_gather_single, reduce_scatter_single
 from torchcomp.errors import UnsupportedModelError
 from torchcomp.exchange.base import Exchange
+from torchcomp.exchange.failures import explained, family_of
 from torchcomp.traffic import COPIED
 
 
@@ -29,6 +30,8 @@ class ProcessGroupExchange(Exchange):
     Attributes:
         backend: name of the backend that moves tensors of this device, such as "gloo"; empty if the
             group has none.
+        family: name under which ranks report failures to each other, the same on all of them.
+        witnesses: the global ranks that report there.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class ProcessGroupExchange(Exchange):
                 "others need a group whose ranks do not change"
             ) from None
         super().__init__(dist.get_rank(group), len(ranks), torch.device(device), ranks)
+        self.family, self.witnesses = family_of(self.global_ranks), self.global_ranks
         # Not get_backend: a group that was created without naming a backend has several.
         backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self.backend = backends.get(self.device.type, "")
@@ -60,6 +64,7 @@ class ProcessGroupExchange(Exchange):
         timeout: timedelta = group._get_backend(self.device).options._timeout
         return timeout
 
+    @explained("all_reduce")
     def _all_reduce(self, values: Tensor) -> None:
         dist.all_reduce(values, group=self.group)
 
@@ -89,17 +94,21 @@ class ProcessGroupExchange(Exchange):
         self._all_to_all_to(received, outgoing, list(arriving), list(sizes))
         return received
 
+    @explained("reduce_scatter")
     def _reduce_scatter_to(self, mine: Tensor, values: Tensor) -> None:
         reduce_scatter_single(mine, values, group=self.group)
 
+    @explained("all_gather")
     def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:
         all_gather_single(received, mine, group=self.group)
 
+    @explained("all_to_all")
     def _all_to_all_to(
         self, received: Tensor, outgoing: Tensor, arriving: list[int], sizes: list[int]
     ) -> None:
         dist.all_to_all_single(received, outgoing, arriving, sizes, group=self.group)
 
+    @explained("gather_objects")
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
         values: list[Any] = [None] * self.world_size
         receives = dst in (None, self.rank)

@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 
 from torchcomp.aggregators import Aggregator
 from torchcomp.bucket import Bucket
-from torchcomp.errors import SpecError, UnsupportedModelError
+from torchcomp.errors import ON_ALL_RANKS, SpecError, UnsupportedModelError
 from torchcomp.fsdp.units import Unit, units_of
 from torchcomp.hooks.averaging import Averaging
 from torchcomp.hooks.executors import after_backward, side_stream
@@ -98,12 +98,14 @@ class FSDPHandle(Handle):
         if self._failure is None:
             try:
                 self._average(unit, flat)
-            except Exception as error:
-                # FSDP2 must reach the end of the backward pass before it is raised.
+            except ON_ALL_RANKS as error:
+                # FSDP2 must reach the end of the backward pass before it is raised. Another error
+                # is raised at once, or the other ranks would wait for this one.
                 self._failure = error
 
     def _begin(self, model: nn.Module) -> None:
-        self._begun = self._running = True
+        self._begun = True
+        self._enter_pass()
         self._failure = None
         self._watch = FiniteWatch(self.averager.exchange, "in the shard of rank")
         try:
@@ -151,9 +153,13 @@ class FSDPHandle(Handle):
     # --- Called at the end of the backward pass ---
 
     def _finish_backward(self) -> None:
-        self._pass, self._running = -1, False
+        self._pass = -1
         if not self._begun:
             return  # FSDP2 only accumulates
+        self._finish_step()
+        self._running = False
+
+    def _finish_step(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

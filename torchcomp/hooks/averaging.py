@@ -42,6 +42,16 @@ class Averaging:
         """Whether the averager's ranks are nodes."""
         return self.place.node_size > 1
 
+    def settle(self) -> None:
+        """Roll the last step back if a manager has decided by now that it does not count."""
+
+    def abandon(self, step: int) -> None:
+        """Discard what was done after `step` steps; see :meth:`.Averager.abandon`."""
+        self.averager.abandon(step)
+
+    def join(self) -> None:
+        """Wait until the host has run every submitted job."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank; see :meth:`.Averager.state_dict`."""
         state = self.averager.state_dict()

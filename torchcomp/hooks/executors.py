@@ -115,19 +115,23 @@ def transport(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Ex
         device: device of the gradients.
     """
     users = ProcessGroupExchange(group, device)
-    executor = executor_for(users)
-    if isinstance(executor, ThreadExecutor):
-        # A private group, because DDP and the user issue collectives from another thread.
-        private = PrivateExchange(new_name(users), users.global_ranks, users)
-        return private, executor
-    return users, executor
+    if not _in_thread(users):
+        return users, executor_for(users)
+    # A private group, because DDP and the user issue collectives from another thread. First the
+    # group: if a rank is lost here, there is no thread to end.
+    private = PrivateExchange(new_name(users), users.global_ranks, users)
+    return private, executor_for(users)
 
 
 def executor_for(exchange: ProcessGroupExchange) -> Executor:
     """Return an executor for exchanges among the ranks of the user's group."""
     if exchange.device.type == "cuda":
         return StreamExecutor(exchange.device)
-    return ThreadExecutor() if exchange.backend == "gloo" else Executor()
+    return ThreadExecutor() if _in_thread(exchange) else Executor()
+
+
+def _in_thread(exchange: ProcessGroupExchange) -> bool:
+    return exchange.device.type != "cuda" and exchange.backend == "gloo"
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -41,6 +41,7 @@ class Handle(OfOneProcess, Gatherable):
         self._closed = False
         self.seconds_waited = 0.0
         self._running = False
+        self._step_before = 0  # steps before the backward pass that is running
         # Ends the threads also if the user deletes the model without `close`.
         self._finalizer = weakref.finalize(self, averaging.close, AT_EXIT_SECONDS)
 
@@ -173,11 +174,14 @@ class Handle(OfOneProcess, Gatherable):
     def close(self) -> None:
         """End the exchange, its threads and its connections. The model cannot train afterwards.
 
+        After a backward pass that raised, connections remain until the handle is deleted.
         DDP and FSDP2 keep the hook.
         """
         self._closed = True
         if self._finalizer.detach() is not None:
-            self._averaging.close()
+            # After a backward pass that raised, another rank may never join what this one has sent.
+            raised = self._running or self.averager.abandoned
+            self._averaging.close(AT_EXIT_SECONDS if raised else None)
 
     def __enter__(self) -> "Handle":
         return self
@@ -188,12 +192,34 @@ class Handle(OfOneProcess, Gatherable):
     def _check_method(self, aggregator: Aggregator) -> None:
         """Raise SpecError if the method cannot run on this kind of model."""
 
+    def _enter_pass(self) -> None:
+        """Note that a backward pass begins."""
+        if self._running:
+            self._abandon()
+        self._averaging.settle()
+        if self.averager.abandoned:
+            # Its jobs must end first, or they would be taken for those of this one.
+            self._averaging.join()
+            self.averager.abandoned = False
+        self._step_before, self._running = self.averager.step, True
+
+    def _abandon(self) -> None:
+        """Discard the step of a backward pass that raised.
+
+        The thread of the exchange can still be in that step, or have ended it.
+        """
+        self._running = False
+        self._averaging.abandon(self._step_before)
+
     def _require_idle(self, call: str) -> None:
         # Check both: a backward pass that raised leaves `_running` set, but has no graph task.
-        if self._running and torch._C._current_graph_task_id() != -1:
+        if not self._running:
+            return
+        if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 f"{call} was called during a backward pass. Call it between two steps"
             )
+        self._abandon()
 
     def _require_open(self, call: str) -> None:
         if self._closed:

@@ -1,0 +1,254 @@
+"""Ranks as processes, one of which gets a fault, and what becomes of all of them."""
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.exchange.test_private import resources
+from tests.faults.clients import CLIENTS, FAULTY_STEP, STEPS, Client, LocalSteps, places
+from tests.support.outcomes import same
+from tests.support.ranks import PRELOADED
+
+TIMEOUT = 15
+"""Seconds until a collective of the group gives up. More than a busy machine needs for a step."""
+
+PAUSE = 3
+"""Seconds for which a paused rank is stopped: less than TIMEOUT."""
+
+VICTIM = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault of one rank.
+
+    Attributes:
+        client: what the ranks train, a key of CLIENTS.
+        place: where the rank gets the fault.
+        fault: what happens there, a key of FAULTS.
+    """
+
+    client: str
+    place: str
+    fault: str
+
+    def __str__(self) -> str:
+        return f"{self.client}: {self.fault} at {self.place}".replace(" ", "-")
+
+
+@dataclass
+class Outcome:
+    """What became of one rank.
+
+    Attributes:
+        error: type and text of what a step raised, with those of its causes; empty if none did.
+        seconds: from the fault to the end of the step that raised, or to the end of the run.
+        step: the step in which the rank ended, or STEPS.
+        weights: of the model at the end.
+        unchanged: whether weights and state are those before the step that raised.
+        left: descriptors and threads at the end, after close(), above those before registering.
+    """
+
+    error: list[tuple[str, str]] = field(default_factory=list)
+    seconds: float = 0.0
+    step: int = 0
+    weights: torch.Tensor | None = None
+    unchanged: bool = True
+    left: tuple[int, int] = (0, 0)
+    code: int | None = None
+    note: str = ""
+    world_size: int = 0
+
+    @property
+    def message(self) -> str:
+        return self.error[0][1] if self.error else ""
+
+    @property
+    def type(self) -> str:
+        return self.error[0][0] if self.error else ""
+
+
+def _die(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def _raise() -> None:
+    raise MemoryError("injected")
+
+
+def _exhaust_memory() -> None:
+    """Allocate more memory than the process may have, as a large tensor would."""
+    import resource
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, hard))
+    try:
+        torch.empty(2**30, dtype=torch.uint8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "raise": _raise,
+    "out of memory": _exhaust_memory,
+    "exit": lambda: sys.exit(3),
+    "SIGTERM": _die(signal.SIGTERM),
+    "SIGINT": _die(signal.SIGINT),
+    "SIGKILL": _die(signal.SIGKILL),
+    # The parent continues the process: when the others have ended, or after PAUSE.
+    "SIGSTOP": _die(signal.SIGSTOP),
+    "pause": _die(signal.SIGSTOP),
+    "none": lambda: None,
+    "raise and stay": _raise,
+    "sleep": lambda: time.sleep(PAUSE),
+}
+
+
+def run(case: Case, folder: Path, timeout: float = TIMEOUT) -> list[Outcome]:
+    """Train on several processes with a fault, and return the outcomes of all ranks."""
+    world_size = CLIENTS[case.client][1]
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, __name__])
+    # In this process, as in torchrun's: it outlives every rank.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [
+        context.Process(target=_main, args=(rank, world_size, store.port, folder, case, timeout))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 2 * timeout + 60
+    try:
+        _wait(case, processes, folder, deadline)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [_outcome(folder, rank, each.exitcode) for rank, each in enumerate(processes)]
+
+
+def _wait(case: Case, processes: list[Any], folder: Path, deadline: float) -> None:
+    others = [each for rank, each in enumerate(processes) if rank != VICTIM]
+    while any(each.is_alive() for each in processes):
+        if time.monotonic() > deadline:
+            return
+        if (folder / "fault").exists():
+            over = time.monotonic() - float((folder / "fault").read_text()) > PAUSE
+            ended = not any(each.is_alive() for each in others)
+            go_on = over if case.fault == "pause" else ended
+            if go_on and processes[VICTIM].is_alive():
+                os.kill(processes[VICTIM].pid, signal.SIGCONT)
+        time.sleep(0.02)
+
+
+def _outcome(folder: Path, rank: int, code: int | None) -> Outcome:
+    path = folder / f"{rank}.pt"
+    outcome = torch.load(path, weights_only=False) if path.exists() else Outcome()
+    outcome.code = code
+    return outcome
+
+
+def _main(rank: int, world_size: int, port: int, folder: Path, case: Case, timeout: float) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    limit, before = timedelta(seconds=timeout), resources()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    outcome = Outcome(world_size=world_size)
+    # torch gives the groups of a device mesh its own timeout, not that of the default group.
+    with mock.patch.object(dist.distributed_c10d, "default_pg_timeout", limit):
+        _train(case, folder, rank, outcome)
+    # The model first: a hook of `reach` and an error's traceback are cycles around it.
+    gc.collect()
+    dist.destroy_process_group()
+    del store
+    after = resources()
+    outcome.left = (after[0] - before[0], after[1] - before[1])
+    # Write and rename: a rank that is killed while it writes leaves no result.
+    torch.save(outcome, folder / f"{rank}.tmp")
+    os.rename(folder / f"{rank}.tmp", folder / f"{rank}.pt")
+
+
+def _train(case: Case, folder: Path, rank: int, outcome: Outcome) -> None:
+    now = [-1]
+
+    def reach(place: str) -> None:
+        nonlocal weights
+        if place == "bucket 0" and isinstance(client, LocalSteps):
+            weights = client.weights()  # after the local step, before the synchronisation
+        at = -1 if place in ("register", "connect") else FAULTY_STEP
+        if (rank, place, now[0]) == (VICTIM, case.place, at):
+            now[0] = STEPS  # once
+            (folder / "fault.tmp").write_text(str(time.monotonic()))
+            os.rename(folder / "fault.tmp", folder / "fault")
+            FAULTS[case.fault]()
+
+    client, state, weights = None, None, None
+    with places(reach):
+        try:
+            reach("register")
+            client = CLIENTS[case.client][0]()
+            for step in range(STEPS):
+                now[0] = max(now[0], step)
+                state, weights = client.state(), client.weights()
+                if step == FAULTY_STEP and case.place in ("gather", "swap"):
+                    reach(case.place)
+                    getattr(client, case.place)()
+                client.step(step, reach)
+                outcome.step = step + 1
+        except BaseException as error:
+            outcome.error = _chain(error)
+            outcome.note = traceback.format_exc()
+    fault = folder / "fault"
+    outcome.seconds = time.monotonic() - float(fault.read_text()) if fault.exists() else 0.0
+    if case.fault == "raise and stay" and rank == VICTIM:
+        # It lives on: the others must not need the end of its process.
+        _wait_for_others(folder, outcome.world_size)
+    if client is not None:
+        outcome.weights = client.weights()
+        if outcome.error:
+            outcome.unchanged = _same_state(client, client.state(), state) and same(
+                client.weights(), weights
+            )
+        client.close()
+    names = [thread.name for thread in threading.enumerate()]
+    outcome.note += f"\nthreads: {names}"
+
+
+def _wait_for_others(folder: Path, world_size: int) -> None:
+    others = [folder / f"{rank}.pt" for rank in range(world_size) if rank != VICTIM]
+    while not all(path.exists() for path in others):
+        time.sleep(0.02)
+
+
+def _same_state(client: Client, one: Any, other: Any) -> bool:
+    if isinstance(client, LocalSteps):
+        return same(one["slots"], other["slots"])  # the local step itself counts
+    # A step that is discarded has sent its bytes all the same.
+    return same({**one, "traffic": None}, {**other, "traffic": None})
+
+
+def _chain(error: BaseException | None) -> list[tuple[str, str]]:
+    found = []
+    while error is not None:
+        found.append((type(error).__name__, str(error)))
+        error = error.__cause__ or error.__context__
+    return found

@@ -1,0 +1,150 @@
+"""A rank that raises, exits, is signalled, killed or stopped, at every phase of training.
+
+The other ranks must end or go on within the timeout of the process group, with an error that names
+the rank. Nothing may be applied on some of them only.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.faults.clients import CLIENTS, FAULTY_STEP, STEPS
+from tests.faults.ranks import TIMEOUT, VICTIM, Case, Outcome, run
+from tests.support.cases import soak
+
+MARGIN = 15
+"""Seconds beyond the timeout: for reports of other ranks, on a busy machine."""
+
+ENDS = ("raise", "exit", "SIGTERM", "SIGINT", "SIGKILL")
+PLACES = ("register", "forward", "bucket 0", "bucket 1", "finish", "finished", "optimizer step")
+PLACES += ("between steps", "gather", "swap")
+OTHERS = ("late", "bidirectional", "two levels", "fsdp", "local sgd", "compressed local sgd")
+OTHERS += ("jointspar",)
+
+NOW = [
+    Case("ddp", "bucket 1", "SIGKILL"),
+    Case("ddp", "bucket 1", "raise and stay"),
+    Case("ddp", "bucket 1", "exit"),
+    Case("ddp", "finished", "SIGINT"),
+]
+ALL = [Case("ddp", place, fault) for place in PLACES for fault in ENDS]
+ALL += [Case("ddp", "connect", fault) for fault in ("raise", "SIGKILL")]
+ALL += [Case("ddp", place, "raise and stay") for place in ("bucket 0", "finish")]
+ALL += [
+    Case(client, place, fault)
+    for client in OTHERS
+    for place in ("between steps", "bucket 0", "finish", "finished")
+    for fault in ("raise", "SIGINT", "SIGKILL")
+]
+ALL += [Case("two levels", "bucket 1", "raise and stay")]
+LATER = [case for case in ALL if case not in NOW]
+
+
+def survivors(outcomes: list[Outcome]) -> dict[int, Outcome]:
+    return {rank: each for rank, each in enumerate(outcomes) if rank != VICTIM}
+
+
+def assert_ended(case: Case, outcomes: list[Outcome], timeout: float = TIMEOUT) -> None:
+    """Require an error on every other rank that names the rank, and an unchanged state."""
+    for rank, each in survivors(outcomes).items():
+        assert each.code == 0, f"rank {rank} hung, or died: {each}"
+        assert each.seconds < timeout + MARGIN
+        assert each.unchanged, f"rank {rank} has another state than before the step: {each.note}"
+        assert_left_nothing(case, rank, each)
+        if case.client == "plain" or (case.client == "fsdp" and each.type == "RuntimeError"):
+            continue  # a collective of torch itself
+        assert each.type == "RankFailureError", f"rank {rank}: {each.error} {each.note}"
+        assert f"failed on rank {rank}" in each.message
+        assert f"rank{'s' if case.client in PAIRS else ' 1'}" in each.message
+        assert "checkpoint" in each.message
+
+
+PAIRS = ("two levels", "fsdp")
+"""Clients whose ranks exchange in groups of two. A rank whose partner lives sees it leave."""
+
+
+def assert_left_nothing(case: Case, rank: int, each: Outcome) -> None:
+    """Require that no descriptor and no thread remains after close()."""
+    # FSDP2 and device meshes keep their groups until the process ends.
+    if case.client != "fsdp":
+        assert max(each.left) <= 0, f"rank {rank} has left (descriptors, threads) {each.left}"
+
+
+def assert_equal_replicas(case: Case, outcomes: list[Outcome]) -> None:
+    """Require equal parameters on all ranks that have taken equally many steps."""
+    if case.client in ("fsdp", "local sgd", "compressed local sgd"):
+        return  # each rank has its own shard, or its own local steps
+    by_step: dict[int, list[Any]] = {}
+    for each in outcomes:
+        if each.weights is not None:
+            by_step.setdefault(each.step, []).append(each.weights)
+    for weights in by_step.values():
+        assert all(torch.equal(weights[0], other) for other in weights)
+
+
+@pytest.mark.parametrize("case", [*NOW, *soak(LATER)], ids=str)
+def test_the_other_ranks_end_with_an_error_and_the_state_before_the_step(
+    case: Case, tmp_path: Path
+) -> None:
+    outcomes = run(case, tmp_path)
+    assert_ended(case, outcomes)
+    assert_equal_replicas(case, outcomes)
+    victim = outcomes[VICTIM]
+    if case.fault in ("SIGKILL", "SIGTERM"):
+        assert victim.code in (-9, -15)
+    else:
+        # Its own error reaches the script, which can save.
+        names = {"exit": "SystemExit", "SIGINT": "KeyboardInterrupt"}
+        assert victim.error[0][0] == names.get(case.fault, "MemoryError")
+        assert (victim.code, victim.unchanged) == (0, True), victim
+    if case.fault == "raise and stay" or (case.fault, case.place[:6]) == ("exit", "bucket"):
+        name = "SystemExit: 3" if case.fault == "exit" else "MemoryError: injected"
+        for each in survivors(outcomes).values():
+            assert f"rank 1 failed first with {name}" in each.message
+
+
+STOPPED = [
+    Case("ddp", place, "SIGSTOP")
+    for place in ("register", "forward", "bucket 1", "finish", "gather", "swap")
+]
+STOPPED += [Case(client, "bucket 0", "SIGSTOP") for client in OTHERS]
+STOPPED += [Case("plain", "forward", "SIGSTOP"), Case("plain", "forward", "SIGKILL")]
+
+
+@pytest.mark.parametrize("case", soak(STOPPED), ids=str)
+def test_a_stopped_rank_ends_the_others_within_the_timeout(case: Case, tmp_path: Path) -> None:
+    outcomes = run(case, tmp_path, timeout=8)
+    assert_ended(case, outcomes, timeout=8)
+    assert_equal_replicas(case, outcomes)
+    # After SIGCONT, it finds that the others have ended.
+    if case.fault == "SIGSTOP":
+        assert (outcomes[VICTIM].code, outcomes[VICTIM].unchanged) == (0, True)
+        assert outcomes[VICTIM].error
+
+
+PAUSED = [
+    Case("ddp", place, fault)
+    for place in ("register", "forward", "bucket 1", "finish", "gather", "swap")
+    for fault in ("pause", "sleep")
+]
+PAUSED += [Case(client, "bucket 0", fault) for client in OTHERS for fault in ("pause", "sleep")]
+
+
+@pytest.mark.parametrize("case", soak(PAUSED), ids=str)
+def test_ranks_wait_for_a_slow_or_paused_rank_and_get_the_same_bits(
+    case: Case, tmp_path: Path
+) -> None:
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "whole").mkdir()
+    slow = run(case, tmp_path / "slow")
+    whole = run(Case(case.client, case.place, "none"), tmp_path / "whole")
+    for one, other in zip(slow, whole, strict=True):
+        assert (one.error, one.code, one.step) == ([], 0, STEPS), one
+        assert torch.equal(one.weights, other.weights)
+
+
+def test_cases_reach_their_places() -> None:
+    assert FAULTY_STEP < STEPS
+    assert all(size > VICTIM for _, size in CLIENTS.values())

@@ -1,0 +1,153 @@
+"""What a rank says when a collective fails: which rank is lost, why, and what to do.
+
+The backend knows only the address of a connection. The ranks therefore report their own failures in
+the store of the job, where the others read them.
+"""
+
+import functools
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import distributed_c10d
+
+from torchcomp.errors import RankFailureError
+
+SECONDS = 1.0
+"""How long a rank waits for the reports of others, and for a store that does not answer."""
+
+ADVICE = (
+    "Look at the log of that rank, then restart all ranks from their last checkpoint. "
+    "state_dict() still works on this rank"
+)
+_LOST, _CAUSE = "lost ", "cause "
+Reports = dict[int, str]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Reporter(Protocol):
+    """An exchange whose ranks report their failures.
+
+    Attributes:
+        rank: this rank in the exchange.
+        global_ranks: the ranks of the exchange.
+        family: name under which they report, never used before in this job.
+        witnesses: all ranks that report under this name.
+    """
+
+    rank: int
+    global_ranks: tuple[int, ...]
+    family: str
+    witnesses: tuple[int, ...]
+
+
+def explained(call: str) -> Callable[[Method], Method]:
+    """Raise RankFailureError where a method of an exchange loses the connection to another rank.
+
+    Args:
+        call: what the method does, for the error.
+    """
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def explains(exchange: Any, *arguments: Any, **options: Any) -> Any:
+            try:
+                return method(exchange, *arguments, **options)
+            except RuntimeError as error:
+                if not _is_loss(error):
+                    raise
+                raise _failure(call, exchange, error) from error
+
+        return explains  # type: ignore[return-value]
+
+    return decorate
+
+
+def _failure(call: str, exchange: Reporter, error: RuntimeError) -> RankFailureError:
+    text = str(error).partition(" This is typically")[0]
+    who = _who(exchange, _report(exchange, f"{_LOST}{text}", wait=True))
+    ranks, rank = exchange.global_ranks, exchange.global_ranks[exchange.rank]
+    return RankFailureError(
+        f"{call} among ranks {', '.join(map(str, ranks))} failed on rank {rank}: {who}. {ADVICE}. "
+        f"The backend says: {text}"
+    )
+
+
+def report_cause(exchange: Reporter, error: BaseException) -> None:
+    """Tell the other ranks why this one leaves an exchange."""
+    # A rank that lost a connection has reported that already.
+    if not isinstance(error, RankFailureError):
+        _report(exchange, f"{_CAUSE}{type(error).__name__}: {error}", wait=False)
+
+
+def family_of(ranks: Sequence[int]) -> str:
+    """Return the family of the user's group of these ranks."""
+    return f"torchcomp-{zlib.crc32(repr(list(ranks)).encode())}"
+
+
+def _report(exchange: Reporter, text: str, *, wait: bool) -> Reports:
+    """Report a failure of this rank, and return the reports of all ranks.
+
+    With `wait`, it waits until a rank reports a cause, all ranks have reported, or :data:`SECONDS`
+    have passed.
+    """
+    found: Reports = {}
+
+    def talk() -> None:
+        store = PrefixStore(f"{exchange.family}/failures", distributed_c10d._get_default_store())
+        store.set(str(exchange.global_ranks[exchange.rank]), text)
+        end = time.monotonic() + SECONDS
+        while wait and len(found) < len(exchange.witnesses) and time.monotonic() < end:
+            for other in exchange.witnesses:
+                if other not in found and store.check([str(other)]):
+                    found[other] = store.get(str(other)).decode()
+            if any(each.startswith(_CAUSE) for each in found.values()):
+                return
+            time.sleep(0.02)
+
+    # In a thread, because a store behind a lost link does not answer.
+    thread = threading.Thread(target=_quietly, args=(talk,), daemon=True)
+    thread.start()
+    thread.join(SECONDS + 1)
+    return dict(found)
+
+
+def _quietly(talk: Callable[[], None]) -> None:
+    # Whatever a store raises, the user needs the error of the collective.
+    try:
+        talk()
+    except Exception:
+        return
+
+
+def _is_loss(error: RuntimeError) -> bool:
+    """Whether the backend lost a connection, rather than refused a tensor."""
+    if isinstance(error, RankFailureError):
+        return False
+    # gloo raises plain RuntimeErrors, which start with the path of its source.
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
+def _who(exchange: Reporter, found: Reports) -> str:
+    causes = [
+        f"rank {rank} failed first with {text.removeprefix(_CAUSE)}"
+        for rank, text in sorted(found.items())
+        if text.startswith(_CAUSE)
+    ]
+    if causes:
+        return "; ".join(causes)
+    silent = [str(rank) for rank in exchange.witnesses if rank not in found]
+    if silent:
+        plural = "ranks" if len(silent) > 1 else "rank"
+        return (
+            f"no report from {plural} {', '.join(silent)}: killed, stopped, still waiting or not "
+            "reachable"
+        )
+    return (
+        "all ranks have lost a connection: one was stopped for longer than the timeout, or a link "
+        "between them failed"
+    )
