@@ -143,9 +143,6 @@ class Flat(Buckets):
 
     def __init__(self, averager: Averager, everyone: Exchange, executor: Executor) -> None:
         place = Place.in_order(everyone.rank)
-
-    def __init__(self, averager: Averager, everyone: Exchange, executor: Executor) -> None:
-        place = Place.in_order(everyone.rank)
         super().__init__(
             averager, everyone, place, averager.parameters, Lane(executor, averager.exchange.leave)
         )

@@ -83,8 +83,11 @@ class Managed(Flat):
         self, bucket: Bucket, step: Step, begin: Callable[[], None] | None, last: bool
     ) -> None:
         if begin is not None:
-            self._failed = False
+            self._manager.wait_quorum()
+            # As in torchft's own collectives, the rest of a step is left out after an error.
+            self._failed = self._manager.errored() is not None
         if self._failed:
+            self.averager.unused = ()
             return
         try:
             super()._average(bucket, step, begin, last)
@@ -94,12 +97,8 @@ class Managed(Flat):
             self._manager.report_error(error)
 
     def _begin(self, scale: float, lrs: dict[str, float] | None) -> None:
-        manager = self._manager
-        manager.wait_quorum()
         self._ballot.require_vote("a backward pass")
-        if manager.errored() is not None:
-            raise RankFailureError(f"the manager has reported an error: {manager.errored()}")
-        if manager._quorum_id != self._quorum:
+        if self._manager._quorum_id != self._quorum:
             self._follow()
         super()._begin(scale, lrs)
 
@@ -158,8 +157,9 @@ class Managed(Flat):
     def _heal(self, position: Mapping[str, Any]) -> None:
         """Take over the position of a healthy rank."""
         if not self._ballot.heal(position["step"], position["quorum"]):
-            # It has missed a step of the others: estimates start again on all ranks.
-            self._quorum = None
+            # It has missed a step of the others. Estimates start again on all ranks, and what it
+            # has handed over may not count.
+            self._quorum = self._last_step = None
         self.averager.adopt(position)
 
     def state_dict(self) -> dict[str, Any]:
