@@ -28,6 +28,7 @@ from tests.support.models import (
 )
 from tests.support.outcomes import equal_on_all, same
 from tests.support.ranks import on_threads
+from torchcomp.hooks.executors import after_backward
 
 TOPK = "ef(topk(0.1))"
 STEPS = 12
@@ -300,28 +301,52 @@ def test_a_rank_that_joins_takes_the_method_of_the_others() -> None:
     assert equal_on_all(record.weights for record in records.values())
 
 
-def test_a_run_goes_on_from_checkpoints_with_another_number_of_ranks() -> None:
-    states: dict[str, Any] = {}
+@pytest.mark.parametrize("convert", [True, False])
+@pytest.mark.parametrize("spec", [CONSERVING[1], *thorough(CONSERVING[:1])])
+def test_a_run_goes_on_from_checkpoints_with_another_number_of_ranks(
+    spec: str, convert: bool
+) -> None:
+    """Converted, nothing is lost. Otherwise, what was unsent on the rank that is missing."""
+    saved: dict[str, Any] = {}
 
     def first(rank: Rank) -> None:
         until(rank, 3)
-        states[rank.manager.name] = rank.handle.state_dict(), rank.model.state_dict()
+        saved[rank.manager.name] = rank.handle.state_dict(), rank.model.state_dict()
 
     def second(rank: Rank) -> None:
-        handle, model = states[rank.manager.name]
-        rank.handle.load_state_dict(handle)
-        rank.model.load_state_dict(model)
+        rank.handle.load_state_dict(states[rank.manager.name])
+        rank.model.load_state_dict(saved["a"][1])
         rank.manager._step = 3
         until(rank, 6)
 
-    spec = CONSERVING[1]
     before = train(dict.fromkeys("abc", (0, 3)), first, spec)
-    assert {state["world_size"] for state, _ in states.values()} == {3}
+    states = {name: state for name, (state, _) in saved.items()}
+    assert {state["world_size"] for state in states.values()} == {3}
+    if convert:
+        states = dict(zip("ab", torchcomp.redistribute(list(states.values()), 2), strict=True))
     after = train(dict.fromkeys("ab", (3, 6)), second, spec)
     left = missing(after, "ab")
     for name in left:
-        left[name] += sum(before[rank].unsent[name] for rank in "ab") / 3
+        left[name] += sum(before[rank].unsent[name] for rank in ("abc" if convert else "ab")) / 3
     assert_none(left)
+
+
+def test_after_a_backward_pass_that_raised_the_state_is_that_before_it() -> None:
+    def body(rank: Rank) -> None:
+        until(rank, 2)
+        before = rank.handle.state_dict()
+
+        def stop() -> None:
+            raise KeyboardInterrupt
+
+        next(rank.model.parameters()).register_hook(lambda gradient: after_backward(stop))
+        with pytest.raises(KeyboardInterrupt):
+            rank.step()
+        after = rank.handle.state_dict()
+        assert same(after["slots"], before["slots"])
+        assert after["step"] == before["step"] == 2
+
+    assert errors(body) == dict.fromkeys("ab")
 
 
 def test_a_rank_goes_on_where_parameters_are_unused() -> None:
