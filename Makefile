@@ -58,7 +58,7 @@ test-versions: ## the core's tests on the oldest and newest torch (15 min)
 	@$(PYTHON) tools/versions.py $(ARGS)
 
 # The frameworks are no dependency of torchcomp and have many of their own.
-test-integrations: .venv-integrations/ready ## scripts of Lightning, Accelerate, transformers, Ray
+test-integrations: .venv-integrations/ready ## scripts of Lightning, Accelerate, transformers, Ray, torchft
 	@.venv-integrations/bin/python -m pytest -n 2 --dist loadfile -m integrations tests/integrations $(ARGS)
 
 # It installs nothing. Of .venv and PYTHON it takes the first that sees a GPU; PYTHON alone, if given.

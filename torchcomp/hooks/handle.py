@@ -135,10 +135,36 @@ class Handle(OfOneProcess, Gatherable):
         self._require_open("load_state_dict")
         self._averaging.load_state_dict(state)
 
+    def leave(self) -> None:
+        """Say that the next step of this rank is its last one, with ``register(manager=...)``.
+
+        At the end of that step, its residual passes to the ranks that stay, in equal parts, so that
+        nothing is lost. That takes one dense all-reduce. The rank can exit as soon as :attr:`left`
+        is True. Until then it goes on training: a step that the manager does not count is repeated.
+
+        Raises:
+            RuntimeError: without a manager, or after :meth:`close`.
+        """
+        self._require_open("leave")
+        self._averaging.leave()
+
+    @property
+    def left(self) -> bool:
+        """Whether the step after :meth:`leave` counts, so that this rank can exit.
+
+        Read it after ``should_commit()``, or after the step of torchft's optimizer.
+        """
+        return self._averaging.left
+
     @property
     def _gather_over(self) -> Exchange:
         # close() has ended the process group of the exchange.
         self._require_open("gather_state_dict or load_gathered")
+        if not self._averaging.gathers:
+            raise RuntimeError(
+                "under a manager, the ranks come and go, and their states are not gathered: save "
+                "handle.state_dict() on each rank, and load it with handle.load_state_dict(state)"
+            )
         return self._averaging.everyone
 
     @property
@@ -170,6 +196,7 @@ class Handle(OfOneProcess, Gatherable):
         """Note that a backward pass begins."""
         if self._running:
             self._abandon()
+        self._averaging.settle()
         if self.averager.abandoned:
             # Its jobs must end first, or they would be taken for those of this one.
             self._averaging.join()
