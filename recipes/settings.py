@@ -121,6 +121,9 @@ class Settings:
     )
     resume: bool = option(False, "resume from the newest complete checkpoint in --out")
     auto_resume: bool = option(False, "resume if --out has a complete checkpoint, else start")
+    elastic: bool = option(
+        False, "resume with any number of ranks; save local steps between rounds"
+    )
     log_every: int = option(10, "steps between lines in metrics.jsonl", min=1)
     eval_every: int = option(1, "epochs between evaluations", min=1)
     dry_run: bool = option(False, "print the configuration and the plan, without training")

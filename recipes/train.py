@@ -61,6 +61,7 @@ from recipes.plan import (
 )
 from recipes.random_state import random_state, seed_all, set_random_state
 from recipes.report import Report
+from recipes.resizing import resized
 from recipes.settings import Settings, read_settings
 from recipes.shrink import shrink
 
@@ -74,8 +75,8 @@ _TORCHCOMP_ERRORS = (
 )
 
 # Settings that a resumed run can change. They do not affect its final weights.
-_FREE_ON_RESUME = {"out", "resume", "auto_resume", "checkpoint_every", "signal_every", "log_every"}
-_FREE_ON_RESUME |= {"eval_every", "dry_run", "plan_ranks", "shrink"}
+_FREE_ON_RESUME = {"out", "resume", "auto_resume", "elastic", "checkpoint_every", "signal_every"}
+_FREE_ON_RESUME |= {"log_every", "eval_every", "dry_run", "plan_ranks", "shrink"}
 _FREE_ON_RESUME |= {"data_path", "data_cache", "workers", "threads"}
 
 
@@ -231,6 +232,7 @@ class Trainer:
     ) -> None:
         self.settings, self.worker, self.device = settings, worker, worker.device
         self.interruption, self.interrupted = interruption, False
+        self.save_is_due = False
         folder = Path(settings.out)
         self.checkpoints = Checkpoints(folder / "checkpoints", worker.rank, worker.world_size)
         resume = self._is_resumed()
@@ -310,16 +312,14 @@ class Trainer:
         """Train to the last step, evaluate, save the weights and write the summary.
 
         Returns:
-            False if a signal ended the run before that. It has a checkpoint of its last step.
+            False if a signal ended the run before that. It has saved a checkpoint.
         """
         self._print_header()
         while self.step < self.total_steps:
             # After a resumption, the first epoch begins in the middle.
             self._train_epoch(self.step // self.steps_per_epoch, self.step % self.steps_per_epoch)
-            if self.interrupted:
-                self.report.print(
-                    f"interrupted by a signal: saved step {self.step}, exit with {REQUEUE}"
-                )
+            if self.interrupted and self.step < self.total_steps:
+                self.report.print(f"interrupted by a signal: exit with {REQUEUE}")
                 return False
         # None if the run was already complete when it was resumed.
         accuracy = self.evaluate()[1] if self.test_accuracy is None else self.test_accuracy
@@ -353,13 +353,25 @@ class Trainer:
                 self._log_step(epoch, loss)
             if self.step % self.steps_per_epoch == 0:
                 self._end_epoch(epoch)
-            asked_to_stop = self.interruption.after_step(self.step)
-            self.interrupted = asked_to_stop and self.step < self.total_steps
-            every = self.settings.checkpoint_every
-            if self.interrupted or (every and self.step % every == 0):
-                self.checkpoints.save(self.step, self.state_dict(), self._settings_to_match())
-            if self.interrupted:
+            if self._end_step():
                 return
+
+    def _end_step(self) -> bool:
+        """Save a checkpoint if it is time, and return whether a signal ends the run here."""
+        every = self.settings.checkpoint_every
+        self.save_is_due |= bool(every and self.step % every == 0)
+        asked_to_stop = self.interruption.after_step(self.step)
+        self.interrupted |= asked_to_stop and self.step < self.total_steps
+        if not (self.save_is_due or self.interrupted) or not self._can_save():
+            return False
+        self._save_checkpoint()
+        self.save_is_due = False
+        return self.interrupted
+
+    def _can_save(self) -> bool:
+        """Whether a checkpoint of this step has what ``--elastic`` needs: equal weights."""
+        inside_round = self.local is not None and self.local.next_sync is not None
+        return not (self.settings.elastic and inside_round)
 
     def _train_step(self, images: Tensor, targets: Tensor) -> Tensor:
         """Take one optimizer step and return its loss."""
@@ -515,8 +527,18 @@ class Trainer:
             "seconds": self._seconds(),
         }
 
+    def _save_checkpoint(self) -> None:
+        state, settings = self.state_dict(), self._settings_to_match()
+        problem = self.checkpoints.save(self.step, state, settings)
+        if problem is not None:
+            # The disk may have space again at the next checkpoint.
+            self.report.print(f"step {self.step} was not saved ({problem})")
+        elif self.interrupted:
+            self.report.print(f"saved step {self.step}")
+
     def _resume(self) -> None:
-        state = self.checkpoints.load(self._settings_to_match())
+        make = self._resized if self.settings.elastic else None
+        state = self.checkpoints.load(self._settings_to_match(), make)
         self._rebuild_ddp_buckets()
         # Only now, because DDP's constructor broadcasts the weights of rank 0. Between two
         # averages of local steps the weights differ between ranks.
@@ -529,6 +551,11 @@ class Trainer:
         self.meter.sums.copy_(state["meter"])
         self.step, self.seconds_before = state["step"], state["seconds"]
         set_random_state(state["random"])
+
+    def _resized(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        rank, world_size = self.worker.rank, self.worker.world_size
+        seed = keyed_seed(NOISE, self.settings.seed, rank, states[0]["step"])
+        return resized(states, rank, world_size, seed)
 
     def _rebuild_ddp_buckets(self) -> None:
         """Run one blank batch, after which DDP rebuilds its buckets.

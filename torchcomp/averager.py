@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torchcomp.checks import check_at_least_0
 from torchcomp.component import Component
 from torchcomp.compressors import Identity
 from torchcomp.draws import Ahead
-from torchcomp.errors import CheckpointError, SpecError
+from torchcomp.errors import CheckpointError, RankFailureError, SpecError
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key, check_seed
 from torchcomp.nonfinite import FiniteWatch
@@ -71,6 +71,10 @@ class Averager:
         late: whether a step is checked when the next one begins. The host then never waits at the
             end of a step, but it raises errors after the step was applied: see
             :meth:`finish`.
+        vote: returns whether the last step counts for all ranks, if that is decided after it has
+            finished, such as by torchft's Manager. It is asked when the next step begins, and by
+            :meth:`use`, :meth:`regroup` and :meth:`state_dict`. If not, the state goes back to that
+            before the step.
         client_slots: returns, for the shape of a bucket, the slots that the caller opens in
             :attr:`state`. Declaring them adds them to checkpoints.
 
@@ -82,8 +86,9 @@ class Averager:
         scale: loss scale of the gradients of the last step, which the state follows.
         lrs: learning rates, by parameter name, whose update the residual's unit is. Empty if the
             residual has the unit of the gradients.
-        abandoned: whether the step in flight will be discarded; see :meth:`abandon`.
         unused: names of the parameters that no rank used in the last step; see :meth:`finish`.
+        abandoned: whether the step in flight was abandoned; see :meth:`abandon`. Set it to False
+            before the next one.
 
     Raises:
         SpecError: if the method cannot be built, or if an argument is invalid.
@@ -101,6 +106,7 @@ class Averager:
         what: str = "a gradient",
         unchanged: str = UNCHANGED,
         late: bool = False,
+        vote: Callable[[], bool] | None = None,
         client_slots: Callable[[BucketShape], tuple[Slot, ...]] | None = None,
     ) -> None:
         check_seed(seed)
@@ -115,9 +121,9 @@ class Averager:
         self.seed = seed
         self._merged = merged
         self._what, self._unchanged = what, unchanged
-        self._late = late
-        # Raises if the last step should not have counted; None if that is decided.
-        self._undecided: Callable[[], None] | None = None
+        self._late, self._vote = late, vote
+        # Returns whether the last step counts, or raises if it does not; None if that is decided.
+        self._undecided: Callable[[], bool] | None = None
         self._client_slots = client_slots
         self._shapes: dict[Group, BucketShape] = {}
         self._nbytes = sum(parameter.nbytes for parameter in self.parameters.values())
@@ -125,9 +131,10 @@ class Averager:
         self.lrs: dict[str, float] = {}
         self._step_lrs: dict[str, float] = {}  # of the step in flight, if they were given
         self._meter = Meter()
-        self.abandoned = False
         self._averaged = 0  # buckets of the step in flight, for the labels of a trace
         self._callbacks: list[Callable[[bool], None]] = []
+        # A step can run in another thread than that of the user, who can abandon it at any time.
+        self.abandoned = False
         self._watch, self._combined = FiniteWatch(exchange), False
         # The ranks are compared in the first `begin`, not here: loading a checkpoint is a local
         # call, so only the next collective can show that one rank loaded it and another did not.
@@ -176,24 +183,29 @@ class Averager:
             NonFiniteError, WireError, RankMismatchError: those of the last step, if they are raised
                 late.
         """
-        self._settle()
-        self._step_lrs = _by_name(lr, self.parameters)
-        self.state.rollback()
+        self.settle()
+        with self.state.lock:
+            self._require_wanted()
+            self._step_lrs = _by_name(lr, self.parameters)
+            self.state.rollback()
+            verified = self._verified
         self.exchange.reset()
         self._averaged, self.unused = 0, ()
         self._watch, self._combined = watch or FiniteWatch(self.exchange), watch is not None
-        if not self._verified:
+        if not verified:
             values = {"spec": self._aggregator, "step": self.step, "seed": self.seed}
             values |= {"groups": self.groups, "buckets": self.buckets, "flushing": self._flushing}
-            values["lr"] = self._step_lrs
+            # The scale that the state has, before it follows that of this step.
+            values |= {"lr": self._step_lrs, "scale": self.scale}
             # Each rank's threshold search starts from the previous thresholds. If they differed,
             # the ranks would run different collectives.
             found = [(name, t.tolist()) for name, t in self.state.items("thresholds")]
-            thresholds = {"thresholds": sorted(found)}
-            self.exchange.verify("the first step", values, checkpoint.ONE_STEP, thresholds)
+            on_level = {"thresholds": sorted(found), "checksum of equal slots": self._digest()}
+            self.exchange.verify("the first step", values, checkpoint.ONE_STEP, on_level)
             self._verified = True
-        # Residuals and estimates have the unit of the scaled gradients.
         with self.state.lock:
+            self._require_wanted()
+            # Residuals and estimates have the unit of the scaled gradients.
             if scale != self.scale:
                 self.state.scale(scale / self.scale)
                 self.scale = scale
@@ -249,6 +261,7 @@ class Averager:
         where: str | None = None,
         advice: str = "",
         used: Collection[str] | None = None,
+        leaving: bool | None = None,
     ) -> bool:
         """End the step. All ranks commit their state, or all ranks roll it back.
 
@@ -265,6 +278,8 @@ class Averager:
             advice: what to do about a NaN, for the error message.
             used: names of the parameters that took part in the step on this rank. The state of a
                 parameter that took part on no rank does not change. By default, all take part.
+            leaving: whether this is the last step of this rank. Its residual then passes to the
+                ranks that stay, in equal parts. None, on all ranks, if no rank ever leaves.
 
         Returns:
             Whether the step counts.
@@ -280,6 +295,7 @@ class Averager:
         where = where or f"step {self.step + 1}"
         flags = [] if used is None else [name in used for name in self.parameters]
         used_by_any = self.exchange.max_at_end(flags) if flags else []
+        leaves = [] if leaving is None else self.exchange.max_at_end([leaving])
         advice = f" {advice}" if advice else ""
         check_lrs = self._compare_lrs(where)
         try:
@@ -291,10 +307,16 @@ class Averager:
             if not counts and not may_skip:
                 what, traces = f"{self._what} at {where}", self._traces(self.state.pending("error"))
                 raise self._watch.error(what, self._unchanged + advice, traces)
-        except Exception:
-            self.state.rollback()
-            # A step that is discarded has sent its bytes all the same.
-            self._meter.record(self.exchange.take_traffic(dense_bytes), self.step)
+        except Exception as error:
+            with self.state.lock:
+                self._require_wanted()
+                if self._vote and isinstance(error, RankFailureError) and used is None:
+                    # Another rank may have got the whole message, and count the step.
+                    self._end(True, False)
+                else:
+                    self.state.rollback()
+                # A step that is discarded has sent its bytes all the same.
+                self._meter.record(self.exchange.take_traffic(dense_bytes), self.step)
             raise
         finally:
             # Not strict: if the collective failed, nothing is known about any parameter.
@@ -303,46 +325,53 @@ class Averager:
         flushed = False
         if counts:
             self.state.undo({*self.unused, *(n for n, lr in self._step_lrs.items() if not lr)})
-            # `_flushed` changes the values that are about to be committed.
+            if any(leaves):
+                self._hand_over(bool(leaving))
+            # Changes the values that are about to be committed.
             flushed = self._flushing and self._flushed()
         with self.state.lock:
-            if self.abandoned:
-                self.state.rollback()
-                return False
-            self._end(counts, flushed, dense_bytes)
+            self._require_wanted()
+            self._end(counts, flushed)
+            self._meter.record(self.exchange.take_traffic(dense_bytes), self.step)
         for callback in self._callbacks:
             callback(counts)
         return counts
 
-    def _end(self, counts: bool, flushed: bool, dense_bytes: int) -> None:
-        """Commit a step that counts, or roll it back, and go on to the next one."""
+    def _end(self, counts: bool, flushed: bool) -> None:
+        """End the step. `flushed` says whether it has sent all that a flush had left."""
         if counts:
             self.state.commit()
         else:
             self.state.rollback()
-        if flushed:
-            # From the next step on, the method that the user chose runs, without a residual.
-            self.state.drop(self.state.debts())
-            self._flushing = False
-            self._install(self._aggregator)
         self.step += 1
-        self._meter.record(self.exchange.take_traffic(dense_bytes), self.step)
+        if self._vote is not None:
+            self._undecided = partial(self._voted, self._vote, flushed)
+        elif flushed:
+            self._end_flush()
 
     def abandon(self, step: int) -> None:
-        """Return to the state after `step` steps, from another thread than that of the last one.
+        """Discard the step in flight, although another thread may still be running it.
 
-        For a caller that was interrupted and cannot use the last means. Until the caller sets
-        :attr:`abandoned` to False, a step that is still in flight is discarded on this rank.
+        From here on, that thread changes nothing. A step that has just ended is taken back.
 
         Args:
-            step: :attr:`step` before the last step began.
+            step: the value of :attr:`step` when the step in flight began.
         """
         with self.state.lock:
             self.abandoned = True
             if self.step > step:
-                self._undecided, self.step = None, step
-                self.state.revert()
-                self._meter.record(Traffic(), step)
+                self._take_back()
+
+    def _require_wanted(self) -> None:
+        if self.abandoned:
+            raise RuntimeError("this step was abandoned, because its backward pass raised")
+
+    def _take_back(self) -> None:
+        """Undo the last step."""
+        self._undecided = None
+        self.state.revert()
+        self.step -= 1
+        self._meter.record(Traffic(), self.step)
 
     def _compare_lrs(self, where: str) -> Callable[[str], None]:
         """Add the learning rates of the step to the concluding message.
@@ -365,29 +394,42 @@ class Averager:
         """Send the concluding message, and read the result later."""
         decide, watch = self.exchange.conclude_later(self._watch.finite(), where, LATE), self._watch
 
-        def settle() -> None:
+        def settle() -> bool:
             if not decide():
                 traces = self._traces(self.state.items("error"))
                 raise watch.error(f"{self._what} at {where}", LATE + advice, traces)
             check_lrs(LATE)
+            return True
 
         self._undecided = settle
         return True
 
-    def _settle(self) -> None:
-        """Raise if the last step should not have counted, after rolling it back.
+    def _voted(self, vote: Callable[[], bool], flushed: bool) -> bool:
+        """Whether the last step counts, which ended a flush or not."""
+        counts = vote()
+        if counts and flushed:
+            self._end_flush()
+        return counts
+
+    @property
+    def undecided(self) -> bool:
+        """Whether it is still open if the last step counts."""
+        return self._undecided is not None
+
+    def settle(self) -> None:
+        """Roll back the last step if it should not have counted, and raise what is wrong with it.
 
         The step counter and the state then are those before the step.
         """
-        settle, self._undecided = self._undecided, None
-        if settle is not None:
-            try:
-                settle()
-            except Exception:
-                self.state.revert()
-                self.step -= 1
-                self._meter.record(Traffic(), self.step)
-                raise
+        undecided, self._undecided = self._undecided, None
+        if undecided is None:
+            return
+        counts = False
+        try:
+            counts = undecided()
+        finally:
+            if not counts:
+                self._take_back()
 
     def average_all(self, tensors: Mapping[str, Tensor], *, lr: LR = None, **options: Any) -> bool:
         """Run one complete step: replace all `tensors` with their means over the ranks, in place.
@@ -445,7 +487,7 @@ class Averager:
             SpecError: if the method cannot be built.
         """
         method = parse_aggregator(aggregator)
-        self._settle()
+        self.settle()
         # Here, before training: in the first step, compiling would run inside a backward pass.
         rehearse_all(method, self.parameters.values())
         self._aggregator, self._flushing = method, False
@@ -462,6 +504,49 @@ class Averager:
             "far as the dtype of the gradients can represent it."
         )
 
+    def change_ranks(self, exchange: Exchange, *, same_ranks: bool = False) -> None:
+        """Go on over another exchange, between two steps, without sending any values.
+
+        If its ranks are others, this rank keeps its residual, and its server residual is added to
+        it. Both are multiplied by the ratio of the numbers of ranks. If a rank that joins has none,
+        and all others go on, the mean over the ranks of what is unsent does not change. Estimates
+        start again on all ranks, because a rank that joins has none.
+
+        Args:
+            exchange: the collectives.
+            same_ranks: whether its ranks are those of the last exchange. The state then stays.
+        """
+        self.settle()
+        self.state.rollback()
+        if not same_ranks:
+            before = self.exchange.world_size
+            self.state.unshard(self._owned(), before)
+            self.state.drop(self.state.slots().keys() - self.state.debts())
+            self.state.scale_debts(dict.fromkeys(self.parameters, exchange.world_size / before))
+            self.state.free_scratch()
+            self._ahead.clear()
+        self.exchange, self._verified = exchange, False
+
+    def position(self) -> dict[str, Any]:
+        """Return what a rank that joins must have in common with the others; see :meth:`adopt`."""
+        self.settle()
+        return {
+            "spec": str(self._aggregator),
+            "step": self.step,
+            "seed": self.seed,
+            "flushing": self._flushing,
+            "groups": [list(group) for group in self.groups],
+        }
+
+    def adopt(self, position: Mapping[str, Any]) -> None:
+        """Take the :meth:`position` of another rank. This rank keeps its own residual."""
+        self.settle()
+        self.groups = _groups(position["groups"])
+        self.use(position["spec"])
+        self._flushing = position["flushing"]
+        self._install(_FLUSH if self._flushing else self._aggregator)
+        self.step, self.seed = position["step"], position["seed"]
+
     def regroup(self, groups: Sequence[Group]) -> None:
         """Change which parameters are compressed together, between two steps.
 
@@ -470,7 +555,7 @@ class Averager:
         Args:
             groups: names of the parameters of each group. Each parameter must be in one group.
         """
-        self._settle()
+        self.settle()
         self.groups = tuple(groups)
         self._install(self._active)
         self._verified = False
@@ -516,6 +601,37 @@ class Averager:
         # All ranks must end the flush at the same step, or they would run different methods.
         return not self.exchange.anywhere(left.to(torch.uint8).reshape(1)).any()
 
+    def _end_flush(self) -> None:
+        """From the next step on, run the method that the user chose, without a residual."""
+        self.state.drop(self.state.debts())
+        self._flushing = False
+        self._install(self._aggregator)
+
+    def _hand_over(self, leaving: bool) -> None:
+        """Add the residuals of the ranks that leave to those of the others, in equal parts.
+
+        The sum over the ranks of what is unsent does not change.
+        """
+        exchange = self.exchange
+        if leaving:
+            self.state.unshard_pending(self._owned(), exchange.world_size)
+        after = dict(self.state.pending("error"))
+        parts = [after[name] for name in self.parameters if name in after]
+        wide = reduce(torch.promote_types, (part.dtype for part in parts), torch.float32)
+        # The last element counts the ranks that leave.
+        one = torch.ones(1, dtype=wide, device=exchange.device)
+        given = torch.cat([*(part.to(wide) for part in parts), one])
+        if not leaving:
+            given.zero_()
+        exchange.all_reduce(given)
+        *received, leavers = torch.split(given, [*(part.numel() for part in parts), 1])
+        staying = exchange.world_size - round(float(leavers))
+        for part, more in zip(parts, received, strict=True) if staying else ():
+            if leaving:
+                part.zero_()
+            else:
+                part.add_(more.to(part.dtype), alpha=1 / staying)
+
     def _owned(self) -> list[Shard]:
         """Return this rank's shard of each bucket."""
         rank, ranks = self.exchange.rank, self.exchange.world_size
@@ -528,6 +644,12 @@ class Averager:
             yield from method.slots(shape, self.exchange.world_size, self.exchange.rank)
             if self._client_slots is not None:
                 yield from self._client_slots(shape)
+
+    def _digest(self) -> int:
+        """Return a checksum of the slots that are the same on all ranks."""
+        names = {s.name for s in self._declared(self._active, self.buckets) if s.equal}
+        parts = {f"{slot} {name}": p for slot in names for name, p in self.state.items(slot)}
+        return checkpoint.digest_of(dict(sorted(parts.items())))
 
     def _traces(self, parts: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the residuals that show a NaN of a gradient, by parameter name."""
@@ -567,11 +689,11 @@ class Averager:
 
         Every rank must save its own. ``torch.load(..., weights_only=True)`` can load it.
         """
-        self._settle()
+        self.settle()
         with self.state.lock:
-            return self._saved()
+            return self._state()
 
-    def _saved(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         slots: dict[str, Any] = {}
         for slot in self._declared(self._active, self.buckets):
             entry: dict[str, Any] = {
@@ -655,7 +777,9 @@ class Averager:
         Raises:
             CheckpointError: see :meth:`prepare`.
         """
-        self.prepare(state)()
+        restore = self.prepare(state)
+        with self.state.lock:
+            restore()
 
 
 def average_in_place(exchange: Exchange, values: Tensor) -> None:

@@ -99,6 +99,14 @@ PRIVATE_OF_FRAMEWORKS = {
     "accelerate": {
         "_is_accelerate_prepared": "tells whether Accelerate prepared a model, for an error",
     },
+    "torchft": {
+        "_commit_failures": "tells whether the manager has voted on a step",
+        "_group_world_size": "ranks of a replica group, which must be 1",
+        "_pg": "the process group of the ranks that take part",
+        "_quorum_id": "changes when a rank joins, leaves or dies",
+        "_replica_world_size_mode": "tells whether spare ranks count, which must not be",
+        "_use_async_quorum": "tells whether ranks heal during a step, which must not be",
+    },
 }
 """The same for other packages. `make test-integrations` runs what uses them."""
 

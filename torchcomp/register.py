@@ -26,6 +26,7 @@ def register(
     nodes: str | int | DeviceMesh | None = None,
     inside: str | None = None,
     replicate: DeviceMesh | None = None,
+    manager: Any = None,
 ) -> Handle:
     """Replace the gradient all-reduce of a DDP model with a compressed exchange.
 
@@ -64,13 +65,18 @@ def register(
             ``mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard"))``.
             FSDP2 averages gradients over the shards of a replica; the method then runs between
             replicas, and each rank keeps the residual of its shard.
+        manager: the ``torchft.Manager`` of the training loop, to go on without a restart when a
+            rank dies, joins or leaves. The exchange is then among the ranks of its quorum, and the
+            model is ``DistributedDataParallel(net, process_group=ProcessGroupDummy(0, 1))``
+            of torch.nn.parallel. docs/elastic.md has the details.
 
     Returns:
         A handle for statistics, checkpoints and changes of the method.
 
     Raises:
-        SpecError: on every rank, if the spec, the seed, the scaler, `check` or `lr_inside` is
-            invalid, or if a parameter of the model is in no optimizer of `lr_inside` or in several.
+        SpecError: on every rank, if the spec, the seed, the scaler, `check`, `lr_inside` or the
+            settings of the manager are invalid, or if a parameter of the model is in no optimizer
+            of `lr_inside` or in several.
         UnsupportedModelError: if the model is neither DDP nor FSDP2, has a hook, uses an option of
             DDP that bypasses hooks, has complex parameters, sparse gradients or parameters on
             several devices, or has trained already; or if FSDP2 shards only a part of the model,
@@ -85,6 +91,7 @@ def register(
         nodes=nodes,
         inside=inside,
         replicate=replicate,
+        manager=manager,
     )
     # What does not fit together is refused there, on all ranks together.
     if isinstance(model, FSDPModule) and replicate is not None:

@@ -54,6 +54,7 @@ class Slot:
     sizes: tuple[int, ...]  # number of elements that are stored for each parameter
     dtype: torch.dtype
     sharded: bool = False  # whether each rank stores only the elements of its own shard
+    equal: bool = False  # whether all ranks store the same values, which is then verified
     # init(name, out) writes the initial values of a parameter to `out`. The default is zeros.
     # Not compared, because each declaration can make a new closure.
     init: Init | None = field(default=None, compare=False, repr=False)
@@ -150,6 +151,8 @@ class State:
     def rollback(self) -> None:
         """Discard the values that the step wrote."""
         self._in_flight.clear()
+        # It committed nothing, so `revert` must not undo an older commit instead.
+        self._committed = set()
 
     def undo(self, names: Iterable[str]) -> None:
         """Undo the step in flight for some parameters, except in caches."""
@@ -215,18 +218,21 @@ class State:
             owned: this rank's shard of each bucket.
             world_size: number of ranks.
         """
-        sharded = [name for name in self.debts() if self._stores[name].sharded]
-        own = dict(self.items("error"))
+        sharded = self._sharded_debts()
         for debt in sharded:
-            server = dict(self.items(debt))
-            for shard in owned:
-                for name, at, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
-                    if name in server:
-                        part = own[name][at : at + size]
-                        # The server residual is a part of the mean. A rank's own residual enters
-                        # the mean divided by the number of ranks, so multiply by that number.
-                        part.add_(server[name].to(part.dtype), alpha=world_size)
+            _add_shards(dict(self.items("error")), dict(self.items(debt)), owned, world_size)
         self.drop(sharded)
+
+    def unshard_pending(self, owned: Iterable[Shard], world_size: int) -> None:
+        """As :meth:`unshard`, for what the step in flight has written. Zeros are left."""
+        for debt in self._sharded_debts():
+            server = dict(self.pending(debt))
+            _add_shards(dict(self.pending("error")), server, owned, world_size)
+            for part in server.values():
+                part.zero_()
+
+    def _sharded_debts(self) -> list[str]:
+        return [name for name in self.debts() if self._stores[name].sharded]
 
     def scale(self, factor: float) -> None:
         """Multiply all debts and estimates by `factor`, the ratio of two loss scales."""
@@ -263,6 +269,22 @@ class State:
             elif slot.init is not None:
                 slot.init(name, view)
         return flat
+
+
+def _add_shards(
+    own: Mapping[str, Tensor],
+    server: Mapping[str, Tensor],
+    owned: Iterable[Shard],
+    world_size: int,
+) -> None:
+    """Add a rank's server residual to its own residual, both by parameter name."""
+    for shard in owned:
+        for name, at, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
+            if name in server:
+                part = own[name][at : at + size]
+                # The server residual is a part of the mean. A rank's own residual enters the mean
+                # divided by the number of ranks, so multiply by that number.
+                part.add_(server[name].to(part.dtype), alpha=world_size)
 
 
 def _multiply(factors: Iterable[tuple[Tensor, float]]) -> None:

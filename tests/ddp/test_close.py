@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
 from tests.exchange.test_private import resources
+from tests.support.cases import soak
 from tests.support.ranks import on_processes
 
 
@@ -29,7 +30,8 @@ def registered_and_closed(options, times):
     return before, resources()
 
 
+@pytest.mark.parametrize("times", [5, *soak([500])])
 @pytest.mark.parametrize("options", [{}, {"nodes": 2}])
-def test_a_closed_handle_has_no_descriptors_or_threads(options):
-    for before, after in on_processes(2, registered_and_closed, options, 5):
+def test_a_closed_handle_has_no_descriptors_or_threads(options, times):
+    for before, after in on_processes(2, registered_and_closed, options, times):
         assert after <= before

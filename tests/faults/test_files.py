@@ -1,24 +1,18 @@
-"""Checkpoints on a full or read-only disk, damaged files, and a package that cannot be written.
+"""Checkpoints on a full or read-only disk, or killed, and a package that cannot be written.
 
 Mounts are made in a mount namespace of the process that needs them, and end with it.
 """
 
 import os
-import random
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-import torchcomp
-from recipes.checkpoints import read_state
-from recipes.errors import RecipeError
 from tests.support.commands import ROOT, run
-from tests.support.outcomes import caught, same
 
+pytestmark = pytest.mark.soak
 SAVING = """
 import os, signal, sys, threading, time
 from pathlib import Path
@@ -37,12 +31,8 @@ def kill_while_writing():
 
 if fault == "SIGKILL":
     threading.Thread(target=kill_while_writing, daemon=True).start()
-try:
-    checkpoints.save(step, {"step": step, "w": torch.full((elements,), float(step))}, {})
-except (OSError, RuntimeError) as error:
-    print("raised", type(error).__name__, error)
-    left = [path.name for path in (folder / f"step-{step:09d}").glob("*")]
-    print("left", left)
+problem = checkpoints.save(step, {"step": step, "w": torch.full((elements,), float(step))}, {})
+print(problem, [path.name for path in (folder / f"step-{step:09d}").glob(".*")])
 print("newest", checkpoints.load({})["step"])
 """
 
@@ -69,63 +59,30 @@ def save(folder: Path, step: int, elements: int, fault: str = "none") -> list[st
     return [sys.executable, "-c", SAVING, folder, f"{step}", f"{elements}", fault]
 
 
-@pytest.mark.soak
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     both = 'mount -t tmpfs -o size=2m none "$FOLDER" && "$PYTHON" -c "$SAVING" "$FOLDER" 5 10 none'
     env = {"FOLDER": str(tmp_path), "PYTHON": sys.executable, "SAVING": SAVING}
-    first, *rest = with_mount(both, *save(tmp_path, 10, 1 << 20), **env).splitlines()
-    assert first == "newest 5"
-    assert rest[0].startswith("raised")
-    assert rest[1:] == ["left []", "newest 5"]
+    # Larger than what is buffered, so that the disk is full in the middle of a tensor.
+    printed = with_mount(both, *save(tmp_path, 10, 1 << 20), **env).splitlines()
+    assert printed[0::2] == ["None []", "rank 0: No space left on device []"]
+    assert printed[1::2] == ["newest 5"] * 2
 
 
-@pytest.mark.soak
 def test_a_read_only_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     run(save(tmp_path, 5, 10))
     mount = f"mount --bind {tmp_path} {tmp_path} && mount -o remount,bind,ro {tmp_path}"
     printed = with_mount(mount, *save(tmp_path, 10, 10)).splitlines()
-    assert printed[0].startswith("raised OSError")
-    assert "Read-only file system" in printed[0]
-    assert printed[-1] == "newest 5"
+    assert printed == ["rank 0: Read-only file system []", "newest 5"]
 
 
-@pytest.mark.soak
 def test_a_kill_while_writing_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     run(save(tmp_path, 5, 10))
     killed = run(save(tmp_path, 10, 1 << 27, "SIGKILL"), check=False)
     assert killed.returncode == -9
     assert not (tmp_path / "step-000000010" / "rank-0.pt").exists()
-    assert run(save(tmp_path, 5, 10)).stdout == "newest 5\n"
+    assert run(save(tmp_path, 5, 10)).stdout.splitlines()[-1] == "newest 5"
 
 
-def test_a_checkpoint_with_a_flipped_bit_is_refused_or_has_the_same_values(tmp_path: Path) -> None:
-    tensors = {"weight": torch.randn(40, 10), "bias": torch.randn(40)}
-
-    def saved(exchange: torchcomp.Exchange) -> Any:
-        averager = torchcomp.Averager("ef(topk(0.1))", exchange, tensors)
-        averager.average_all({name: torch.randn_like(value) for name, value in tensors.items()})
-        return averager.state_dict()
-
-    state, draws = torchcomp.run_in_process(1, saved)[0], random.Random(0)
-    path, refused = tmp_path / "rank-0.pt", 0
-    torch.save(state, path)
-    intact = path.read_bytes()
-    for _ in range(300):
-        damaged = bytearray(intact)
-        damaged[draws.randrange(len(damaged))] ^= 1 << draws.randrange(8)
-        path.write_bytes(damaged)
-        loaded: list[Any] = []
-        error = caught(lambda loaded=loaded: loaded.append(read_state(path)))
-        if loaded:
-            assert same(loaded[0], state)
-        else:
-            assert isinstance(error, RecipeError)
-            assert f"{path}" in str(error)
-            refused += 1
-    assert refused > 100
-
-
-@pytest.mark.soak
 def test_kernels_run_from_a_read_only_package_without_a_home(tmp_path: Path) -> None:
     shutil.copytree(
         ROOT / "torchcomp", tmp_path / "torchcomp", ignore=shutil.ignore_patterns("__pycache__")

@@ -112,7 +112,9 @@ def test_the_other_ranks_end_with_an_error_and_the_state_before_the_step(
         # Its own error reaches the script, which can save.
         names = {"exit": "SystemExit", "SIGINT": "KeyboardInterrupt"}
         assert victim.error[0][0] == names.get(case.fault, "MemoryError")
-        assert (victim.code, victim.unchanged) == (0, True), victim
+        assert victim.code == 0, victim
+        # After its backward pass, a step counts.
+        assert victim.unchanged or case.place == "optimizer step", victim
     if case.fault == "raise and stay" or (case.fault, case.place[:6]) == ("exit", "bucket"):
         name = "SystemExit: 3" if case.fault == "exit" else "MemoryError: injected"
         for each in survivors(outcomes).values():

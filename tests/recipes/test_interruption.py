@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -240,13 +240,13 @@ def signals_around_saving(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Signal this process before and after it saves, and return the list of what it saves."""
     save, saved = torch.save, list[str]()
 
-    def save_between_signals(state: object, path: Path) -> None:
+    def save_between_signals(state: object, file: BinaryIO) -> None:
         for number in interruption.SIGNALS:
             os.kill(os.getpid(), number)
-        save(state, path)
+        save(state, file)
         for number in interruption.SIGNALS:
             os.kill(os.getpid(), number)
-        saved.append(path.parent.name)
+        saved.append(Path(file.name).parent.name)
 
     monkeypatch.setattr(torch, "save", save_between_signals)
     return saved
@@ -282,12 +282,11 @@ def test_loader_processes_ignore_the_signals(
 ) -> None:
     signalled = set[int | None]()
 
-    def signal_loaders(state: object, path: Path) -> None:
+    def signal_loaders(state: object, file: BinaryIO) -> None:
         for process in multiprocessing.active_children():
             for number in interruption.SIGNALS:
                 os.kill(process.pid, number)
             signalled.add(process.pid)
-        path.touch()
 
     monkeypatch.setattr(torch, "save", signal_loaders)
     flags = ["--dataset", "folder", "--data-path", str(photo_folder), "--loader", "torchvision"]

@@ -1,4 +1,4 @@
 """How long a test waits for another process or thread before it fails as hung."""
 
 # In seconds. Far longer than any test needs alone, so that no test fails on a busy machine.
-PATIENCE = 200
+PATIENCE = 500

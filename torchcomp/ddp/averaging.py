@@ -17,7 +17,7 @@ from torchcomp.bucket import Bucket, BucketShape, Names
 from torchcomp.checkpoint import layout_of
 from torchcomp.ddp.reordering import Reordering
 from torchcomp.errors import ON_ALL_RANKS
-from torchcomp.exchange import ProcessGroupExchange
+from torchcomp.exchange import Exchange
 from torchcomp.hooks.averaging import Averaging
 from torchcomp.hooks.executors import Executor, Job
 from torchcomp.redistribution import Place
@@ -32,8 +32,8 @@ class Step(Protocol):
     def before(self, bucket: Bucket) -> None:
         """Look at a bucket before it is averaged."""
 
-    def finish(self, dense_bytes: int | None = None) -> None:
-        """End the step, after its last bucket."""
+    def finish(self, dense_bytes: int | None = None, leaving: bool | None = None) -> bool:
+        """End the step, after its last bucket; see :meth:`.Averager.finish`."""
 
     def complete(self) -> None:
         """Pass the averaged buckets on, or those of a step that failed."""
@@ -86,7 +86,7 @@ class Buckets(Averaging, ABC):
     def __init__(
         self,
         averager: Averager,
-        everyone: ProcessGroupExchange,
+        everyone: Exchange,
         place: Place,
         parameters: Mapping[str, Tensor],
         *lanes: Lane,
@@ -116,8 +116,9 @@ class Buckets(Averaging, ABC):
             lane.failure = None
 
     def abandon(self, step: int) -> None:
+        # Jobs that have not begun will not run. One that waits for other ranks is not waited for.
         for lane in self._lanes:
-            lane.failure = lane.failure or RuntimeError("the backward pass was interrupted")
+            lane.failure = lane.failure or RuntimeError("the backward pass raised")
         super().abandon(step)
 
     @property
@@ -140,14 +141,14 @@ class Buckets(Averaging, ABC):
 class Flat(Buckets):
     """Averages every bucket over all ranks at once."""
 
-    def __init__(
-        self, averager: Averager, everyone: ProcessGroupExchange, executor: Executor
-    ) -> None:
+    def __init__(self, averager: Averager, everyone: Exchange, executor: Executor) -> None:
         place = Place.in_order(everyone.rank)
         super().__init__(
             averager, everyone, place, averager.parameters, Lane(executor, averager.exchange.leave)
         )
-        self._reordering, self._reordered = Reordering(None), (False, averager.buckets)
+        self._reordering = Reordering(None)
+        # What it was made for: whether the method is grouped, and the groups.
+        self._reordered: tuple[bool, tuple[Names, ...]] | None = None
 
     def submit(self, bucket: Bucket, step: Step, *, first: bool, last: bool) -> None:
         (lane,) = self._lanes
@@ -162,10 +163,13 @@ class Flat(Buckets):
         # A swap or a loaded checkpoint changes the groups.
         wanted = (averager.grouped, averager.buckets)
         if wanted != self._reordered:
-            shapes = [averager.shape_of(group) for group in averager.buckets]
-            self._reordering = Reordering(shapes if averager.grouped else None)
+            self._reordering = self._reorder([averager.shape_of(g) for g in averager.buckets])
             self._reordered = wanted
         self._reordering.begin()
+
+    def _reorder(self, groups: list[BucketShape]) -> Reordering:
+        """Return what yields these groups, or DDP's buckets if the result is the same."""
+        return Reordering(groups if self.averager.grouped else None)
 
     def _average(
         self, bucket: Bucket, step: Step, begin: Callable[[], None] | None, last: bool
@@ -177,4 +181,7 @@ class Flat(Buckets):
         for group in self._reordering.add(bucket):
             self.averager.average(group)
         if last:
-            step.finish()
+            self._finish(step)
+
+    def _finish(self, step: Step) -> bool:
+        return step.finish()

@@ -28,11 +28,26 @@ AFTER_CLOSE = (
 
 
 def check_is_ddp(model: object) -> None:
-    """Require a DistributedDataParallel model."""
-    if not isinstance(model, DistributedDataParallel):
+    """Require a DistributedDataParallel model of torch."""
+    # torchft's class derives from it, and installs its own hook.
+    if not isinstance(model, DistributedDataParallel) or _is_torchfts(model):
         raise UnsupportedModelError(
             "expected a torch.nn.parallel.DistributedDataParallel model, not "
             f"{type(model).__name__}{_how_to_wrap(model)}"
+        )
+
+
+def _is_torchfts(model: object) -> bool:
+    return type(model).__module__.partition(".")[0] == "torchft"
+
+
+def check_one_rank(model: DistributedDataParallel) -> None:
+    """Require that DDP itself averages over no other rank, because a manager's ranks change."""
+    ranks = model.process_group.size()
+    if ranks != 1:
+        raise UnsupportedModelError(
+            f"with a manager, the ranks of its quorum exchange, but the model's own process group "
+            f"has {ranks} ranks{_TORCHFT}"
         )
 
 
@@ -135,7 +150,14 @@ _LIGHTNING = (
     "callbacks=[Compression(spec)]), or LocalSteps(spec), from torchcomp.integrations.lightning"
 )
 _FABRIC = ". With Fabric, pass torchcomp.integrations.fabric.ddp_model(model)"
+_TORCHFT = (
+    ". With torchft, build torch.nn.parallel.DistributedDataParallel(module, "
+    "process_group=ProcessGroupDummy(0, 1)), and pass manager=manager to torchcomp.register"
+)
 _FRAMEWORKS = {
+    # It installs a hook of its own, and DDP allows only one.
+    ("torchft", "DistributedDataParallel"): _TORCHFT,
+    ("torchft", "PureDistributedDataParallel"): _TORCHFT,
     ("lightning", "LightningModule"): _LIGHTNING,
     ("pytorch_lightning", "LightningModule"): _LIGHTNING,
     ("lightning", "Trainer"): _LIGHTNING,

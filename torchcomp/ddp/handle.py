@@ -127,12 +127,13 @@ class _Step(Step):
         if self._unused is not None:
             self._unused.before(bucket)
 
-    def finish(self, dense_bytes: int | None = None) -> None:
-        self._averager.finish(
+    def finish(self, dense_bytes: int | None = None, leaving: bool | None = None) -> bool:
+        return self._averager.finish(
             may_skip=self._loss_scale.in_use,
             dense_bytes=dense_bytes,
             advice=SCALER_ADVICE,
             used=None if self._unused is None else self._unused.used,
+            leaving=leaving,
         )
 
     def complete(self) -> None:

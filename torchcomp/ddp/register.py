@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import wire
@@ -20,13 +21,15 @@ from torchcomp.ddp.checks import (
     check_before_backward,
     check_is_ddp,
     check_model,
+    check_one_rank,
     device_of,
     trained_parameters,
 )
 from torchcomp.ddp.handle import DDPHandle, hook
+from torchcomp.ddp.managed import Managed
 from torchcomp.ddp.two_level import Levels, TwoLevel
 from torchcomp.errors import SpecError
-from torchcomp.exchange import ProcessGroupExchange
+from torchcomp.exchange import InProcessExchange, ProcessGroupExchange
 from torchcomp.hooks.arguments import Options, late_does_not_fit
 from torchcomp.hooks.executors import transport
 from torchcomp.hooks.log import log_method, log_optimizers
@@ -48,7 +51,7 @@ def register_ddp(
     check_is_ddp(model)
     device = device_of(model)
     # Verify in DDP's own group. Creating a group would hang if another rank has already raised.
-    everyone = ProcessGroupExchange(model.process_group, device)
+    everyone = _ranks_of(model, options, device)
     arguments: dict[str, Any] = {"spec": spec, **options.compared()}
     ranks = everyone.global_ranks
     aggregator, groups, lrs, divided = everyone.build(
@@ -57,7 +60,9 @@ def register_ddp(
     parameters = dict(trained_parameters(model))
     make = partial(Averager, aggregator, seed=options.seed, late=options.late)
     buckets: Buckets
-    if divided is None:
+    if isinstance(everyone, InProcessExchange):
+        buckets = Managed(make, parameters, groups, options.manager, device)
+    elif divided is None:
         exchange, executor = transport(model.process_group, device)
         buckets = Flat(make(exchange, parameters, groups), everyone, executor)
     else:
@@ -79,6 +84,16 @@ def register_ddp(
     return handle
 
 
+def _ranks_of(
+    model: DistributedDataParallel, options: Options, device: torch.device
+) -> ProcessGroupExchange | InProcessExchange:
+    """Return the exchange among the ranks that register together."""
+    if options.manager is None:
+        return ProcessGroupExchange(model.process_group, device)
+    # A rank that joins later registers later. The first step with it compares the ranks.
+    return InProcessExchange.alone(device)
+
+
 def _check(
     model: DistributedDataParallel,
     spec: str | Component,
@@ -93,6 +108,8 @@ def _check(
             "replicate",
         )
     options.require_valid()
+    if options.manager is not None:
+        check_one_rank(model)
     check_model(model)
     if options.late and model.find_unused_parameters and not model.static_graph:
         raise late_does_not_fit(

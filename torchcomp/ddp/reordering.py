@@ -23,9 +23,12 @@ class Reordering:
 
     Args:
         groups: shapes of the groups. None uses DDP's buckets as the groups.
+        in_order: whether to yield them in the order of `groups`, and not as they are completed.
+            Ranks whose DDP has other buckets then yield them in the same order.
     """
 
-    def __init__(self, groups: Sequence[BucketShape] | None) -> None:
+    def __init__(self, groups: Sequence[BucketShape] | None, in_order: bool = False) -> None:
+        self._in_order = in_order
         self._passthrough = groups is None
         self._shapes = {shape.names: shape for shape in groups or ()}
         self._group_of = {name: names for names in self._shapes for name in names}
@@ -33,10 +36,15 @@ class Reordering:
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         # Parts of groups that are not complete yet.
         self._pending: dict[Group, dict[str, Tensor]] = {}
+        # With `in_order`: groups that are complete, and those not yielded yet.
+        self._ready: dict[Group, Iterator[Bucket]] = {}
+        self._waiting: list[Group] = []
 
     def begin(self) -> None:
         """Discard the buckets of a backward pass that did not finish."""
         self._pending.clear()
+        self._ready.clear()
+        self._waiting = list(self._shapes)
 
     def add(self, bucket: Bucket) -> Iterator[Bucket]:
         """Yield the groups that one of DDP's buckets completes, in the same order on all ranks.
@@ -44,17 +52,27 @@ class Reordering:
         The caller changes a yielded bucket in place. Its values are then written back to DDP's
         buckets.
         """
+        for group, delivery in self._complete(bucket):
+            if not self._in_order:
+                yield from delivery
+                continue
+            self._ready[group] = delivery
+            while self._waiting and self._waiting[0] in self._ready:
+                yield from self._ready.pop(self._waiting.pop(0))
+
+    def _complete(self, bucket: Bucket) -> Iterator[tuple[Group, Iterator[Bucket]]]:
+        """Yield the groups that a bucket completes, each with what yields it to the caller."""
         if self._passthrough or bucket.shape.names in self._shapes:
-            yield bucket
+            yield bucket.shape.names, iter((bucket,))
         elif group := self._group_of_set.get(frozenset(bucket.names)):
-            yield from self._in_place(self._shapes[group], bucket)
+            yield group, self._in_place(self._shapes[group], bucket)
         else:
             for name, part in bucket.parts().items():
                 self._pending.setdefault(self._group_of[name], {})[name] = part
             # dict.fromkeys, not set: the order must be the same on all ranks.
             for group in dict.fromkeys(self._group_of[name] for name in bucket.names):
                 if len(self._pending[group]) == len(group):
-                    yield from self._staged(self._shapes[group], self._pending.pop(group))
+                    yield group, self._staged(self._shapes[group], self._pending.pop(group))
 
     def _in_place(self, shape: BucketShape, bucket: Bucket) -> Iterator[Bucket]:
         """Yield a bucket in the order of its group, and restore DDP's order afterwards."""

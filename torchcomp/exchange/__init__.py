@@ -3,6 +3,7 @@
 from torchcomp.exchange.base import Exchange
 from torchcomp.exchange.in_process import InProcessExchange, run_in_process
 from torchcomp.exchange.inside import InsideExchange
+from torchcomp.exchange.managed import ManagedExchange
 from torchcomp.exchange.private import PrivateExchange, new_name
 from torchcomp.exchange.process_group import ProcessGroupExchange
 
@@ -10,6 +11,7 @@ __all__ = [
     "Exchange",
     "InProcessExchange",
     "InsideExchange",
+    "ManagedExchange",
     "PrivateExchange",
     "ProcessGroupExchange",
     "new_name",

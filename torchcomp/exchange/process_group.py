@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from torchcomp.compat import all_gather_single, reduce_scatter_single
+from torchcomp.errors import UnsupportedModelError
 from torchcomp.exchange.base import Exchange
 from torchcomp.exchange.failures import explained, family_of
 from torchcomp.traffic import COPIED
@@ -40,7 +41,14 @@ class ProcessGroupExchange(Exchange):
     ) -> None:
         self.group = group
         members: Any = group or dist.group.WORLD  # torch 2.6 does not take None here
-        ranks = dist.get_process_group_ranks(members)
+        try:
+            ranks = dist.get_process_group_ranks(members)
+        except KeyError:
+            raise UnsupportedModelError(
+                f"{type(group).__name__} is no process group of torch.distributed. Under torchft, "
+                "use torchcomp.register(model, spec, manager=manager); LocalSGD, JointSpar and the "
+                "others need a group whose ranks do not change"
+            ) from None
         super().__init__(dist.get_rank(group), len(ranks), torch.device(device), ranks)
         self.family, self.witnesses = family_of(self.global_ranks), self.global_ranks
         # Not get_backend: a group that was created without naming a backend has several.

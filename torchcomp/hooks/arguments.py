@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchcomp.checks import check_choice
 from torchcomp.errors import SpecError
+from torchcomp.hooks.manager import check_manager
 from torchcomp.hooks.optimizer_lrs import OptimizerLRs, Optimizers
 from torchcomp.keys import check_seed
 
@@ -24,6 +25,7 @@ class Options:
     nodes: str | int | DeviceMesh | None = None
     inside: str | None = None
     replicate: DeviceMesh | None = None
+    manager: Any = None
 
     def compared(self) -> dict[str, Any]:
         """Return what must match on all ranks."""
@@ -35,6 +37,7 @@ class Options:
             "nodes": "a DeviceMesh" if isinstance(self.nodes, DeviceMesh) else self.nodes,
             "inside": self.inside,
             "replicate": "none" if self.replicate is None else "set",
+            "manager": "none" if self.manager is None else "set",
         }
 
     def require_valid(self) -> None:
@@ -54,6 +57,21 @@ class Options:
                 raise SpecError(
                     "inside is for the exchange inside a node: pass nodes as well, or leave it out",
                     "inside",
+                )
+
+        if self.manager is not None:
+            check_manager(self.manager)
+            self._require_fit_for_manager()
+
+    def _require_fit_for_manager(self) -> None:
+        if self.late:
+            raise late_does_not_fit("a manager, which decides on a step when it ends")
+        for name in ("nodes", "replicate"):
+            if getattr(self, name) is not None:
+                raise SpecError(
+                    f"{name} does not fit manager: a manager's ranks come and go one by one. Leave "
+                    "one of the two out",
+                    name,
                 )
 
     @property

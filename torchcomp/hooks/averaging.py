@@ -20,7 +20,10 @@ class Averaging:
         place: where this rank is.
         layouts: shape and strides of each whole parameter, by name. The averager has pieces of them
             if there are two levels.
+        gathers: whether `everyone` are all ranks. Under a manager, it is this rank alone.
     """
+
+    gathers = True
 
     def __init__(
         self,
@@ -38,6 +41,9 @@ class Averaging:
     def two_levels(self) -> bool:
         """Whether the averager's ranks are nodes."""
         return self.place.node_size > 1
+
+    def settle(self) -> None:
+        """Roll the last step back if a manager has decided by now that it does not count."""
 
     def abandon(self, step: int) -> None:
         """Discard what was done after `step` steps; see :meth:`.Averager.abandon`."""
@@ -61,6 +67,18 @@ class Averaging:
         check_place(state, self.place)
         own = checkpoint.header(spec, self.averager.exchange)
         self.averager.load_state_dict({**state, **own})
+
+    def leave(self) -> None:
+        """Hand the residual of this rank to the others at the end of the next step."""
+        raise RuntimeError(
+            "leave() is for torchcomp.register(..., manager=manager). Without a manager, the ranks "
+            "change between two runs: torchcomp.redistribute(states, world_size) converts states"
+        )
+
+    @property
+    def left(self) -> bool:
+        """Whether the residual was handed over, in a step that counts."""
+        return False
 
     def close(self, timeout: float | None = None) -> None:
         """End threads and, without a timeout, connections. Can be called more than once.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
 
-Job = Callable[[], None]
+Job = Callable[[], object]
 
 AT_EXIT_SECONDS = 2.0
 """How long a process that ends waits for unfinished jobs.

@@ -135,10 +135,36 @@ class Handle(OfOneProcess, Gatherable):
         self._require_open("load_state_dict")
         self._averaging.load_state_dict(state)
 
+    def leave(self) -> None:
+        """Say that the next step of this rank is its last one, with ``register(manager=...)``.
+
+        At the end of that step, its residual passes to the ranks that stay, in equal parts, so that
+        nothing is lost. That takes one dense all-reduce. The rank can exit as soon as :attr:`left`
+        is True. Until then it goes on training: a step that the manager does not count is repeated.
+
+        Raises:
+            RuntimeError: without a manager, or after :meth:`close`.
+        """
+        self._require_open("leave")
+        self._averaging.leave()
+
+    @property
+    def left(self) -> bool:
+        """Whether the step after :meth:`leave` counts, so that this rank can exit.
+
+        Read it after ``should_commit()``, or after the step of torchft's optimizer.
+        """
+        return self._averaging.left
+
     @property
     def _gather_over(self) -> Exchange:
         # close() has ended the process group of the exchange.
         self._require_open("gather_state_dict or load_gathered")
+        if not self._averaging.gathers:
+            raise RuntimeError(
+                "under a manager, the ranks come and go, and their states are not gathered: save "
+                "handle.state_dict() on each rank, and load it with handle.load_state_dict(state)"
+            )
         return self._averaging.everyone
 
     @property
@@ -148,11 +174,14 @@ class Handle(OfOneProcess, Gatherable):
     def close(self) -> None:
         """End the exchange, its threads and its connections. The model cannot train afterwards.
 
+        After a backward pass that raised, connections remain until the handle is deleted.
         DDP and FSDP2 keep the hook.
         """
         self._closed = True
         if self._finalizer.detach() is not None:
-            self._averaging.close()
+            # After a backward pass that raised, another rank may never join what this one has sent.
+            raised = self._running or self.averager.abandoned
+            self._averaging.close(AT_EXIT_SECONDS if raised else None)
 
     def __enter__(self) -> "Handle":
         return self
@@ -166,12 +195,21 @@ class Handle(OfOneProcess, Gatherable):
     def _enter_pass(self) -> None:
         """Note that a backward pass begins."""
         if self._running:
-            # An earlier one was interrupted. Its jobs must end first, or they would be taken for
-            # those of this one.
-            self._averaging.abandon(self._step_before)
+            self._abandon()
+        self._averaging.settle()
+        if self.averager.abandoned:
+            # Its jobs must end first, or they would be taken for those of this one.
             self._averaging.join()
-        self.averager.abandoned = False
+            self.averager.abandoned = False
         self._step_before, self._running = self.averager.step, True
+
+    def _abandon(self) -> None:
+        """Discard the step of a backward pass that raised.
+
+        The thread of the exchange can still be in that step, or have ended it.
+        """
+        self._running = False
+        self._averaging.abandon(self._step_before)
 
     def _require_idle(self, call: str) -> None:
         # Check both: a backward pass that raised leaves `_running` set, but has no graph task.
@@ -181,8 +219,7 @@ class Handle(OfOneProcess, Gatherable):
             raise RuntimeError(
                 f"{call} was called during a backward pass. Call it between two steps"
             )
-        # The thread of the exchange can still be in that step, or have ended it.
-        self._averaging.abandon(self._step_before)
+        self._abandon()
 
     def _require_open(self, call: str) -> None:
         if self._closed:

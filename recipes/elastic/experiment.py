@@ -1,0 +1,123 @@
+"""Twenty kills in 2,000 steps: is the result the same, and is anything lost?
+
+    python -m recipes.elastic.experiment               # 3 methods (25 min)
+    python -m recipes.elastic.experiment --quick
+    python -m recipes.elastic.experiment --resume
+
+Ranks are processes over gloo on this machine, each with an agent of torchrun of its own. The file
+in ``--out`` is ``kills.csv`` (every run, saved as it ends).
+
+- ``fixed``: always three ranks. The checkpoint of the last step, with weights, residuals, server
+  residuals and momentum of all ranks, is compared bit for bit with that of a run without kills.
+- ``changing``: two to four ranks, another number after most kills. The law of conservation is
+  checked with the last checkpoint: see ``account.py``.
+"""
+
+import argparse
+import sys
+import tempfile
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+from recipes.elastic.account import audit
+from recipes.elastic.faults import plan
+from recipes.elastic.runs import run, same
+from recipes.elastic.settings import Settings
+from recipes.elastic.tables import kills
+from recipes.errors import exit_on_user_error
+from recipes.experiments import ExperimentParser, ResultTable
+from recipes.result_files import make_folder
+
+_HERE = Path(__file__).resolve().parent
+METHODS = {
+    "ef": {"compress": "ef(topk(0.01))"},
+    "bidirectional": {"compress": 'bidirectional(topk(0.02), quantize("int8"), selection="shard")'},
+    "local": {"compress": "ef(topk(0.05))", "sync": "every(8)", "outer": "nesterov()"},
+}
+NODES = {"fixed": (3, 3), "changing": (2, 4)}
+EVERY = 40
+"""Steps between two checkpoints: a multiple of the steps of a round."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run with kills.
+
+    Attributes:
+        method, size, seed: which run.
+        compress, sync, outer: as flags of ``recipes.elastic.train``.
+        kills: number of faults.
+        ranks: number of ranks of every start, separated by spaces.
+        repeated: steps that were taken again after a kill.
+        identical: with a fixed size, whether the last checkpoint is that of a run without kills.
+        deviation, unsent: see :class:`recipes.elastic.account.Audit`.
+        seconds: of the run with kills.
+    """
+
+    method: str
+    size: str
+    seed: int
+    compress: str
+    sync: str
+    outer: str
+    kills: int
+    ranks: str
+    repeated: int
+    identical: str
+    deviation: str
+    unsent: str
+    seconds: int
+
+
+@exit_on_user_error()
+def main() -> None:
+    """Run all methods with a fixed and a changing number of ranks, and print the table."""
+    arguments = parse(sys.argv[1:])
+    steps, count = (400, 4) if arguments.quick else (2000, 20)
+    header = tuple(field.name for field in fields(Row))
+    task = f"{steps} steps, a checkpoint every {EVERY}, batch {Settings.batch}, lr {Settings.lr:g}"
+    table = ResultTable(arguments.out / "kills.csv", header, task, resume=arguments.resume)
+    make_folder(arguments.out)
+    finished = {(row["method"], row["size"], row["seed"]) for row in table.rows}
+    for seed in arguments.seeds:
+        for method in arguments.only:
+            for size in NODES:
+                if (method, size, str(seed)) not in finished:
+                    table.add(astuple(measured(method, size, seed, steps, count)))
+                    print(f"{method}, {size}, seed {seed}: done", flush=True)
+    print(f"\n{kills(table.rows)}\n\nthe table is in {table.path}")
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = ExperimentParser(
+        __doc__.splitlines()[0], _HERE, [*METHODS], seeds=(0,), quick_seeds=(0,)
+    )
+    parsed = parser.read(words)
+    parsed.out = parser.output_folder(parsed)
+    return parsed
+
+
+def measured(method: str, size: str, seed: int, steps: int, count: int) -> Row:
+    """Run a method with kills, and compare the result."""
+    settings = Settings(**METHODS[method], steps=steps, seed=seed, checkpoint_every=EVERY)
+    smallest, largest = NODES[size]
+    faults = plan(count, steps, range(smallest, largest + 1), seed)
+    with tempfile.TemporaryDirectory() as folder:
+        killed = run(Path(folder) / "killed", settings, NODES[size], faults)
+        identical = ""
+        if size == "fixed":
+            whole = run(Path(folder) / "whole", settings, NODES[size])
+            identical = "yes" if same(killed.states, whole.states) else "no"
+    found = audit(killed.states, settings)
+    return Row(
+        **{"method": method, "size": size, "seed": seed, "kills": count, "identical": identical},
+        **{"compress": settings.compress, "sync": settings.sync, "outer": settings.outer},
+        **{"ranks": " ".join(map(str, killed.ranks)), "repeated": killed.steps - steps},
+        **{"deviation": f"{found.deviation:.1e}", "unsent": f"{found.unsent:.4f}"},
+        seconds=round(killed.seconds),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""The tables of the page."""
+
+from recipes.page_tables import markdown_table
+from recipes.result_files import read_csv
+
+_HEADER = (
+    *("method", "ranks", "kills", "starts", "repeated steps"),
+    *("bit-identical", "lost, relative", "unsent at the end"),
+)
+
+
+def kills(rows: list[dict[str, str]]) -> str:
+    """Return a line for every run with kills."""
+    return markdown_table(_HEADER, [_line(row) for row in rows])
+
+
+def _line(row: dict[str, str]) -> list[object]:
+    ranks = [int(count) for count in row["ranks"].split()]
+    smallest, largest = min(ranks), max(ranks)
+    flags = [f"{name}={row[name]}" for name in ("sync", "outer") if row[name] != "none"]
+    return [
+        f"`{', '.join([row['compress'], *flags])}`",
+        f"{smallest}" if smallest == largest else f"{smallest} to {largest}",
+        row["kills"],
+        len(ranks),
+        row["repeated"],
+        row["identical"] or "–",
+        row["deviation"],
+        f"{float(row['unsent']):.2%}",
+    ]
+
+
+TABLES = {"kills": lambda results: kills(read_csv(results / "kills.csv"))}

@@ -1,0 +1,36 @@
+"""The state of a rank, from a checkpoint that another number of ranks has saved."""
+
+from typing import Any
+
+import torch
+
+import torchcomp
+from recipes.random_state import random_state, seed_all
+
+State = dict[str, Any]
+
+
+def resized(states: list[State], rank: int, world_size: int, seed: int) -> State:
+    """Return a rank's part of the states of all ranks of the training recipe.
+
+    The states must be from a step at which all ranks have the same weights.
+
+    Args:
+        states: in rank order, of any number of ranks.
+        rank: the rank that continues.
+        world_size: number of ranks that continue.
+        seed: of this rank's random generators.
+
+    Raises:
+        CheckpointError: if torchcomp's states cannot be converted.
+    """
+    # Local steps have another momentum on each rank. A new rank continues with that of an old one.
+    own = states[rank % len(states)]
+    method = own["method"]
+    if method is not None:
+        method = torchcomp.redistribute([state["method"] for state in states], world_size)[rank]
+    # The sums of all ranks together stay the same.
+    meter = torch.stack([state["meter"] for state in states]).sum(0) / world_size
+    # Two ranks must not draw the same noise.
+    seed_all(seed)
+    return {**own, "method": method, "meter": meter, "random": random_state()}

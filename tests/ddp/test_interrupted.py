@@ -1,0 +1,149 @@
+"""A backward pass that raised: the state before the step is still there to save, load and swap."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import torchcomp
+from tests.support.cases import only, thorough
+from tests.support.models import THROUGH_DDP, loss_of, mlp, rows, weights, wrap
+from tests.support.outcomes import same
+from tests.support.ranks import on_processes, on_threads
+from torchcomp.hooks.executors import after_backward
+
+
+class Stop(BaseException):
+    """As KeyboardInterrupt, no Exception."""
+
+
+def interrupted(spec: str, error: type[BaseException], layer: int | None, two_levels: bool) -> Any:
+    """Train for six steps without and with an interruption of the fourth on all ranks.
+
+    DDP itself cannot go on after a backward pass that raised, so another model goes on.
+
+    Returns:
+        Weights and state of both runs.
+    """
+    options, results = {"nodes": 2} if two_levels else {}, []
+    for interrupt in (False, True):
+        model = wrap(mlp())
+        handle = torchcomp.register(model, spec, **options)
+        for step in range(6):
+            if interrupt and step == 3:
+                before = handle.state_dict()
+                _interrupt(model, layer, error)
+                after = handle.state_dict()
+                assert same(kept_in(after), kept_in(before))
+                handle.load_state_dict(after)
+                handle.swap(spec)
+                handle.close()
+                model, stopped = wrap(mlp()), model
+                model.load_state_dict(stopped.state_dict())
+                handle = torchcomp.register(model, spec, **options)
+                handle.load_state_dict(after)
+            train(model, step)
+        state = handle.state_dict()
+        handle.close()
+        results.append([weights(model), state["slots"], state["step"]])
+    return results
+
+
+def kept_in(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state without its counters: a step that was interrupted has sent its bytes."""
+    return {name: value for name, value in state.items() if name != "traffic"}
+
+
+def train(model: DistributedDataParallel, step: int) -> None:
+    model.zero_grad()
+    loss_of(model(rows(step))).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.05 * parameter.grad
+
+
+def _interrupt(
+    model: DistributedDataParallel, layer: int | None, error: type[BaseException]
+) -> None:
+    """Raise when the backward pass reaches `layer`; None is its end, after the last bucket."""
+
+    def stop(gradient: Tensor | None = None) -> None:
+        raise error
+
+    output = model(rows(100))
+    if layer is None:
+        # The engine calls these in order, so this one comes before those of DDP and of the handle.
+        output.register_hook(lambda gradient: after_backward(stop))
+        hook = None
+    else:
+        hook = model.module[layer].weight.register_hook(stop)
+    try:
+        loss_of(output).backward()
+    except error:
+        if hook is not None:
+            hook.remove()
+        return
+    raise AssertionError("the backward pass has ended")
+
+
+# Gradients of layer 6 come first: no bucket is complete. Those of layer 0 come last.
+@pytest.mark.parametrize("layer", [6, 0, None])
+@pytest.mark.parametrize("spec", only(THROUGH_DDP, now=("ef(topk(0.1))", "powersgd(rank=1)")))
+def test_state_before_the_step_can_be_saved_loaded_and_swapped(
+    spec: str, layer: int | None
+) -> None:
+    for whole, stopped in on_threads(2, interrupted, spec, Stop, layer, False):
+        assert same(stopped, whole)
+
+
+@pytest.mark.parametrize("two_levels", [*thorough([False]), True])
+def test_the_same_over_gloo(two_levels: bool) -> None:
+    outcomes = on_processes(2, _over_gloo, two_levels)
+    for whole, stopped in (pair for outcome in outcomes for pair in outcome):
+        assert same(stopped, whole)
+
+
+def _over_gloo(two_levels: bool) -> list[Any]:
+    return [
+        interrupted("ef(topk(0.1))", KeyboardInterrupt, layer, two_levels) for layer in (6, 0, None)
+    ]
+
+
+def later_state_after_an_interruption() -> tuple[int, int]:
+    model = wrap(mlp())
+    handle = torchcomp.register(model, "ef(topk(0.1))")
+    for step in range(3):
+        train(model, step)
+    state = handle.state_dict()
+    _interrupt(model, 0, Stop)
+    handle.load_state_dict({**state, "step": 100})
+    return handle.state_dict()["step"], handle.state_dict()["step"]
+
+
+def test_a_state_of_a_later_step_can_be_loaded_after_an_interruption() -> None:
+    assert on_threads(2, later_state_after_an_interruption) == [(100, 100)] * 2
+
+
+def at_different_layers() -> tuple[Any, Any, int]:
+    """State before an interruption and after it, and the number of gathered states."""
+    model = wrap(mlp())
+    handle = torchcomp.register(model, "ef(topk(0.1))")
+    for step in range(3):
+        train(model, step)
+    before = handle.state_dict()
+    # Rank 1 has sent buckets which rank 0 never joins.
+    _interrupt(model, (6, 0, None)[dist.get_rank()], KeyboardInterrupt)
+    gathered = handle.gather_state_dict(dst=None)
+    after = handle.state_dict()
+    handle.load_state_dict(after)
+    handle.close()
+    return kept_in(before), kept_in(after), len(gathered["states"])
+
+
+def test_no_rank_waits_for_what_another_one_never_joins() -> None:
+    for before, after, ranks in on_processes(3, at_different_layers):
+        assert same(after, before)
+        assert ranks == 3

@@ -1,0 +1,529 @@
+"""register(manager=...): ranks join, leave and die between steps, and nothing of others is lost."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import torchcomp
+from tests.support.cases import thorough
+from tests.support.manager import Cut, Fault, Group, Lighthouse, Manager, alone
+from tests.support.models import (
+    CONSERVING,
+    SMALL_BUCKETS,
+    THROUGH_DDP,
+    Gradients,
+    gradients,
+    local_gradients,
+    loss_of,
+    mlp,
+    unsent_gradients,
+    weights,
+    wrap,
+)
+from tests.support.outcomes import equal_on_all, same
+from tests.support.ranks import on_threads
+from torchcomp.hooks.executors import after_backward
+
+TOPK = "ef(topk(0.1))"
+STEPS = 12
+Attempt = tuple[int, int]
+"""A step, and the quorum in which it was tried."""
+
+
+@dataclass
+class Record:
+    """What one rank has seen.
+
+    Attributes:
+        dense: its own gradients in each attempt.
+        sizes: number of ranks in each attempt.
+        applied: the means of the attempts that it has counted.
+        unsent: its residual at the end, in the unit of its gradients.
+        weights: at the end.
+    """
+
+    dense: dict[Attempt, Gradients] = field(default_factory=dict)
+    sizes: dict[Attempt, int] = field(default_factory=dict)
+    applied: dict[Attempt, Gradients] = field(default_factory=dict)
+    unsent: Gradients = field(default_factory=dict)
+    weights: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    error: BaseException | None = None
+
+
+class Rank:
+    """A rank with its model, on a thread."""
+
+    def __init__(self, manager: Manager, spec: str = TOPK, **options: Any) -> None:
+        self.manager, self.record = manager, Record()
+        self.model = DistributedDataParallel(
+            mlp(), process_group=alone(), bucket_cap_mb=SMALL_BUCKETS, **options
+        )
+        self.handle = torchcomp.register(self.model, spec, manager=manager)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        manager.register_state_dict_fn(
+            "model", self.model.load_state_dict, lambda: clone(self.model.state_dict())
+        )
+
+    def batch(self) -> torch.Tensor:
+        seed = 1000 * self.manager.current_step() + ord(self.manager.name)
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(4, 16, generator=generator, dtype=torch.float64)
+
+    def step(self, vote: bool = True) -> bool:
+        """Train for one step, and return whether the manager has counted it."""
+        manager, record = self.manager, self.record
+        manager.start_quorum()
+        self.model.zero_grad()
+        attempt, batch = (manager.current_step(), manager._quorum_id), self.batch()
+        record.dense[attempt] = local_gradients(self.model, (batch,))
+        record.sizes[attempt] = manager.num_participants()
+        loss_of(self.model(batch)).backward()
+        counts = manager.should_commit(vote)
+        if counts:
+            record.applied[attempt] = gradients(self.model)
+            self.optimizer.step()
+        return counts
+
+    def close(self) -> Record:
+        parameters = self.handle.averager.parameters
+        self.record.unsent = unsent_gradients(parameters, self.handle.state_dict())
+        self.record.weights = weights(self.model)
+        self.handle.close()
+        return self.record
+
+
+def clone(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in state.items()}
+
+
+def train(
+    spans: dict[str, tuple[int, int]],
+    body: Callable[[Rank], None] | None = None,
+    spec: str = TOPK,
+    faults: dict[str, Fault] | None = None,
+    **options: Any,
+) -> dict[str, Record]:
+    """Run `body` for each rank, on a thread. By default, train until the rank's last step."""
+    lighthouse, records = Lighthouse(spans), {}
+
+    def main(name: str) -> None:
+        manager = Manager(lighthouse, name, *filter(None, [(faults or {}).get(name)]))
+        rank = Rank(manager, spec, **options)
+        try:
+            if body is None:
+                until(rank, spans[name][1])
+            else:
+                body(rank)
+        except BaseException as error:
+            rank.record.error = error
+            lighthouse.gone(name)
+            if manager._pg is not None:
+                manager._pg.cut()
+        records[name] = rank.close()
+
+    threads = [threading.Thread(target=main, args=(name,), daemon=True) for name in spans]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {name: records[name] for name in spans}
+
+
+def until(rank: Rank, end: int) -> None:
+    while rank.manager.current_step() < end:
+        rank.step()
+
+
+def missing(records: dict[str, Record], present: str) -> Gradients:
+    """Return the dense means that were neither applied nor are unsent on the ranks `present`.
+
+    Also require that all ranks have applied the same means.
+    """
+    counted = {attempt for record in records.values() for attempt in record.applied}
+    assert len(counted) == len({step for step, _ in counted})
+    total: Gradients = {}
+    for attempt in counted:
+        ranks = [record for record in records.values() if attempt in record.dense]
+        means = [record.applied[attempt] for record in ranks if attempt in record.applied]
+        for name, mean in means[0].items():
+            assert equal_on_all(each[name] for each in means)
+            dense = sum(record.dense[attempt][name] for record in ranks)
+            assert len(ranks) == ranks[0].sizes[attempt]
+            total[name] = total.get(name, 0) + dense / len(ranks) - mean
+    for name in total:
+        total[name] -= sum(records[n].unsent[name] for n in present) / len(present)
+    return total
+
+
+def assert_none(left: Gradients) -> None:
+    for name, values in left.items():
+        assert float(values.abs().max()) < 1e-12, name
+
+
+SPANS = {"a": (0, 12), "b": (0, 6), "c": (0, 6), "d": (3, 12), "e": (9, 12)}
+SIZES = [3] * 3 + [4] * 3 + [2] * 3 + [3] * 3
+
+
+def leave_at_the_end(rank: Rank) -> None:
+    end = SPANS[rank.manager.name][1]
+    until(rank, end - 1)
+    if end < STEPS:
+        rank.handle.leave()
+        assert not rank.handle.left
+    rank.step()
+    assert rank.handle.left == (end < STEPS)
+
+
+@pytest.mark.parametrize("spec", [*CONSERVING[:2], *thorough(CONSERVING[2:])])
+def test_ranks_join_and_leave_and_nothing_is_lost(spec: str) -> None:
+    records = train(SPANS, leave_at_the_end, spec)
+    assert {name: record.error for name, record in records.items()} == dict.fromkeys(SPANS)
+    sizes = records["a"].sizes
+    assert [sizes[attempt] for attempt in sorted(sizes)] == SIZES
+    assert_none(missing(records, "ade"))
+    assert equal_on_all(records[name].weights for name in "ade")
+    for name in "bc":
+        assert not any(part.any() for part in records[name].unsent.values())
+    assert any(part.any() for name in "ade" for part in records[name].unsent.values())
+
+
+@pytest.mark.parametrize("spec", thorough(THROUGH_DDP))
+def test_every_method_goes_on_with_other_ranks(spec: str) -> None:
+    records = train(SPANS, leave_at_the_end, spec)
+    assert equal_on_all(records[name].weights for name in "ade")
+
+
+def fault(step: int, call: int, point: str) -> Fault:
+    """A fault of one collective of a step, once: before it sends, or when it receives."""
+
+    to_come = [(step, call, point)]
+
+    def raises(group: Group, where: str) -> None:
+        if (group.manager.current_step(), group.of_step, where) in to_come:
+            to_come.clear()
+            raise Cut(f"{point} {call}")
+
+    return raises
+
+
+METHODS = [spec for spec in THROUGH_DDP if spec not in CONSERVING[:2]]
+CALLS = 4
+"""Collectives of a step of ef(topk): one for each of three groups, and the conclusion."""
+
+
+def kill(at: int, call: int) -> tuple[dict[str, Record], int]:
+    """Train three ranks, of which "b" dies in a collective."""
+
+    def body(rank: Rank) -> None:
+        name = rank.manager.name
+        while rank.manager.current_step() < 6:
+            if not rank.step() and name == "b":
+                raise KeyboardInterrupt
+
+    return train(dict.fromkeys("abc", (0, 6)), body, faults={"b": fault(at, call, "send")})
+
+
+@pytest.mark.parametrize("call", range(1, CALLS + 1))
+def test_a_rank_that_dies_takes_its_own_residual_and_nothing_else(call: int) -> None:
+    records = kill(3, call)
+    assert isinstance(records["b"].error, KeyboardInterrupt)
+    assert records["a"].error is records["c"].error is None
+    left = missing(records, "ac")
+    lost = records["b"].unsent
+    assert any(part.any() for part in lost.values())
+    assert_none({name: left[name] - part / 3 for name, part in lost.items()})
+    assert equal_on_all(records[name].weights for name in "ac")
+    assert sorted(records["a"].sizes.values()) == [2] * 3 + [3] * 4
+
+
+@pytest.mark.parametrize("call", range(1, CALLS + 1))
+@pytest.mark.parametrize("spec", [TOPK, *thorough(THROUGH_DDP[1:])])
+def test_a_rank_that_alone_misses_a_message_loses_nothing(call: int, spec: str) -> None:
+    """Of the last message, the others count the step that it takes for failed; then it heals."""
+    spans, faults = dict.fromkeys("abc", (0, 6)), {"c": fault(3, call, "receive")}
+    records = train(spans, spec=spec, faults=faults)
+    assert {name: record.error for name, record in records.items()} == dict.fromkeys("abc")
+    if spec == TOPK:
+        assert [len(records[name].applied) for name in "abc"] == [6, 6, 5 if call == CALLS else 6]
+    if spec in CONSERVING:
+        assert_none(missing(records, "abc"))
+    assert equal_on_all(record.weights for record in records.values())
+
+
+def twice(rank: Rank, refusing: str) -> None:
+    """Train for six steps. The fourth gets a vote of no from some ranks at first."""
+    refused = False
+    while rank.manager.current_step() < 6:
+        refuses = rank.manager.current_step() == 3 and not refused
+        refused |= refuses
+        rank.step(vote=not (refuses and rank.manager.name in refusing))
+
+
+@pytest.mark.parametrize("spec", [TOPK, CONSERVING[1], *thorough(METHODS)])
+def test_a_step_that_is_not_counted_is_repeated_bit_for_bit(spec: str) -> None:
+    plain, again = (
+        train(dict.fromkeys("abc", (0, 6)), lambda rank, who=who: twice(rank, who), spec)
+        for who in ("", "abc")
+    )
+    assert len(again["a"].sizes) == len(plain["a"].sizes) + 1
+    for name, record in plain.items():
+        assert torch.equal(record.weights, again[name].weights)
+        assert same(record.unsent, again[name].unsent)
+
+
+def test_a_rank_that_alone_votes_no_keeps_what_the_others_have_counted() -> None:
+    records = train(dict.fromkeys("abc", (0, 6)), lambda rank: twice(rank, "c"))
+    assert len(records["c"].applied) == 5
+    assert_none(missing(records, "abc"))
+    assert equal_on_all(record.weights for record in records.values())
+
+
+def test_a_rank_that_joins_takes_the_method_of_the_others() -> None:
+    """Also in the middle of a flush: the next steps send a residual that "mean" has no slot for."""
+
+    def body(rank: Rank) -> None:
+        for spec, end in (("mean", 3), (TOPK, 6), ("powersgd(rank=1)", 12)):
+            until(rank, end)
+            if rank.manager.current_step() == end < 12:
+                rank.handle.swap(spec)
+
+    records = train(
+        {"a": (0, 12), "b": (0, 12), "d": (3, 12), "e": (8, 12)}, body, "ef(randk(0.3))"
+    )
+    assert {name: record.error for name, record in records.items()} == dict.fromkeys("abde")
+    assert_none(missing(records, "abde"))
+    assert equal_on_all(record.weights for record in records.values())
+
+
+@pytest.mark.parametrize("convert", [True, False])
+@pytest.mark.parametrize("spec", [CONSERVING[1], *thorough(CONSERVING[:1])])
+def test_a_run_goes_on_from_checkpoints_with_another_number_of_ranks(
+    spec: str, convert: bool
+) -> None:
+    """Converted, nothing is lost. Otherwise, what was unsent on the rank that is missing."""
+    saved: dict[str, Any] = {}
+
+    def first(rank: Rank) -> None:
+        until(rank, 3)
+        saved[rank.manager.name] = rank.handle.state_dict(), rank.model.state_dict()
+
+    def second(rank: Rank) -> None:
+        rank.handle.load_state_dict(states[rank.manager.name])
+        rank.model.load_state_dict(saved["a"][1])
+        rank.manager._step = 3
+        until(rank, 6)
+
+    before = train(dict.fromkeys("abc", (0, 3)), first, spec)
+    states = {name: state for name, (state, _) in saved.items()}
+    assert {state["world_size"] for state in states.values()} == {3}
+    if convert:
+        states = dict(zip("ab", torchcomp.redistribute(list(states.values()), 2), strict=True))
+    after = train(dict.fromkeys("ab", (3, 6)), second, spec)
+    left = missing(after, "ab")
+    for name in left:
+        left[name] += sum(before[rank].unsent[name] for rank in ("abc" if convert else "ab")) / 3
+    assert_none(left)
+
+
+def test_after_a_backward_pass_that_raised_the_state_is_that_before_it() -> None:
+    def body(rank: Rank) -> None:
+        until(rank, 2)
+        before = rank.handle.state_dict()
+
+        def stop() -> None:
+            raise KeyboardInterrupt
+
+        next(rank.model.parameters()).register_hook(lambda gradient: after_backward(stop))
+        with pytest.raises(KeyboardInterrupt):
+            rank.step()
+        after = rank.handle.state_dict()
+        assert same(after["slots"], before["slots"])
+        assert after["step"] == before["step"] == 2
+
+    assert errors(body) == dict.fromkeys("ab")
+
+
+def test_a_rank_goes_on_where_parameters_are_unused() -> None:
+    def body(rank: Rank) -> None:
+        if rank.manager.name in "bc" and rank.manager.current_step() == 0:
+            until(rank, 5)
+            rank.handle.leave()
+        until(rank, SPANS[rank.manager.name][1])
+
+    records = train(SPANS, body, find_unused_parameters=True)
+    assert {name: record.error for name, record in records.items()} == dict.fromkeys(SPANS)
+    assert_none(missing(records, "ade"))
+
+
+# --- Errors ---------------------------------------------------------------------------------------
+
+
+def errors(body: Callable[[Rank], None], **spans: tuple[int, int]) -> dict[str, Exception]:
+    records = train(spans or dict.fromkeys("ab", (0, 9)), body)
+    return {name: record.error for name, record in records.items()}
+
+
+def test_a_nan_is_raised_on_every_rank_and_changes_nothing() -> None:
+    def body(rank: Rank) -> None:
+        until(rank, 2)
+        if rank.manager.name == "b":
+            rank.batch = lambda: torch.full((4, 16), torch.nan, dtype=torch.float64)
+        before = rank.handle.state_dict()["slots"]
+        with pytest.raises(torchcomp.NonFiniteError, match="on rank 1"):
+            rank.step()
+        rank.manager.should_commit(vote=False)
+        assert same(rank.handle.state_dict()["slots"], before)
+
+    assert errors(body) == dict.fromkeys("ab")
+
+
+def test_a_swap_on_one_rank_only_is_found() -> None:
+    def body(rank: Rank) -> None:
+        until(rank, 1)
+        if rank.manager.name == "b":
+            rank.handle.swap("ef(topk(0.2))")
+        # Their messages do not fit, so the step fails. The ranks compare when they meet again.
+        assert not rank.step()
+        with pytest.raises(torchcomp.RankMismatchError, match=r"topk\(0\.2\)"):
+            rank.step()
+
+    assert errors(body) == dict.fromkeys("ab")
+
+
+def test_two_backward_passes_in_one_step_are_refused() -> None:
+    def body(rank: Rank) -> None:
+        rank.manager.start_quorum()
+        loss_of(rank.model(rank.batch())).backward()
+        for call in (rank.handle.state_dict, lambda: rank.handle.left):
+            with pytest.raises(RuntimeError, match="should_commit"):
+                call()
+        with pytest.raises(RuntimeError, match="should_commit"):
+            loss_of(rank.model(rank.batch())).backward()
+        rank.manager.should_commit()
+        rank.step()
+
+    assert errors(body) == dict.fromkeys("ab")
+
+
+def test_an_error_that_the_manager_knows_of_ends_the_step() -> None:
+    def body(rank: Rank) -> None:
+        until(rank, 1)
+        start = rank.manager.start_quorum
+
+        def broken() -> None:
+            start()
+            rank.manager.report_error(Cut("configure"))
+
+        rank.manager.start_quorum = broken
+        assert not rank.step()
+        rank.manager.start_quorum = start
+        assert rank.step()
+
+    assert errors(body) == dict.fromkeys("ab")
+
+
+def test_states_of_ranks_that_come_and_go_are_not_gathered() -> None:
+    def body(rank: Rank) -> None:
+        for call in (rank.handle.gather_state_dict, lambda: rank.handle.load_gathered({})):
+            with pytest.raises(RuntimeError, match="manager"):
+                call()
+
+    assert errors(body) == dict.fromkeys("ab")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": 2},
+        {"world_size": 0},
+        {"spec": "mean"},
+        {"rank": "0"},
+    ],
+    ids=str,
+)
+def test_damaged_checkpoints_are_refused_and_change_nothing(change: dict[str, Any]) -> None:
+    def body(rank: Rank) -> None:
+        until(rank, 2)
+        before = rank.handle.state_dict()
+        with pytest.raises(torchcomp.CheckpointError):
+            rank.handle.load_state_dict({**before, **change})
+        assert same(rank.handle.state_dict(), before)
+        rank.step()
+
+    assert errors(body) == dict.fromkeys("ab")
+
+
+def single(**settings: Any) -> Manager:
+    manager = Manager(Lighthouse({"a": (0, 9)}), "a")
+    for name, value in settings.items():
+        setattr(manager, name, value)
+    return manager
+
+
+def on_alone(**options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(mlp(), process_group=alone(), **options)
+
+
+@pytest.mark.parametrize(
+    ("manager", "options", "field"),
+    [
+        (object(), {}, "manager"),
+        (single(_use_async_quorum=True), {}, "manager"),
+        (single(_group_world_size=2), {}, "manager"),
+        (single(_replica_world_size_mode=SimpleNamespace(name="FIXED_WITH_SPARES")), {}, "manager"),
+        (single(), {"check": "late"}, "check"),
+        (single(), {"nodes": 2}, "nodes"),
+    ],
+    ids=["no manager", "async", "group of 2", "spares", "late", "nodes"],
+)
+def test_what_does_not_fit_a_manager_is_refused(
+    manager: Any, options: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(torchcomp.SpecError) as caught:
+        torchcomp.register(on_alone(), TOPK, manager=manager, **options)
+    assert caught.value.field == field
+
+
+def test_a_manager_takes_one_model() -> None:
+    manager = single()
+    torchcomp.register(on_alone(), TOPK, manager=manager).close()
+    with pytest.raises(torchcomp.SpecError, match="one model"):
+        torchcomp.register(on_alone(), TOPK, manager=manager)
+
+
+def test_a_group_that_torch_does_not_know_needs_a_manager() -> None:
+    model = on_alone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for call in (
+        lambda: torchcomp.register(model, TOPK),
+        lambda: torchcomp.LocalSGD(model, optimizer, "every(2)", total_steps=4),
+        lambda: torchcomp.JointSpar(model, budget=0.5),
+    ):
+        with pytest.raises(torchcomp.UnsupportedModelError, match="manager=manager"):
+            call()
+
+
+def test_the_model_itself_averages_over_no_other_rank() -> None:
+    def body() -> None:
+        with pytest.raises(torchcomp.UnsupportedModelError, match="2 ranks"):
+            torchcomp.register(wrap(mlp()), TOPK, manager=single())
+        handle = torchcomp.register(wrap(mlp()), TOPK)
+        assert not handle.left
+        with pytest.raises(RuntimeError, match="manager"):
+            handle.leave()
+
+    on_threads(2, body)
+
+
+def test_torchfts_own_class_is_refused() -> None:
+    cls = type("DistributedDataParallel", (DistributedDataParallel,), {"__module__": "torchft.ddp"})
+    model = cls(mlp(), process_group=alone())
+    for options in ({}, {"manager": single()}):
+        with pytest.raises(torchcomp.UnsupportedModelError, match="ProcessGroupDummy"):
+            torchcomp.register(model, TOPK, **options)

@@ -1,0 +1,170 @@
+"""The elastic recipe: after a kill, the same number of ranks ends with the same bits, and another
+number loses nothing."""
+
+import os
+import re
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.elastic import experiment, train
+from recipes.elastic.account import audit
+from recipes.elastic.agents import Agents
+from recipes.elastic.faults import KINDS, Fault, plan
+from recipes.elastic.runs import run, same, states_after
+from recipes.elastic.settings import Settings, read_settings
+from recipes.elastic.tables import kills
+from recipes.errors import RecipeError
+from recipes.result_files import read_csv
+from tests.recipes.conftest import wait_until
+from tests.support.cases import thorough
+from tests.support.ranks import on_processes
+from torchcomp import SpecError
+
+STEPS, EVERY = 60, 16
+
+
+def settings_of(method: str, folder: Path) -> Settings:
+    options = experiment.METHODS[method]
+    return Settings(**options, steps=STEPS, checkpoint_every=EVERY, out=str(folder))
+
+
+def finished(ranks: int, settings: Settings) -> list[dict[str, Any]]:
+    """Train until the run is complete, and return the states of all ranks."""
+    on_processes(ranks, train_to_the_end, settings)
+    return states_after(settings.steps, Path(settings.out))
+
+
+def train_to_the_end(settings: Settings) -> None:
+    one = train.Run(settings)
+    one.train()
+    one.method.close()
+
+
+def killed_after(step: int, settings: Settings) -> None:
+    """Train until rank 1 dies, which the other ranks notice in an exchange."""
+    one = train.Run(settings)
+
+    def die(taken: int) -> None:
+        if taken == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if one.rank == 1:
+        one.log.after_step = die
+    one.train()
+
+
+@pytest.mark.parametrize("method", ["bidirectional", *thorough(["ef", "local"])])
+def test_a_killed_run_ends_with_the_same_bits_or_conserves(method: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    settings = settings_of(method, folder)
+    outcomes = on_processes(3, killed_after, 41, settings, catch=True)
+    assert all(isinstance(outcome, Exception) for outcome in outcomes)
+    steps = [int(path.parent.name[5:]) for path in folder.glob("*/*/complete.json")]
+    assert sorted(steps) == [16, 32]
+
+    resized = tmp_path / "resized"
+    shutil.copytree(folder, resized)
+    whole = finished(3, replace(settings, out=str(tmp_path / "whole")))
+    assert same(finished(3, settings), whole)
+
+    states = finished(2, replace(settings, out=str(resized)))
+    found = audit(states, settings)
+    assert len(states) == 2
+    assert found.deviation < 1e-13
+    assert found.unsent > 0.01
+
+
+def test_the_audit_finds_what_is_lost(tmp_path: Path) -> None:
+    settings = replace(settings_of("bidirectional", tmp_path), steps=EVERY)
+    states = finished(1, settings)
+    assert audit(states, settings).deviation < 1e-13
+    states[0]["method"]["slots"]["server_error"]["tensors"]["0.weight"][5] += 1e-6
+    assert audit(states, settings).deviation > 1e-9
+
+
+def test_a_difference_is_found() -> None:
+    state = {"a": [torch.zeros(3), 1], "traffic": {"sent": 1}}
+    assert same(state, {**state, "traffic": {"sent": 2}})
+    for other in ([torch.ones(3), 1], [torch.zeros(3), 2], [torch.zeros(3).double(), 1], []):
+        assert not same(state, {**state, "a": other})
+    assert not same(state, {"a": state["a"]})
+
+
+def test_the_plan_is_drawn_from_its_seed() -> None:
+    faults = plan(20, 2000, range(2, 5), seed=3)
+    assert faults == plan(20, 2000, range(2, 5), seed=3) != plan(20, 2000, range(2, 5), seed=4)
+    assert {fault.kind for fault in faults} == {*KINDS}
+    assert {fault.nodes for fault in faults} == {2, 3, 4}
+    steps = [fault.step for fault in faults]
+    assert steps == sorted(steps)
+    assert 0 < steps[0] < steps[-1] < 2000
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--batch", "50"], RecipeError),
+        (["--outer", "nesterov()"], RecipeError),
+        (["--sync", "every(8)", "--outer", "slowmo()"], RecipeError),
+        (["--compress", "topkk"], SpecError),
+    ],
+)
+def test_flags_that_cannot_be_used(flags: list[str], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        read_settings(flags, 4)
+
+
+def test_the_committed_table_has_twenty_kills_of_every_method() -> None:
+    rows = read_csv(Path(experiment.__file__).parent / "results" / "kills.csv")
+    assert [(row["method"], row["size"]) for row in rows] == [
+        (method, size) for method in experiment.METHODS for size in experiment.NODES
+    ]
+    assert {row["kills"] for row in rows} == {"20"}
+    assert {row["identical"] for row in rows if row["size"] == "fixed"} == {"yes"}
+    assert all(float(row["deviation"]) < 1e-13 for row in rows)
+    assert len(kills(rows).splitlines()) == 2 + len(rows)
+
+
+# Under torchrun, with processes that import everything anew.
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchrun_restarts_with_other_ranks_after_a_fault(kind: str, tmp_path: Path) -> None:
+    settings = replace(settings_of("bidirectional", tmp_path), steps=200, checkpoint_every=40)
+    outcome = run(tmp_path, settings, (2, 3), [Fault(kind, 45, 3)])
+    assert outcome.ranks[0] == 2
+    assert outcome.ranks[-1] == 3
+    assert outcome.steps > 200
+    assert audit(outcome.states, settings).deviation < 1e-13
+
+
+@pytest.mark.soak
+def test_the_training_recipe_repeats_no_step_when_a_node_joins(cache: Path, tmp_path: Path) -> None:
+    printed = tmp_path / "agent-0.txt"
+    flags = ["--loader", "torchvision", "--threads", "1", "--epochs", "400", "--log-every", "1"]
+    flags += ["--elastic", "--auto-resume", "--sync", "every(4)", "--data-cache", str(cache)]
+    with Agents(tmp_path, (1, 2), flags, module="recipes.train") as agents:
+
+        def is_alive() -> bool:
+            return all(agent.poll() is None for agent in agents.alive)
+
+        agents.start()
+        wait_until(lambda: (tmp_path / "metrics.jsonl").exists(), is_alive, printed)
+        agents.start()
+        outputs = [printed, tmp_path / "agent-1.txt"]
+
+        def everything() -> str:
+            return "".join(path.read_text() for path in outputs)
+
+        wait_until(lambda: "resumed after step" in everything(), is_alive, printed)
+        found = re.search(r"saved step (\d+)", everything())
+        assert found is not None
+        assert f"resumed after step {found[1]}\n" in everything()
+        assert "2 ranks" in everything()

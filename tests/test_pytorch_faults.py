@@ -1,0 +1,182 @@
+"""Faults of PyTorch's own compression and averaging, and the same situations with torchcomp.
+
+The tests of PyTorch describe the pinned torch and are left to `make soak`. If one fails on a later
+torch, the fault has been mended: remove the test and its row of docs/reliability.md.
+"""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.utils import (
+    average_parameters_or_parameter_groups,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import torchcomp
+from tests.support.models import Branches, loss_of, mlp, rows, seeded, weights, wrap
+from tests.support.outcomes import caught, equal_on_all, reloaded
+from tests.support.ranks import on_processes
+
+# About the process group of a PowerSGDState that was unpickled.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+POWERSGD = "powersgd(rank=1)"
+STEPS = 9
+Model = DistributedDataParallel
+Register = Callable[[Model], Any]
+
+
+def theirs(model: Model, state: PowerSGDState | None = None) -> PowerSGDState:
+    """Register PyTorch's PowerSGD hook, which compresses from the third step on."""
+    state = state or PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook)
+    return state
+
+
+def ours(model: Model) -> torchcomp.Handle:
+    return torchcomp.register(model, POWERSGD)
+
+
+def train(model: Model, steps: range, scale: Callable[[int], float] = lambda step: 1.0) -> None:
+    for step in steps:
+        model.zero_grad()
+        (loss_of(model(rows(step, torch.float32))) * scale(step)).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.01 * parameter.grad
+
+
+def several_buckets(register: Register) -> Tensor:
+    model = wrap(mlp(torch.float32))
+    register(model)
+    train(model, range(STEPS))
+    return weights(model)
+
+
+def test_powersgd_with_several_buckets_on_gloo() -> None:
+    assert equal_on_all(on_processes(2, several_buckets, ours))
+
+
+@pytest.mark.soak
+def test_pytorchs_powersgd_with_several_buckets_on_gloo_does_not_end() -> None:
+    # Its hook waits for a collective in a future's callback, in a thread that other collectives
+    # need. Some runs hang, others pair two collectives that differ. Without that, a run takes a
+    # second.
+    with pytest.raises((TimeoutError, RuntimeError)):
+        on_processes(2, several_buckets, theirs, timeout=30)
+
+
+def one_inf(step: int) -> float:
+    return float("inf") if step == 4 and dist.get_rank() == 1 else 1.0
+
+
+def no_gradient_at_first(step: int) -> float:
+    return 0.0 if step < 5 else 1.0
+
+
+def finite_after(scale: Callable[[int], float], register: Register) -> bool:
+    """Whether gradients and weights are finite at the end of a run that skips steps that raise."""
+    model = wrap(mlp(torch.float32), bucket_cap_mb=25)
+    register(model)
+    for step in range(STEPS):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        error = caught(lambda step=step: train(model, range(step, step + 1), scale))
+        if error is not None or not torch.isfinite(weights(model)).all():
+            # As a GradScaler: the weights stay those before the step.
+            with torch.no_grad():
+                for parameter, old in zip(model.parameters(), before, strict=True):
+                    parameter.copy_(old)
+    return all(bool(torch.isfinite(parameter.grad).all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("scale", [one_inf, no_gradient_at_first])
+def test_powersgd_is_finite_after(scale: Callable[[int], float]) -> None:
+    assert all(on_processes(2, finite_after, scale, ours))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("scale", [one_inf, no_gradient_at_first])
+def test_pytorchs_powersgd_is_not_finite_after(scale: Callable[[int], float]) -> None:
+    assert not any(on_processes(2, finite_after, scale, theirs))
+
+
+def resumed_theirs() -> bool:
+    model = wrap(mlp(torch.float32), bucket_cap_mb=25)
+    state = theirs(model)
+    train(model, range(6))
+    saved, trained = pickle.dumps(state), reloaded(model.module.state_dict())
+    train(model, range(6, STEPS))
+    other = wrap(mlp(torch.float32), bucket_cap_mb=25)
+    other.module.load_state_dict(trained)
+    theirs(other, pickle.loads(saved))
+    train(other, range(6, STEPS))
+    return torch.equal(weights(model), weights(other))
+
+
+def resumed_ours() -> bool:
+    model = wrap(mlp(torch.float32), bucket_cap_mb=25)
+    handle = ours(model)
+    train(model, range(6))
+    saved, trained = reloaded(handle.state_dict()), reloaded(model.module.state_dict())
+    train(model, range(6, STEPS))
+    other = wrap(mlp(torch.float32), bucket_cap_mb=25)
+    other.module.load_state_dict(trained)
+    ours(other).load_state_dict(saved)
+    train(other, range(6, STEPS))
+    return torch.equal(weights(model), weights(other))
+
+
+def test_powersgd_resumes_bit_for_bit() -> None:
+    assert on_processes(2, resumed_ours) == [True, True]
+
+
+@pytest.mark.soak
+def test_pytorchs_powersgd_does_not_resume_bit_for_bit() -> None:
+    assert on_processes(2, resumed_theirs) == [False, False]
+
+
+def branches(average: Callable[[Model], None]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Average a model of which each rank has trained one of two branches of the same size.
+
+    Returns:
+        The weights before and after.
+    """
+    module = seeded(Branches().double(), seed=dist.get_rank())
+    model = DistributedDataParallel(module, find_unused_parameters=True, init_sync=False)
+    with model.no_sync():
+        loss_of(model(rows(0), ["left" if dist.get_rank() == 0 else "right"])).backward()
+    before = reloaded(module.state_dict())
+    average(model)
+    return before, module.state_dict()
+
+
+def with_pytorch(model: Model) -> None:
+    average_parameters_or_parameter_groups(model.parameters(), dist.group.WORLD)
+
+
+def with_local_sgd(model: Model) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    sync = torchcomp.LocalSGD(model, optimizer, "every(1)", total_steps=1)
+    optimizer.step()
+    sync.close()
+
+
+def means_of_ranks(average: Callable[[Model], None]) -> list[bool]:
+    """Whether each tensor is the mean of itself over the ranks afterwards."""
+    outcomes = on_processes(2, branches, average)
+    (first, after), (second, _) = outcomes
+    return [torch.allclose(after[name], (first[name] + second[name]) / 2) for name in after]
+
+
+def test_local_steps_average_branches_that_only_some_ranks_train() -> None:
+    assert all(means_of_ranks(with_local_sgd))
+
+
+@pytest.mark.soak
+def test_pytorchs_average_parameters_mixes_layers_that_only_some_ranks_train() -> None:
+    assert not all(means_of_ranks(with_pytorch))

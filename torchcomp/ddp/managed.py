@@ -1,0 +1,250 @@
+"""Managed: average DDP's buckets over the ranks that torchft's Manager has brought together.
+
+The manager decides who takes part in a step and whether it counts, and heals ranks that join. This
+module follows it:
+
+1. Before the first bucket: if there is another quorum, go on with its ranks.
+2. Each bucket is averaged as usual. If a collective fails, the manager is told, and the rest of the
+   step is left out. ``should_commit()`` is then False.
+3. After the last bucket, the step is undecided until the next one begins. Only then is it known
+   whether the manager has counted it. If not, the state goes back to that before the step.
+4. A rank that heals takes the position of a healthy one: step, method, groups. It keeps its own
+   residual, which is zero if it has just started.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchcomp import checkpoint, wire
+from torchcomp.averager import Averager
+from torchcomp.bucket import Bucket, BucketShape, Group
+from torchcomp.ddp.averaging import Flat, Step
+from torchcomp.ddp.reordering import Reordering
+from torchcomp.errors import RankFailureError, SpecError, WireError
+from torchcomp.exchange import Exchange, InProcessExchange, ManagedExchange
+from torchcomp.hooks.executors import StreamExecutor, ThreadExecutor
+from torchcomp.redistribution import Place, check_place
+
+KEY = "torchcomp"
+"""The name of a model's state among those that the manager sends to a rank that joins."""
+
+
+class Managed(Flat):
+    """Averages every bucket over the ranks of a manager's quorum.
+
+    Args:
+        make: makes the averager of an exchange, parameters by name, and groups.
+        parameters: of the model, by name.
+        groups: names of the parameters that are compressed together.
+        manager: the ``torchft.Manager``.
+        device: device of the gradients.
+    """
+
+    gathers = False
+
+    def __init__(
+        self,
+        make: Callable[..., Averager],
+        parameters: Mapping[str, Tensor],
+        groups: Sequence[Group],
+        manager: Any,
+        device: torch.device,
+    ) -> None:
+        self._manager, self._device = manager, device
+        self._ballot = Ballot(manager)
+        ranks = self._ranks(0, 1, None)
+        averager = make(ranks, parameters, groups, vote=self._ballot.counts)
+        executor = StreamExecutor(device) if device.type == "cuda" else ThreadExecutor()
+        super().__init__(averager, InProcessExchange.alone(device), executor)
+        self._quorum: int | None = None
+        self._failed, self._leaving = False, False
+        self._last_step: int | None = None
+        self._facts = {
+            "parameters": [(name, tuple(p.shape), p.dtype) for name, p in parameters.items()],
+            "wire version": wire.VERSION,
+        }
+        try:
+            manager.register_state_dict_fn(KEY, self._heal, self._position)
+        except AssertionError:
+            raise SpecError(
+                "this manager has a model of torchcomp.register already, and heals one model only",
+                "manager",
+            ) from None
+
+    def _ranks(self, rank: int, world_size: int, group: Any) -> Exchange:
+        return ManagedExchange(group, rank, world_size, self._device)
+
+    # --- One step ---
+
+    def _average(
+        self, bucket: Bucket, step: Step, begin: Callable[[], None] | None, last: bool
+    ) -> None:
+        if begin is not None:
+            self._manager.wait_quorum()
+            # As in torchft's own collectives, the rest of a step is left out after an error.
+            self._failed = self._manager.errored() is not None
+        if self._failed:
+            self.averager.unused = ()
+            return
+        try:
+            super()._average(bucket, step, begin, last)
+        except (RankFailureError, WireError) as error:
+            self._failed = True
+            self.averager.unused = ()
+            self._manager.report_error(error)
+
+    def _begin(self, scale: float, lrs: dict[str, float] | None) -> None:
+        self._ballot.require_vote("a backward pass")
+        if self._manager._quorum_id != self._quorum:
+            self._follow()
+        super()._begin(scale, lrs)
+
+    def _follow(self) -> None:
+        """Go on with the ranks of a new quorum."""
+        manager, averager, before = self._manager, self.averager, self._quorum
+        rank, world_size = manager.participating_rank(), manager.num_participants()
+        exchange = self._ranks(rank, world_size, manager._pg)
+        exchange.verify("torchcomp.register", self._facts)
+        # After a step that failed, the same ranks often meet again: all of the quorum before, and
+        # no others.
+        met = exchange.same(-1 if before is None else before) and before is not None
+        same_ranks = met and averager.exchange.world_size == world_size
+        averager.change_ranks(exchange, same_ranks=same_ranks)
+        self._quorum = manager._quorum_id
+
+    def _reorder(self, groups: list[BucketShape]) -> Reordering:
+        # DDP has rebuilt its buckets on all ranks but those that have just joined.
+        return Reordering(groups, in_order=True)
+
+    def _finish(self, step: Step) -> bool:
+        try:
+            counts = step.finish(leaving=self._leaving)
+        finally:
+            if self.averager.undecided:
+                self._ballot.open(self.averager.step, self._quorum)
+        if counts and self._leaving:
+            self._last_step = self.averager.step
+        return counts
+
+    # --- Between two steps ---
+
+    def settle(self) -> None:
+        if self._ballot.has_voted:
+            self.averager.settle()
+
+    def abandon(self, step: int) -> None:
+        super().abandon(step)
+        if not self.averager.undecided:
+            self._ballot.close()
+
+    def leave(self) -> None:
+        self._leaving = True
+
+    @property
+    def left(self) -> bool:
+        self._ballot.require_vote("handle.left")
+        self.averager.settle()
+        # A step that is rolled back sets the counter back, and the next one hands over again.
+        return self._last_step is not None and self.averager.step >= self._last_step
+
+    def _position(self) -> dict[str, Any]:
+        """Return what a rank that heals from this one takes over."""
+        return {**self.averager.position(), "quorum": self._ballot.quorum}
+
+    def _heal(self, position: Mapping[str, Any]) -> None:
+        """Take over the position of a healthy rank."""
+        if not self._ballot.heal(position["step"], position["quorum"]):
+            # It has missed a step of the others. Estimates start again on all ranks, and what it
+            # has handed over may not count.
+            self._quorum = self._last_step = None
+        self.averager.adopt(position)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._ballot.require_vote("state_dict")
+        return super().state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        # Of any rank and number of ranks: those of the next quorum are not known yet.
+        checkpoint.HEADER(state, "the state dict")
+        averager, before, rank = self.averager, self.averager.exchange, state["rank"]
+        checkpoint.require(rank < state["world_size"], "rank", "below world_size", rank)
+        averager.exchange = self._ranks(rank, state["world_size"], None)
+        try:
+            check_place(state, Place.in_order(rank))
+            averager.load_state_dict(state)
+        except Exception:
+            averager.exchange = before
+            raise
+        self._ballot.close()
+        self._quorum = None
+
+
+class Ballot:
+    """Whether the manager has counted the last step.
+
+    Args:
+        manager: the ``torchft.Manager``.
+
+    Attributes:
+        quorum: the quorum of the last step, or None.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self.quorum: int | None = None
+        self._step = 0
+        # The manager's counters when the last step ended; None if it was decided.
+        self._before: tuple[int, int] | None = None
+        self._decided: bool | None = None
+
+    def _counters(self) -> tuple[int, int]:
+        # One of them changes with every vote.
+        return self._manager.current_step(), self._manager._commit_failures
+
+    def open(self, step: int, quorum: int | None) -> None:
+        """Begin to wait for the decision on a step."""
+        self._step, self.quorum = step, quorum
+        self._before, self._decided = self._counters(), None
+
+    def close(self) -> None:
+        """Forget the last step."""
+        self._before = self._decided = None
+
+    @property
+    def has_voted(self) -> bool:
+        """Whether the manager has voted on the last step."""
+        return self._before != self._counters()
+
+    def require_vote(self, what: str) -> None:
+        """Require that the manager has voted on the last step, before `what`."""
+        if not self.has_voted:
+            raise RuntimeError(
+                f"{what} came before the vote on the last step. Under a manager, each step has one "
+                "start_quorum(), one backward pass that exchanges gradients, and one "
+                "should_commit(); torchft's Optimizer makes both calls. Accumulate gradients under "
+                "model.no_sync()"
+            )
+
+    def heal(self, step: int, quorum: int | None) -> bool:
+        """Note the last step of the rank that heals this one.
+
+        If it is the one that this rank still waits for, then others have counted it. What this rank
+        sent in it was applied, also if its own vote was no.
+
+        Returns:
+            Whether it is.
+        """
+        met = self._before is not None and (step, quorum) == (self._step, self.quorum)
+        if self._before is not None:
+            self._decided = met or self._manager._commit_failures <= self._before[1]
+        return met
+
+    def counts(self) -> bool:
+        """Whether the last step counts."""
+        before, self._before = self._before, None
+        if self._decided is not None:
+            return self._decided
+        return before is not None and self._manager.current_step() > before[0]

@@ -1,0 +1,63 @@
+"""ManagedExchange: the exchange over the group of a torchft Manager, whose ranks come and go."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
+
+from torchcomp.errors import RankFailureError
+from torchcomp.exchange.base import Exchange
+from torchcomp.exchange.private import PrivateExchange
+
+
+class ManagedExchange(PrivateExchange):
+    """The exchange among the ranks that a Manager has brought together, until they change.
+
+    The group belongs to the manager, which configures it again when a rank joins, leaves or dies.
+
+    Args:
+        group: the manager's process group. None stands for ranks that are not connected yet.
+        rank: rank of this process in it.
+        world_size: its number of ranks.
+        device: the device of the messages.
+    """
+
+    def __init__(self, group: Any, rank: int, world_size: int, device: torch.device) -> None:
+        Exchange.__init__(self, rank, world_size, device)
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self._group = group
+
+    def leave(self, error: BaseException) -> None:
+        """Do nothing: the manager ends the connections when it configures the group again."""
+
+    # The process groups of torchft are Python classes, which take options and no defaults.
+
+    def _all_reduce(self, values: Tensor) -> None:
+        self._wait_for(lambda: self._own.allreduce([values], AllreduceOptions()))
+
+    def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:
+        self._wait_for(
+            lambda: self._own.allgather_into_tensor_coalesced(
+                [received], [mine], AllgatherOptions()
+            )
+        )
+
+    def _all_to_all_to(
+        self, received: Tensor, outgoing: Tensor, arriving: list[int], sizes: list[int]
+    ) -> None:
+        self._wait_for(
+            lambda: self._own.alltoall_base(received, outgoing, arriving, sizes, AllToAllOptions())
+        )
+
+    def _wait_for(self, collective: Callable[[], Any]) -> None:
+        try:
+            collective().wait()
+        except Exception as error:
+            raise RankFailureError(
+                f"a collective among the {self.world_size} ranks of the manager's group failed on "
+                f"rank {self.rank}: another rank has died, or did not answer in time. The manager "
+                "does not count the step, and the next one is among the ranks that are left. The "
+                f"backend says: {error}"
+            ) from error
