@@ -4,7 +4,7 @@
 
 It forwards a frame for MAC 02:00:00:00:07:<j> to the j-th interface, and prints "ready" once it
 does. Lines that it reads: "loss SHARE" loses this share of all frames, "cut J" all frames from and
-to the j-th interface, silently.
+to the j-th interface, silently. It answers each with the number of frames that it has lost.
 """
 
 import random
@@ -30,7 +30,7 @@ def main(interfaces: list[str]) -> None:
     for number, port in enumerate(ports):
         watch.register(port, selectors.EVENT_READ, number)
     watch.register(sys.stdin, selectors.EVENT_READ, None)
-    chance, share, lost = random.Random(0), 0.0, set()
+    chance, share, cut, lost = random.Random(0), 0.0, set(), 0
     print("ready", flush=True)
     while True:
         for key, _ in watch.select():
@@ -41,13 +41,15 @@ def main(interfaces: list[str]) -> None:
                 if words[0] == "loss":
                     share = float(words[1])
                 else:
-                    lost.add(int(words[1]))
-                print("done", flush=True)
+                    cut.add(int(words[1]))
+                print(lost, flush=True)
                 continue
             with suppress(OSError):  # of an interface that is down
                 frame = ports[key.data].recv(1 << 17)
                 to = frame[HEADER + 5] if len(frame) > HEADER + 5 else len(ports)
-                if to < len(ports) and not lost & {key.data, to} and chance.random() >= share:
+                if cut & {key.data, to} or chance.random() < share:
+                    lost += 1
+                elif to < len(ports):
                     ports[to].send(frame)
 
 
