@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart experiment-bidirectional-topk experiment-qsr experiment-jointspar experiment-2direction experiment-small-gpt test test-fast test-thorough test-versions test-integrations gpu lint setup docs docs-check dist clean
+.PHONY: help quickstart experiment-bidirectional-topk experiment-qsr experiment-jointspar experiment-2direction experiment-small-gpt test test-fast test-thorough test-versions test-integrations soak gpu lint setup docs docs-check dist clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /  make \1@/p' Makefile | awk -F@ '{ printf "%-35s %s\n", $$1, $$2 }'
@@ -47,6 +47,11 @@ test: setup ## all tests; ARGS="-k topk" runs some
 test-thorough: setup ## more cases of the same tests
 	@sh tools/setup.sh --triton
 	@.venv/bin/python -m pytest -n 2 --dist loadfile -m thorough $(ARGS)
+
+# ARGS="--resume" skips the parts that benchmarks/results has.
+soak: setup ## long runs, mutations, faults (1 h)
+	@.venv/bin/python -m benchmarks.soak $(ARGS)
+	@.venv/bin/python -m pytest -n 2 --dist loadfile -m soak
 
 # ARGS="2.9.1:3.12" tests other versions than the oldest and the newest.
 test-versions: ## the core's tests on the oldest and newest torch (15 min)

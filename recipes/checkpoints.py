@@ -25,6 +25,7 @@ _MARKER = "complete.json"
 _KEPT = 2
 
 State = dict[str, Any]
+Resized = Callable[[list[State]], State]
 
 
 @dataclass(frozen=True)
@@ -81,33 +82,31 @@ class Checkpoints:
         complete = self._complete_on_rank_0()
         return complete[-1] if complete else None
 
-    def load(self, settings: State) -> State:
+    def load(self, settings: State, resized: Resized | None = None) -> State:
         """Return this rank's state from the newest complete checkpoint that is not damaged.
 
         All ranks must call this. Rank 0 prints a line for every damaged checkpoint.
 
+        Args:
+            settings: of this run.
+            resized: makes the state of this rank from those of all ranks, in rank order, if another
+                number of ranks has saved them.
+
         Raises:
-            RecipeError: if there is no such checkpoint, or if it was written with another number of
-                ranks or other ``settings``.
+            RecipeError: if there is no such checkpoint, or if it was written with other
+                ``settings``, or, without ``resized``, with another number of ranks.
         """
         newest, marker = self._newest_intact()
-        if marker["ranks"] != self.world_size:
+        ranks = marker["ranks"]
+        if ranks != self.world_size and resized is None:
             raise RecipeError(
-                f"--resume: the checkpoint was written by {marker['ranks']} ranks and this run has "
-                f"{self.world_size}: start {marker['ranks']} ranks, or add --elastic"
+                f"--resume: the checkpoint was written by {ranks} ranks and this run has "
+                f"{self.world_size}: start {ranks} ranks, or add --elastic"
             )
         _check_settings(marker["settings"], settings)
-        return _read(newest / _file_of(self.rank))
-
-    def load_all(self, settings: State) -> list[State]:
-        """Return the states of all ranks, of any number, in rank order; see :meth:`load`.
-
-        Raises:
-            RecipeError: as :meth:`load`, but not for the number of ranks.
-        """
-        newest, marker = self._newest_intact()
-        _check_settings(marker["settings"], settings)
-        return [_read(newest / _file_of(rank)) for rank in range(marker["ranks"])]
+        if ranks == self.world_size or resized is None:
+            return _read(newest / _file_of(self.rank))
+        return resized([_read(newest / _file_of(rank)) for rank in range(ranks)])
 
     def _newest_intact(self) -> tuple[Path, State]:
         """Return the folder and the marker of the newest checkpoint without damage."""

@@ -10,23 +10,20 @@ from recipes.random_state import random_state, seed_all
 State = dict[str, Any]
 
 
-def own_state(states: list[State], rank: int, world_size: int, seed: int) -> State:
+def resized(states: list[State], rank: int, world_size: int, seed: int) -> State:
     """Return a rank's part of the states of all ranks of the training recipe.
 
-    With the same number of ranks it is the state of this rank, unchanged. Otherwise the states must
-    be from a step at which all ranks have the same weights.
+    The states must be from a step at which all ranks have the same weights.
 
     Args:
         states: in rank order, of any number of ranks.
         rank: the rank that continues.
         world_size: number of ranks that continue.
-        seed: of this rank's random generators, if the number is another one.
+        seed: of this rank's random generators.
 
     Raises:
         CheckpointError: if torchcomp's states cannot be converted.
     """
-    if len(states) == world_size:
-        return states[rank]
     # Local steps have another momentum on each rank. A new rank continues with that of an old one.
     own = states[rank % len(states)]
     method = own["method"]

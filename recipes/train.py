@@ -61,7 +61,7 @@ from recipes.plan import (
 )
 from recipes.random_state import random_state, seed_all, set_random_state
 from recipes.report import Report
-from recipes.resizing import own_state
+from recipes.resizing import resized
 from recipes.settings import Settings, read_settings
 from recipes.shrink import shrink
 
@@ -537,7 +537,8 @@ class Trainer:
             self.report.print(f"saved step {self.step}")
 
     def _resume(self) -> None:
-        state = self._load_checkpoint()
+        make = self._resized if self.settings.elastic else None
+        state = self.checkpoints.load(self._settings_to_match(), make)
         self._rebuild_ddp_buckets()
         # Only now, because DDP's constructor broadcasts the weights of rank 0. Between two
         # averages of local steps the weights differ between ranks.
@@ -551,13 +552,10 @@ class Trainer:
         self.step, self.seconds_before = state["step"], state["seconds"]
         set_random_state(state["random"])
 
-    def _load_checkpoint(self) -> dict[str, Any]:
-        settings = self._settings_to_match()
-        if not self.settings.elastic:
-            return self.checkpoints.load(settings)
-        states, rank = self.checkpoints.load_all(settings), self.worker.rank
+    def _resized(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        rank, world_size = self.worker.rank, self.worker.world_size
         seed = keyed_seed(NOISE, self.settings.seed, rank, states[0]["step"])
-        return own_state(states, rank, self.worker.world_size, seed)
+        return resized(states, rank, world_size, seed)
 
     def _rebuild_ddp_buckets(self) -> None:
         """Run one blank batch, after which DDP rebuilds its buckets.

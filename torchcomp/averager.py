@@ -195,12 +195,13 @@ class Averager:
         if not verified:
             values = {"spec": self._aggregator, "step": self.step, "seed": self.seed}
             values |= {"groups": self.groups, "buckets": self.buckets, "flushing": self._flushing}
-            values["lr"] = self._step_lrs
+            # The scale that the state has, before it follows that of this step.
+            values |= {"lr": self._step_lrs, "scale": self.scale}
             # Each rank's threshold search starts from the previous thresholds. If they differed,
             # the ranks would run different collectives.
             found = [(name, t.tolist()) for name, t in self.state.items("thresholds")]
-            thresholds = {"thresholds": sorted(found)}
-            self.exchange.verify("the first step", values, checkpoint.ONE_STEP, thresholds)
+            on_level = {"thresholds": sorted(found), "checksum of equal slots": self._digest()}
+            self.exchange.verify("the first step", values, checkpoint.ONE_STEP, on_level)
             self._verified = True
         with self.state.lock:
             self._require_wanted()
@@ -643,6 +644,12 @@ class Averager:
             yield from method.slots(shape, self.exchange.world_size, self.exchange.rank)
             if self._client_slots is not None:
                 yield from self._client_slots(shape)
+
+    def _digest(self) -> int:
+        """Return a checksum of the slots that are the same on all ranks."""
+        names = {s.name for s in self._declared(self._active, self.buckets) if s.equal}
+        parts = {f"{slot} {name}": p for slot in names for name, p in self.state.items(slot)}
+        return checkpoint.digest_of(dict(sorted(parts.items())))
 
     def _traces(self, parts: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the residuals that show a NaN of a gradient, by parameter name."""

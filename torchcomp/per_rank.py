@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from torchcomp import checkpoint
 from torchcomp.errors import CheckpointError
 from torchcomp.gathering import Gatherable
 from torchcomp.redistribution import Place, gathered, own_state
@@ -19,6 +20,7 @@ from torchcomp.redistribution import Place, gathered, own_state
 State = dict[str, Any]
 _TENSOR = "torchcomp.tensor"
 """Key of the number of a tensor, in the text of a state."""
+_PACKED = checkpoint.record(tensors=checkpoint.dict_of(checkpoint.tensor()), rest=checkpoint.text)
 
 
 class PerRank:
@@ -52,8 +54,10 @@ class PerRank:
         """Restore the state of this rank.
 
         Raises:
-            CheckpointError: if the state is of another model, method, rank or world size.
+            CheckpointError: if the state is damaged, or of another model, method, rank or world
+                size.
         """
+        checkpoint.record(**{self._key: _PACKED})(state, "the state dict")
         self._source.load_state_dict(_unpacked(state[self._key]))
 
     def load(self, checkpoint_id: str | PathLike[str], key: str = "handle") -> None:
@@ -141,5 +145,11 @@ def _unpacked(packed: State) -> State:
             return packed["tensors"][str(value[_TENSOR])]
         return {name: unpack(each) for name, each in value.items()}
 
-    state: State = unpack(json.loads(packed["rest"]))
+    try:
+        state: State = unpack(json.loads(packed["rest"]))
+    # Text that is not JSON raises ValueError, and RecursionError if it is nested too deep.
+    except (ValueError, RecursionError, KeyError) as error:
+        raise CheckpointError(
+            f"a damaged checkpoint: its values cannot be read ({error!r})"
+        ) from None
     return state

@@ -54,6 +54,7 @@ class Slot:
     sizes: tuple[int, ...]  # number of elements that are stored for each parameter
     dtype: torch.dtype
     sharded: bool = False  # whether each rank stores only the elements of its own shard
+    equal: bool = False  # whether all ranks store the same values, which is then verified
     # init(name, out) writes the initial values of a parameter to `out`. The default is zeros.
     # Not compared, because each declaration can make a new closure.
     init: Init | None = field(default=None, compare=False, repr=False)

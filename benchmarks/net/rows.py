@@ -19,6 +19,12 @@ ACCURACY = [*_COMMON, *_RUN, "rate", "seed", "target", "reached", "accuracy", "s
 ACCURACY += ["wire_bytes", "payload_bytes"]
 FINAL = [*_COMMON, "ranks", "model", "parameters", "batch", "method", "images", "lr", "seed"]
 FINAL += ["steps", "accuracy", "loss"]
+SOAK = [*_COMMON, "part", "method", "ranks", "steps", "step_ms", "seconds"]
+SOAK += ["swaps", "loads", "samples"]
+SOAK += ["resident_mib", "growth_kib", "trend", "descriptors", "threads", "equal", "lost", "unsent"]
+SOAK += ["passed"]
+MUTATIONS = [*_COMMON, "part", "seed", "cases", "problems", "slowest_ms", "results", "seconds"]
+MUTATIONS += ["passed"]
 
 
 class TableError(ValueError):

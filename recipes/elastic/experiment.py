@@ -73,7 +73,7 @@ class Row:
 def main() -> None:
     """Run all methods with a fixed and a changing number of ranks, and print the table."""
     arguments = parse(sys.argv[1:])
-    steps, count = (200, 4) if arguments.quick else (2000, 20)
+    steps, count = (400, 4) if arguments.quick else (2000, 20)
     header = tuple(field.name for field in fields(Row))
     task = f"{steps} steps, a checkpoint every {EVERY}, batch {Settings.batch}, lr {Settings.lr:g}"
     table = ResultTable(arguments.out / "kills.csv", header, task, resume=arguments.resume)

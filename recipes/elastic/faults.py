@@ -18,6 +18,8 @@ KINDS = {
     "disk": "a full disk where a rank writes its checkpoint, then SIGKILL of another rank",
 }
 _FIRST_BYTES = 20_000
+# Steps after the last fault, which can wait for the checkpoint after the next one.
+_SPARE = 200
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,12 @@ def plan(kills: int, steps: int, nodes: Sequence[int], seed: int) -> list[Fault]
 
     Args:
         kills: number of faults; from four on, every kind occurs.
-        steps: of the run.
+        steps: of the run, more than 200.
         nodes: the numbers of nodes that the run can have.
         seed: of the plan.
     """
     draw = random.Random(seed)
-    at = sorted(draw.sample(range(steps // 100, steps * 9 // 10), kills))
+    at = sorted(draw.sample(range(steps // 100, steps - _SPARE), kills))
     kinds = [*KINDS][:kills] + draw.choices(["rank", "node"], k=max(0, kills - len(KINDS)))
     draw.shuffle(kinds)
     return [Fault(kind, step, draw.choice(nodes)) for kind, step in zip(kinds, at, strict=True)]
@@ -119,11 +121,13 @@ class Saboteur:
 
 
 def _read(pipe: int, count: int) -> bytes:
-    """Read at least so many bytes from a pipe, from when another process opens it."""
+    """Read at least so many bytes from a pipe, which another process is going to open."""
     deadline = time.monotonic() + PATIENCE
     found = b""
     while len(found) < count and time.monotonic() < deadline:
         time.sleep(0.005)
         with suppress(BlockingIOError):
             found += os.read(pipe, count)
+    if len(found) < count:
+        raise RecipeError("no rank has begun to write the checkpoint with the pipe")
     return found

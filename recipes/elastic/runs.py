@@ -58,10 +58,14 @@ def run(
         ranks = [start["ranks"] for start in agents.starts() if start["rank"] == 0]
         steps = len(agents.steps())
     seconds = time.perf_counter() - begin
-    last = folder / "checkpoints" / f"step-{settings.steps:09d}"
-    marker = json.loads((last / "complete.json").read_text())
-    states = [torch.load(last / f"rank-{rank}.pt") for rank in range(marker["ranks"])]
-    return Outcome(states, ranks, steps, seconds)
+    return Outcome(states_after(settings.steps, folder), ranks, steps, seconds)
+
+
+def states_after(step: int, folder: Path) -> list[dict[str, Any]]:
+    """Return the states of all ranks from the checkpoint of a step."""
+    checkpoint = folder / "checkpoints" / f"step-{step:09d}"
+    ranks = json.loads((checkpoint / "complete.json").read_text())["ranks"]
+    return [torch.load(checkpoint / f"rank-{rank}.pt") for rank in range(ranks)]
 
 
 def same(one: Any, other: Any) -> bool:

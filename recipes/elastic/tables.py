@@ -26,7 +26,7 @@ def _line(row: dict[str, str]) -> list[object]:
         row["repeated"],
         row["identical"] or "–",
         row["deviation"],
-        f"{float(row['unsent']):.1%}",
+        f"{float(row['unsent']):.2%}",
     ]
 
 

@@ -4,7 +4,7 @@
         -m recipes.elastic.train --compress "ef(topk(0.01))"
 
 Every rank saves its own state. A run with the same number of ranks continues bit for bit. A run
-with another number divides the residuals again, in :meth:`Run.load`, and loses nothing.
+with another number divides the residuals again, in :meth:`Run.resized`, and loses nothing.
 """
 
 import gc
@@ -65,7 +65,7 @@ class Run:
         folder = Path(settings.out)
         self.checkpoints = Checkpoints(folder / "checkpoints", self.rank, self.world_size)
         if self.checkpoints.newest() is not None:
-            self.load(self.checkpoints.load_all(settings.to_match))
+            self.load(self.checkpoints.load(settings.to_match, self.resized))
         self.log = Log(folder, self)
 
     def train(self) -> None:
@@ -109,27 +109,27 @@ class Run:
             "account": self.account.state_dict(),
         }
 
-    def load(self, states: list[State]) -> None:
-        """Continue from the states of all ranks of a run with any number of ranks."""
+    def resized(self, states: list[State]) -> State:
+        """Return the state of this rank, from those of another number of ranks."""
+        # The mean residual, and new shards of the server residual.
+        methods = torchcomp.redistribute([state["method"] for state in states], self.world_size)
+        account = mean([state["account"] for state in states])
+        # All else is equal on all ranks.
+        return {**states[0], "method": methods[self.rank], "account": account}
+
+    def load(self, state: State) -> None:
+        """Continue from a state."""
         if self.settings.sync == "none":
             # DDP groups parameters anew after its first backward pass. To continue bit for bit, do
             # that before the state is loaded.
             self.backward()
             self.optimizer.zero_grad()
-        methods = [state["method"] for state in states]
-        accounts = [state["account"] for state in states]
-        if len(states) != self.world_size:
-            # The mean residual, and new shards of the server residual.
-            methods = torchcomp.redistribute(methods, self.world_size)
-            accounts = [mean(accounts)] * self.world_size
-        # Models, optimizers and schedulers are equal on all ranks.
-        own = states[self.rank % len(states)]
-        self.model.module.load_state_dict(own["model"])
-        self.optimizer.load_state_dict(own["optimizer"])
-        self.scheduler.load_state_dict(own["scheduler"])
-        self.method.load_state_dict(methods[self.rank])
-        self.account.load(accounts[self.rank])
-        self.step = own["step"]
+        self.model.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.method.load_state_dict(state["method"])
+        self.account.load(state["account"])
+        self.step = state["step"]
 
 
 def attach_torchcomp(

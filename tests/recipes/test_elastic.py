@@ -16,21 +16,17 @@ from recipes.elastic import experiment, train
 from recipes.elastic.account import audit
 from recipes.elastic.agents import Agents
 from recipes.elastic.faults import KINDS, Fault, plan
-from recipes.elastic.runs import run, same
+from recipes.elastic.runs import run, same, states_after
 from recipes.elastic.settings import Settings, read_settings
 from recipes.elastic.tables import kills
 from recipes.errors import RecipeError
 from recipes.result_files import read_csv
-from tests.recipes.conftest import summary_in, wait_for_checkpoint, wait_until
-from tests.recipes.forked_ranks import Launcher
+from tests.recipes.conftest import wait_until
 from tests.support.cases import thorough
 from tests.support.ranks import on_processes
 from torchcomp import SpecError
 
 STEPS, EVERY = 60, 16
-SHARD = 'bidirectional(topk(0.02), quantize("int8"), selection="shard")'
-FLAGS = ["--loader", "torchvision", "--threads", "1", "--epochs", "2", "--bn-images", "0"]
-FLAGS += ["--elastic", "--auto-resume", "--checkpoint-every", "6"]
 
 
 def settings_of(method: str, folder: Path) -> Settings:
@@ -38,12 +34,16 @@ def settings_of(method: str, folder: Path) -> Settings:
     return Settings(**options, steps=STEPS, checkpoint_every=EVERY, out=str(folder))
 
 
-def finished(settings: Settings) -> list[dict[str, Any]]:
-    """Train on this rank until the run is complete, and return the states of all ranks."""
+def finished(ranks: int, settings: Settings) -> list[dict[str, Any]]:
+    """Train until the run is complete, and return the states of all ranks."""
+    on_processes(ranks, train_to_the_end, settings)
+    return states_after(settings.steps, Path(settings.out))
+
+
+def train_to_the_end(settings: Settings) -> None:
     one = train.Run(settings)
     one.train()
     one.method.close()
-    return one.checkpoints.load_all(settings.to_match)
 
 
 def killed_after(step: int, settings: Settings) -> None:
@@ -70,10 +70,10 @@ def test_a_killed_run_ends_with_the_same_bits_or_conserves(method: str, tmp_path
 
     resized = tmp_path / "resized"
     shutil.copytree(folder, resized)
-    whole = on_processes(3, finished, replace(settings, out=str(tmp_path / "whole")))[0]
-    assert same(on_processes(3, finished, settings)[0], whole)
+    whole = finished(3, replace(settings, out=str(tmp_path / "whole")))
+    assert same(finished(3, settings), whole)
 
-    (states, _) = on_processes(2, finished, replace(settings, out=str(resized)))
+    states = finished(2, replace(settings, out=str(resized)))
     found = audit(states, settings)
     assert len(states) == 2
     assert found.deviation < 1e-13
@@ -82,7 +82,7 @@ def test_a_killed_run_ends_with_the_same_bits_or_conserves(method: str, tmp_path
 
 def test_the_audit_finds_what_is_lost(tmp_path: Path) -> None:
     settings = replace(settings_of("bidirectional", tmp_path), steps=EVERY)
-    (states,) = on_processes(1, finished, settings)
+    states = finished(1, settings)
     assert audit(states, settings).deviation < 1e-13
     states[0]["method"]["slots"]["server_error"]["tensors"]["0.weight"][5] += 1e-6
     assert audit(states, settings).deviation > 1e-9
@@ -131,34 +131,6 @@ def test_the_committed_table_has_twenty_kills_of_every_method() -> None:
     assert len(kills(rows).splitlines()) == 2 + len(rows)
 
 
-# The training recipe, with --elastic.
-
-
-@pytest.mark.parametrize(
-    ("method", "before", "after"),
-    [
-        pytest.param(["--sync", "every(4)", "--compress", "ef(topk(0.1))"], 2, 1, id="local"),
-        pytest.param(["--compress", SHARD], 1, 2, id="gradients", marks=pytest.mark.thorough),
-    ],
-)
-def test_the_training_recipe_resumes_with_another_number_of_ranks(
-    method: list[str], before: int, after: int, cache: Path, tmp_path: Path, forked: Launcher
-) -> None:
-    out = tmp_path / "run"
-    flags = [*FLAGS, *method, "--data-cache", str(cache), "--out", str(out)]
-    first = forked.start(*flags, ranks=before)
-    # The 6th step is in the middle of a round, the 8th is the end of one.
-    local = "--sync" in method
-    wait_for_checkpoint(out / "checkpoints", 8 if local else 6, first)
-    first.kill()
-    second = forked.start(*flags, ranks=after).finish()
-    step = int(re.search(r"resumed after step (\d+)", second)[1])
-    assert step % (4 if local else 6) == 0
-    summary = summary_in(out)
-    assert (summary["ranks"], summary["steps"]) == (after, 44)
-    assert summary["replicas_agree"]
-
-
 # Under torchrun, with processes that import everything anew.
 
 
@@ -176,8 +148,8 @@ def test_torchrun_restarts_with_other_ranks_after_a_fault(kind: str, tmp_path: P
 @pytest.mark.soak
 def test_the_training_recipe_repeats_no_step_when_a_node_joins(cache: Path, tmp_path: Path) -> None:
     printed = tmp_path / "agent-0.txt"
-    flags = [*FLAGS[:-2], "--epochs", "400", "--log-every", "1", "--data-cache", str(cache)]
-    flags += ["--sync", "every(4)"]
+    flags = ["--loader", "torchvision", "--threads", "1", "--epochs", "400", "--log-every", "1"]
+    flags += ["--elastic", "--auto-resume", "--sync", "every(4)", "--data-cache", str(cache)]
     with Agents(tmp_path, (1, 2), flags, module="recipes.train") as agents:
 
         def is_alive() -> bool:

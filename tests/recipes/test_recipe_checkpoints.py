@@ -72,12 +72,18 @@ def test_another_number_of_ranks(checkpoints: Checkpoints) -> None:
         more.load(SETTINGS)
 
 
-def test_a_run_with_any_number_of_ranks_can_load_all_states(checkpoints: Checkpoints) -> None:
+def test_another_number_of_ranks_gets_the_states_of_all(checkpoints: Checkpoints) -> None:
     checkpoints.save(5, {"w": 1.0}, SETTINGS)
-    more = Checkpoints(checkpoints.folder, rank=0, world_size=1)
-    assert more.load_all(SETTINGS) == [{"w": 1.0}]
+    assert checkpoints.load(SETTINGS, resized=lambda states: {"all": states}) == {"w": 1.0}
+    loaded = on_threads(2, load_resized, checkpoints.folder)
+    assert loaded == [{"rank": 0, "all": [{"w": 1.0}]}, {"rank": 1, "all": [{"w": 1.0}]}]
+
+
+def load_resized(folder: Path) -> dict[str, object]:
+    checkpoints = Checkpoints(folder, dist.get_rank(), 2)
     with pytest.raises(RecipeError, match="model"):
-        more.load_all({**SETTINGS, "model": "timm/x"})
+        checkpoints.load({**SETTINGS, "model": "timm/x"}, resized=lambda states: {})
+    return checkpoints.load(SETTINGS, lambda states: {"rank": checkpoints.rank, "all": states})
 
 
 def truncate(path: Path) -> None:

@@ -426,6 +426,43 @@ def test_a_killed_run_resumes_and_ends_with_the_same_weights(
     assert steps_and_losses(tmp_path / "whole") == steps_and_losses(tmp_path / "killed")
 
 
+SHARD = 'bidirectional(topk(0.02), quantize("int8"), selection="shard")'
+
+
+@pytest.mark.parametrize(
+    ("method", "saved", "before", "after"),
+    [
+        # The checkpoint after step 6 waits for the end of the round.
+        pytest.param([*METHODS["both"]], 4, 2, 1, id="local"),
+        pytest.param(
+            ["--compress", SHARD], 6, 1, 2, id="bidirectional", marks=pytest.mark.thorough
+        ),
+    ],
+)
+def test_a_killed_run_resumes_with_another_number_of_ranks(
+    method: list[str],
+    saved: int,
+    before: int,
+    after: int,
+    forked: Launcher,
+    tmp_path: Path,
+    digits_flags: list[str],
+) -> None:
+    out = tmp_path / "killed"
+    flags = [*digits_flags, *method, "--epochs", "2", "--out", str(out), "--checkpoint-every", "6"]
+    flags += ["--elastic", "--auto-resume"]
+    killed = forked.start(*flags, ranks=before)
+    wait_for_checkpoint(out / "checkpoints", 2 * saved, killed)
+    killed.kill()
+    printed = forked.start(*flags, ranks=after).finish()
+    found = re.search(r"resumed after step (\d+)", printed)
+    assert found is not None
+    assert int(found[1]) % saved == 0
+    summary = summary_in(out)
+    assert (summary["ranks"], summary["steps"]) == (after, 44)
+    assert summary["replicas_agree"]
+
+
 @pytest.mark.thorough
 def test_three_dense_ranks_resume_bit_for_bit(
     forked: Launcher, tmp_path: Path, digits_flags: list[str]

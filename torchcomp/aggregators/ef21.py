@@ -54,7 +54,7 @@ class EF21(OneWay):
         dtype = shape.wide().dtype
         return (
             Slot("estimate", Kind.ESTIMATE, shape.names, shape.sizes, dtype),
-            Slot("mean_estimate", Kind.ESTIMATE, shape.names, shape.sizes, dtype),
+            Slot("mean_estimate", Kind.ESTIMATE, shape.names, shape.sizes, dtype, equal=True),
         )
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:

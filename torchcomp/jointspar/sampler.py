@@ -166,6 +166,9 @@ class Sampler:
         # Verify before the first exchange: ranks with different sets would pair unequal messages.
         if self.shared and not self._verified:
             values = {"step": self.step, "kept": self.kept.nonzero()[0], "p": self.p.tolist()}
+            # What later probabilities and LARS depend on.
+            values |= {"costs": self.costs.tolist(), "averages": sorted(self._averages.items())}
+            values["bandit"] = self.bandit and self.bandit.state_dict()
             exchange.verify("the layers of a step", values, checkpoint.ONE_STEP)
             self._verified = True
         if self._exchanged is None:

@@ -151,10 +151,10 @@ class PseudoGradients(Averages):
         return Bucket(m.shape, x)
 
     def _slots(self, shape: BucketShape) -> tuple[Slot, ...]:
-        # ESTIMATE: both are equal on all ranks, and neither is an unsent gradient.
+        # ESTIMATE: neither is an unsent gradient.
         kept = (Kind.ESTIMATE, shape.names, shape.sizes, shape.wide().dtype)
-        reference = Slot("reference", *kept, init=self._first_reference)
-        momentum = Slot("outer_momentum", *kept)
+        reference = Slot("reference", *kept, equal=True, init=self._first_reference)
+        momentum = Slot("outer_momentum", *kept, equal=True)
         return (reference,) if self._outer is None else (reference, momentum)
 
     def _open(self, group: Group) -> list[tuple[Tensor, Tensor]]:

@@ -383,6 +383,7 @@ class LocalSteps:
             shared["checksum of the parameters"] = digest
         self._begin_rounds(verifying=True)
         shared["round"] = ", ".join(map(str, self.clock.fragments))
+        shared["last synchronisation"] = [each.synced for each in self.clock.fragments]
         shared["learning rates at its start"] = [each.lrs for each in self.clock.fragments]
         return None, shared
 
@@ -531,6 +532,12 @@ class LocalSteps:
         # Check everything before restore(), so that an error changes nothing.
         self._check(section)
         restore = self._averager.prepare(state, _OTHER_RANKS)
+        # Parameters have no loss scale, and every synchronisation is a step of the averager.
+        if (section["syncs"], 1.0) != (state["step"], state["scale"]):
+            raise CheckpointError(
+                f"a damaged checkpoint: with {section['syncs']} synchronisations, 'step' must be "
+                f"that number and 'scale' 1, not {state['step']} and {state['scale']}"
+            )
         # Take the groups from the checkpoint. bucket_cap_mb can differ in this run, and a
         # compressor that selects per group would then select other entries.
         groups = [tuple(group) for group in state["groups"]]

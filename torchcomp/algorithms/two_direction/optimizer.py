@@ -43,6 +43,10 @@ _SECTION = {
 }
 
 
+_OWN = ("h_i", "grad_z")
+"""The vectors of this rank's worker."""
+
+
 class _UnusableError(Exception):
     """An error of this rank's closure. If the closure raised, its exception is the cause."""
 
@@ -162,6 +166,11 @@ class TwoDirection(torch.optim.Optimizer):
             content = x.cpu().view(torch.uint8).numpy().tobytes()
             values: dict[str, Any] = {"parameters": hashlib.sha256(content).hexdigest()[:12]}
             values["step"] = self._method.iterations if self._method else 0
+            # What the server keeps, which every rank computes.
+            held = vars(self._method) if self._method else {}
+            shared = {name: held[name] for name in VECTORS if name in held and name not in _OWN}
+            values["server"] = checkpoint.digest_of(shared)
+            values |= {name: held.get(name) for name in ("rho", "second_is_due")}
             self._server.exchange.verify("TwoDirection", values, _ADVICE)
             self._verified = True
         try:
@@ -182,7 +191,6 @@ class TwoDirection(torch.optim.Optimizer):
         traffic, names = self.traffic, list(self._named)
         held = {**vars(self._method), "traffic": asdict(traffic)} if self._method else {}
         step = held.get("iterations", 0)
-        dense = step * sum(p.nbytes for p in self._params)
         slots = {
             name: {**_kind(name), "tensors": dict(zip(names, self._parts(vector), strict=True))}
             for name in VECTORS
@@ -190,13 +198,20 @@ class TwoDirection(torch.optim.Optimizer):
         }
         return {
             **checkpoint.header(self._spec, self._server.exchange),
-            **{"step": step, "seed": self._server.seed, "flushing": False},
-            **{"scale": 1.0, "lrs": {}},
-            **{"groups": [names], "buckets": [names], "slots": slots},
+            **{"step": step, "seed": self._server.seed, "slots": slots},
+            **self._implied(step, traffic),
             "parameters": checkpoint.layout_of(self._named),
+            "two_direction": {name: held[name] for name in _SECTION} if held else None,
+        }
+
+    def _implied(self, step: int, traffic: ServerTraffic) -> dict[str, Any]:
+        """Return the entries of a state that other entries and the model imply."""
+        dense = step * sum(p.nbytes for p in self._params)
+        return {
+            **{"scale": 1.0, "lrs": {}, "flushing": False},
+            **{name: [list(self._named)] for name in ("groups", "buckets")},
             # The algorithm's own messages: its ranks do not count control messages.
             "traffic": asdict(Traffic(traffic.up_bytes, traffic.down_bytes, dense)),
-            "two_direction": {name: held[name] for name in _SECTION} if held else None,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -220,7 +235,7 @@ class TwoDirection(torch.optim.Optimizer):
             vector = _flat(slot["tensors"][each] for each in self._named)
             vector = vector.to(self._params[0].device)
             # The workers' vectors are rows, of which this process has one.
-            held[name] = vector[None] if name in ("h_i", "grad_z") else vector
+            held[name] = vector[None] if name in _OWN else vector
         self._method = self._build(held["x"], held)
         self._write(held["x"])
 
@@ -241,6 +256,9 @@ class TwoDirection(torch.optim.Optimizer):
             f"the kind of slot '{name}'": each | _kind(name) != each for name, each in slots.items()
         }
         problems[f"seed {state['seed']}"] = state["seed"] != self._server.seed
+        traffic = ServerTraffic(**(saved["traffic"] if saved else {}))
+        for name, value in self._implied(step, traffic).items():
+            problems[f"{name} {state[name]}"] = state[name] != value
         if saved:
             # rho starts at 1/gamma0 and never grows. The start and every iteration evaluate a
             # gradient or more, and take one round trip.
