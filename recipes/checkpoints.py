@@ -199,9 +199,13 @@ def _write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
-    except OSError:
+    except (OSError, RuntimeError) as error:
         # A full disk has no space for half a file.
         unfinished.unlink(missing_ok=True)
+        # In the middle of a large tensor, torch.save() raises a RuntimeError about its position in
+        # the file while it handles the error of the disk.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
         raise
 
 

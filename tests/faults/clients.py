@@ -25,9 +25,10 @@ Reach = Callable[[str], None]
 class Client:
     """A model that trains, and the object of torchcomp that its method installed."""
 
-    def __init__(self) -> None:
+    def __init__(self, reach: Reach) -> None:
         self.model = wrap(mlp())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        reach("register")
         self.handle = self.install()
 
     def install(self) -> Any:
@@ -88,12 +89,25 @@ class Plain(Client):
 
 
 class LocalSteps(Client):
+    """Parameters are averaged in FAULTY_STEP.
+
+    Attributes:
+        own: the weights after the last step of this rank alone.
+    """
+
     compress = "mean"
 
     def install(self) -> Any:
+        self.own = self.weights()
+        # Before LocalSGD, whose hook averages.
+        self.optimizer.register_step_post_hook(self._after_own_step)
+        schedule = f"every({FAULTY_STEP + 1})"
         return torchcomp.LocalSGD(
-            self.model, self.optimizer, "every(5)", total_steps=STEPS, compress=self.compress
+            self.model, self.optimizer, schedule, total_steps=STEPS, compress=self.compress
         )
+
+    def _after_own_step(self, *_: Any) -> None:
+        self.own = self.weights()
 
 
 class CompressedLocalSteps(LocalSteps):
@@ -108,7 +122,7 @@ class Layers(Client):
 class Sharding(Client):
     """FSDP2 with replicas."""
 
-    def __init__(self) -> None:
+    def __init__(self, reach: Reach) -> None:
         run = Run((2, 2), SPEC)
         self.model, self.handle, self.optimizer = run.model, run.handle, run.optimizer
 

@@ -3,12 +3,13 @@
 import ctypes
 import gc
 import os
+import resource
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -83,18 +84,46 @@ class Outcome:
         return self.error[0][0] if self.error else ""
 
 
-def _die(number: int) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), number)
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: here, or on a host of its own.
+
+    Attributes:
+        namespace: name of the host's network namespace, or "".
+        interface: for gloo.
+        store: address and port of the store of the job.
+        has_store: whether this rank serves the store, as the first one of a job does.
+    """
+
+    namespace: str
+    interface: str
+    store: tuple[str, int]
+    has_store: bool
 
 
-def _raise() -> None:
+def _die(number: int) -> Callable[[Path], None]:
+    return lambda folder: os.kill(os.getpid(), number)
+
+
+def _raise(folder: Path) -> None:
     raise MemoryError("injected")
 
 
-def _exhaust_memory() -> None:
-    """Allocate more memory than the process may have, as a large tensor would."""
-    import resource
+def _exhaust_descriptors(folder: Path) -> None:
+    """Let the process open no further file, until :func:`_allow_descriptors`."""
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (used, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
 
+
+def _allow_descriptors() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _exhaust_memory(folder: Path) -> None:
+    """Allocate more memory than the process may have, as a large tensor would."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, hard))
@@ -104,38 +133,61 @@ def _exhaust_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-FAULTS: dict[str, Callable[[], None]] = {
+def _wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+FAULTS: dict[str, Callable[[Path], None]] = {
     "raise": _raise,
     "out of memory": _exhaust_memory,
-    "exit": lambda: sys.exit(3),
+    "no descriptors": _exhaust_descriptors,
+    "exit": lambda folder: sys.exit(3),
     "SIGTERM": _die(signal.SIGTERM),
     "SIGINT": _die(signal.SIGINT),
     "SIGKILL": _die(signal.SIGKILL),
     # The parent continues the process: when the others have ended, or after PAUSE.
     "SIGSTOP": _die(signal.SIGSTOP),
     "pause": _die(signal.SIGSTOP),
-    "none": lambda: None,
+    "none": lambda folder: None,
     "raise and stay": _raise,
-    "sleep": lambda: time.sleep(PAUSE),
+    "sleep": lambda folder: time.sleep(PAUSE),
+    # The parent changes the network.
+    "network": lambda folder: _wait_for(folder / "done"),
 }
 
 
-def run(case: Case, folder: Path, timeout: float = TIMEOUT) -> list[Outcome]:
-    """Train on several processes with a fault, and return the outcomes of all ranks."""
+def run(
+    case: Case,
+    folder: Path,
+    timeout: float = TIMEOUT,
+    hosts: Sequence[Place] = (),
+    network: Callable[[], None] | None = None,
+) -> list[Outcome]:
+    """Train on several processes with a fault, and return the outcomes of all ranks.
+
+    Args:
+        case: the fault.
+        folder: an empty one.
+        timeout: of the process group, in seconds.
+        hosts: where each rank runs. By default, all run here.
+        network: the fault "network".
+    """
     world_size = CLIENTS[case.client][1]
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, __name__])
     # In this process, as in torchrun's: it outlives every rank.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    here = Place("", "lo", ("127.0.0.1", store.port), False)
     processes = [
-        context.Process(target=_main, args=(rank, world_size, store.port, folder, case, timeout))
-        for rank in range(world_size)
+        context.Process(target=_main, args=(rank, world_size, place, folder, case, timeout))
+        for rank, place in enumerate(hosts or [here] * world_size)
     ]
     for process in processes:
         process.start()
     deadline = time.monotonic() + 2 * timeout + 60
     try:
-        _wait(case, processes, folder, deadline)
+        _wait(case, processes, folder, deadline, network)
     finally:
         for process in processes:
             process.kill()
@@ -143,18 +195,33 @@ def run(case: Case, folder: Path, timeout: float = TIMEOUT) -> list[Outcome]:
     return [_outcome(folder, rank, each.exitcode) for rank, each in enumerate(processes)]
 
 
-def _wait(case: Case, processes: list[Any], folder: Path, deadline: float) -> None:
+def _wait(
+    case: Case,
+    processes: list[Any],
+    folder: Path,
+    deadline: float,
+    network: Callable[[], None] | None,
+) -> None:
     others = [each for rank, each in enumerate(processes) if rank != VICTIM]
     while any(each.is_alive() for each in processes):
         if time.monotonic() > deadline:
             return
-        if (folder / "fault").exists():
+        faulty = (folder / "fault").exists()
+        if faulty and network is not None and not (folder / "done").exists():
+            network()
+            (folder / "done").touch()
+        # A stopped process cannot end meanwhile, so its number is still its own.
+        if faulty and case.fault in ("SIGSTOP", "pause") and _is_stopped(processes[VICTIM].pid):
             over = time.monotonic() - float((folder / "fault").read_text()) > PAUSE
             ended = not any(each.is_alive() for each in others)
-            go_on = over if case.fault == "pause" else ended
-            if go_on and processes[VICTIM].is_alive():
+            if over if case.fault == "pause" else ended:
                 os.kill(processes[VICTIM].pid, signal.SIGCONT)
         time.sleep(0.02)
+
+
+def _is_stopped(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def _outcome(folder: Path, rank: int, code: int | None) -> Outcome:
@@ -164,13 +231,17 @@ def _outcome(folder: Path, rank: int, code: int | None) -> Outcome:
     return outcome
 
 
-def _main(rank: int, world_size: int, port: int, folder: Path, case: Case, timeout: float) -> None:
+def _main(
+    rank: int, world_size: int, place: Place, folder: Path, case: Case, timeout: float
+) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = place.interface
+    if place.namespace:
+        _enter(place.namespace)
     limit, before = timedelta(seconds=timeout), resources()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = dist.TCPStore(*place.store, is_master=place.has_store, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     outcome = Outcome(world_size=world_size)
     # torch gives the groups of a device mesh its own timeout, not that of the default group.
@@ -187,25 +258,28 @@ def _main(rank: int, world_size: int, port: int, folder: Path, case: Case, timeo
     os.rename(folder / f"{rank}.tmp", folder / f"{rank}.pt")
 
 
+def _enter(namespace: str) -> None:
+    """Move this process to a network namespace."""
+    with open(f"/var/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None).setns(file.fileno(), 0x40000000):  # CLONE_NEWNET
+            raise OSError(f"cannot enter {namespace}")
+
+
 def _train(case: Case, folder: Path, rank: int, outcome: Outcome) -> None:
     now = [-1]
 
     def reach(place: str) -> None:
-        nonlocal weights
-        if place == "bucket 0" and isinstance(client, LocalSteps):
-            weights = client.weights()  # after the local step, before the synchronisation
         at = -1 if place in ("register", "connect") else FAULTY_STEP
         if (rank, place, now[0]) == (VICTIM, case.place, at):
             now[0] = STEPS  # once
             (folder / "fault.tmp").write_text(str(time.monotonic()))
             os.rename(folder / "fault.tmp", folder / "fault")
-            FAULTS[case.fault]()
+            FAULTS[case.fault](folder)
 
     client, state, weights = None, None, None
     with places(reach):
         try:
-            reach("register")
-            client = CLIENTS[case.client][0]()
+            client = CLIENTS[case.client][0](reach)
             for step in range(STEPS):
                 now[0] = max(now[0], step)
                 state, weights = client.state(), client.weights()
@@ -217,6 +291,7 @@ def _train(case: Case, folder: Path, rank: int, outcome: Outcome) -> None:
         except BaseException as error:
             outcome.error = _chain(error)
             outcome.note = traceback.format_exc()
+    _allow_descriptors()
     fault = folder / "fault"
     outcome.seconds = time.monotonic() - float(fault.read_text()) if fault.exists() else 0.0
     if case.fault == "raise and stay" and rank == VICTIM:
@@ -225,6 +300,8 @@ def _train(case: Case, folder: Path, rank: int, outcome: Outcome) -> None:
     if client is not None:
         outcome.weights = client.weights()
         if outcome.error:
+            # A local step counts, also if the average after it does not.
+            weights = client.own if isinstance(client, LocalSteps) else weights
             outcome.unchanged = _same_state(client, client.state(), state) and same(
                 client.weights(), weights
             )
@@ -234,9 +311,9 @@ def _train(case: Case, folder: Path, rank: int, outcome: Outcome) -> None:
 
 
 def _wait_for_others(folder: Path, world_size: int) -> None:
-    others = [folder / f"{rank}.pt" for rank in range(world_size) if rank != VICTIM]
-    while not all(path.exists() for path in others):
-        time.sleep(0.02)
+    for rank in range(world_size):
+        if rank != VICTIM:
+            _wait_for(folder / f"{rank}.pt")
 
 
 def _same_state(client: Client, one: Any, other: Any) -> bool:

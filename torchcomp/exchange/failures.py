@@ -5,10 +5,12 @@ the store of the job, where the others read them.
 """
 
 import functools
+import os
 import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -58,7 +60,9 @@ def explained(call: str) -> Callable[[Method], Method]:
             try:
                 return method(exchange, *arguments, **options)
             except RuntimeError as error:
-                if not _is_loss(error):
+                if _is_own(error):
+                    report_cause(exchange, error)
+                if _is_own(error) or not _is_loss(error):
                     raise
                 raise _failure(call, exchange, error) from error
 
@@ -124,6 +128,11 @@ def _quietly(talk: Callable[[], None]) -> None:
         return
 
 
+def _is_own(error: RuntimeError) -> bool:
+    """Whether the backend lacks descriptors or memory on this rank."""
+    return any(os.strerror(number) in str(error) for number in (EMFILE, ENFILE, ENOMEM, ENOBUFS))
+
+
 def _is_loss(error: RuntimeError) -> bool:
     """Whether the backend lost a connection, rather than refused a tensor."""
     if isinstance(error, RankFailureError):
@@ -147,7 +156,12 @@ def _who(exchange: Reporter, found: Reports) -> str:
             f"no report from {plural} {', '.join(silent)}: killed, stopped, still waiting or not "
             "reachable"
         )
+    others = "; ".join(
+        f"rank {rank}: {text.removeprefix(_LOST)}"
+        for rank, text in sorted(found.items())
+        if rank != exchange.global_ranks[exchange.rank]
+    )
     return (
         "all ranks have lost a connection: one was stopped for longer than the timeout, or a link "
-        "between them failed"
+        f"between them failed. The others report: {others}"
     )
