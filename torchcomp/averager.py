@@ -205,16 +205,19 @@ class Averager:
             self._verified = True
         with self.state.lock:
             self._require_wanted()
-            # Residuals and estimates have the unit of the scaled gradients.
-            if scale != self.scale:
-                self.state.scale(scale / self.scale)
-                self.scale = scale
+            self._rescale(scale)
             self._follow(self._step_lrs)
         now = self._active.at(self.step)
         if now != self._now:
             # A stage has workspaces of its own, and those of a high ratio are large.
             self.state.free_scratch()
             self._now = now
+
+    def _rescale(self, scale: float) -> None:
+        """Convert residuals and estimates, which have the unit of the scaled gradients."""
+        if scale != self.scale:
+            self.state.scale(scale / self.scale)
+            self.scale = scale
 
     def _follow(self, lrs: Mapping[str, float]) -> None:
         """Convert the residual, which is in the unit of the last update, to that of the next."""
@@ -517,15 +520,17 @@ class Averager:
             same_ranks: whether its ranks are those of the last exchange. The state then stays.
         """
         self.settle()
-        self.state.rollback()
-        if not same_ranks:
-            before = self.exchange.world_size
-            self.state.unshard(self._owned(), before)
-            self.state.drop(self.state.slots().keys() - self.state.debts())
-            self.state.scale_debts(dict.fromkeys(self.parameters, exchange.world_size / before))
-            self.state.free_scratch()
-            self._ahead.clear()
-        self.exchange, self._verified = exchange, False
+        with self.state.lock:
+            self._require_wanted()
+            self.state.rollback()
+            if not same_ranks:
+                before = self.exchange.world_size
+                self.state.unshard(self._owned(), before)
+                self.state.drop(self.state.slots().keys() - self.state.debts())
+                self.state.scale_debts(dict.fromkeys(self.parameters, exchange.world_size / before))
+                self.state.free_scratch()
+                self._ahead.clear()
+            self.exchange, self._verified = exchange, False
 
     def position(self) -> dict[str, Any]:
         """Return what a rank that joins must have in common with the others; see :meth:`adopt`."""
@@ -534,6 +539,7 @@ class Averager:
             "spec": str(self._aggregator),
             "step": self.step,
             "seed": self.seed,
+            "scale": self.scale,
             "flushing": self._flushing,
             "groups": [list(group) for group in self.groups],
         }
@@ -541,6 +547,7 @@ class Averager:
     def adopt(self, position: Mapping[str, Any]) -> None:
         """Take the :meth:`position` of another rank. This rank keeps its own residual."""
         self.settle()
+        self._rescale(position["scale"])
         self.groups = _groups(position["groups"])
         self.use(position["spec"])
         self._flushing = position["flushing"]

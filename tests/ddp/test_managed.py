@@ -32,6 +32,9 @@ from torchcomp.hooks.executors import after_backward
 
 TOPK = "ef(topk(0.1))"
 STEPS = 12
+Rate = Callable[[int], float]
+"""The learning rate of a step."""
+
 Attempt = tuple[int, int]
 """A step, and the quorum in which it was tried."""
 
@@ -59,16 +62,25 @@ class Record:
 class Rank:
     """A rank with its model, on a thread."""
 
-    def __init__(self, manager: Manager, spec: str = TOPK, **options: Any) -> None:
+    def __init__(
+        self, manager: Manager, spec: str = TOPK, lr: Rate | None = None, **options: Any
+    ) -> None:
         self.manager, self.record = manager, Record()
         self.model = DistributedDataParallel(
             mlp(), process_group=alone(), bucket_cap_mb=SMALL_BUCKETS, **options
         )
-        self.handle = torchcomp.register(self.model, spec, manager=manager)
+        self.lr = lr or (lambda step: 0.05)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        inside = None if lr is None else self.optimizer
+        self.handle = torchcomp.register(
+            self.model, spec, manager=manager, lr_inside=inside, scaler=self.scaler()
+        )
         manager.register_state_dict_fn(
             "model", self.model.load_state_dict, lambda: clone(self.model.state_dict())
         )
+
+    def scaler(self) -> torch.amp.GradScaler | None:
+        return None
 
     def batch(self) -> torch.Tensor:
         seed = 1000 * self.manager.current_step() + ord(self.manager.name)
@@ -80,6 +92,7 @@ class Rank:
         manager, record = self.manager, self.record
         manager.start_quorum()
         self.model.zero_grad()
+        self.optimizer.param_groups[0]["lr"] = self.lr(manager.current_step())
         attempt, batch = (manager.current_step(), manager._quorum_id), self.batch()
         record.dense[attempt] = local_gradients(self.model, (batch,))
         record.sizes[attempt] = manager.num_participants()
@@ -107,6 +120,7 @@ def train(
     body: Callable[[Rank], None] | None = None,
     spec: str = TOPK,
     faults: dict[str, Fault] | None = None,
+    make: type[Rank] = Rank,
     **options: Any,
 ) -> dict[str, Record]:
     """Run `body` for each rank, on a thread. By default, train until the rank's last step."""
@@ -114,7 +128,7 @@ def train(
 
     def main(name: str) -> None:
         manager = Manager(lighthouse, name, *filter(None, [(faults or {}).get(name)]))
-        rank = Rank(manager, spec, **options)
+        rank = make(manager, spec, **options)
         try:
             if body is None:
                 until(rank, spans[name][1])
@@ -140,10 +154,11 @@ def until(rank: Rank, end: int) -> None:
         rank.step()
 
 
-def missing(records: dict[str, Record], present: str) -> Gradients:
+def missing(records: dict[str, Record], present: str, lr: Rate = lambda step: 1.0) -> Gradients:
     """Return the dense means that were neither applied nor are unsent on the ranks `present`.
 
-    Also require that all ranks have applied the same means.
+    They are multiplied by the learning rate of their step. Also require that all ranks have applied
+    the same means.
     """
     counted = {attempt for record in records.values() for attempt in record.applied}
     assert len(counted) == len({step for step, _ in counted})
@@ -155,9 +170,10 @@ def missing(records: dict[str, Record], present: str) -> Gradients:
             assert equal_on_all(each[name] for each in means)
             dense = sum(record.dense[attempt][name] for record in ranks)
             assert len(ranks) == ranks[0].sizes[attempt]
-            total[name] = total.get(name, 0) + dense / len(ranks) - mean
+            total[name] = total.get(name, 0) + (dense / len(ranks) - mean) * lr(attempt[0])
+    last = lr(max(step for step, _ in counted))
     for name in total:
-        total[name] -= sum(records[n].unsent[name] for n in present) / len(present)
+        total[name] -= sum(records[n].unsent[name] for n in present) / len(present) * last
     return total
 
 
@@ -191,6 +207,15 @@ def test_ranks_join_and_leave_and_nothing_is_lost(spec: str) -> None:
     for name in "bc":
         assert not any(part.any() for part in records[name].unsent.values())
     assert any(part.any() for name in "ade" for part in records[name].unsent.values())
+
+
+def test_what_is_unsent_follows_the_learning_rate() -> None:
+    def lr(step: int) -> float:
+        return 0.05 / (1 + step % 5)
+
+    records = train(SPANS, leave_at_the_end, lr=lr)
+    assert_none(missing(records, "ade", lr))
+    assert any(part.abs().max() > 1e-9 for part in missing(records, "ade").values())
 
 
 @pytest.mark.parametrize("spec", thorough(THROUGH_DDP))
@@ -359,6 +384,37 @@ def test_a_rank_goes_on_where_parameters_are_unused() -> None:
     records = train(SPANS, body, find_unused_parameters=True)
     assert {name: record.error for name, record in records.items()} == dict.fromkeys(SPANS)
     assert_none(missing(records, "ade"))
+
+
+class Scaled(Rank):
+    """A rank with a GradScaler. In the fifth step, the loss of "a" overflows."""
+
+    def scaler(self) -> torch.amp.GradScaler:
+        self._scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+        functions = self._scaler.load_state_dict, self._scaler.state_dict
+        self.manager.register_state_dict_fn("scaler", *functions)
+        return self._scaler
+
+    def step(self, vote: bool = True) -> bool:
+        manager = self.manager
+        manager.start_quorum()
+        self.model.zero_grad()
+        overflows = manager.name == "a" and manager.current_step() == 4
+        loss = loss_of(self.model(self.batch())) * (torch.inf if overflows else 1.0)
+        self._scaler.scale(loss).backward()
+        counts = manager.should_commit(vote)
+        if counts:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        return counts
+
+
+def test_a_rank_that_joins_follows_the_loss_scale() -> None:
+    """A step that overflows is skipped on all ranks, and counts for the manager."""
+    records = train(SPANS, leave_at_the_end, make=Scaled)
+    assert {name: record.error for name, record in records.items()} == dict.fromkeys(SPANS)
+    assert equal_on_all(records[name].weights for name in "ade")
+    assert all(part.isfinite().all() for name in "ade" for part in records[name].unsent.values())
 
 
 # --- Errors ---------------------------------------------------------------------------------------
