@@ -5,6 +5,7 @@ it has. Then two ranks train on, one of them with the mutated state. Either they
 parameters are equal bit for bit.
 """
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -133,11 +134,12 @@ def mutate_states(name: str, every: int = 1) -> Outcome:
         name: a key of CLIENTS.
         every: take only every so-many-th state.
     """
-    # LocalSGD warns of every run that ends inside a round.
+    # LocalSGD warns of every run that ends inside a round, when it is collected.
     logging.disable(logging.WARNING)
     try:
         return _mutate_states(name, every)
     finally:
+        gc.collect()
         logging.disable(logging.NOTSET)
 
 

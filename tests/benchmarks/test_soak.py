@@ -185,6 +185,7 @@ def test_a_value_that_differs_between_ranks_is_found_after_loading(
     [
         ("states of LocalSGD", ["local_sgd", "syncs"], 2),
         ("states of LocalSGD", ["scale"], 2.0),
+        ("states of JointSpar", ["slots"], torch.zeros(3)),
         ("states of TwoDirection", ["flushing"], True),
         ("states of TwoDirection", ["traffic", "sent"], 5),
         ("states of PerRank", ["rank"], None),

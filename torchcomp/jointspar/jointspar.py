@@ -430,7 +430,10 @@ class JointSpar(Gatherable):
         """Return a checkpoint as one of this rank and world size, if it contains no slots."""
         # With a shared selection only slots, such as residuals, differ between ranks.
         here = {"world_size": self._exchange.world_size, "rank": self._exchange.rank}
-        if not (self._sampler.shared and isinstance(state, Mapping)) or state.get("slots", True):
+        if not (self._sampler.shared and isinstance(state, Mapping)):
+            return state
+        slots = state.get("slots")
+        if not isinstance(slots, Mapping) or slots:
             return state
         return state if state.get("world_size") == here["world_size"] else {**state, **here}
 
