@@ -114,7 +114,7 @@ def measured(method: str, size: str, seed: int, steps: int, count: int) -> Row:
         **{"method": method, "size": size, "seed": seed, "kills": count, "identical": identical},
         **{"compress": settings.compress, "sync": settings.sync, "outer": settings.outer},
         **{"ranks": " ".join(map(str, killed.ranks)), "repeated": killed.steps - steps},
-        **{"deviation": f"{found.deviation:.1e}", "unsent": f"{found.unsent:.4f}"},
+        **{"deviation": f"{found.deviation:.1e}", "unsent": f"{found.unsent:.1e}"},
         seconds=round(killed.seconds),
     )
 

@@ -5,7 +5,7 @@ from recipes.result_files import read_csv
 
 _HEADER = (
     *("method", "ranks", "kills", "starts", "repeated steps"),
-    *("bit-identical", "lost, relative", "unsent at the end"),
+    *("bit-identical", "lost, relative"),
 )
 
 
@@ -26,7 +26,6 @@ def _line(row: dict[str, str]) -> list[object]:
         row["repeated"],
         row["identical"] or "–",
         row["deviation"],
-        f"{float(row['unsent']):.2%}",
     ]
 
 
