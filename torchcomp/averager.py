@@ -329,7 +329,7 @@ class Averager:
         if counts:
             self.state.undo({*self.unused, *(n for n, lr in self._step_lrs.items() if not lr)})
             if any(leaves):
-                self._hand_over(bool(leaving))
+                self._hand_over(leaving is True)
             # Changes the values that are about to be committed.
             flushed = self._flushing and self._flushed()
         with self.state.lock:

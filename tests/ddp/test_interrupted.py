@@ -1,5 +1,6 @@
 """A backward pass that raised: the state before the step is still there to save, load and swap."""
 
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchcomp
 from tests.support.cases import only, thorough
 from tests.support.models import THROUGH_DDP, loss_of, mlp, rows, weights, wrap
-from tests.support.outcomes import same
+from tests.support.outcomes import caught, same
 from tests.support.ranks import on_processes, on_threads
 from torchcomp.hooks.executors import after_backward
 
@@ -110,6 +111,28 @@ def _over_gloo(two_levels: bool) -> list[Any]:
     return [
         interrupted("ef(topk(0.1))", KeyboardInterrupt, layer, two_levels) for layer in (6, 0, None)
     ]
+
+
+def asked_by_another_thread() -> tuple[type[Exception] | None, int]:
+    """The error of state_dict in another thread during a backward pass, and the steps then."""
+    model, errors = wrap(mlp()), []
+    handle = torchcomp.register(model, "ef(topk(0.1))")
+
+    def ask(gradient: Tensor) -> None:
+        other = Thread(target=lambda: errors.append(caught(handle.state_dict)))
+        other.start()
+        other.join()
+
+    train(model, 0)
+    hook = model.module[0].weight.register_hook(ask)
+    train(model, 1)
+    hook.remove()
+    train(model, 2)
+    return type(errors[0]), handle.state_dict()["step"]
+
+
+def test_another_thread_does_not_take_a_running_pass_for_one_that_raised() -> None:
+    assert on_processes(2, asked_by_another_thread) == [(RuntimeError, 3)] * 2
 
 
 def later_state_after_an_interruption() -> tuple[int, int]:

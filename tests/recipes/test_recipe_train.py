@@ -433,7 +433,7 @@ SHARD = 'bidirectional(topk(0.02), quantize("int8"), selection="shard")'
     ("method", "saved", "before", "after"),
     [
         # The checkpoint after step 6 waits for the end of the round.
-        pytest.param([*METHODS["both"]], 4, 2, 1, id="local"),
+        pytest.param([*METHODS["both"]], 4, 2, 1, id="local", marks=pytest.mark.thorough),
         pytest.param(
             ["--compress", SHARD], 6, 1, 2, id="bidirectional", marks=pytest.mark.thorough
         ),

@@ -59,6 +59,7 @@ class DDPHandle(Handle):
     # Compiled apart, and without removing the hook: a compiled model would be compiled again.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, model: torch.nn.Module, args: object) -> None:
+        self._note_thread()
         if not self._checked:
             check_not_sharded(model)
             self._checked = True

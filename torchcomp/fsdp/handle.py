@@ -63,6 +63,7 @@ class FSDPHandle(Handle):
     # Compiled apart, as FSDP2's own hooks.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, module: nn.Module, args: object, outputs: object) -> None:
+        self._note_thread()
         if torch._C._current_graph_task_id() == -1:
             self._pass = -1  # of a backward pass that raised
         for output in pytree.tree_leaves(outputs):

@@ -1,5 +1,6 @@
 """Handle: the user's interface to the compressed exchange of one model."""
 
+import threading
 import weakref
 from typing import Any
 
@@ -42,6 +43,7 @@ class Handle(OfOneProcess, Gatherable):
         self.seconds_waited = 0.0
         self._running = False
         self._step_before = 0  # steps before the backward pass that is running
+        self._thread = threading.get_ident()  # of the last forward pass
         # Ends the threads also if the user deletes the model without `close`.
         self._finalizer = weakref.finalize(self, averaging.close, AT_EXIT_SECONDS)
 
@@ -192,6 +194,10 @@ class Handle(OfOneProcess, Gatherable):
     def _check_method(self, aggregator: Aggregator) -> None:
         """Raise SpecError if the method cannot run on this kind of model."""
 
+    def _note_thread(self) -> None:
+        """Note the thread of a forward pass. CUDA's backward pass runs in another one."""
+        self._thread = threading.get_ident()
+
     def _enter_pass(self) -> None:
         """Note that a backward pass begins."""
         if self._running:
@@ -215,7 +221,9 @@ class Handle(OfOneProcess, Gatherable):
         # Check both: a backward pass that raised leaves `_running` set, but has no graph task.
         if not self._running:
             return
-        if torch._C._current_graph_task_id() != -1:
+        # Another thread sees no graph task, so it cannot tell whether the pass has raised.
+        elsewhere = threading.get_ident() != self._thread
+        if elsewhere or torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 f"{call} was called during a backward pass. Call it between two steps"
             )
