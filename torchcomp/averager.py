@@ -1,5 +1,6 @@
 """Averager: averages named tensors over the ranks with one compression method, step after step."""
 
+import threading
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial, reduce
@@ -36,7 +37,7 @@ LATE = (
 )
 
 # Sends a residual that the current method has no slot for. Every value is sent uncompressed, so one
-# step is usually enough; see `_flushed`.
+# step is usually enough; see `_sends_all`.
 _FLUSH = EF(Identity())
 _SAME_LR = "The learning rate must be the same function of the step on all ranks."
 
@@ -114,7 +115,10 @@ class Averager:
         self.parameters = dict(parameters)
         self.groups = tuple(groups or partition(self.parameters.items(), DEFAULT_CAPS))
         self.buckets = self.groups
-        self.state = State()
+        # A step can run in another thread than that of the user, who can abandon it at any time.
+        self.abandoned = False
+        self._lock = threading.RLock()  # held while the state changes
+        self.state = State(self._lock)
         self._ahead = Ahead()
         self.step = 0
         self.unused: tuple[str, ...] = ()
@@ -133,14 +137,13 @@ class Averager:
         self._meter = Meter()
         self._averaged = 0  # buckets of the step in flight, for the labels of a trace
         self._callbacks: list[Callable[[bool], None]] = []
-        # A step can run in another thread than that of the user, who can abandon it at any time.
-        self.abandoned = False
         self._watch, self._combined = FiniteWatch(exchange), False
         # The ranks are compared in the first `begin`, not here: loading a checkpoint is a local
         # call, so only the next collective can show that one rank loaded it and another did not.
         self._verified = False
-        # True while _FLUSH is active instead of the method that the user chose.
-        self._flushing = False
+        # Whether _FLUSH is active instead of the method that the user chose, and whether the last
+        # step has sent all that was left. If it counts, the flush ends when it is settled.
+        self._flushing = self._flushed = False
         self.use(aggregator)
         self._now = self._active
 
@@ -184,7 +187,7 @@ class Averager:
                 late.
         """
         self.settle()
-        with self.state.lock:
+        with self._lock:
             self._require_wanted()
             self._step_lrs = _by_name(lr, self.parameters)
             self.state.rollback()
@@ -203,7 +206,7 @@ class Averager:
             on_level = {"thresholds": sorted(found), "checksum of equal slots": self._digest()}
             self.exchange.verify("the first step", values, checkpoint.ONE_STEP, on_level)
             self._verified = True
-        with self.state.lock:
+        with self._lock:
             self._require_wanted()
             self._rescale(scale)
             self._follow(self._step_lrs)
@@ -242,6 +245,7 @@ class Averager:
         self._averaged += 1
 
     def _average(self, bucket: Bucket) -> None:
+        self._require_wanted()
         method = self._now
         # A method that is dense for its first steps only is checked in all of them.
         guarded = self.guarded
@@ -311,7 +315,7 @@ class Averager:
                 what, traces = f"{self._what} at {where}", self._traces(self.state.pending("error"))
                 raise self._watch.error(what, self._unchanged + advice, traces)
         except Exception as error:
-            with self.state.lock:
+            with self._lock:
                 self._require_wanted()
                 if self._vote and isinstance(error, RankFailureError) and used is None:
                     # Another rank may have got the whole message, and count the step.
@@ -331,8 +335,8 @@ class Averager:
             if any(leaves):
                 self._hand_over(leaving is True)
             # Changes the values that are about to be committed.
-            flushed = self._flushing and self._flushed()
-        with self.state.lock:
+            flushed = self._flushing and self._sends_all()
+        with self._lock:
             self._require_wanted()
             self._end(counts, flushed)
             self._meter.record(self.exchange.take_traffic(dense_bytes), self.step)
@@ -347,10 +351,9 @@ class Averager:
         else:
             self.state.rollback()
         self.step += 1
+        self._flushed = flushed
         if self._vote is not None:
-            self._undecided = partial(self._voted, self._vote, flushed)
-        elif flushed:
-            self._end_flush()
+            self._undecided = self._vote
 
     def abandon(self, step: int) -> None:
         """Discard the step in flight, although another thread may still be running it.
@@ -360,7 +363,7 @@ class Averager:
         Args:
             step: the value of :attr:`step` when the step in flight began.
         """
-        with self.state.lock:
+        with self._lock:
             self.abandoned = True
             if self.step > step:
                 self._take_back()
@@ -371,10 +374,11 @@ class Averager:
 
     def _take_back(self) -> None:
         """Undo the last step."""
-        self._undecided = None
-        self.state.revert()
-        self.step -= 1
-        self._meter.record(Traffic(), self.step)
+        with self._lock:
+            self._undecided, self._flushed = None, False
+            self.state.revert()
+            self.step -= 1
+            self._meter.record(Traffic(), self.step)
 
     def _compare_lrs(self, where: str) -> Callable[[str], None]:
         """Add the learning rates of the step to the concluding message.
@@ -407,13 +411,6 @@ class Averager:
         self._undecided = settle
         return True
 
-    def _voted(self, vote: Callable[[], bool], flushed: bool) -> bool:
-        """Whether the last step counts, which ended a flush or not."""
-        counts = vote()
-        if counts and flushed:
-            self._end_flush()
-        return counts
-
     @property
     def undecided(self) -> bool:
         """Whether it is still open if the last step counts."""
@@ -422,17 +419,20 @@ class Averager:
     def settle(self) -> None:
         """Roll back the last step if it should not have counted, and raise what is wrong with it.
 
-        The step counter and the state then are those before the step.
+        The step counter and the state then are those before the step. If it counts, and it was the
+        last one of a flush, the method that the user chose runs from here on.
         """
         undecided, self._undecided = self._undecided, None
-        if undecided is None:
-            return
-        counts = False
-        try:
-            counts = undecided()
-        finally:
-            if not counts:
-                self._take_back()
+        if undecided is not None:
+            counts = False
+            try:
+                counts = undecided()
+            finally:
+                if not counts:
+                    self._take_back()
+        with self._lock:
+            if self._flushed:
+                self._end_flush()
 
     def average_all(self, tensors: Mapping[str, Tensor], *, lr: LR = None, **options: Any) -> bool:
         """Run one complete step: replace all `tensors` with their means over the ranks, in place.
@@ -520,7 +520,7 @@ class Averager:
             same_ranks: whether its ranks are those of the last exchange. The state then stays.
         """
         self.settle()
-        with self.state.lock:
+        with self._lock:
             self._require_wanted()
             self.state.rollback()
             if not same_ranks:
@@ -591,7 +591,7 @@ class Averager:
         kept = {*declared, *self.state.debts()}
         self.state.drop([name for name in self.state.slots() if name not in kept])
 
-    def _flushed(self) -> bool:
+    def _sends_all(self) -> bool:
         """Whether the step in flight sends all that is left of the residual, on every rank.
 
         Drops the rounding errors that the step leaves in the residual.
@@ -611,7 +611,7 @@ class Averager:
     def _end_flush(self) -> None:
         """From the next step on, run the method that the user chose, without a residual."""
         self.state.drop(self.state.debts())
-        self._flushing = False
+        self._flushing = self._flushed = False
         self._install(self._aggregator)
 
     def _hand_over(self, leaving: bool) -> None:
@@ -697,7 +697,7 @@ class Averager:
         Every rank must save its own. ``torch.load(..., weights_only=True)`` can load it.
         """
         self.settle()
-        with self.state.lock:
+        with self._lock:
             return self._state()
 
     def _state(self) -> dict[str, Any]:
@@ -773,7 +773,8 @@ class Averager:
         self._flushing = state["flushing"]
         self._active = _FLUSH if self._flushing else self._aggregator
         # A fresh one: workspaces and a step in flight must not outlive the old state.
-        self.state, self._undecided = State(), None
+        self.state = State(self._lock)
+        self._undecided, self._flushed = None, False
         for name, (kind, sharded, parts) in slots.items():
             self.state.load(name, kind, sharded, parts)
         self._verified = False
@@ -785,7 +786,7 @@ class Averager:
             CheckpointError: see :meth:`prepare`.
         """
         restore = self.prepare(state)
-        with self.state.lock:
+        with self._lock:
             restore()
 
 

@@ -9,9 +9,10 @@ commit makes the second copy current. A roll-back discards it, so a discarded st
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -104,12 +105,12 @@ class _Store:
 class State:
     """The slots of one rank.
 
-    Attributes:
-        lock: held while values are replaced, for a thread that reads them during a step.
+    Args:
+        lock: held while a slot is laid out, for a thread that reads values during a step.
     """
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
+    def __init__(self, lock: AbstractContextManager[Any] | None = None) -> None:
+        self._lock = lock or threading.RLock()
         self._stores: dict[str, _Store] = {}
         self._in_flight: set[_Flat] = set()
         self._committed: set[_Flat] = set()  # by the last commit
@@ -127,7 +128,7 @@ class State:
             Two 1-D tensors in the slot's order. The caller must write all of the second one, and
             must not write the first.
         """
-        with self.lock:
+        with self._lock:
             store = self._stores.get(slot.name)
             if store is None:
                 store = self._stores[slot.name] = _Store(slot.kind, slot.sharded)

@@ -84,12 +84,18 @@ def _workers(
 def _uninterrupted() -> Iterator[None]:
     """Delay SIGINT and SIGTERM until the block ends."""
     # A signal between a worker's start and its entry in the list would leave the worker running.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    # Blocking the signals does not help: another thread of NumPy would get them, and Python still
+    # runs the handler in this one.
+    came: list[int] = []
+    delayed = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in delayed}
     try:
         yield
     finally:
-        # Workers inherit the blocked signals. That is harmless, because SIGKILL ends them.
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def _start(

@@ -170,3 +170,29 @@ def test_no_rank_waits_for_what_another_one_never_joins() -> None:
     for before, after, ranks in on_processes(3, at_different_layers):
         assert same(after, before)
         assert ranks == 3
+
+
+def interrupted_flush(two_levels: bool) -> tuple[float, float, Any, Any]:
+    """Interrupt, at its end, the step that would have sent what a swap has left.
+
+    Returns:
+        Norm of the residual before and after, and the states.
+    """
+    model = wrap(mlp())
+    handle = torchcomp.register(model, "ef(topk(0.1))", **({"nodes": 2} if two_levels else {}))
+    for step in range(3):
+        train(model, step)
+    handle.swap("mean")
+    before, norm = handle.state_dict(), sum(handle.residual_norms().values())
+    _interrupt(model, None, Stop)
+    after = handle.state_dict()
+    return norm, sum(handle.residual_norms().values()), kept_in(before), kept_in(after)
+
+
+@pytest.mark.parametrize("two_levels", [False, True])
+def test_an_interrupted_step_does_not_end_a_flush(two_levels: bool) -> None:
+    for norm, norm_after, before, after in on_threads(2, interrupted_flush, two_levels):
+        assert norm > 0
+        assert norm_after == norm
+        assert same(after, before)
+        assert after["flushing"]

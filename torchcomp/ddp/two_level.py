@@ -134,6 +134,7 @@ class TwoLevel(Buckets):
         if begin is not None:
             self._watch = FiniteWatch(self._levels.between)
             averager = self.averager
+            averager.settle()  # the end of a flush changes the groups
             shapes = [self.shape_of(group) for group in averager.buckets]
             self._groups.begin(shapes if averager.grouped else None)
             self._between.submit(partial(averager.begin, *begin, self._watch))
