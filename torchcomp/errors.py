@@ -44,5 +44,5 @@ class ScheduleError(ValueError):
     """A run with local steps left its schedule: too many steps, or an invalid learning rate."""
 
 
-ON_ALL_RANKS = (NonFiniteError, WireError, RankMismatchError, SpecError, UnsupportedModelError)
+ON_ALL_RANKS = (NonFiniteError, WireError, RankMismatchError)
 """Errors of a step that every rank raises in the same call, so that all can take another step."""

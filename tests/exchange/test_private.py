@@ -16,7 +16,8 @@ from tests.support.outcomes import caught
 from tests.support.ranks import on_processes
 from torchcomp import ProcessGroupExchange, RankFailureError, RankMismatchError
 from torchcomp.exchange import PrivateExchange, new_name
-from torchcomp.hooks.executors import transport
+from torchcomp.exchange.failures import report_cause
+from torchcomp.hooks.executors import ThreadExecutor, transport
 
 CPU = torch.device("cpu")
 
@@ -109,10 +110,22 @@ def test_dropped_exchanges_leave_no_descriptors_or_threads():
         assert after <= before
 
 
-def beside_a_stopped_rank(seconds):
+def private_exchange(group):
+    return transport(group, CPU)
+
+
+def users_exchange_after_a_failure(group):
+    # The groups of the failure and of later exchanges have the same ranks.
+    if dist.get_rank() == 1:
+        report_cause(ProcessGroupExchange(), MemoryError())
+    dist.barrier()
+    return ProcessGroupExchange(group), ThreadExecutor()
+
+
+def beside_a_stopped_rank(seconds, transport_of):
     """The exceptions of collectives while the last rank is stopped."""
     group = dist.new_group(timeout=timedelta(seconds=seconds))
-    exchange, executor = transport(group, CPU)
+    exchange, executor = transport_of(group)
     exchange.all_reduce(torch.ones(2))
     pids = exchange.gather_objects(os.getpid())
     exchange.all_reduce(torch.ones(2))
@@ -133,8 +146,9 @@ def beside_a_stopped_rank(seconds):
     return exchange.timeout, found
 
 
-def test_a_stopped_rank_ends_the_others_within_the_timeout_of_the_users_group():
-    outcomes = on_processes(3, beside_a_stopped_rank, 4, timeout=60)
+@pytest.mark.parametrize("transport_of", [private_exchange, users_exchange_after_a_failure])
+def test_a_stopped_rank_ends_the_others_within_the_timeout_of_the_users_group(transport_of):
+    outcomes = on_processes(3, beside_a_stopped_rank, 4, transport_of, timeout=60)
     for timeout, _ in outcomes:
         assert timeout == timedelta(seconds=4)
     assert [[type(error) for error in found] for _, found in outcomes] == [
@@ -142,3 +156,5 @@ def test_a_stopped_rank_ends_the_others_within_the_timeout_of_the_users_group():
         [RankFailureError],
         [],
     ]
+    # A cause that a rank has reported in another group is not that of this failure.
+    assert not any("MemoryError" in str(error) for _, found in outcomes for error in found)

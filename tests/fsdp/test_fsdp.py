@@ -27,6 +27,7 @@ from tests.support.models import THROUGH_DDP, loss_of, mlp, rows, wrap
 from tests.support.outcomes import (
     assert_close,
     assert_replicas_equal,
+    caught,
     messages_of,
     raised_by,
     reloaded,
@@ -553,3 +554,46 @@ def test_a_scaler_skips_a_step_on_all_ranks() -> None:
         assert_close(ours, expected, 1e-5)
         assert torch.equal(ours, after)
         assert steps == len(STEPS) + 1
+
+
+class Stop(BaseException):
+    """As KeyboardInterrupt, no Exception."""
+
+
+def interrupted(layer: int) -> tuple[bool, Exception | None, Tensor, Tensor]:
+    """Interrupt a backward pass after three steps, and go on with another model.
+
+    Returns:
+        Whether the state is that before the step, the error of the next forward pass, and the
+        weights after two more steps, without and with the interruption.
+    """
+    run = Run((2, 2), TOPK)
+    run.train(range(3))
+    state, parameters = run.handle.state_dict(), run.model.state_dict()
+    before = {name: value.clone() for name, value in parameters.items()}
+    hook = run.model[layer].register_full_backward_hook(stop)
+    with pytest.raises(Stop):
+        run.backward(3)
+    hook.remove()
+    kept = same(messages_of(run.handle.state_dict()), messages_of(state))
+    error = caught(lambda: run.model(rows(3)))
+    with torch.no_grad():
+        run.model(rows(3))
+
+    again = Run((2, 2), TOPK)
+    again.model.load_state_dict(before)
+    again.handle.load_state_dict(run.handle.state_dict())
+    undisturbed = Run((2, 2), TOPK)
+    return kept, error, undisturbed.train(range(5)), again.train(range(3, 5))
+
+
+def stop(*arguments: object) -> None:
+    raise Stop
+
+
+@pytest.mark.parametrize("layer", [0, 6])
+def test_a_pass_that_raised_keeps_the_state_and_the_next_forward_pass_raises(layer: int) -> None:
+    for kept, error, whole, stopped in on_processes(4, interrupted, layer):
+        assert kept
+        assert type(error) is RuntimeError
+        assert same(stopped, whole)

@@ -1,6 +1,7 @@
 """With overlap=True, a run is the same bit for bit."""
 
 import copy
+import os
 import sys
 from functools import partial
 from threading import Event
@@ -9,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 
 import torchcomp
 from tests.local_sgd.script import Script, batch, mlp, momentum, spied, synchronised_steps
 from tests.support.commands import run as run_command
-from tests.support.outcomes import assert_refused, equal_on_all, flat
+from tests.support.outcomes import assert_refused, caught, equal_on_all, flat
 from tests.support.ranks import on_processes, on_threads
-from torchcomp.local_sgd import Nesterov
+from torchcomp.local_sgd import Nesterov, averages
 
 TOTAL, ENDS = 11, [3, 6, 9, 11]
 OVERLAP = {"overlap": True}
@@ -240,6 +242,68 @@ def test_a_process_ends_after_a_slow_average_but_not_behind_a_stuck_one(seconds,
     printed = run_command([sys.executable, "-c", script]).stdout
     assert "the script ends" in printed
     assert ("averaged" in printed) == ends
+
+
+# --- A rank that is lost --------------------------------------------------------------------------
+
+
+def unjoined(ends):
+    """Train for a round whose averages rank 1 never joins.
+
+    Args:
+        ends: whether rank 1 ends there, or waits for rank 0.
+
+    Returns:
+        The script, and a function for the end of rank 1. On rank 1, this does not return.
+    """
+    script, store = Script("every(2)", local=OVERLAP), distributed_c10d._get_default_store()
+    stuck = Event()
+
+    def never(values):
+        if ends:
+            os._exit(0)
+        stuck.set()
+        store.wait(["rank 0 is done"])
+
+    if dist.get_rank() == 1:
+        script.sync._steps.averages.async_exchange.all_reduce = never
+    script.train(0, 2)
+    if dist.get_rank() == 1:
+        stuck.wait()
+        store.wait(["rank 0 is done"])
+        os._exit(0)
+    return script, lambda: store.set("rank 0 is done", "")
+
+
+def state_after_the_loss():
+    script, release = unjoined(ends=True)
+    found = [caught(call) for call in (script.sync.state_dict, script.sync.state_dict)]
+    found += [caught(script.sync.wait), caught(script.sync.close)]
+    return [type(error) for error in found]
+
+
+def test_after_a_lost_average_there_is_no_state_to_save():
+    found, _ = on_processes(2, state_after_the_loss, catch=True)
+    assert found == [torchcomp.RankFailureError] * 4
+
+
+def leave_by_an_exception():
+    averages.AT_EXIT_SECONDS = 0.2
+    script, release = unjoined(ends=False)
+    found = caught(lambda: interrupted(script))
+    release()
+    return type(found)
+
+
+def interrupted(script):
+    with script.sync:
+        raise KeyError
+
+
+def test_an_exception_does_not_wait_for_a_rank_that_never_joins():
+    # Rank 1 ends only when rank 0 has left the block, so waiting for it would be a timeout.
+    found, _ = on_processes(2, leave_by_an_exception, catch=True)
+    assert found is KeyError
 
 
 # --- Failure and bad input ------------------------------------------------------------------------

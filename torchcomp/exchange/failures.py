@@ -8,8 +8,7 @@ import functools
 import os
 import threading
 import time
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
 from typing import Any, Protocol, TypeVar
 
@@ -22,10 +21,7 @@ from torchcomp.errors import RankFailureError
 SECONDS = 1.0
 """How long a rank waits for the reports of others, and for a store that does not answer."""
 
-ADVICE = (
-    "Look at the log of that rank, then restart all ranks from their last checkpoint. "
-    "state_dict() still works on this rank"
-)
+ADVICE = "Look at the log of that rank, then restart all ranks from their last checkpoint"
 _LOST, _CAUSE = "lost ", "cause "
 Reports = dict[int, str]
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -37,7 +33,8 @@ class Reporter(Protocol):
     Attributes:
         rank: this rank in the exchange.
         global_ranks: the ranks of the exchange.
-        family: name under which they report, never used before in this job.
+        family: name under which they report, the same on all of them. Groups that are made after a
+            failure have another one.
         witnesses: all ranks that report under this name.
     """
 
@@ -86,11 +83,6 @@ def report_cause(exchange: Reporter, error: BaseException) -> None:
     # A rank that lost a connection has reported that already.
     if not isinstance(error, RankFailureError):
         _report(exchange, f"{_CAUSE}{type(error).__name__}: {error}", wait=False)
-
-
-def family_of(ranks: Sequence[int]) -> str:
-    """Return the family of the user's group of these ranks."""
-    return f"torchcomp-{zlib.crc32(repr(list(ranks)).encode())}"
 
 
 def _report(exchange: Reporter, text: str, *, wait: bool) -> Reports:

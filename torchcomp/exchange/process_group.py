@@ -16,7 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 from torchcomp.compat import all_gather_single, reduce_scatter_single
 from torchcomp.errors import UnsupportedModelError
 from torchcomp.exchange.base import Exchange
-from torchcomp.exchange.failures import explained, family_of
+from torchcomp.exchange.failures import explained
 from torchcomp.traffic import COPIED
 
 
@@ -50,7 +50,9 @@ class ProcessGroupExchange(Exchange):
                 "others need a group whose ranks do not change"
             ) from None
         super().__init__(dist.get_rank(group), len(ranks), torch.device(device), ranks)
-        self.family, self.witnesses = family_of(self.global_ranks), self.global_ranks
+        # Torch numbers the groups of a job.
+        self.family = f"torchcomp-group-{members.group_name}"
+        self.witnesses = self.global_ranks
         # Not get_backend: a group that was created without naming a backend has several.
         backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self.backend = backends.get(self.device.type, "")

@@ -64,8 +64,13 @@ class FSDPHandle(Handle):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, module: nn.Module, args: object, outputs: object) -> None:
         self._note_thread()
-        if torch._C._current_graph_task_id() == -1:
-            self._pass = -1  # of a backward pass that raised
+        raised = self._pass != -1 and torch._C._current_graph_task_id() == -1
+        if raised and torch.is_grad_enabled():
+            raise RuntimeError(
+                "the last backward pass raised, and FSDP2 averages no gradients after that. Build "
+                "the model again, call fully_shard and torchcomp.register, and load the states: "
+                "handle.state_dict() returns that before the step"
+            )
         for output in pytree.tree_leaves(outputs):
             if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(self._enter)  # type: ignore[no-untyped-call]
@@ -94,15 +99,15 @@ class FSDPHandle(Handle):
             flat.add_(self._unsent.pop(unit.names[0]))
         if self._pass == -1:
             self._enter()  # of a loss that is not computed from the outputs of the model
-        if not self._begun:
-            self._begin(model)
-        if self._failure is None:
-            try:
+        try:
+            if not self._begun:
+                self._begin(model)
+            if self._failure is None:
                 self._average(unit, flat)
-            except ON_ALL_RANKS as error:
-                # FSDP2 must reach the end of the backward pass before it is raised. Another error
-                # is raised at once, or the other ranks would wait for this one.
-                self._failure = error
+        except ON_ALL_RANKS as error:
+            # FSDP2 must reach the end of the backward pass before it is raised. Another error is
+            # raised at once, or the other ranks would wait for this one.
+            self._failure = error
 
     def _begin(self, model: nn.Module) -> None:
         self._begun = True
@@ -110,21 +115,25 @@ class FSDPHandle(Handle):
         self._failure = None
         self._watch = FiniteWatch(self.averager.exchange, "in the shard of rank")
         try:
-            self._require_open("a backward pass")
-            if not self._checked:
-                # Units that were made after `register` have no hook.
-                here = {name for unit in units_of(model) for name in unit.names}
-                if here != set(self.averager.parameters):
-                    raise UnsupportedModelError(
-                        "fully_shard was called on a module of the model after "
-                        "torchcomp.register, or parameters were frozen or added. Shard and freeze "
-                        "first, then register"
-                    )
-                self._checked = True
-            lrs = None if self._lrs is None else self._lrs.read()
-            self.averager.begin(self._loss_scale.read(), lrs, self._watch)
-        except Exception as error:
-            self._failure = error
+            self._check(model)
+        except (RuntimeError, UnsupportedModelError) as error:
+            self._failure = error  # on all ranks
+            return
+        lrs = None if self._lrs is None else self._lrs.read()
+        self.averager.begin(self._loss_scale.read(), lrs, self._watch)
+
+    def _check(self, model: nn.Module) -> None:
+        self._require_open("a backward pass")
+        if self._checked:
+            return
+        # Units that were made after `register` have no hook.
+        here = {name for unit in units_of(model) for name in unit.names}
+        if here != set(self.averager.parameters):
+            raise UnsupportedModelError(
+                "fully_shard was called on a module of the model after torchcomp.register, or "
+                "parameters were frozen or added. Shard and freeze first, then register"
+            )
+        self._checked = True
 
     def _average(self, unit: Unit, flat: Tensor) -> None:
         shape = self.averager.shape_of(unit.names)

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ from torchcomp.traffic import Load
 UNCHANGED = "No rank has averaged its parameters, and the residual is unchanged."
 
 AT_EXIT_SECONDS = 60.0
-"""How long a process that ends waits for overlapped all-reduces.
+"""How long a process that ends, or has raised, waits for overlapped all-reduces.
 
 Another rank may still wait for them, for example to save its model: they get the time that they
 need, except behind a rank that never joins.
@@ -92,7 +93,14 @@ class Averages:
             bucket.write(self.averager.parameters)
 
     def wait(self, names: set[str] | None = None) -> None:
-        """Wait until the named parameters (by default all) have their averages."""
+        """Wait until the named parameters (by default all) have their averages.
+
+        Raises:
+            RankFailureError: if another rank was lost, at this call and at each one after it.
+        """
+
+    def stop(self) -> None:
+        """End after an error: wait for averages, but not for a rank that never joins them."""
 
     def _slots(self, shape: BucketShape) -> tuple[Slot, ...]:
         return ()
@@ -213,14 +221,25 @@ class OverlappedAverages(Averages):
         self.wait(set(self.averager.parameters) - self._of_layers)
 
     def wait(self, names: set[str] | None = None) -> None:
-        running, self._running = self._running, []
-        for bucket, mean in running:
+        left = []
+        for bucket, mean in self._running:
             if names is None or not names.isdisjoint(bucket.names):
                 with label("wait"):
                     mean.wait()
                 bucket.write(self.averager.parameters)
             else:
-                self._running.append((bucket, mean))
+                left.append((bucket, mean))
+        # Only now: if an average failed, later calls must raise as well.
+        self._running = left
+
+    def stop(self) -> None:
+        if self._finalizer.detach() is None:
+            return
+        self._executor.close(AT_EXIT_SECONDS)
+        with suppress(Exception):  # the error of the caller is on its way
+            if all(mean.done() for _, mean in self._running):
+                self.wait()
+                self.async_exchange.close()
 
     def _mean(self, number: int, bucket: Bucket) -> Future:
         """Start the async all-reduce of a bucket."""

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -304,7 +305,12 @@ class LocalSGD(Gatherable):
         a new optimizer. Otherwise the ranks' moments differ, and the replicas drift apart without a
         warning.
         """
-        self.wait()
+        try:
+            self.wait()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         # Logs the warning if a round is in progress. A finalizer runs once, so it cannot repeat.
         self._finalizer()
         self._undo.close()
@@ -312,8 +318,17 @@ class LocalSGD(Gatherable):
     def __enter__(self) -> "LocalSGD":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._steps.averages.stop()
+            self._end()
 
     def _changes(self, model: DistributedDataParallel) -> Iterator[Undo]:
         """Install each hook and attribute, and yield the function that removes it."""
