@@ -13,10 +13,10 @@ from torch.distributed import distributed_c10d
 
 from tests.exchange.test_exchange import collectives
 from tests.support.outcomes import caught
-from tests.support.ranks import on_processes
+from tests.support.ranks import on_processes, with_fake_ranks
 from torchcomp import ProcessGroupExchange, RankFailureError, RankMismatchError
 from torchcomp.exchange import PrivateExchange, new_name
-from torchcomp.exchange.failures import report_cause
+from torchcomp.exchange.failures import explained, report_cause
 from torchcomp.hooks.executors import ThreadExecutor, transport
 
 CPU = torch.device("cpu")
@@ -158,3 +158,17 @@ def test_a_stopped_rank_ends_the_others_within_the_timeout_of_the_users_group(tr
     ]
     # A cause that a rank has reported in another group is not that of this failure.
     assert not any("MemoryError" in str(error) for _, found in outcomes for error in found)
+
+
+class Refusing(ProcessGroupExchange):
+    @explained("all_reduce")
+    def _all_reduce(self, values):
+        raise dist.DistBackendError("NCCL error: ncclInvalidArgument: Invalid value for an argument")
+
+
+def refused():
+    return caught(lambda: Refusing().all_reduce(torch.ones(1)))
+
+
+def test_an_argument_that_nccl_refuses_is_no_lost_rank():
+    assert type(with_fake_ranks(2, refused)) is dist.DistBackendError

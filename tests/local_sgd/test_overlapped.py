@@ -17,7 +17,8 @@ from tests.local_sgd.script import Script, batch, mlp, momentum, spied, synchron
 from tests.support.commands import run as run_command
 from tests.support.outcomes import assert_refused, caught, equal_on_all, flat
 from tests.support.ranks import on_processes, on_threads
-from torchcomp.local_sgd import Nesterov, averages
+from torchcomp.local_sgd import Nesterov
+from torchcomp.local_sgd import averages as averages_module
 
 TOTAL, ENDS = 11, [3, 6, 9, 11]
 OVERLAP = {"overlap": True}
@@ -247,57 +248,63 @@ def test_a_process_ends_after_a_slow_average_but_not_behind_a_stuck_one(seconds,
 # --- A rank that is lost --------------------------------------------------------------------------
 
 
+DONE = "rank 0 is done"
+
+
+def store():
+    return distributed_c10d._get_default_store()
+
+
 def unjoined(ends):
     """Train for a round whose averages rank 1 never joins.
 
     Args:
-        ends: whether rank 1 ends there, or waits for rank 0.
+        ends: whether rank 1 ends there, or waits until rank 0 is done.
 
     Returns:
-        The script, and a function for the end of rank 1. On rank 1, this does not return.
+        The script, on rank 0 only.
     """
-    script, store = Script("every(2)", local=OVERLAP), distributed_c10d._get_default_store()
-    stuck = Event()
+    script, started = Script("every(2)", local=OVERLAP), Event()
 
     def never(values):
         if ends:
             os._exit(0)
-        stuck.set()
-        store.wait(["rank 0 is done"])
+        started.set()
+        store().wait([DONE])
 
     if dist.get_rank() == 1:
         script.sync._steps.averages.async_exchange.all_reduce = never
     script.train(0, 2)
     if dist.get_rank() == 1:
-        stuck.wait()
-        store.wait(["rank 0 is done"])
+        started.wait()
+        store().wait([DONE])
         os._exit(0)
-    return script, lambda: store.set("rank 0 is done", "")
+    return script
 
 
-def state_after_the_loss():
-    script, release = unjoined(ends=True)
-    found = [caught(call) for call in (script.sync.state_dict, script.sync.state_dict)]
-    found += [caught(script.sync.wait), caught(script.sync.close)]
-    return [type(error) for error in found]
+def after_a_loss():
+    sync = unjoined(ends=True).sync
+    return [
+        type(caught(call)) for call in (sync.state_dict, sync.state_dict, sync.wait, sync.close)
+    ]
 
 
 def test_after_a_lost_average_there_is_no_state_to_save():
-    found, _ = on_processes(2, state_after_the_loss, catch=True)
+    found, _ = on_processes(2, after_a_loss, catch=True)
     assert found == [torchcomp.RankFailureError] * 4
 
 
-def leave_by_an_exception():
-    averages.AT_EXIT_SECONDS = 0.2
-    script, release = unjoined(ends=False)
-    found = caught(lambda: interrupted(script))
-    release()
-    return type(found)
-
-
-def interrupted(script):
-    with script.sync:
+def raise_inside(sync):
+    with sync:
         raise KeyError
+
+
+def leave_by_an_exception():
+    averages_module.AT_EXIT_SECONDS = 0.2
+    script = unjoined(ends=False)
+    found = caught(lambda: raise_inside(script.sync))
+    store().set(DONE, "")
+    return type(found)
 
 
 def test_an_exception_does_not_wait_for_a_rank_that_never_joins():

@@ -129,8 +129,12 @@ def _is_loss(error: RuntimeError) -> bool:
     """Whether the backend lost a connection, rather than refused a tensor."""
     if isinstance(error, RankFailureError):
         return False
-    # gloo raises plain RuntimeErrors, which start with the path of its source.
-    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+    text = str(error)
+    # gloo raises plain RuntimeErrors, which start with the path of its source. NCCL's are
+    # DistBackendErrors, also for a tensor or an argument that it refuses (ncclInvalidArgument).
+    return "gloo/transport" in text or (
+        isinstance(error, dist.DistError) and "ncclInvalid" not in text
+    )
 
 
 def _who(exchange: Reporter, found: Reports) -> str:
