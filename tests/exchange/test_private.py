@@ -163,7 +163,7 @@ def test_a_stopped_rank_ends_the_others_within_the_timeout_of_the_users_group(tr
 class Refusing(ProcessGroupExchange):
     @explained("all_reduce")
     def _all_reduce(self, values):
-        raise dist.DistBackendError("NCCL error: ncclInvalidArgument: Invalid value for an argument")
+        raise dist.DistBackendError("NCCL error: ncclInvalidArgument: a bad value")
 
 
 def refused():
