@@ -8,15 +8,14 @@ training image, at each learning rate of the grid. The best one on these held-ou
 train on all training images, once per seed. Results are rows of accuracy.csv in the folder --out.
 """
 
-import argparse
 import signal
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import product
-from pathlib import Path
 
+from benchmarks.arguments import table_folder, table_parser
 from benchmarks.net.job import Job
 from benchmarks.net.launch import LaunchError, free_port, results
 from benchmarks.net.names import BASELINES
@@ -44,16 +43,13 @@ def main() -> None:
     from recipes.errors import exit_on_user_error
     from recipes.result_files import make_folder
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = table_parser(__doc__)
     add = parser.add_argument
-    add("--resume", action="store_true", help="skip runs that already have a row")
-    add("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the CSV")
     add("--methods", nargs="+", default=METHODS, metavar="METHOD", help="any spec of torchcomp")
     add("--seeds", type=int, default=5, help="runs per method on the test images [5]")
+    parser.set_defaults(out=table_folder(False, "accuracy"))
     arguments = parser.parse_args()
-    # End on SIGTERM as on Ctrl-C: an exception ends the workers, which block this signal.
+    # End on SIGTERM as on Ctrl-C: an exception ends the workers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with exit_on_user_error(LaunchError, TableError):
         check(arguments.methods, arguments.seeds)

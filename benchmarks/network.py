@@ -18,9 +18,9 @@ import statistics
 import sys
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import table_folder, table_parser
 from benchmarks.net.hosts import Hosts
 from benchmarks.net.job import Job
 from benchmarks.net.launch import LaunchError, free_port, results
@@ -28,7 +28,6 @@ from benchmarks.net.names import BASELINES, BF16, FLOOR, PLAIN, POWERSGD
 from benchmarks.net.rows import ACCURACY, NODES, STEPS, Table, TableError, conditions
 from benchmarks.net.shell import ShellError, missing
 
-_HERE = Path(__file__).parent
 # The port of the rendezvous. Every host is its own namespace, so no other program uses it.
 _PORT = 29500
 OURS = 'bidirectional(topk(0.01, values="int8"), topk(0.01, values="int8"))'
@@ -104,17 +103,13 @@ def main() -> None:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = table_parser(__doc__)
     add = parser.add_argument
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--nodes", action="store_true", help="several ranks behind each link")
     mode.add_argument("--accuracy", action="store_true", help="time to a test accuracy")
     mode.add_argument("--loopback", action="store_true", help="two ranks, links not shaped")
     add("--quick", action="store_true", help="a test run of half a minute")
-    add("--resume", action="store_true", help="skip measurements that already have a row")
-    add("--out", type=Path, help="folder for the CSV files [benchmarks/results]")
     add("--hosts", type=int, nargs="+", metavar="N")
     add("--ranks", type=int, nargs="+", help="--nodes: ranks of each host [2 4]")
     add("--levels", type=int, nargs="+", choices=(1, 2), default=[1, 2], help="--nodes [1 2]")
@@ -148,8 +143,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 def _defaults(parsed: argparse.Namespace) -> dict[str, Any]:
     """Values for the arguments that were not passed; they depend on the mode."""
-    # A quick run must not add rows to the committed results.
-    out = _HERE.parent / "runs" / "benchmarks" if parsed.quick else _HERE / "results"
+    out = table_folder(parsed.quick, "benchmarks")
     both = {"out": out, "methods": [*BASELINES, OURS]}
     if parsed.loopback:
         return {**both, "methods": [PLAIN, BF16, "mean", OURS], "models": ["resnet18"]}

@@ -13,15 +13,14 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import table_folder, table_parser
 from benchmarks.net.rows import MUTATIONS, SOAK, Table, TableError, conditions
 from benchmarks.soak_fuzz import SLOW, Messages, Outcome, Specs, fuzz
 from benchmarks.soak_states import CLIENTS, mutate_states
 from benchmarks.soak_training import EVERY, FAMILIES, RANKS, STEPS, Verdict, run
 
-_HERE = Path(__file__).parent
 CASES = 1_000_000
 # Kernels that check every index are several times slower.
 BOUNDS_CASES = 200_000
@@ -43,20 +42,14 @@ def main() -> None:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = table_parser(__doc__)
     add = parser.add_argument
     add("--quick", action="store_true", help="few steps and cases, in a minute")
-    add("--resume", action="store_true", help="skip parts that already have a row")
-    add("--only", nargs="+", metavar="PART", choices=PARTS, default=PARTS, help=", ".join(PARTS))
-    add("--out", type=Path, help="folder for the CSV files [benchmarks/results]")
+    add("--only", nargs="+", metavar="PART", choices=PARTS, default=PARTS, help="; ".join(PARTS))
     add("--seed", type=int, default=0, help="seed of the mutations [0]")
     add("--workers", type=int, default=2, help="processes for the mutations [2]")
     parsed = parser.parse_args(words)
-    if parsed.out is None:
-        # A quick run must not add rows to the committed results.
-        parsed.out = _HERE.parent / "runs" / "soak" if parsed.quick else _HERE / "results"
+    parsed.out = parsed.out or table_folder(parsed.quick, "soak")
     return parsed
 
 

@@ -109,6 +109,19 @@ def check_limits(options: Any) -> None:
         _check_limits(spec.name, getattr(options, spec.name), spec.metadata)
 
 
+def check_batch(batch: int, world_size: int) -> None:
+    """Check that ranks can share a batch.
+
+    Raises:
+        RecipeError: if ``world_size`` does not divide it.
+    """
+    if batch % world_size:
+        raise RecipeError(
+            f"--batch {batch} cannot be shared by {world_size} ranks: choose a multiple of every "
+            "number of ranks that the run can have"
+        )
+
+
 def check_epochs(flag: str, epochs: Sequence[int], total: int) -> None:
     """Check that ``epochs`` are increasing and inside a run of ``total`` epochs.
 

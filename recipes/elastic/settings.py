@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from recipes.errors import RecipeError
-from recipes.options import as_plain_dict, check_limits, option, read_options
+from recipes.options import as_plain_dict, check_batch, check_limits, option, read_options
 from torchcomp.local_sgd import Nesterov
 from torchcomp.spec import parse_aggregator, parse_outer_step, parse_schedule
 
@@ -46,11 +46,7 @@ def read_settings(argv: list[str], world_size: int) -> Settings:
     settings = read_options(Settings, argv)
     check_limits(settings)
     _check_specs(settings)
-    if settings.batch % world_size:
-        raise RecipeError(
-            f"--batch {settings.batch} cannot be shared by {world_size} ranks: choose a multiple "
-            "of every number of ranks that --nnodes allows"
-        )
+    check_batch(settings.batch, world_size)
     return settings
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from recipes.errors import RecipeError
 from recipes.nodes.modes import MODES
-from recipes.options import check_limits, option, read_options
+from recipes.options import check_batch, check_limits, option, read_options
 from recipes.small_gpt.training import BATCH, LR
 from torchcomp.spec import parse_aggregator
 
@@ -54,6 +54,5 @@ def read_settings(argv: list[str], world_size: int) -> Settings:
             f"--ranks-per-node {settings.ranks_per_node}: {world_size} ranks cannot be divided "
             "into nodes of that size. Start as many ranks on each node"
         )
-    if settings.batch % world_size:
-        raise RecipeError(f"--batch {settings.batch}: expected a multiple of {world_size} ranks")
+    check_batch(settings.batch, world_size)
     return settings
