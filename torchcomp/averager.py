@@ -3,7 +3,7 @@
 import threading
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torchcomp.exchange import Exchange
 from torchcomp.keys import Key, check_seed
 from torchcomp.nonfinite import FiniteWatch
 from torchcomp.profiling import bucket_number, label
+from torchcomp.residuals import hand_over, is_sent
 from torchcomp.spec import parse_aggregator
 from torchcomp.state import Kind, Slot, State
 from torchcomp.stats import Meter, Stats
@@ -37,7 +38,7 @@ LATE = (
 )
 
 # Sends a residual that the current method has no slot for. Every value is sent uncompressed, so one
-# step is usually enough; see `_sends_all`.
+# step is usually enough; see `is_sent`.
 _FLUSH = EF(Identity())
 _SAME_LR = "The learning rate must be the same function of the step on all ranks."
 
@@ -333,9 +334,10 @@ class Averager:
         if counts:
             self.state.undo({*self.unused, *(n for n, lr in self._step_lrs.items() if not lr)})
             if any(leaves):
-                self._hand_over(leaving is True)
+                owned = self._owned()
+                hand_over(self.state, self.exchange, self.parameters, owned, leaving is True)
             # Changes the values that are about to be committed.
-            flushed = self._flushing and self._sends_all()
+            flushed = self._flushing and is_sent(self.state, self.exchange, self.parameters)
         with self._lock:
             self._require_wanted()
             self._end(counts, flushed)
@@ -591,53 +593,11 @@ class Averager:
         kept = {*declared, *self.state.debts()}
         self.state.drop([name for name in self.state.slots() if name not in kept])
 
-    def _sends_all(self) -> bool:
-        """Whether the step in flight sends all that is left of the residual, on every rank.
-
-        Drops the rounding errors that the step leaves in the residual.
-        """
-        after = dict(self.state.pending("error"))
-        left = torch.zeros((), dtype=torch.bool, device=self.exchange.device)
-        for name, before in self.state.items("error"):
-            part, numbers = after.get(name, before), torch.finfo(self.parameters[name].dtype)
-            # A part that did not change was not sent: no rank had a gradient for it. A part
-            # above any rounding error was clipped to the range of the gradients' dtype.
-            kept = (part == before).all() | (part.abs() > numbers.eps * numbers.max).any()
-            part.masked_fill_(~kept, 0.0)
-            left |= part.any().to(left.device)
-        # All ranks must end the flush at the same step, or they would run different methods.
-        return not self.exchange.anywhere(left.to(torch.uint8).reshape(1)).any()
-
     def _end_flush(self) -> None:
         """From the next step on, run the method that the user chose, without a residual."""
         self.state.drop(self.state.debts())
         self._flushing = self._flushed = False
         self._install(self._aggregator)
-
-    def _hand_over(self, leaving: bool) -> None:
-        """Add the residuals of the ranks that leave to those of the others, in equal parts.
-
-        The sum over the ranks of what is unsent does not change.
-        """
-        exchange = self.exchange
-        if leaving:
-            self.state.unshard_pending(self._owned(), exchange.world_size)
-        after = dict(self.state.pending("error"))
-        parts = [after[name] for name in self.parameters if name in after]
-        wide = reduce(torch.promote_types, (part.dtype for part in parts), torch.float32)
-        # The last element counts the ranks that leave.
-        one = torch.ones(1, dtype=wide, device=exchange.device)
-        given = torch.cat([*(part.to(wide) for part in parts), one])
-        if not leaving:
-            given.zero_()
-        exchange.all_reduce(given)
-        *received, leavers = torch.split(given, [*(part.numel() for part in parts), 1])
-        staying = exchange.world_size - round(float(leavers))
-        for part, more in zip(parts, received, strict=True) if staying else ():
-            if leaving:
-                part.zero_()
-            else:
-                part.add_(more.to(part.dtype), alpha=1 / staying)
 
     def _owned(self) -> list[Shard]:
         """Return this rank's shard of each bucket."""
@@ -788,30 +748,6 @@ class Averager:
         restore = self.prepare(state)
         with self._lock:
             restore()
-
-
-def average_in_place(exchange: Exchange, values: Tensor) -> None:
-    """Replace `values` (1-D, contiguous) with their exact mean over the ranks."""
-    exchange.all_reduce(values)
-    # Divide last. Gradients are multiplied by the reciprocal before the sum, as in plain DDP. It is
-    # rounded, always to the same side: weights that are averaged thousands of times would drift.
-    values.div_(exchange.world_size)
-
-
-@torch.no_grad()
-def exact_mean(exchange: Exchange, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the means of tensors over the ranks, as new tensors in float32 or wider.
-
-    Args:
-        exchange: the collectives of the ranks.
-        tensors: tensors with the same names, shapes and dtypes on all ranks.
-    """
-    means: dict[str, Tensor] = {}
-    for group in merge(((name,) for name in tensors), tensors):
-        bucket = Bucket.read(BucketShape.of(group, tensors).wide(), tensors)
-        average_in_place(exchange, bucket.flat)
-        means |= bucket.tensors()
-    return means
 
 
 def _by_name(lr: LR, parameters: Mapping[str, Tensor]) -> dict[str, float]:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp.averager import exact_mean
 from torchcomp.checkpoint import digest_of, listed
 from torchcomp.checks import check_count
 from torchcomp.ddp.checks import check_is_module
 from torchcomp.errors import NonFiniteError, SpecError
 from torchcomp.exchange import ProcessGroupExchange
+from torchcomp.means import exact_mean
 from torchcomp.nonfinite import all_finite
 
 _log = logging.getLogger(__name__)

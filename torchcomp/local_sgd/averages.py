@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from torchcomp.aggregators import Mean
-from torchcomp.averager import Averager, average_in_place
+from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape, Group
 from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.hooks.executors import transport
 from torchcomp.keys import Key
 from torchcomp.local_sgd.options import LocalMethod, Parameters
+from torchcomp.means import average_in_place
 from torchcomp.nonfinite import FiniteWatch
 from torchcomp.profiling import bucket_number, label
 from torchcomp.state import Kind, Slot, State

@@ -13,10 +13,10 @@ from numbers import Number
 import torch
 from torch import Tensor
 
-from torchcomp.averager import exact_mean
 from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange
 from torchcomp.local_sgd.averages import UNCHANGED
+from torchcomp.means import exact_mean
 from torchcomp.nonfinite import FiniteWatch, all_finite
 
 
