@@ -104,8 +104,8 @@ PRIVATE_OF_FRAMEWORKS = {
         "_group_world_size": "ranks of a replica group, which must be 1",
         "_pg": "the process group of the ranks that take part",
         "_quorum_id": "changes when a rank joins, leaves or dies",
-        "_replica_world_size_mode": "tells whether spare ranks count, which must not be",
-        "_use_async_quorum": "tells whether ranks heal during a step, which must not be",
+        "_replica_world_size_mode": "how spare ranks count: torchcomp supports one way",
+        "_use_async_quorum": "whether ranks heal during a step, which torchcomp refuses",
     },
 }
 """The same for other packages. `make test-integrations` runs what uses them."""

@@ -121,7 +121,7 @@ class Saboteur:
 
 
 def _read(pipe: int, count: int) -> bytes:
-    """Read at least so many bytes from a pipe, which another process is going to open."""
+    """Read at least `count` bytes from a pipe that another process will open."""
     deadline = time.monotonic() + PATIENCE
     found = b""
     while len(found) < count and time.monotonic() < deadline:
