@@ -172,15 +172,24 @@ def job(tmp_path: Path, flags: list[str]) -> Iterator[SlurmJob]:
         job.kill()
 
 
-def test_a_slurm_job_requeues_itself_and_ends_with_the_same_bits(
-    job: SlurmJob, whole: Path, out: Path
-) -> None:
+def requeue(job: SlurmJob, out: Path) -> int:
+    """Signal a job as Slurm does near its time limit, and return the step at which it saved."""
     wait_until(lambda: has_begun(out), job.is_alive, job.printed)
     job.script.send_signal(signal.SIGUSR1)
     assert job.script.wait(PATIENCE) == REQUEUE, job.printed.read_text()
     assert len(job.requeued_ids()) == 1
-    step = assert_saved(out, job.printed.read_text())
+    return assert_saved(out, job.printed.read_text())
 
+
+def test_a_slurm_job_saves_and_requeues_itself(job: SlurmJob, out: Path) -> None:
+    requeue(job, out)
+
+
+@pytest.mark.soak
+def test_a_requeued_slurm_job_ends_with_the_same_bits(
+    job: SlurmJob, whole: Path, out: Path
+) -> None:
+    step = requeue(job, out)
     job.start()
     assert job.script.wait(PATIENCE) == 0, job.printed.read_text()
     assert f"resumed after step {step}" in job.printed.read_text()

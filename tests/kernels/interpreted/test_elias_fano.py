@@ -147,8 +147,12 @@ def damaged(n, k, generator):
     yield np.full(length, 255, np.uint8)
 
 
-@pytest.mark.parametrize(("n", "k"), [(40, 2), (64, 9), (100, 60), (1000, 10), (2000, 100)])
-def test_damage_is_found_and_the_indices_stay_within_bounds(n, k):
+CODES = [(40, 2), (64, 9), (100, 60), (1000, 10), (2000, 100)]
+
+
+@pytest.mark.parametrize("code", only(CODES, now=[(40, 2), (1000, 10)]), ids=str)
+def test_damage_is_found_and_the_indices_stay_within_bounds(code):
+    n, k = code
     sound, verdicts = specified(*subset(50, 5)), []
     for raw in damaged(n, k, np.random.default_rng(n)):
         content = torch.tensor(sound + raw.tolist() + sound, dtype=torch.uint8)
