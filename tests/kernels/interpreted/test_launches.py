@@ -57,7 +57,7 @@ def counted():
         yield count
 
 
-@pytest.mark.parametrize("ranks", only([4, 8, 64], now=[4]))
+@pytest.mark.parametrize("ranks", only([8, 64], now=[8]))
 @pytest.mark.parametrize("spec", BUDGETS)
 def test_a_bucket_costs_at_most_its_budget(spec, ranks):
     cpu = torch.device("cpu")

@@ -83,9 +83,7 @@ BOUNDS = {  # a threshold and a margin
 }
 
 
-@pytest.mark.parametrize(
-    "bound", only(BOUNDS, now=["too low", "too high"])
-)
+@pytest.mark.parametrize("bound", only(BOUNDS, now=["too low", "too high"]))
 def test_no_bound_changes_the_result(bound):
     n, scratch = 700, Scratch()
     x = normal(n)
