@@ -119,6 +119,7 @@ class Averager:
         # A step can run in another thread than that of the user, who can abandon it at any time.
         self.abandoned = False
         self._lock = threading.RLock()  # held while the state changes
+        self._settling = threading.RLock()  # held while it is settled, which can wait for ranks
         self.state = State(self._lock)
         self._ahead = Ahead()
         self.step = 0
@@ -134,6 +135,9 @@ class Averager:
         self._nbytes = sum(parameter.nbytes for parameter in self.parameters.values())
         self.scale = 1.0
         self.lrs: dict[str, float] = {}
+        # Those before the step in flight, or before the last one; and whether one is in flight.
+        self._units_before: tuple[float, dict[str, float]] = self.scale, self.lrs
+        self._in_flight = False
         self._step_lrs: dict[str, float] = {}  # of the step in flight, if they were given
         self._meter = Meter()
         self._averaged = 0  # buckets of the step in flight, for the labels of a trace
@@ -209,6 +213,7 @@ class Averager:
             self._verified = True
         with self._lock:
             self._require_wanted()
+            self._units_before, self._in_flight = (self.scale, dict(self.lrs)), True
             self._rescale(scale)
             self._follow(self._step_lrs)
         now = self._active.at(self.step)
@@ -304,21 +309,20 @@ class Averager:
         flags = [] if used is None else [name in used for name in self.parameters]
         used_by_any = self.exchange.max_at_end(flags) if flags else []
         leaves = [] if leaving is None else self.exchange.max_at_end([leaving])
-        advice = f" {advice}" if advice else ""
-        check_lrs = self._compare_lrs(where)
+        late = self._late and used is None and not (may_skip or self._flushing)
         try:
-            if self._late and used is None and not (may_skip or self._flushing):
-                counts = self._postpone(where, advice, check_lrs)
-            else:
-                counts = self.exchange.conclude(self._watch.finite(), where, self._unchanged)
-                check_lrs(self._unchanged)
-            if not counts and not may_skip:
-                what, traces = f"{self._what} at {where}", self._traces(self.state.pending("error"))
-                raise self._watch.error(what, self._unchanged + advice, traces)
+            try:
+                counts = self._conclude(where, f" {advice}" if advice else "", may_skip, late)
+            finally:
+                # Not strict: if the collective failed, nothing is known about any parameter.
+                flagged = zip(self.parameters, used_by_any, strict=False)
+                self.unused = tuple(name for name, is_used in flagged if not is_used)
+            flushed = counts and self._prepare_commit(leaves, leaving is True)
         except Exception as error:
             with self._lock:
                 self._require_wanted()
-                if self._vote and isinstance(error, RankFailureError) and used is None:
+                lost = isinstance(error, RankFailureError)
+                if self._vote and lost and used is None and not any(leaves):
                     # Another rank may have got the whole message, and count the step.
                     self._end(True, False)
                 else:
@@ -326,18 +330,6 @@ class Averager:
                 # A step that is discarded has sent its bytes all the same.
                 self._meter.record(self.exchange.take_traffic(dense_bytes), self.step)
             raise
-        finally:
-            # Not strict: if the collective failed, nothing is known about any parameter.
-            flagged = zip(self.parameters, used_by_any, strict=False)
-            self.unused = tuple(name for name, is_used in flagged if not is_used)
-        flushed = False
-        if counts:
-            self.state.undo({*self.unused, *(n for n, lr in self._step_lrs.items() if not lr)})
-            if any(leaves):
-                owned = self._owned()
-                hand_over(self.state, self.exchange, self.parameters, owned, leaving is True)
-            # Changes the values that are about to be committed.
-            flushed = self._flushing and is_sent(self.state, self.exchange, self.parameters)
         with self._lock:
             self._require_wanted()
             self._end(counts, flushed)
@@ -346,6 +338,25 @@ class Averager:
             callback(counts)
         return counts
 
+    def _conclude(self, where: str, advice: str, may_skip: bool, late: bool) -> bool:
+        """Combine the checks of the step over the ranks; return whether it counts, or raise."""
+        check_lrs = self._compare_lrs(where)
+        if late:
+            return self._postpone(where, advice, check_lrs)
+        counts = self.exchange.conclude(self._watch.finite(), where, self._unchanged)
+        check_lrs(self._unchanged)
+        if not counts and not may_skip:
+            what, traces = f"{self._what} at {where}", self._traces(self.state.pending("error"))
+            raise self._watch.error(what, self._unchanged + advice, traces)
+        return counts
+
+    def _prepare_commit(self, leaves: Collection[int], leaving: bool) -> bool:
+        """Change what the step is about to commit; return whether it is the last of a flush."""
+        self.state.undo({*self.unused, *(n for n, lr in self._step_lrs.items() if not lr)})
+        if any(leaves):
+            hand_over(self.state, self.exchange, self.parameters, self._owned(), leaving)
+        return self._flushing and is_sent(self.state, self.exchange, self.parameters)
+
     def _end(self, counts: bool, flushed: bool) -> None:
         """End the step. `flushed` says whether it has sent all that a flush had left."""
         if counts:
@@ -353,7 +364,7 @@ class Averager:
         else:
             self.state.rollback()
         self.step += 1
-        self._flushed = flushed
+        self._in_flight, self._flushed = False, flushed
         if self._vote is not None:
             self._undecided = self._vote
 
@@ -369,6 +380,14 @@ class Averager:
             self.abandoned = True
             if self.step > step:
                 self._take_back()
+            elif not self._in_flight:
+                return
+            # Ranks can be abandoned before and after they follow a new scale. Their states match
+            # only in the units from before the step.
+            scale, lrs = self._units_before
+            self._rescale(scale)
+            self._follow(lrs)
+            self.lrs, self._in_flight = lrs, False
 
     def _require_wanted(self) -> None:
         if self.abandoned:
@@ -424,17 +443,26 @@ class Averager:
         The step counter and the state then are those before the step. If it counts, and it was the
         last one of a flush, the method that the user chose runs from here on.
         """
-        undecided, self._undecided = self._undecided, None
-        if undecided is not None:
-            counts = False
-            try:
-                counts = undecided()
-            finally:
+        # A thread that was abandoned can still be waiting for the result.
+        with self._settling:
+            undecided = self._undecided
+            if undecided is not None:
+                counts = False
+                try:
+                    counts = undecided()
+                finally:
+                    self._decide(undecided, counts)
+            with self._lock:
+                if self._flushed:
+                    self._end_flush()
+
+    def _decide(self, undecided: Callable[[], bool], counts: bool) -> None:
+        with self._lock:
+            # Not if another state was loaded meanwhile.
+            if self._undecided is undecided:
+                self._undecided = None
                 if not counts:
                     self._take_back()
-        with self._lock:
-            if self._flushed:
-                self._end_flush()
 
     def average_all(self, tensors: Mapping[str, Tensor], *, lr: LR = None, **options: Any) -> bool:
         """Run one complete step: replace all `tensors` with their means over the ranks, in place.
@@ -546,9 +574,17 @@ class Averager:
             "groups": [list(group) for group in self.groups],
         }
 
-    def adopt(self, position: Mapping[str, Any]) -> None:
-        """Take the :meth:`position` of another rank. This rank keeps its own residual."""
+    def adopt(self, position: Mapping[str, Any], met: bool) -> None:
+        """Take the :meth:`position` of another rank. This rank keeps its own residual.
+
+        Args:
+            position: of the other rank.
+            met: whether that rank has counted the last step that this one has taken.
+        """
         self.settle()
+        if met and self._flushing and not position["flushing"]:
+            # This rank has missed the message that says so.
+            self._end_flush()
         self._rescale(position["scale"])
         self.groups = _groups(position["groups"])
         self.use(position["spec"])
@@ -734,7 +770,7 @@ class Averager:
         self._active = _FLUSH if self._flushing else self._aggregator
         # A fresh one: workspaces and a step in flight must not outlive the old state.
         self.state = State(self._lock)
-        self._undecided, self._flushed = None, False
+        self._undecided, self._flushed, self._in_flight = None, False, False
         for name, (kind, sharded, parts) in slots.items():
             self.state.load(name, kind, sharded, parts)
         self._verified = False

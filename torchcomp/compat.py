@@ -66,6 +66,7 @@ PRIVATE = {
     },
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": {
         "_fsdp_param_group": "has the parameters that FSDP2 reduces together, in their order",
+        "_state_ctx": "tells whether FSDP2 awaits the end of a backward pass",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup": {
         "_all_reduce_hook": "tells whether there is a hook already",

@@ -67,9 +67,13 @@ class Lane:
                 # The owner raises it at the end of the backward pass. Through the future, DDP
                 # would report it as "Unable to cast <message> to Tensor". SystemExit as well: it
                 # would end the executor's thread, for which the backward pass then waits for ever.
-                self.failure = self.failure or error
-                if not isinstance(error, ON_ALL_RANKS):
-                    self._leave(error)
+                self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Let no further job run, because of this error."""
+        self.failure = self.failure or error
+        if not isinstance(error, ON_ALL_RANKS):
+            self._leave(error)
 
 
 class Buckets(Averaging, ABC):
@@ -102,6 +106,15 @@ class Buckets(Averaging, ABC):
         if shape is None:
             shape = self._shapes[names] = BucketShape.of(names, self.parameters)
         return shape
+
+    def _values_of(self, step: Step) -> tuple[float, dict[str, float] | None]:
+        """Return the loss scale and the learning rates of a step that begins."""
+        try:
+            return step.begin()
+        except Exception as error:
+            # Kept, as that of a job: raised here, it would leave DDP in the middle of a step.
+            self._lanes[0].fail(error)
+            return 1.0, None
 
     @abstractmethod
     def submit(self, bucket: Bucket, step: Step, *, first: bool, last: bool) -> None:
@@ -152,7 +165,7 @@ class Flat(Buckets):
 
     def submit(self, bucket: Bucket, step: Step, *, first: bool, last: bool) -> None:
         (lane,) = self._lanes
-        begin = partial(self._begin, *step.begin()) if first else None
+        begin = partial(self._begin, *self._values_of(step)) if first else None
         lane.submit(partial(self._average, bucket, step, begin, last))
         if last:
             lane.submit(step.complete, always=True)

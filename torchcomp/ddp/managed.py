@@ -156,11 +156,12 @@ class Managed(Flat):
 
     def _heal(self, position: Mapping[str, Any]) -> None:
         """Take over the position of a healthy rank."""
-        if not self._ballot.heal(position["step"], position["quorum"]):
+        met = self._ballot.heal(position["step"], position["quorum"])
+        if not met:
             # It has missed a step of the others. Estimates start again on all ranks, and what it
             # has handed over may not count.
             self._quorum = self._last_step = None
-        self.averager.adopt(position)
+        self.averager.adopt(position, met)
 
     def state_dict(self) -> dict[str, Any]:
         self._ballot.require_vote("state_dict")

@@ -145,6 +145,12 @@ def _who(exchange: Reporter, found: Reports) -> str:
     ]
     if causes:
         return "; ".join(causes)
+    own = exchange.global_ranks[exchange.rank]
+    if own not in found:
+        return (
+            "which rank is lost is not known, because the store of the job does not answer either: "
+            "look at the log of the launcher"
+        )
     silent = [str(rank) for rank in exchange.witnesses if rank not in found]
     if silent:
         plural = "ranks" if len(silent) > 1 else "rank"
@@ -155,7 +161,7 @@ def _who(exchange: Reporter, found: Reports) -> str:
     others = "; ".join(
         f"rank {rank}: {text.removeprefix(_LOST)}"
         for rank, text in sorted(found.items())
-        if rank != exchange.global_ranks[exchange.rank]
+        if rank != own
     )
     return (
         "all ranks have lost a connection: one was stopped for longer than the timeout, or a link "

@@ -16,7 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 from torchcomp.compat import all_gather_single, reduce_scatter_single
 from torchcomp.errors import UnsupportedModelError
 from torchcomp.exchange.base import Exchange
-from torchcomp.exchange.failures import explained
+from torchcomp.exchange.failures import explained, report_cause
 from torchcomp.traffic import COPIED
 
 
@@ -56,6 +56,10 @@ class ProcessGroupExchange(Exchange):
         # Not get_backend: a group that was created without naming a backend has several.
         backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self.backend = backends.get(self.device.type, "")
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the other ranks, who wait until the timeout: the group belongs to the user."""
+        report_cause(self, error)
 
     @property
     def timeout(self) -> timedelta:

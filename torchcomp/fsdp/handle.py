@@ -1,6 +1,7 @@
 """FSDPHandle: the all-reduce hooks of one FSDP2 model."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,9 @@ class FSDPHandle(Handle):
         model.register_forward_hook(self._after_forward)
         for unit in units:
             unit.module.set_all_reduce_hook(partial(self._reduce, model, unit), stream=self._stream)
+            # Of each unit: register_fsdp_forward_method lets the root run without its hooks.
+            module: Any = unit.module
+            module.register_forward_pre_hook(partial(self._before_forward, unit))
 
     def _check_method(self, aggregator: Aggregator) -> None:
         check_method(aggregator)
@@ -62,15 +66,22 @@ class FSDPHandle(Handle):
 
     # Compiled apart, as FSDP2's own hooks.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _after_forward(self, module: nn.Module, args: object, outputs: object) -> None:
+    def _before_forward(self, unit: Unit, module: nn.Module, args: object) -> None:
         self._note_thread()
-        raised = self._pass != -1 and torch._C._current_graph_task_id() == -1
-        if raised and torch.is_grad_enabled():
+        if torch._C._current_graph_task_id() != -1:
+            return  # a checkpoint
+        if self._pass != -1:
+            self._pass = -1  # of a backward pass that raised
+            self._unsent.clear()
+        if unit.awaits_end and torch.is_grad_enabled():
             raise RuntimeError(
-                "the last backward pass raised, and FSDP2 averages no gradients after that. Build "
-                "the model again, call fully_shard and torchcomp.register, and load the states: "
-                "handle.state_dict() returns that before the step"
+                "the last backward pass raised, and FSDP2 averages no gradients until "
+                "model.reset_iter_state() is called (since torch 2.13). With an older torch, build "
+                "and register the model again. handle.state_dict() is that before the step"
             )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after_forward(self, module: nn.Module, args: object, outputs: object) -> None:
         for output in pytree.tree_leaves(outputs):
             if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(self._enter)  # type: ignore[no-untyped-call]
@@ -108,6 +119,9 @@ class FSDPHandle(Handle):
             # FSDP2 must reach the end of the backward pass before it is raised. Another error is
             # raised at once, or the other ranks would wait for this one.
             self._failure = error
+        except Exception as error:
+            self.averager.exchange.leave(error)
+            raise
 
     def _begin(self, model: nn.Module) -> None:
         self._begun = True

@@ -78,6 +78,12 @@ class Unit:
         """Whether the gradients of this backward pass are to be averaged over the replicas."""
         return bool(_group_of(self.module).all_reduce_grads)
 
+    @property
+    def awaits_end(self) -> bool:
+        """Whether FSDP2 awaits the end of a backward pass: for ever, after one that raised."""
+        state: Any = self.module._get_fsdp_state()
+        return bool(state._state_ctx.post_backward_final_callback_queued)
+
     def divisor(self, ranks: int) -> float:
         """Return by what FSDP2 divides a gradient after the hook.
 

@@ -43,7 +43,7 @@ class Handle(OfOneProcess, Gatherable):
         self.seconds_waited = 0.0
         self._running = False
         self._step_before = 0  # steps before the backward pass that is running
-        self._thread = threading.get_ident()  # of the last forward pass
+        self._thread = threading.current_thread()  # of the last forward pass
         # Ends the threads also if the user deletes the model without `close`.
         self._finalizer = weakref.finalize(self, averaging.close, AT_EXIT_SECONDS)
 
@@ -196,7 +196,7 @@ class Handle(OfOneProcess, Gatherable):
 
     def _note_thread(self) -> None:
         """Note the thread of a forward pass. CUDA's backward pass runs in another one."""
-        self._thread = threading.get_ident()
+        self._thread = threading.current_thread()
 
     def _enter_pass(self) -> None:
         """Note that a backward pass begins."""
@@ -222,7 +222,7 @@ class Handle(OfOneProcess, Gatherable):
         if not self._running:
             return
         # Another thread sees no graph task, so it cannot tell whether the pass has raised.
-        elsewhere = threading.get_ident() != self._thread
+        elsewhere = self._thread is not threading.current_thread() and self._thread.is_alive()
         if elsewhere or torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 f"{call} was called during a backward pass. Call it between two steps"

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchcomp.aggregators import Mean
 from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape, Group
+from torchcomp.errors import RankFailureError
 from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.hooks.executors import transport
 from torchcomp.keys import Key
@@ -197,6 +198,7 @@ class OverlappedAverages(Averages):
         self.async_exchange, self._executor = transport(exchange.group, exchange.device)
         self._of_layers = frozenset(parameters)
         self._running: list[tuple[Bucket, Future]] = []
+        self._stopped = False
         self._finalizer = weakref.finalize(self, self._executor.close, AT_EXIT_SECONDS)
 
     def close(self) -> None:
@@ -225,6 +227,12 @@ class OverlappedAverages(Averages):
         left = []
         for bucket, mean in self._running:
             if names is None or not names.isdisjoint(bucket.names):
+                if self._stopped and not mean.done():
+                    raise RankFailureError(
+                        "an exception has ended the local steps while the parameters were being "
+                        "averaged, and another rank did not join. Restart all ranks from their "
+                        "last checkpoint"
+                    )
                 with label("wait"):
                     mean.wait()
                 bucket.write(self.averager.parameters)
@@ -236,11 +244,11 @@ class OverlappedAverages(Averages):
     def stop(self) -> None:
         if self._finalizer.detach() is None:
             return
+        self._stopped = True
         self._executor.close(AT_EXIT_SECONDS)
         with suppress(Exception):  # the error of the caller is on its way
-            if all(mean.done() for _, mean in self._running):
-                self.wait()
-                self.async_exchange.close()
+            self.wait()
+            self.async_exchange.close()
 
     def _mean(self, number: int, bucket: Bucket) -> Future:
         """Start the async all-reduce of a bucket."""
