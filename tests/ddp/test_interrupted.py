@@ -196,3 +196,42 @@ def test_an_interrupted_step_does_not_end_a_flush(two_levels: bool) -> None:
         assert norm_after == norm
         assert same(after, before)
         assert after["flushing"]
+
+
+def interrupted_at_a_new_scale() -> tuple[Any, Any]:
+    """Interrupt the first step with another loss scale, at another layer on each rank."""
+    model, scaler = wrap(mlp()), torch.amp.GradScaler("cpu", init_scale=8.0)
+    handle = torchcomp.register(model, "ef(topk(0.1))", scaler=scaler)
+    for step in range(3):
+        scaler.scale(loss_of(model(rows(step)))).backward()
+    before = handle.state_dict()
+    scaler.update(16.0)
+    # Rank 0 has sent no bucket yet, and rank 1 all of them.
+    _interrupt(model, (6, None)[dist.get_rank()], Stop)
+    return kept_in(before), kept_in(handle.state_dict())
+
+
+def test_the_scale_of_an_interrupted_step_is_taken_back() -> None:
+    for before, after in on_processes(2, interrupted_at_a_new_scale):
+        assert before["scale"] == 8.0
+        assert same(after, before)
+
+
+def trained_by_a_thread_that_ended() -> tuple[int, Any]:
+    model = wrap(mlp())
+    handle = torchcomp.register(model, "ef(topk(0.1))")
+
+    def work() -> None:
+        train(model, 0)
+        _interrupt(model, 0, Stop)
+
+    thread = Thread(target=work)
+    thread.start()
+    thread.join()
+    state = handle.state_dict()
+    handle.load_state_dict(state)
+    return state["step"], handle.swap("mean")
+
+
+def test_the_thread_of_the_pass_that_raised_can_have_ended() -> None:
+    assert [step for step, _ in on_processes(2, trained_by_a_thread_that_ended)] == [1, 1]

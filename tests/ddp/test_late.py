@@ -1,6 +1,7 @@
 """register(..., check="late"): a step is checked when the next one begins."""
 
 from collections.abc import Callable
+from threading import Event, Timer
 from typing import Any
 
 import pytest
@@ -100,3 +101,40 @@ def test_ranks_that_check_at_different_times_are_refused() -> None:
         torchcomp.register(wrap(mlp()), TOPK, check="late" if dist.get_rank() else "step")
 
     assert_refused(2, body, RankMismatchError, "late", "step", "check")
+
+
+def interrupted_while_the_ranks_look_for_the_nan() -> tuple[int, int]:
+    """Interrupt a pass while its thread waits for the result of the step before, then load."""
+    model = wrap(mlp())
+    handle = torchcomp.register(model, TOPK, check="late")
+    averager = handle.averager
+    for step in range(3):
+        loss_of(model(rows(step))).backward()
+    state = handle.state_dict()
+    spoil = model.module[0].weight.register_hook(lambda g: g / 0)
+    loss_of(model(rows(3))).backward()
+    spoil.remove()
+    waits, go, decide = Event(), Event(), averager._undecided
+
+    def slowly() -> bool:
+        waits.set()
+        go.wait()
+        return decide()
+
+    averager._undecided = slowly
+
+    def stop(gradient: torch.Tensor) -> None:
+        waits.wait()
+        raise KeyboardInterrupt
+
+    model.module[0].weight.register_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(model(rows(4))).backward()
+    Timer(0.2, go.set).start()
+    step = handle.state_dict()["step"]
+    handle.load_state_dict({**state, "step": 100})
+    return step, handle.state_dict()["step"]
+
+
+def test_a_pass_that_was_interrupted_before_the_last_step_was_decided() -> None:
+    assert on_processes(2, interrupted_while_the_ranks_look_for_the_nan) == [(3, 100)] * 2

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import torchcomp
+from tests.support.cases import thorough
 from tests.support.models import kept, mlp, wrap
-from tests.support.outcomes import assert_close, assert_refused, flat, same
-from tests.support.ranks import on_threads
-from torchcomp import RankMismatchError, SpecError
+from tests.support.outcomes import assert_close, assert_refused, caught, flat, same
+from tests.support.patience import PATIENCE
+from tests.support.ranks import on_processes, on_threads
+from torchcomp import RankFailureError, RankMismatchError, SpecError
 
 BIDIRECTIONAL = "bidirectional(topk(0.2), topk(0.2))"
 
@@ -247,3 +249,23 @@ def test_a_scheduler_on_one_rank_only_is_found() -> None:
         run.model(inputs(1, dist.get_rank())).backward()
 
     assert_refused(2, body, RankMismatchError, "lr", "step 2", "rank 0", "rank 1")
+
+
+def bad_on_rank_1(nodes: int | None, lr: Any) -> tuple[type[BaseException], bool]:
+    """The error of a step with a learning rate that rank 1 alone cannot use, and its type there."""
+    run = Run("ef(topk(0.2))", **({} if nodes is None else {"nodes": nodes})).train(0, 1)
+    before = kept(run.handle.state_dict())
+    if dist.get_rank() == 1:
+        run.optimizer.param_groups[1]["lr"] = lr
+    error = caught(lambda: run.train(2))
+    return type(error), same(kept(run.handle.state_dict()), before)
+
+
+@pytest.mark.parametrize("lr", [float("nan"), *thorough([None, -1.0])])
+@pytest.mark.parametrize("nodes", [None, 2])
+def test_no_rank_waits_for_one_with_a_bad_learning_rate(nodes: int | None, lr: Any) -> None:
+    # The group's timeout is longer than that of the test.
+    ranks = 4 if nodes else 2
+    found = on_processes(ranks, bad_on_rank_1, nodes, lr, timeout=PATIENCE / 2)
+    errors = [SpecError if rank == 1 else RankFailureError for rank in range(ranks)]
+    assert found == [(error, True) for error in errors]

@@ -583,3 +583,22 @@ def test_torchfts_own_class_is_refused() -> None:
     for options in ({}, {"manager": single()}):
         with pytest.raises(torchcomp.UnsupportedModelError, match="ProcessGroupDummy"):
             torchcomp.register(model, TOPK, **options)
+
+
+def swap_twice(rank: Rank) -> None:
+    """Flush the residual in the fourth step, and go on with the first method three steps later."""
+    until(rank, 3)
+    rank.handle.swap("mean")
+    until(rank, 6)
+    rank.handle.swap(TOPK)
+    until(rank, 9)
+
+
+# The last one says that the flush is over.
+@pytest.mark.parametrize("call", range(1, CALLS + 2))
+def test_a_rank_that_alone_misses_a_message_of_a_flush_loses_nothing(call: int) -> None:
+    faults = {"c": fault(3, call, "receive")}
+    records = train(dict.fromkeys("abc", (0, 9)), swap_twice, faults=faults)
+    assert {name: record.error for name, record in records.items()} == dict.fromkeys("abc")
+    assert_none(missing(records, "abc"))
+    assert equal_on_all(record.weights for record in records.values())

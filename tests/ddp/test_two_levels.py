@@ -488,3 +488,20 @@ def _refused_meshes() -> tuple[Exception, Exception]:
     part = DeviceMesh("cpu", torch.tensor([[0, 1]]))
     line = DeviceMesh("cpu", torch.arange(4))
     return registered(part), registered(line)
+
+
+def after_a_flush(reads: bool) -> Tensor:
+    run = Run("ef(topk(0.1))", 2)
+    for step in range(2):
+        run.step(step)
+    # Selects over the whole model: after the flush, there is another bucket.
+    run.handle.swap('topk(0.1, scope="model")')
+    for step in range(2, 5):
+        run.step(step)
+        if reads:
+            run.handle.state_dict()
+    return weights(run.model)
+
+
+def test_the_first_step_after_a_flush_has_the_groups_of_the_new_method() -> None:
+    assert same(on_threads(4, after_a_flush, False), on_threads(4, after_a_flush, True))

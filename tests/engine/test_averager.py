@@ -537,3 +537,19 @@ def test_groups_default_to_those_of_ddp():
     averager = torchcomp.Averager("ef(topk(0.1))", exchange, parameters)
     assert averager.buckets == (tuple(reversed(parameters)),)
     assert isinstance(Bucket.read(averager.shape_of(averager.buckets[0]), parameters), Bucket)
+
+
+def test_a_thread_whose_step_was_abandoned_averages_no_more():
+    parameters = {"w": torch.zeros(4)}
+
+    def body(exchange):
+        averager = torchcomp.Averager("ef(topk(0.5))", exchange, parameters)
+        averager.average_all({"w": torch.arange(4.0)})
+        averager.begin()
+        averager.abandon(1)
+        bucket = Bucket.read(averager.shape_of(averager.buckets[0]), parameters)
+        return caught(lambda: averager.average(bucket)), averager.state_dict()["step"]
+
+    for error, step in torchcomp.run_in_process(2, body):
+        assert isinstance(error, RuntimeError)
+        assert step == 1

@@ -116,7 +116,8 @@ def private_exchange(group):
 
 def users_exchange_after_a_failure(group):
     # The groups of the failure and of later exchanges have the same ranks.
-    if dist.get_rank() == 1:
+    # Reported by the rank that is stopped later: it will not report again.
+    if dist.get_rank() == dist.get_world_size() - 1:
         report_cause(ProcessGroupExchange(), MemoryError())
     dist.barrier()
     return ProcessGroupExchange(group), ThreadExecutor()

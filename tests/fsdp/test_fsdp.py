@@ -8,7 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.utils.checkpoint import checkpoint
 
 import torchcomp
@@ -22,7 +28,7 @@ from tests.fsdp.runs import (
     two_level_ddp,
     weights,
 )
-from tests.support.cases import only
+from tests.support.cases import only, thorough
 from tests.support.models import THROUGH_DDP, loss_of, mlp, rows, wrap
 from tests.support.outcomes import (
     assert_close,
@@ -560,40 +566,87 @@ class Stop(BaseException):
     """As KeyboardInterrupt, no Exception."""
 
 
-def interrupted(layer: int) -> tuple[bool, Exception | None, Tensor, Tensor]:
-    """Interrupt a backward pass after three steps, and go on with another model.
+class Encoder(nn.Module):
+    """A model whose output is no tensor, and which has a method that is not its forward pass."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.layers = mlp(dtype)
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(last=self.layers(x))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.forward(x).last
+
+
+def build(kind: str) -> Run:
+    if kind == "plain":
+        return Run((2, 2), TOPK)
+    run = Run((2, 2), TOPK, build=Encoder)
+    register_fsdp_forward_method(run.model, "encode")
+    return run
+
+
+def output(run: Run, kind: str, step: int) -> Tensor:
+    if kind == "plain":
+        return run.model(rows(step))
+    return run.model.encode(rows(step)) if kind == "method" else run.model(rows(step)).last
+
+
+def train(run: Run, kind: str, steps: range) -> Tensor:
+    for step in steps:
+        run.optimizer.zero_grad()
+        loss_of(output(run, kind, step)).backward()
+        run.optimizer.step()
+    return weights(run.model)
+
+
+def interrupted(kind: str, layer: int | None) -> Any:
+    """Interrupt a backward pass after three steps, then go on as FSDP2 documents it.
+
+    Args:
+        kind: how the model computes its output.
+        layer: whose gradients are the last ones. With None, there are none at all.
 
     Returns:
         Whether the state is that before the step, the error of the next forward pass, and the
         weights after two more steps, without and with the interruption.
     """
-    run = Run((2, 2), TOPK)
-    run.train(range(3))
-    state, parameters = run.handle.state_dict(), run.model.state_dict()
-    before = {name: value.clone() for name, value in parameters.items()}
-    hook = run.model[layer].register_full_backward_hook(stop)
+    run = build(kind)
+    train(run, kind, range(3))
+    before = run.handle.state_dict()
+    layers = run.model if kind == "plain" else run.model.layers
+    hook = None if layer is None else layers[layer].register_full_backward_hook(stop)
+    found = output(run, kind, 3)
+    if layer is None:
+        found.register_hook(stop)
     with pytest.raises(Stop):
-        run.backward(3)
-    hook.remove()
-    kept = same(messages_of(run.handle.state_dict()), messages_of(state))
-    error = caught(lambda: run.model(rows(3)))
+        loss_of(found).backward()
+    if hook is not None:
+        hook.remove()
+    kept = same(messages_of(run.handle.state_dict()), messages_of(before))
+    error = caught(lambda: output(run, kind, 3))
     with torch.no_grad():
-        run.model(rows(3))
-
-    again = Run((2, 2), TOPK)
-    again.model.load_state_dict(before)
-    again.handle.load_state_dict(run.handle.state_dict())
-    undisturbed = Run((2, 2), TOPK)
-    return kept, error, undisturbed.train(range(5)), again.train(range(3, 5))
+        output(run, kind, 3)  # an evaluation is possible
+    if hasattr(run.model, "reset_iter_state"):  # since torch 2.13
+        # The gradients of the layers that are gathered; otherwise, they would count again.
+        run.model.zero_grad()
+        run.model.reset_iter_state()
+        return kept, error, train(build(kind), kind, range(5)), train(run, kind, range(3, 5))
+    return kept, error, None, None
 
 
 def stop(*arguments: object) -> None:
     raise Stop
 
 
-@pytest.mark.parametrize("layer", [0, 6])
-def test_a_pass_that_raised_keeps_the_state_and_the_next_forward_pass_raises(layer: int) -> None:
-    for kept, error, whole, stopped in on_processes(4, interrupted, layer):
+@pytest.mark.parametrize("layer", [0, 6, None])
+@pytest.mark.parametrize("kind", ["plain", "method", *thorough(["object"])])
+def test_a_pass_that_raised_keeps_the_state_and_the_next_forward_pass_raises(
+    kind: str, layer: int | None
+) -> None:
+    for kept, error, whole, stopped in on_processes(4, interrupted, kind, layer):
         assert kept
         assert type(error) is RuntimeError
         assert same(stopped, whole)

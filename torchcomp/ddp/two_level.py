@@ -115,7 +115,7 @@ class TwoLevel(Buckets):
         self._groups = _Groups()
 
     def submit(self, bucket: Bucket, step: Step, *, first: bool, last: bool) -> None:
-        begin = step.begin() if first else None
+        begin = self._values_of(step) if first else None
         self._scatter.submit(partial(self._cut, bucket, step, begin))
         if last:
             self._scatter.submit(partial(self._end, step), always=True)

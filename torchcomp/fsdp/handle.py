@@ -75,9 +75,10 @@ class FSDPHandle(Handle):
             self._unsent.clear()
         if unit.awaits_end and torch.is_grad_enabled():
             raise RuntimeError(
-                "the last backward pass raised, and FSDP2 averages no gradients until "
-                "model.reset_iter_state() is called (since torch 2.13). With an older torch, build "
-                "and register the model again. handle.state_dict() is that before the step"
+                "the last backward pass raised, and FSDP2 averages no gradients after that. Call "
+                "model.zero_grad() and then model.reset_iter_state(), and take the step again. "
+                "Before torch 2.13, build and register the model again. handle.state_dict() "
+                "returns the state before the step"
             )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -60,8 +60,8 @@ class OptimizerLRs:
                 "lr_inside",
             )
 
-    def read(self) -> dict[str, float]:
-        """Return the learning rates now, by parameter name."""
+    def read(self) -> dict[str, Any]:
+        """Return the learning rates now, by parameter name. They are not checked."""
         return dict(self._items())
 
     @property
@@ -77,11 +77,11 @@ class OptimizerLRs:
             if any("dampening" not in group or group["momentum"] for group in each.param_groups)
         ]
 
-    def _items(self) -> Iterator[tuple[str, float]]:
+    def _items(self) -> Iterator[tuple[str, Any]]:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 # Once per group: of a tensor on a device, the host waits for the value.
-                lr = float(group["lr"])
+                lr = group["lr"].item() if isinstance(group["lr"], Tensor) else group["lr"]
                 for parameter in group["params"]:
                     name = self._names.get(id(parameter))
                     if name is not None:
