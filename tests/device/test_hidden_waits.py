@@ -38,7 +38,7 @@ OUTSIDE = (
 EXCEPTIONS = {
     # Once, or seldom.
     "averager.py Averager.begin": "the comparison of the ranks at the first step",
-    "averager.py Averager._hand_over": "once, when a rank leaves",
+    "residuals.py hand_over": "once, when a rank leaves",
     "averager.py Averager.residual_norms": "the caller asks for numbers",
     "batchnorm.py _forward_passes": "after training",
     "batchnorm.py _reached": "after training",

@@ -81,7 +81,7 @@ class OptimizerLRs:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 # Once per group: of a tensor on a device, the host waits for the value.
-                lr = group["lr"].item() if isinstance(group["lr"], Tensor) else group["lr"]
+                lr = float(group["lr"]) if isinstance(group["lr"], Tensor) else group["lr"]
                 for parameter in group["params"]:
                     name = self._names.get(id(parameter))
                     if name is not None:
