@@ -1,12 +1,18 @@
-"""torchrun for jobs that a scheduler interrupts.
+"""torchrun for jobs that a scheduler interrupts. Needs torch 2.10.
 
     python -m recipes.cluster.launch --nproc-per-node 8 -m recipes.train --config FILE
 
-The flags are torchrun's. It differs from torchrun in two ways:
+The flags are torchrun's. The script must catch SIGUSR1 and SIGTERM, as ``recipes.train`` does: a
+rank that dies of one of them has not begun to train, so nothing is lost. There are four differences
+from torchrun:
 
-1. It passes SIGUSR1 and SIGTERM on to the ranks of this node, and waits until they have ended.
-   SIGUSR1 would end torchrun at once, and after SIGTERM torchrun kills the ranks in 30 seconds.
-2. If the ranks ask for a requeue, it exits with their code. torchrun exits with 1 after any error.
+1. SIGUSR1 goes to the ranks of this node. It ends torchrun, unless ``--signals-to-handle`` names it.
+2. So does SIGTERM, without a time limit. torchrun kills the ranks 30 seconds later, or after
+   ``--shutdown-timeout``, which torch 2.11 does not have.
+3. If the ranks ask for a requeue, it exits with their code. torchrun exits with 1 after any error,
+   and ends with a traceback after a signal, whatever the code of the ranks. So its own flags for
+   signals are not enough here.
+4. ``--max-restarts`` must be 0. torchrun would restart ranks that a signal has ended.
 """
 
 import os
@@ -15,13 +21,10 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-from recipes.interruption import REQUEUE, SIGNALS
+from recipes.signals import REQUEUE, SIGNALS
 
 # Codes of ranks after an interruption: a rank saved a checkpoint, or the signal arrived before the
-# rank caught signals, so that nothing was lost.
+# rank caught signals.
 _INTERRUPTED = {REQUEUE, *(-number for number in SIGNALS)}
 
 # Those that torchrun handles itself. It would also take SIGTERM.
@@ -36,12 +39,34 @@ def main(argv: list[str]) -> None:
     """
     for number in SIGNALS:
         signal.signal(number, _pass_on)
+    # torch takes seconds to import. A signal must not end this process before.
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    _check(argv)
     try:
         run.main(["--signals-to-handle", _TORCHRUN_SIGNALS, *argv])
     except ChildFailedError as error:
         if {failure.exitcode for failure in error.failures.values()} <= _INTERRUPTED:
             sys.exit(REQUEUE)
         raise
+
+
+def _check(argv: list[str]) -> None:
+    """Exit with a message if torch is too old, or if torchrun would restart interrupted ranks."""
+    import torch
+    from torch.distributed import run
+    from torch.distributed.launcher.api import LaunchConfig
+
+    if not hasattr(LaunchConfig, "signals_to_handle"):
+        sys.exit(f"error: this launcher needs torch 2.10 or later, found {torch.__version__}")
+    # It can also come from the variable PET_MAX_RESTARTS.
+    restarts = run.parse_args(argv).max_restarts
+    if restarts:
+        sys.exit(
+            f"error: --max-restarts must be 0 here, found {restarts}: torchrun would restart ranks "
+            "that a signal has ended. Let the scheduler restart the job, or use torchrun"
+        )
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:
