@@ -2,17 +2,17 @@
 
     python -m recipes.cluster.launch --nproc-per-node 8 -m recipes.train --config FILE
 
-The flags are torchrun's. The script must catch SIGUSR1 and SIGTERM, as ``recipes.train`` does: a
-rank that dies of one of them has not begun to train, so nothing is lost. There are four differences
-from torchrun:
+The flags are torchrun's. There are four differences:
 
-1. SIGUSR1 goes to the ranks of this node. It ends torchrun, unless ``--signals-to-handle`` names it.
-2. So does SIGTERM, without a time limit. torchrun kills the ranks 30 seconds later, or after
-   ``--shutdown-timeout``, which torch 2.11 does not have.
-3. If the ranks ask for a requeue, it exits with their code. torchrun exits with 1 after any error,
-   and ends with a traceback after a signal, whatever the code of the ranks. So its own flags for
-   signals are not enough here.
-4. ``--max-restarts`` must be 0. torchrun would restart ranks that a signal has ended.
+1. SIGUSR1 goes to the ranks of this node. It ends torchrun, unless told otherwise.
+2. So does SIGTERM, and the ranks have as long as they need. After SIGTERM, torchrun kills them in
+   30 seconds, or in another time that ``--shutdown-timeout`` of newer versions sets.
+3. If the ranks ask for a requeue, it exits with their code. torchrun exits with 1 after any error
+   and after any signal that it handles, so its two flags would not be enough here.
+4. ``--max-restarts`` must be 0, because torchrun would restart ranks that a signal has ended.
+
+The script must catch SIGUSR1 and SIGTERM, as ``recipes.train`` does. A rank that dies of one of them
+is taken for one that has not begun to train, so that nothing was lost.
 """
 
 import os
@@ -56,16 +56,16 @@ def _check(argv: list[str]) -> None:
     """Exit with a message if torch is too old, or if torchrun would restart interrupted ranks."""
     import torch
     from torch.distributed import run
-    from torch.distributed.launcher.api import LaunchConfig
 
-    if not hasattr(LaunchConfig, "signals_to_handle"):
+    flags = run.parse_args(argv)
+    if not hasattr(flags, "signals_to_handle"):
         sys.exit(f"error: this launcher needs torch 2.10 or later, found {torch.__version__}")
     # It can also come from the variable PET_MAX_RESTARTS.
-    restarts = run.parse_args(argv).max_restarts
-    if restarts:
+    if flags.max_restarts:
         sys.exit(
-            f"error: --max-restarts must be 0 here, found {restarts}: torchrun would restart ranks "
-            "that a signal has ended. Let the scheduler restart the job, or use torchrun"
+            f"error: --max-restarts must be 0 here, found {flags.max_restarts}: torchrun would "
+            "restart ranks that a signal has ended. Let the scheduler restart the job, or use "
+            "torchrun"
         )
 
 

@@ -1,5 +1,6 @@
 """Files for clusters: they parse, agree with each other, and have what Slurm and Trainer need."""
 
+import argparse
 import os
 import re
 import shutil
@@ -14,7 +15,6 @@ import pytest
 import torch.distributed.run
 import yaml
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig
 
 from recipes.cluster import launch
 from recipes.settings import read_settings
@@ -288,5 +288,12 @@ def test_the_launcher_refuses_restarts_by_torchrun(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("_handlers")
 def test_the_launcher_names_the_torch_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(LaunchConfig, "signals_to_handle")
+    parse = torch.distributed.run.parse_args
+
+    def older(argv: list[str]) -> argparse.Namespace:
+        flags = parse(argv)
+        del flags.signals_to_handle
+        return flags
+
+    monkeypatch.setattr(torch.distributed.run, "parse_args", older)
     assert "torch 2.10" in error_of_the_launcher(["script.py"], monkeypatch)

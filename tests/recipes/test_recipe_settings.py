@@ -162,3 +162,14 @@ def test_bad_flags(flags: list[str], message: str) -> None:
 def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=message):
         read_settings(["--config", written(tmp_path, text)])
+
+
+@pytest.mark.parametrize(("rank", "prints"), [("0", True), ("1", False)])
+def test_only_rank_0_prints_the_help(
+    rank: str, prints: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as exit_:
+        read_settings(["--help"])
+    assert exit_.value.code == 0
+    assert ("--compress" in capsys.readouterr().out) == prints
