@@ -11,8 +11,8 @@ The flags are torchrun's. There are four differences:
    and after any signal that it handles, so its two flags would not be enough here.
 4. ``--max-restarts`` must be 0, because torchrun would restart ranks that a signal has ended.
 
-The script must catch SIGUSR1 and SIGTERM, as ``recipes.train`` does. A rank that dies of one of them
-is taken for one that has not begun to train, so that nothing was lost.
+The script must catch SIGUSR1 and SIGTERM, as ``recipes.train`` does. If a rank dies of one of them,
+the launcher assumes that it had not begun to train, so that nothing was lost, and exits with 75.
 """
 
 import os
