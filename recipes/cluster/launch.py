@@ -18,8 +18,9 @@ the launcher assumes that it had not begun to train, so that nothing was lost, a
 import os
 import signal
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
 from recipes.signals import REQUEUE, SIGNALS
 
@@ -37,8 +38,7 @@ def main(argv: list[str]) -> None:
     Args:
         argv: the flags of torchrun, the script, and the script's flags.
     """
-    for number in SIGNALS:
-        signal.signal(number, _pass_on)
+    _catch_signals()
     # torch takes seconds to import. A signal must not end this process before.
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -69,19 +69,38 @@ def _check(argv: list[str]) -> None:
         )
 
 
-def _pass_on(number: int, frame: FrameType | None) -> None:
-    ranks = _children()
-    if not ranks:
-        # No rank has started yet.
-        sys.exit(REQUEUE)
-    for pid in ranks:
-        os.kill(pid, number)
+def _catch_signals() -> None:
+    """Pass signals on from a thread: Python runs no handler while torch waits for other nodes."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    for number in SIGNALS:
+        # The number goes to the pipe before this is called.
+        signal.signal(number, lambda *_: None)
+    threading.Thread(target=_pass_on, args=(reader,), daemon=True).start()
+
+
+def _pass_on(pipe: int) -> None:
+    while True:
+        number = os.read(pipe, 1)[0]
+        if number in SIGNALS:
+            ranks = _children()
+            if not ranks:
+                # No rank has started yet.
+                os._exit(REQUEUE)
+            for pid in ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
 
 def _children() -> list[int]:
     """Return the processes that this one has started and that have not ended."""
-    lists = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for path in lists for pid in path.read_text().split()]
+    found = list[int]()
+    for path in Path("/proc/self/task").glob("*/children"):
+        # A thread can end in between. Another one then has its children.
+        with suppress(OSError):
+            found += map(int, path.read_text().split())
+    return found
 
 
 if __name__ == "__main__":

@@ -213,6 +213,7 @@ def test_the_runtime_restarts_interrupted_jobs(runtime: dict[str, Any]) -> None:
 def _handlers() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
+    signal.set_wakeup_fd(-1)
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -257,9 +258,17 @@ def test_the_launcher_reports_other_failures_as_torchrun_does(
         launch.main(["script.py"])
 
 
-def test_a_signal_while_torch_is_imported_asks_for_a_requeue(tmp_path: Path) -> None:
-    lines = ["import os, signal, time", "os.kill(os.getpid(), signal.SIGTERM)", "time.sleep(600)"]
-    (tmp_path / "torch.py").write_text("\n".join(lines))
+# In place of torch: waits in C, where Python runs no handler, for a lock that nobody releases.
+TORCH_THAT_WAITS = """
+import ctypes, os, signal, threading
+threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+lock(mutex), lock(mutex)
+"""
+
+
+def test_a_signal_while_the_launcher_starts_asks_for_a_requeue(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(TORCH_THAT_WAITS)
     ended = subprocess.run(
         [sys.executable, "-m", "recipes.cluster.launch", "script.py"],
         cwd=ROOT,
