@@ -23,9 +23,12 @@ def exit_on_user_error(*more: type[Exception]) -> Iterator[None]:
     try:
         yield
     except (RecipeError, SpecError, *more) as error:
-        # Under torchrun every rank prints its message, and a file can be missing on one rank only.
-        where = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
-        sys.exit(f"error{where}: {error}")
+        if "RANK" not in os.environ:
+            sys.exit(f"error: {error}")
+        # Under torchrun every rank prints its message: a file can be missing on one rank only, and
+        # torchrun stops the others at once. One write, so that two ranks do not share a line.
+        sys.stderr.write(f"error (rank {os.environ['RANK']}): {error}\n")
+        sys.exit(1)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -5,7 +5,6 @@ and all ranks must end after the same step. So they ask each other every few ste
 all-reduce in the background, and read its result when they ask the next time.
 """
 
-import os
 import signal
 import sys
 from types import FrameType
@@ -14,11 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-# "Temporary failure, try again" in sysexits.h. Errors of the user exit with 1, those of a command
-# line often with 2, and what a signal killed with 128 and more.
-REQUEUE = os.EX_TEMPFAIL
-
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+from recipes.signals import REQUEUE, SIGNALS
 
 
 class Interruption:

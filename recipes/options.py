@@ -6,6 +6,7 @@ line and the configuration file are both derived from the fields, so they cannot
 
 import argparse
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, field, fields
 from pathlib import Path
@@ -206,6 +207,11 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # argparse would print the usage, a page of flags, and exit.
         raise RecipeError(message)
+
+    def print_help(self, file: Any = None) -> None:
+        # Under torchrun, every rank would print it.
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
 
 
 def _read_flags(cls: type[Any], argv: list[str]) -> dict[str, Any]:

@@ -29,4 +29,19 @@ def _line(row: dict[str, str]) -> list[object]:
     ]
 
 
-TABLES = {"kills": lambda results: kills(read_csv(results / "kills.csv"))}
+def origin(rows: list[dict[str, str]]) -> str:
+    """Return the commands, versions and dates of the rows, and how long their runs took."""
+    commands = "`, `".join(dict.fromkeys(row["command"] for row in rows))
+    versions = "; ".join(dict.fromkeys(row["versions"] for row in rows))
+    dates = ", ".join(sorted({row["date"] for row in rows}))
+    minutes = sum(int(row["seconds"]) for row in rows) / 60
+    return (
+        f"- Made by `{commands}`, with {versions}, on {dates}. The runs with kills took "
+        f"{minutes:.0f} minutes."
+    )
+
+
+TABLES = {
+    "kills": lambda results: kills(read_csv(results / "kills.csv")),
+    "origin": lambda results: origin(read_csv(results / "kills.csv")),
+}

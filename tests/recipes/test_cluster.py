@@ -1,8 +1,12 @@
 """Files for clusters: they parse, agree with each other, and have what Slurm and Trainer need."""
 
+import argparse
+import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +17,11 @@ import yaml
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from recipes.cluster import launch
-from recipes.interruption import REQUEUE, SIGNALS
 from recipes.settings import read_settings
+from recipes.signals import REQUEUE, SIGNALS
 from tests.recipes.forked_ranks import RECIPES
-from tests.support.commands import run
+from tests.support.commands import ROOT, run
+from tests.support.patience import PATIENCE
 
 CLUSTER = RECIPES / "cluster"
 BATCH_SCRIPT = CLUSTER / "slurm.sbatch"
@@ -50,9 +55,49 @@ def test_slurm_signals_the_batch_script_and_may_requeue_it() -> None:
     assert f"\nrequeue={REQUEUE}\n" in text
 
 
-def nccl_settings(interface: str) -> dict[str, str]:
-    """Return what the batch script exports."""
-    command = f"env -i INTERFACE={interface} bash -c 'set -a; source nccl_25g.env; env'"
+def batch_script(tmp_path: Path, cwd: Path, scontrol: str) -> tuple[int, str, list[str]]:
+    """Run the batch script with an ``srun`` that ends at once, and with a ``scontrol``.
+
+    Returns:
+        The exit code, what the script has printed, and the calls of both commands.
+    """
+    for name, body in (("srun", ""), ("scontrol", scontrol)):
+        (tmp_path / name).write_text(f'#!/bin/bash\necho "{name} $*" >>{tmp_path}/calls\n{body}\n')
+        (tmp_path / name).chmod(0o755)
+    names = ["SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_GPUS_ON_NODE", "SLURM_CPUS_PER_TASK"]
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **dict.fromkeys(names, "1")}
+    ended = subprocess.run(
+        ["bash", "-c", f'SCRIPT=$$ exec bash "{BATCH_SCRIPT}"'],
+        cwd=cwd,
+        env=os.environ | variables | {"SLURM_JOB_ID": "7"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    calls = tmp_path / "calls"
+    lines = calls.read_text().splitlines() if calls.exists() else []
+    return ended.returncode, ended.stdout + ended.stderr, lines
+
+
+def test_a_signal_before_the_ranks_start_requeues_the_job(tmp_path: Path) -> None:
+    signal_the_script = 'if [ "$1" = show ]; then kill -USR1 "$SCRIPT"; fi'
+    code, _, calls = batch_script(tmp_path, ROOT, signal_the_script)
+    assert code == REQUEUE
+    assert calls == ["scontrol show hostnames 1", "scontrol requeue 7"]
+
+
+def test_the_batch_script_starts_nothing_outside_the_repository(tmp_path: Path) -> None:
+    code, printed, calls = batch_script(tmp_path, tmp_path, "")
+    assert code not in (0, REQUEUE)
+    assert "error: " in printed
+    assert str(tmp_path) in printed
+    assert calls == []
+
+
+def nccl_settings(interface: str, *more: str) -> dict[str, str]:
+    """Return what the batch script exports, to jobs that were submitted with the variables."""
+    variables = " ".join([f"INTERFACE={interface}", *more])
+    command = f"env -i {variables} bash -c 'set -a; source nccl_25g.env; env'"
     lines = run(["bash", "-c", command], cwd=CLUSTER).stdout.splitlines()
     pairs = dict(line.split("=", 1) for line in lines)
     return {name: value for name, value in pairs.items() if name.startswith(("NCCL_", "GLOO_"))}
@@ -62,6 +107,11 @@ def test_nccl_and_gloo_use_the_interface() -> None:
     settings = nccl_settings("ens5")
     assert settings["NCCL_SOCKET_IFNAME"] == "=ens5"
     assert settings["GLOO_SOCKET_IFNAME"] == "ens5"
+
+
+def test_variables_of_the_user_override_the_settings() -> None:
+    mine = {name: f"my-{name}" for name in nccl_settings("eth0")}
+    assert nccl_settings("eth0", *(f"{name}={value}" for name, value in mine.items())) == mine
 
 
 # Kubernetes.
@@ -163,6 +213,7 @@ def test_the_runtime_restarts_interrupted_jobs(runtime: dict[str, Any]) -> None:
 def _handlers() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
+    signal.set_wakeup_fd(-1)
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -193,7 +244,7 @@ def test_the_launcher_exits_with_the_code_of_interrupted_ranks(
 ) -> None:
     end_ranks_with(codes, monkeypatch)
     with pytest.raises(SystemExit) as exit_:
-        launch.main([])
+        launch.main(["script.py"])
     assert exit_.value.code == REQUEUE
 
 
@@ -204,4 +255,54 @@ def test_the_launcher_reports_other_failures_as_torchrun_does(
 ) -> None:
     end_ranks_with(codes, monkeypatch)
     with pytest.raises(ChildFailedError):
-        launch.main([])
+        launch.main(["script.py"])
+
+
+# In place of torch: waits in C, where Python runs no handler, for a lock that nobody releases.
+TORCH_THAT_WAITS = """
+import ctypes, os, signal, threading
+threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+lock(mutex), lock(mutex)
+"""
+
+
+def test_a_signal_while_the_launcher_starts_asks_for_a_requeue(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(TORCH_THAT_WAITS)
+    ended = subprocess.run(
+        [sys.executable, "-m", "recipes.cluster.launch", "script.py"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        timeout=PATIENCE,
+    )
+    assert ended.returncode == REQUEUE
+
+
+def error_of_the_launcher(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the message with which the launcher ends before it starts a rank."""
+    end_ranks_with([1], monkeypatch)
+    with pytest.raises(SystemExit) as exit_:
+        launch.main(argv)
+    assert isinstance(exit_.value.code, str)
+    return exit_.value.code
+
+
+@pytest.mark.usefixtures("_handlers")
+def test_the_launcher_refuses_restarts_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--max-restarts", "3", "script.py"]
+    assert "--max-restarts" in error_of_the_launcher(flags, monkeypatch)
+    monkeypatch.setenv("PET_MAX_RESTARTS", "2")
+    assert "--max-restarts" in error_of_the_launcher(["script.py"], monkeypatch)
+
+
+@pytest.mark.usefixtures("_handlers")
+def test_the_launcher_names_the_torch_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = torch.distributed.run.parse_args
+
+    def older(argv: list[str]) -> argparse.Namespace:
+        flags = parse(argv)
+        del flags.signals_to_handle
+        return flags
+
+    monkeypatch.setattr(torch.distributed.run, "parse_args", older)
+    assert "torch 2.10" in error_of_the_launcher(["script.py"], monkeypatch)

@@ -18,7 +18,7 @@ from recipes.elastic.agents import Agents
 from recipes.elastic.faults import KINDS, Fault, plan
 from recipes.elastic.runs import run, same, states_after
 from recipes.elastic.settings import Settings, read_settings
-from recipes.elastic.tables import kills
+from recipes.elastic.tables import kills, origin
 from recipes.errors import RecipeError
 from recipes.result_files import read_csv
 from tests.recipes.conftest import wait_until
@@ -129,6 +129,13 @@ def test_the_committed_table_has_twenty_kills_of_every_method() -> None:
     assert {row["identical"] for row in rows if row["size"] == "fixed"} == {"yes"}
     assert all(float(row["deviation"]) < 1e-13 for row in rows)
     assert len(kills(rows).splitlines()) == 2 + len(rows)
+
+
+def test_the_page_names_the_origin_of_its_rows() -> None:
+    row = {"command": "python -m a", "versions": "torch 2", "date": "2026-01-02", "seconds": "90"}
+    text = origin([row, {**row, "seconds": "30"}, {**row, "command": "python -m b"}])
+    for part in ("`python -m a`", "`python -m b`", "torch 2", "2026-01-02", " 4 minutes"):
+        assert text.count(part) == 1
 
 
 # Under torchrun, with processes that import everything anew.

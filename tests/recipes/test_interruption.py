@@ -18,7 +18,7 @@ import torch.distributed as dist
 from recipes import interruption
 from recipes.checkpoints import Checkpoints
 from recipes.errors import RecipeError
-from recipes.interruption import REQUEUE
+from recipes.signals import REQUEUE
 from tests.recipes.conftest import (
     descendants,
     kill_tree,

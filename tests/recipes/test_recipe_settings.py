@@ -1,12 +1,13 @@
 """All settings are both flags and keys of a file. Unknown and invalid ones raise."""
 
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, exit_on_user_error
 from recipes.options import as_plain_dict, read_yaml
 from recipes.settings import Settings, read_settings
 
@@ -162,3 +163,24 @@ def test_bad_flags(flags: list[str], message: str) -> None:
 def test_bad_files(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=message):
         read_settings(["--config", written(tmp_path, text)])
+
+
+@pytest.mark.parametrize(("rank", "prints"), [("0", True), ("1", False)])
+def test_only_rank_0_prints_the_help(
+    rank: str, prints: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as exit_:
+        read_settings(["--help"])
+    assert exit_.value.code == 0
+    assert ("--compress" in capsys.readouterr().out) == prints
+
+
+def test_a_rank_prints_its_error_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = list[str]()
+    monkeypatch.setattr(sys.stderr, "write", written.append)
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit) as exit_, exit_on_user_error():
+        raise RecipeError("first line\nsecond line")
+    assert exit_.value.code == 1
+    assert written == ["error (rank 3): first line\nsecond line\n"]
