@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from io import FileIO
 from pathlib import Path
 
 from recipes.atomic_files import write_atomically
@@ -18,27 +17,18 @@ class LogFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._has_failed = path, False
-        self._file: FileIO | None = None
 
     def write(self, line: str) -> None:
         """Add a line. It survives a kill."""
-        with self._going_on():
-            if self._file is None:
-                self._file = FileIO(self._path, "a")
-            # Not buffered, and one call for a line: several ranks can write to the same file.
-            self._file.write(f"{line}\n".encode())
+        # In one piece, because several ranks can write to the same file.
+        with self._going_on(), self._path.open("ab", buffering=0) as file:
+            file.write(f"{line}\n".encode())
 
     def replace(self, lines: Iterable[str]) -> None:
-        """Replace the content of the file, before the first line is added."""
+        """Replace the content of the file."""
         text = "".join(f"{line}\n" for line in lines)
         with self._going_on():
             write_atomically(self._path, lambda file: file.write(text.encode()))
-
-    def close(self) -> None:
-        """Close the file."""
-        with self._going_on():
-            if self._file is not None:
-                self._file.close()
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:

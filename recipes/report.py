@@ -73,8 +73,8 @@ class Report:
             write_atomically(path, write)
         except OSError as error:
             raise RecipeError(
-                f"{path} could not be written ({error.strerror}). Solve that, and start the run again "
-                "with --auto-resume"
+                f"{path} could not be written ({error.strerror}). Solve that, and start the run "
+                "again with --auto-resume"
             ) from None
 
     def __enter__(self) -> "Report":
@@ -82,8 +82,6 @@ class Report:
 
     def __exit__(self, *exception: object) -> None:
         self._bar.close()
-        if self._is_main:
-            self._metrics.close()
 
 
 def _lines_until(step: int, path: Path) -> list[str]:

@@ -184,9 +184,7 @@ class Log:
     def __init__(self, folder: Path, run: Run) -> None:
         make_folder(folder)
         start = {"rank": run.rank, "ranks": run.world_size, "pid": os.getpid(), "step": run.step}
-        starts = LogFile(folder / "starts.jsonl")
-        starts.write(json.dumps(start))
-        starts.close()
+        LogFile(folder / "starts.jsonl").write(json.dumps(start))
         self._steps = LogFile(folder / "steps.csv") if run.rank == 0 else None
 
     def after_step(self, step: int) -> None:
