@@ -8,15 +8,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import torchcomp
 from recipes.checkpoints import Checkpoints
 from recipes.errors import RecipeError
 from recipes.marker import MARKER, Marker
 from recipes.random_state import random_state, seed_all, set_random_state
+from recipes.resizing import resized
 from tests.support.ranks import on_threads
 
 SETTINGS = {"model": "smallcnn", "epochs": 3}
@@ -86,15 +89,16 @@ def test_what_cannot_be_deleted_or_is_not_ours_stays(
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
 
     checkpoints.save(1, {}, SETTINGS)
-    copies = [checkpoints.folder / name for name in ("step-000000000.bak", "step-0-best")]
+    copies = [checkpoints.folder / name / "a" for name in ("step-000000000.bak", "step-0-best")]
     for copy in copies:
-        copy.mkdir()
+        copy.parent.mkdir()
+        copy.touch()
     (checkpoints.folder / "step-000000000").write_text("a file")
     monkeypatch.setattr(os, "rmdir", busy)
     for step in (2, 3):
         assert checkpoints.save(step, {}, SETTINGS) is None
     assert steps_in(checkpoints) == [2, 3]
-    assert all(copy.is_dir() for copy in copies)
+    assert all(copy.exists() for copy in copies)
 
 
 def test_a_failed_save_is_reported_if_nothing_can_be_deleted_either(
@@ -201,17 +205,15 @@ def load_resized(folder: Path) -> dict[str, object]:
     return checkpoints.load(SETTINGS, lambda states: {"rank": checkpoints.rank, "all": states})
 
 
-def write_files_of(ranks: int, size: int, folder: Path) -> list[Path]:
-    """Write a checkpoint of `ranks` ranks, each with `size` bytes, and return their files."""
-    paths = [folder / "step-000000005" / f"rank-{rank}.pt" for rank in range(ranks)]
-    for rank, path in enumerate(paths):
-        one = Checkpoints(folder / str(rank), 0, 1)
-        one.save(5, {"w": torch.full((size // 4,), float(rank))}, SETTINGS)
-        path.parent.mkdir(exist_ok=True)
-        next(one.folder.rglob("rank-0.pt")).rename(path)
-    found = [Marker.read(folder / str(rank) / paths[0].parent.name) for rank in range(ranks)]
-    Marker(tuple(marker.sha256[0] for marker in found), SETTINGS).write(paths[0].parent)
-    return paths
+def write_files_of(states: list[dict[str, Any]], folder: Path) -> list[Path]:
+    """Write a checkpoint of several ranks, and return their files."""
+
+    def save() -> None:
+        rank = dist.get_rank()
+        assert Checkpoints(folder, rank, len(states)).save(5, states[rank], SETTINGS) is None
+
+    on_threads(len(states), save)
+    return sorted(folder.rglob("rank-*.pt"))
 
 
 @contextmanager
@@ -239,27 +241,34 @@ def peak_memory() -> Iterator[Callable[[], int]]:
         thread.join()
 
 
-def test_states_of_many_ranks_take_no_more_memory_than_what_is_used_of_them(
-    tmp_path: Path,
-) -> None:
-    size = 1 << 24
-    write_files_of(8, size, tmp_path)
+def residuals(exchange: torchcomp.InProcessExchange) -> dict[str, Any]:
+    """Return the state of a rank with a residual of 2 MiB."""
+    gradients = {f"{index}": torch.ones(1 << 15) for index in range(16)}
+    averager = torchcomp.Averager("ef(topk(0.01))", exchange, gradients)
+    averager.average_all(gradients)
+    return averager.state_dict()
+
+
+def test_another_number_of_ranks_needs_less_memory_than_two_files(tmp_path: Path) -> None:
+    methods = torchcomp.run_in_process(4, residuals)
+    common = {"model": torch.zeros(3 << 19), "meter": torch.zeros(3)}
+    (path, *_) = write_files_of([{**common, "method": method} for method in methods], tmp_path)
     with peak_memory() as peak:
-        state = Checkpoints(tmp_path, 0, 1).load(SETTINGS, resized=lambda states: states[3])
-    assert state["w"].eq(3).all()
-    assert peak() < 2 * size
+        state = Checkpoints(tmp_path, 0, 1).load(SETTINGS, lambda states: resized(states, 4, 24, 0))
+    assert (state["method"]["rank"], state["method"]["world_size"]) == (4, 24)
+    assert peak() < 2 * path.stat().st_size
 
 
 def test_a_loaded_state_does_not_depend_on_the_files_any_more(tmp_path: Path) -> None:
-    paths = write_files_of(2, 4000, tmp_path)
+    _, path = write_files_of([{"w": torch.zeros(1000)}, {"w": torch.ones(1000)}], tmp_path)
     state = Checkpoints(tmp_path, 0, 1).load(SETTINGS, resized=lambda states: states[1])
-    with paths[1].open("r+b") as file:
-        file.write(bytes(paths[1].stat().st_size))
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
     assert state["w"].eq(1).all()
 
 
 def test_every_changed_bit_of_a_marker_is_found(tmp_path: Path) -> None:
-    marker = Marker(("0f" * 32, "1e" * 32), {**SETTINGS, "lr": 0.2, "compress": "ef(topk(0.01))"})
+    marker = Marker(("0f", "1e"), {"lr": 0.2, "compress": "ef(topk(0.01))"})
     marker.write(tmp_path)
     path = tmp_path / MARKER
     good = path.read_bytes()
