@@ -107,14 +107,14 @@ class Checkpoints:
                 ``settings``, or, without ``resized``, with another number of ranks.
         """
         newest, marker = self._newest_intact()
-        if marker.ranks != self.world_size and resized is None:
+        _check_settings(marker.settings, settings)
+        if marker.ranks == self.world_size:
+            state = _read(newest / _file_of(self.rank))
+        elif resized is None:
             raise RecipeError(
                 f"--resume: the checkpoint was written by {marker.ranks} ranks and this run has "
                 f"{self.world_size}: start {marker.ranks} ranks, or add --elastic"
             )
-        _check_settings(marker.settings, settings)
-        if marker.ranks == self.world_size or resized is None:
-            state = _read(newest / _file_of(self.rank))
         else:
             paths = [newest / _file_of(rank) for rank in range(marker.ranks)]
             # Mapped, not read: of most files, a rank needs a small part. Copied, because the run

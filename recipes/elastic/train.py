@@ -104,7 +104,7 @@ class Run:
         """Save a checkpoint. If a disk is full, the run goes on without it.
 
         Raises:
-            RecipeError: if it is that of the last step, the result of the run.
+            RecipeError: if that of the last step, the result of the run, cannot be saved.
         """
         problem = self.checkpoints.save(self.step, self.state_dict(), self.settings.to_match)
         if problem is None:
