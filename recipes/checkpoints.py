@@ -6,26 +6,38 @@ complete when it has a marker file with a checksum of each rank's file. Rank 0 w
 after all ranks have saved. A complete checkpoint that is damaged is skipped.
 """
 
+import copy
 import hashlib
-import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from recipes.atomic_files import write_atomically
 from recipes.errors import RecipeError
+from recipes.marker import MARKER, Marker
 
-_MARKER = "complete.json"
 _KEPT = 2
+# Steps are zero-padded, so the order of the names is the order of the steps.
+_ANY_STEP = "step-" + 9 * "[0-9]"
 
 State = dict[str, Any]
 Resized = Callable[[list[State]], State]
+_Result = TypeVar("_Result")
+
+
+class _File(NamedTuple):
+    """What a rank has written: the SHA-256 and the size in bytes."""
+
+    sha256: str
+    size: int
 
 
 @dataclass(frozen=True)
@@ -56,21 +68,18 @@ class Checkpoints:
         """
         directory = self.folder / f"step-{step:09d}"
         own = directory / _file_of(self.rank)
-        digest, problem = self._attempt(lambda: _save_state(own, state))
+        written, problem = self._attempt(lambda: _save_state(own, state))
         # The marker must not exist before the last rank's file does.
-        digests, problems = zip(*self._from_all((digest, problem)), strict=True)
+        files, problems = zip(*self._from_all((written, problem)), strict=True)
         problem = _first(problems)
         if self.rank == 0 and problem is None:
-            contents = {"step": step, "ranks": self.world_size, "sha256": digests}
-            marker = json.dumps({**contents, "settings": settings}).encode()
-            _, problem = self._attempt(
-                lambda: _write_atomically(directory / _MARKER, lambda file: file.write(marker))
-            )
+            _, problem = self._attempt(lambda: _complete(directory, files, settings))
         problem = self._from_rank_0(problem)
         if problem is not None:
-            own.unlink(missing_ok=True)
+            with suppress(OSError):
+                own.unlink()
         elif self.rank == 0:
-            self._delete_old()
+            self._delete_old(directory)
         return problem
 
     def newest(self) -> Path | None:
@@ -79,7 +88,7 @@ class Checkpoints:
         All ranks must call this. They get what rank 0 sees: a shared file system can show new files
         to some ranks later than to others.
         """
-        complete = self._complete_on_rank_0()
+        complete = self._markers_on_rank_0()
         return complete[-1] if complete else None
 
     def load(self, settings: State, resized: Resized | None = None) -> State:
@@ -90,78 +99,99 @@ class Checkpoints:
         Args:
             settings: of this run.
             resized: makes the state of this rank from those of all ranks, in rank order, if another
-                number of ranks has saved them.
+                number of ranks has saved them. Their tensors are mapped: what it does not use
+                takes no memory.
 
         Raises:
             RecipeError: if there is no such checkpoint, or if it was written with other
                 ``settings``, or, without ``resized``, with another number of ranks.
         """
         newest, marker = self._newest_intact()
-        ranks = marker["ranks"]
-        if ranks != self.world_size and resized is None:
+        _check_settings(marker.settings, settings)
+        if marker.ranks == self.world_size:
+            state = _read(newest / _file_of(self.rank))
+        elif resized is None:
             raise RecipeError(
-                f"--resume: the checkpoint was written by {ranks} ranks and this run has "
-                f"{self.world_size}: start {ranks} ranks, or add --elastic"
+                f"--resume: the checkpoint was written by {marker.ranks} ranks and this run has "
+                f"{self.world_size}: start {marker.ranks} ranks, or add --elastic"
             )
-        _check_settings(marker["settings"], settings)
-        if ranks == self.world_size or resized is None:
-            return _read(newest / _file_of(self.rank))
-        return resized([_read(newest / _file_of(rank)) for rank in range(ranks)])
+        else:
+            paths = [newest / _file_of(rank) for rank in range(marker.ranks)]
+            # Mapped, not read: of most files, a rank needs a small part. Copied, because the run
+            # deletes these files later.
+            state = copy.deepcopy(resized([_read(path, mapped=True) for path in paths]))
+        if self.rank == 0:
+            self._discard_newer(newest)
+        return state
 
-    def _newest_intact(self) -> tuple[Path, State]:
+    def _newest_intact(self) -> tuple[Path, Marker]:
         """Return the folder and the marker of the newest checkpoint without damage."""
-        complete = self._complete_on_rank_0()
+        complete = self._markers_on_rank_0()
         for directory in reversed(complete):
-            problem = _first(self._from_all(self._damage(directory)))
-            if problem is None:
-                return directory, _read_marker(directory)
+            marker, problem = self._verified(directory)
+            if marker is not None and problem is None:
+                return directory, marker
             if self.rank == 0:
-                print(f"skipped a damaged checkpoint: {problem}", file=sys.stderr, flush=True)
+                skipped = f"skipped the damaged checkpoint {directory}"
+                print(f"{skipped}: {problem}", file=sys.stderr, flush=True)
         if complete:
             raise RecipeError(
-                f"--resume: all checkpoints in {self.folder} are damaged; delete that folder to "
-                "start again from the first step"
+                f"--resume: all checkpoints in {self.folder} are damaged, or not all ranks can "
+                "read them; if every machine sees that folder, choose another --out to start from "
+                "the first step"
             )
         raise RecipeError(
             f"--resume: no complete checkpoint in {self.folder}; start without --resume, "
             "with --checkpoint-every above 0"
         )
 
-    def _damage(self, directory: Path) -> str | None:
-        """Return what is wrong with this rank's share of the files, or None."""
-        try:
-            marker = _read_marker(directory)
-            for rank in range(self.rank, marker["ranks"], self.world_size):
-                path = directory / _file_of(rank)
-                if _sha256(path) != marker["sha256"][rank]:
-                    return f"{path} differs from its checksum"
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            return f"{directory} cannot be read ({error})"
-        return None
+    def _verified(self, directory: Path) -> tuple[Marker | None, str | None]:
+        """Return the marker of a checkpoint, and what is wrong with its files, if anything."""
+        found = self._attempt(lambda: Marker.read(directory)) if self.rank == 0 else None
+        marker, problem = self._from_rank_0(found)
+        if marker is not None:
+            _, problem = self._attempt(lambda: self._verify_share(directory, marker))
+        return marker, _first(self._from_all(problem))
 
-    def _complete(self) -> list[Path]:
-        # Steps are zero-padded, so the order of the names is the order of the steps.
-        return sorted(marker.parent for marker in self.folder.glob(f"step-*/{_MARKER}"))
+    def _verify_share(self, directory: Path, marker: Marker) -> None:
+        """Compare this rank's share of the files with their checksums."""
+        for rank in range(self.rank, marker.ranks, self.world_size):
+            path = directory / _file_of(rank)
+            if _sha256(path) != marker.sha256[rank]:
+                raise RecipeError(f"{path.name} differs from its checksum")
 
-    def _complete_on_rank_0(self) -> list[Path]:
-        return self._from_rank_0(self._complete() if self.rank == 0 else [])
+    def _markers(self) -> list[Path]:
+        return sorted(marker.parent for marker in self.folder.glob(f"{_ANY_STEP}/{MARKER}"))
 
-    def _delete_old(self) -> None:
-        oldest_kept = self._complete()[-_KEPT:][0].name
-        for directory in self.folder.glob("step-*"):
+    def _markers_on_rank_0(self) -> list[Path]:
+        return self._from_rank_0(self._markers() if self.rank == 0 else [])
+
+    def _discard_newer(self, used: Path) -> None:
+        """Remove the markers of newer checkpoints. They are damaged, and must not count as kept."""
+        for directory in self._markers():
+            if directory > used:
+                with suppress(OSError):
+                    (directory / MARKER).unlink()
+
+    def _delete_old(self, saved: Path) -> None:
+        oldest_kept = self._markers()[-_KEPT:][0]
+        for directory in self.folder.glob(_ANY_STEP):
             # Keep newer ones without a marker: another rank may already be writing its next file.
-            if directory.name < oldest_kept:
-                # First the marker: a kill between these two lines must not leave a partial
-                # checkpoint that looks complete.
-                (directory / _MARKER).unlink(missing_ok=True)
-                shutil.rmtree(directory)
+            # If another run writes to this folder as well, the saved one can be among the old ones.
+            if directory < oldest_kept and directory != saved:
+                # What cannot be deleted takes space, and does no other harm.
+                with suppress(OSError):
+                    # First the marker: a kill between these two lines must not leave a partial
+                    # checkpoint that looks complete.
+                    (directory / MARKER).unlink(missing_ok=True)
+                    shutil.rmtree(directory)
 
-    def _attempt(self, write: Callable[[], str | None]) -> tuple[str | None, str | None]:
-        """Return the result of a write, and what went wrong, if anything."""
+    def _attempt(self, act: Callable[[], _Result]) -> tuple[_Result | None, str | None]:
+        """Return a result, and what went wrong, if anything. The other ranks wait for both."""
         try:
-            return write(), None
-        except OSError as error:
-            return None, f"rank {self.rank}: {error.strerror}"
+            return act(), None
+        except Exception as error:
+            return None, f"rank {self.rank}: {_reason(error)}"
 
     def _from_all(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world_size
@@ -178,35 +208,39 @@ def _file_of(rank: int) -> str:
     return f"rank-{rank}.pt"
 
 
-def _first(problems: Any) -> str | None:
+def _first(problems: Iterable[str | None]) -> str | None:
     return next((problem for problem in problems if problem is not None), None)
 
 
-def _save_state(path: Path, state: State) -> str:
-    """Write a state, and return its checksum."""
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) if isinstance(error, RecipeError) else f"{type(error).__name__}: {error}"
+
+
+def _save_state(path: Path, state: State) -> _File:
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write_atomically(path, lambda file: torch.save(state, file))
-    return _sha256(path)
+    digest = write_atomically(path, lambda file: torch.save(state, file))
+    return _File(digest, path.stat().st_size)
 
 
-def _write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    unfinished = path.with_name(f".{path.name}")
-    try:
-        # Given a path, torch.save() would raise other errors than OSError.
-        with unfinished.open("wb") as file:
-            write(file)
-            # os.replace() is atomic, but it can reach the disk before the content does.
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except (OSError, RuntimeError) as error:
-        # A full disk has no space for half a file.
-        unfinished.unlink(missing_ok=True)
-        # In the middle of a large tensor, torch.save() raises a RuntimeError about its position in
-        # the file while it handles the error of the disk.
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
+def _complete(directory: Path, files: Iterable[_File], settings: State) -> None:
+    """Write the marker, if this rank sees the files of all ranks."""
+    for rank, file in enumerate(files):
+        path = directory / _file_of(rank)
+        if _size(path) != file.size:
+            raise RecipeError(
+                f"does not see {path} as rank {rank} has written it: all ranks need the same "
+                "--out, on a file system that their machines share"
+            )
+    Marker(tuple(file.sha256 for file in files), settings).write(directory)
+
+
+def _size(path: Path) -> int | None:
+    # Opening a file on NFS asks the server. stat() alone can answer from a cache.
+    with suppress(OSError), path.open("rb") as file:
+        return file.seek(0, os.SEEK_END)
+    return None
 
 
 def _sha256(path: Path) -> str:
@@ -218,13 +252,8 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _read_marker(directory: Path) -> State:
-    marker: State = json.loads((directory / _MARKER).read_text())
-    return marker
-
-
-def _read(path: Path) -> State:
-    state: State = torch.load(path, map_location="cpu", weights_only=True)
+def _read(path: Path, *, mapped: bool = False) -> State:
+    state: State = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     return state
 
 

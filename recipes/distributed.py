@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -82,23 +83,37 @@ def threads_per_worker(settings: Settings, worker: Worker) -> int:
     return settings.threads or max(1, len(os.sched_getaffinity(0)) // worker.local_world_size)
 
 
-def init_distributed(worker: Worker) -> None:
-    """Initialize the default process group: NCCL on GPUs, gloo on CPUs."""
+def init_distributed(worker: Worker, timeout: int) -> None:
+    """Initialize the default process group: NCCL on GPUs, gloo on CPUs.
+
+    Args:
+        worker: this process.
+        timeout: see :func:`init_process_group`.
+    """
     if worker.device.type == "cuda":
         # Before any other CUDA call, which would create a context on GPU 0.
         torch.cuda.set_device(worker.device)
-        _init_process_group("nccl", device_id=worker.device)
+        init_process_group("nccl", timeout, worker.device)
     else:
-        _init_process_group("gloo")
+        init_process_group("gloo", timeout)
 
 
-def _init_process_group(backend: str, device_id: torch.device | None = None) -> None:
+def init_process_group(backend: str, timeout: int, device_id: torch.device | None = None) -> None:
+    """Initialize the default process group, also without torchrun.
+
+    Args:
+        backend: "gloo" or "nccl".
+        timeout: seconds that a rank waits for another one in a collective, or 0 for PyTorch's.
+        device_id: the GPU of this rank.
+    """
+    limit = timedelta(seconds=timeout) if timeout else None
     if "RANK" in os.environ:
-        dist.init_process_group(backend, device_id=device_id)
+        dist.init_process_group(backend, timeout=limit, device_id=device_id)
     else:
         # Without torchrun there is no rendezvous. A store in memory needs no port.
         store = dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device_id)
+        alone = {"store": store, "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, timeout=limit, device_id=device_id, **alone)
 
 
 def cleanup_distributed() -> None:

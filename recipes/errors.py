@@ -6,7 +6,16 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from torchcomp.errors import SpecError
+import torchcomp
+
+# torchcomp's errors that a change of the flags can fix.
+TORCHCOMP_ERRORS = (
+    torchcomp.ScheduleError,
+    torchcomp.RankMismatchError,
+    torchcomp.CheckpointError,
+    torchcomp.NonFiniteError,
+    torchcomp.UnsupportedModelError,
+)
 
 
 class RecipeError(Exception):
@@ -22,7 +31,7 @@ def exit_on_user_error(*more: type[Exception]) -> Iterator[None]:
     """
     try:
         yield
-    except (RecipeError, SpecError, *more) as error:
+    except (RecipeError, torchcomp.SpecError, *more) as error:
         if "RANK" not in os.environ:
             sys.exit(f"error: {error}")
         # Under torchrun every rank prints its message: a file can be missing on one rank only, and

@@ -1,12 +1,17 @@
 """The output of a run: a progress bar, ``metrics.jsonl`` and ``summary.json``."""
 
 import json
-import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tqdm import tqdm
+
+from recipes.atomic_files import write_atomically
+from recipes.errors import RecipeError
+from recipes.log_file import LogFile
+from recipes.result_files import make_folder
 
 
 class Report:
@@ -23,8 +28,11 @@ class Report:
         self._is_main, self._interactive = is_main, sys.stderr.isatty()
         self._folder = folder
         if is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._metrics = _open_metrics(folder / "metrics.jsonl", done)
+            make_folder(folder)
+            path = folder / "metrics.jsonl"
+            self._metrics = LogFile(path)
+            # A killed run has logged steps after its last checkpoint. The resumed run repeats them.
+            self._metrics.replace(_lines_until(done, path))
         # A bar that is redrawn would fill a log file.
         shown = is_main and self._interactive
         self._bar = tqdm(
@@ -38,9 +46,7 @@ class Report:
     def log_metrics(self, **values: Any) -> None:
         """Write one line of ``metrics.jsonl``."""
         if self._is_main:
-            self._metrics.write(json.dumps(values) + "\n")
-            # A killed run keeps its metrics.
-            self._metrics.flush()
+            self._metrics.write(json.dumps(values))
 
     def print(self, text: str) -> None:
         """Print a line, above the progress bar if there is one."""
@@ -50,31 +56,45 @@ class Report:
             print(text, flush=True)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write ``summary.json``."""
-        if self._is_main:
-            # A kill must not leave half a file: its existence means that the run has finished.
-            unfinished = self._folder / ".summary.json"
-            unfinished.write_text(json.dumps(summary, indent=2) + "\n")
-            os.replace(unfinished, self._folder / "summary.json")
+        """Write ``summary.json``. Its existence means that the run has finished."""
+        text = json.dumps(summary, indent=2) + "\n"
+        self.write_result("summary.json", lambda file: file.write(text.encode()))
+
+    def write_result(self, name: str, write: Callable[[BinaryIO], object]) -> None:
+        """Write a file of results.
+
+        Raises:
+            RecipeError: if that is not possible, for example on a full disk.
+        """
+        if not self._is_main:
+            return
+        path = self._folder / name
+        try:
+            write_atomically(path, write)
+        except OSError as error:
+            raise RecipeError(
+                f"{path} could not be written ({error.strerror}). Solve that, and start the run "
+                "again with --auto-resume"
+            ) from None
 
     def __enter__(self) -> "Report":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._bar.close()
-        if self._is_main:
-            self._metrics.close()
 
 
-def _open_metrics(path: Path, done: int) -> Any:
-    """Open ``path`` for appending, after deleting all lines of steps later than ``done``."""
-    # A killed run has logged steps after its last checkpoint. The resumed run repeats them.
-    kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= done] if done else []
-    path.write_text("".join(kept))
-    return path.open("a")
+def _lines_until(step: int, path: Path) -> list[str]:
+    """Return the lines of a file of metrics up to a step."""
+    if step == 0 or not path.is_file():
+        return []
+    lines = path.read_text(errors="replace").splitlines()
+    return [line for line in lines if _is_until(step, line)]
 
 
-def _whole_lines(path: Path) -> list[str]:
-    # A killed run can leave half a line at the end.
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    return [line for line in lines if line.endswith("\n")]
+def _is_until(step: int, line: str) -> bool:
+    try:
+        return bool(json.loads(line)["step"] <= step)
+    except (ValueError, LookupError, TypeError):
+        # A killed run can leave half a line, and a machine that lost power a block of NULs.
+        return False

@@ -28,7 +28,8 @@ def resized(states: list[State], rank: int, world_size: int, seed: int) -> State
     own = states[rank % len(states)]
     method = own["method"]
     if method is not None:
-        method = torchcomp.redistribute([state["method"] for state in states], world_size)[rank]
+        methods = [state["method"] for state in states]
+        (method,) = torchcomp.redistribute(methods, world_size, rank=rank)
     # The sums of all ranks together stay the same.
     meter = torch.stack([state["meter"] for state in states]).sum(0) / world_size
     # Two ranks must not draw the same noise.

@@ -119,6 +119,12 @@ class Settings:
     signal_every: int = option(
         10, "steps between the checks whether a rank got SIGUSR1 or SIGTERM", min=1
     )
+    timeout: int = option(
+        0,
+        "seconds that a rank waits for another one, before the run ends (0: PyTorch's, which are "
+        "1800 with gloo and 600 with NCCL)",
+        min=0,
+    )
     resume: bool = option(False, "resume from the newest complete checkpoint in --out")
     auto_resume: bool = option(False, "resume if --out has a complete checkpoint, else start")
     elastic: bool = option(

@@ -41,7 +41,7 @@ from recipes.distributed import (
     this_worker,
     threads_per_worker,
 )
-from recipes.errors import RecipeError, exit_on_user_error
+from recipes.errors import TORCHCOMP_ERRORS, RecipeError, exit_on_user_error
 from recipes.evaluation import Evaluator, Meter, parameters_are_equal, sha256_of
 from recipes.image_data import open_batches
 from recipes.image_data.order import NOISE, keyed_seed
@@ -65,19 +65,10 @@ from recipes.resizing import resized
 from recipes.settings import Settings, read_settings
 from recipes.shrink import shrink
 
-# torchcomp's errors that a change of the flags can fix.
-_TORCHCOMP_ERRORS = (
-    torchcomp.ScheduleError,
-    torchcomp.RankMismatchError,
-    torchcomp.CheckpointError,
-    torchcomp.NonFiniteError,
-    torchcomp.UnsupportedModelError,
-)
-
 # Settings that a resumed run can change. They do not affect its final weights.
 _FREE_ON_RESUME = {"out", "resume", "auto_resume", "elastic", "checkpoint_every", "signal_every"}
 _FREE_ON_RESUME |= {"log_every", "eval_every", "dry_run", "plan_ranks", "shrink"}
-_FREE_ON_RESUME |= {"data_path", "data_cache", "workers", "threads"}
+_FREE_ON_RESUME |= {"data_path", "data_cache", "workers", "threads", "timeout"}
 
 
 def attach_torchcomp(
@@ -126,7 +117,7 @@ def attach_torchcomp(
 
 def main() -> None:
     """Read the command line, then train or print the plan."""
-    with exit_on_user_error(*_TORCHCOMP_ERRORS):
+    with exit_on_user_error(*TORCHCOMP_ERRORS):
         settings = read_settings(sys.argv[1:])
         if settings.dry_run:
             print_plan(settings)
@@ -164,7 +155,7 @@ def train(settings: Settings) -> None:
     threads = threads_per_worker(settings, worker)
     torch.set_num_threads(threads)
     configure_cudnn(settings)
-    init_distributed(worker)
+    init_distributed(worker, settings.timeout)
     with Interruption(settings.signal_every, worker.device) as interruption:
         trainer = Trainer(settings, worker, settings.workers or threads, interruption)
         with trainer.report:
@@ -313,6 +304,10 @@ class Trainer:
 
         Returns:
             False if a signal ended the run before that. It has saved a checkpoint.
+
+        Raises:
+            RecipeError: if a signal ended the run and the checkpoint could not be saved, or if the
+                results could not be. A requeued job would end in the same way.
         """
         self._print_header()
         while self.step < self.total_steps:
@@ -483,8 +478,7 @@ class Trainer:
         # The model as it was evaluated after the last step.
         weights = self.evaluator.averaged.state_dict()
         equal = parameters_are_equal(self.model.module, self.worker.world_size)
-        if self.worker.is_main:
-            torch.save(weights, Path(self.settings.out) / "weights.pt")
+        self.report.write_result("weights.pt", lambda file: torch.save(weights, file))
         summary = self._summary(accuracy, weights_sha256=sha256_of(weights), replicas_agree=equal)
         self.report.write_summary(summary)
 
@@ -530,6 +524,11 @@ class Trainer:
     def _save_checkpoint(self) -> None:
         state, settings = self.state_dict(), self._settings_to_match()
         problem = self.checkpoints.save(self.step, state, settings)
+        if problem is not None and self.interrupted:
+            raise RecipeError(
+                f"interrupted by a signal, and step {self.step} was not saved ({problem}). Solve "
+                "that, and start the run again with --auto-resume: the checkpoint before is kept"
+            )
         if problem is not None:
             # The disk may have space again at the next checkpoint.
             self.report.print(f"step {self.step} was not saved ({problem})")

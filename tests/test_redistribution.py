@@ -144,9 +144,9 @@ def mean(errors: list[Tensors]) -> Tensors:
     }
 
 
-def converted(states: list[Any], run: Run) -> list[Any]:
+def converted(states: list[Any], run: Run, rank: int | None = None) -> list[Any]:
     nodes, size = run
-    return redistribute(states, nodes * size, size if size > 1 else None)
+    return redistribute(states, nodes * size, size if size > 1 else None, rank)
 
 
 RUNS = st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 2), (1, 8), (4, 4), (3, 1)])
@@ -366,6 +366,20 @@ def test_states_that_are_not_all_ranks_of_the_same_nodes_are_refused(states: lis
 def test_nodes_must_divide_the_new_ranks(nodes: Any) -> None:
     with pytest.raises(CheckpointError, match="nodes"):
         redistribute(WHOLE, 4, nodes)
+
+
+@given(RUNS, RUNS)
+def test_the_state_of_one_new_rank_is_that_among_all(before: Run, after: Run) -> None:
+    states = states_of(before, [drawn(node) for node in range(before[0])], drawn(50))
+    for rank, wanted in enumerate(converted(states, after)):
+        (found,) = converted(states, after, rank)
+        assert same(found, wanted)
+
+
+@pytest.mark.parametrize("rank", [-1, 4, 1.0, True, "2"])
+def test_a_rank_must_be_one_of_the_new_ranks(rank: Any) -> None:
+    with pytest.raises(CheckpointError, match="rank"):
+        redistribute(WHOLE, 4, rank=rank)
 
 
 def test_a_gathered_state_is_converted_only_if_the_place_is_another_one() -> None:

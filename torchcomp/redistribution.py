@@ -73,7 +73,9 @@ class Place:
         return cls(state["rank"], section["node"], section["position"], section["node_size"])
 
 
-def redistribute(states: list[State], world_size: int, nodes: int | None = None) -> list[State]:
+def redistribute(
+    states: list[State], world_size: int, nodes: int | None = None, rank: int | None = None
+) -> list[State]:
     """Convert the state dicts of all ranks of a run to another number of ranks.
 
     Every new rank gets the mean of the old residuals and estimates. The mean residual over the
@@ -86,9 +88,10 @@ def redistribute(states: list[State], world_size: int, nodes: int | None = None)
         world_size: number of ranks of the new run.
         nodes: number of ranks of a node of the new run, if it is registered with ``nodes=``; they
             are numbered node by node. The old run can have other nodes, or none.
+        rank: a new rank. Only its state is made, which takes the memory of one rank.
 
     Returns:
-        One state dict for each new rank, in rank order.
+        One state dict for each new rank, in rank order; with `rank`, that of this rank alone.
 
     Raises:
         CheckpointError: if the states are not those of all ranks of one run at one step.
@@ -98,9 +101,11 @@ def redistribute(states: list[State], world_size: int, nodes: int | None = None)
     node_size = 1 if nodes is None else nodes
     if not is_whole(node_size) or node_size < 1 or world_size % node_size:
         raise CheckpointError(f"nodes must divide world_size, {world_size}, and is {nodes!r}")
-    new = [Place.in_order(rank, node_size) for rank in range(world_size)]
+    if rank is not None and not (is_whole(rank) and 0 <= rank < world_size):
+        raise CheckpointError(f"rank must be from 0 to {world_size - 1}, not {rank!r}")
     whole = _joined(_complete(states))
-    return [_cut(whole, world_size, place) for place in new]
+    ranks = range(world_size) if rank is None else [rank]
+    return [_cut(whole, world_size, Place.in_order(each, node_size)) for each in ranks]
 
 
 def gathered(states: list[State]) -> State:
@@ -288,11 +293,14 @@ def _piece(layout: Layout, whole: Tensor, place: Place, *, flat: bool) -> Tensor
 
 def _mean(states: list[State], slot: str) -> Tensors:
     tensors = [state["slots"][slot]["tensors"] for state in states]
-    # In float64: the sum of 16-bit residuals can exceed their range.
-    return {
-        name: torch.stack([each[name].double() for each in tensors]).mean(0).to(value.dtype)
-        for name, value in tensors[0].items()
-    }
+    means = Tensors()
+    for name, value in tensors[0].items():
+        # In float64: the sum of 16-bit residuals can exceed their range.
+        total = torch.zeros_like(value, dtype=torch.float64)
+        for each in tensors:
+            total += each[name]
+        means[name] = total.div_(len(tensors)).to(value.dtype)
+    return means
 
 
 def _joined_shards(states: list[State], slot: str) -> Tensors:

@@ -1,6 +1,5 @@
 """A whole run under torchrun, with faults, and what it leaves behind."""
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from recipes.elastic.agents import Agents
 from recipes.elastic.faults import Fault, Saboteur
 from recipes.elastic.settings import Settings
+from recipes.marker import Marker
 from recipes.options import as_plain_dict
 
 
@@ -64,7 +64,7 @@ def run(
 def states_after(step: int, folder: Path) -> list[dict[str, Any]]:
     """Return the states of all ranks from the checkpoint of a step."""
     checkpoint = folder / "checkpoints" / f"step-{step:09d}"
-    ranks = json.loads((checkpoint / "complete.json").read_text())["ranks"]
+    ranks = Marker.read(checkpoint).ranks
     return [torch.load(checkpoint / f"rank-{rank}.pt") for rank in range(ranks)]
 
 

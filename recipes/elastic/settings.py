@@ -8,7 +8,7 @@ from torchcomp.local_sgd import Nesterov
 from torchcomp.spec import parse_aggregator, parse_outer_step, parse_schedule
 
 # The number of ranks is not a setting: it can change. These do not affect the result.
-_FREE = {"out", "checkpoint_every"}
+_FREE = {"out", "checkpoint_every", "timeout"}
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,11 @@ class Settings:
     lr: float = option(0.2, "learning rate of SGD at the first step; it falls to 0", above=0)
     seed: int = option(0, "of weights and batches", min=0)
     checkpoint_every: int = option(50, "steps between two checkpoints", min=1)
+    timeout: int = option(
+        0,
+        "seconds that a rank waits for another one, before all restart (0: PyTorch's, 1800)",
+        min=0,
+    )
     out: str = option("runs/elastic", "folder of the checkpoints and the log")
 
     @property

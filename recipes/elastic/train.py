@@ -22,21 +22,23 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import torchcomp
 from recipes.checkpoints import Checkpoints
-from recipes.distributed import cleanup_distributed, env_world_size
+from recipes.distributed import cleanup_distributed, env_world_size, init_process_group
 from recipes.elastic.account import Account, mean
 from recipes.elastic.settings import Settings, read_settings
 from recipes.elastic.task import Samples, lr_factor, student
-from recipes.errors import exit_on_user_error
+from recipes.errors import TORCHCOMP_ERRORS, RecipeError, exit_on_user_error
+from recipes.log_file import LogFile
+from recipes.result_files import make_folder
 
 State = dict[str, Any]
 
 
-@exit_on_user_error(torchcomp.CheckpointError, torchcomp.ScheduleError)
+@exit_on_user_error(*TORCHCOMP_ERRORS)
 def main() -> None:
     """Train to the last step, from the newest checkpoint if there is one."""
     settings = read_settings(sys.argv[1:], env_world_size())
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    init_process_group("gloo", settings.timeout)
     run = Run(settings)
     run.train()
     run.method.close()
@@ -69,7 +71,12 @@ class Run:
         self.log = Log(folder, self)
 
     def train(self) -> None:
-        """Take the remaining steps, and save the last one."""
+        """Take the remaining steps, and save the last one.
+
+        Raises:
+            RecipeError: if the last one cannot be saved.
+        """
+        self.print(f"{self.world_size} ranks, from step {self.step} of {self.settings.steps}")
         due = False
         while self.step < self.settings.steps:
             self.backward()
@@ -82,6 +89,7 @@ class Run:
             if (due or self.step == self.settings.steps) and self.replicas_are_equal():
                 self.save()
                 due = False
+        self.print(f"step {self.step} is saved: the run in {self.settings.out} is complete")
 
     def backward(self) -> None:
         """Run the backward pass of a step."""
@@ -93,10 +101,25 @@ class Run:
         return not isinstance(self.method, torchcomp.LocalSGD) or self.method.next_sync is None
 
     def save(self) -> None:
-        """Save a checkpoint. If a disk is full, the run goes on without it."""
+        """Save a checkpoint. If a disk is full, the run goes on without it.
+
+        Raises:
+            RecipeError: if that of the last step, the result of the run, cannot be saved.
+        """
         problem = self.checkpoints.save(self.step, self.state_dict(), self.settings.to_match)
-        if problem is not None and self.rank == 0:
-            print(f"step {self.step} was not saved ({problem})", file=sys.stderr, flush=True)
+        if problem is None:
+            return
+        if self.step == self.settings.steps:
+            raise RecipeError(
+                f"the last step, {self.step}, was not saved ({problem}). Solve that, and start "
+                "the same command again: it continues from the checkpoint before"
+            )
+        self.print(f"step {self.step} was not saved ({problem})")
+
+    def print(self, line: str) -> None:
+        """Print a line, on rank 0."""
+        if self.rank == 0:
+            print(line, flush=True)
 
     def state_dict(self) -> State:
         """Return everything on this rank that the rest of the run depends on."""
@@ -112,10 +135,11 @@ class Run:
     def resized(self, states: list[State]) -> State:
         """Return the state of this rank, from those of another number of ranks."""
         # The mean residual, and new shards of the server residual.
-        methods = torchcomp.redistribute([state["method"] for state in states], self.world_size)
+        methods = [state["method"] for state in states]
+        (method,) = torchcomp.redistribute(methods, self.world_size, rank=self.rank)
         account = mean([state["account"] for state in states])
         # All else is equal on all ranks.
-        return {**states[0], "method": methods[self.rank], "account": account}
+        return {**states[0], "method": method, "account": account}
 
     def load(self, state: State) -> None:
         """Continue from a state."""
@@ -158,16 +182,15 @@ class Log:
     """
 
     def __init__(self, folder: Path, run: Run) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         start = {"rank": run.rank, "ranks": run.world_size, "pid": os.getpid(), "step": run.step}
-        with (folder / "starts.jsonl").open("a") as starts:
-            starts.write(f"{json.dumps(start)}\n")
-        self._steps = (folder / "steps.csv").open("a", buffering=1) if run.rank == 0 else None
+        LogFile(folder / "starts.jsonl").write(json.dumps(start))
+        self._steps = LogFile(folder / "steps.csv") if run.rank == 0 else None
 
     def after_step(self, step: int) -> None:
         """Write a line, on rank 0."""
         if self._steps is not None:
-            self._steps.write(f"{os.getpid()},{step}\n")
+            self._steps.write(f"{os.getpid()},{step}")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,16 @@ import os
 import re
 import shutil
 import signal
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from recipes.elastic import experiment, train
 from recipes.elastic.account import audit
@@ -118,6 +122,80 @@ def test_the_plan_is_drawn_from_its_seed() -> None:
 def test_flags_that_cannot_be_used(flags: list[str], error: type[Exception]) -> None:
     with pytest.raises(error):
         read_settings(flags, 4)
+
+
+@pytest.fixture
+def main_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """Run the program in this process, on one rank, with six steps in ``tmp_path``."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    threads = torch.get_num_threads()
+
+    def run_main(*flags: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["train", "--steps", "6", "--out", str(tmp_path), *flags])
+        train.main()
+
+    yield run_main
+    torch.set_num_threads(threads)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def fill_the_disk(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to("/dev/full")
+
+
+def test_a_run_says_where_it_begins_and_ends(
+    main_here: Callable[..., None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    for first in (0, 6):
+        main_here()
+        begin, end = capfd.readouterr().out.splitlines()
+        assert f"1 ranks, from step {first} of 6" in begin
+        assert "step 6" in end
+
+
+def test_a_last_step_that_cannot_be_saved_is_an_error(
+    main_here: Callable[..., None], tmp_path: Path
+) -> None:
+    fill_the_disk(tmp_path / "checkpoints" / "step-000000006" / ".rank-0.pt")
+    with pytest.raises(SystemExit, match=r"step, 6, .*No space left on device"):
+        main_here()
+
+
+def test_a_run_goes_on_if_nothing_but_its_result_can_be_written(
+    main_here: Callable[..., None], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("steps.csv", "starts.jsonl", "checkpoints/step-000000004/.rank-0.pt"):
+        fill_the_disk(tmp_path / name)
+    main_here("--checkpoint-every", "4")
+    assert len(states_after(6, tmp_path)) == 1
+    printed = capfd.readouterr()
+    assert len(printed.err.splitlines()) == 2
+    assert "step 4 was not saved" in printed.out
+
+
+def test_weights_that_are_not_finite_are_an_error_of_the_flags(
+    main_here: Callable[..., None],
+) -> None:
+    with pytest.raises(SystemExit, match=r"error: .*gradient"):
+        main_here("--lr", "1e200")
+
+
+def test_a_timeout_is_that_of_the_process_group(
+    main_here: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, seen = dist.init_process_group, list[Any]()
+
+    def init_process_group(*arguments: Any, **options: Any) -> None:
+        seen.append(options["timeout"])
+        begin(*arguments, **options)
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    main_here()
+    main_here("--timeout", "7")
+    assert seen == [None, timedelta(seconds=7)]
 
 
 def test_the_committed_table_has_twenty_kills_of_every_method() -> None:

@@ -286,6 +286,30 @@ def test_a_run_that_ends_before_the_answer_or_with_it_finishes(
     assert train_here(*flags, "--signal-every", every)["steps"] == 22
 
 
+def test_a_signal_on_a_full_disk_does_not_ask_for_a_requeue(
+    train_here: TrainHere, digits_flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As above: the signals at step 5 stop the ranks at step 12.
+    full = Path(digits_flags[-1]) / "checkpoints" / "step-000000012" / ".rank-0.pt"
+    full.parent.mkdir(parents=True)
+    full.symlink_to("/dev/full")
+    signals_around_saving(monkeypatch)
+    flags = ["--epochs", "1", "--signal-every", "4", "--checkpoint-every", "5"]
+    with pytest.raises(RecipeError, match=r"step 12 .*No space left on device"):
+        train_here(*digits_flags, *flags)
+
+
+@pytest.mark.soak
+def test_a_rank_that_is_stopped_ends_the_run_after_the_timeout(
+    forked: Launcher, flags: list[str], out: Path
+) -> None:
+    run = forked.start(*flags, "--timeout", "3")
+    wait_until(lambda: has_begun(out), run.is_alive, run.printed)
+    os.kill(run.ranks[1].pid, signal.SIGSTOP)
+    run.ranks[0].join(PATIENCE)
+    assert run.ranks[0].exitcode not in (None, 0, REQUEUE)
+
+
 def test_loader_processes_ignore_the_signals(
     train_here: TrainHere, photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,15 +1,25 @@
 """A checkpoint is loaded only if it is complete and was written by the same run."""
 
+import errno
+import os
+import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import torchcomp
 from recipes.checkpoints import Checkpoints
 from recipes.errors import RecipeError
+from recipes.marker import MARKER, Marker
 from recipes.random_state import random_state, seed_all, set_random_state
+from recipes.resizing import resized
 from tests.support.ranks import on_threads
 
 SETTINGS = {"model": "smallcnn", "epochs": 3}
@@ -54,6 +64,115 @@ def test_a_checkpoint_that_another_rank_is_writing_is_kept(checkpoints: Checkpoi
     assert ahead.is_dir()
 
 
+def steps_in(checkpoints: Checkpoints) -> list[int]:
+    """Return the steps of the complete checkpoints."""
+    return sorted(int(path.parent.name[5:]) for path in checkpoints.folder.glob(f"*/{MARKER}"))
+
+
+def test_a_damaged_checkpoint_is_not_one_of_those_that_are_kept(checkpoints: Checkpoints) -> None:
+    for step in (10, 15):
+        checkpoints.save(step, {"step": step}, SETTINGS)
+    truncate(checkpoints.folder / "step-000000015" / "rank-0.pt")
+    with pytest.raises(RecipeError, match="epochs"):
+        checkpoints.load({**SETTINGS, "epochs": 4})
+    assert steps_in(checkpoints) == [10, 15]
+    assert checkpoints.load(SETTINGS)["step"] == 10
+    for step in (12, 14):
+        checkpoints.save(step, {"step": step}, SETTINGS)
+    assert steps_in(checkpoints) == [12, 14]
+
+
+def test_what_cannot_be_deleted_or_is_not_ours_stays(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(path: object, **options: object) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    checkpoints.save(1, {}, SETTINGS)
+    copies = [checkpoints.folder / name / "a" for name in ("step-000000000.bak", "step-0-best")]
+    for copy in copies:
+        copy.parent.mkdir()
+        copy.touch()
+    (checkpoints.folder / "step-000000000").write_text("a file")
+    monkeypatch.setattr(os, "rmdir", busy)
+    for step in (2, 3):
+        assert checkpoints.save(step, {}, SETTINGS) is None
+    assert steps_in(checkpoints) == [2, 3]
+    assert all(copy.exists() for copy in copies)
+
+
+def test_a_failed_save_is_reported_if_nothing_can_be_deleted_either(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    checkpoints.save(1, {"step": 1}, SETTINGS)
+    monkeypatch.setattr(os, "replace", read_only)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    assert checkpoints.save(2, {}, SETTINGS) == "rank 0: Read-only file system"
+    assert checkpoints.load(SETTINGS)["step"] == 1
+
+
+# Another run, or another folder, by mistake.
+
+
+def test_a_file_that_another_run_replaces_is_damaged(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Checkpoints(tmp_path / "other", rank=0, world_size=1)
+    other.save(10, {"step": 10, "w": torch.ones(3)}, SETTINGS)
+    theirs = next(other.folder.rglob("rank-0.pt"))
+    checkpoints.save(5, {"step": 5, "w": torch.zeros(3)}, SETTINGS)
+    replace = os.replace
+
+    def replace_twice(source: Path, target: Path) -> None:
+        replace(source, target)
+        if target.name == theirs.name:
+            shutil.copy(theirs, target)
+
+    monkeypatch.setattr(os, "replace", replace_twice)
+    assert checkpoints.save(10, {"step": 10, "w": torch.zeros(3)}, SETTINGS) is None
+    assert checkpoints.load(SETTINGS)["step"] == 5
+
+
+def test_what_was_just_saved_is_kept_below_the_steps_of_another_run(
+    checkpoints: Checkpoints,
+) -> None:
+    for step in (100, 110, 10):
+        assert checkpoints.save(step, {"step": step}, SETTINGS) is None
+    assert steps_in(checkpoints) == [10, 100, 110]
+
+
+def save_in_own_folder(folder: Path) -> str | None:
+    rank = dist.get_rank()
+    return Checkpoints(folder / str(rank), rank, 2).save(5, {"rank": rank}, SETTINGS)
+
+
+def test_a_folder_that_the_ranks_do_not_share_is_found_at_once(tmp_path: Path) -> None:
+    problems = on_threads(2, save_in_own_folder, tmp_path)
+    assert problems[0] == problems[1]
+    assert f"{tmp_path / '0' / 'step-000000005' / 'rank-1.pt'}" in problems[0]
+    assert "--out" in problems[0]
+    assert not list(tmp_path.rglob(MARKER))
+
+
+def save_what_cannot_be_saved_on_rank_1(folder: Path) -> str | None:
+    rank = dist.get_rank()
+    state = {"hook": threading.Lock()} if rank == 1 else {}
+    return Checkpoints(folder, rank, 2).save(5, state, SETTINGS)
+
+
+def test_no_rank_waits_for_one_that_cannot_save_its_state(tmp_path: Path) -> None:
+    problems = on_threads(2, save_what_cannot_be_saved_on_rank_1, tmp_path)
+    assert problems[0] == problems[1]
+    assert problems[0].startswith("rank 1: TypeError: ")
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+# Loading.
+
+
 def test_nothing_to_resume_from(checkpoints: Checkpoints) -> None:
     with pytest.raises(RecipeError, match=r"--resume: .*checkpoints;.*--checkpoint-every"):
         checkpoints.load(SETTINGS)
@@ -84,6 +203,91 @@ def load_resized(folder: Path) -> dict[str, object]:
     with pytest.raises(RecipeError, match="model"):
         checkpoints.load({**SETTINGS, "model": "timm/x"}, resized=lambda states: {})
     return checkpoints.load(SETTINGS, lambda states: {"rank": checkpoints.rank, "all": states})
+
+
+def write_files_of(states: list[dict[str, Any]], folder: Path) -> list[Path]:
+    """Write a checkpoint of several ranks, and return their files."""
+
+    def save() -> None:
+        rank = dist.get_rank()
+        assert Checkpoints(folder, rank, len(states)).save(5, states[rank], SETTINGS) is None
+
+    on_threads(len(states), save)
+    return sorted(folder.rglob("rank-*.pt"))
+
+
+@contextmanager
+def peak_memory() -> Iterator[Callable[[], int]]:
+    """Measure by how many bytes the memory of this process grows, without pages of files."""
+
+    def now() -> int:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
+    start, over = now(), threading.Event()
+    seen = [start]
+
+    def watch() -> None:
+        while not over.is_set():
+            seen.append(now())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield lambda: max(seen) - start
+    finally:
+        over.set()
+        thread.join()
+
+
+def residuals(exchange: torchcomp.InProcessExchange) -> dict[str, Any]:
+    """Return the state of a rank with a residual of 2 MiB."""
+    gradients = {f"{index}": torch.ones(1 << 15) for index in range(16)}
+    averager = torchcomp.Averager("ef(topk(0.01))", exchange, gradients)
+    averager.average_all(gradients)
+    return averager.state_dict()
+
+
+def test_another_number_of_ranks_needs_less_memory_than_two_files(tmp_path: Path) -> None:
+    methods = torchcomp.run_in_process(4, residuals)
+    common = {"model": torch.zeros(3 << 19), "meter": torch.zeros(3)}
+    (path, *_) = write_files_of([{**common, "method": method} for method in methods], tmp_path)
+    with peak_memory() as peak:
+        state = Checkpoints(tmp_path, 0, 1).load(SETTINGS, lambda states: resized(states, 4, 24, 0))
+    assert (state["method"]["rank"], state["method"]["world_size"]) == (4, 24)
+    assert peak() < 2 * path.stat().st_size
+
+
+def test_a_loaded_state_does_not_depend_on_the_files_any_more(tmp_path: Path) -> None:
+    _, path = write_files_of([{"w": torch.zeros(1000)}, {"w": torch.ones(1000)}], tmp_path)
+    state = Checkpoints(tmp_path, 0, 1).load(SETTINGS, resized=lambda states: states[1])
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert state["w"].eq(1).all()
+
+
+def test_every_changed_bit_of_a_marker_is_found(tmp_path: Path) -> None:
+    marker = Marker(("0f", "1e"), {"lr": 0.2, "compress": "ef(topk(0.01))"})
+    marker.write(tmp_path)
+    path = tmp_path / MARKER
+    good = path.read_bytes()
+    for bit in range(8 * len(good)):
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(bad)
+        try:
+            # JSON ignores white space, so a changed space can leave everything as it was.
+            assert Marker.read(tmp_path) == marker
+        except RecipeError:
+            continue
+        assert chr(good[bit // 8]).isspace()
+
+
+def test_a_marker_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / MARKER).write_text('{"step": 5, "ranks": 1, "sha256": ["ab"], "settings": {}}')
+    with pytest.raises(RecipeError, match="version"):
+        Marker.read(tmp_path)
 
 
 def truncate(path: Path) -> None:
@@ -157,7 +361,7 @@ def on_one_of_two_ranks(folder: Path) -> tuple[str | None, Path | None]:
         full.parent.mkdir(exist_ok=True)
         full.symlink_to("/dev/full")
     problem = checkpoints.save(10, {"step": 10, "rank": rank}, SETTINGS)
-    # Rank 1 finds the damage.
+    # Rank 1 finds the damage, and both forget this checkpoint.
     checkpoints.save(15, {"step": 15, "rank": rank}, SETTINGS)
     if rank == 1:
         truncate(folder / "step-000000015" / "rank-1.pt")
@@ -166,7 +370,7 @@ def on_one_of_two_ranks(folder: Path) -> tuple[str | None, Path | None]:
 
 
 def test_all_ranks_know_what_happens_to_one_of_them(tmp_path: Path) -> None:
-    expected = "rank 1: No space left on device", tmp_path / "step-000000015"
+    expected = "rank 1: No space left on device", tmp_path / "step-000000005"
     assert on_threads(2, on_one_of_two_ranks, tmp_path) == [expected] * 2
     assert sorted(tmp_path.glob("step-000000010/*")) == []
 

@@ -1,0 +1,53 @@
+"""Files that are whole or not there, also after a kill or on a full disk."""
+
+import hashlib
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+class _HashingWriter(io.BufferedWriter):
+    """A new file, and the SHA-256 of all bytes that are written to it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: Any, /) -> int:
+        self.sha256.update(data)
+        return super().write(data)
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> str:
+    """Write a file beside the old one, sync it, and put it in the place of the old one.
+
+    Args:
+        path: of the file.
+        write: gets the open file.
+
+    Returns:
+        The SHA-256 of what was written. Another process can have replaced the file since then.
+
+    Raises:
+        OSError: if the disk is full or read-only. The old file stays.
+    """
+    unfinished = path.with_name(f".{path.name}")
+    try:
+        # Given a path, torch.save() would raise other errors than OSError.
+        with _HashingWriter(unfinished) as file:
+            write(file)
+            # os.replace() is atomic, but it can reach the disk before the content does.
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except Exception as error:
+        # A full disk has no space for half a file.
+        unfinished.unlink(missing_ok=True)
+        # In the middle of a large tensor, torch.save() raises a RuntimeError about its position in
+        # the file while it handles the error of the disk.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+    return file.sha256.hexdigest()
