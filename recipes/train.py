@@ -45,7 +45,7 @@ from recipes.errors import TORCHCOMP_ERRORS, RecipeError, exit_on_user_error
 from recipes.evaluation import Evaluator, Meter, parameters_are_equal, sha256_of
 from recipes.image_data import open_batches
 from recipes.image_data.order import NOISE, keyed_seed
-from recipes.interruption import REQUEUE, Interruption, exit_for_requeue, ignore_signals
+from recipes.interruption import Interruption, exit_for_requeue, ignore_signals
 from recipes.lr_schedules import lr_function
 from recipes.models import build_model, check_model
 from recipes.optimizers import build_optimizer
@@ -64,6 +64,7 @@ from recipes.report import Report
 from recipes.resizing import resized
 from recipes.settings import Settings, read_settings
 from recipes.shrink import shrink
+from recipes.signals import REQUEUE
 
 # Settings that a resumed run can change. They do not affect its final weights.
 _FREE_ON_RESUME = {"out", "resume", "auto_resume", "elastic", "checkpoint_every", "signal_every"}
