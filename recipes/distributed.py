@@ -83,7 +83,7 @@ def threads_per_worker(settings: Settings, worker: Worker) -> int:
     return settings.threads or max(1, len(os.sched_getaffinity(0)) // worker.local_world_size)
 
 
-def init_distributed(worker: Worker, timeout: int) -> None:
+def init_distributed(worker: Worker, timeout: int = 0) -> None:
     """Initialize the default process group: NCCL on GPUs, gloo on CPUs.
 
     Args:
