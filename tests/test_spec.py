@@ -4,6 +4,7 @@ import ast
 import builtins
 import re
 import string
+import warnings
 
 import numpy as np
 import pytest
@@ -538,6 +539,15 @@ def spec_or_spec_error(text):
 @example("# coding: latin-1 é")
 def test_any_text_is_a_spec_or_a_spec_error(text):
     spec_or_spec_error(text)
+
+
+@pytest.mark.parametrize("text", ["1if", "0x1for", "'\\d'"])
+def test_python_warns_of_nothing_beside_the_error(text):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(SpecError):
+            torchcomp.parse(text)
+    assert caught == []
 
 
 WORDS = [*COMPONENTS, *"()=,.-+*:[]{}'\"\\#@ \n", *string.digits, "0.1", "nan", "inf", "1j"]

@@ -6,6 +6,7 @@ literals only. Nothing is evaluated.
 
 import ast
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from threading import Lock
@@ -118,7 +119,9 @@ class _Parser:
                 f"the spec has {len(self.text)} characters, and the limit is {_LONGEST}"
             )
         try:
-            with _PARSING:
+            # Python warns of texts such as "1if" before it refuses them; the error says it all.
+            with _PARSING, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 tree = ast.parse(self.text, mode="eval")
             return self._value(tree.body, wanted)
         except SpecError:  # a ValueError that already has its message and caret

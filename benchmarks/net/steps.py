@@ -75,12 +75,15 @@ class StepBench:
         dist.barrier()
         self.clock.reset()
         before = self._snapshot(trainee)
+        # The ranks of a host share its counters: none may send before all have read them.
+        dist.barrier()
         times = [self._step(trainee, number) for number in range(steps)]
         collective = self.clock.seconds
         # The last messages of this rank can still be in its queue when its step has ended. After
         # the barrier they have been sent.
         dist.barrier()
         after = self._snapshot(trainee)
+        dist.barrier()
         sent = after.sent - before.sent
         return RankSteps(
             times=times,

@@ -202,8 +202,8 @@ def local_steps_again(script):
     [
         ("local", nothing, []),
         ("average", nothing, [1, 2]),
-        ("reset", nothing, [1, 2]),
-        ("local", a_new_optimizer, [1, 2]),
+        pytest.param("reset", nothing, [1, 2], marks=pytest.mark.thorough),
+        pytest.param("local", a_new_optimizer, [1, 2], marks=pytest.mark.thorough),
         ("local", local_steps_again, [2]),
     ],
 )

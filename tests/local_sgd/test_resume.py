@@ -351,7 +351,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("which", some(DAMAGES, of=2))
+@pytest.mark.parametrize("which", some(DAMAGES, of=4))
 def test_a_damaged_state_is_refused_and_the_run_continues(which):
     def body():
         options = OPTIONS | {"local": METHODS["sparse"]}

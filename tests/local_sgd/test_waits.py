@@ -8,6 +8,7 @@ from torch import nn
 
 import torchcomp
 from tests.local_sgd.script import Script
+from tests.support.cases import some
 from tests.support.counting import counted
 from tests.support.models import seeded
 from tests.support.ranks import with_fake_ranks
@@ -73,14 +74,14 @@ def test_a_local_step_launches_and_waits_for_nothing(name, optimizer_alone):
         assert not found[step].waits
 
 
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("name", some(LOCAL, of=2))
 def test_a_synchronisation_waits_equally_often_for_any_number_of_buckets(name):
     for layers in (4, 8):
         found = with_fake_ranks(2, partial(steps, LOCAL[name], layers, bucket_cap_mb=SMALL))
         assert found[-1].waits.total() == WAITS[name]
 
 
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("name", some(LOCAL, of=2))
 def test_a_synchronisation_launches_equally_much_for_any_number_of_parameters(name):
     few, many = (with_fake_ranks(2, steps, LOCAL[name], layers) for layers in (4, 8))
     assert few[-1].launches == many[-1].launches

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime import interpreter
 
 from tests.kernels.interpreted.test_steps import triton_on_the_cpu
-from tests.support.cases import only
+from tests.support.cases import only, some
 from tests.support.launches import Count, launches, one_bucket
 from torchcomp import host
 
@@ -58,7 +58,7 @@ def counted():
 
 
 @pytest.mark.parametrize("ranks", only([8, 64], now=[8]))
-@pytest.mark.parametrize("spec", BUDGETS)
+@pytest.mark.parametrize("spec", some(BUDGETS, of=2))
 def test_a_bucket_costs_at_most_its_budget(spec, ranks):
     cpu = torch.device("cpu")
     per_bucket, _ = one_bucket(spec, ranks, simulation=counted, device=cpu)
