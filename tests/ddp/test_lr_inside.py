@@ -3,7 +3,6 @@
 tests/engine/test_lr_inside.py compares the method itself with the thesis's.
 """
 
-import logging
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 import torchcomp
 from tests.support.cases import thorough
+from tests.support.logs import messages_of
 from tests.support.models import kept, mlp, wrap
 from tests.support.outcomes import assert_close, assert_refused, caught, flat, same
 from tests.support.patience import PATIENCE
@@ -190,7 +190,7 @@ def test_only_plain_sgd_is_registered_without_a_warning(
         torchcomp.register(model, "ef(topk(0.2))", lr_inside=optimizer(model.parameters()))
 
     on_threads(2, body)
-    lines = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    lines = messages_of("hooks.log", caplog)
     assert len(lines) == len(warned)  # on one rank only
     assert all(name in line for line in lines for name in ("lr_inside", *warned))
 

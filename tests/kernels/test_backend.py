@@ -1,10 +1,10 @@
 """The choice between plain torch and the fast forms, and what happens when those fail."""
 
 import builtins
-import logging
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
 from tests.support.cases import only
+from tests.support.logs import messages_of
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_threads
 from torchcomp.aggregators.rehearsal import rehearse
@@ -23,9 +24,9 @@ NUMBA = "select_numba", "elias_fano_numba", "entries_numba", "quantize_numba"
 
 
 @pytest.fixture
-def log(caplog):
-    with caplog.at_level(logging.WARNING, logger="torchcomp"):
-        yield caplog
+def warned(caplog):
+    """Return the warnings about kernels so far."""
+    return partial(messages_of, "kernels.backend", caplog)
 
 
 def use_two_kernels():
@@ -36,27 +37,27 @@ def use_two_kernels():
 
 
 @pytest.mark.usefixtures("uncached_fast_forms")
-def test_without_numba_one_warning_says_how_to_install_it(monkeypatch, log):
+def test_without_numba_one_warning_says_how_to_install_it(monkeypatch, warned):
     monkeypatch.setitem(sys.modules, "numba", None)
     for name in NUMBA:
         monkeypatch.delitem(sys.modules, f"torchcomp.kernels.{name}", raising=False)
     use_two_kernels()
-    assert ['torchcomp-ddp[kernels]"' in record.getMessage() for record in log.records] == [True]
+    assert ['torchcomp-ddp[kernels]"' in message for message in warned()] == [True]
 
 
 @pytest.mark.usefixtures("uncached_fast_forms")
 @pytest.mark.parametrize("error", [AttributeError("print"), OSError("no LLVM"), ImportError("ABI")])
-def test_any_error_of_the_import_ends_in_one_warning(monkeypatch, log, error):
+def test_any_error_of_the_import_ends_in_one_warning(monkeypatch, warned, error):
     def fail(name):
         raise error
 
     monkeypatch.setattr(backend.importlib, "import_module", fail)
     use_two_kernels()
-    assert [str(error) in record.getMessage() for record in log.records] == [True]
+    assert [str(error) in message for message in warned()] == [True]
 
 
 @pytest.mark.usefixtures("uncached_fast_forms")
-def test_a_kernel_that_fails_is_found_before_training(monkeypatch, log):
+def test_a_kernel_that_fails_is_found_before_training(monkeypatch, warned):
     def fail(*arguments):
         raise TypeError("failed at nopython frontend")
 
@@ -65,13 +66,13 @@ def test_a_kernel_that_fails_is_found_before_training(monkeypatch, log):
     monkeypatch.setitem(sys.modules, "torchcomp.kernels.select_numba", broken)
     rehearse.cache_clear()
     rehearse(method, torch.float32, cpu)
-    assert ["nopython frontend" in record.getMessage() for record in log.records] == [True]
+    assert ["nopython frontend" in message for message in warned()] == [True]
     use_two_kernels()
     rehearse.cache_clear()
 
 
 @pytest.mark.usefixtures("uncached_fast_forms")
-def test_an_error_of_the_method_itself_is_raised(log):
+def test_an_error_of_the_method_itself_is_raised(warned):
     class Broken(torchcomp.parse("mean").__class__):
         def aggregate(self, *arguments):
             raise KeyError("mine")
@@ -80,7 +81,7 @@ def test_an_error_of_the_method_itself_is_raised(log):
     with pytest.raises(KeyError, match="mine"):
         rehearse(Broken(), torch.float32, torch.device("cpu"))
     # Its own error says nothing about the kernels of other methods.
-    assert log.records == []
+    assert warned() == []
     assert backend.fast_form("select", "cpu") is form
 
 

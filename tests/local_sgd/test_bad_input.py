@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchcomp
 from tests.local_sgd.script import Script, mlp, momentum, sgd, spied, synchronised_steps, trained
 from tests.support.cases import thorough
+from tests.support.logs import messages_of
 from tests.support.models import seeded
 from tests.support.outcomes import assert_refused
 from tests.support.ranks import on_threads
@@ -435,7 +436,7 @@ def test_a_schedule_that_hardly_ever_averages_says_so_at_construction(
         torchcomp.LocalSGD(model, optimizer, spec, total_steps=total)
 
     on_threads(2, body)
-    said = [record.getMessage() for record in caplog.records]
+    said = [message for message in messages_of("local_sgd", caplog) if spec in message]
     assert len(said) == (words is not None)
     for word in words or ():
         assert word in said[0]

@@ -1,8 +1,8 @@
 """close() restores the model, the optimizer and the scaler."""
 
 import gc
-import logging
 import weakref
+from functools import partial
 from inspect import signature
 
 import pytest
@@ -12,10 +12,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import torchcomp
 from tests.local_sgd.script import Script, constant, mlp, momentum, sgd, synchronised_steps
+from tests.support.logs import messages_of
 from tests.support.outcomes import equal_on_all
 from tests.support.ranks import on_processes, on_threads
-
-LOGGER = "torchcomp.local_sgd"
 
 
 def installed(script):
@@ -151,14 +150,8 @@ def logged(caplog):
     """The log messages of this test's local steps."""
     # Objects that earlier tests dropped must log their warnings before this test starts.
     gc.collect()
-    caplog.set_level(logging.DEBUG, LOGGER)
     caplog.clear()
-    # What LocalSGD does is logged as well, at level INFO.
-    return lambda: [
-        record.getMessage()
-        for record in caplog.records
-        if record.name == LOGGER and record.levelno >= logging.WARNING
-    ]
+    return partial(messages_of, "local_sgd", caplog)
 
 
 def test_closing_inside_a_round_logs_one_warning_a_rank(logged):
