@@ -39,14 +39,15 @@ FAST = $(filter-out $(LONG:%=tests/%.py),$(wildcard tests/test_*.py)) \
 test-fast: setup ## the core's tests, in about a minute
 	@.venv/bin/python -m pytest -n 2 --dist worksteal $(FAST) $(ARGS)
 
-# A file's tests stay together: they share compiled kernels and what their fixtures make.
+# A file's tests stay together: they share compiled kernels and what their fixtures make. Three
+# workers on two cores: many tests wait for other processes.
 test: setup ## all tests; ARGS="-k topk" runs some
 	@sh tools/setup.sh --triton
-	@.venv/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@.venv/bin/python -m pytest -n 3 --dist loadfile $(ARGS)
 
 test-thorough: setup ## more cases of the same tests
 	@sh tools/setup.sh --triton
-	@.venv/bin/python -m pytest -n 2 --dist loadfile -m thorough $(ARGS)
+	@.venv/bin/python -m pytest -n 3 --dist loadfile -m thorough $(ARGS)
 
 # ARGS="--resume" skips the parts that benchmarks/results has.
 soak: setup ## long runs, mutations, faults (1 h)
