@@ -184,8 +184,8 @@ def test_make_lists_its_targets():
             "experiment-small-gpt",
             ".venv/bin/python -m recipes.small_gpt.experiment --seeds 2",
         ),
-        ("test", ".venv/bin/python -m pytest -n 2 --dist loadfile --seeds 2"),
-        ("test-thorough", ".venv/bin/python -m pytest -n 2 --dist loadfile -m thorough --seeds 2"),
+        ("test", ".venv/bin/python -m pytest -n 3 --dist loadfile --seeds 2"),
+        ("test-thorough", ".venv/bin/python -m pytest -n 3 --dist loadfile -m thorough --seeds 2"),
         ("lint", ".venv/bin/python -m mypy"),
     ],
 )
