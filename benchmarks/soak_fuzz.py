@@ -358,10 +358,12 @@ class _Worker:
         self._context, self._arguments = context, (target, seed)
         self._hang, self._last = hang, last
         self.shared: Any = context.Array("q", [first, 0, 0, *[0] * len(target.RESULTS)])
-        self._problems: Any = context.Queue()
         self._start()
 
     def _start(self) -> None:
+        # A new one for each process: one that is killed can leave it locked. Simple, because a
+        # Queue writes in a thread, and loses what it has not written when the process crashes.
+        self._problems: Any = self._context.SimpleQueue()
         self.shared[_BEGAN] = time.monotonic_ns() + int(_PREPARES * 1e9)
         arguments = (*self._arguments, self._last, self.shared, self._problems)
         self._process = self._context.Process(target=_work, args=arguments, daemon=True)
@@ -369,12 +371,14 @@ class _Worker:
 
     def goes_on(self, problems: list[str]) -> bool:
         """Note what the process has found, or how it ended. Return whether cases are left."""
+        # First: what it has written before it ended is then read below.
+        alive = self._process.is_alive()
         while not self._problems.empty():
             problems.append(self._problems.get())
         case, waited = self.shared[_NEXT], (time.monotonic_ns() - self.shared[_BEGAN]) / 1e9
-        if case >= self._last and not self._process.is_alive():
+        if case >= self._last and not alive:
             return False
-        if self._process.is_alive() and waited < self._hang:
+        if alive and waited < self._hang:
             return True
         code = self._process.exitcode
         how = "hangs" if code is None else f"ends the process with exit code {code}"

@@ -1,8 +1,10 @@
 """Two levels: dense inside a node, compressed between nodes, each node as one rank."""
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -41,6 +43,7 @@ from tests.support.outcomes import (
 )
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import run_in_process
+from torchcomp.exchange import InsideExchange
 
 STEPS = 3
 NOW = ["ef(topk(0.1))", "bidirectional(topk(0.1), topk(0.1))", "powersgd(rank=1)"]
@@ -285,6 +288,27 @@ def test_a_nan_on_one_rank_raises_on_all_and_names_it(spec: str, check: str) -> 
         assert "'4.weight' on rank 2" in str(error)
         assert not any(f"on rank {rank}" in str(error) for rank in (0, 1, 3))
         assert unchanged
+
+
+def failed_after_the_end_of_a_step() -> tuple[str, bool]:
+    run = Run("ef(topk(0.1))", 2)
+    for step in range(2):
+        run.step(step)
+    before = reloaded(run.handle.state_dict())
+
+    def lost(exchange: InsideExchange, message: Tensor) -> Tensor:
+        while run.handle.averager.step == before["step"]:
+            time.sleep(0.01)
+        raise torchcomp.RankFailureError("lost")
+
+    with mock.patch.object(InsideExchange, "all_gather_rows", lost):
+        error = raised_by(lambda: run.step(2))
+    after = run.handle.state_dict()
+    return type(error).__name__, same({**before, "traffic": None}, {**after, "traffic": None})
+
+
+def test_a_failure_after_the_end_of_a_step_discards_it() -> None:
+    assert on_processes(4, failed_after_the_end_of_a_step) == 4 * [("RankFailureError", True)]
 
 
 @pytest.mark.parametrize("spec", only(THROUGH_DDP, now=NOW))

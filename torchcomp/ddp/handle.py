@@ -93,6 +93,11 @@ class DDPHandle(Handle):
         self.seconds_waited += time.perf_counter() - start
         self._running = False
         if self._buckets.failure is not None:
+            if self.averager.step > self._step_before:
+                # With two levels, the step can end well before the gradients are back in DDP's
+                # buckets.
+                self.averager.abandon(self._step_before)
+                self.averager.abandoned = False  # no job is left
             # Raise after DDP's own final callback, so that DDP is ready for another iteration.
             after_backward(self._raise_failure)
 
