@@ -106,6 +106,14 @@ def test_commit_after_a_rollback_applies_only_the_later_step(state):
     assert held(state) == COMMITTED | {"a": [5.0] * 2, "b": [6.0] * 3}
 
 
+def test_a_revert_after_a_rollback_does_not_undo_the_step_before(state):
+    """As after Ctrl-C behind a step that a GradScaler has skipped."""
+    write(state, ("a", "b"), 9.0)
+    state.rollback()
+    state.revert()
+    assert held(state) == COMMITTED
+
+
 def test_commit_leaves_what_the_step_did_not_open(state):
     write(state, ("c",), 8.0)
     state.commit()

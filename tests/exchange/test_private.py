@@ -3,8 +3,10 @@
 import gc
 import os
 import signal
+import threading
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -159,6 +161,19 @@ def test_a_stopped_rank_ends_the_others_within_the_timeout_of_the_users_group(tr
     ]
     # A cause that a rank has reported in another group is not that of this failure.
     assert not any("MemoryError" in str(error) for _, found in outcomes for error in found)
+
+
+def behind_a_silent_store():
+    name, users = new_name(ProcessGroupExchange()), dist.new_group(timeout=timedelta(seconds=0.5))
+    beside, silent = ProcessGroupExchange(users), threading.Event()
+    with mock.patch.object(dist, "ProcessGroupGloo", side_effect=lambda *_, **__: silent.wait()):
+        error = caught(lambda: PrivateExchange(name, beside.global_ranks, beside))
+    return type(error), type(error.__cause__)
+
+
+def test_a_store_that_does_not_answer_ends_the_wait_for_a_connection():
+    found = on_processes(2, behind_a_silent_store)
+    assert found == 2 * [(RankFailureError, dist.DistStoreError)]
 
 
 class Refusing(ProcessGroupExchange):

@@ -88,7 +88,7 @@ def trained(
     return run(case, folder, timeout, hosts.places(), change)
 
 
-@pytest.mark.parametrize("place", ["bucket 1", "finish", "between steps", "gather"])
+@pytest.mark.parametrize("place", ["connect", "bucket 1", "finish", "between steps", "gather"])
 @pytest.mark.parametrize("change", ["link_down", "half_open"])
 def test_a_lost_link_ends_all_ranks_within_the_timeout(
     change: str, place: str, hosts: LossyHosts, tmp_path: Path

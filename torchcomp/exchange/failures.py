@@ -9,6 +9,8 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
 from typing import Any, Protocol, TypeVar
 
@@ -21,9 +23,10 @@ from torchcomp.errors import RankFailureError
 SECONDS = 1.0
 """How long a rank waits for the reports of others, and for a store that does not answer."""
 
-ADVICE = "Look at the log of that rank, then restart all ranks from their last checkpoint"
+ADVICE = "Look at the logs of the ranks, then restart all ranks from their last checkpoint"
 _LOST, _CAUSE = "lost ", "cause "
 Reports = dict[int, str]
+Answer = TypeVar("Answer")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -76,6 +79,32 @@ def _failure(call: str, exchange: Reporter, error: RuntimeError) -> RankFailureE
         f"{call} among ranks {', '.join(map(str, ranks))} failed on rank {rank}: {who}. {ADVICE}. "
         f"The backend says: {text}"
     )
+
+
+def answered(seconds: float, ask: Callable[[], Answer]) -> Answer:
+    """Return what `ask` returns or raises, if it does so within some seconds.
+
+    A store behind a lost link does not answer, and its own timeout does not end the wait for it.
+
+    Raises:
+        dist.DistStoreError: otherwise. `ask` then goes on in a thread, for which the process does
+            not wait when it ends.
+    """
+    answer: Future[Answer] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except FutureTimeoutError:
+        raise dist.DistStoreError(
+            f"the store of the job has not answered for {seconds:g} seconds"
+        ) from None
 
 
 def report_cause(exchange: Reporter, error: BaseException) -> None:
@@ -155,8 +184,8 @@ def _who(exchange: Reporter, found: Reports) -> str:
     if silent:
         plural = "ranks" if len(silent) > 1 else "rank"
         return (
-            f"no report from {plural} {', '.join(silent)}: killed, stopped, still waiting or not "
-            "reachable"
+            f"no report from {plural} {', '.join(silent)}: ended after fewer steps, killed, "
+            "stopped, waiting in another call or not reachable"
         )
     others = "; ".join(
         f"rank {rank}: {text.removeprefix(_LOST)}"

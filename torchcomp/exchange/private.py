@@ -4,6 +4,7 @@ import pickle
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from torchcomp.errors import RankFailureError
 from torchcomp.exchange.base import Exchange
-from torchcomp.exchange.failures import ADVICE, explained, report_cause
+from torchcomp.exchange.failures import ADVICE, SECONDS, answered, explained, report_cause
 from torchcomp.exchange.process_group import ProcessGroupExchange
 
 
@@ -53,9 +54,11 @@ class PrivateExchange(ProcessGroupExchange):
             options._timeout = self.timeout
             self._group = dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
         else:
-            self._group = dist.ProcessGroupGloo(
-                store, self.rank, self.world_size, timeout=self.timeout
+            connect = partial(
+                dist.ProcessGroupGloo, store, self.rank, self.world_size, timeout=self.timeout
             )
+            # It ends by its own timeout, unless the store is behind a lost link.
+            self._group = answered(self.timeout.total_seconds() + SECONDS, connect)
 
     def leave(self, error: BaseException) -> None:
         """End this rank's connections after an error, so that the other ranks do not wait for it.
