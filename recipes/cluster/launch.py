@@ -43,6 +43,8 @@ def main(argv: list[str]) -> None:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from recipes.interruption import ignore_signals
+
     _check(argv)
     try:
         run.main(["--signals-to-handle", _TORCHRUN_SIGNALS, *argv])
@@ -50,6 +52,10 @@ def main(argv: list[str]) -> None:
         if {failure.exitcode for failure in error.failures.values()} <= _INTERRUPTED:
             sys.exit(REQUEUE)
         raise
+    finally:
+        # While Python ends, it restores the default of the signals that it has caught. A further
+        # signal would then end this process with another code.
+        ignore_signals()
 
 
 def _check(argv: list[str]) -> None:
@@ -81,12 +87,13 @@ def _catch_signals() -> None:
 
 
 def _pass_on(pipe: int) -> None:
+    started = False
     while True:
         number = os.read(pipe, 1)[0]
         if number in SIGNALS:
             ranks = _children()
-            if not ranks:
-                # No rank has started yet.
+            started |= bool(ranks)
+            if not started:
                 os._exit(REQUEUE)
             for pid in ranks:
                 with suppress(ProcessLookupError):

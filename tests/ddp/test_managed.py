@@ -288,6 +288,7 @@ def twice(rank: Rank, refusing: str) -> None:
         refuses = rank.manager.current_step() == 3 and not refused
         refused |= refuses
         rank.step(vote=not (refuses and rank.manager.name in refusing))
+        assert not rank.handle.left
 
 
 @pytest.mark.parametrize("spec", [TOPK, CONSERVING[1], *thorough(METHODS)])

@@ -252,6 +252,8 @@ def test_the_launcher_exits_with_the_code_of_interrupted_ranks(
     with pytest.raises(SystemExit) as exit_:
         launch.main(["script.py"])
     assert exit_.value.code == REQUEUE
+    # A signal while Python ends must not change the code.
+    assert {signal.getsignal(number) for number in SIGNALS} == {signal.SIG_IGN}
 
 
 @pytest.mark.usefixtures("_handlers")
@@ -282,6 +284,22 @@ def test_a_signal_while_the_launcher_starts_asks_for_a_requeue(tmp_path: Path) -
         timeout=PATIENCE,
     )
     assert ended.returncode == REQUEUE
+
+
+def test_a_signal_after_the_ranks_have_ended_does_not_ask_for_a_requeue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, bytes([signal.SIGUSR1] * 2))
+    os.close(writer)
+    children, passed_on, exits = iter([[17], []]), list[int](), list[int]()
+    monkeypatch.setattr(launch, "_children", lambda: next(children))
+    monkeypatch.setattr(os, "kill", lambda pid, number: passed_on.append(pid))
+    monkeypatch.setattr(os, "_exit", exits.append)
+    with pytest.raises(IndexError):  # the pipe is closed
+        launch._pass_on(reader)
+    os.close(reader)
+    assert (passed_on, exits) == ([17], [])
 
 
 def error_of_the_launcher(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> str:

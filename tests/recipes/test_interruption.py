@@ -110,10 +110,12 @@ class SlurmJob:
     Args:
         folder: for what the script prints, and for the list of requeued jobs.
         flags: the arguments of the script.
+        python: the interpreter of the launchers.
     """
 
-    def __init__(self, folder: Path, flags: list[str]) -> None:
+    def __init__(self, folder: Path, flags: list[str], python: str | Path = sys.executable) -> None:
         self.printed, self.requeued = folder / "printed", folder / "requeued"
+        self._python = python
         self._flags, self._id = flags, free_port() - 10_000
         self.printed.touch()
 
@@ -121,7 +123,7 @@ class SlurmJob:
         """Start the script as Slurm does, also after a requeue."""
         variables = {
             "PATH": f"{Path(__file__).parent / 'slurm_stand_ins'}:{os.environ['PATH']}",
-            "PYTHON": sys.executable,
+            "PYTHON": str(self._python),
             "OMP_NUM_THREADS": "1",
             "INTERFACE": "lo",
             "REQUEUED": str(self.requeued),
@@ -215,6 +217,16 @@ def test_a_slurm_job_with_a_wrong_flag_is_not_requeued(job: SlurmJob) -> None:
     assert job.script.wait(PATIENCE) not in (0, REQUEUE)
     assert "error (rank 0): --lr" in job.printed.read_text()
     assert job.requeued_ids() == []
+
+
+def test_a_signal_before_a_launcher_catches_it_requeues_the_job(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/bash\nkill -USR1 $$\n")
+    python.chmod(0o755)
+    job = SlurmJob(tmp_path, [], python)
+    job.start()
+    assert job.script.wait(PATIENCE) == REQUEUE, job.printed.read_text()
+    assert len(job.requeued_ids()) == 1
 
 
 # Kubernetes: the launcher with the variables of the runtime, in place of a pod.

@@ -146,7 +146,10 @@ class Managed(Flat):
     @property
     def left(self) -> bool:
         self._ballot.require_vote("handle.left")
-        self.averager.settle()
+        # After a no, do not settle the step yet: the others can have counted it. The rank that
+        # heals this one says so.
+        if self.averager.undecided and not self._ballot.voted_yes:
+            return False
         # A step that is rolled back sets the counter back, and the next one hands over again.
         return self._last_step is not None and self.averager.step >= self._last_step
 
@@ -243,9 +246,13 @@ class Ballot:
             self._decided = met or self._manager._commit_failures <= self._before[1]
         return met
 
+    @property
+    def voted_yes(self) -> bool:
+        """Whether the manager has counted the last step, as long as no other rank has healed it."""
+        return self._before is not None and self._manager.current_step() > self._before[0]
+
     def counts(self) -> bool:
         """Whether the last step counts."""
-        before, self._before = self._before, None
-        if self._decided is not None:
-            return self._decided
-        return before is not None and self._manager.current_step() > before[0]
+        counted = self.voted_yes if self._decided is None else self._decided
+        self._before = None
+        return counted
