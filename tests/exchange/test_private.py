@@ -176,6 +176,23 @@ def test_a_store_that_does_not_answer_ends_the_wait_for_a_connection():
     assert found == 2 * [(RankFailureError, dist.DistStoreError)]
 
 
+def without_the_last_rank():
+    """The exceptions of connecting when the last rank never does."""
+    users = ProcessGroupExchange(dist.new_group(timeout=timedelta(seconds=1)))
+    name, last = new_name(users), dist.get_world_size() - 1
+    if dist.get_rank() == last:
+        return []
+    return [caught(lambda: PrivateExchange(name, users.global_ranks, users))]
+
+
+def test_a_rank_that_never_connects_ends_the_others_within_the_timeout_of_the_users_group():
+    # The store of this job is a file.
+    outcomes = on_processes(3, without_the_last_rank)
+    types = [[type(error) for error in found] for found in outcomes]
+    assert types == [[RankFailureError], [RankFailureError], []]
+    assert all("rank 2" in str(error) for found in outcomes for error in found)
+
+
 class Refusing(ProcessGroupExchange):
     @explained("all_reduce")
     def _all_reduce(self, values):

@@ -159,10 +159,13 @@ def _is_loss(error: RuntimeError) -> bool:
     if isinstance(error, RankFailureError):
         return False
     text = str(error)
-    # gloo raises plain RuntimeErrors, which start with the path of its source. NCCL's are
-    # DistBackendErrors, also for a tensor or an argument that it refuses (ncclInvalidArgument).
-    return "gloo/transport" in text or (
-        isinstance(error, dist.DistError) and "ncclInvalid" not in text
+    # gloo raises plain RuntimeErrors, which start with the path of its source. A store in a file
+    # raises "Wait timeout" if a rank does not connect. NCCL's are DistBackendErrors, also for a
+    # tensor or an argument that it refuses (ncclInvalidArgument).
+    return (
+        "gloo/transport" in text
+        or text.startswith("Wait timeout")
+        or (isinstance(error, dist.DistError) and "ncclInvalid" not in text)
     )
 
 
