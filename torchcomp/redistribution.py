@@ -30,7 +30,7 @@ from torchcomp.checkpoint import (
     record,
     require,
 )
-from torchcomp.checks import is_whole
+from torchcomp.checks import is_whole, shown
 from torchcomp.errors import CheckpointError
 from torchcomp.pieces import Chunk, Pieces
 from torchcomp.state import Kind
@@ -100,12 +100,14 @@ def redistribute(
         raise CheckpointError(f"world_size must be at least 1, not {world_size}")
     node_size = 1 if nodes is None else nodes
     if not is_whole(node_size) or node_size < 1 or world_size % node_size:
-        raise CheckpointError(f"nodes must divide world_size, {world_size}, and is {nodes!r}")
+        raise CheckpointError(f"nodes must divide world_size, {world_size}, and is {shown(nodes)}")
     if rank is not None and not (is_whole(rank) and 0 <= rank < world_size):
-        raise CheckpointError(f"rank must be from 0 to {world_size - 1}, not {rank!r}")
+        raise CheckpointError(f"rank must be from 0 to {world_size - 1}, not {shown(rank)}")
     whole = _joined(_complete(states))
-    ranks = range(world_size) if rank is None else [rank]
-    return [_cut(whole, world_size, Place.in_order(each, node_size)) for each in ranks]
+    # As Python's int: those of NumPy do not fit a checkpoint.
+    size, node_size = int(world_size), int(node_size)
+    ranks = range(size) if rank is None else [int(rank)]
+    return [_cut(whole, size, Place.in_order(each, node_size)) for each in ranks]
 
 
 def gathered(states: list[State]) -> State:
@@ -135,8 +137,9 @@ def own_state(state: Any, world_size: int, place: Place) -> State:
         )
     if "states" not in state and "rank" in state:
         raise CheckpointError(
-            f"this checkpoint has only the state of rank {state['rank']}, from state_dict(): pass "
-            "it to load_state_dict(state) on that rank, or save gather_state_dict() instead"
+            f"this checkpoint has only the state of rank {shown(state['rank'])}, from "
+            "state_dict(): pass it to load_state_dict(state) on that rank, or save "
+            "gather_state_dict() instead"
         )
     _GATHERED(state, "the gathered state dict")
     states: list[State] = list(state["states"])
