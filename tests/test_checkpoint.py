@@ -2,8 +2,11 @@
 
 import math
 import re
+import warnings
+from enum import IntEnum
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -93,6 +96,25 @@ def mean_residual(states):
 
 # --- Forms ----------------------------------------------------------------------------------------
 
+
+class One(IntEnum):
+    ONE = 1
+
+
+def unusual_tensors():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of both
+        yield torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+        yield torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.quint8)
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 GOOD = {
     "count": (count, [0, 5, 2**63 - 1]),
     "number": (number, [0, -1.5, 1e300]),
@@ -113,9 +135,9 @@ GOOD = {
     "tensor of a size": (tensor(numel=4), [torch.zeros(2, 2)]),
 }
 BAD = {
-    "count": [-1, 2**63, 1.0, True, "1", None, math.nan, torch.tensor(1)],
-    "number": [math.nan, math.inf, True, "1", None, 10**400, 1j, torch.tensor(1.0)],
-    "text": [None, b"x", 1],
+    "count": [-1, 2**63, 1.0, True, "1", None, math.nan, torch.tensor(1), np.int8(1), One.ONE],
+    "number": [math.nan, math.inf, True, "1", None, 10**400, 1j, torch.tensor(1.0), np.float64(1)],
+    "text": [None, b"x", 1, np.str_("x")],
     "flag": [0, 1, None, "True"],
     "optional": [-1, "x"],
     "list": [None, "ab", {}, [1, -1], {1}],
@@ -132,6 +154,8 @@ BAD = {
         torch.zeros(2).to(torch.float8_e4m3fn),
         torch.tensor([0.0, math.nan]),
         torch.tensor([-math.inf]),
+        torch.zeros(1).expand(2**50),
+        *unusual_tensors(),
     ],
     "tensor of a shape": [torch.zeros(6), torch.zeros(3, 2)],
     "tensor of a dtype": [torch.zeros(2)],
@@ -153,6 +177,12 @@ def test_the_path_leads_to_a_nested_value():
     form = record(slots=dict_of(record(list=list_of(optional(count)))))
     with pytest.raises(CheckpointError, match=r"state\.slots\['a'\]\.list\[1\] .* -5"):
         form({"slots": {"a": {"list": [None, -5]}}}, "state")
+
+
+@pytest.mark.parametrize("value", [nested(10**5), 10**5000], ids=["deep", "long"])
+def test_a_value_that_cannot_be_printed_is_refused(value):
+    with pytest.raises(CheckpointError, match="here"):
+        count(value, "here")
 
 
 def test_a_giant_value_is_shortened_in_the_error():

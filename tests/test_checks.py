@@ -55,6 +55,12 @@ def test_errors_name_the_owner_the_option_the_bounds_and_the_value():
     checks.check_choice("x", "a", ("b", "a"))
 
 
+def test_a_value_that_cannot_be_printed_is_refused():
+    for check in (checks.check_positive, checks.check_flag):
+        with pytest.raises(SpecError, match="x"):
+            check("x", 10**5000)
+
+
 def test_a_misspelt_choice_is_answered_by_the_closest():
     with pytest.raises(SpecError, match=r'"bf16", not .int9.; .*"int8"'):
         checks.check_choice("x", "int9", ("int8", "bf16"))

@@ -75,8 +75,12 @@ def test_tensor_id_is_the_crc32_of_the_name():
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 - 1])
 def test_seed_in_range_is_accepted(seed):
-    check_seed(seed)
+    assert check_seed(seed) == seed
     assert shared(Key(seed)) != shared(Key(seed ^ 1))
+
+
+def test_seed_of_numpy_becomes_one_of_python():
+    assert type(check_seed(np.int64(3))) is int
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.0, True, None, "7"])

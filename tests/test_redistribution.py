@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -374,6 +375,11 @@ def test_the_state_of_one_new_rank_is_that_among_all(before: Run, after: Run) ->
     for rank, wanted in enumerate(converted(states, after)):
         (found,) = converted(states, after, rank)
         assert same(found, wanted)
+
+
+def test_numbers_of_numpy_give_states_that_can_be_saved() -> None:
+    (found,) = redistribute(WHOLE, np.int64(4), np.int64(2), np.int64(1))
+    assert same(reloaded(found), found)
 
 
 @pytest.mark.parametrize("rank", [-1, 4, 1.0, True, "2"])

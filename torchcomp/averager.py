@@ -111,7 +111,6 @@ class Averager:
         vote: Callable[[], bool] | None = None,
         client_slots: Callable[[BucketShape], tuple[Slot, ...]] | None = None,
     ) -> None:
-        check_seed(seed)
         self.exchange = exchange
         self.parameters = dict(parameters)
         self.groups = tuple(groups or partition(self.parameters.items(), DEFAULT_CAPS))
@@ -124,7 +123,7 @@ class Averager:
         self._ahead = Ahead()
         self.step = 0
         self.unused: tuple[str, ...] = ()
-        self.seed = seed
+        self.seed = check_seed(seed)
         self._merged = merged
         self._what, self._unchanged = what, unchanged
         self._late, self._vote = late, vote

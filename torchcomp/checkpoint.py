@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchcomp.bucket import memory_order
-from torchcomp.checks import is_number, is_whole
+from torchcomp.checks import is_number, shown
 from torchcomp.errors import CheckpointError
 from torchcomp.exchange import Exchange
 from torchcomp.state import Slot
@@ -40,37 +40,45 @@ def require(valid: bool, where: str, expected: str, value: object) -> None:
     """Raise CheckpointError unless `valid`: `where` must be what is `expected`, not `value`."""
     if not valid:
         # Shortened: a damaged value can be of any size.
-        text = repr(value)
+        text = shown(value)
         short = text if len(text) <= 80 else f"{text[:80]}..."
         raise CheckpointError(f"a damaged checkpoint: {where} must be {expected}, not {short}")
 
 
+# Python's own types only. Those of NumPy, and subclasses, would be in the next checkpoint, which
+# torch.load(weights_only=True) then refuses. NumPy's integers also wrap around.
+
+
 def count(value: Any, where: str) -> None:
     """Require an integer of at least 0 that fits into an int64."""
-    valid = is_whole(value) and 0 <= value < 2**63
+    valid = type(value) is int and 0 <= value < 2**63
     require(valid, where, "an integer from 0 to 2^63 - 1", value)
+
+
+def _is_plain_number(value: Any) -> bool:
+    return type(value) in (int, float) and is_number(value)
 
 
 def number(value: Any, where: str) -> None:
     """Require a finite number."""
-    require(is_number(value), where, "a finite number", value)
+    require(_is_plain_number(value), where, "a finite number", value)
 
 
 def loss_scale(value: Any, where: str) -> None:
     """Require a loss scale: a positive number that float32 can represent."""
     # 2^-126 is the smallest normal number.
-    valid = is_number(value) and 2.0**-126 <= value < 2.0**128
+    valid = _is_plain_number(value) and 2.0**-126 <= value < 2.0**128
     require(valid, where, "a number from 2^-126 to 2^128", value)
 
 
 def learning_rate(value: Any, where: str) -> None:
     """Require a positive learning rate."""
-    require(is_number(value) and value > 0, where, "a finite number above 0", value)
+    require(_is_plain_number(value) and value > 0, where, "a finite number above 0", value)
 
 
 def text(value: Any, where: str) -> None:
     """Require a string."""
-    require(isinstance(value, str), where, "a string", value)
+    require(type(value) is str, where, "a string", value)
 
 
 def flag(value: Any, where: str) -> None:
@@ -113,7 +121,7 @@ def dict_of(form: Form, keys: Collection[str] | None = None) -> Form:
     def check_dict(value: Any, where: str) -> None:
         require(isinstance(value, Mapping), where, "a dict", value)
         for key, each in value.items():
-            require(isinstance(key, str), where, "a dict with strings as keys", key)
+            require(type(key) is str, where, "a dict with strings as keys", key)
             form(each, f"{where}['{key}']")
         missing = sorted(set(keys or value) - set(value))
         unknown = sorted(set(value) - set(keys if keys is not None else value))
@@ -148,8 +156,7 @@ def tensor(
     """
 
     def check_tensor(value: Any, where: str) -> None:
-        dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
-        require(dense, where, "a dense tensor", value)
+        require(_is_dense(value), where, "a dense tensor", value)
         # Describes the tensor in errors. Its `repr` would print elements and wait for the device.
         found = f"{value.dtype} of shape {tuple(value.shape)}"
         plain = not value.is_floating_point() or value.dtype in _FLOATS
@@ -162,6 +169,16 @@ def tensor(
             raise CheckpointError(f"a damaged checkpoint: {where} contains a NaN or an infinity")
 
     return check_tensor
+
+
+def _is_dense(value: Any) -> bool:
+    """Whether a value is a tensor with each of its elements in memory."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return False
+    if value.is_meta or value.is_nested or value.is_quantized:
+        return False
+    # A few bytes can expand to a tensor of any size, which no later check could read.
+    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def listed(names: list[str]) -> str:

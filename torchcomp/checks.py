@@ -91,9 +91,18 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word.lower(), sorted(known), n=1)), None)
 
 
+def shown(value: object) -> str:
+    """Return the `repr` of a value for an error, or its type if it has none."""
+    try:
+        return repr(value)
+    # Deep nesting raises RecursionError, and an integer with too many digits ValueError.
+    except Exception:
+        return f"a value of type {type(value).__name__}"
+
+
 def _require(
     valid: bool, name: str, expected: str, value: object, owner: str, hint: str = ""
 ) -> None:
     if not valid:
         option = f"{owner}: {name}" if owner else name
-        raise SpecError(f"{option} must be {expected}, not {value!r}{hint}", name)
+        raise SpecError(f"{option} must be {expected}, not {shown(value)}{hint}", name)

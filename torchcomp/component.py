@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import Field, dataclass, fields
 from typing import Any, ClassVar, get_args
 
-from torchcomp.checks import check_choice, closest, is_number, is_whole
+from torchcomp.checks import check_choice, closest, is_number, is_whole, shown
 from torchcomp.errors import SpecError
 
 
@@ -90,7 +90,7 @@ def check_kind(owner: Component, field: str, wanted: type[Component]) -> None:
     """Require that the value of `field` is a component of the `wanted` kind."""
     value = getattr(owner, field)
     if not isinstance(value, wanted):
-        found = f"the {value.kind} '{value}'" if isinstance(value, Component) else repr(value)
+        found = f"the {value.kind} '{value}'" if isinstance(value, Component) else shown(value)
         raise SpecError(
             f"{owner.name} takes a {wanted.kind} such as topk(0.01), not {found}", field
         )

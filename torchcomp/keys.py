@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchcomp.checks import is_whole
+from torchcomp.checks import is_whole, shown
 from torchcomp.errors import SpecError
 
 
@@ -60,7 +60,8 @@ def _generator(*entropy: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
 
 
-def check_seed(seed: object) -> None:
-    """Require a seed that keys can use."""
+def check_seed(seed: object) -> int:
+    """Require a seed that keys can use. Return it as an int, which checkpoints can contain."""
     if not is_whole(seed) or not 0 <= seed < 2**63:
-        raise SpecError(f"seed must be an integer from 0 to 2^63 - 1, not {seed!r}")
+        raise SpecError(f"seed must be an integer from 0 to 2^63 - 1, not {shown(seed)}")
+    return int(seed)

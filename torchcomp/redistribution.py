@@ -30,7 +30,7 @@ from torchcomp.checkpoint import (
     record,
     require,
 )
-from torchcomp.checks import is_whole
+from torchcomp.checks import is_whole, shown
 from torchcomp.errors import CheckpointError
 from torchcomp.pieces import Chunk, Pieces
 from torchcomp.state import Kind
@@ -100,12 +100,14 @@ def redistribute(
         raise CheckpointError(f"world_size must be at least 1, not {world_size}")
     node_size = 1 if nodes is None else nodes
     if not is_whole(node_size) or node_size < 1 or world_size % node_size:
-        raise CheckpointError(f"nodes must divide world_size, {world_size}, and is {nodes!r}")
+        raise CheckpointError(f"nodes must divide world_size, {world_size}, and is {shown(nodes)}")
     if rank is not None and not (is_whole(rank) and 0 <= rank < world_size):
-        raise CheckpointError(f"rank must be from 0 to {world_size - 1}, not {rank!r}")
+        raise CheckpointError(f"rank must be from 0 to {world_size - 1}, not {shown(rank)}")
     whole = _joined(_complete(states))
-    ranks = range(world_size) if rank is None else [rank]
-    return [_cut(whole, world_size, Place.in_order(each, node_size)) for each in ranks]
+    # As Python's int: those of NumPy do not fit a checkpoint.
+    size, node_size = int(world_size), int(node_size)
+    ranks = range(size) if rank is None else [int(rank)]
+    return [_cut(whole, size, Place.in_order(each, node_size)) for each in ranks]
 
 
 def gathered(states: list[State]) -> State:
@@ -135,8 +137,9 @@ def own_state(state: Any, world_size: int, place: Place) -> State:
         )
     if "states" not in state and "rank" in state:
         raise CheckpointError(
-            f"this checkpoint has only the state of rank {state['rank']}, from state_dict(): pass "
-            "it to load_state_dict(state) on that rank, or save gather_state_dict() instead"
+            f"this checkpoint has only the state of rank {shown(state['rank'])}, from "
+            "state_dict(): pass it to load_state_dict(state) on that rank, or save "
+            "gather_state_dict() instead"
         )
     _GATHERED(state, "the gathered state dict")
     states: list[State] = list(state["states"])
@@ -185,7 +188,7 @@ def _cut(whole: State, world_size: int, place: Place) -> State:
     if size > 1:
         state["parameters"] = {name: _piece_layout(each, size) for name, each in layouts.items()}
         state["two_levels"] = two_levels(place, layouts)
-    owned = _owned(state, world_size // size)[place.node]
+    owned = _owned(state, world_size // size, place.node)
     state["slots"] = {}
     for slot_name, slot in whole["slots"].items():
         flat, tensors = slot["sharded"], Tensors()
@@ -306,7 +309,8 @@ def _mean(states: list[State], slot: str) -> Tensors:
 def _joined_shards(states: list[State], slot: str) -> Tensors:
     """Join the shards of all nodes, in the order of memory."""
     tensors = [state["slots"][slot]["tensors"] for state in states]
-    for state, each, owned in zip(states, tensors, _owned(states[0], len(states)), strict=True):
+    for index, (state, each) in enumerate(zip(states, tensors, strict=True)):
+        owned = _owned(states[0], len(states), index)
         saved = {name: part.numel() for name, part in each.items()}
         sizes = {name: size for name, (_, size) in owned.items()}
         where = f"the server residual of rank {state['rank']}"
@@ -319,17 +323,16 @@ def _joined_shards(states: list[State], slot: str) -> Tensors:
     }
 
 
-def _owned(state: State, ranks: int) -> list[dict[str, tuple[int, int]]]:
-    """Return, for each rank, the offset and size of its part of each parameter."""
-    owners: list[dict[str, tuple[int, int]]] = [{} for _ in range(ranks)]
+def _owned(state: State, ranks: int, rank: int) -> dict[str, tuple[int, int]]:
+    """Return the offset and the size of a rank's part of each parameter."""
+    owned: dict[str, tuple[int, int]] = {}
     for group in state["buckets"]:
         shapes = tuple(tuple(state["parameters"][name]["shape"]) for name in group)
         # Shards do not depend on the dtype.
-        shards = BucketShape(tuple(group), shapes, torch.float32).shards(ranks)
-        for owned, shard in zip(owners, shards, strict=True):
-            extents = zip(shard.offsets, shard.sizes, strict=True)
-            owned |= dict(zip(shard.names, extents, strict=True))
-    return owners
+        shard = BucketShape(tuple(group), shapes, torch.float32).shard(ranks, rank)
+        extents = zip(shard.offsets, shard.sizes, strict=True)
+        owned |= dict(zip(shard.names, extents, strict=True))
+    return owned
 
 
 def _complete(states: list[State]) -> list[list[State]]:

@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from torchcomp.aggregators import AGGREGATORS, Aggregator, Mean
-from torchcomp.checks import closest
+from torchcomp.checks import closest, shown
 from torchcomp.component import Component, choices_of, nearest
 from torchcomp.compressors import COMPRESSORS, Compressor
 from torchcomp.errors import SpecError
@@ -97,7 +97,7 @@ def _parse(spec: str | Component, wanted: Wanted, kinds: tuple[type[Built], ...]
     if isinstance(built, kinds):
         return built
     if not isinstance(built, Component):
-        raise SpecError(f"a spec is a string such as {_USES[kinds[0]][1]}, not {built!r}")
+        raise SpecError(f"a spec is a string such as {_USES[kinds[0]][1]}, not {shown(built)}")
     expected = " or ".join(f"{_USES[kind][0]} such as {_USES[kind][1]}" for kind in kinds)
     # Exactly one kind matches: compressors were wrapped above.
     found, _, call = next(use for kind, use in _USES.items() if isinstance(built, kind))

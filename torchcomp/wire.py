@@ -95,7 +95,8 @@ def headers(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return host.copy_to(_headers(lengths), device)
 
 
-@lru_cache(maxsize=4096)
+# Small: with an exact selection, the lengths are others in almost every step.
+@lru_cache(maxsize=256)
 def _headers(lengths: tuple[int, ...]) -> Tensor:
     # Kept on the CPU: kept on a device, it could be read on another stream than the copy's.
     return torch.tensor([[signature(length), 0, 0] for length in lengths]).view(torch.uint8)

@@ -224,6 +224,15 @@ def test_options_of_numpy_numbers_equal_those_of_python_numbers():
     assert str(options[0]) == str(options[1])
 
 
+def test_a_run_with_options_of_numpy_numbers_can_be_loaded():
+    def body():
+        run = Run(budget=np.float64(0.5), p_min=np.float64(0.1), seed=np.int64(3))
+        run.train(0, 2)
+        Run(run.state(), seed=3).train(2, 3)
+
+    on_threads(1, body)
+
+
 @pytest.mark.parametrize(
     ("state", "message"),
     [

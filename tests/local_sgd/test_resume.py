@@ -3,6 +3,7 @@
 import copy
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from tests.support.outcomes import assert_refused, messages, reloaded
 from tests.support.ranks import on_processes, on_threads
 from torchcomp.checkpoint import VERSION
 from torchcomp.local_sgd import Nesterov, SlowMo
+from torchcomp.schedules import Every
 
 TOTAL = 12
 OPTIONS = {
@@ -184,6 +186,18 @@ def test_a_loaded_state_can_be_saved_again_before_the_next_step():
         return script.sync.state_dict() == again.sync.state_dict()
 
     assert on_threads(2, body) == [True, True]
+
+
+def test_a_run_with_options_of_numpy_numbers_can_be_loaded():
+    def body():
+        numbers = {"total_steps": np.int64(6), "warmup_steps": np.int64(2)}
+        local = {"fragments": np.int64(2), "compress": "ef(topk(0.1))"}
+        script = Script(Every(np.int64(4)), **numbers, local=local)
+        script.train(0, 3)
+        script.load(reloaded(script.save()))
+        script.train(3, 6)
+
+    on_threads(2, body)
 
 
 def test_next_sync_survives():

@@ -94,8 +94,7 @@ class ParameterServer(ABC):
     """
 
     def __init__(self, n: int, mine: range, seed: int) -> None:
-        check_seed(seed)
-        self.n, self.mine, self.seed = n, mine, seed
+        self.n, self.mine, self.seed = n, mine, check_seed(seed)
         self.traffic = ServerTraffic()
         self.explain: Callable[[], str] = lambda: ""
 

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from torchcomp.checks import check_count, is_whole
+from torchcomp.checks import check_count, is_whole, shown
 from torchcomp.component import Choices
 from torchcomp.compressors.base import Compressor, Encoded, Vector
 from torchcomp.errors import SpecError
@@ -55,7 +55,7 @@ class Sparsifier(Compressor):
             )
         # np.float64 is a float, and NaN fails the comparison.
         elif not isinstance(self.ratio, float) or not 0 < self.ratio <= 1:
-            problem = f"ratio must be a fraction above 0 and at most 1, not {self.ratio!r}"
+            problem = f"ratio must be a fraction above 0 and at most 1, not {shown(self.ratio)}"
             raise SpecError(f"{self.name}: {problem}", "ratio")
 
     @property

@@ -79,7 +79,7 @@ class SamplingOptions:
 
     def bandit(self, costs: Vector) -> Bandit:
         """Return a new bandit for layers with these costs."""
-        return Bandit(costs, self.budget * float(costs.sum()), self.p_min, self.rule)
+        return Bandit(costs, float(self.budget) * float(costs.sum()), self.p_min, self.rule)
 
     def __str__(self) -> str:
         return (

@@ -144,7 +144,7 @@ def fragments_of(method: LocalMethod, parameters: Parameters, caps: Caps) -> lis
     there, the average is applied without a delay, which would be a different algorithm. All
     fragments synchronise at the end of the run.
     """
-    pieces, found = method.fragments, []
+    pieces, found = int(method.fragments), []
     for (names, owners), schedule in zip(method.parts, method.schedules, strict=True):
         sizes = [parameters[name].nbytes for name in names]
         # A parameter belongs to the piece that contains its middle byte.

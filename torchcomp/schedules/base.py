@@ -10,7 +10,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torchcomp.checks import check_count, is_number, is_whole
+from torchcomp.checks import check_count, is_number
 from torchcomp.component import Component
 from torchcomp.errors import ScheduleError, SpecError
 from torchcomp.learning_rates import LRFunction
@@ -25,9 +25,10 @@ class Horizon:
 
     def __post_init__(self) -> None:
         # Scripts compute these, as in 0.1 * total_steps, and get floats. Take those that are whole.
+        # NumPy's integers become Python's, because checkpoints contain them.
         for name in ("total_steps", "warmup_steps"):
             value = getattr(self, name)
-            if is_number(value) and not is_whole(value) and float(value).is_integer():
+            if is_number(value) and float(value).is_integer():
                 object.__setattr__(self, name, int(value))
         check_count("total_steps", self.total_steps)
         check_count("warmup_steps", self.warmup_steps, least=0)
@@ -84,7 +85,8 @@ class Schedule(Component):
                 "least 0"
             )
         # The run always ends with a synchronisation, so the last round can be shorter.
-        return min(step + self.period(step, float(lr), horizon), horizon.total_steps)
+        # As Python's int: options can be NumPy's, which wrap around and do not fit a checkpoint.
+        return min(step + int(self.period(step, float(lr), horizon)), horizon.total_steps)
 
 
 def synchronisations(schedule: Schedule, lr: LRFunction | None, horizon: Horizon) -> list[int]:
