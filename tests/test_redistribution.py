@@ -377,6 +377,10 @@ def test_the_state_of_one_new_rank_is_that_among_all(before: Run, after: Run) ->
         assert same(found, wanted)
 
 
+def test_the_state_of_one_rank_takes_no_longer_among_more() -> None:
+    assert redistribute(WHOLE, 10**12, rank=5)[0]["world_size"] == 10**12
+
+
 def test_numbers_of_numpy_give_states_that_can_be_saved() -> None:
     (found,) = redistribute(WHOLE, np.int64(4), np.int64(2), np.int64(1))
     assert same(reloaded(found), found)
