@@ -79,7 +79,9 @@ class Checkpoints:
             with suppress(OSError):
                 own.unlink()
         elif self.rank == 0:
-            self._delete_old(directory)
+            # The checkpoint is complete, whether or not the folder can be listed.
+            with suppress(OSError):
+                self._delete_old(directory)
         return problem
 
     def newest(self) -> Path | None:
@@ -164,7 +166,12 @@ class Checkpoints:
         return sorted(marker.parent for marker in self.folder.glob(f"{_ANY_STEP}/{MARKER}"))
 
     def _markers_on_rank_0(self) -> list[Path]:
-        return self._from_rank_0(self._markers() if self.rank == 0 else [])
+        found = self._attempt(self._markers) if self.rank == 0 else None
+        markers, problem = self._from_rank_0(found)
+        if problem is not None:
+            raise RecipeError(f"cannot list {self.folder}: {problem}")
+        listed: list[Path] = markers
+        return listed
 
     def _discard_newer(self, used: Path) -> None:
         """Remove the markers of newer checkpoints. They are damaged, and must not count as kept."""
@@ -174,7 +181,8 @@ class Checkpoints:
                     (directory / MARKER).unlink()
 
     def _delete_old(self, saved: Path) -> None:
-        oldest_kept = self._markers()[-_KEPT:][0]
+        # Another run in this folder can have removed all markers, also the one just written.
+        oldest_kept = min(self._markers()[-_KEPT:], default=saved)
         for directory in self.folder.glob(_ANY_STEP):
             # Keep newer ones without a marker: another rank may already be writing its next file.
             # If another run writes to this folder as well, the saved one can be among the old ones.

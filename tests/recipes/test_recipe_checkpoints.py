@@ -144,6 +144,41 @@ def test_what_was_just_saved_is_kept_below_the_steps_of_another_run(
     assert steps_in(checkpoints) == [10, 100, 110]
 
 
+def test_a_save_counts_if_another_run_removes_its_marker(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Marker.write
+
+    def removed(marker: Marker, folder: Path) -> None:
+        write(marker, folder)
+        (folder / MARKER).unlink()
+
+    monkeypatch.setattr(Marker, "write", removed)
+    assert checkpoints.save(1, {}, SETTINGS) is None
+    assert (checkpoints.folder / "step-000000001").exists()
+
+
+def save_and_load_in_a_folder_that_cannot_be_listed(folder: Path) -> tuple[str | None, str]:
+    checkpoints = Checkpoints(folder, dist.get_rank(), 2)
+    problem = checkpoints.save(1, {}, SETTINGS)
+    with pytest.raises(RecipeError) as caught:
+        checkpoints.load(SETTINGS)
+    return problem, str(caught.value)
+
+
+def test_no_rank_waits_for_one_that_cannot_list_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(path: Path, pattern: str) -> Iterator[Path]:
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr(Path, "glob", stale)
+    first, second = on_threads(2, save_and_load_in_a_folder_that_cannot_be_listed, tmp_path)
+    assert first == second
+    assert first[0] is None
+    assert str(tmp_path) in first[1]
+
+
 def save_in_own_folder(folder: Path) -> str | None:
     rank = dist.get_rank()
     return Checkpoints(folder / str(rank), rank, 2).save(5, {"rank": rank}, SETTINGS)
