@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -110,6 +111,28 @@ def create_and_drop(times):
 def test_dropped_exchanges_leave_no_descriptors_or_threads():
     for before, after in on_processes(2, create_and_drop, 100):
         assert after <= before
+
+
+def connect_after_the_others():
+    """Whether the last rank is connected when the exchange of this one is ready."""
+    store, connect = distributed_c10d._get_default_store(), dist.ProcessGroupGloo
+
+    def slowly(*arguments, **options):
+        group = connect(*arguments, **options)
+        time.sleep(0.5)
+        store.set("connected", "")
+        return group
+
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    with mock.patch.object(dist, "ProcessGroupGloo", slowly if is_last else connect):
+        exchange = private()
+    connected = store.check(["connected"])
+    exchange.close()
+    return connected
+
+
+def test_an_exchange_is_ready_and_can_be_closed_when_all_ranks_are_connected():
+    assert on_processes(3, connect_after_the_others) == [True] * 3
 
 
 def private_exchange(group):

@@ -59,6 +59,8 @@ class PrivateExchange(ProcessGroupExchange):
             )
             # It ends by its own timeout, unless the store is behind a lost link.
             self._group = answered(self.timeout.total_seconds() + SECONDS, connect)
+            # A rank that closes before the others are connected would break their connections.
+            self._group.barrier().wait()
 
     def leave(self, error: BaseException) -> None:
         """End this rank's connections after an error, so that the other ranks do not wait for it.
