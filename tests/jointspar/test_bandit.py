@@ -323,6 +323,7 @@ def test_bad_input_is_refused(build, message):
         ({"p": [0.9] * 4}, r"p\b.*3\.6.*budget.*2"),
         ({"p": None}, r"p\b.*1-D.*\(\)"),
         ({"largest": "big"}, r"largest.*'big'"),
+        ({"largest": 1e300}, r"largest.*1e\+300.*1e\+100"),
         ({"average": math.inf}, r"average.*inf"),
         ({"updates": 1.5}, r"updates.*1\.5"),
     ],

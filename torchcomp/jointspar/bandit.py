@@ -195,6 +195,10 @@ class Bandit:
         if not math.isclose(spent, self.budget, rel_tol=1e-6):
             raise SpecError(f"p has cost {spent:g} but the budget is {self.budget:g}", "p")
         check_at_least_0("largest", state["largest"])
+        if state["largest"] > _LARGEST_NORM:
+            raise SpecError(
+                f"largest is {state['largest']:g} and above {_LARGEST_NORM:g}", "largest"
+            )
         check_at_least_0("average", state["average"])
         check_count("updates", state["updates"], least=0)
         self.p, self.largest = p, state["largest"]
