@@ -1,5 +1,6 @@
 """Fixtures for the tests of the recipes: small data sets, and runs of the trainer."""
 
+import gc
 import importlib.util
 import json
 import logging
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -105,6 +107,11 @@ def train_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[s
         settings = read_settings(list(flags))
         try:
             train.train(settings)
+        except BaseException as error:
+            # They hold the DDP model. gloo can hang if it ends before the model does.
+            traceback.clear_frames(error.__traceback__)
+            gc.collect()
+            raise
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
