@@ -3,6 +3,7 @@
 import re
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -490,6 +491,12 @@ def test_a_hint_says_that_powersgd_needs_a_model():
 
 
 # --- Many ranks -----------------------------------------------------------------------------------
+
+
+def test_integers_of_numpy_are_those_of_python():
+    method, small = "bidirectional(topk(0.1), topk(0.1))", np.uint8(200)
+    found = explain(method, numel=np.int32(2**31 - 1), world_size=small, nodes=np.int64(8))
+    assert found == explain(method, numel=2**31 - 1, world_size=200, nodes=8)
 
 
 @pytest.mark.parametrize("selection", ["exact", "shard"])

@@ -612,21 +612,23 @@ class Averager:
         self.buckets = (*self.buckets, *groups)
 
     def _install(self, method: Aggregator) -> None:
-        merged = method.whole_model and self._merged
-        buckets = merge(self.groups, self.parameters) if merged else self.groups
-        # Before `self.buckets` changes: the server residual is stored by the old buckets' shards.
-        owned, self._active = self._owned(), method
-        self.buckets, before = buckets, self.buckets
-        self._ahead.clear()
-        declared = {slot.name: slot for slot in self._declared(method, buckets)}
-        # A server residual fits only the shards of the same buckets. Otherwise, add it to this
-        # rank's own residual.
-        if buckets != before or not any(slot.sharded for slot in declared.values()):
-            self.state.unshard(owned, self.exchange.world_size)
-        # Unsent gradient is never dropped here, even if the new method has no slot for it: `use`
-        # starts a flush.
-        kept = {*declared, *self.state.debts()}
-        self.state.drop([name for name in self.state.slots() if name not in kept])
+        with self._lock:
+            merged = method.whole_model and self._merged
+            buckets = merge(self.groups, self.parameters) if merged else self.groups
+            # Before `self.buckets` changes: the server residual is stored by the old buckets'
+            # shards.
+            owned, self._active = self._owned(), method
+            self.buckets, before = buckets, self.buckets
+            self._ahead.clear()
+            declared = {slot.name: slot for slot in self._declared(method, buckets)}
+            # A server residual fits only the shards of the same buckets. Otherwise, add it to this
+            # rank's own residual.
+            if buckets != before or not any(slot.sharded for slot in declared.values()):
+                self.state.unshard(owned, self.exchange.world_size)
+            # Unsent gradient is never dropped here, even if the new method has no slot for it:
+            # `use` starts a flush.
+            kept = {*declared, *self.state.debts()}
+            self.state.drop([name for name in self.state.slots() if name not in kept])
 
     def _end_flush(self) -> None:
         """From the next step on, run the method that the user chose, without a residual."""
@@ -672,19 +674,21 @@ class Averager:
     def residual_norms(self, slot: str = "error") -> dict[str, float]:
         """Return the Euclidean norm of this rank's residual by parameter name.
 
-        The host waits for the device once.
+        The host waits for the device once. Any thread can call this at any time: the residual is
+        that after the last step that has finished.
 
         Args:
             slot: "error" for the residual of this rank's gradients, or "server_error" for the
                 server residual of the shards that this rank owns.
         """
-        parts = dict(self.state.items(slot))
-        if not parts:
-            return {}
-        norms = torch._foreach_norm(list(parts.values()))
-        # Parameters can be on several devices. The copies to the first do not wait.
-        gathered = torch.stack([norm.to(norms[0].device) for norm in norms])
-        return dict(zip(parts, gathered.tolist(), strict=True))
+        with self._lock:
+            parts = dict(self.state.items(slot))
+            if not parts:
+                return {}
+            norms = torch._foreach_norm(list(parts.values()))
+            # Parameters can be on several devices. The copies to the first do not wait.
+            gathered = torch.stack([norm.to(norms[0].device) for norm in norms])
+            return dict(zip(parts, gathered.tolist(), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: plain tensors, numbers and strings, keyed by parameter name.

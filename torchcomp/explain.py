@@ -84,6 +84,9 @@ def explain(
     if nodes is not None:
         check_count("nodes", nodes)
         check_divides(nodes, world_size)
+        nodes = int(nodes)
+    # NumPy's integers would overflow.
+    world_size, rank = int(world_size), int(rank)
     built, average = parse(spec), parse_aggregator(compress)
     # What a synchronisation does in addition to a plain average, by LocalSGD's argument names.
     extra: dict[str, Component] = {} if average.transparent else {"compress": average}
@@ -274,7 +277,7 @@ def _shapes(
 ) -> list[BucketShape]:
     if numel is not None and model is None:
         check_count("numel", numel, least=0)
-        return [BucketShape(("gradient",), ((numel,),), dtype)]
+        return [BucketShape(("gradient",), ((int(numel),),), dtype)]
     if model is None or numel is not None:
         raise SpecError(
             "explain needs either numel, the number of elements, or model, but got "

@@ -199,6 +199,31 @@ def test_another_thread_reads_the_counters_of_whole_steps_only() -> None:
     torchcomp.run_in_process(2, body)
 
 
+def test_another_thread_reads_the_residual_of_whole_steps_only() -> None:
+    def body(exchange: torchcomp.InProcessExchange) -> None:
+        tensors = {f"w{i}": torch.ones(300) for i in range(50)}
+        groups = [(name,) for name in tensors]
+        averager = torchcomp.Averager("ef(topk(0.1))", exchange, tensors, groups)
+
+        def norms() -> tuple[float, ...]:
+            return tuple(averager.residual_norms().values())
+
+        finished = {norms()}
+        with snapshots(norms) as seen:
+            for step in range(20):
+                averager.average_all({name: torch.full((300,), step + 1.0) for name in tensors})
+                finished.add(norms())
+                if step % 5 == 4:
+                    averager.use("mean" if step % 10 == 4 else "ef(topk(0.1))")
+                    finished.add(norms())
+        # A slot is laid out bucket by bucket, with zeros, in its first step.
+        residuals = {read for read in seen if any(read)}
+        assert residuals
+        assert residuals <= finished
+
+    torchcomp.run_in_process(1, body)
+
+
 def test_as_dict_has_every_counter_and_the_ratios() -> None:
     stats = torchcomp.Stats(2, 2, 10, 20, 310, 4, 6, 40, 50, 620, 8, 12)
     assert stats.as_dict() == {

@@ -1,13 +1,14 @@
-"""Threads of a test: OpenMP threads, and a thread that reads counters while others train."""
+"""Threads of a test: OpenMP threads, and a thread that reads values while others train."""
 
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
-from torchcomp import Stats
+Read = TypeVar("Read")
 
 
 @contextmanager
@@ -22,13 +23,17 @@ def torch_threads(number: int) -> Iterator[None]:
 
 
 @contextmanager
-def snapshots(read: Callable[[], Stats]) -> Iterator[set[Stats]]:
-    """Read counters in another thread, as fast as it can, until the block ends."""
+def snapshots(read: Callable[[], Read]) -> Iterator[set[Read]]:
+    """Read values in another thread, as fast as it can, until the block ends."""
     seen, ended, interval = {read()}, threading.Event(), sys.getswitchinterval()
+    errors: list[Exception] = []
 
     def reader() -> None:
-        while not ended.is_set():
-            seen.add(read())
+        try:
+            while not ended.is_set():
+                seen.add(read())
+        except Exception as error:
+            errors.append(error)
 
     thread = threading.Thread(target=reader)
     # Switch threads often: the default of 5 ms is longer than a step.
@@ -40,3 +45,5 @@ def snapshots(read: Callable[[], Stats]) -> Iterator[set[Stats]]:
         ended.set()
         thread.join()
         sys.setswitchinterval(interval)
+    if errors:
+        raise errors[0]
