@@ -170,8 +170,7 @@ class Checkpoints:
         markers, problem = self._from_rank_0(found)
         if problem is not None:
             raise RecipeError(f"cannot list {self.folder}: {problem}")
-        listed: list[Path] = markers
-        return listed
+        return markers
 
     def _discard_newer(self, used: Path) -> None:
         """Remove the markers of newer checkpoints. They are damaged, and must not count as kept."""

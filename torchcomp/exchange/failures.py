@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
 from typing import Any, Protocol, TypeVar
 
@@ -84,7 +85,8 @@ def _failure(call: str, exchange: Reporter, error: RuntimeError) -> RankFailureE
 def answered(seconds: float, ask: Callable[[], Answer]) -> Answer:
     """Return what `ask` returns or raises, if it does so within some seconds.
 
-    A store behind a lost link does not answer, and its own timeout does not end the wait for it.
+    For calls whose own timeout does not end them: a store behind a lost link does not answer, and
+    gloo waits for several timeouts for a rank that is stopped while it connects.
 
     Raises:
         dist.DistStoreError: otherwise. `ask` then goes on in a thread, for which the process does
@@ -103,7 +105,7 @@ def answered(seconds: float, ask: Callable[[], Answer]) -> Answer:
         return answer.result(seconds)
     except FutureTimeoutError:
         raise dist.DistStoreError(
-            f"the store of the job has not answered for {seconds:g} seconds"
+            f"neither the store of the job nor all ranks have answered for {seconds:g} seconds"
         ) from None
 
 
@@ -134,19 +136,10 @@ def _report(exchange: Reporter, text: str, *, wait: bool) -> Reports:
                 return
             time.sleep(0.02)
 
-    # In a thread, because a store behind a lost link does not answer.
-    thread = threading.Thread(target=_quietly, args=(talk,), daemon=True)
-    thread.start()
-    thread.join(SECONDS + 1)
-    return dict(found)
-
-
-def _quietly(talk: Callable[[], None]) -> None:
     # Whatever a store raises, the user needs the error of the collective.
-    try:
-        talk()
-    except Exception:
-        return
+    with suppress(Exception):
+        answered(SECONDS + 1, talk)
+    return dict(found)
 
 
 def _is_own(error: RuntimeError) -> bool:

@@ -57,7 +57,7 @@ class PrivateExchange(ProcessGroupExchange):
             connect = partial(
                 dist.ProcessGroupGloo, store, self.rank, self.world_size, timeout=self.timeout
             )
-            # It ends by its own timeout, unless the store is behind a lost link.
+            # Its own timeout ends it in most cases, but not in all.
             self._group = answered(self.timeout.total_seconds() + SECONDS, connect)
             # A rank that closes before the others are connected would break their connections.
             self._group.barrier().wait()
