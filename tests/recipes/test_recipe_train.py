@@ -1,5 +1,6 @@
 """Runs of recipes/train.py: they learn, they are reproducible, and they resume bit for bit."""
 
+import contextlib
 import copy
 import json
 import re
@@ -53,7 +54,8 @@ def test_no_thread_of_gloo_outlives_the_run(train_here: TrainHere, digits_flags:
     # Such a thread sometimes aborts the process at its exit.
     before = gloo_threads()
     train_here(*digits_flags, "--epochs", "1", "--compress", "ef(topk(0.1))")
-    assert gloo_threads() == before
+    # Groups that earlier tests left to the garbage collector may end theirs in between.
+    assert gloo_threads() <= before
 
 
 @pytest.mark.parametrize("method", [["--compress", "mean"], ["--sync", "every(8)"]])
@@ -71,9 +73,14 @@ def test_an_epoch_reports_the_share_of_time_spent_waiting(
     assert f"{last['images_per_second']:,.0f} images/s, {last['wait_share']:.0%}" in progress
 
 
-def gloo_threads() -> int:
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    return sum("gloo" in name for name in names)
+def gloo_threads() -> set[int]:
+    """The ids of this process's threads that gloo started."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            if "gloo" in (task / "comm").read_text():
+                found.add(int(task.name))
+    return found
 
 
 @pytest.mark.parametrize(
