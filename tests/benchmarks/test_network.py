@@ -19,6 +19,7 @@ import torch
 
 import torchcomp
 from benchmarks.net.methods import Course, attach
+from tests.support.cases import thorough
 from tests.support.patience import PATIENCE
 from tests.support.ranks import with_fake_ranks
 from torchcomp.schedules import SCHEDULES
@@ -186,7 +187,7 @@ def test_a_method_that_fails_is_named_and_the_others_are_measured(tmp_path: Path
 
 
 @pytest.mark.usefixtures("shaped_hosts")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, *thorough([signal.SIGTERM])])
 def test_an_interrupted_run_leaves_nothing_behind(number: int, tmp_path: Path) -> None:
     endless = ["--least", "1000000"]
     run = Run(*TINY, "--hosts", "2", "--methods", "no-op", *endless, "--out", str(tmp_path))

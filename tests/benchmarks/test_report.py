@@ -95,6 +95,7 @@ def test_the_plots_of_the_page_exist() -> None:
     assert all((ROOT / "docs" / plot).is_file() for plot in plots)
 
 
+@pytest.mark.thorough
 def test_a_report_without_results_has_no_tables_of_them(copied: Path) -> None:
     shutil.rmtree(copied / "benchmarks" / "results")
     made = run(root=copied)

@@ -184,6 +184,7 @@ def requeue(job: SlurmJob, out: Path) -> int:
     return assert_saved(out, job.printed.read_text())
 
 
+@pytest.mark.thorough
 def test_a_slurm_job_saves_and_requeues_itself(job: SlurmJob, out: Path) -> None:
     requeue(job, out)
 

@@ -373,6 +373,7 @@ def test_runs_that_fail_are_counted_and_left_out() -> None:
     assert summary.against(reference).mean == pytest.approx(-5.45)
 
 
+@pytest.mark.thorough
 def test_pictures_are_drawn_from_the_published_results(tmp_path: Path) -> None:
     shutil.copytree(FOLDER / "results", tmp_path, dirs_exist_ok=True)
     runs = run_table.read_runs(tmp_path, large_batch.task_of("digits", "mlp", large_batch.WHOLE))

@@ -34,6 +34,7 @@ from recipes.two_direction.data_sets import Samples
 from recipes.two_direction.methods import ACCELERATED, METHODS, Messages
 from recipes.two_direction.quadratics import Quadratics
 from tests.recipes.forked_ranks import RECIPES
+from tests.support.cases import thorough
 from tests.support.ranks import on_threads
 from torchcomp.algorithms import Ranks, Simulated
 from torchcomp.algorithms.two_direction.theory import Probabilities
@@ -591,7 +592,9 @@ def test_our_results_are_those_of_other_programs(mu: float, method: str) -> None
     assert ours.mean == pytest.approx(tables.REFERENCE[mu, method], rel=0.15)
 
 
-@pytest.mark.parametrize("name", ["contest_digits_n100", "alpha", "scaling", "winners"])
+@pytest.mark.parametrize(
+    "name", ["winners", *thorough(["contest_digits_n100", "alpha", "scaling"])]
+)
 def test_pictures_are_drawn_from_the_committed_rows(name: str, tmp_path: Path) -> None:
     for path in RESULTS.glob(f"{name}*.csv"):
         shutil.copy(path, tmp_path)
