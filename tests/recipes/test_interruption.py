@@ -158,8 +158,10 @@ class SlurmJob:
 
 def free_port() -> int:
     """Return a port that the batch script can take, and that is free."""
+    # Not the global generator, which has the same seed in every test and so would draw one port.
+    draw = random.SystemRandom()
     while True:
-        port = random.randrange(10_000, 30_000)
+        port = draw.randrange(10_000, 30_000)
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)):
                 return port
