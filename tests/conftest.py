@@ -13,7 +13,8 @@ import torch
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Several workers share the cores, and a thread of OpenMP that waits keeps one busy.
+# Several workers share the cores, and a thread of OpenMP that waits keeps one busy. The number of
+# threads also changes how sums are split and rounded.
 torch.set_num_threads(1)
 
 # The "ci" profile draws the same examples in every run and has no deadline.

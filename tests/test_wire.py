@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from tests.support.codecs import codec_of, inspected, packed, sealed, write_fields
-from tests.support.threads import torch_threads
 from tests.support.vectors import normal
 from tests.test_compressors import COMPRESSOR_EXAMPLES
 from torchcomp import wire
@@ -20,13 +19,6 @@ SIZES = [0, 1, 2, 7, 31, 257, 65535, 65536, 65537]
 
 every_compressor = pytest.mark.parametrize("compressor", COMPRESSOR_EXAMPLES, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """For vectors this short, one thread is faster than several."""
-    with torch_threads(1):
-        yield
 
 
 def decoded(codec, message, dtype=torch.float32):

@@ -681,6 +681,7 @@ class Averager:
             slot: "error" for the residual of this rank's gradients, or "server_error" for the
                 server residual of the shards that this rank owns.
         """
+        # Held until the norms are read: the next step writes to the tensors of this one.
         with self._lock:
             parts = dict(self.state.items(slot))
             if not parts:

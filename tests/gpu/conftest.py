@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from tests.gpu.place import ACTIVE, NCCL
 from tests.support.patience import PATIENCE
-from tests.support.threads import torch_threads
 
 # With this, matrix products of cuBLAS are reproducible. The ranks inherit it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -40,10 +39,3 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     )
     yield
     dist.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    # In a rehearsal, the threads of several ranks would wait for each other.
-    with torch_threads(1):
-        yield

@@ -24,20 +24,12 @@ import torch
 from recipes.image_data.beton import INSTALL_FFCV
 from tests.recipes.forked_ranks import ForkedRun, Launcher
 from tests.support.patience import PATIENCE
-from tests.support.threads import torch_threads
 
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder for this test session, in place of the user's."""
     return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Compute with one thread. The number of threads changes how sums are split and rounded."""
-    with torch_threads(1):
-        yield
 
 
 @pytest.fixture

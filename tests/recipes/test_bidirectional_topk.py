@@ -58,9 +58,6 @@ SIMULATED = [
 ]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # --- The counterexample ---------------------------------------------------------------------------
 
 

@@ -34,8 +34,6 @@ from torchcomp.jointspar import Baseline, Literal
 RESULTS = Path(convergence.__file__).parent / "results"
 PER_RANK = 'jointspar(0.5, selection="per-rank", rule=Literal(alpha=1e-06, bound=None))'
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 # --- Method texts ---------------------------------------------------------------------------------
 

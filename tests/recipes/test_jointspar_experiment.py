@@ -64,9 +64,6 @@ CONFIGS = sorted((FOLDER / "configs").glob("*.yaml"))
 SIX = {"mnist", "fashion-mnist", "svhn", "cifar10", "cifar100", "imagenet"}
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def setting_of(*words: str) -> Setting:
     return read_options(Setting, list(words))
 

@@ -40,9 +40,6 @@ SMALL_GRID = replace(comparison.QUICK_GRID, periods=(2, 4), seeds=2)
 QSR = Point("QSR", "qsr(alpha=0.1, h_base=2)", 0.1, 5e-4)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def digits_task() -> task.Task:
     return task.open_task("digits", None, 0.2)

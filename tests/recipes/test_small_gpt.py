@@ -24,8 +24,6 @@ from torchcomp import SpecError
 FOLDER = RECIPES / "small_gpt"
 LOCAL = 'every(2) with compress=ef(quantize("int8")), outer=nesterov(lr=0.7, momentum=0.5)'
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_text_is_fixed_and_its_parts_share_no_paragraph() -> None:
     corpus = open_corpus()

@@ -45,9 +45,6 @@ FOLDER = RECIPES / "two_direction"
 RESULTS = FOLDER / "results"
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def rows_of(path: Path) -> list[dict[str, str]]:
     return result_files.read_csv(path)
 

@@ -25,9 +25,6 @@ from torchcomp.errors import SpecError
 F = quadratics(condition=5.0)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def normal(*shape):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
