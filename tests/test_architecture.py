@@ -39,7 +39,7 @@ LAYERS = [
     {"residuals", "routes"},
     {"aggregators"},
     {"spec", "stats", "nonfinite", "checkpoint"},
-    {"redistribution"},
+    {"redistribution", "guard"},
     {"averager", "gathering"},
     {"per_rank"},
     {"hooks", "time_model", "algorithms"},

@@ -21,6 +21,7 @@ from torchcomp.errors import (
 from torchcomp.exchange import Exchange, InProcessExchange, ProcessGroupExchange, run_in_process
 from torchcomp.explain import explain, sync_steps
 from torchcomp.gathering import Gathered
+from torchcomp.guard import Alarm, Guard
 from torchcomp.hooks.handle import Handle
 from torchcomp.jointspar import JointSpar
 from torchcomp.local_sgd import LocalSGD
@@ -33,10 +34,12 @@ from torchcomp.stats import Stats
 from torchcomp.time_model import TimeModel, WallClock, fit_time_model
 
 __all__ = [
+    "Alarm",
     "Averager",
     "CheckpointError",
     "Exchange",
     "Gathered",
+    "Guard",
     "Handle",
     "InProcessExchange",
     "JointSpar",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchcomp import checkpoint
-from torchcomp.aggregators import EF, Aggregator
+from torchcomp.aggregators import EF, Aggregator, Mean
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.bucket import DEFAULT_CAPS, Bucket, BucketShape, Group, Shard, merge, partition
 from torchcomp.checks import check_at_least_0
@@ -19,6 +19,7 @@ from torchcomp.compressors import Identity
 from torchcomp.draws import Ahead
 from torchcomp.errors import CheckpointError, RankFailureError, SpecError
 from torchcomp.exchange import Exchange
+from torchcomp.guard import Guard, GuardMonitor, Monitor, Replicas
 from torchcomp.keys import Key, check_seed
 from torchcomp.nonfinite import FiniteWatch
 from torchcomp.profiling import bucket_number, label
@@ -40,6 +41,7 @@ LATE = (
 # Sends a residual that the current method has no slot for. Every value is sent uncompressed, so one
 # step is usually enough; see `is_sent`.
 _FLUSH = EF(Identity())
+_MEAN = Mean()
 _SAME_LR = "The learning rate must be the same function of the step on all ranks."
 
 
@@ -67,7 +69,9 @@ class Averager:
         groups: names of the parameters that are compressed together. By default, groups of up to
             25 MiB.
         seed: seed of the method's random choices, an integer of at least 0.
-        merged: whether a method that works on the whole model gets all groups as one bucket.
+        merged: whether buckets can have other parameters than `groups`: a method that works on the
+            whole model then gets all groups as one bucket, and the guard can average a part of a
+            group uncompressed.
         what: what is averaged ("a gradient"), for error messages.
         unchanged: a sentence on what a discarded step leaves unchanged, for error messages.
         late: whether a step is checked when the next one begins. The host then never waits at the
@@ -79,6 +83,8 @@ class Averager:
             before the step.
         client_slots: returns, for the shape of a bucket, the slots that the caller opens in
             :attr:`state`. Declaring them adds them to checkpoints.
+        guard: True or a :class:`torchcomp.Guard` compares what is applied with the dense mean.
+        replicas: parameters that are equal on all ranks, by name, for the guard to compare.
 
     Attributes:
         buckets: the groups that the current method compresses: :attr:`groups`, or all of them
@@ -91,6 +97,7 @@ class Averager:
         unused: names of the parameters that no rank used in the last step; see :meth:`finish`.
         abandoned: whether the step in flight was abandoned; see :meth:`abandon`. Set it to False
             before the next one.
+        monitor: the last report and the alarms of the guard.
 
     Raises:
         SpecError: if the method cannot be built, or if an argument is invalid.
@@ -110,6 +117,8 @@ class Averager:
         late: bool = False,
         vote: Callable[[], bool] | None = None,
         client_slots: Callable[[BucketShape], tuple[Slot, ...]] | None = None,
+        guard: Guard | bool = False,
+        replicas: Replicas | None = None,
     ) -> None:
         self.exchange = exchange
         self.parameters = dict(parameters)
@@ -130,6 +139,10 @@ class Averager:
         # Returns whether the last step counts, or raises if it does not; None if that is decided.
         self._undecided: Callable[[], bool] | None = None
         self._client_slots = client_slots
+        self.monitor = Monitor()
+        if (options := Guard.of(guard)) is not None:
+            self.monitor = GuardMonitor(options, exchange, self.parameters, replicas)
+        self._dense: frozenset[str] = frozenset()  # parameters that the guard averages uncompressed
         self._shapes: dict[Group, BucketShape] = {}
         self._nbytes = sum(parameter.nbytes for parameter in self.parameters.values())
         self.scale = 1.0
@@ -164,7 +177,7 @@ class Averager:
     @property
     def grouped(self) -> bool:
         """Whether the result depends on :attr:`buckets`. If not, any bucketing can be used."""
-        return self._active.depends_on_grouping
+        return self._active.depends_on_grouping or bool(self._dense)
 
     # One step.
 
@@ -191,6 +204,7 @@ class Averager:
                 late.
         """
         self.settle()
+        self.monitor.locate()
         with self._lock:
             self._require_wanted()
             self._step_lrs = _by_name(lr, self.parameters)
@@ -213,13 +227,17 @@ class Averager:
         with self._lock:
             self._require_wanted()
             self._units_before, self._in_flight = (self.scale, dict(self.lrs)), True
+            ratio = scale / self.scale
             self._rescale(scale)
-            self._follow(self._step_lrs)
+            changed = self._follow(self._step_lrs)
         now = self._active.at(self.step)
         if now != self._now:
             # A stage has workspaces of its own, and those of a high ratio are large.
             self.state.free_scratch()
             self._now = now
+        names = changed if ratio == 1 else self.parameters
+        ratios = {name: ratio * changed.get(name, 1.0) for name in names}
+        self.monitor.begin(self.step, now, list(map(self.shape_of, self.buckets)), ratios)
 
     def _rescale(self, scale: float) -> None:
         """Convert residuals and estimates, which have the unit of the scaled gradients."""
@@ -227,8 +245,12 @@ class Averager:
             self.state.scale(scale / self.scale)
             self.scale = scale
 
-    def _follow(self, lrs: Mapping[str, float]) -> None:
-        """Convert the residual, which is in the unit of the last update, to that of the next."""
+    def _follow(self, lrs: Mapping[str, float]) -> Mapping[str, float]:
+        """Convert the residual, which is in the unit of the last update, to that of the next.
+
+        Returns:
+            What the residual was multiplied by, by parameter name, where it changed.
+        """
         if not lrs:
             # From now on, what is unsent comes from steps whose learning rate is not known.
             self.lrs = {}
@@ -238,6 +260,7 @@ class Averager:
         if changed:
             self.state.scale_debts(changed)
         self.lrs |= nonzero
+        return changed
 
     def average(self, bucket: Bucket) -> None:
         """Replace the values of a bucket with the method's estimate of their mean, in place.
@@ -251,7 +274,7 @@ class Averager:
 
     def _average(self, bucket: Bucket) -> None:
         self._require_wanted()
-        method = self._now
+        method = self._method_of(bucket.names, self._now)
         # A method that is dense for its first steps only is checked in all of them.
         guarded = self.guarded
         # If the method's residual shows which parameters were non-finite, this pass over the
@@ -259,8 +282,10 @@ class Averager:
         shown = self._combined or method.residual_shows_nonfinite(bucket.flat.dtype)
         if guarded and not shown:
             self._watch.before(bucket)
+        self.monitor.before(bucket)
         key = Key(self.seed, self.step, rank=self.exchange.rank, ahead=self._ahead)
         method.aggregate(bucket, self.exchange, self.state, key)
+        self.monitor.after(bucket, method, self.state)
         if guarded:
             self._watch.after(bucket)
 
@@ -340,6 +365,7 @@ class Averager:
     def _conclude(self, where: str, advice: str, may_skip: bool, late: bool) -> bool:
         """Combine the checks of the step over the ranks; return whether it counts, or raise."""
         check_lrs = self._compare_lrs(where)
+        self.monitor.finish(self.step + 1)
         if late:
             return self._postpone(where, advice, check_lrs)
         counts = self.exchange.conclude(self._watch.finite(), where, self._unchanged)
@@ -351,8 +377,11 @@ class Averager:
 
     def _prepare_commit(self, leaves: Collection[int], leaving: bool) -> bool:
         """Change what the step is about to commit; return whether it is the last of a flush."""
-        self.state.undo({*self.unused, *(n for n, lr in self._step_lrs.items() if not lr)})
+        unchanged = {*self.unused, *(n for n, lr in self._step_lrs.items() if not lr)}
+        self.state.undo(unchanged)
+        self.monitor.undo(unchanged)
         if any(leaves):
+            self.monitor.forget()
             hand_over(self.state, self.exchange, self.parameters, self._owned(), leaving)
         return self._flushing and is_sent(self.state, self.exchange, self.parameters)
 
@@ -362,6 +391,7 @@ class Averager:
             self.state.commit()
         else:
             self.state.rollback()
+            self.monitor.discard()
         self.step += 1
         self._in_flight, self._flushed = False, flushed
         if self._vote is not None:
@@ -397,6 +427,7 @@ class Averager:
         with self._lock:
             self._undecided, self._flushed = None, False
             self.state.revert()
+            self.monitor.discard()
             self.step -= 1
             self._meter.record(Traffic(), self.step)
 
@@ -454,6 +485,7 @@ class Averager:
             with self._lock:
                 if self._flushed:
                     self._end_flush()
+                self._follow_guard()
 
     def _decide(self, undecided: Callable[[], bool], counts: bool) -> None:
         with self._lock:
@@ -560,6 +592,7 @@ class Averager:
                 self.state.free_scratch()
                 self._ahead.clear()
             self.exchange, self._verified = exchange, False
+            self.monitor.change_ranks(exchange)
 
     def position(self) -> dict[str, Any]:
         """Return what a rank that joins must have in common with the others; see :meth:`adopt`."""
@@ -613,13 +646,13 @@ class Averager:
 
     def _install(self, method: Aggregator) -> None:
         with self._lock:
-            merged = method.whole_model and self._merged
-            buckets = merge(self.groups, self.parameters) if merged else self.groups
+            buckets = self._buckets(method)
             # Before `self.buckets` changes: the server residual is stored by the old buckets'
             # shards.
             owned, self._active = self._owned(), method
             self.buckets, before = buckets, self.buckets
             self._ahead.clear()
+            self.monitor.forget()
             declared = {slot.name: slot for slot in self._declared(method, buckets)}
             # A server residual fits only the shards of the same buckets. Otherwise, add it to this
             # rank's own residual.
@@ -629,6 +662,43 @@ class Averager:
             # `use` starts a flush.
             kept = {*declared, *self.state.debts()}
             self.state.drop([name for name in self.state.slots() if name not in kept])
+
+    def _buckets(self, method: Aggregator) -> tuple[Group, ...]:
+        """Return the groups of a method, and then those that the guard averages uncompressed."""
+        groups, dense = self.groups, self._dense
+        if dense:
+            groups = tuple(part for group in groups if (part := _without(group, dense)))
+        if method.whole_model and self._merged:
+            groups = merge(groups, self.parameters)
+        if dense:
+            kept = self.parameters.keys() - dense
+            groups += tuple(part for group in self.groups if (part := _without(group, kept)))
+        return groups
+
+    def _method_of(
+        self, group: Group, method: Aggregator, dense: frozenset[str] | None = None
+    ) -> Aggregator:
+        """Return what averages a group: the method, unless the guard averages it uncompressed.
+
+        Args:
+            group: names of its parameters.
+            method: the method.
+            dense: what the guard averages uncompressed, if it is not that of now.
+        """
+        if not group or group[0] not in (self._dense if dense is None else dense):
+            return method
+        slots = method.slots(self.shape_of(group), self.exchange.world_size, self.exchange.rank)
+        return _FLUSH if any(slot.kind is Kind.DEBT for slot in slots) else _MEAN
+
+    def _follow_guard(self) -> None:
+        """Average uncompressed what the guard wants, and only that."""
+        dense = self.monitor.settle(self.step)
+        if dense and not self._merged:
+            whole = (group for group in self.groups if not dense.isdisjoint(group))
+            dense = frozenset(name for group in whole for name in group)
+        if dense != self._dense:
+            self._dense = dense
+            self._install(self._active)
 
     def _end_flush(self) -> None:
         """From the next step on, run the method that the user chose, without a residual."""
@@ -641,11 +711,16 @@ class Averager:
         rank, ranks = self.exchange.rank, self.exchange.world_size
         return [self.shape_of(group).shards(ranks)[rank] for group in self.buckets]
 
-    def _declared(self, method: Aggregator, buckets: Sequence[Group]) -> Iterator[Slot]:
+    def _declared(
+        self,
+        method: Aggregator,
+        buckets: Sequence[Group],
+        dense: frozenset[str] | None = None,
+    ) -> Iterator[Slot]:
         """Iterate over the slots of all buckets: the method's, then the client's."""
         for group in buckets:
-            shape = self.shape_of(group)
-            yield from method.slots(shape, self.exchange.world_size, self.exchange.rank)
+            shape, used = self.shape_of(group), self._method_of(group, method, dense)
+            yield from used.slots(shape, self.exchange.world_size, self.exchange.rank)
             if self._client_slots is not None:
                 yield from self._client_slots(shape)
 
@@ -723,6 +798,8 @@ class Averager:
             "parameters": checkpoint.layout_of(self.parameters),
             "traffic": self._meter.state_dict(),
             "slots": slots,
+            "dense": sorted(self._dense),
+            "pauses": self.monitor.state_dict(),
         }
 
     def prepare(
@@ -746,8 +823,9 @@ class Averager:
         checkpoint.check_engine(state, self.parameters)
         # During a flush, the checkpoint has the slots of _FLUSH and the spec of the next method.
         method = _FLUSH if state["flushing"] else self._aggregator
+        dense = checkpoint.check_guard(state)
         slots: dict[str, tuple[Kind, bool, dict[str, Tensor]]] = {}
-        for slot in self._declared(method, _groups(state["buckets"])):
+        for slot in self._declared(method, _groups(state["buckets"]), dense):
             # `redistribute` drops caches, so they can be missing. They never change a result.
             if slot.kind is not Kind.CACHE or slot.name in state["slots"]:
                 parts = checkpoint.load_slot(slot, state, self.parameters)
@@ -770,6 +848,8 @@ class Averager:
         self.step, self.seed, self.scale = state["step"], state["seed"], float(state["scale"])
         self.lrs = dict(state["lrs"])
         self._meter.load_state_dict(state["traffic"], self.step)
+        self._dense = checkpoint.check_guard(state)
+        self.monitor.load_state_dict(state.get("pauses", {}))
         self._flushing = state["flushing"]
         self._active = _FLUSH if self._flushing else self._aggregator
         # A fresh one: workspaces and a step in flight must not outlive the old state.
@@ -802,6 +882,10 @@ def _by_name(lr: LR, parameters: Mapping[str, Tensor]) -> dict[str, float]:
     for name in parameters:
         check_at_least_0(f"lr of '{name}'", lrs.get(name))
     return {name: float(lrs[name]) for name in parameters}
+
+
+def _without(group: Group, names: Collection[str]) -> Group:
+    return tuple(name for name in group if name not in names)
 
 
 def _groups(names: Sequence[Sequence[str]]) -> tuple[Group, ...]:

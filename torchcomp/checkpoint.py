@@ -206,6 +206,24 @@ ENGINE = record(
 )
 
 
+# What the guard averages uncompressed, and each parameter's last pause. Absent in older states.
+_GUARD = record(dense=list_of(text), pauses=dict_of(list_of(count)))
+
+
+def check_guard(state: Mapping[str, Any]) -> frozenset[str]:
+    """Return the parameters that the guard averages uncompressed in a state.
+
+    Raises:
+        CheckpointError: if what the state has of the guard is damaged.
+    """
+    found = {"dense": state.get("dense", []), "pauses": state.get("pauses", {})}
+    _GUARD(found, "the state dict")
+    for name, pause in found["pauses"].items():
+        if len(pause) != 2 or name not in state["parameters"]:
+            raise CheckpointError(f"a damaged checkpoint: pauses['{name}'] is {pause}")
+    return frozenset(found["dense"])
+
+
 TWO_LEVELS = optional(record(node=count, position=count, node_size=count, parameters=_LAYOUTS))
 """Form of what a run with nodes adds: which piece of the whole parameters the state belongs to."""
 

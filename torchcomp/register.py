@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchcomp.component import Component
 from torchcomp.ddp.register import register_ddp
 from torchcomp.fsdp.register import register_fsdp
+from torchcomp.guard.options import Guard
 from torchcomp.hooks.arguments import Options
 from torchcomp.hooks.handle import Handle
 from torchcomp.hooks.optimizer_lrs import Optimizers
@@ -27,6 +28,7 @@ def register(
     inside: str | None = None,
     replicate: DeviceMesh | None = None,
     manager: Any = None,
+    guard: Guard | bool = False,
 ) -> Handle:
     """Replace the gradient all-reduce of a DDP model with a compressed exchange.
 
@@ -69,6 +71,9 @@ def register(
             rank dies, joins or leaves. The exchange is then among the ranks of its quorum, and the
             model is ``DistributedDataParallel(net, process_group=ProcessGroupDummy(0, 1))``
             of torch.nn.parallel. docs/elastic.md has the details.
+        guard: True, or a :class:`torchcomp.Guard`, compares the applied mean with the dense mean
+            and the replicas with each other every 50 steps, and logs a warning if something is
+            wrong. docs/guard.md has the details.
 
     Returns:
         A handle for statistics, checkpoints and changes of the method.
@@ -92,6 +97,7 @@ def register(
         inside=inside,
         replicate=replicate,
         manager=manager,
+        guard=guard,
     )
     # What does not fit together is refused there, on all ranks together.
     if isinstance(model, FSDPModule) and replicate is not None:

@@ -191,6 +191,15 @@ class State:
             if flat.slot.name == name:
                 yield from flat.parts(flat.after)
 
+    def in_flight(self, slot: Slot) -> tuple[Tensor, Tensor] | None:
+        """Return the values of a slot before and after the step in flight; see :meth:`open`.
+
+        None if the step has not opened it.
+        """
+        store = self._stores.get(slot.name)
+        flat = None if store is None else store.flats.get(slot.names)
+        return (flat.before, flat.after) if flat in self._in_flight else None
+
     def slots(self) -> dict[str, tuple[Kind, bool]]:
         """Return the kind of every slot, and whether it is sharded."""
         return {name: (store.kind, store.sharded) for name, store in self._stores.items()}

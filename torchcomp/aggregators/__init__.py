@@ -1,6 +1,6 @@
 """Aggregators, one method per file. To add a method, write its file and list it here."""
 
-from torchcomp.aggregators.base import Aggregator
+from torchcomp.aggregators.base import Aggregator, Law
 from torchcomp.aggregators.bidirectional import Bidirectional
 from torchcomp.aggregators.dgc import DGC
 from torchcomp.aggregators.ef import EF
@@ -25,6 +25,7 @@ __all__ = [
     "EF21",
     "Aggregator",
     "Bidirectional",
+    "Law",
     "Mean",
     "PowerSGD",
     "planned_traffic",

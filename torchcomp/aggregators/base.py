@@ -1,6 +1,7 @@
 """Aggregator: replace a bucket with an estimate of its mean over the ranks, in place."""
 
 from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
@@ -22,6 +23,35 @@ class Cost:
     collective: str  # route of the messages: "allreduce", "allgather" or "sharded"
     message_bytes: int  # size of one rank's message for its bucket, without frame headers
     load: Load = field(default_factory=Load)  # bytes of its collectives, per step
+
+
+@dataclass(frozen=True)
+class Law:
+    """What holds in every step of a method, for the mean over the ranks.
+
+    The mean that the method applies, minus `gradient` times the gradient, plus all slots times
+    their coefficients, is zero up to rounding. A sharded slot counts as a part of the mean.
+
+    Attributes:
+        gradient: coefficient of the gradient.
+        before: coefficients of the slots' values before the step, by slot.
+        after: coefficients of the slots' values after the step, by slot.
+        error: what the law leaves at most, relative to the norm of the gradients (root mean square
+            over the ranks), besides the rounding of the gradient's and the residual's dtype.
+        per_parameter: whether it holds for each parameter, and not only for a whole bucket.
+    """
+
+    gradient: float = 1.0
+    before: Mapping[str, float] = field(default_factory=dict)
+    after: Mapping[str, float] = field(default_factory=dict)
+    error: float = 0.0
+    per_parameter: bool = True
+
+    def terms(self) -> Iterator[tuple[str, int, float]]:
+        """Iterate over the slots: name, 0 before or 1 after the step, coefficient."""
+        for when, terms in enumerate((self.before, self.after)):
+            for name, factor in terms.items():
+                yield name, when, factor
 
 
 @dataclass(frozen=True)
@@ -97,6 +127,10 @@ class Aggregator(Component):
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
         """Declare the state of one bucket on one rank. The slot "error" is the residual."""
         return ()
+
+    def law(self, shape: BucketShape) -> Law | None:
+        """Return what holds in every step for a bucket of this shape; None if nothing does."""
+        return None
 
     @abstractmethod
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 import torch
 
-from torchcomp.aggregators.base import Cost
+from torchcomp.aggregators.base import Cost, Law
 from torchcomp.aggregators.residual import (
     Residual,
     ResidualDtype,
@@ -106,6 +106,13 @@ class Bidirectional(Residual):
         # CACHE because a threshold only starts the next search and never changes its result.
         ones = (1,) * len(names)
         return error, server, Slot("thresholds", Kind.CACHE, names, ones, torch.int64)
+
+    def law(self, shape: BucketShape) -> Law:
+        # The server residual is a part of the mean, on the owners of its shards.
+        law = super().law(shape)
+        return Law(
+            before={**law.before, "server_error": -1.0}, after={**law.after, "server_error": 1.0}
+        )
 
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
         nbytes = codec(self.up, shape.names, shape.sizes, shape.dtype).nbytes

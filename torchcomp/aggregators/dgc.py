@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from torchcomp.aggregators.base import Law
 from torchcomp.aggregators.one_way import OneWay
 from torchcomp.aggregators.residual import (
     Residual,
@@ -124,6 +125,14 @@ class DGC(Residual, OneWay):
         error = self.error_slot(shape)
         # ESTIMATE, because u is not unsent gradient: step 2 has already added it to v.
         return (error, replace(error, name="momentum", kind=Kind.ESTIMATE))
+
+    def law(self, shape: BucketShape) -> Law:
+        # What enters v is the velocity of step 2, written with the u before the step.
+        u, gradient = self.momentum, 1.0
+        if self.nesterov:
+            u, gradient = self.momentum**2, 1 + self.momentum
+        law = super().law(shape)
+        return replace(law, gradient=gradient, before={**law.before, "momentum": -u})
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
         g = bucket.flat

@@ -1,10 +1,11 @@
 """EF: error feedback. Add what was not sent to the next gradient."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
+from torchcomp.aggregators.base import Law
 from torchcomp.aggregators.one_way import OneWay
 from torchcomp.aggregators.residual import (
     Residual,
@@ -61,6 +62,9 @@ class EF(Residual, OneWay):
 
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
         return (self.error_slot(shape),)
+
+    def law(self, shape: BucketShape) -> Law:
+        return replace(super().law(shape), error=self.sum_rounding(shape))
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
         g = bucket.flat

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from torchcomp.aggregators.base import Law
 from torchcomp.aggregators.one_way import OneWay
 from torchcomp.aggregators.residual import check_contractive
 from torchcomp.bucket import Bucket, BucketShape
@@ -55,6 +56,15 @@ class EF21(OneWay):
         return (
             Slot("estimate", Kind.ESTIMATE, shape.names, shape.sizes, dtype),
             Slot("mean_estimate", Kind.ESTIMATE, shape.names, shape.sizes, dtype, equal=True),
+        )
+
+    def law(self, shape: BucketShape) -> Law:
+        # The mean grows by what the estimates of the ranks grow by, whatever the gradient is.
+        return Law(
+            gradient=0.0,
+            before={"mean_estimate": -1.0, "estimate": 1.0},
+            after={"estimate": -1.0},
+            error=self.sum_rounding(shape),
         )
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:

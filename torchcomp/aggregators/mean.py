@@ -1,10 +1,12 @@
 """Mean: the average of compressed gradients, without a residual."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torchcomp.aggregators.base import Law
 from torchcomp.aggregators.one_way import OneWay
-from torchcomp.bucket import Bucket
+from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.compressors import Compressor, Identity
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
@@ -47,6 +49,16 @@ class Mean(OneWay):
     @property
     def transparent(self) -> bool:
         return isinstance(self.compressor, Identity)
+
+    def law(self, shape: BucketShape) -> Law:
+        alpha, omega = (
+            bound(shape.numel) for bound in (self.compressor.alpha, self.compressor.omega)
+        )
+        # An unbiased compressor has a bound only on the expectation.
+        bounds = [] if alpha is None else [math.sqrt(1 - alpha)]
+        bounds += [] if omega is None else [3 * math.sqrt(omega)]
+        error = min(bounds, default=math.inf) + self.sum_rounding(shape)
+        return Law(error=error, per_parameter=self.compressor.elementwise)
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
         route = self.route(bucket.shape, exchange, state, key)

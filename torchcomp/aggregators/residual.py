@@ -5,7 +5,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from torchcomp.aggregators.base import Aggregator
+from torchcomp.aggregators.base import Aggregator, Law
 from torchcomp.bucket import BucketShape
 from torchcomp.component import Choices, Component
 from torchcomp.compressors import Compressor
@@ -43,6 +43,10 @@ class Residual(Aggregator):
     def error_slot(self, shape: BucketShape) -> Slot:
         """Return the slot of this rank's residual, its unsent gradient."""
         return Slot("error", Kind.DEBT, shape.names, shape.sizes, self.residual_dtype(shape.dtype))
+
+    def law(self, shape: BucketShape) -> Law:
+        # Nothing is lost: what is not applied is in the residual.
+        return Law(before={"error": -1.0}, after={"error": 1.0})
 
     def shows(self, compressor: Compressor, gradient: torch.dtype) -> bool:
         """Whether the residual shows NaN and infinities of a gradient, with this compressor."""

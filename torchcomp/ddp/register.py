@@ -30,6 +30,7 @@ from torchcomp.ddp.managed import Managed
 from torchcomp.ddp.two_level import Levels, TwoLevel
 from torchcomp.errors import SpecError
 from torchcomp.exchange import InProcessExchange, ProcessGroupExchange
+from torchcomp.guard import Replicas
 from torchcomp.hooks.arguments import Options, late_does_not_fit
 from torchcomp.hooks.executors import transport
 from torchcomp.hooks.log import log_method, log_optimizers
@@ -58,7 +59,14 @@ def register_ddp(
         "torchcomp.register", arguments, lambda: _check(model, spec, options, ranks)
     )
     parameters = dict(trained_parameters(model))
-    make = partial(Averager, aggregator, seed=options.seed, late=options.late)
+    make = partial(
+        Averager,
+        aggregator,
+        seed=options.seed,
+        late=options.late,
+        guard=options.guard,
+        replicas=Replicas(parameters),
+    )
     buckets: Buckets
     if isinstance(everyone, InProcessExchange):
         buckets = Managed(make, parameters, groups, options.manager, device)

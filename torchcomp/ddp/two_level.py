@@ -63,6 +63,7 @@ class Levels:
             for lane in ("scatter", "gather")
         )
         self.between = PrivateExchange(f"{name}/between/{across[0]}", across, everyone)
+        self.between.members = nodes.ranks
         self._checks = PrivateExchange(f"{name}/checks/{inside[0]}", inside, everyone)
         # In lane 2, ranks also compare values and combine checks inside the node.
         Exchange.split(inside=self._checks, between=self.between)

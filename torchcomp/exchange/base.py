@@ -18,7 +18,7 @@ from torchcomp import host, wire
 from torchcomp.errors import RankMismatchError, WireError
 from torchcomp.kernels import checksum
 from torchcomp.profiling import label
-from torchcomp.traffic import Load, Traffic
+from torchcomp.traffic import Load, Traffic, sum_bytes
 
 Built = TypeVar("Built")
 Found = tuple[Sequence[int], Tensor, Tensor]
@@ -36,6 +36,7 @@ class Exchange(ABC):
             By default, ranks are numbered from 0.
 
     Attributes:
+        members: the ranks in the job that each rank stands for: itself, or all ranks of its node.
         must_conclude: whether :meth:`conclude` must communicate, because frames were received or
             numbers were handed to :meth:`max_at_end` since its last call.
     """
@@ -51,6 +52,7 @@ class Exchange(ABC):
         self.world_size = world_size
         self.device = device
         self.global_ranks = tuple(global_ranks or range(world_size))
+        self.members: tuple[tuple[int, ...], ...] = tuple((each,) for each in self.global_ranks)
         self.must_conclude = False
         self._load = Load()
         # Of this step. On CUDA findings stay on the device: reading them here would make the host
@@ -59,6 +61,11 @@ class Exchange(ABC):
         # (numbers of this rank, list to extend with the maxima of all ranks) of `max_at_end`.
         self._asked: list[tuple[list[int], list[int]]] = []
         self._levels: tuple[Exchange, ...] = (self,)
+
+    @property
+    def shard(self) -> int:
+        """Which part of the values this rank averages: after a :meth:`split`, its rank inside."""
+        return next((level.rank for level in self._levels if level is not self), 0)
 
     # --- To be implemented by a subclass. These methods do not count bytes. ---
 
@@ -175,6 +182,18 @@ class Exchange(ABC):
         for level in self._levels:
             flags = level.any_of(flags)
         return flags
+
+    @label("sum_control")
+    def sum_control(self, numbers: Tensor) -> None:
+        """Replace `numbers` (1-D, contiguous) with their sum over the ranks.
+
+        After a :meth:`split`, over those of both levels.
+
+        Counted apart from messages, as in :meth:`any_of`.
+        """
+        for level in self._levels:
+            level._all_reduce(numbers)
+            self._load.control += sum_bytes(numbers.nbytes, level.world_size)
 
     # --- Checks of received frames ---
 

@@ -19,6 +19,7 @@ from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
 from torchcomp.fsdp.handle import FSDPHandle, check_method
 from torchcomp.fsdp.units import Unit, units_of
+from torchcomp.guard import Replicas
 from torchcomp.hooks.arguments import Options
 from torchcomp.hooks.averaging import Averaging
 from torchcomp.hooks.log import log_method, log_optimizers
@@ -60,6 +61,8 @@ def register_fsdp(
         seed=options.seed,
         merged=False,
         late=options.late,
+        guard=options.guard,
+        replicas=Replicas(local),
     )
     place = Place(everyone.rank, replicas.rank, shards.rank, shards.world_size)
     # Of whole parameters: without memory.

@@ -11,6 +11,7 @@ from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.component import Component
 from torchcomp.exchange import Exchange
 from torchcomp.gathering import Gatherable
+from torchcomp.guard.monitor import Monitor
 from torchcomp.hooks.averaging import Averaging
 from torchcomp.hooks.executors import AT_EXIT_SECONDS
 from torchcomp.hooks.one_process import OfOneProcess
@@ -78,6 +79,11 @@ class Handle(OfOneProcess, Gatherable):
                 server residual as the owner of shards.
         """
         return self.averager.residual_norms(slot)
+
+    @property
+    def guard(self) -> Monitor:
+        """The guard: its last `report`, None before the first one, and what it found, `alarms`."""
+        return self.averager.monitor
 
     def swap(self, spec: str | Component) -> str:
         """Change the method between two steps. Call this on all ranks with the same spec.

@@ -1,0 +1,213 @@
+"""Alarms: what in a comparison is wrong, and what it means."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from torchcomp.checkpoint import listed
+from torchcomp.guard.report import Sums
+from torchcomp.guard.watch import Found
+
+LEAST = 1e-3
+"""Imbalance, relative to the gradients, that rounding in float32 never reaches."""
+
+Members = Sequence[tuple[int, ...]]
+
+_EPS = 2.0**-23  # of float32, in which is measured
+_LOST = 0.5  # share of the dense mean
+_SILENT = 1e-3  # of the other ranks' median norm
+_FAINT = 0.1  # of the model's gradient per element (root mean square)
+_OLD = 0.98  # share of the sampled elements of a parameter
+_EXPECTED = 20  # sampled elements of a parameter that should have been sent
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One finding of the guard. All ranks get the same.
+
+    Attributes:
+        step: number of steps that had finished, with the one of the comparison.
+        kind: "imbalance", "lost", "starved", "residual changed", "silent rank" or "replicas".
+        parameters: names of the parameters that it is about; empty for the whole model.
+        ranks: the ranks that it is about, as numbered in the job; empty if it is about all.
+        value: what was measured, the worst of the parameters or ranks.
+        limit: the limit that it is beyond.
+        message: what was found and what to do.
+    """
+
+    step: int
+    kind: str
+    parameters: tuple[str, ...]
+    ranks: tuple[int, ...]
+    value: float
+    limit: float
+    message: str
+
+    def __str__(self) -> str:
+        return f"guard, step {self.step}: {self.message}"
+
+
+def alarms(step: int, found: Found, members: Members) -> list[Alarm]:
+    """Return what is wrong in a comparison.
+
+    Args:
+        step: number of steps that have finished.
+        found: what was measured.
+        members: what ranks in the job each rank of the exchange stands for.
+    """
+    judged = (_imbalance, _lost, _starved, _changed, _silent)
+    return [alarm for judge in judged for alarm in judge(step, found, members)]
+
+
+def _imbalance(step: int, found: Found, members: Members) -> Iterator[Alarm]:
+    """Judge whether each step applies, or keeps in the residual, all of the gradient."""
+    wrong: dict[str, tuple[float, float]] = {}
+    whole: dict[int, list[str]] = {}
+    for name, law in found.laws.items():
+        if law is not None and not law.per_parameter:
+            whole.setdefault(id(law), []).append(name)
+    groups = [[n] for n, law in found.laws.items() if law is not None and law.per_parameter]
+    for names in (*groups, *whole.values()):
+        sums, law = Sums.total(found.sums[name] for name in names), found.laws[names[0]]
+        assert law is not None
+        gradients = math.sqrt(sums.gradients)
+        # Of the residual and what is added to it, and of the mean.
+        kept = max(found.residual_eps, _EPS) ** 2 * (sums.residuals + sums.gradients)
+        rounding = 4 * math.sqrt(kept + max(found.mean_eps, _EPS) ** 2 * sums.applied)
+        # Twice, because sketches of a few columns are not exact.
+        limit = LEAST + 2 * law.error
+        if math.sqrt(sums.left) > limit * gradients + rounding:
+            value = math.sqrt(sums.left) / gradients if gradients else math.inf
+            wrong |= dict.fromkeys(names, (value, limit))
+    if wrong:
+        value, limit = max(wrong.values())
+        yield Alarm(
+            step,
+            "imbalance",
+            tuple(wrong),
+            (),
+            value,
+            limit,
+            f"the applied mean and the new residual differ from the gradient and the old residual "
+            f"by {value:.2g} of the gradient's norm in {listed(list(wrong))}. A part of the "
+            "gradient is lost, or applied more than once: a message is not applied, a scale is "
+            "wrong, or the residual is not kept",
+        )
+
+
+def _lost(step: int, found: Found, members: Members) -> Iterator[Alarm]:
+    """Judge how much a method without a residual drops."""
+    # An unbiased method can be further off than all of the gradient, and right on average.
+    laws = {name: law for name, law in found.laws.items() if law is not None}
+    without = [name for name, law in laws.items() if not law.after and law.error < 1]
+    sums = Sums.total(found.sums[name] for name in without)
+    if sums.dense and sums.dot < (1 - _LOST) * sums.dense:
+        lost = 1 - sums.dot / sums.dense
+        yield Alarm(
+            step,
+            "lost",
+            (),
+            (),
+            lost,
+            _LOST,
+            f"the method drops {lost:.0%} of the gradient, and keeps no residual. Use it with "
+            "error feedback, as in ef(...)",
+        )
+
+
+def _starved(step: int, found: Found, members: Members) -> Iterator[Alarm]:
+    """Judge whether a parameter is hardly sent, although it should be."""
+    sent = Sums.total(sums for sums in found.sums.values() if sums.sent)
+    if not sent.numel:
+        return
+    # The share of elements that are new, if all elements were equally likely to be sent.
+    usual = 1 - (1 - sent.sent / sent.numel) ** found.age
+    old = {name: sums.old / sums.samples for name, sums in found.sums.items() if sums.samples}
+    others = Sums.total(found.sums[name] for name, share in old.items() if share < _OLD)
+    largest = max((found.sums[n].largest for n, share in old.items() if share < _OLD), default=0.0)
+
+    def is_starved(sums: Sums) -> bool:
+        # A method that selects the largest elements of several parameters sends nothing of one
+        # whose elements are all small. If they are not, it should.
+        faint = sums.gradients * others.numel <= _FAINT**2 * others.gradients * sums.numel
+        return usual * sums.samples >= _EXPECTED and (sums.largest > 2 * largest or not faint)
+
+    wrong = [n for n, share in old.items() if share >= _OLD and is_starved(found.sums[n])]
+    if wrong and others.numel:
+        yield Alarm(
+            step,
+            "starved",
+            tuple(wrong),
+            (),
+            max(old[name] for name in wrong),
+            _OLD,
+            f"of {listed(wrong)}, nearly nothing was sent for {found.age} steps, although a step "
+            f"sends {sent.sent / sent.numel:.2g} of what it sends anything of. Its part of the "
+            "messages is too small, or it is left out",
+        )
+
+
+def _changed(step: int, found: Found, members: Members) -> Iterator[Alarm]:
+    """Judge whether each step starts from the residual that the last one left."""
+    wrong = [name for name, sums in found.sums.items() if sums.changed > 0]
+    if wrong:
+        at = _chosen(members, (count > 0 for count in found.changed))
+        count = sum(found.changed)
+        yield Alarm(
+            step,
+            "residual changed",
+            tuple(wrong),
+            at,
+            count,
+            0.0,
+            f"the residual of {listed(wrong)} on {_of(at)} changed between two steps. It is not "
+            "the one that the last step left: something writes it, or restores an old one",
+        )
+
+
+def _silent(step: int, found: Found, members: Members) -> Iterator[Alarm]:
+    """Judge whether a rank has no gradient."""
+    for what, squares in {"gradient": found.gradients, "message": found.messages}.items():
+        norms = [math.sqrt(square) for square in squares]
+        usual = median(norms) or max(norms)
+        wrong = _chosen(members, (norm < _SILENT * usual for norm in norms))
+        if wrong:
+            value = min(norms) / usual
+            yield Alarm(
+                step,
+                "silent rank",
+                (),
+                wrong,
+                value,
+                _SILENT,
+                f"the norm of the {what} of {_of(wrong)} is {value:.1g} times that of the other "
+                "ranks. Its data may be empty, or its loss may be multiplied by zero",
+            )
+            return
+
+
+def replica_alarm(step: int, found: Mapping[str, tuple[int, ...]]) -> Alarm:
+    """Return the alarm for parameters that differ, from the ranks that have others, by name."""
+    ranks = tuple(sorted(set().union(*found.values())))
+    return Alarm(
+        step,
+        "replicas",
+        tuple(found),
+        ranks,
+        float(len(found)),
+        0.0,
+        f"{listed(list(found))} on {_of(ranks)} differ from those of the other ranks. The "
+        "replicas train different models from here on: stop, and load a checkpoint",
+    )
+
+
+def _chosen(members: Members, chosen: Iterable[bool]) -> tuple[int, ...]:
+    return tuple(
+        sorted(rank for ranks, one in zip(members, chosen, strict=True) if one for rank in ranks)
+    )
+
+
+def _of(ranks: Iterable[int]) -> str:
+    listed_ranks = list(ranks)
+    return f"rank{'s' if len(listed_ranks) > 1 else ''} {', '.join(map(str, listed_ranks))}"

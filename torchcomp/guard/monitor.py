@@ -1,0 +1,235 @@
+"""Monitor: what an averager reports of its steps, and what the guard makes of it."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torchcomp.aggregators import Aggregator
+from torchcomp.bucket import Bucket, BucketShape
+from torchcomp.exchange import Exchange
+from torchcomp.guard.alarms import Alarm, alarms, replica_alarm
+from torchcomp.guard.options import Guard
+from torchcomp.guard.replicas import Replicas
+from torchcomp.guard.report import Report
+from torchcomp.guard.watch import Found, Watch
+from torchcomp.state import State
+
+_log = logging.getLogger(__name__)
+
+MENDED = ("imbalance", "lost", "starved", "residual changed")
+"""Kinds of alarms that an uncompressed average ends."""
+
+
+class Monitor:
+    """The monitor of an averager without a guard: it ignores what it is told.
+
+    Attributes:
+        report: the last comparison, or None before the first one.
+        alarms: what the last comparison found wrong.
+    """
+
+    def __init__(self) -> None:
+        self.report: Report | None = None
+        self.alarms: tuple[Alarm, ...] = ()
+
+    def locate(self) -> None:
+        """Find out which parameters of the replicas differ, if any do. All ranks call this."""
+
+    def begin(
+        self,
+        step: int,
+        method: Aggregator,
+        shapes: Sequence[BucketShape],
+        ratios: Mapping[str, float],
+    ) -> None:
+        """Begin a step.
+
+        Args:
+            step: number of steps before it.
+            method: the method of this step.
+            shapes: shapes of all its buckets.
+            ratios: by parameter name, what the residual was multiplied by since the last step.
+        """
+
+    def before(self, bucket: Bucket) -> None:
+        """Read a bucket that is about to be averaged."""
+
+    def after(self, bucket: Bucket, method: Aggregator, state: State) -> None:
+        """Read a bucket that `method` has averaged."""
+
+    def finish(self, step: int) -> None:
+        """Compare, if it is time to. All ranks call this at the end of each step.
+
+        Args:
+            step: number of steps that have finished, with this one.
+        """
+
+    def undo(self, names: Iterable[str]) -> None:
+        """The step in flight does not change the residual of these parameters."""
+
+    def forget(self) -> None:
+        """The next step does not continue the last one: the state has changed in between."""
+
+    def discard(self) -> None:
+        """The last step does not count."""
+
+    def change_ranks(self, exchange: Exchange) -> None:
+        """Go on over another exchange."""
+
+    def settle(self, step: int) -> frozenset[str]:
+        """Judge the last comparison. The same on all ranks, without a message.
+
+        Args:
+            step: number of steps that have finished.
+
+        Returns:
+            The parameters that the next step averages uncompressed.
+        """
+        return frozenset()
+
+    def state_dict(self) -> dict[str, list[int]]:
+        """Return what decides how later steps are averaged: the pauses, by parameter name."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
+        """Restore the result of :meth:`state_dict`. Nothing is known of the last step."""
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A parameter that is averaged uncompressed, or was until it recovered.
+
+    Attributes:
+        until: number of steps after which the method gets it back.
+        steps: length of the pause. The next one is twice as long.
+    """
+
+    until: int
+    steps: int
+
+
+class GuardMonitor(Monitor):
+    """The monitor of an averager with a guard.
+
+    Args:
+        guard: the options.
+        exchange: the ranks that average.
+        names: of all parameters.
+        replicas: compares the parameters, if they are known.
+    """
+
+    def __init__(
+        self,
+        guard: Guard,
+        exchange: Exchange,
+        names: Iterable[str],
+        replicas: Replicas | None = None,
+    ) -> None:
+        super().__init__()
+        self._guard, self._names, self._replicas = guard, tuple(names), replicas
+        self._watch = Watch(guard.every, guard.age, exchange)
+        # Parameters that are, or were, averaged uncompressed.
+        self._pauses: dict[str, Pause] = {}
+        self._compared: tuple[int, Callable[[], Found], Callable[[], bool]] | None = None
+        # Alarms of a comparison after which it is not known yet which replicas differ.
+        self._unlocated: list[Alarm] | None = None
+
+    def locate(self) -> None:
+        if self._unlocated is None or self.report is None or self._replicas is None:
+            return
+        judged, self._unlocated = self._unlocated, None
+        found = self._replicas.differing(self._watch.exchange)
+        self._publish([*judged, *([replica_alarm(self.report.step, found)] if found else [])])
+
+    def begin(
+        self,
+        step: int,
+        method: Aggregator,
+        shapes: Sequence[BucketShape],
+        ratios: Mapping[str, float],
+    ) -> None:
+        self._watch.begin(step, method, shapes, ratios)
+
+    def before(self, bucket: Bucket) -> None:
+        self._watch.before(bucket)
+
+    def after(self, bucket: Bucket, method: Aggregator, state: State) -> None:
+        self._watch.after(bucket, method, state)
+
+    def finish(self, step: int) -> None:
+        found = self._watch.finish()
+        if found is not None:
+            replicas, same = self._replicas, _true
+            if replicas is not None:
+                same = replicas.compare(self._watch.exchange)
+            self._compared = step, found, same
+
+    def undo(self, names: Iterable[str]) -> None:
+        self._watch.samples.undo(names)
+
+    def forget(self) -> None:
+        self._watch.samples.forget()
+
+    def discard(self) -> None:
+        self._compared = None
+        self.forget()
+
+    def change_ranks(self, exchange: Exchange) -> None:
+        self.discard()
+        self._watch.exchange = exchange
+
+    def settle(self, step: int) -> frozenset[str]:
+        self._judge()
+        return frozenset(name for name, pause in self._pauses.items() if step < pause.until)
+
+    def _judge(self) -> None:
+        if self._compared is None:
+            return
+        (step, found, same), self._compared = self._compared, None
+        measured = found()
+        self.report = measured.report(step)
+        judged = alarms(step, measured, self._watch.exchange.members)
+        if self._guard.fall_back != "none":
+            for alarm in judged:
+                if alarm.kind in MENDED:
+                    self._pause(alarm)
+        if same():
+            self._publish(judged)
+        else:
+            self._unlocated = judged
+
+    def _pause(self, alarm: Alarm) -> None:
+        """Average uncompressed what an alarm is about."""
+        names: Sequence[str] = alarm.parameters
+        if self._guard.fall_back == "model" or not names:
+            names = self._names
+        for name in names:
+            last, steps = self._pauses.get(name), self._guard.every
+            # It has not recovered: the last pause ended not long ago.
+            if last is not None and alarm.step - last.until <= 2 * self._guard.every:
+                steps = 2 * last.steps
+            self._pauses[name] = Pause(alarm.step + steps, steps)
+
+    def _publish(self, found: Sequence[Alarm]) -> None:
+        """Report those that the last comparison did not have."""
+        known = {(alarm.kind, alarm.parameters, alarm.ranks) for alarm in self.alarms}
+        self.alarms = tuple(found)
+        for alarm in found:
+            if (alarm.kind, alarm.parameters, alarm.ranks) in known:
+                continue
+            if self._guard.callback is not None:
+                self._guard.callback(alarm)
+            elif self._watch.exchange.rank == 0:
+                _log.warning("%s", alarm)
+
+    def state_dict(self) -> dict[str, list[int]]:
+        return {name: [pause.until, pause.steps] for name, pause in self._pauses.items()}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
+        self.discard()
+        self._unlocated, self.report, self.alarms = None, None, ()
+        self._pauses = {name: Pause(*pause) for name, pause in state.items()}
+
+
+def _true() -> bool:
+    return True

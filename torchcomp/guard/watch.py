@@ -1,0 +1,292 @@
+"""Watch: measures in the steps of an averager what the guard compares."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from torchcomp import host
+from torchcomp.aggregators import Aggregator, Law, planned_traffic
+from torchcomp.bucket import Bucket, BucketShape
+from torchcomp.exchange import Exchange
+from torchcomp.guard.report import Compared, Report, Sums
+from torchcomp.guard.samples import Samples, filled, sample
+from torchcomp.guard.sketch import Sketch
+from torchcomp.profiling import label
+from torchcomp.state import Slot, State
+
+_WIDTHS = (251, 127, 61, 31, 17, 11)
+_SHARE = 0.008  # of the method's bytes, for a comparison
+_SCALARS = 10  # of `Sums`, all but those from sketches
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a comparison has added up over the ranks.
+
+    Attributes:
+        sums: by parameter name, of those with any elements.
+        laws: the law of each parameter's method, by parameter name.
+        gradients: squared norm of each rank's gradient, in rank order.
+        messages: squared norm of what each rank has sent, decoded, in rank order.
+        changed: number of sampled elements whose residual has changed between steps, by rank.
+        width: number of columns of the sketches.
+        age: number of steps after which an element that is not sent is old.
+        residual_eps: relative rounding error of the dtype of the residual.
+        mean_eps: that of the mean.
+    """
+
+    sums: dict[str, Sums]
+    laws: dict[str, Law | None]
+    gradients: tuple[float, ...]
+    messages: tuple[float, ...]
+    changed: tuple[float, ...]
+    width: int
+    age: int
+    residual_eps: float
+    mean_eps: float
+
+    def report(self, step: int) -> Report:
+        """Return the comparison in ratios, after `step` steps."""
+        return Report(
+            step,
+            Compared.of(Sums.total(self.sums.values())),
+            {name: Compared.of(sums) for name, sums in self.sums.items()},
+            tuple(map(math.sqrt, self.gradients)),
+            1 / math.sqrt(2 * self.width),
+        )
+
+
+class Watch:
+    """Measures the steps of one averager.
+
+    Args:
+        every: number of steps from one comparison to the next.
+        age: number of steps after which an element that is not sent is old.
+        exchange: the ranks that average.
+    """
+
+    def __init__(self, every: int, age: int, exchange: Exchange) -> None:
+        self.every, self._age, self.exchange = every, age, exchange
+        self.samples = Samples()
+        self._comparing, self._width = False, _WIDTHS[-1]
+        self._eps = 0.0, 0.0  # of the residual's dtype and of the mean's
+        self._gradient: Tensor | None = None  # this rank's values of the bucket in flight
+        # A row for each parameter of a bucket: two sketches, and the scalars of `Sums`.
+        self._rows: list[tuple[BucketShape, Law | None, Tensor]] = []
+        self._messages: list[Tensor] = []  # squared norms of this rank's messages
+
+    def begin(
+        self,
+        step: int,
+        method: Aggregator,
+        shapes: Sequence[BucketShape],
+        ratios: Mapping[str, float],
+    ) -> None:
+        """Begin a step.
+
+        Args:
+            step: number of steps before it.
+            method: the method of this step.
+            shapes: shapes of all its buckets.
+            ratios: by parameter name, what the residual was multiplied by since the last step.
+        """
+        self._rows.clear()
+        self._messages.clear()
+        self._gradient, self._eps = None, (0.0, 0.0)
+        self.samples.begin(ratios)
+        self._comparing = (step + 1) % self.every == 0
+        if self._comparing:
+            self._width = _width(method, tuple(shapes), self.exchange.world_size, self.every)
+
+    def before(self, bucket: Bucket) -> None:
+        """Keep what the method is about to overwrite."""
+        if self._comparing:
+            self._gradient = bucket.flat.to(bucket.shape.wide().dtype, copy=True)
+
+    @label("guard")
+    def after(self, bucket: Bucket, method: Aggregator, state: State) -> None:
+        """Measure what the method has done with a bucket."""
+        if not filled(bucket.shape)[0]:
+            return
+        ranks = self.exchange.world_size, self.exchange.rank
+        slots = {slot.name: slot for slot in method.slots(bucket.shape, *ranks)}
+        opened = {n: both for n, slot in slots.items() if (both := state.in_flight(slot))}
+        self.samples.follow(bucket, opened.get("error"))
+        if self._gradient is not None:
+            gradient, self._gradient = self._gradient, None
+            law = method.law(bucket.shape)
+            rows = self._compare(bucket, gradient, law, slots, opened)
+            self._rows.append((bucket.shape, law, rows))
+
+    def _compare(
+        self,
+        bucket: Bucket,
+        gradient: Tensor,
+        law: Law | None,
+        slots: Mapping[str, Slot],
+        opened: Mapping[str, tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Return what is to be added up over the ranks. Overwrites `gradient`."""
+        shape, ranks, device = bucket.shape, self.exchange.world_size, bucket.flat.device
+        means = bucket.flat.to(gradient.dtype)
+        sketch = _sketch(shape, self._width, self.exchange.shard, device)
+        columns = self._columns(shape, gradient, means, opened)
+        sketches = [sketch(gradient), sketch.zeros()]
+        kept = slots["error"].dtype if "error" in slots else shape.dtype
+        both = (torch.finfo(kept).eps, torch.finfo(shape.dtype).eps)
+        self._eps = max(self._eps[0], both[0]), max(self._eps[1], both[1])
+        if law is not None:
+            message = self._message(law, gradient, slots, opened)
+            self._messages.append(message.norm().square())
+            sketches[1] = sketch(self._left(law, message, means, shape, slots, opened))
+        return torch.cat([*(each.float() for each in sketches), columns], 1).div_(ranks)
+
+    def _columns(
+        self,
+        shape: BucketShape,
+        gradient: Tensor,
+        means: Tensor,
+        opened: Mapping[str, tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Return the scalars of `Sums` for each parameter."""
+        ranks, device = self.exchange.world_size, means.device
+        (_, sizes), (_, owner) = filled(shape), sample(shape, device)
+        nothing = torch.zeros(len(sizes), device=device)
+        residuals, largest = nothing, nothing
+        if "error" in opened:
+            residuals = _norms(opened["error"][1], sizes).square()
+            largest = _norms(opened["error"][1], sizes, math.inf)
+        age, changed = self.samples.take(shape)
+        # Counted on each rank, and not averaged like the others.
+        moved = nothing if changed is None else nothing.index_add(0, owner, changed.float() * ranks)
+        columns = [
+            torch.stack([part.sum() for part in torch.split(gradient * means, list(sizes))]),
+            _norms(means, sizes).square(),
+            _norms(gradient, sizes).square(),
+            residuals,
+            largest,
+            moved,
+            torch.stack([part.count_nonzero() for part in torch.split(means, list(sizes))]),
+            _numbers(sizes, device),
+            nothing.index_add(0, owner, (age >= self._age).float()),
+            nothing.index_add(0, owner, torch.ones_like(age, dtype=torch.float32)),
+        ]
+        return torch.stack([column.float() for column in columns], 1)
+
+    def _message(
+        self,
+        law: Law,
+        gradient: Tensor,
+        slots: Mapping[str, Slot],
+        opened: Mapping[str, tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Return what this rank has sent, decoded, by the law. Overwrites `gradient`."""
+        message = gradient.mul_(law.gradient)
+        for name, when, factor in law.terms():
+            if not slots[name].sharded:
+                message.sub_(opened[name][when], alpha=factor)
+        return message
+
+    def _left(
+        self,
+        law: Law,
+        message: Tensor,
+        means: Tensor,
+        shape: BucketShape,
+        slots: Mapping[str, Slot],
+        opened: Mapping[str, tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Return this rank's part of what the law leaves over. Overwrites `message`."""
+        ranks = self.exchange.world_size
+        left = message.neg_().add_(means)
+        for name, when, factor in law.terms():
+            if slots[name].sharded:
+                # A part of the mean, on its owner alone.
+                span = shape.shard(ranks, self.exchange.rank).span
+                left[span].add_(opened[name][when], alpha=factor * ranks)
+        return left
+
+    def finish(self) -> Callable[[], Found] | None:
+        """Add up over the ranks. All ranks call this at the end of a step.
+
+        Returns:
+            A function that waits for the sums, which are the same on all ranks. None if this step
+            is not compared.
+        """
+        if not self._rows:
+            return None
+        rows, self._rows = self._rows, []
+        width, ranks, device = self._width, self.exchange.world_size, self.exchange.device
+        values = [each.to(device) for _, _, each in rows]
+        own = torch.zeros(3, ranks, device=device)
+        gradients, messages, changed = own[:, self.exchange.rank].unbind()
+        for each in values:
+            gradients.add_(each[:, 2 * width + 2].sum(), alpha=ranks)
+            changed.add_(each[:, 2 * width + 5].sum())
+        for message in self._messages:
+            messages.add_(message.to(device))
+        numbers = torch.cat([*(each.flatten() for each in values), own.flatten()])
+        self.exchange.sum_control(numbers)
+        received = host.copy_from(numbers)
+        counts, eps = [*(value.numel() for value in values), own.numel()], self._eps
+
+        def read() -> Found:
+            *parts, last = torch.split(received(), counts)
+            sums: dict[str, Sums] = {}
+            laws: dict[str, Law | None] = {}
+            for (shape, law, _), part in zip(rows, parts, strict=True):
+                names, _ = filled(shape)
+                laws |= dict.fromkeys(names, law)
+                exact = law is not None and not law.after
+                found = _sums(part.view(len(names), -1), width, exact)
+                sums |= zip(names, found, strict=True)
+            norms, sent, wrong = (tuple(row) for row in last.view(3, ranks).tolist())
+            return Found(sums, laws, norms, sent, wrong, width, self._age, *eps)
+
+        return read
+
+
+def _sums(rows: Tensor, width: int, exact: bool) -> list[Sums]:
+    """Return the sums of each parameter.
+
+    Args:
+        rows: a row for each parameter.
+        width: number of columns of the sketches.
+        exact: whether the law leaves the difference between the applied and the dense mean. Its
+            sketch then gives the norm of the dense mean more precisely than that of the mean.
+    """
+    dense, left, scalars = torch.split(rows.double(), [width, width, _SCALARS], 1)
+    dense, left = dense.square().sum(1), left.square().sum(1)
+    if exact:
+        dense = (left - scalars[:, 1] + 2 * scalars[:, 0]).clamp(min=0)
+    squares = zip(dense.tolist(), left.tolist(), scalars.tolist(), strict=True)
+    return [Sums(dense, left, *others) for dense, left, others in squares]
+
+
+def _norms(flat: Tensor, sizes: Sequence[int], order: float = 2) -> Tensor:
+    return torch.stack(torch._foreach_norm(list(torch.split(flat, list(sizes))), order))
+
+
+@lru_cache(maxsize=1024)
+def _numbers(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    return host.copy_to(torch.tensor(sizes), device)
+
+
+@lru_cache(maxsize=256)
+def _width(method: Aggregator, shapes: tuple[BucketShape, ...], world_size: int, every: int) -> int:
+    """Return the largest width of the sketches that fits into their share of the bytes."""
+    parameters = sum(len(filled(shape)[0]) for shape in shapes)
+    sent = planned_traffic(method, shapes, world_size).sent
+    # Numbers per parameter. Two sketches of float32, and an all-reduce sends nearly twice its size.
+    affordable = _SHARE * sent * every / (max(1, parameters) * 4 * 2)
+    fitting = (width for width in _WIDTHS if 2 * width + _SCALARS <= affordable)
+    return next(fitting, _WIDTHS[-1])
+
+
+@lru_cache(maxsize=1024)
+def _sketch(shape: BucketShape, width: int, shard: int, device: torch.device) -> Sketch:
+    return Sketch(*filled(shape), width, shard, shape.wide().dtype, device)
