@@ -798,8 +798,7 @@ class Averager:
             "parameters": checkpoint.layout_of(self.parameters),
             "traffic": self._meter.state_dict(),
             "slots": slots,
-            "dense": sorted(self._dense),
-            "pauses": self.monitor.state_dict(),
+            **checkpoint.guard_section(self._dense, self.monitor.state_dict()),
         }
 
     def prepare(
@@ -823,7 +822,7 @@ class Averager:
         checkpoint.check_engine(state, self.parameters)
         # During a flush, the checkpoint has the slots of _FLUSH and the spec of the next method.
         method = _FLUSH if state["flushing"] else self._aggregator
-        dense = checkpoint.check_guard(state)
+        dense, _ = checkpoint.read_guard(state)
         slots: dict[str, tuple[Kind, bool, dict[str, Tensor]]] = {}
         for slot in self._declared(method, _groups(state["buckets"]), dense):
             # `redistribute` drops caches, so they can be missing. They never change a result.
@@ -848,8 +847,8 @@ class Averager:
         self.step, self.seed, self.scale = state["step"], state["seed"], float(state["scale"])
         self.lrs = dict(state["lrs"])
         self._meter.load_state_dict(state["traffic"], self.step)
-        self._dense = checkpoint.check_guard(state)
-        self.monitor.load_state_dict(state.get("pauses", {}))
+        self._dense, pauses = checkpoint.read_guard(state)
+        self.monitor.load_state_dict(pauses)
         self._flushing = state["flushing"]
         self._active = _FLUSH if self._flushing else self._aggregator
         # A fresh one: workspaces and a step in flight must not outlive the old state.

@@ -7,7 +7,7 @@ A complete state dict is validated before anything is restored from it.
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -206,22 +206,36 @@ ENGINE = record(
 )
 
 
-# What the guard averages uncompressed, and each parameter's last pause. Absent in older states.
+Pauses = Mapping[str, Sequence[int]]
+
 _GUARD = record(dense=list_of(text), pauses=dict_of(list_of(count)))
 
 
-def check_guard(state: Mapping[str, Any]) -> frozenset[str]:
-    """Return the parameters that the guard averages uncompressed in a state.
+def guard_section(dense: Collection[str], pauses: Pauses) -> dict[str, Any]:
+    """Return what a state has of the guard: nothing, if it has never averaged uncompressed.
+
+    Args:
+        dense: names of the parameters that are averaged uncompressed.
+        pauses: end and length of the last pause of parameters, by name.
+    """
+    if not (dense or pauses):
+        return {}
+    return {"guard": {"dense": sorted(dense), "pauses": {n: [*p] for n, p in pauses.items()}}}
+
+
+def read_guard(state: Mapping[str, Any]) -> tuple[frozenset[str], Pauses]:
+    """Return the arguments of :func:`guard_section` for a state.
 
     Raises:
         CheckpointError: if what the state has of the guard is damaged.
     """
-    found = {"dense": state.get("dense", []), "pauses": state.get("pauses", {})}
-    _GUARD(found, "the state dict")
-    for name, pause in found["pauses"].items():
-        if len(pause) != 2 or name not in state["parameters"]:
-            raise CheckpointError(f"a damaged checkpoint: pauses['{name}'] is {pause}")
-    return frozenset(found["dense"])
+    section = state.get("guard", {"dense": [], "pauses": {}})
+    _GUARD(section, "guard")
+    names = {*section["dense"], *section["pauses"]}
+    lengths = {len(pause) for pause in section["pauses"].values()}
+    if not names <= state["parameters"].keys() or not lengths <= {2}:
+        raise CheckpointError(f"a damaged checkpoint: its guard section is {shown(section)}")
+    return frozenset(section["dense"]), section["pauses"]
 
 
 TWO_LEVELS = optional(record(node=count, position=count, node_size=count, parameters=_LAYOUTS))

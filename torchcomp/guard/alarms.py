@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from torchcomp.aggregators import Law
 from torchcomp.checkpoint import listed
 from torchcomp.guard.report import Sums
 from torchcomp.guard.watch import Found
@@ -62,15 +63,14 @@ def alarms(step: int, found: Found, members: Members) -> list[Alarm]:
 
 def _imbalance(step: int, found: Found, members: Members) -> Iterator[Alarm]:
     """Judge whether each step applies, or keeps in the residual, all of the gradient."""
-    wrong: dict[str, tuple[float, float]] = {}
-    whole: dict[int, list[str]] = {}
+    # A law that holds for whole buckets only is judged for all parameters of the bucket together.
+    groups: dict[object, tuple[Law, list[str]]] = {}
     for name, law in found.laws.items():
-        if law is not None and not law.per_parameter:
-            whole.setdefault(id(law), []).append(name)
-    groups = [[n] for n, law in found.laws.items() if law is not None and law.per_parameter]
-    for names in (*groups, *whole.values()):
-        sums, law = Sums.total(found.sums[name] for name in names), found.laws[names[0]]
-        assert law is not None
+        if law is not None:
+            groups.setdefault(name if law.per_parameter else id(law), (law, []))[1].append(name)
+    wrong: dict[str, tuple[float, float]] = {}
+    for law, names in groups.values():
+        sums = Sums.total(found.sums[name] for name in names)
         gradients = math.sqrt(sums.gradients)
         # Of the residual and what is added to it, and of the mean.
         kept = max(found.residual_eps, _EPS) ** 2 * (sums.residuals + sums.gradients)
