@@ -95,6 +95,12 @@ class Settings:
     lr_inside: bool = option(
         False, "with --compress: keep the residual in the unit of the update, not of the gradient"
     )
+    guard: int = option(
+        0,
+        "with --compress: steps between comparisons of the applied mean with the dense mean, and "
+        "of the replicas (0: none)",
+        min=0,
+    )
     sync: str = option("none", 'local steps between averages, e.g. "qsr(alpha=0.0175, h_base=4)"')
     outer: str = option("none", 'with --sync: outer step, e.g. "nesterov(lr=0.7, momentum=0.9)"')
     bn_images: int = option(
@@ -171,6 +177,11 @@ def _check_together(settings: Settings) -> None:
         raise RecipeError(
             "--lr-inside needs --compress, and no --sync: only the residual of compressed "
             "gradients can be in another unit; pseudo-gradients contain the learning rate already"
+        )
+    if settings.guard and (settings.compress == "none" or settings.sync != "none"):
+        raise RecipeError(
+            "--guard needs --compress, and no --sync: it compares the mean of compressed gradients "
+            "with that of the same gradients uncompressed"
         )
     # --dry-run and --shrink do not read the data, except to count the images of a folder.
     opened = settings.dataset == "folder" or not (settings.dry_run or settings.shrink)

@@ -19,6 +19,7 @@ import math
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,11 @@ def attach_torchcomp(
     scaler: torch.amp.GradScaler,
     settings: Settings,
     total_steps: int,
+    on_alarm: Callable[[torchcomp.Alarm], object] | None = None,
 ) -> torchcomp.Handle | torchcomp.LocalSGD | None:
     """Attach the method of ``--sync`` or ``--compress`` to ``model``.
+
+    `on_alarm` is called with what ``--guard`` finds.
 
     Returns:
         The method's handle, for its statistics and its checkpoint, or None for plain DDP.
@@ -105,13 +109,15 @@ def attach_torchcomp(
         )
     if settings.compress != "none":
         # Compressed gradients: in every backward pass, DDP averages compressed gradients. This
-        # replaces its all-reduce of dense ones.
+        # replaces its all-reduce of dense ones. A guard compares both every few steps.
+        every = settings.guard
         return torchcomp.register(
             model,
             settings.compress,
             seed=settings.seed,
             scaler=scaler_or_none,
             lr_inside=optimizer if settings.lr_inside else None,
+            guard=torchcomp.Guard(every=every, callback=on_alarm) if every else False,
         )
     return None
 
@@ -240,7 +246,7 @@ class Trainer:
             self._resume()
         self.report = Report(folder, total=self.total_steps, done=self.step, is_main=worker.is_main)
         self.started = self.logged_at = time.perf_counter()
-        self.logged_step = self.step
+        self.logged_step, self.alarms = self.step, 0
         self.test_accuracy: float | None = None
 
     def _is_resumed(self) -> bool:
@@ -282,7 +288,12 @@ class Trainer:
         self.scaler = grad_scaler(settings, self.device)
         self.criterion = nn.CrossEntropyLoss(label_smoothing=settings.label_smoothing)
         self.method = attach_torchcomp(
-            self.model, self.optimizer, self.scaler, settings, self.total_steps
+            self.model,
+            self.optimizer,
+            self.scaler,
+            settings,
+            self.total_steps,
+            on_alarm=self._on_alarm,
         )
         self.local = self.method if isinstance(self.method, torchcomp.LocalSGD) else None
         self.dense_bytes = dense_bytes(self.model, worker.world_size)
@@ -438,6 +449,11 @@ class Trainer:
         )
         self.logged_at, self.logged_step = now, self.step
 
+    def _on_alarm(self, alarm: torchcomp.Alarm) -> None:
+        self.alarms += 1
+        self.report.print(str(alarm))
+        self.report.log_metrics(step=alarm.step, alarm=alarm.kind, message=alarm.message)
+
     def _bytes_sent(self) -> int:
         """Return the bytes of messages that this rank has sent."""
         if self.method is None:
@@ -497,6 +513,7 @@ class Trainer:
             # A single rank sends nothing.
             "traffic_saved": dense / sent if sent else None,
             "synchronisations": self._synchronisations(),
+            "alarms": self.alarms,
             "seconds": self._seconds(),
             **more,
             "settings": as_plain_dict(self.settings),

@@ -25,6 +25,12 @@ SOAK += ["resident_mib", "growth_kib", "trend", "descriptors", "threads", "equal
 SOAK += ["passed"]
 MUTATIONS = [*_COMMON, "part", "seed", "cases", "problems", "slowest_ms", "results", "seconds"]
 MUTATIONS += ["passed"]
+GUARD_FAULTS = [*_COMMON, "fault", "method", "ranks", "seed", "planted", "found", "after"]
+GUARD_FAULTS += ["kinds", "parameters", "named_ranks", "passed"]
+GUARD_CLEAN = [*_COMMON, "run", "ranks", "flags", "steps", "comparisons", "alarms", "accuracy"]
+GUARD_CLEAN += ["bytes", "control_bytes"]
+GUARD_COST = [*_COMMON, "model", "parameters", "batch", "ranks", "method", "every", "pairs"]
+GUARD_COST += ["step_ms", "time", "time_low", "time_high", "bytes"]
 
 
 class TableError(ValueError):

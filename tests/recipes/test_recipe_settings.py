@@ -45,6 +45,7 @@ def companions(name: str) -> list[str]:
     """Return flags that a setting needs beside it."""
     needed = {
         "dataset": ["--data-path", "x"],
+        "guard": ["--compress", "mean"],
         "lr_inside": ["--compress", "mean"],
         "outer": ["--sync", "every(2)"],
         "milestones": ["--schedule", "step"],

@@ -109,6 +109,15 @@ class Aggregator(Component):
         return False
 
     @property
+    def competing(self) -> bool:
+        """Whether parameters of a bucket compete: one whose values are small may not be sent."""
+        parts = self._parts().values()
+        return any(
+            part.competing if isinstance(part, Aggregator) else part.selects and not part.per_tensor
+            for part in parts
+        )
+
+    @property
     def transparent(self) -> bool:
         """Whether the method does exactly what plain DDP does, also for NaN and infinities."""
         return False

@@ -18,9 +18,9 @@ Members = Sequence[tuple[int, ...]]
 _EPS = 2.0**-23  # of float32, in which is measured
 _LOST = 0.5  # share of the dense mean
 _SILENT = 1e-3  # of the other ranks' median norm
-_FAINT = 0.1  # of the model's gradient per element (root mean square)
+_KEPT = 1.5  # times the largest value that other parameters keep in their residual
 _OLD = 0.98  # share of the sampled elements of a parameter
-_EXPECTED = 20  # sampled elements of a parameter that should have been sent
+_EXPECTED = 20  # sampled elements that would have been sent, as of other parameters
 
 
 @dataclass(frozen=True)
@@ -117,35 +117,43 @@ def _lost(step: int, found: Found, members: Members) -> Iterator[Alarm]:
 
 
 def _starved(step: int, found: Found, members: Members) -> Iterator[Alarm]:
-    """Judge whether a parameter is hardly sent, although it should be."""
-    sent = Sums.total(sums for sums in found.sums.values() if sums.sent)
-    if not sent.numel:
-        return
-    # The share of elements that are new, if all elements were equally likely to be sent.
-    usual = 1 - (1 - sent.sent / sent.numel) ** found.age
-    old = {name: sums.old / sums.samples for name, sums in found.sums.items() if sums.samples}
-    others = Sums.total(found.sums[name] for name, share in old.items() if share < _OLD)
-    largest = max((found.sums[n].largest for n, share in old.items() if share < _OLD), default=0.0)
+    """Judge whether a parameter is hardly sent, although others are."""
+    old = {n: sums.old / sums.samples if sums.samples else 0.0 for n, sums in found.sums.items()}
 
-    def is_starved(sums: Sums) -> bool:
-        # A method that selects the largest elements of several parameters sends nothing of one
-        # whose elements are all small. If they are not, it should.
-        faint = sums.gradients * others.numel <= _FAINT**2 * others.gradients * sums.numel
-        return usual * sums.samples >= _EXPECTED and (sums.largest > 2 * largest or not faint)
+    def is_starved(name: str, bucket: Sequence[str]) -> bool:
+        sums, others = found.sums[name], [each for each in bucket if each != name]
+        # Where all parameters of a bucket compete, those with small values are not sent. One with
+        # values above those that the others still keep should have been.
+        competes = found.competing and bool(others)
+        peers = others if competes else [each for each in found.sums if each != name]
+        expected = sums.samples * _sent(old, peers)
+        largest = max((found.sums[each].largest for each in peers), default=0.0)
+        return expected >= _EXPECTED and (not competes or sums.largest > _KEPT * largest)
 
-    wrong = [n for n, share in old.items() if share >= _OLD and is_starved(found.sums[n])]
-    if wrong and others.numel:
+    wrong = tuple(
+        name
+        for bucket in found.buckets
+        for name in bucket
+        if old[name] >= _OLD and is_starved(name, bucket)
+    )
+    if wrong:
+        sent = _sent(old, [name for name in found.sums if name not in wrong])
         yield Alarm(
             step,
             "starved",
-            tuple(wrong),
+            wrong,
             (),
             max(old[name] for name in wrong),
             _OLD,
-            f"of {listed(wrong)}, nearly nothing was sent for {found.age} steps, although a step "
-            f"sends {sent.sent / sent.numel:.2g} of what it sends anything of. Its part of the "
-            "messages is too small, or it is left out",
+            f"nearly all of {listed(list(wrong))} has waited in the residual for {found.age} "
+            f"steps, but {sent:.0%} of the other parameters was sent. Its part of the messages is "
+            "too small, or it is left out",
         )
+
+
+def _sent(old: Mapping[str, float], names: Sequence[str]) -> float:
+    """Return the share of the elements of some parameters that is not old, as their mean."""
+    return 1 - sum(old[name] for name in names) / len(names) if names else 0.0
 
 
 def _changed(step: int, found: Found, members: Members) -> Iterator[Alarm]:

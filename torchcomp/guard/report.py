@@ -20,8 +20,8 @@ class Sums:
         changed: number of sampled elements whose residual has changed between two steps, and steps.
         sent: number of elements of the applied mean that are not zero.
         numel: number of elements.
-        old: number of sampled elements that were last sent long ago.
-        samples: number of sampled elements.
+        old: number of sampled elements that have waited in the residual for long.
+        samples: number of sampled elements that are sent or wait.
     """
 
     dense: float = 0.0
@@ -59,7 +59,8 @@ class Compared:
         imbalance: norm of what the method's law leaves over, over the norm of the gradients.
         residual_ratio: norm of the residual over that of the gradients.
         sent: share of the elements that this step has sent.
-        old: share of the elements that were last sent more than ``age`` steps ago, from a sample.
+        old: share of the elements with a value to send that have waited for it in the residual for
+            at least ``age`` steps, from a sample.
 
     The norms of gradients and residuals are root mean squares over the ranks.
     """

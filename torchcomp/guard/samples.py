@@ -16,13 +16,13 @@ _MOST = 256
 
 
 class Samples:
-    """Follows when each sampled element was last sent, and whether its residual stays as it was."""
+    """Follows how long each element waits in the residual, and whether the residual stays so."""
 
     # These are no slots of the state: an error in a slot would be one in what checks it.
     def __init__(self) -> None:
         self._ratios: Mapping[str, float] = {}
-        # Of each bucket: steps since each element was sent, and whether its residual has changed
-        # between two steps since the last comparison.
+        # Of each bucket: steps for which each element has waited in the residual, and whether its
+        # residual has changed between two steps since the last comparison.
         self._ages: dict[BucketShape, Tensor] = {}
         self._changed: dict[BucketShape, Tensor] = {}
         # The residual before and after the last step.
@@ -44,15 +44,16 @@ class Samples:
             residual: the residual before and after the step, if there is one.
         """
         shape, device = bucket.shape, bucket.flat.device
-        at, _ = sample(shape, device)
-        age = self._ages.get(shape)
-        if age is None:
-            age = self._ages[shape] = torch.zeros(len(at), dtype=torch.int32, device=device)
-        age.add_(1).masked_fill_(bucket.flat[at] != 0, 0)
         if residual is None:
             return
-        last = self._residuals.get(shape)
+        at, _ = sample(shape, device)
+        last, age = self._residuals.get(shape), self._ages.get(shape)
         before, after = (values[at] for values in residual)
+        if age is None:
+            age = self._ages[shape] = torch.zeros(len(at), dtype=torch.int32, device=device)
+        # An element without a gradient has nothing to wait for. One that waits does so until it is
+        # applied: meanwhile, it can be in the server residual of another rank.
+        age.add_((after != 0) | (age != 0)).mul_(bucket.flat[at] == 0)
         self._residuals[shape] = before, after
         if last is not None:
             self._compare(shape, last[1], before)
@@ -72,12 +73,12 @@ class Samples:
             wrong.logical_or_(self._changed[shape])
         self._changed[shape] = wrong
 
-    def take(self, shape: BucketShape) -> tuple[Tensor, Tensor | None]:
-        """Return the age of each element in steps, and whether its residual has changed.
+    def take(self, shape: BucketShape) -> tuple[Tensor | None, Tensor | None]:
+        """Return for how many steps each element waits, and whether its residual has changed.
 
-        The second one is None if nothing is known of it. The next call begins anew with it.
+        None if nothing is known of it. What has changed is forgotten.
         """
-        return self._ages[shape], self._changed.pop(shape, None)
+        return self._ages.get(shape), self._changed.pop(shape, None)
 
     def undo(self, names: Iterable[str]) -> None:
         """The step in flight is undone for these parameters: their residual stays as it was."""

@@ -30,6 +30,8 @@ class Found:
     Attributes:
         sums: by parameter name, of those with any elements.
         laws: the law of each parameter's method, by parameter name.
+        buckets: names of the parameters of each bucket.
+        competing: whether the parameters of a bucket compete for being sent.
         gradients: squared norm of each rank's gradient, in rank order.
         messages: squared norm of what each rank has sent, decoded, in rank order.
         changed: number of sampled elements whose residual has changed between steps, by rank.
@@ -41,6 +43,8 @@ class Found:
 
     sums: dict[str, Sums]
     laws: dict[str, Law | None]
+    buckets: tuple[tuple[str, ...], ...]
+    competing: bool
     gradients: tuple[float, ...]
     messages: tuple[float, ...]
     changed: tuple[float, ...]
@@ -73,6 +77,7 @@ class Watch:
         self.every, self._age, self.exchange = every, age, exchange
         self.samples = Samples()
         self._comparing, self._width = False, _WIDTHS[-1]
+        self._competing = False
         self._eps = 0.0, 0.0  # of the residual's dtype and of the mean's
         self._gradient: Tensor | None = None  # this rank's values of the bucket in flight
         # A row for each parameter of a bucket: two sketches, and the scalars of `Sums`.
@@ -99,6 +104,7 @@ class Watch:
         self._gradient, self._eps = None, (0.0, 0.0)
         self.samples.begin(ratios)
         self._comparing = (step + 1) % self.every == 0
+        self._competing = method.competing
         if self._comparing:
             self._width = _width(method, tuple(shapes), self.exchange.world_size, self.every)
 
@@ -154,26 +160,33 @@ class Watch:
     ) -> Tensor:
         """Return the scalars of `Sums` for each parameter."""
         ranks, device = self.exchange.world_size, means.device
-        (_, sizes), (_, owner) = filled(shape), sample(shape, device)
+        (_, sizes), (at, owner) = filled(shape), sample(shape, device)
         nothing = torch.zeros(len(sizes), device=device)
         residuals, largest = nothing, nothing
         if "error" in opened:
             residuals = _norms(opened["error"][1], sizes).square()
             largest = _norms(opened["error"][1], sizes, math.inf)
+
+        def count(chosen: Tensor | None) -> Tensor:
+            return nothing if chosen is None else nothing.index_add(0, owner, chosen.float())
+
         age, changed = self.samples.take(shape)
-        # Counted on each rank, and not averaged like the others.
-        moved = nothing if changed is None else nothing.index_add(0, owner, changed.float() * ranks)
+        waits = None if age is None else age >= self._age
+        active = means[at] != 0
+        if "error" in opened:
+            active |= opened["error"][1][at] != 0
         columns = [
             torch.stack([part.sum() for part in torch.split(gradient * means, list(sizes))]),
             _norms(means, sizes).square(),
             _norms(gradient, sizes).square(),
             residuals,
             largest,
-            moved,
+            # Counted on each rank, and not averaged like the others.
+            count(changed) * ranks,
             torch.stack([part.count_nonzero() for part in torch.split(means, list(sizes))]),
             _numbers(sizes, device),
-            nothing.index_add(0, owner, (age >= self._age).float()),
-            nothing.index_add(0, owner, torch.ones_like(age, dtype=torch.float32)),
+            count(waits),
+            count(active),
         ]
         return torch.stack([column.float() for column in columns], 1)
 
@@ -233,6 +246,7 @@ class Watch:
         self.exchange.sum_control(numbers)
         received = host.copy_from(numbers)
         counts, eps = [*(value.numel() for value in values), own.numel()], self._eps
+        competing = self._competing
 
         def read() -> Found:
             *parts, last = torch.split(received(), counts)
@@ -245,7 +259,8 @@ class Watch:
                 found = _sums(part.view(len(names), -1), width, exact)
                 sums |= zip(names, found, strict=True)
             norms, sent, wrong = (tuple(row) for row in last.view(3, ranks).tolist())
-            return Found(sums, laws, norms, sent, wrong, width, self._age, *eps)
+            buckets = tuple(filled(shape)[0] for shape, _, _ in rows)
+            return Found(sums, laws, buckets, competing, norms, sent, wrong, width, self._age, *eps)
 
         return read
 
