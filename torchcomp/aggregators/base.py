@@ -104,6 +104,15 @@ class Aggregator(Component):
         return True
 
     @property
+    def per_tensor(self) -> bool:
+        """Whether what is sent of a parameter does not depend on the other parameters' values."""
+        if not self.depends_on_grouping:
+            return True
+        parts = self._parts().values()
+        alone = (p.per_tensor or (isinstance(p, Compressor) and p.elementwise) for p in parts)
+        return len(parts) > 0 and all(alone)
+
+    @property
     def whole_model(self) -> bool:
         """Whether the method works on all gradients of the model as one bucket."""
         return False

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from torchcomp.aggregators import Law
 from torchcomp.checkpoint import listed
 from torchcomp.guard.report import Sums
 from torchcomp.guard.watch import Found
@@ -17,8 +18,7 @@ Members = Sequence[tuple[int, ...]]
 _EPS = 2.0**-23  # of float32, in which is measured
 _LOST = 0.5  # share of the dense mean
 _SILENT = 1e-3  # of the other ranks' median norm
-_FAINT = 0.1  # of the model's gradient per element (root mean square)
-_OLD = 0.98  # share of the sampled elements of a parameter
+_FAINT = 1e-3  # of the model's gradient per element (root mean square)
 _EXPECTED = 20  # sampled elements of a parameter that should have been sent
 
 
@@ -44,6 +44,14 @@ class Alarm:
     limit: float
     message: str
 
+    def is_part_of(self, other: "Alarm") -> bool:
+        """Whether another alarm is of the same kind, and about the same parameters and ranks."""
+        return (
+            self.kind == other.kind
+            and set(self.parameters) <= set(other.parameters)
+            and set(self.ranks) <= set(other.ranks)
+        )
+
     def __str__(self) -> str:
         return f"guard, step {self.step}: {self.message}"
 
@@ -63,14 +71,14 @@ def alarms(step: int, found: Found, members: Members) -> list[Alarm]:
 def _imbalance(step: int, found: Found, members: Members) -> Iterator[Alarm]:
     """Judge whether each step applies, or keeps in the residual, all of the gradient."""
     wrong: dict[str, tuple[float, float]] = {}
-    whole: dict[int, list[str]] = {}
+    # The parameters of a law: one, or all of a bucket.
+    groups: dict[tuple[int, str], tuple[Law, list[str]]] = {}
     for name, law in found.laws.items():
-        if law is not None and not law.per_parameter:
-            whole.setdefault(id(law), []).append(name)
-    groups = [[n] for n, law in found.laws.items() if law is not None and law.per_parameter]
-    for names in (*groups, *whole.values()):
-        sums, law = Sums.total(found.sums[name] for name in names), found.laws[names[0]]
-        assert law is not None
+        if law is not None:
+            key = id(law), name if law.per_parameter else ""
+            groups.setdefault(key, (law, []))[1].append(name)
+    for law, names in groups.values():
+        sums = Sums.total(found.sums[name] for name in names)
         gradients = math.sqrt(sums.gradients)
         # Of the residual and what is added to it, and of the mean.
         kept = max(found.residual_eps, _EPS) ** 2 * (sums.residuals + sums.gradients)
@@ -118,33 +126,30 @@ def _lost(step: int, found: Found, members: Members) -> Iterator[Alarm]:
 
 def _starved(step: int, found: Found, members: Members) -> Iterator[Alarm]:
     """Judge whether a parameter is hardly sent, although it should be."""
-    sent = Sums.total(sums for sums in found.sums.values() if sums.sent)
-    if not sent.numel:
+    others = Sums.total(sums for sums in found.sums.values() if not sums.starved)
+    if not others.samples:
         return
-    # The share of elements that are new, if all elements were equally likely to be sent.
-    usual = 1 - (1 - sent.sent / sent.numel) ** found.age
-    old = {name: sums.old / sums.samples for name, sums in found.sums.items() if sums.samples}
-    others = Sums.total(found.sums[name] for name, share in old.items() if share < _OLD)
-    largest = max((found.sums[n].largest for n, share in old.items() if share < _OLD), default=0.0)
+    usual = 1 - others.old / others.samples
 
-    def is_starved(sums: Sums) -> bool:
-        # A method that selects the largest elements of several parameters sends nothing of one
-        # whose elements are all small. If they are not, it should.
+    def counts(sums: Sums) -> bool:
+        # Where a sum over a batch is zero, such as for a bias before a normalisation, its rounding
+        # errors can be too small for the method's dtype.
         faint = sums.gradients * others.numel <= _FAINT**2 * others.gradients * sums.numel
-        return usual * sums.samples >= _EXPECTED and (sums.largest > 2 * largest or not faint)
+        return sums.starved > 0 and usual * sums.samples >= _EXPECTED and not faint
 
-    wrong = [n for n, share in old.items() if share >= _OLD and is_starved(found.sums[n])]
-    if wrong and others.numel:
+    wrong = [name for name, sums in found.sums.items() if counts(sums)]
+    if wrong:
+        at = _chosen(members, (count > 0 for count in found.starved))
         yield Alarm(
             step,
             "starved",
             tuple(wrong),
-            (),
-            max(old[name] for name in wrong),
-            _OLD,
-            f"of {listed(wrong)}, nearly nothing was sent for {found.age} steps, although a step "
-            f"sends {sent.sent / sent.numel:.2g} of what it sends anything of. Its part of the "
-            "messages is too small, or it is left out",
+            at,
+            max(found.sums[name].old / found.sums[name].samples for name in wrong),
+            1 - usual,
+            f"{_of(at)} has sent nearly nothing of {listed(wrong)} for {found.age} steps, in which "
+            f"{usual:.0%} of the other elements were sent. Its part of the messages is too small, "
+            "or it is left out",
         )
 
 
@@ -168,10 +173,15 @@ def _changed(step: int, found: Found, members: Members) -> Iterator[Alarm]:
 
 def _silent(step: int, found: Found, members: Members) -> Iterator[Alarm]:
     """Judge whether a rank has no gradient."""
-    for what, squares in {"gradient": found.gradients, "message": found.messages}.items():
+    # A message is measured by what it has taken out of the residual, which is rounded.
+    measured = {
+        "gradient": (found.gradients, _SILENT),
+        "message": (found.messages, max(_SILENT, 4 * found.residual_eps)),
+    }
+    for what, (squares, limit) in measured.items():
         norms = [math.sqrt(square) for square in squares]
         usual = median(norms) or max(norms)
-        wrong = _chosen(members, (norm < _SILENT * usual for norm in norms))
+        wrong = _chosen(members, (norm < limit * usual for norm in norms))
         if wrong:
             value = min(norms) / usual
             yield Alarm(
@@ -180,7 +190,7 @@ def _silent(step: int, found: Found, members: Members) -> Iterator[Alarm]:
                 (),
                 wrong,
                 value,
-                _SILENT,
+                limit,
                 f"the norm of the {what} of {_of(wrong)} is {value:.1g} times that of the other "
                 "ranks. Its data may be empty, or its loss may be multiplied by zero",
             )
