@@ -209,6 +209,8 @@ class Averager:
             self._require_wanted()
             self._step_lrs = _by_name(lr, self.parameters)
             self.state.rollback()
+            if self._in_flight:
+                self.monitor.discard()
             verified = self._verified
         self.exchange.reset()
         self._averaged, self.unused = 0, ()
@@ -351,6 +353,7 @@ class Averager:
                     self._end(True, False)
                 else:
                     self.state.rollback()
+                    self.monitor.discard()
                 # A step that is discarded has sent its bytes all the same.
                 self._meter.record(self.exchange.take_traffic(dense_bytes), self.step)
             raise
@@ -604,6 +607,7 @@ class Averager:
             "scale": self.scale,
             "flushing": self._flushing,
             "groups": [list(group) for group in self.groups],
+            "pauses": self.monitor.state_dict(),
         }
 
     def adopt(self, position: Mapping[str, Any], met: bool) -> None:
@@ -619,6 +623,7 @@ class Averager:
             self._end_flush()
         self._rescale(position["scale"])
         self.groups = _groups(position["groups"])
+        self.monitor.load_state_dict(position["pauses"])
         self.use(position["spec"])
         self._flushing = position["flushing"]
         self._install(_FLUSH if self._flushing else self._aggregator)

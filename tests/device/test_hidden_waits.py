@@ -51,6 +51,12 @@ EXCEPTIONS = {
     "nonfinite.py FiniteWatch.error": "the step has failed",
     "exchange/base.py Exchange._wire_error": "the step has failed",
     "hooks/loss_scale.py LossScale.read": "the copy of the last step has long ended",
+    # The guard: the sums of a comparison are read when the next step begins.
+    "guard/watch.py Watch.finish.read": "the copy of the last step has long ended",
+    "guard/watch.py _sums": "numbers that the host has",
+    "guard/replicas.py Replicas.compare.same": "the copy of the last step has long ended",
+    "guard/replicas.py Replicas.differing": "once, when replicas differ",
+    "guard/alarms.py replica_alarm": "a number of the host",
     # The one wait of a step.
     "exchange/base.py Exchange.conclude_later": "a number that the host has",
     "exchange/base.py Exchange.conclude_later.decide": "the decision whether the step counts",

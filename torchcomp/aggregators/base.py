@@ -104,18 +104,18 @@ class Aggregator(Component):
         return True
 
     @property
+    def per_tensor(self) -> bool:
+        """Whether what is sent of a parameter does not depend on the other parameters' values."""
+        if not self.depends_on_grouping:
+            return True
+        parts = self._parts().values()
+        alone = (p.per_tensor or (isinstance(p, Compressor) and p.elementwise) for p in parts)
+        return len(parts) > 0 and all(alone)
+
+    @property
     def whole_model(self) -> bool:
         """Whether the method works on all gradients of the model as one bucket."""
         return False
-
-    @property
-    def competing(self) -> bool:
-        """Whether parameters of a bucket compete: one whose values are small may not be sent."""
-        parts = self._parts().values()
-        return any(
-            part.competing if isinstance(part, Aggregator) else part.selects and not part.per_tensor
-            for part in parts
-        )
 
     @property
     def transparent(self) -> bool:

@@ -62,7 +62,7 @@ def register_fsdp(
         merged=False,
         late=options.late,
         guard=options.guard,
-        replicas=Replicas(local),
+        replicas=Replicas(local, shards.rank, shards.world_size),
     )
     place = Place(everyone.rank, replicas.rank, shards.rank, shards.world_size)
     # Of whole parameters: without memory.
@@ -116,6 +116,7 @@ def _levels(
         device = torch.device("cuda", torch.cuda.current_device())
     shards = ProcessGroupExchange(mesh.get_group(), device)
     replicas = ProcessGroupExchange(replicate.get_group(), device)
+    replicas.members = tuple(replicas.gather_objects(shards.global_ranks))
     Exchange.split(inside=shards, between=replicas)
     return units, shards, replicas
 

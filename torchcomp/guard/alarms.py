@@ -18,9 +18,8 @@ Members = Sequence[tuple[int, ...]]
 _EPS = 2.0**-23  # of float32, in which is measured
 _LOST = 0.5  # share of the dense mean
 _SILENT = 1e-3  # of the other ranks' median norm
-_KEPT = 1.5  # times the largest value that other parameters keep in their residual
-_OLD = 0.98  # share of the sampled elements of a parameter
-_EXPECTED = 20  # sampled elements that would have been sent, as of other parameters
+_FAINT = 1e-3  # of the model's gradient per element (root mean square)
+_EXPECTED = 20  # sampled elements of a parameter that should have been sent
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,14 @@ class Alarm:
     limit: float
     message: str
 
+    def is_part_of(self, other: "Alarm") -> bool:
+        """Whether another alarm is of the same kind, and about the same parameters and ranks."""
+        return (
+            self.kind == other.kind
+            and set(self.parameters) <= set(other.parameters)
+            and set(self.ranks) <= set(other.ranks)
+        )
+
     def __str__(self) -> str:
         return f"guard, step {self.step}: {self.message}"
 
@@ -63,12 +70,13 @@ def alarms(step: int, found: Found, members: Members) -> list[Alarm]:
 
 def _imbalance(step: int, found: Found, members: Members) -> Iterator[Alarm]:
     """Judge whether each step applies, or keeps in the residual, all of the gradient."""
-    # A law that holds for whole buckets only is judged for all parameters of the bucket together.
-    groups: dict[object, tuple[Law, list[str]]] = {}
+    wrong: dict[str, tuple[float, float]] = {}
+    # The parameters of a law: one, or all of a bucket.
+    groups: dict[tuple[int, str], tuple[Law, list[str]]] = {}
     for name, law in found.laws.items():
         if law is not None:
-            groups.setdefault(name if law.per_parameter else id(law), (law, []))[1].append(name)
-    wrong: dict[str, tuple[float, float]] = {}
+            key = id(law), name if law.per_parameter else ""
+            groups.setdefault(key, (law, []))[1].append(name)
     for law, names in groups.values():
         sums = Sums.total(found.sums[name] for name in names)
         gradients = math.sqrt(sums.gradients)
@@ -117,43 +125,32 @@ def _lost(step: int, found: Found, members: Members) -> Iterator[Alarm]:
 
 
 def _starved(step: int, found: Found, members: Members) -> Iterator[Alarm]:
-    """Judge whether a parameter is hardly sent, although others are."""
-    old = {n: sums.old / sums.samples if sums.samples else 0.0 for n, sums in found.sums.items()}
+    """Judge whether a parameter is hardly sent, although it should be."""
+    others = Sums.total(sums for sums in found.sums.values() if not sums.starved)
+    if not others.samples:
+        return
+    usual = 1 - others.old / others.samples
 
-    def is_starved(name: str, bucket: Sequence[str]) -> bool:
-        sums, others = found.sums[name], [each for each in bucket if each != name]
-        # Where all parameters of a bucket compete, those with small values are not sent. One with
-        # values above those that the others still keep should have been.
-        competes = found.competing and bool(others)
-        peers = others if competes else [each for each in found.sums if each != name]
-        expected = sums.samples * _sent(old, peers)
-        largest = max((found.sums[each].largest for each in peers), default=0.0)
-        return expected >= _EXPECTED and (not competes or sums.largest > _KEPT * largest)
+    def counts(sums: Sums) -> bool:
+        # Where a sum over a batch is zero, such as for a bias before a normalisation, its rounding
+        # errors can be too small for the method's dtype.
+        faint = sums.gradients * others.numel <= _FAINT**2 * others.gradients * sums.numel
+        return sums.starved > 0 and usual * sums.samples >= _EXPECTED and not faint
 
-    wrong = tuple(
-        name
-        for bucket in found.buckets
-        for name in bucket
-        if old[name] >= _OLD and is_starved(name, bucket)
-    )
+    wrong = [name for name, sums in found.sums.items() if counts(sums)]
     if wrong:
-        sent = _sent(old, [name for name in found.sums if name not in wrong])
+        at = _chosen(members, (count > 0 for count in found.starved))
         yield Alarm(
             step,
             "starved",
-            wrong,
-            (),
-            max(old[name] for name in wrong),
-            _OLD,
-            f"nearly all of {listed(list(wrong))} has waited in the residual for {found.age} "
-            f"steps, but {sent:.0%} of the other parameters was sent. Its part of the messages is "
-            "too small, or it is left out",
+            tuple(wrong),
+            at,
+            max(found.sums[name].old / found.sums[name].samples for name in wrong),
+            1 - usual,
+            f"{_of(at)} has sent nearly nothing of {listed(wrong)} for {found.age} steps, in which "
+            f"{usual:.0%} of the other elements were sent. Its part of the messages is too small, "
+            "or it is left out",
         )
-
-
-def _sent(old: Mapping[str, float], names: Sequence[str]) -> float:
-    """Return the share of the elements of some parameters that is not old, as their mean."""
-    return 1 - sum(old[name] for name in names) / len(names) if names else 0.0
 
 
 def _changed(step: int, found: Found, members: Members) -> Iterator[Alarm]:
@@ -176,10 +173,15 @@ def _changed(step: int, found: Found, members: Members) -> Iterator[Alarm]:
 
 def _silent(step: int, found: Found, members: Members) -> Iterator[Alarm]:
     """Judge whether a rank has no gradient."""
-    for what, squares in {"gradient": found.gradients, "message": found.messages}.items():
+    # A message is measured by what it has taken out of the residual, which is rounded.
+    measured = {
+        "gradient": (found.gradients, _SILENT),
+        "message": (found.messages, max(_SILENT, 4 * found.residual_eps)),
+    }
+    for what, (squares, limit) in measured.items():
         norms = [math.sqrt(square) for square in squares]
         usual = median(norms) or max(norms)
-        wrong = _chosen(members, (norm < _SILENT * usual for norm in norms))
+        wrong = _chosen(members, (norm < limit * usual for norm in norms))
         if wrong:
             value = min(norms) / usual
             yield Alarm(
@@ -188,7 +190,7 @@ def _silent(step: int, found: Found, members: Members) -> Iterator[Alarm]:
                 (),
                 wrong,
                 value,
-                _SILENT,
+                limit,
                 f"the norm of the {what} of {_of(wrong)} is {value:.1g} times that of the other "
                 "ranks. Its data may be empty, or its loss may be multiplied by zero",
             )

@@ -176,6 +176,10 @@ class GuardMonitor(Monitor):
 
     def change_ranks(self, exchange: Exchange) -> None:
         self.discard()
+        if self._unlocated is not None:
+            # Ranks that join do not know that replicas differed, and cannot help to find them.
+            judged, self._unlocated = self._unlocated, None
+            self._publish(judged)
         self._watch.exchange = exchange
 
     def settle(self, step: int) -> frozenset[str]:
@@ -211,11 +215,10 @@ class GuardMonitor(Monitor):
             self._pauses[name] = Pause(alarm.step + steps, steps)
 
     def _publish(self, found: Sequence[Alarm]) -> None:
-        """Report those that the last comparison did not have."""
-        known = {(alarm.kind, alarm.parameters, alarm.ranks) for alarm in self.alarms}
-        self.alarms = tuple(found)
+        """Report those that say more than the alarms of the last comparison."""
+        known, self.alarms = self.alarms, tuple(found)
         for alarm in found:
-            if (alarm.kind, alarm.parameters, alarm.ranks) in known:
+            if any(alarm.is_part_of(other) for other in known):
                 continue
             if self._guard.callback is not None:
                 self._guard.callback(alarm)

@@ -1,6 +1,8 @@
 """Replicas: find parameters that differ between ranks that should have the same."""
 
 from collections.abc import Callable, Mapping
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -15,11 +17,13 @@ class Replicas:
     """Compares parameters over the ranks.
 
     Args:
-        tensors: by name, equal on all ranks.
+        tensors: by name, equal on all ranks that have the same shard.
+        shard: which shard of the parameters this rank has.
+        shards: number of shards that the parameters are cut into.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = dict(tensors)
+    def __init__(self, tensors: Mapping[str, Tensor], shard: int = 0, shards: int = 1) -> None:
+        self._tensors, self._shard, self._shards = dict(tensors), shard, shards
 
     def compare(self, exchange: Exchange) -> Callable[[], bool]:
         """Compare digests. All ranks call this.
@@ -30,12 +34,14 @@ class Replicas:
         sums = self._sums(exchange)
         # Odd factors, so that equal changes of two parameters do not cancel each other.
         digest = (sums * (torch.arange(len(sums), device=sums.device) * 2 + 1)).sum()
-        # One message finds the minimum as well as the maximum.
-        bounds = host.copy_from(exchange.anywhere(torch.stack([digest, -digest])))
+        # One message finds the minimum as well as the maximum, of each shard.
+        own = sums.new_full((self._shards, 2), torch.iinfo(sums.dtype).min)
+        own[self._shard].copy_(torch.stack([digest, -digest]))
+        bounds = host.copy_from(exchange.anywhere(own.view(-1)))
 
         def same() -> bool:
-            highest, lowest = bounds().tolist()
-            return bool(highest == -lowest)
+            highest, lowest = bounds().view(-1, 2).unbind(1)
+            return bool((highest == -lowest).all())
 
         return same
 
@@ -44,15 +50,15 @@ class Replicas:
 
         All ranks call this. It pickles, and waits: call it only if they differ.
         """
-        own = exchange.global_ranks[exchange.rank], self._sums(exchange).tolist()
-        order, by_rank = zip(*sorted(exchange.gather_all(own)), strict=True)
-        found = {}
-        for name, values in zip(self._tensors, zip(*by_rank, strict=True), strict=True):
-            usual = max(values, key=values.count)
-            ranks = zip(order, values, strict=True)
-            wrong = tuple(rank for rank, value in ranks if value != usual)
-            if wrong:
-                found[name] = wrong
+        own = self._shard, exchange.global_ranks[exchange.rank], self._sums(exchange).tolist()
+        found: dict[str, tuple[int, ...]] = {}
+        for _, same_shard in groupby(sorted(exchange.gather_all(own)), itemgetter(0)):
+            _, order, by_rank = zip(*same_shard, strict=True)
+            for name, values in zip(self._tensors, zip(*by_rank, strict=True), strict=True):
+                usual = max(values, key=values.count)
+                wrong = [r for r, value in zip(order, values, strict=True) if value != usual]
+                if wrong:
+                    found[name] = (*found.get(name, ()), *wrong)
         return found
 
     def _sums(self, exchange: Exchange) -> Tensor:

@@ -16,12 +16,12 @@ class Sums:
         applied: squared norm of the applied mean.
         gradients: squared norms of the ranks' gradients, averaged over the ranks.
         residuals: squared norms of the ranks' residuals, averaged over the ranks.
-        largest: largest magnitudes of the ranks' residuals, averaged over the ranks.
-        changed: number of sampled elements whose residual has changed between two steps, and steps.
+        starved: number of ranks that send nearly nothing of it, although they should.
+        changed: number of sampled elements whose residual has changed between two steps.
         sent: number of elements of the applied mean that are not zero.
         numel: number of elements.
-        old: number of sampled elements that have waited in the residual for long.
-        samples: number of sampled elements that are sent or wait.
+        old: number of sampled elements whose residual has waited long, averaged over the ranks.
+        samples: number of sampled elements.
     """
 
     dense: float = 0.0
@@ -30,7 +30,7 @@ class Sums:
     applied: float = 0.0
     gradients: float = 0.0
     residuals: float = 0.0
-    largest: float = 0.0
+    starved: float = 0.0
     changed: float = 0.0
     sent: float = 0.0
     numel: float = 0.0
@@ -59,8 +59,8 @@ class Compared:
         imbalance: norm of what the method's law leaves over, over the norm of the gradients.
         residual_ratio: norm of the residual over that of the gradients.
         sent: share of the elements that this step has sent.
-        old: share of the elements with a value to send that have waited for it in the residual for
-            at least ``age`` steps, from a sample.
+        old: share of the elements, from a sample, whose residual has waited for at least ``age``
+            steps to be sent. NaN without a residual.
 
     The norms of gradients and residuals are root mean squares over the ranks.
     """
@@ -96,7 +96,8 @@ class Report:
         model: of all parameters together.
         parameters: of each parameter, by name.
         gradient_norms: norm of each rank's gradient, in rank order.
-        precision: relative standard deviation of the estimated norms of single parameters.
+        precision: relative standard deviation of the estimated norms of single parameters. It is
+            larger where a few columns of a sketch have most of the norm.
     """
 
     step: int

@@ -8,21 +8,26 @@ import torch
 from torch import Tensor
 
 from torchcomp import host
+from torchcomp.aggregators import Law
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.keys import Key
 
 _MOST = 256
 """Elements that are followed of a parameter, at most."""
 
+_SAME = 0.01
+"""Two values are the same up to this relative difference. The residual can have 16 bits."""
+
 
 class Samples:
-    """Follows how long each element waits in the residual, and whether the residual stays so."""
+    """Follows how long the residual of sampled elements waits, and whether it stays as it was."""
 
     # These are no slots of the state: an error in a slot would be one in what checks it.
     def __init__(self) -> None:
         self._ratios: Mapping[str, float] = {}
-        # Of each bucket: steps for which each element has waited in the residual, and whether its
-        # residual has changed between two steps since the last comparison.
+        self._gradient = torch.empty(0)  # of the bucket in flight
+        # Of each bucket: how many steps each element's residual has waited to be sent, and whether
+        # it has changed between two steps since the last comparison.
         self._ages: dict[BucketShape, Tensor] = {}
         self._changed: dict[BucketShape, Tensor] = {}
         # The residual before and after the last step.
@@ -36,27 +41,45 @@ class Samples:
         """
         self._ratios = ratios
 
-    def follow(self, bucket: Bucket, residual: tuple[Tensor, Tensor] | None) -> None:
-        """Follow the elements of a bucket.
+    def before(self, bucket: Bucket) -> None:
+        """Read the gradient of a bucket that is about to be averaged."""
+        at, _ = sample(bucket.shape, bucket.flat.device)
+        self._gradient = bucket.flat[at]
+
+    def follow(
+        self,
+        bucket: Bucket,
+        law: Law,
+        before: Mapping[str, Tensor],
+        after: Tensor,
+    ) -> None:
+        """Follow the elements of a bucket, of a method with a residual.
 
         Args:
             bucket: the mean that the step applies.
-            residual: the residual before and after the step, if there is one.
+            law: says what the residual would be if nothing was sent.
+            before: the values before the step of the slots that it is made of.
+            after: the residual after the step.
         """
-        shape, device = bucket.shape, bucket.flat.device
-        if residual is None:
-            return
-        at, _ = sample(shape, device)
-        last, age = self._residuals.get(shape), self._ages.get(shape)
-        before, after = (values[at] for values in residual)
+        shape = bucket.shape
+        at, _ = sample(shape, after.device)
+        found, left = {name: values[at] for name, values in before.items()}, after[at]
+        unsent = self._gradient.to(left.dtype).mul_(law.gradient)
+        for name, values in found.items():
+            unsent.sub_(values, alpha=law.before[name])
+        # Not exactly, because of rounding.
+        is_sent = (left - unsent).abs_() > _SAME * unsent.abs_()
+        is_sent.logical_and_(bucket.flat[at] != 0)
+        age = self._ages.get(shape)
         if age is None:
-            age = self._ages[shape] = torch.zeros(len(at), dtype=torch.int32, device=device)
-        # An element without a gradient has nothing to wait for. One that waits does so until it is
-        # applied: meanwhile, it can be in the server residual of another rank.
-        age.add_((after != 0) | (age != 0)).mul_(bucket.flat[at] == 0)
-        self._residuals[shape] = before, after
+            age = self._ages[shape] = torch.zeros(len(at), dtype=torch.int32, device=after.device)
+        # Without a residual, it still waits if it has before: in the server residual of any rank.
+        is_idle = (left == 0).logical_and_(age == 0)
+        age.add_(1).masked_fill_(is_sent.logical_or_(is_idle), 0)
+        last = self._residuals.get(shape)
+        self._residuals[shape] = found["error"], left
         if last is not None:
-            self._compare(shape, last[1], before)
+            self._compare(shape, last[1], found["error"])
 
     def _compare(self, shape: BucketShape, left: Tensor, found: Tensor) -> None:
         """Compare the residual that the last step left with that which this step has found."""
@@ -68,15 +91,15 @@ class Samples:
             ratios = torch.tensor([self._ratios.get(name, 1.0) for name in names])
             expected = left * host.copy_to(ratios, found.device)[owner]
             # Not rounded like the residual.
-            wrong = (found - expected).abs() > 0.01 * torch.maximum(found.abs(), expected.abs())
+            wrong = (found - expected).abs() > _SAME * torch.maximum(found.abs(), expected.abs())
         if shape in self._changed:
             wrong.logical_or_(self._changed[shape])
         self._changed[shape] = wrong
 
     def take(self, shape: BucketShape) -> tuple[Tensor | None, Tensor | None]:
-        """Return for how many steps each element waits, and whether its residual has changed.
+        """Return the age of each element in steps, and whether its residual has changed.
 
-        None if nothing is known of it. What has changed is forgotten.
+        Either is None if nothing is known of it. The next call begins anew with the second one.
         """
         return self._ages.get(shape), self._changed.pop(shape, None)
 

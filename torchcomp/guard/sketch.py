@@ -2,8 +2,9 @@
 
 Each element of a vector gets a random sign. The signed elements are written into rows of `width`
 elements, and the rows are added. A sketch is linear: that of a mean over the ranks is the mean of
-the ranks' sketches. The expected square of its norm is that of the vector, with a relative standard
-deviation of at most ``sqrt(2 / width)``.
+the ranks' sketches. The expected square of its norm is that of the vector. The relative standard
+deviation is at most ``sqrt(2 * sum(s**2))``, where ``s`` are the columns' shares of the vector's
+squared norm. If these are even, it is ``sqrt(2 / width)``.
 
 Reference: Charikar, Chen, Farach-Colton, "Finding frequent items in data streams", ICALP 2002.
 Here, the column of an element is its index modulo `width`: only signs are random.
@@ -14,6 +15,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from torchcomp import host
 
 # The sign of an element is the product of two: one of its row, and one that repeats after this many
 # elements. Signs of rows alone would not do: the gradient of a linear layer has a low rank, and its
@@ -43,9 +46,9 @@ class Sketch:
         device: torch.device,
     ) -> None:
         self.sizes, self.width = list(sizes), width
-        self._period = _signs(f"{seed}", _PERIOD).to(device, dtype)
+        self._period = host.copy_to(_signs(f"{seed}", _PERIOD).to(dtype), device)
         self._rows = [
-            _signs(f"{seed} {name}", size // width).to(device, dtype)
+            host.copy_to(_signs(f"{seed} {name}", size // width).to(dtype), device)
             for name, size in zip(names, sizes, strict=True)
         ]
 

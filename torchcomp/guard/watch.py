@@ -21,6 +21,7 @@ from torchcomp.state import Slot, State
 _WIDTHS = (251, 127, 61, 31, 17, 11)
 _SHARE = 0.008  # of the method's bytes, for a comparison
 _SCALARS = 10  # of `Sums`, all but those from sketches
+_OLD = 0.98  # share of the sampled elements of a parameter
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,10 @@ class Found:
     Attributes:
         sums: by parameter name, of those with any elements.
         laws: the law of each parameter's method, by parameter name.
-        buckets: names of the parameters of each bucket.
-        competing: whether the parameters of a bucket compete for being sent.
         gradients: squared norm of each rank's gradient, in rank order.
         messages: squared norm of what each rank has sent, decoded, in rank order.
         changed: number of sampled elements whose residual has changed between steps, by rank.
+        starved: number of parameters that each rank hardly sends, although it should.
         width: number of columns of the sketches.
         age: number of steps after which an element that is not sent is old.
         residual_eps: relative rounding error of the dtype of the residual.
@@ -43,11 +43,10 @@ class Found:
 
     sums: dict[str, Sums]
     laws: dict[str, Law | None]
-    buckets: tuple[tuple[str, ...], ...]
-    competing: bool
     gradients: tuple[float, ...]
     messages: tuple[float, ...]
     changed: tuple[float, ...]
+    starved: tuple[float, ...]
     width: int
     age: int
     residual_eps: float
@@ -77,7 +76,6 @@ class Watch:
         self.every, self._age, self.exchange = every, age, exchange
         self.samples = Samples()
         self._comparing, self._width = False, _WIDTHS[-1]
-        self._competing = False
         self._eps = 0.0, 0.0  # of the residual's dtype and of the mean's
         self._gradient: Tensor | None = None  # this rank's values of the bucket in flight
         # A row for each parameter of a bucket: two sketches, and the scalars of `Sums`.
@@ -104,12 +102,12 @@ class Watch:
         self._gradient, self._eps = None, (0.0, 0.0)
         self.samples.begin(ratios)
         self._comparing = (step + 1) % self.every == 0
-        self._competing = method.competing
         if self._comparing:
             self._width = _width(method, tuple(shapes), self.exchange.world_size, self.every)
 
     def before(self, bucket: Bucket) -> None:
         """Keep what the method is about to overwrite."""
+        self.samples.before(bucket)
         if self._comparing:
             self._gradient = bucket.flat.to(bucket.shape.wide().dtype, copy=True)
 
@@ -121,11 +119,13 @@ class Watch:
         ranks = self.exchange.world_size, self.exchange.rank
         slots = {slot.name: slot for slot in method.slots(bucket.shape, *ranks)}
         opened = {n: both for n, slot in slots.items() if (both := state.in_flight(slot))}
-        self.samples.follow(bucket, opened.get("error"))
+        law = method.law(bucket.shape)
+        if law is not None and "error" in law.after:
+            before = {name: opened[name][0] for name in law.before if not slots[name].sharded}
+            self.samples.follow(bucket, law, before, opened["error"][1])
         if self._gradient is not None:
             gradient, self._gradient = self._gradient, None
-            law = method.law(bucket.shape)
-            rows = self._compare(bucket, gradient, law, slots, opened)
+            rows = self._compare(bucket, gradient, law, slots, opened, method.per_tensor)
             self._rows.append((bucket.shape, law, rows))
 
     def _compare(
@@ -135,21 +135,22 @@ class Watch:
         law: Law | None,
         slots: Mapping[str, Slot],
         opened: Mapping[str, tuple[Tensor, Tensor]],
+        per_tensor: bool,
     ) -> Tensor:
         """Return what is to be added up over the ranks. Overwrites `gradient`."""
         shape, ranks, device = bucket.shape, self.exchange.world_size, bucket.flat.device
         means = bucket.flat.to(gradient.dtype)
         sketch = _sketch(shape, self._width, self.exchange.shard, device)
-        columns = self._columns(shape, gradient, means, opened)
-        sketches = [sketch(gradient), sketch.zeros()]
+        columns = self._columns(shape, gradient, means, opened, per_tensor)
+        dense, left = sketch(gradient), sketch.zeros()
         kept = slots["error"].dtype if "error" in slots else shape.dtype
         both = (torch.finfo(kept).eps, torch.finfo(shape.dtype).eps)
         self._eps = max(self._eps[0], both[0]), max(self._eps[1], both[1])
         if law is not None:
             message = self._message(law, gradient, slots, opened)
             self._messages.append(message.norm().square())
-            sketches[1] = sketch(self._left(law, message, means, shape, slots, opened))
-        return torch.cat([*(each.float() for each in sketches), columns], 1).div_(ranks)
+            left = sketch(self._left(law, message, means, shape, slots, opened))
+        return torch.cat([dense.float(), left.float(), columns], 1).div_(ranks)
 
     def _columns(
         self,
@@ -157,36 +158,34 @@ class Watch:
         gradient: Tensor,
         means: Tensor,
         opened: Mapping[str, tuple[Tensor, Tensor]],
+        per_tensor: bool,
     ) -> Tensor:
         """Return the scalars of `Sums` for each parameter."""
         ranks, device = self.exchange.world_size, means.device
-        (_, sizes), (at, owner) = filled(shape), sample(shape, device)
+        (_, sizes), (_, owner) = filled(shape), sample(shape, device)
         nothing = torch.zeros(len(sizes), device=device)
-        residuals, largest = nothing, nothing
+        residuals, old, samples, starved = nothing, nothing, nothing, nothing
+        age, changed = self.samples.take(shape)
         if "error" in opened:
             residuals = _norms(opened["error"][1], sizes).square()
+        if age is not None:
+            old = nothing.index_add(0, owner, (age >= self._age).float())
+            samples = nothing.index_add(0, owner, torch.ones_like(age, dtype=torch.float32))
             largest = _norms(opened["error"][1], sizes, math.inf)
-
-        def count(chosen: Tensor | None) -> Tensor:
-            return nothing if chosen is None else nothing.index_add(0, owner, chosen.float())
-
-        age, changed = self.samples.take(shape)
-        waits = None if age is None else age >= self._age
-        active = means[at] != 0
-        if "error" in opened:
-            active |= opened["error"][1][at] != 0
+            starved = _starved(old, samples, largest, per_tensor).float()
+        moved = nothing if changed is None else nothing.index_add(0, owner, changed.float())
         columns = [
             torch.stack([part.sum() for part in torch.split(gradient * means, list(sizes))]),
             _norms(means, sizes).square(),
             _norms(gradient, sizes).square(),
             residuals,
-            largest,
             # Counted on each rank, and not averaged like the others.
-            count(changed) * ranks,
+            starved * ranks,
+            moved * ranks,
             torch.stack([part.count_nonzero() for part in torch.split(means, list(sizes))]),
             _numbers(sizes, device),
-            count(waits),
-            count(active),
+            old,
+            samples,
         ]
         return torch.stack([column.float() for column in columns], 1)
 
@@ -235,10 +234,11 @@ class Watch:
         rows, self._rows = self._rows, []
         width, ranks, device = self._width, self.exchange.world_size, self.exchange.device
         values = [each.to(device) for _, _, each in rows]
-        own = torch.zeros(3, ranks, device=device)
-        gradients, messages, changed = own[:, self.exchange.rank].unbind()
+        own = torch.zeros(4, ranks, device=device)
+        gradients, messages, changed, starved = own[:, self.exchange.rank].unbind()
         for each in values:
             gradients.add_(each[:, 2 * width + 2].sum(), alpha=ranks)
+            starved.add_(each[:, 2 * width + 4].sum())
             changed.add_(each[:, 2 * width + 5].sum())
         for message in self._messages:
             messages.add_(message.to(device))
@@ -246,7 +246,6 @@ class Watch:
         self.exchange.sum_control(numbers)
         received = host.copy_from(numbers)
         counts, eps = [*(value.numel() for value in values), own.numel()], self._eps
-        competing = self._competing
 
         def read() -> Found:
             *parts, last = torch.split(received(), counts)
@@ -258,9 +257,8 @@ class Watch:
                 exact = law is not None and not law.after
                 found = _sums(part.view(len(names), -1), width, exact)
                 sums |= zip(names, found, strict=True)
-            norms, sent, wrong = (tuple(row) for row in last.view(3, ranks).tolist())
-            buckets = tuple(filled(shape)[0] for shape, _, _ in rows)
-            return Found(sums, laws, buckets, competing, norms, sent, wrong, width, self._age, *eps)
+            norms, sent, wrong, few = (tuple(row) for row in last.view(4, ranks).tolist())
+            return Found(sums, laws, norms, sent, wrong, few, width, self._age, *eps)
 
         return read
 
@@ -280,6 +278,24 @@ def _sums(rows: Tensor, width: int, exact: bool) -> list[Sums]:
         dense = (left - scalars[:, 1] + 2 * scalars[:, 0]).clamp(min=0)
     squares = zip(dense.tolist(), left.tolist(), scalars.tolist(), strict=True)
     return [Sums(dense, left, *others) for dense, left, others in squares]
+
+
+def _starved(old: Tensor, samples: Tensor, largest: Tensor, per_tensor: bool) -> Tensor:
+    """Return whether this rank sends nearly nothing of each parameter of a bucket.
+
+    Args:
+        old: number of sampled elements of each parameter whose residual has waited long.
+        samples: number of sampled elements.
+        largest: largest magnitude of its residual.
+        per_tensor: whether the method compresses each parameter apart from the others.
+    """
+    starved = old >= _OLD * samples
+    if per_tensor:
+        return starved
+    # A method that selects the largest elements of several parameters sends nothing of one whose
+    # elements are all small. If they are larger than those of the others, it should.
+    others = largest.masked_fill(starved, 0).max()
+    return starved.logical_and_(largest > 2 * others)
 
 
 def _norms(flat: Tensor, sizes: Sequence[int], order: float = 2) -> Tensor:

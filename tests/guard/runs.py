@@ -1,0 +1,69 @@
+"""Guarded averagers on threads, and the gradients that they average."""
+
+from dataclasses import replace
+
+import torch
+
+from tests.engine import small
+from torchcomp import Guard
+from torchcomp.bucket import Bucket
+
+EVERY = 10
+
+
+class Watched:
+    """An averager of one rank with a guard, and what it has said.
+
+    Attributes:
+        averager: the averager.
+        alarms: what the callback was called with.
+    """
+
+    def __init__(self, exchange, method, *, dtype=torch.float32, guard=None, **options):
+        self.alarms, self.dtype = [], dtype
+        guard = replace(guard or Guard(every=EVERY, age=EVERY), callback=self.alarms.append)
+        self.averager = small.averager(exchange, method, dtype=dtype, guard=guard, **options)
+
+    def train(self, first, last):
+        """Run steps `first` to `last` - 1, and judge the last comparison. Return the means."""
+        means = small.train(self.averager, first, last, self.dtype)
+        self.averager.settle()
+        return means
+
+    @property
+    def report(self):
+        return self.averager.monitor.report
+
+    @property
+    def kinds(self):
+        """The kinds of alarms so far."""
+        return {alarm.kind for alarm in self.alarms}
+
+
+def plain(alarm):
+    """Return an alarm without its message, as a tuple."""
+    return tuple(vars(replace(alarm, message="")).values())
+
+
+def drifting(step, rank, dtype=torch.float32):
+    """As `small.gradients`, with a part that is the same in all steps."""
+    constant = small.gradients(10**6, 0, dtype)
+    return {n: g.mul_(0.3).add_(constant[n]) for n, g in small.gradients(step, rank, dtype).items()}
+
+
+def run(averager, first, last, gradients=drifting, dtype=torch.float32, fault=None):
+    """Run steps; `fault(bucket)` changes what a step applies. Return the means of each step."""
+    means = []
+    for step in range(first, last):
+        averager.begin()
+        buckets = small.read(averager, gradients(step, averager.exchange.rank, dtype))
+        for bucket in buckets:
+            averager.average(bucket)
+        averager.finish()
+        means.append(read(buckets))
+    averager.settle()
+    return means
+
+
+def read(buckets: list[Bucket]):
+    return {n: t.clone() for bucket in buckets for n, t in bucket.tensors().items()}

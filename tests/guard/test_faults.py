@@ -1,0 +1,244 @@
+"""Seeded faults: each is found at the next comparisons, with its kind, parameters and ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.engine import small
+from tests.guard.runs import EVERY, Watched, drifting, run
+from tests.support.cases import thorough
+from tests.support.models import loss_of, mlp, rows, wrap
+from tests.support.ranks import on_threads
+from torchcomp import Guard, register
+
+TOPK = "ef(topk(0.1))"
+PER_TENSOR = 'ef(topk(0.1, scope="tensor"), memory_dtype="bf16")'
+METHODS = [
+    TOPK,
+    *thorough(
+        [
+            PER_TENSOR,
+            "powersgd(rank=1)",
+            "dgc(topk(0.1))",
+            'bidirectional(topk(0.1), topk(0.1), selection="exact")',
+        ]
+    ),
+]
+RANKS = 3
+FIRST = 12
+"""The first step with a fault."""
+
+LAST = 5 * EVERY
+
+
+class Rank:
+    """A rank whose steps a test changes, after the method and before the guard reads them."""
+
+    def __init__(self, exchange, method, fault, gradients=drifting):
+        self.watched, self.rank = Watched(exchange, method), exchange.rank
+        self.averager, self.exchange = self.watched.averager, exchange
+        monitor, self.step, self.saved = self.averager.monitor, 0, {}
+        before, after = monitor.before, monitor.after
+
+        def keep(bucket):
+            self.gradient = {name: part.clone() for name, part in bucket.parts().items()}
+            before(bucket)
+
+        def change(bucket, method, state):
+            self.mean = bucket.parts()
+            if self.averager.step >= FIRST:
+                fault(self)
+            after(bucket, method, state)
+
+        monitor.before, monitor.after = keep, change
+        run(self.averager, 0, FIRST, gradients)
+        assert not self.watched.alarms
+        run(self.averager, FIRST, LAST, gradients)
+
+    @property
+    def residual(self):
+        """That after the step, by parameter of the bucket: views."""
+        found = dict(self.averager.state.pending("error"))
+        return {name: found[name] for name in self.mean}
+
+    def whole(self, name):
+        """The residual of `ef` if nothing is sent."""
+        return dict(self.averager.state.items("error"))[name] + self.gradient[name]
+
+    def withhold(self, name, message):
+        """Take the message of this rank out of the mean. All ranks call this."""
+        for each in self.exchange.gather_objects(message):
+            if each is not None:
+                self.mean[name].sub_(each.to(self.mean[name].dtype), alpha=1 / RANKS)
+
+
+def found(method, fault, gradients=drifting):
+    """Return the parameters and ranks of the first alarm of each kind."""
+
+    def body(exchange):
+        alarms = Rank(exchange, method, fault, gradients).watched.alarms
+        return {a.kind: (a.parameters, a.ranks) for a in reversed(alarms)}
+
+    by_rank = small.on_ranks(RANKS, body)
+    assert all(each == by_rank[0] for each in by_rank)
+    return by_rank[0]
+
+
+ALL = {"bias", "conv", "matrix", "gain"}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_error_feedback_that_is_off(method):
+    def fault(rank):
+        for part in rank.residual.values():
+            part.zero_()
+
+    names, ranks = found(method, fault)["imbalance"]
+    # Of a parameter of one element, everything may have been sent.
+    assert {"conv", "matrix"} <= set(names) <= ALL
+    assert ranks == ()
+
+
+@pytest.mark.parametrize("method", ["topk(0.01)", "randk(0.1)"])
+def test_a_method_without_error_feedback(method):
+    def body(exchange):
+        watched = Watched(exchange, method)
+        run(watched.averager, 0, EVERY)
+        return [(alarm.kind, alarm.parameters, alarm.ranks) for alarm in watched.alarms]
+
+    assert small.on_ranks(RANKS, body) == [[("lost", (), ())]] * RANKS
+
+
+@pytest.mark.parametrize("method", [*METHODS, "mean", *thorough(["ef21(topk(0.1))"])])
+def test_a_wrong_scale(method):
+    def fault(rank):
+        for part in rank.mean.values():
+            part.mul_(2)
+
+    assert {"conv", "matrix"} <= set(found(method, fault)["imbalance"][0]) <= ALL
+
+
+@pytest.mark.parametrize("method", [*METHODS, "mean", *thorough(["ef21(topk(0.1))"])])
+def test_a_wrong_scale_of_one_layer(method):
+    def fault(rank):
+        if "conv" in rank.mean:
+            rank.mean["conv"].mul_(1.1)
+
+    assert found(method, fault)["imbalance"] == (("conv",), ())
+
+
+def test_messages_that_arrive_as_zeros():
+    def fault(rank):
+        for name in rank.mean:
+            message = rank.whole(name) - rank.residual[name]
+            rank.withhold(name, message if rank.rank == 1 else None)
+
+    assert {"conv", "matrix"} <= set(found(TOPK, fault)["imbalance"][0])
+
+
+@pytest.mark.parametrize("method", [TOPK, PER_TENSOR])
+def test_a_rank_that_sends_zeros_and_keeps_all_in_its_residual(method):
+    def fault(rank):
+        for name in rank.mean:
+            message = rank.whole(name) - rank.residual[name]
+            rank.withhold(name, message if rank.rank == 1 else None)
+            if rank.rank == 1:
+                rank.residual[name].copy_(rank.whole(name))
+
+    assert found(method, fault)["silent rank"] == ((), (1,))
+
+
+@pytest.mark.parametrize("method", [*METHODS, *thorough(["mean", "topk(0.9)", "ef21(topk(0.1))"])])
+def test_a_rank_whose_gradients_are_zeros(method):
+    def gradients(step, rank, dtype):
+        scale = 0 if rank == 2 and step >= FIRST else 1
+        return {name: g.mul_(scale) for name, g in drifting(step, rank, dtype).items()}
+
+    assert found(method, lambda rank: None, gradients)["silent rank"] == ((), (2,))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stale_residual(method):
+    def fault(rank):
+        if rank.rank == 1:
+            state = rank.averager.state
+            state.commit = state.rollback
+
+    names, ranks = found(method, fault)["residual changed"]
+    assert {"conv", "matrix"} <= set(names) <= ALL
+    assert ranks == (1,)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_old_residual_that_is_restored_once(method):
+    def fault(rank):
+        held = dict(rank.averager.state.items("error"))
+        if rank.averager.step == FIRST and rank.rank == 1:
+            rank.saved |= {name: held[name].clone() for name in rank.mean}
+        if rank.averager.step == FIRST + 2 and rank.rank == 1:
+            for name in rank.mean:
+                held[name].copy_(rank.saved[name])
+
+    names, ranks = found(method, fault)["residual changed"]
+    assert {"conv", "matrix"} & set(names)
+    assert ranks == (1,)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_layer_that_never_travels(method):
+    def fault(rank):
+        if "matrix" in rank.mean:
+            rank.residual["matrix"].add_(rank.mean["matrix"])
+            rank.mean["matrix"].zero_()
+
+    assert found(method, fault)["starved"] == (("matrix",), (0, 1, 2))
+
+
+@pytest.mark.parametrize("method", [TOPK, PER_TENSOR])
+def test_a_ratio_that_is_too_small_for_one_layer(method):
+    def fault(rank):
+        if "matrix" in rank.mean:
+            left, whole = rank.residual["matrix"], rank.whole("matrix")
+            # A single element travels.
+            left[1:].copy_(whole[1:])
+            rank.mean["matrix"][1:].zero_()
+
+    assert found(method, fault)["starved"] == (("matrix",), (0, 1, 2))
+
+
+@pytest.mark.parametrize("method", [TOPK, PER_TENSOR])
+def test_a_layer_that_one_rank_leaves_out(method):
+    def fault(rank):
+        if "matrix" in rank.mean:
+            message = rank.whole("matrix") - rank.residual["matrix"]
+            rank.withhold("matrix", message if rank.rank == 1 else None)
+            if rank.rank == 1:
+                rank.residual["matrix"].copy_(rank.whole("matrix"))
+
+    assert found(method, fault)["starved"] == (("matrix",), (1,))
+
+
+def test_a_layer_that_one_rank_drops():
+    def fault(rank):
+        if "matrix" in rank.mean:
+            message = rank.whole("matrix") - rank.residual["matrix"]
+            rank.withhold("matrix", message if rank.rank == 1 else None)
+
+    assert found(TOPK, fault)["imbalance"] == (("matrix",), ())
+
+
+@pytest.mark.parametrize("spec", ["mean", TOPK])
+def test_a_desynchronised_replica(spec):
+    def body():
+        alarms = []
+        model = wrap(mlp())
+        handle = register(model, spec, guard=Guard(every=2, callback=alarms.append))
+        for step in range(9):
+            if step == 3 and dist.get_rank() == 1:
+                with torch.no_grad():
+                    model.module[2].weight[3, 4] += 1e-9
+            loss_of(model(rows(step))).backward()
+        handle.close()
+        return [(a.step, a.kind, a.parameters, a.ranks) for a in alarms]
+
+    assert on_threads(3, body) == [[(4, "replicas", ("2.weight",), (1,))]] * 3
