@@ -19,7 +19,7 @@ class Guard:
 
     Attributes:
         every: number of steps from one comparison to the next.
-        age: number of steps after which an element that is not sent counts as old.
+        age: number of steps after which a value that waits in the residual counts as old.
         fall_back: "layer" averages the parameters of an alarm uncompressed until they recover, or
             all parameters if the alarm is about the whole model. "model" always does so with all.
             "none" reports only.

@@ -36,7 +36,7 @@ class Found:
         changed: number of sampled elements whose residual has changed between steps, by rank.
         starved: number of parameters that each rank hardly sends, although it should.
         width: number of columns of the sketches.
-        age: number of steps after which an element that is not sent is old.
+        age: number of steps after which a value that waits in the residual is old.
         residual_eps: relative rounding error of the dtype of the residual.
         mean_eps: that of the mean.
     """
@@ -68,7 +68,7 @@ class Watch:
 
     Args:
         every: number of steps from one comparison to the next.
-        age: number of steps after which an element that is not sent is old.
+        age: number of steps after which a value that waits in the residual is old.
         exchange: the ranks that average.
     """
 

@@ -1,0 +1,132 @@
+"""Write the tables of docs/guard.md from guard_faults.csv, guard_clean.csv and guard_cost.csv.
+
+python -m benchmarks.report_guard           # write them
+python -m benchmarks.report_guard --check   # exit 1 if the page differs
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from benchmarks.report import markdown
+from benchmarks.report_data import Row, read
+
+_ROOT = Path(__file__).parents[1]
+RESULTS = _ROOT / "benchmarks" / "results"
+PAGE = _ROOT / "docs" / "guard.md"
+_MARKED = re.compile(r"(<!-- guard -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it differs")
+    check, page = parser.parse_args().check, PAGE.read_text()
+    text = filled(page, RESULTS)
+    if not check:
+        PAGE.write_text(text)
+    elif text != page:
+        sys.exit("docs/guard.md differs: run python -m benchmarks.report_guard")
+
+
+def filled(page: str, results: Path) -> str:
+    """Return the page with the tables between its marks written again."""
+    return _MARKED.sub(lambda match: f"{match[1]}{tables(results)}\n{match[2]}", page)
+
+
+def tables(results: Path) -> str:
+    """Return the tables and their conditions, or what is not measured yet."""
+    faults, clean, cost = (read(results / f"guard_{n}.csv") for n in ("faults", "clean", "cost"))
+    parts = [
+        *([_faults(faults)] if faults else []),
+        *([_clean(clean)] if clean else []),
+        *([_cost(cost)] if cost else []),
+        _conditions([*faults, *clean, *cost]),
+    ]
+    return "\n\n".join(filter(None, parts)) or "Not measured yet."
+
+
+def _faults(rows: list[Row]) -> str:
+    names = list(dict.fromkeys(row["fault"] for row in rows))
+    found = sum(row["passed"] == "True" for row in rows)
+    lines = []
+    for name in names:
+        runs = [row for row in rows if row["fault"] == name]
+        right = [row for row in runs if row["passed"] == "True"]
+        steps = sorted(int(row["after"]) for row in runs if row["after"])
+        lines.append(
+            [
+                name,
+                ", ".join(sorted({kind for row in runs for kind in row["kinds"].split("; ")})),
+                f"{len(right)} of {len(runs)}",
+                f"{steps[0]} to {steps[-1]}" if steps else "",
+            ]
+        )
+    methods = ", ".join(f"`{each}`" for each in dict.fromkeys(row["method"] for row in rows))
+    return (
+        f"**Seeded faults**: {found} of {len(rows)} found within 100 steps, with the right kind, "
+        "parameter and rank. A small CNN on the digits, 2 and 4 ranks, planted after 20 to 80 "
+        f"steps; {methods}. The faults are in "
+        "[benchmarks/guard_faults.py](../benchmarks/guard_faults.py).\n\n"
+        + markdown(["fault", "alarm", "found", "after, steps"], lines)
+    )
+
+
+def _clean(rows: list[Row]) -> str:
+    alarms = sum(int(row["alarms"]) for row in rows)
+    comparisons = sum(int(row["comparisons"]) for row in rows)
+    lines = [
+        [
+            f"`{row['flags']}`",
+            row["ranks"],
+            row["steps"],
+            row["alarms"],
+            row["accuracy"],
+            f"{100 * int(row['control_bytes']) / int(row['bytes']):.2f}",
+        ]
+        for row in rows
+    ]
+    header = ["flags", "ranks", "steps", "alarms", "accuracy, %", "control, % of bytes"]
+    return (
+        f"**Clean runs of the training recipe**: {alarms} alarms in {len(rows)} runs with "
+        f"{comparisons} comparisons (`recipes/configs/digits.yaml`, `--guard 50`). *Control* is all "
+        "that is not a message, also what runs without the guard send at the end of a step.\n\n"
+        + markdown(header, lines)
+    )
+
+
+def _cost(rows: list[Row]) -> str:
+    lines = [
+        [
+            row["model"],
+            f"`{row['method']}`",
+            row["step_ms"],
+            f"{row['time']} ({row['time_low']} to {row['time_high']})",
+            row["bytes"],
+        ]
+        for row in rows
+    ]
+    header = ["model", "method", "step, ms", "more time, % (quartiles)", "more bytes, %"]
+    return (
+        f"**Cost**, with a comparison every {rows[0]['every']} steps: medians of "
+        f"{rows[0]['pairs']} pairs of 50 steps with the guard and 50 without, in alternating order, in one process per "
+        f"rank, {rows[0]['ranks']} ranks.\n\n" + markdown(header, lines)
+    )
+
+
+def _conditions(rows: list[Row]) -> str:
+    if not rows:
+        return ""
+
+    def distinct(column: str) -> str:
+        return ", ".join(sorted({row[column].partition("T")[0] for row in rows}))
+
+    return (
+        f"`python -m benchmarks.guard --resume`, measured on {distinct('date')} on "
+        f"{distinct('device')} with {distinct('cpus')} cores, gloo over loopback, torch "
+        f"{distinct('torch')}, revision {distinct('revision')} (+: with uncommitted changes)."
+    )
+
+
+if __name__ == "__main__":
+    main()
