@@ -221,7 +221,13 @@ def check_guard(state: Mapping[str, Any]) -> frozenset[str]:
     for name, pause in found["pauses"].items():
         if len(pause) != 2 or name not in state["parameters"]:
             raise CheckpointError(f"a damaged checkpoint: pauses['{name}'] is {pause}")
-    return frozenset(found["dense"])
+    dense = frozenset(found["dense"])
+    apart = [b for b in state["buckets"] if dense.isdisjoint(b) or dense.issuperset(b)]
+    if len(apart) < len(state["buckets"]) or not dense <= state["parameters"].keys():
+        raise CheckpointError(
+            f"a damaged checkpoint: dense is {sorted(dense)}, but the buckets are other parameters"
+        )
+    return dense
 
 
 TWO_LEVELS = optional(record(node=count, position=count, node_size=count, parameters=_LAYOUTS))
