@@ -89,9 +89,9 @@ def _clean(rows: list[Row]) -> str:
     header = ["flags", "ranks", "steps", "alarms", "accuracy, %", "control, % of bytes"]
     return (
         f"**Clean runs of the training recipe**: {alarms} alarms in {len(rows)} runs with "
-        f"{comparisons} comparisons (`recipes/configs/digits.yaml`, `--guard 50`). *Control* is all "
-        "that is not a message, also what runs without the guard send at the end of a step.\n\n"
-        + markdown(header, lines)
+        f"{comparisons} comparisons (`recipes/configs/digits.yaml`, `--guard 50`). *Control* is "
+        "all that is not a message, also what runs without the guard send at the end of a step."
+        "\n\n" + markdown(header, lines)
     )
 
 
@@ -109,8 +109,8 @@ def _cost(rows: list[Row]) -> str:
     header = ["model", "method", "step, ms", "more time, % (quartiles)", "more bytes, %"]
     return (
         f"**Cost**, with a comparison every {rows[0]['every']} steps: medians of "
-        f"{rows[0]['pairs']} pairs of 50 steps with the guard and 50 without, in alternating order, in one process per "
-        f"rank, {rows[0]['ranks']} ranks.\n\n" + markdown(header, lines)
+        f"{rows[0]['pairs']} pairs of 50 steps with the guard and 50 without, in alternating "
+        f"order, in one process per rank, {rows[0]['ranks']} ranks.\n\n" + markdown(header, lines)
     )
 
 

@@ -658,15 +658,20 @@ class Averager:
             self.buckets, before = buckets, self.buckets
             self._ahead.clear()
             self.monitor.forget()
-            declared = {slot.name: slot for slot in self._declared(method, buckets)}
+            declared: dict[str, list[Slot]] = {}
+            for slot in self._declared(method, buckets):
+                declared.setdefault(slot.name, []).append(slot)
             # A server residual fits only the shards of the same buckets. Otherwise, add it to this
             # rank's own residual.
-            if buckets != before or not any(slot.sharded for slot in declared.values()):
+            if buckets != before or not any(slots[0].sharded for slots in declared.values()):
                 self.state.unshard(owned, self.exchange.world_size)
             # Unsent gradient is never dropped here, even if the new method has no slot for it:
             # `use` starts a flush.
-            kept = {*declared, *self.state.debts()}
-            self.state.drop([name for name in self.state.slots() if name not in kept])
+            others = self.state.slots().keys() - self.state.debts()
+            self.state.drop(others - declared.keys())
+            # What the guard averages uncompressed begins anew afterwards.
+            for name in others & declared.keys():
+                self.state.keep(name, {each for slot in declared[name] for each in slot.names})
 
     def _buckets(self, method: Aggregator) -> tuple[Group, ...]:
         """Return the groups of a method, and then those that the guard averages uncompressed."""

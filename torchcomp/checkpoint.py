@@ -231,11 +231,13 @@ def read_guard(state: Mapping[str, Any]) -> tuple[frozenset[str], Pauses]:
     """
     section = state.get("guard", {"dense": [], "pauses": {}})
     _GUARD(section, "guard")
-    names = {*section["dense"], *section["pauses"]}
-    lengths = {len(pause) for pause in section["pauses"].values()}
-    if not names <= state["parameters"].keys() or not lengths <= {2}:
+    dense, pauses = frozenset(section["dense"]), section["pauses"]
+    known = {*dense, *pauses} <= state["parameters"].keys()
+    # The guard averages whole buckets uncompressed.
+    whole = all(dense.isdisjoint(b) or dense.issuperset(b) for b in state["buckets"])
+    if not (known and whole and all(len(pause) == 2 for pause in pauses.values())):
         raise CheckpointError(f"a damaged checkpoint: its guard section is {shown(section)}")
-    return frozenset(section["dense"]), section["pauses"]
+    return dense, pauses
 
 
 TWO_LEVELS = optional(record(node=count, position=count, node_size=count, parameters=_LAYOUTS))

@@ -15,7 +15,8 @@ class Sums:
         dot: product of the dense and the applied mean.
         applied: squared norm of the applied mean.
         gradients: squared norms of the ranks' gradients, averaged over the ranks.
-        residuals: squared norms of the ranks' residuals, averaged over the ranks.
+        residuals: squared norms of the ranks' residuals, averaged over the ranks, plus that of the
+            server residual.
         starved: number of ranks that send nearly nothing of it, although they should.
         changed: number of sampled elements whose residual has changed between two steps.
         sent: number of elements of the applied mean that are not zero.
@@ -57,7 +58,7 @@ class Compared:
         cosine: of the angle between the applied mean and the dense mean.
         norm_ratio: norm of the applied mean over that of the dense mean.
         imbalance: norm of what the method's law leaves over, over the norm of the gradients.
-        residual_ratio: norm of the residual over that of the gradients.
+        residual_ratio: norm of the residual, with that of the server, over that of the gradients.
         sent: share of the elements that this step has sent.
         old: share of the elements, from a sample, whose residual has waited for at least ``age``
             steps to be sent. NaN without a residual.

@@ -16,7 +16,7 @@ from torchcomp.guard.report import Compared, Report, Sums
 from torchcomp.guard.samples import Samples, filled, sample
 from torchcomp.guard.sketch import Sketch
 from torchcomp.profiling import label
-from torchcomp.state import Slot, State
+from torchcomp.state import Kind, Slot, State
 
 _WIDTHS = (251, 127, 61, 31, 17, 11)
 _SHARE = 0.008  # of the method's bytes, for a comparison
@@ -141,7 +141,7 @@ class Watch:
         shape, ranks, device = bucket.shape, self.exchange.world_size, bucket.flat.device
         means = bucket.flat.to(gradient.dtype)
         sketch = _sketch(shape, self._width, self.exchange.shard, device)
-        columns = self._columns(shape, gradient, means, opened, per_tensor)
+        columns = self._columns(shape, gradient, means, slots, opened, per_tensor)
         dense, left = sketch(gradient), sketch.zeros()
         kept = slots["error"].dtype if "error" in slots else shape.dtype
         both = (torch.finfo(kept).eps, torch.finfo(shape.dtype).eps)
@@ -157,6 +157,7 @@ class Watch:
         shape: BucketShape,
         gradient: Tensor,
         means: Tensor,
+        slots: Mapping[str, Slot],
         opened: Mapping[str, tuple[Tensor, Tensor]],
         per_tensor: bool,
     ) -> Tensor:
@@ -166,8 +167,10 @@ class Watch:
         nothing = torch.zeros(len(sizes), device=device)
         residuals, old, samples, starved = nothing, nothing, nothing, nothing
         age, changed = self.samples.take(shape)
-        if "error" in opened:
-            residuals = _norms(opened["error"][1], sizes).square()
+        for name in opened:
+            if slots[name].kind is Kind.DEBT:
+                left = self._whole(opened[name][1], slots[name], shape)
+                residuals = residuals + _norms(left, sizes).square()
         if age is not None:
             old = nothing.index_add(0, owner, (age >= self._age).float())
             samples = nothing.index_add(0, owner, torch.ones_like(age, dtype=torch.float32))
@@ -188,6 +191,16 @@ class Watch:
             samples,
         ]
         return torch.stack([column.float() for column in columns], 1)
+
+    def _whole(self, values: Tensor, slot: Slot, shape: BucketShape) -> Tensor:
+        """Return the values of a slot for a whole bucket."""
+        if not slot.sharded:
+            return values
+        # A part of the mean, on its owner alone. Its square is averaged over the ranks.
+        ranks = self.exchange.world_size
+        whole = values.new_zeros(shape.numel)
+        whole[shape.shard(ranks, self.exchange.rank).span].add_(values, alpha=math.sqrt(ranks))
+        return whole
 
     def _message(
         self,

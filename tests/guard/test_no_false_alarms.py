@@ -1,0 +1,274 @@
+"""What happens in healthy runs raises no alarm, and the guard goes on after it."""
+
+import pytest
+import torch
+
+import torchcomp
+from tests.engine import small
+from tests.guard.runs import Watched, drifting
+from tests.support.cases import thorough
+from tests.support.models import Branches, loss_of, mlp, optimizer_step, rows, wrap
+from tests.support.outcomes import caught
+from tests.support.ranks import on_threads
+from torchcomp import Guard, NonFiniteError, register
+
+TOPK = "ef(topk(0.1))"
+BF16 = 'ef(topk(0.1, scope="tensor"), memory_dtype="bf16")'
+METHODS = [TOPK, *thorough([BF16, "dgc(topk(0.1))", "bidirectional(topk(0.1), topk(0.1))", "mean"])]
+OFTEN = Guard(every=2, age=10)
+"""Compares in every second step, so that each event is right before and after a comparison."""
+
+
+def step(watched, number, poison=False, scale=1.0, lr=None, **options):
+    """Run a step of one rank; with `poison`, rank 1 has a NaN. Return what it raises."""
+    averager = watched.averager
+    tensors = drifting(number, averager.exchange.rank)
+    for tensor in tensors.values():
+        tensor.mul_(scale)
+    if poison and averager.exchange.rank == 1:
+        tensors["bias"][0] = torch.nan
+
+    def body():
+        averager.begin(scale, lr=lr)
+        for bucket in small.read(averager, tensors):
+            averager.average(bucket)
+        averager.finish(**options)
+
+    return caught(body)
+
+
+def nan_that_raises(watched):
+    transparent = str(watched.averager.aggregator) == "mean"
+    for number in range(12):
+        error = step(watched, number, poison=number in (3, 4, 7))
+        assert transparent or isinstance(error, NonFiniteError) == (number in (3, 4, 7))
+
+
+def overflow_that_is_skipped(watched):
+    for number in range(12):
+        scale = 2.0 ** (16 - number)
+        assert step(watched, number, number in (3, 4, 7), scale, may_skip=True) is None
+
+
+def changes_of_the_loss_scale(watched):
+    for number in range(12):
+        step(watched, number, scale=(1.0, 1024.0, 3.0)[number % 3])
+
+
+def falling_and_zero_lr(watched):
+    for number in range(20):
+        lr = dict.fromkeys(watched.averager.parameters, 0.1 * 0.7**number)
+        if number in (3, 4, 8, 9):
+            lr["matrix"] = 0.0
+        step(watched, number, lr=lr)
+
+
+def unused_parameters(watched):
+    for number in range(20):
+        used = ["bias", "conv", "empty"] if number in (3, 4, 7, 8, 12) else list(small.parameters())
+        step(watched, number, used=used)
+
+
+def error_in_the_middle_of_a_step(watched):
+    for number in range(12):
+        if number in (3, 4, 7):
+            watched.averager.begin()
+            (bucket, *_) = small.read(watched.averager, drifting(number, 0))
+            watched.averager.average(bucket)
+        step(watched, number)
+
+
+def swaps_and_flushes(watched):
+    for number, to in enumerate(
+        ["mean", TOPK, "powersgd(rank=1)", "topk(0.9)", BF16, "ef21(topk)"]
+    ):
+        for each in range(4):
+            step(watched, 10 * number + each)
+        watched.averager.use(to.replace("(topk)", "(topk(0.2))"))
+        step(watched, 10 * number + 9)
+
+
+def loaded_states(watched):
+    for number in range(5):
+        step(watched, number)
+    state = watched.averager.state_dict()
+    for number in range(5, 8):
+        step(watched, number)
+    watched.averager.load_state_dict(state)
+    for number in range(5, 15):
+        step(watched, number)
+
+
+def other_groups(watched):
+    for number in range(4):
+        for each in range(3):
+            step(watched, 10 * number + each)
+        watched.averager.regroup(list(reversed(watched.averager.groups)))
+
+
+EVENTS = [
+    nan_that_raises,
+    overflow_that_is_skipped,
+    changes_of_the_loss_scale,
+    falling_and_zero_lr,
+    unused_parameters,
+    error_in_the_middle_of_a_step,
+    swaps_and_flushes,
+    loaded_states,
+    other_groups,
+]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.__name__)
+@pytest.mark.parametrize("method", METHODS)
+def test_there_is_no_false_alarm(method, event):
+    def body(exchange):
+        watched = Watched(exchange, method, guard=OFTEN)
+        event(watched)
+        last = watched.averager.step
+        watched.averager.settle()
+        return watched.alarms, watched.report.step, last
+
+    for alarms, compared, last in small.on_ranks(2, body):
+        assert not alarms
+        assert last - 2 < compared <= last
+
+
+def test_a_late_error_discards_the_comparison_of_its_step():
+    def body(exchange):
+        watched = Watched(exchange, TOPK, guard=OFTEN, late=True)
+        step(watched, 0)
+        assert step(watched, 1, poison=True) is None
+        assert isinstance(step(watched, 2), NonFiniteError)
+        reports = [watched.report]
+        for number in range(2, 8):
+            assert step(watched, number) is None
+        watched.averager.settle()
+        return watched.alarms, reports, watched.report.step
+
+    assert small.on_ranks(2, body) == [([], [None], 6)] * 2
+
+
+def test_states_of_other_numbers_of_ranks():
+    def before(exchange):
+        watched = Watched(exchange, TOPK, guard=OFTEN)
+        watched.train(0, 5)
+        return watched.averager.state_dict()
+
+    states = torchcomp.redistribute(small.on_ranks(3, before), 2)
+
+    def after(exchange):
+        watched = Watched(exchange, TOPK, guard=OFTEN)
+        watched.averager.load_state_dict(states[exchange.rank])
+        watched.train(5, 12)
+        return watched.alarms, watched.report.step
+
+    assert small.on_ranks(2, after) == [([], 12)] * 2
+
+
+@pytest.mark.parametrize(
+    "method", ["ef(warmup(topk(0.1), steps=6))", *thorough(["dgc(warmup(topk(0.1), steps=6))"])]
+)
+def test_compressors_that_warm_up(method):
+    def body(exchange):
+        watched = Watched(exchange, method, guard=OFTEN)
+        watched.train(0, 14)
+        return watched.alarms, watched.report.step
+
+    assert small.on_ranks(2, body) == [([], 14)] * 2
+
+
+def small_layers_are_not_starved(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    sizes = {"large": (200, 100), "small": (100, 100), "rows": (2000, 4)}
+    values = {n: torch.randn(size, generator=generator) for n, size in sizes.items()}
+    values["small"].mul_(0.2)
+    # Of an embedding, a batch uses two rows.
+    used = torch.randint(0, 2000, (2,), generator=generator)
+    rows_of = torch.zeros(2000, 4)
+    rows_of[used] = 20 * values["rows"][used]
+    return values | {"rows": rows_of}
+
+
+@pytest.mark.parametrize(
+    "method", ["mean", "ef(topk(0.01))", *thorough(["powersgd(rank=1)", "ef21(topk(0.01))"])]
+)
+def test_small_gradients_and_rows_that_no_batch_uses(method):
+    def body(exchange):
+        alarms = []
+        tensors = small_layers_are_not_starved(0, 0)
+        made = torchcomp.Averager(method, exchange, tensors, guard=Guard(callback=alarms.append))
+        for number in range(50):
+            made.average_all(small_layers_are_not_starved(number, exchange.rank))
+        made.settle()
+        return alarms, made.monitor.report.step
+
+    assert small.on_ranks(2, body) == [([], 50)] * 2
+
+
+def test_the_rounding_of_a_large_server_residual():
+    constant = torch.randn(20000, generator=torch.Generator().manual_seed(0))
+
+    def body(exchange):
+        alarms = []
+        method = 'bidirectional(identity, topk(0.002), memory_dtype="bf16")'
+        made = torchcomp.Averager(
+            method, exchange, {"p": constant}, guard=Guard(callback=alarms.append)
+        )
+        for number in range(50):
+            noise = torch.Generator().manual_seed(100 * number + exchange.rank)
+            made.average_all({"p": constant + 0.3 * torch.randn(20000, generator=noise)})
+        made.settle()
+        return alarms, made.monitor.report.step
+
+    assert small.on_ranks(2, body) == [([], 50)] * 2
+
+
+# --- Through DDP ---
+
+
+def trained(spec, scaler=False, accumulate=1, build=mlp, batch=lambda step: (), **options):
+    """Train a model with a guard; return its alarms, the last report's step, and the step."""
+    alarms, dtype = [], torch.float32
+    model = wrap(build(dtype) if build is mlp else build(), **options.pop("ddp", {}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    grad_scaler = (
+        torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2) if scaler else None
+    )
+    if options.get("lr_inside"):
+        options["lr_inside"] = optimizer
+    guard = Guard(every=2, age=10, callback=alarms.append)
+    handle = register(model, spec, guard=guard, scaler=grad_scaler, **options)
+    for number in range(12):
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.01 * (number % 5)
+        with model.no_sync():
+            for each in range(accumulate - 1):
+                loss_of(model(rows(100 * number + each, dtype), *batch(number))).backward()
+        loss = loss_of(model(rows(number, dtype), *batch(number)))
+        (loss if grad_scaler is None else grad_scaler.scale(loss)).backward()
+        optimizer_step(optimizer, grad_scaler)
+    handle.state_dict()
+    handle.close()
+    return alarms, handle.guard.report.step, handle.averager.step
+
+
+def branches(step):
+    return (["left", "right"][: 1 + step % 2],)
+
+
+RUNS = {
+    "overflows": {"scaler": True},
+    "accumulation": {"accumulate": 3},
+    "a zero learning rate": {"lr_inside": True},
+    "late checks": {"check": "late"},
+    "unused": {"build": Branches, "batch": branches, "ddp": {"find_unused_parameters": True}},
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("spec", [TOPK, *thorough(["mean", "dgc(topk(0.1))", "powersgd(rank=1)"])])
+def test_there_is_no_false_alarm_through_ddp(spec, run):
+    for alarms, compared, last in on_threads(2, lambda: trained(spec, **dict(RUNS[run]))):
+        assert not alarms
+        assert last - 2 < compared <= last
