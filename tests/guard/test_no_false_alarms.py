@@ -57,7 +57,7 @@ def changes_of_the_loss_scale(watched):
 
 def falling_and_zero_lr(watched):
     for number in range(20):
-        lr = dict.fromkeys(watched.averager.parameters, 0.1 * 0.7 ** number)
+        lr = dict.fromkeys(watched.averager.parameters, 0.1 * 0.7**number)
         if number in (3, 4, 8, 9):
             lr["matrix"] = 0.0
         step(watched, number, lr=lr)
@@ -167,7 +167,8 @@ def test_states_of_other_numbers_of_ranks():
 
 
 @pytest.mark.parametrize(
-    "method", ["ef(warmup(topk(0.1), steps=6))", *thorough(["dgc(warmup(topk(0.1), steps=6))"])]
+    "method",
+    ["ef(warmup(topk(0.1), steps=6))", *thorough(["dgc(warmup(topk(0.1), steps=6, start=0.5))"])],
 )
 def test_compressors_that_warm_up(method):
     def body(exchange):
