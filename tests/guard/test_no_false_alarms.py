@@ -167,7 +167,8 @@ def test_states_of_other_numbers_of_ranks():
 
 
 @pytest.mark.parametrize(
-    "method", ["ef(warmup(topk(0.1), steps=6))", *thorough(["dgc(warmup(topk(0.1), steps=6))"])]
+    "method",
+    ["ef(warmup(topk(0.1), steps=6))", *thorough(["dgc(warmup(topk(0.1), steps=6, start=0.5))"])],
 )
 def test_compressors_that_warm_up(method):
     def body(exchange):

@@ -1,0 +1,139 @@
+"""The guard with two levels, with FSDP2, and with a manager whose ranks change."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchcomp
+from tests.ddp.test_managed import train
+from tests.fsdp.runs import NEEDS_HOOK, Run
+from tests.guard.runs import plain
+from tests.guard.test_fall_back import accuse
+from tests.support.cases import thorough
+from tests.support.models import loss_of, mlp, rows, wrap
+from tests.support.outcomes import assert_replicas_equal, flat
+from tests.support.ranks import on_processes, on_threads
+from torchcomp import Guard
+
+TOPK = "ef(topk(0.1))"
+SPECS = [
+    TOPK,
+    *thorough(
+        ["mean", "powersgd(rank=1)", "bidirectional(topk(0.1), topk(0.1))", "ef21(topk(0.1))"]
+    ),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_two_levels_name_all_ranks_of_a_node_and_the_replicas_that_differ(spec):
+    def body():
+        alarms, rank = [], dist.get_rank()
+        model = wrap(mlp(torch.float32))
+        guard = Guard(every=2, callback=alarms.append)
+        handle = torchcomp.register(model, spec, nodes=2, guard=guard)
+        for step in range(8):
+            if step == 6 and rank == 1:
+                with torch.no_grad():
+                    model.module[2].bias[3] += 1
+            is_silent = step >= 4 and rank in (2, 3)
+            model.zero_grad()
+            loss_of(model(rows(step, torch.float32)) * (not is_silent)).backward()
+        handle.averager.begin()  # finds out which replicas differ
+        report = handle.guard.report
+        handle.close()
+        return [plain(alarm)[:4] for alarm in alarms], str(report)
+
+    found = on_threads(4, body)
+    assert all(each == found[0] for each in found)
+    silent, differing = (6, "silent rank", (), (2, 3)), (8, "replicas", ("2.bias",), (1,))
+    assert found[0][0] == [silent, differing]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_two_levels_fall_back_and_ranks_stay_equal(spec):
+    def body():
+        model = wrap(mlp())
+        guard = Guard(every=2, fall_back="layer", callback=lambda alarm: None)
+        handle = torchcomp.register(model, spec, nodes=2, guard=guard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        accuse(handle.averager, "2.weight", last=2)
+        dense = []
+        for step in range(7):
+            optimizer.zero_grad()
+            loss_of(model(rows(step))).backward()
+            optimizer.step()
+            dense.append(handle.state_dict()["dense"])
+        handle.close()
+        return flat(model.parameters()), dense
+
+    found = on_threads(4, body)
+    assert_replicas_equal([weights for weights, _ in found])
+    paused = ["2.weight"]
+    assert all(dense == [[], paused, paused, [], [], [], []] for _, dense in found)
+
+
+def sharded(specs):
+    outcomes = []
+    for spec in specs:
+        alarms = []
+        run = Run((2, 2), spec, options={"guard": Guard(every=2, callback=alarms.append)})
+        run.train(range(2))
+        if run.mesh["replicate"].get_local_rank() == 1:
+            original = run.backward
+
+            def backward(step, original=original, run=run):
+                loss_of(run.model(rows(step, run.dtype)) * 0).backward()
+
+            run.backward = backward
+        run.train(range(2, 4))
+        run.backward = type(run).backward.__get__(run)
+        with torch.no_grad():
+            if dist.get_rank() == 3:
+                next(iter(run.model.parameters())).to_local().view(-1)[0].add_(1)
+        run.train(range(4, 7))
+        report = run.handle.guard.report
+        outcomes.append(([plain(alarm)[:4] for alarm in alarms], str(report)))
+        run.handle.close()
+    return outcomes
+
+
+@NEEDS_HOOK
+def test_fsdp2_names_all_ranks_of_a_replica_and_the_replicas_that_differ():
+    by_rank = on_processes(4, sharded, ("mean", TOPK))
+    assert all(each == by_rank[0] for each in by_rank)
+    for alarms, report in by_rank[0]:
+        silent, differing = (4, "silent rank", (), (2, 3)), (6, "replicas", ("0.weight",), (3,))
+        assert alarms == [silent, differing]
+        assert "step=6" in report
+
+
+SPANS = {"a": (0, 14), "b": (0, 6), "c": (3, 14)}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_ranks_that_join_take_over_the_pauses(spec, monkeypatch):
+    told, register = {}, torchcomp.register
+
+    def guarded(*args, manager, **options):
+        alarms = told[manager.name] = []
+        guard = Guard(every=2, age=4, fall_back="layer", callback=alarms.append)
+        return register(*args, manager=manager, guard=guard, **options)
+
+    monkeypatch.setattr(torchcomp, "register", guarded)
+    dense = {}
+
+    def body(rank):
+        accuse(rank.handle.averager, "2.weight", last=2)
+        while rank.manager.current_step() < SPANS[rank.manager.name][1]:
+            rank.step()
+            at = rank.manager.current_step()
+            dense.setdefault(at, []).append(rank.handle.state_dict()["dense"])
+
+    records = train(SPANS, body, spec)
+    assert {name: record.error for name, record in records.items()} == dict.fromkeys(SPANS)
+    assert torch.equal(records["a"].weights, records["c"].weights)
+    assert all(all(each == found[0] for each in found) for found in dense.values())
+    kinds = {name: [alarm.kind for alarm in alarms] for name, alarms in told.items()}
+    if spec != "mean":
+        assert dense[3][0] == ["2.weight"]
+    assert kinds == {"a": ["imbalance"], "b": ["imbalance"], "c": []}

@@ -1,0 +1,50 @@
+"""On a simulated device: the guard waits in no step, and reads its result when the next begins."""
+
+import pytest
+import torch
+
+from tests.engine import small
+from tests.support.launches import Count, EchoExchange, counted, on_device
+from torchcomp import Averager, Guard
+from torchcomp.guard import Replicas
+
+METHODS = ("mean", 'ef(cast("fp16"))', "ef(topk(0.3))", "dgc(topk(0.3))", "powersgd(rank=1)")
+
+
+class Run:
+    """Steps of an averager on the simulated device, with or without a guard."""
+
+    def __init__(self, method: str, count: Count, guard: Guard | None) -> None:
+        parameters = {name: on_device(p) for name, p in small.parameters(torch.float32).items()}
+        exchange = EchoExchange(2, count)
+        self.averager = Averager(
+            method, exchange, parameters, small.GROUPS, guard=guard, replicas=Replicas(parameters)
+        )
+        self.count = count
+
+    def step(self, number: int) -> tuple[int, int]:
+        """Return the waits when a step begins, and those of the rest of it."""
+        drawn = small.gradients(number, 0, torch.float32)
+        tensors = {name: on_device(g) for name, g in drawn.items()}
+        self.count.reset()
+        self.averager.begin()
+        at_first = self.count.take().waits
+        for bucket in small.read(self.averager, tensors):
+            self.averager.average(bucket)
+        assert self.averager.finish()
+        return at_first, self.count.waits
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_only_the_beginning_of_a_step_waits_for_a_comparison(method):
+    guard = Guard(every=3, callback=lambda alarm: None)
+    with counted() as count:
+        found = {}
+        for options in (None, guard):
+            run = Run(method, count, options)
+            # The first step compares the ranks.
+            found[options] = [run.step(number) for number in range(10)][1:]
+    assert [rest for _, rest in found[guard]] == [rest for _, rest in found[None]]
+    waits = [more - less for (more, _), (less, _) in zip(found[guard], found[None], strict=True)]
+    compared = [step for step, more in enumerate(waits, 1) if more]
+    assert compared == [3, 6, 9]
