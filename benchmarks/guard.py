@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -105,15 +105,17 @@ def faults(arguments: argparse.Namespace) -> Iterator[str]:
     from recipes.local_ranks import run_on_ranks
 
     table = Table(arguments.out / "guard_faults.csv", GUARD_FAULTS)
+    methods = {name: _BY_LAYER if fault.by_layer else _METHODS for name, fault in FAULTS.items()}
+    # A method without a residual is a fault from the first step on.
+    methods[NO_FEEDBACK] = _WITHOUT
+    # Half of the methods on two ranks, half on four.
     cases = [
         (fault, method, run)
-        for fault, run in product(FAULTS, _RANKS_AND_SEEDS)
-        for method in (_BY_LAYER if FAULTS[fault].by_layer else _METHODS)
+        for fault, chosen in methods.items()
+        for method, run in zip(chosen, cycle(_RANKS_AND_SEEDS), strict=False)
     ]
-    # A method without a residual is a fault from the first step on.
-    cases += product([NO_FEEDBACK], _WITHOUT, _RANKS_AND_SEEDS)
     if arguments.quick:
-        cases = cases[:: len(_METHODS) * len(_RANKS_AND_SEEDS)]
+        cases = cases[:: len(_METHODS)]
     for fault, method, (ranks, seed) in cases:
         labels = {"fault": fault, "method": method, "ranks": ranks, "seed": seed}
         if arguments.resume and table.has(**labels):
