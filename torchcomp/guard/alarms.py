@@ -147,9 +147,9 @@ def _starved(step: int, found: Found, members: Members) -> Iterator[Alarm]:
             at,
             max(found.sums[name].old / found.sums[name].samples for name in wrong),
             1 - usual,
-            f"{_of(at)} has sent nearly nothing of {listed(wrong)} for {found.age} steps, in which "
-            f"{usual:.0%} of the other elements were sent. Its part of the messages is too small, "
-            "or it is left out",
+            f"{_of(at)} sent nearly nothing of {listed(wrong)} in the last {found.age} steps, but "
+            f"{usual:.0%} of the other elements. Its part of the messages is too small, or it is "
+            "left out",
         )
 
 
