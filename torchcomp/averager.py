@@ -284,7 +284,7 @@ class Averager:
         shown = self._combined or method.residual_shows_nonfinite(bucket.flat.dtype)
         if guarded and not shown:
             self._watch.before(bucket)
-        self.monitor.before(bucket)
+        self.monitor.before(bucket, method)
         key = Key(self.seed, self.step, rank=self.exchange.rank, ahead=self._ahead)
         method.aggregate(bucket, self.exchange, self.state, key)
         self.monitor.after(bucket, method, self.state)

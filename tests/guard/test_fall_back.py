@@ -25,6 +25,7 @@ from torchcomp import CheckpointError, Guard, register
 from torchcomp.bucket import Bucket
 
 TOPK = "ef(topk(0.1))"
+OTHER = "bidirectional(topk(0.1), topk(0.1))"
 WHOLE = 'bidirectional(topk(0.1, scope="model"), randk(0.3))'
 LAYER = Guard(every=EVERY, age=EVERY, fall_back="layer", callback=lambda alarm: None)
 MODEL = Guard(every=EVERY, age=EVERY, fall_back="model", callback=lambda alarm: None)
@@ -107,7 +108,7 @@ def test_a_method_without_a_residual_falls_back_to_the_mean():
     assert [s for s in range(20) if is_dense(means[s], s, names)] == list(range(10, 20))
 
 
-CASES = [TOPK, CONSERVING[1], WHOLE, *thorough([m for m in CONSERVING[2:] if m != WHOLE])]
+CASES = [TOPK, WHOLE, *thorough([m for m in CONSERVING[1:] if m != WHOLE])]
 
 
 @pytest.mark.parametrize("guard", [LAYER, MODEL], ids=["layer", "model"])
@@ -116,13 +117,13 @@ def test_nothing_is_lost_from_before_the_first_pause_to_after_it(method, guard):
     def body(exchange):
         return small.book(averager(exchange, method, guard), 0, 25)
 
-    small.assert_conserved(small.on_ranks(3, body), 1e-9)
+    small.assert_conserved(small.on_ranks(2, body), 1e-9)
 
 
-@pytest.mark.parametrize("to", ["mean", "powersgd(rank=1)", WHOLE])
+@pytest.mark.parametrize("to", ["mean", *thorough(["powersgd(rank=1)", WHOLE])])
 def test_nothing_is_lost_if_the_method_is_swapped_in_a_pause(to):
     def body(exchange):
-        made = averager(exchange, CONSERVING[1])
+        made = averager(exchange, OTHER)
         before, means, _ = small.book(made, 0, 15)
         assert "matrix" in made.state_dict()["guard"]["dense"]
         made.use(to)
@@ -134,7 +135,7 @@ def test_nothing_is_lost_if_the_method_is_swapped_in_a_pause(to):
 
 def test_nothing_is_lost_if_the_groups_change_in_a_pause():
     def body(exchange):
-        made = averager(exchange, CONSERVING[1])
+        made = averager(exchange, OTHER)
         before, means, _ = small.book(made, 0, 15)
         made.regroup([("gain", "conv"), ("bias", "matrix", "empty")])
         dense, applied, residual = small.book(made, 15, 35)
@@ -143,7 +144,7 @@ def test_nothing_is_lost_if_the_groups_change_in_a_pause():
     small.assert_conserved(small.on_ranks(2, body), 1e-9)
 
 
-SOME = [TOPK, "dgc(topk(0.1))", "ef21(topk(0.1))", CONSERVING[1], WHOLE]
+SOME = ["dgc(topk(0.1))", "ef21(topk(0.1))", WHOLE]
 # These have no such alarm, or are averaged uncompressed anyway.
 OTHERS = ("mean", "ef(identity)", 'topk(k=3, scope="tensor")')
 RESUMED = [
@@ -197,7 +198,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("field", "value"), DAMAGES)
-@pytest.mark.parametrize("method", [TOPK, "dgc(topk(0.1))"])
+@pytest.mark.parametrize("method", [TOPK, *thorough(["dgc(topk(0.1))"])])
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(method, field, value):
     def body(exchange):
         made = averager(exchange, method)

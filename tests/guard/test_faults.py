@@ -40,9 +40,9 @@ class Rank:
         monitor, self.step, self.saved = self.averager.monitor, 0, {}
         before, after = monitor.before, monitor.after
 
-        def keep(bucket):
+        def keep(bucket, method):
             self.gradient = {name: part.clone() for name, part in bucket.parts().items()}
-            before(bucket)
+            before(bucket, method)
 
         def change(bucket, method, state):
             self.mean = bucket.parts()

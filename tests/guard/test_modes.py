@@ -98,8 +98,9 @@ def sharded(specs):
 
 
 @NEEDS_HOOK
-def test_fsdp2_names_all_ranks_of_a_replica_and_the_replicas_that_differ():
-    by_rank = on_processes(4, sharded, ("mean", TOPK))
+@pytest.mark.parametrize("specs", [(TOPK,), *thorough([("mean", "powersgd(rank=1)")])])
+def test_fsdp2_names_all_ranks_of_a_replica_and_the_replicas_that_differ(specs):
+    by_rank = on_processes(4, sharded, specs)
     assert all(each == by_rank[0] for each in by_rank)
     for alarms, report in by_rank[0]:
         silent, differing = (4, "silent rank", (), (2, 3)), (6, "replicas", ("0.weight",), (3,))

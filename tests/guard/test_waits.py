@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from tests.engine import small
+from tests.support.cases import thorough
 from tests.support.launches import Count, EchoExchange, counted, on_device
 from torchcomp import Averager, Guard
 from torchcomp.guard import Replicas
 
-METHODS = ("mean", 'ef(cast("fp16"))', "ef(topk(0.3))", "dgc(topk(0.3))", "powersgd(rank=1)")
+METHODS = ["mean", "ef(topk(0.3))"]
+MORE = ['ef(cast("fp16"))', "dgc(topk(0.3))", "powersgd(rank=1)"]
 
 
 class Run:
@@ -35,7 +37,7 @@ class Run:
         return at_first, self.count.waits
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *thorough(MORE)])
 def test_only_the_beginning_of_a_step_waits_for_a_comparison(method):
     guard = Guard(every=3, callback=lambda alarm: None)
     with counted() as count:
@@ -43,8 +45,8 @@ def test_only_the_beginning_of_a_step_waits_for_a_comparison(method):
         for options in (None, guard):
             run = Run(method, count, options)
             # The first step compares the ranks.
-            found[options] = [run.step(number) for number in range(10)][1:]
+            found[options] = [run.step(number) for number in range(8)][1:]
     assert [rest for _, rest in found[guard]] == [rest for _, rest in found[None]]
     waits = [more - less for (more, _), (less, _) in zip(found[guard], found[None], strict=True)]
     compared = [step for step, more in enumerate(waits, 1) if more]
-    assert compared == [3, 6, 9]
+    assert compared == [3, 6]

@@ -51,8 +51,8 @@ class Monitor:
             ratios: by parameter name, what the residual was multiplied by since the last step.
         """
 
-    def before(self, bucket: Bucket) -> None:
-        """Read a bucket that is about to be averaged."""
+    def before(self, bucket: Bucket, method: Aggregator) -> None:
+        """Read a bucket that `method` is about to average."""
 
     def after(self, bucket: Bucket, method: Aggregator, state: State) -> None:
         """Read a bucket that `method` has averaged."""
@@ -150,8 +150,8 @@ class GuardMonitor(Monitor):
     ) -> None:
         self._watch.begin(step, method, shapes, ratios)
 
-    def before(self, bucket: Bucket) -> None:
-        self._watch.before(bucket)
+    def before(self, bucket: Bucket, method: Aggregator) -> None:
+        self._watch.before(bucket, method)
 
     def after(self, bucket: Bucket, method: Aggregator, state: State) -> None:
         self._watch.after(bucket, method, state)

@@ -12,7 +12,7 @@ from torchcomp.aggregators import Law
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.keys import Key
 
-_MOST = 256
+_MOST = 128
 """Elements that are followed of a parameter, at most."""
 
 _SAME = 0.01
@@ -44,7 +44,7 @@ class Samples:
     def before(self, bucket: Bucket) -> None:
         """Read the gradient of a bucket that is about to be averaged."""
         at, _ = sample(bucket.shape, bucket.flat.device)
-        self._gradient = bucket.flat[at]
+        self._gradient = bucket.flat.index_select(0, at)
 
     def follow(
         self,
@@ -63,13 +63,14 @@ class Samples:
         """
         shape = bucket.shape
         at, _ = sample(shape, after.device)
-        found, left = {name: values[at] for name, values in before.items()}, after[at]
+        found = {name: values.index_select(0, at) for name, values in before.items()}
+        left = after.index_select(0, at)
         unsent = self._gradient.to(left.dtype).mul_(law.gradient)
         for name, values in found.items():
             unsent.sub_(values, alpha=law.before[name])
         # Not exactly, because of rounding.
         is_sent = (left - unsent).abs_() > _SAME * unsent.abs_()
-        is_sent.logical_and_(bucket.flat[at] != 0)
+        is_sent.logical_and_(bucket.flat.index_select(0, at))
         age = self._ages.get(shape)
         if age is None:
             age = self._ages[shape] = torch.zeros(len(at), dtype=torch.int32, device=after.device)

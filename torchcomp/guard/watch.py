@@ -105,9 +105,11 @@ class Watch:
         if self._comparing:
             self._width = _width(method, tuple(shapes), self.exchange.world_size, self.every)
 
-    def before(self, bucket: Bucket) -> None:
+    def before(self, bucket: Bucket, method: Aggregator) -> None:
         """Keep what the method is about to overwrite."""
-        self.samples.before(bucket)
+        law, _ = self._parts(method, bucket.shape)
+        if _has_residual(law):
+            self.samples.before(bucket)
         if self._comparing:
             self._gradient = bucket.flat.to(bucket.shape.wide().dtype, copy=True)
 
@@ -116,17 +118,20 @@ class Watch:
         """Measure what the method has done with a bucket."""
         if not filled(bucket.shape)[0]:
             return
-        ranks = self.exchange.world_size, self.exchange.rank
-        slots = {slot.name: slot for slot in method.slots(bucket.shape, *ranks)}
+        law, slots = self._parts(method, bucket.shape)
         opened = {n: both for n, slot in slots.items() if (both := state.in_flight(slot))}
-        law = method.law(bucket.shape)
-        if law is not None and "error" in law.after:
+        if law is not None and _has_residual(law):
             before = {name: opened[name][0] for name in law.before if not slots[name].sharded}
             self.samples.follow(bucket, law, before, opened["error"][1])
         if self._gradient is not None:
             gradient, self._gradient = self._gradient, None
             rows = self._compare(bucket, gradient, law, slots, opened, method.per_tensor)
             self._rows.append((bucket.shape, law, rows))
+
+    def _parts(
+        self, method: Aggregator, shape: BucketShape
+    ) -> tuple[Law | None, Mapping[str, Slot]]:
+        return _parts_of(method, shape, self.exchange.world_size, self.exchange.rank)
 
     def _compare(
         self,
@@ -177,15 +182,16 @@ class Watch:
             largest = _norms(opened["error"][1], sizes, math.inf)
             starved = _starved(old, samples, largest, per_tensor).float()
         moved = nothing if changed is None else nothing.index_add(0, owner, changed.float())
+        parts = [torch.split(values, list(sizes)) for values in (gradient, means)]
         columns = [
-            torch.stack([part.sum() for part in torch.split(gradient * means, list(sizes))]),
+            torch.stack([torch.dot(*both) for both in zip(*parts, strict=True)]),
             _norms(means, sizes).square(),
             _norms(gradient, sizes).square(),
             residuals,
             # Counted on each rank, and not averaged like the others.
             starved * ranks,
             moved * ranks,
-            torch.stack([part.count_nonzero() for part in torch.split(means, list(sizes))]),
+            torch.stack([part.count_nonzero() for part in parts[1]]),
             _numbers(sizes, device),
             old,
             samples,
@@ -313,6 +319,21 @@ def _starved(old: Tensor, samples: Tensor, largest: Tensor, per_tensor: bool) ->
 
 def _norms(flat: Tensor, sizes: Sequence[int], order: float = 2) -> Tensor:
     return torch.stack(torch._foreach_norm(list(torch.split(flat, list(sizes))), order))
+
+
+def _has_residual(law: Law | None) -> bool:
+    """Whether the law says what the residual is, so that its elements can be followed."""
+    return law is not None and "error" in law.after
+
+
+# Cached, because each step asks.
+@lru_cache(maxsize=1024)
+def _parts_of(
+    method: Aggregator, shape: BucketShape, world_size: int, rank: int
+) -> tuple[Law | None, Mapping[str, Slot]]:
+    """Return the law and the slots of a method."""
+    slots = method.slots(shape, world_size, rank)
+    return method.law(shape), {slot.name: slot for slot in slots}
 
 
 @lru_cache(maxsize=1024)
