@@ -42,7 +42,7 @@ LAYERS = [
     {"redistribution"},
     {"averager", "gathering"},
     {"per_rank"},
-    {"hooks", "time_model", "algorithms"},
+    {"hooks", "time_model", "step_model", "algorithms"},
     {"ddp", "fsdp", "batchnorm"},
     {"register"},
     {"plan", "comparison", "named_models"},

@@ -1,0 +1,263 @@
+"""Collectives: how long each one takes among some ranks, by the size of its message.
+
+The kinds are the collectives that an :class:`.Exchange` calls. The size of a message is:
+
+- all_reduce, all_reduce_bf16: the tensor that is summed;
+- all_gather: what one rank contributes. Control messages are small all-gathers;
+- all_to_all: what one rank sends to the others, without its part for itself.
+"""
+
+import math
+import statistics
+import time
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from torchcomp.checks import check_at_least_0, check_choice, check_count, check_positive
+from torchcomp.errors import SpecError
+from torchcomp.exchange import Exchange
+
+ALL_REDUCE, ALL_REDUCE_BF16 = "all_reduce", "all_reduce_bf16"
+ALL_GATHER, ALL_TO_ALL = "all_gather", "all_to_all"
+KINDS = (ALL_REDUCE, ALL_REDUCE_BF16, ALL_GATHER, ALL_TO_ALL)
+
+_SIZES = (64, 2**9, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24, 2**26)
+"""Bytes of the messages to measure, as far as there is time."""
+
+_MOST_REPETITIONS = 9
+
+
+class Times(Protocol):
+    """The seconds of collectives, measured or computed."""
+
+    world_size: int
+
+    def seconds(self, kind: str, nbytes: float) -> float:
+        """Return the seconds of one collective, for a message of this size."""
+
+    def cpu(self, kind: str, nbytes: float) -> float:
+        """Return the seconds for which it keeps a core of each rank busy. At most `seconds`."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement.
+
+    Attributes:
+        nbytes: size of the message.
+        seconds: median over the repetitions, of the slowest rank.
+        cpu: seconds of a core that the process of a rank used, median over the repetitions.
+    """
+
+    nbytes: int
+    seconds: float
+    cpu: float = 0.0
+
+
+@dataclass(frozen=True)
+class CollectiveTimes:
+    """The measured seconds of the collectives among some ranks.
+
+    Between two measured sizes, the time is a straight line. Times never decrease with the size:
+    where measurements do, their mean is used. Below the smallest size, the time is that of the
+    smallest. Above the largest, the line of the two largest goes on.
+
+    Attributes:
+        world_size: number of ranks.
+        points: the measurements of each kind, by ascending size.
+    """
+
+    world_size: int
+    points: Mapping[str, tuple[Point, ...]]
+
+    def __post_init__(self) -> None:
+        check_count("world_size", self.world_size)
+        for kind, points in self.points.items():
+            check_choice("kind", kind, KINDS)
+            sizes = [point.nbytes for point in points]
+            if not sizes or sizes != sorted(set(sizes)):
+                raise SpecError(
+                    f"points of {kind} must be of ascending sizes, at least one, not {sizes}"
+                )
+            for point in points:
+                check_count("nbytes", point.nbytes)
+                check_positive("seconds", point.seconds)
+                check_at_least_0("cpu", point.cpu)
+
+    def seconds(self, kind: str, nbytes: float) -> float:
+        """Return the seconds of one collective.
+
+        Args:
+            kind: one of :data:`KINDS`.
+            nbytes: size of the message; see the head of this file.
+
+        Raises:
+            SpecError: if this kind was not measured.
+        """
+        return self._read(kind, nbytes, 0)
+
+    def cpu(self, kind: str, nbytes: float) -> float:
+        """Return the seconds for which a collective keeps a core of each rank busy."""
+        return min(self._read(kind, nbytes, 1), self.seconds(kind, nbytes))
+
+    def _read(self, kind: str, nbytes: float, column: int) -> float:
+        check_at_least_0("nbytes", nbytes)
+        if kind not in self._curves:
+            raise SpecError(
+                f"the times of {kind} were not measured, only those of {', '.join(self._curves)}"
+            )
+        sizes, *columns = self._curves[kind]
+        return _interpolated(sizes, columns[column], nbytes)
+
+    @cached_property
+    def _curves(self) -> dict[str, tuple[list[float], list[float], list[float]]]:
+        """By kind: sizes, seconds and seconds of a core, none of them descending."""
+        return {
+            kind: (
+                [float(point.nbytes) for point in points],
+                _ascending([point.seconds for point in points]),
+                _ascending([point.cpu for point in points]),
+            )
+            for kind, points in self.points.items()
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain numbers, strings, lists and dicts, for JSON."""
+        return {
+            "world_size": self.world_size,
+            "points": {
+                kind: [[point.nbytes, point.seconds, point.cpu] for point in points]
+                for kind, points in self.points.items()
+            },
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "CollectiveTimes":
+        """Return what :meth:`to_dict` was called on.
+
+        Raises:
+            SpecError: if `values` are something else.
+        """
+        try:
+            points = {
+                kind: tuple(Point(*row) for row in rows) for kind, rows in values["points"].items()
+            }
+            world_size = values["world_size"]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise SpecError(
+                f"these are not the times of collectives: {type(error).__name__}: {error}. "
+                "Expected what CollectiveTimes.to_dict() returned"
+            ) from error
+        return cls(world_size, points)
+
+
+def measure_collectives(
+    exchange: Exchange, *, seconds: float = 10.0, kinds: Sequence[str] = KINDS
+) -> CollectiveTimes:
+    """Measure the collectives of an exchange. All ranks call this; all get the same result.
+
+    Sizes grow up to 64 MiB, as long as there is time. A slow link gets the smaller ones, twice
+    each. The counters of the exchange are reset.
+
+    Args:
+        exchange: the collectives. No other thread uses it.
+        seconds: about how long this takes; the same on all ranks.
+        kinds: which collectives to measure, of :data:`KINDS`.
+
+    Raises:
+        SpecError: if an argument is invalid.
+    """
+    check_positive("seconds", seconds)
+    for kind in kinds:
+        check_choice("kind", kind, KINDS)
+    points = {kind: tuple(_measured(exchange, kind, seconds / len(kinds))) for kind in kinds}
+    exchange.take_traffic(0)
+    return CollectiveTimes(exchange.world_size, points)
+
+
+def _measured(exchange: Exchange, kind: str, budget: float) -> list[Point]:
+    """Measure one kind of collective within about `budget` seconds."""
+    points: list[Point] = []
+    for nbytes in _SIZES:
+        # Decided from times that the ranks have agreed on: all must make the same calls.
+        expected = _expected(points, nbytes)
+        repetitions = _MOST_REPETITIONS
+        if budget < 3 * repetitions * expected:
+            repetitions = int(budget / (3 * expected))
+        if repetitions < 2:
+            break
+        # The first one fills caches and TCP's windows.
+        rows = [_once(exchange, kind, nbytes) for _ in range(repetitions + 1)]
+        agreed = exchange.any_of(
+            torch.tensor(rows, dtype=torch.int64).view(-1).to(exchange.device)
+        ).view(-1, 2)
+        walls, busy = agreed.cpu().T.tolist()
+        budget -= sum(walls) / 1e9
+        wall = max(1e-9, statistics.median(walls[1:]) / 1e9)
+        points.append(Point(nbytes, wall, min(wall, statistics.median(busy[1:]) / 1e9)))
+    return points
+
+
+def _expected(points: Sequence[Point], nbytes: int) -> float:
+    """Return the most seconds that the next size can take, from the last one."""
+    if not points:
+        return 0.0
+    last = points[-1]
+    return last.seconds * nbytes / last.nbytes
+
+
+def _once(exchange: Exchange, kind: str, nbytes: int) -> tuple[int, int]:
+    """Run one collective; return nanoseconds, and those of a core of this process."""
+    device, ranks = exchange.device, exchange.world_size
+    if kind in (ALL_REDUCE, ALL_REDUCE_BF16):
+        dtype = torch.float32 if kind == ALL_REDUCE else torch.bfloat16
+        values = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
+    else:
+        # An all-to-all sends an equal part to every rank, this one included.
+        copies = 1 if kind == ALL_GATHER else ranks / max(1, ranks - 1)
+        values = torch.zeros(math.ceil(nbytes * copies), dtype=torch.uint8, device=device)
+    sizes = [len(part) for part in values.tensor_split(ranks)]
+    own = [sizes[exchange.rank]] * ranks
+    _wait(device)
+    started, used = time.perf_counter_ns(), time.process_time_ns()
+    if kind == ALL_GATHER:
+        exchange.all_gather(values)
+    elif kind == ALL_TO_ALL:
+        exchange.all_to_all(values, sizes, own)
+    else:
+        exchange.all_reduce(values)
+    _wait(device)
+    return time.perf_counter_ns() - started, time.process_time_ns() - used
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _ascending(values: Sequence[float]) -> list[float]:
+    """Return the ascending values that are closest to `values`, in the sum of squares."""
+    blocks: list[tuple[float, int]] = []  # means, and how many values each is the mean of
+    for value in values:
+        mean, count = value, 1
+        while blocks and blocks[-1][0] > mean:
+            before, more = blocks.pop()
+            mean, count = (mean * count + before * more) / (count + more), count + more
+        blocks.append((mean, count))
+    return [mean for mean, count in blocks for _ in range(count)]
+
+
+def _interpolated(sizes: Sequence[float], values: Sequence[float], at: float) -> float:
+    if at <= sizes[0] or len(sizes) == 1:
+        # One size only: nothing is known about others.
+        return values[0]
+    # Beyond the last size, the line of the last two goes on.
+    right = min(bisect_left(sizes, at), len(sizes) - 1)
+    left = right - 1
+    slope = (values[right] - values[left]) / (sizes[right] - sizes[left])
+    return values[left] + slope * (at - sizes[left])
