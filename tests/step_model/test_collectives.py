@@ -23,11 +23,15 @@ def times(*rows):
 
 @pytest.mark.parametrize(
     ("nbytes", "seconds"),
-    [(0, 1.0), (100, 1.0), (150, 1.5), (200, 2.0), (300, 4.0), (400, 6.0), (600, 10.0)],
+    [(0, 1.0), (100, 1.0), (150, 1.5), (200, 2.0), (300, 4.0), (400, 6.0), (600, 9.0)],
 )
 def test_a_curve_is_straight_between_its_points_and_beyond_the_last(nbytes, seconds):
     curve = times((100, 1.0), (200, 2.0), (400, 6.0))
     assert curve.seconds(ALL_REDUCE, nbytes) == pytest.approx(seconds)
+
+
+def test_beyond_the_last_point_a_flatter_line_goes_on():
+    assert times((100, 3.0), (200, 4.0)).seconds(ALL_REDUCE, 400) == pytest.approx(6.0)
 
 
 def test_points_that_descend_are_averaged():

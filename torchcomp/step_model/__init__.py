@@ -8,8 +8,17 @@ from torchcomp.step_model.collectives import (
     KINDS,
     CollectiveTimes,
     Point,
+    Times,
     measure_collectives,
 )
+from torchcomp.step_model.compute import Compute, measure_compute
+from torchcomp.step_model.recording import (
+    Recording,
+    record,
+    record_all_reduce,
+    record_average,
+)
+from torchcomp.step_model.simulation import StepTime, simulate, simulate_alone
 
 __all__ = [
     "ALL_GATHER",
@@ -18,6 +27,16 @@ __all__ = [
     "ALL_TO_ALL",
     "KINDS",
     "CollectiveTimes",
+    "Compute",
     "Point",
+    "Recording",
+    "StepTime",
+    "Times",
     "measure_collectives",
+    "measure_compute",
+    "record",
+    "record_all_reduce",
+    "record_average",
+    "simulate",
+    "simulate_alone",
 ]

@@ -65,7 +65,8 @@ class CollectiveTimes:
 
     Between two measured sizes, the time is a straight line. Times never decrease with the size:
     where measurements do, their mean is used. Below the smallest size, the time is that of the
-    smallest. Above the largest, the line of the two largest goes on.
+    smallest. Above the largest, the line of the two largest goes on, if that is no steeper than
+    in proportion to the size.
 
     Attributes:
         world_size: number of ranks.
@@ -185,30 +186,26 @@ def _measured(exchange: Exchange, kind: str, budget: float) -> list[Point]:
     points: list[Point] = []
     for nbytes in _SIZES:
         # Decided from times that the ranks have agreed on: all must make the same calls.
-        expected = _expected(points, nbytes)
         repetitions = _MOST_REPETITIONS
-        if budget < 3 * repetitions * expected:
-            repetitions = int(budget / (3 * expected))
+        if points:
+            repetitions = min(repetitions, int(budget / (2 * _expected(points, nbytes))) - 1)
         if repetitions < 2:
             break
         # The first one fills caches and TCP's windows.
         rows = [_once(exchange, kind, nbytes) for _ in range(repetitions + 1)]
-        agreed = exchange.any_of(
-            torch.tensor(rows, dtype=torch.int64).view(-1).to(exchange.device)
-        ).view(-1, 2)
-        walls, busy = agreed.cpu().T.tolist()
+        mine = torch.tensor(rows, dtype=torch.int64).view(-1).to(exchange.device)
+        walls, busy = exchange.any_of(mine).view(-1, 2).cpu().T.tolist()
         budget -= sum(walls) / 1e9
-        wall = max(1e-9, statistics.median(walls[1:]) / 1e9)
-        points.append(Point(nbytes, wall, min(wall, statistics.median(busy[1:]) / 1e9)))
+        # The lower one of two: what disturbs a measurement makes it longer.
+        wall, cpu = (statistics.median_low(each[1:]) / 1e9 for each in (walls, busy))
+        points.append(Point(nbytes, max(wall, 1e-9), min(wall, cpu)))
     return points
 
 
 def _expected(points: Sequence[Point], nbytes: int) -> float:
-    """Return the most seconds that the next size can take, from the last one."""
-    if not points:
-        return 0.0
-    last = points[-1]
-    return last.seconds * nbytes / last.nbytes
+    """Return the seconds of a larger message, from those of smaller ones."""
+    first, last = points[0].seconds, points[-1].seconds
+    return first + max(0.0, last - first) * nbytes / points[-1].nbytes
 
 
 def _once(exchange: Exchange, kind: str, nbytes: int) -> tuple[int, int]:
@@ -256,8 +253,11 @@ def _interpolated(sizes: Sequence[float], values: Sequence[float], at: float) ->
     if at <= sizes[0] or len(sizes) == 1:
         # One size only: nothing is known about others.
         return values[0]
-    # Beyond the last size, the line of the last two goes on.
     right = min(bisect_left(sizes, at), len(sizes) - 1)
     left = right - 1
     slope = (values[right] - values[left]) / (sizes[right] - sizes[left])
+    if at > sizes[right]:
+        # Beyond the last size, the line goes on. A message that is twice as long takes at most
+        # twice as long: a steeper line is an error of the measurement.
+        return values[right] + min(slope, values[right] / sizes[right]) * (at - sizes[right])
     return values[left] + slope * (at - sizes[left])

@@ -43,6 +43,21 @@ class Compute:
                 f"and at most backward <= total, not {times[1:]}"
             )
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain numbers, strings and lists, for JSON."""
+        return {
+            "buckets": [list(names) for names in self.buckets],
+            "ready": list(self.ready),
+            "backward": self.backward,
+            "total": self.total,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Compute":
+        """Return what :meth:`to_dict` was called on."""
+        buckets = tuple(tuple(names) for names in values["buckets"])
+        return cls(buckets, tuple(values["ready"]), values["backward"], values["total"])
+
     @classmethod
     def by_elements(
         cls,
@@ -170,19 +185,3 @@ def _ordered(
         bounded.append(latest)
     backward = max(backward, latest)
     return Compute(buckets, tuple(bounded), backward, max(total, backward))
-
-
-def to_dict(compute: Compute) -> dict[str, Any]:
-    """Return plain numbers, strings and lists, for JSON."""
-    return {
-        "buckets": [list(names) for names in compute.buckets],
-        "ready": list(compute.ready),
-        "backward": compute.backward,
-        "total": compute.total,
-    }
-
-
-def from_dict(values: Mapping[str, Any]) -> Compute:
-    """Return what :func:`to_dict` was called with."""
-    buckets = tuple(tuple(names) for names in values["buckets"])
-    return Compute(buckets, tuple(values["ready"]), values["backward"], values["total"])

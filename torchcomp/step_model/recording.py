@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torchcomp.component import Component
 from torchcomp.ddp.reordering import Reordering
 from torchcomp.ddp.two_level import Completed
 from torchcomp.exchange import Exchange
+from torchcomp.means import exact_mean
 from torchcomp.nodes import check_divides
 from torchcomp.pieces import Pieces
 from torchcomp.spec import parse_aggregator
@@ -88,6 +89,44 @@ class Recording:
         """Return the collectives of a step among all ranks, or those inside a node."""
         activities = [a for b in self.buckets for job in b.jobs for lane in job for a in lane]
         return [a for a in activities if isinstance(a, Call) and a.inside == inside]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain numbers, strings and lists, for JSON."""
+        buckets = [
+            {
+                "names": list(bucket.names),
+                "work": bucket.work,
+                "jobs": [[[_plain(each) for each in lane] for lane in job] for job in bucket.jobs],
+            }
+            for bucket in self.buckets
+        ]
+        return {"method": self.method, "workers": self.workers, "buckets": buckets}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Recording":
+        """Return what :meth:`to_dict` was called on."""
+        buckets = tuple(
+            Submitted(
+                tuple(bucket["names"]),
+                tuple(
+                    tuple(tuple(_activity(each) for each in lane) for lane in job)
+                    for job in bucket["jobs"]
+                ),
+                bucket["work"],
+            )
+            for bucket in values["buckets"]
+        )
+        return cls(values["method"], buckets, values["workers"])
+
+
+def _plain(activity: Activity) -> list[Any]:
+    if isinstance(activity, Work):
+        return [activity.seconds]
+    return [activity.kind, activity.nbytes, activity.inside]
+
+
+def _activity(plain: Sequence[Any]) -> Activity:
+    return Work(*plain) if len(plain) == 1 else Call(*plain)
 
 
 class RecordingExchange(Exchange):
@@ -189,13 +228,6 @@ def _resized(mine: Tensor, size: int) -> Tensor:
     if len(mine) >= size:
         return mine[:size]
     return torch.cat([mine, mine.new_zeros(size - len(mine))])
-
-
-@dataclass
-class _Step:
-    """The buckets of one step, as they are recorded."""
-
-    buckets: list[list[list[list[Activity]]]] = field(default_factory=list)
 
 
 def record(
@@ -357,6 +389,49 @@ def record_all_reduce(
         submitted.append(Submitted(tuple(names), (((reduced, Work(after)),),), before))
     name = "ddp" if dtype is None else str(dtype).removeprefix("torch.")
     return Recording(name, tuple(submitted), workers)
+
+
+def record_average(
+    parameters: Mapping[str, Tensor],
+    world_size: int,
+    *,
+    spec: str | Component = "mean",
+    groups: Sequence[Group] | None = None,
+    statistics: Mapping[str, Tensor] | None = None,
+    steps: int = 4,
+) -> Recording:
+    """Record a synchronisation of local steps, as :class:`torchcomp.LocalSGD` has it.
+
+    Args:
+        parameters: of the model, by name.
+        world_size: number of ranks. They need not exist.
+        spec: the method that averages.
+        groups: names of the parameters that are averaged together.
+        statistics: of BatchNorm layers, which are averaged as well.
+        steps: number of synchronisations. The first one is not counted.
+    """
+    check_count("world_size", world_size)
+    check_count("steps", steps, least=2)
+    method = parse_aggregator(spec).settled
+    wide = {n: p.detach().to(torch.promote_types(p.dtype, torch.float32)) for n, p in parameters.items()}
+    exchange = RecordingExchange(world_size, next(iter(wide.values())).device)
+    averager = Averager(method, exchange, wide, groups, merged=False)
+    taken = []
+    for _ in range(steps):
+        lane: list[Activity] = []
+        with exchange.recorded(lane):
+            exchange.same(0)  # the ranks compare their steps
+            averager.begin()
+            if statistics:
+                exact_mean(exchange, statistics)
+            buckets = [Bucket.read(averager.shape_of(group), wide) for group in averager.buckets]
+            for bucket in buckets:
+                averager.average(bucket)
+            averager.finish(may_skip=True)
+            for bucket in buckets:
+                bucket.write(wide)
+        taken.append([[[lane]]])
+    return Recording(str(method), _median([tuple(wide)], taken[1:]))
 
 
 def _cast(tape: _Tape, flat: Tensor, dtype: torch.dtype) -> tuple[float, float]:

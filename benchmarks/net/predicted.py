@@ -1,0 +1,88 @@
+"""Predict the step times of a link, from what its ranks measured without an exchange."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.net.prediction import period_of
+from torchcomp.step_model import (
+    CollectiveTimes,
+    Compute,
+    Recording,
+    simulate,
+    simulate_alone,
+)
+
+_COPIED = ("date", "revision", "torch", "device", "cpus", "batch")
+_SETUP = ("hosts", "ranks", "mbit", "delay_us")
+_LABELS = ("model", "parameters", "method", "levels")
+
+
+class Known:
+    """What is known of a link and its models when a method's step is predicted."""
+
+    def __init__(self) -> None:
+        self._link: Sequence[Mapping[str, Any]] = ()
+        self._compute: Sequence[Mapping[str, Any]] = ()
+        self._recorded: Sequence[Mapping[str, Any]] = ()
+
+    def add(self, result: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Take a result of a job; return the row of a method, once it was measured."""
+        ranks = result["ranks"]
+        if result["what"] == "link":
+            self._link = ranks
+        elif result["what"] == "compute":
+            self._compute = ranks
+        elif result["what"] == "recording":
+            self._recorded = ranks
+        else:
+            return self._row(result)
+        return None
+
+    def _row(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        world = len(result["ranks"])
+        cores = result["cpus"] / world
+        predicted = [self._seconds(rank, result, cores) for rank in range(world)]
+        # The mean over the ranks per step, then the quartiles over the steps.
+        times = [statistics.mean(step) for step in zip(*(r["times"] for r in result["ranks"]))]
+        low, middle, high = (
+            statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+        )
+        alone = statistics.mean(rank["compute"]["total"] for rank in self._compute)
+        return {
+            **{name: result[name] for name in (*_COPIED, *_LABELS)},
+            **{name: result["setup"][name] for name in _SETUP},
+            "steps": len(times) * period_of(result["method"]),
+            "step_ms": _ms(middle),
+            "step_ms_low": _ms(low),
+            "step_ms_high": _ms(high),
+            "compute_ms": _ms(alone / min(1, cores)),
+            "predicted_ms": _ms(statistics.mean(predicted)),
+            "other_cores": _others(result["ranks"]),
+        }
+
+    def _seconds(self, rank: int, result: Mapping[str, Any], cores: float) -> float:
+        """The step time that this rank predicts."""
+        link = {
+            name: CollectiveTimes.from_dict(times) for name, times in self._link[rank].items()
+        }
+        compute = Compute.from_dict(self._compute[rank]["compute"])
+        recorded = Recording.from_dict(self._recorded[rank])
+        period = period_of(result["method"])
+        if period > 1:
+            average = simulate_alone(recorded, link["flat"], cores=cores)
+            return compute.total / min(1, cores) + average / period
+        if result["levels"] == 1:
+            return simulate(recorded, compute, link["flat"], cores=cores).seconds
+        between, inside = link["between"], link["inside"]
+        return simulate(recorded, compute, between, inside, cores=cores).seconds
+
+
+def _others(ranks: Sequence[Mapping[str, Any]]) -> float:
+    """The cores that other processes than the ranks kept busy: the switch, and other programs."""
+    busy, wall = ranks[0]["busy"], ranks[0]["wall"]
+    return round((busy - sum(rank["worked"] for rank in ranks)) / wall, 2)
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)
