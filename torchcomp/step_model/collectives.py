@@ -220,6 +220,8 @@ def _once(exchange: Exchange, kind: str, nbytes: int) -> tuple[int, int]:
         values = torch.zeros(math.ceil(nbytes * copies), dtype=torch.uint8, device=device)
     sizes = [len(part) for part in values.tensor_split(ranks)]
     own = [sizes[exchange.rank]] * ranks
+    # All ranks start together. One that is early would count its wait for the others.
+    exchange.any_of(torch.zeros(1, dtype=torch.int64, device=device))
     _wait(device)
     started, used = time.perf_counter_ns(), time.process_time_ns()
     if kind == ALL_GATHER:

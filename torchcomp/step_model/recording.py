@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape, Group
-from torchcomp.checks import check_count
+from torchcomp.checks import check_count, check_positive
 from torchcomp.component import Component
 from torchcomp.ddp.reordering import Reordering
 from torchcomp.ddp.two_level import Completed
@@ -89,6 +89,23 @@ class Recording:
         """Return the collectives of a step among all ranks, or those inside a node."""
         activities = [a for b in self.buckets for job in b.jobs for lane in job for a in lane]
         return [a for a in activities if isinstance(a, Call) and a.inside == inside]
+
+    def scaled(self, speedup: float) -> "Recording":
+        """Return the exchange of ranks that work `speedup` times as fast as this one."""
+        check_positive("speedup", speedup)
+
+        def scale(activity: Activity) -> Activity:
+            return Work(activity.seconds / speedup) if isinstance(activity, Work) else activity
+
+        buckets = tuple(
+            Submitted(
+                bucket.names,
+                tuple(tuple(tuple(map(scale, lane)) for lane in job) for job in bucket.jobs),
+                bucket.work / speedup,
+            )
+            for bucket in self.buckets
+        )
+        return Recording(self.method, buckets, self.workers)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers, strings and lists, for JSON."""
