@@ -26,7 +26,7 @@ ALL_REDUCE, ALL_REDUCE_BF16 = "all_reduce", "all_reduce_bf16"
 ALL_GATHER, ALL_TO_ALL = "all_gather", "all_to_all"
 KINDS = (ALL_REDUCE, ALL_REDUCE_BF16, ALL_GATHER, ALL_TO_ALL)
 
-_SIZES = (64, 2**9, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24, 2**26)
+_SIZES = (64, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24, 2**26)
 """Bytes of the messages to measure, as far as there is time."""
 
 _MOST_REPETITIONS = 9
@@ -184,13 +184,16 @@ def measure_collectives(
 def _measured(exchange: Exchange, kind: str, budget: float) -> list[Point]:
     """Measure one kind of collective within about `budget` seconds."""
     points: list[Point] = []
-    for nbytes in _SIZES:
+    for index, nbytes in enumerate(_SIZES):
         # Decided from times that the ranks have agreed on: all must make the same calls.
         repetitions = _MOST_REPETITIONS
         if points:
-            repetitions = min(repetitions, int(budget / (2 * _expected(points, nbytes))) - 1)
-        if repetitions < 2:
-            break
+            expected = _expected(points, nbytes)
+            if budget < 4 * expected:
+                break
+            # The large messages get what the small ones leave.
+            share = budget / (len(_SIZES) - index)
+            repetitions = max(2, min(repetitions, int(share / expected) - 1))
         # The first one fills caches and TCP's windows.
         rows = [_once(exchange, kind, nbytes) for _ in range(repetitions + 1)]
         mine = torch.tensor(rows, dtype=torch.int64).view(-1).to(exchange.device)
