@@ -15,9 +15,7 @@ gcc.
 
 import argparse
 import json
-import os
 import signal
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -141,11 +139,8 @@ def grid(arguments: argparse.Namespace) -> list[str]:
         if not wanted:
             continue
         count = sum(len(methods) for _, methods in wanted)
-        passed = (time.monotonic() - started) / 60
-        print(
-            f"{setup}: {count} set-ups; link {number + 1} of {len(setups)}, {passed:.0f} min so far",
-            flush=True,
-        )
+        passed = f"{(time.monotonic() - started) / 60:.0f} min so far"
+        print(f"{setup}: {count} set-ups; link {number + 1} of {len(setups)}, {passed}", flush=True)
         try:
             measure(arguments, table, setup, wanted)
         except LaunchError as error:

@@ -44,7 +44,8 @@ class Known:
         cores = result["cpus"] / world
         predicted = [self._seconds(rank, result, cores) for rank in range(world)]
         # The mean over the ranks per step, then the quartiles over the steps.
-        times = [statistics.mean(step) for step in zip(*(r["times"] for r in result["ranks"]))]
+        by_rank = [rank["times"] for rank in result["ranks"]]
+        times = [statistics.mean(step) for step in zip(*by_rank, strict=True)]
         low, middle, high = (
             statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
         )
@@ -63,9 +64,7 @@ class Known:
 
     def _seconds(self, rank: int, result: Mapping[str, Any], cores: float) -> float:
         """The step time that this rank predicts."""
-        link = {
-            name: CollectiveTimes.from_dict(times) for name, times in self._link[rank].items()
-        }
+        link = {name: CollectiveTimes.from_dict(times) for name, times in self._link[rank].items()}
         compute = Compute.from_dict(self._compute[rank]["compute"])
         recorded = Recording.from_dict(self._recorded[rank])
         period = period_of(result["method"])

@@ -37,7 +37,7 @@ from torchcomp.step_model import (
     record_average,
 )
 
-COLLECTIVES_SECONDS = 8.0
+COLLECTIVES_SECONDS = 12.0
 _MOST_STEPS = 30
 _WARM_UP = 2
 
@@ -108,7 +108,9 @@ class PredictionBench:
         )
         used = usage.since()
         gradients = {
-            name: p.grad.clone() for name, p in model.module.named_parameters() if p.grad is not None
+            name: p.grad.clone()
+            for name, p in model.module.named_parameters()
+            if p.grad is not None
         }
         dist.barrier()
         return compute, gradients, {"compute": compute.to_dict(), **used}
@@ -186,7 +188,9 @@ class Usage:
 
     @staticmethod
     def _read() -> tuple[float, float, float]:
-        ticks = [int(each) for each in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        ticks = [
+            int(each) for each in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        ]
         idle = ticks[3] + ticks[4]  # the fourth and fifth: idle, and waiting for a disk
         busy = (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
         return time.perf_counter(), busy, time.process_time()

@@ -12,6 +12,7 @@ from torchcomp.step_model.collectives import (
     measure_collectives,
 )
 from torchcomp.step_model.compute import Compute, measure_compute
+from torchcomp.step_model.links import Link, LinkTimes
 from torchcomp.step_model.recording import (
     Recording,
     record,
@@ -19,19 +20,37 @@ from torchcomp.step_model.recording import (
     record_average,
 )
 from torchcomp.step_model.simulation import StepTime, simulate, simulate_alone
+from torchcomp.step_model.table import table
+from torchcomp.step_model.training import (
+    BF16,
+    DDP,
+    USUAL,
+    Prediction,
+    Run,
+    Training,
+    values_of,
+)
 
 __all__ = [
     "ALL_GATHER",
     "ALL_REDUCE",
     "ALL_REDUCE_BF16",
     "ALL_TO_ALL",
+    "BF16",
+    "DDP",
     "KINDS",
+    "USUAL",
     "CollectiveTimes",
     "Compute",
+    "Link",
+    "LinkTimes",
     "Point",
+    "Prediction",
     "Recording",
+    "Run",
     "StepTime",
     "Times",
+    "Training",
     "measure_collectives",
     "measure_compute",
     "record",
@@ -39,4 +58,6 @@ __all__ = [
     "record_average",
     "simulate",
     "simulate_alone",
+    "table",
+    "values_of",
 ]

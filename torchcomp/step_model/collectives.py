@@ -35,8 +35,6 @@ _MOST_REPETITIONS = 9
 class Times(Protocol):
     """The seconds of collectives, measured or computed."""
 
-    world_size: int
-
     def seconds(self, kind: str, nbytes: float) -> float:
         """Return the seconds of one collective, for a message of this size."""
 

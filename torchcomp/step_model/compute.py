@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.bucket import BucketShape, Group
@@ -114,7 +114,7 @@ class ReadyTimes:
         return time.thread_time()
 
 
-def watch(state: ReadyTimes, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def watch(state: ReadyTimes, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Note when a bucket is ready. Every rank goes on with its own gradient."""
     names = tuple(state.names[id(parameter)] for parameter in bucket.parameters())
     state.seen.append((names, state.now()))
@@ -151,8 +151,9 @@ def measure_compute(
     seen = ReadyTimes(model)
     taken = [_step(seen, forward, optimizer) for _ in range(warm_up + steps)][warm_up:]
     buckets, rows = zip(*taken, strict=True)
-    ready, backward, total = _medians([row[0] for row in rows]), *(
-        statistics.median(row[i] for row in rows) for i in (1, 2)
+    ready, backward, total = (
+        _medians([row[0] for row in rows]),
+        *(statistics.median(row[i] for row in rows) for i in (1, 2)),
     )
     return _ordered(buckets[-1], ready, backward, total)
 
@@ -163,7 +164,7 @@ def _step(
     seen.seen.clear()
     started = seen.now()
     optimizer.zero_grad()
-    forward().backward()
+    forward().backward()  # type: ignore[no-untyped-call]
     backward = seen.now() - started
     optimizer.step()
     total = seen.now() - started

@@ -430,7 +430,9 @@ def record_average(
     check_count("world_size", world_size)
     check_count("steps", steps, least=2)
     method = parse_aggregator(spec).settled
-    wide = {n: p.detach().to(torch.promote_types(p.dtype, torch.float32)) for n, p in parameters.items()}
+    wide = {
+        n: p.detach().to(torch.promote_types(p.dtype, torch.float32)) for n, p in parameters.items()
+    }
     exchange = RecordingExchange(world_size, next(iter(wide.values())).device)
     averager = Averager(method, exchange, wide, groups, merged=False)
     taken = []

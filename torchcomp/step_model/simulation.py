@@ -18,7 +18,7 @@ from torchcomp.checks import check_positive
 from torchcomp.errors import SpecError
 from torchcomp.step_model.collectives import Times
 from torchcomp.step_model.compute import Compute
-from torchcomp.step_model.recording import Activity, Call, Job, Recording, Work
+from torchcomp.step_model.recording import Activity, Job, Recording, Work
 
 _NOTHING = 1e-12
 """Seconds that are rounding errors."""
@@ -148,9 +148,7 @@ class _Speeds:
 def _fair(demands: Sequence[float], capacity: float) -> list[float]:
     """Share a resource; return which part of its demand each one gets."""
     left, level = capacity, 0.0
-    for waiting, demand in zip(
-        range(len(demands), 0, -1), sorted(demands), strict=True
-    ):
+    for waiting, demand in zip(range(len(demands), 0, -1), sorted(demands), strict=True):
         level = left / waiting
         if demand > level:
             break

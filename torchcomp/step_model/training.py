@@ -1,6 +1,7 @@
 """Training: hours, bytes and price of a whole run, among ranks that one need not have."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -116,21 +117,25 @@ def values_of(
     Raises:
         SpecError: if the model is too large, or not exactly one of the two is passed.
     """
-    if (model is None) == (numel is None):
-        raise SpecError("a prediction needs either numel, the number of elements, or model")
     if model is not None:
+        if numel is not None:
+            raise SpecError("a prediction needs either numel or model, not both")
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         shapes = {name: (tuple(p.shape), p.dtype) for name, p in named.items()}
     else:
-        check_count("numel", numel)
+        check_count("numel", numel, least=0)
+        count = int(numel or 0)
         # In pieces, as the parameters of a model are: DDP exchanges its buckets one by one.
-        sizes = [min(_CHUNK, numel - start) for start in range(0, min(numel, MOST_ELEMENTS + 1), _CHUNK)]  # type: ignore[operator,type-var]
-        shapes = {f"part {i}": ((size,), torch.float32) for i, size in enumerate(sizes)}
-    total = sum(torch.Size(shape).numel() for shape, _ in shapes.values())
+        starts = range(0, count, _CHUNK)
+        shapes = {
+            f"part {start}": ((min(_CHUNK, count - start),), torch.float32)
+            for start in starts[: MOST_ELEMENTS // _CHUNK + 2]
+        }
+    total = sum(math.prod(shape) for shape, _ in shapes.values())
     if not 0 < total <= MOST_ELEMENTS:
         raise SpecError(
-            f"a model of {total:,} elements cannot be recorded, only of 1 to {MOST_ELEMENTS:,}: "
-            "plan for a smaller one, and scale its step time"
+            "the exchange of a model is recorded on this machine, which takes up to 40 bytes per "
+            f"element: a model must have from 1 to {MOST_ELEMENTS:,} elements"
         )
     generator = torch.Generator().manual_seed(0)
     return {
@@ -238,7 +243,8 @@ class Prediction:
     def _require_nodes(self, link: Link) -> None:
         if self._nodes != link.ranks_per_node:
             raise SpecError(
-                f"nodes={self._nodes} does not match the link's {link.ranks_per_node} ranks per node"
+                f"nodes={self._nodes} does not match the link, which has {link.ranks_per_node} "
+                "ranks per node"
             )
 
     def _bytes(self, link: Link) -> float:
@@ -258,10 +264,3 @@ class Prediction:
         if self._nodes > 1:
             return ranks * planned_two_levels(method, shapes, ranks, node).sent
         return nodes * planned_traffic(method, shapes, ranks, node=node).sent
-
-
-def predictions(
-    specs: Sequence[str | Component], parameters: Mapping[str, Tensor], run: Run
-) -> list[Prediction]:
-    """Return a prediction for each method."""
-    return [Prediction(spec, parameters, run) for spec in specs]
