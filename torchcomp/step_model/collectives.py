@@ -5,6 +5,9 @@ The kinds are the collectives that an :class:`.Exchange` calls. The size of a me
 - all_reduce, all_reduce_bf16: the tensor that is summed;
 - all_gather: what one rank contributes. Control messages are small all-gathers;
 - all_to_all: what one rank sends to the others, without its part for itself.
+
+gloo sends the small messages of an all-gather by an all-to-all, so its own curve begins above
+:data:`.COPIED` bytes.
 """
 
 import math
@@ -12,7 +15,7 @@ import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -21,13 +24,17 @@ import torch
 from torchcomp.checks import check_at_least_0, check_choice, check_count, check_positive
 from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange
+from torchcomp.traffic import COPIED
 
 ALL_REDUCE, ALL_REDUCE_BF16 = "all_reduce", "all_reduce_bf16"
 ALL_GATHER, ALL_TO_ALL = "all_gather", "all_to_all"
-KINDS = (ALL_REDUCE, ALL_REDUCE_BF16, ALL_GATHER, ALL_TO_ALL)
+KINDS = (ALL_REDUCE, ALL_REDUCE_BF16, ALL_TO_ALL, ALL_GATHER)
 
 _SIZES = (64, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24, 2**26)
 """Bytes of the messages to measure, as far as there is time."""
+
+_NOT_COPIED = (COPIED + 2**16, *(size for size in _SIZES if size > COPIED))
+"""Those of the all-gathers that gloo does not send by an all-to-all."""
 
 _MOST_REPETITIONS = 9
 
@@ -64,7 +71,8 @@ class CollectiveTimes:
     Between two measured sizes, the time is a straight line. Times never decrease with the size:
     where measurements do, their mean is used. Below the smallest size, the time is that of the
     smallest. Above the largest, the line of the two largest goes on, if that is no steeper than
-    in proportion to the size.
+    in proportion to the size. An all-gather below the smallest size, or if none was measured, is an
+    all-to-all with a copy for each other rank.
 
     Attributes:
         world_size: number of ranks.
@@ -106,6 +114,10 @@ class CollectiveTimes:
 
     def _read(self, kind: str, nbytes: float, column: int) -> float:
         check_at_least_0("nbytes", nbytes)
+        if kind == ALL_GATHER and ALL_TO_ALL in self._curves:
+            sizes, *_ = self._curves.get(ALL_GATHER, ([math.inf],))
+            if nbytes < sizes[0]:
+                kind, nbytes = ALL_TO_ALL, nbytes * (self.world_size - 1)
         if kind not in self._curves:
             raise SpecError(
                 f"the times of {kind} were not measured, only those of {', '.join(self._curves)}"
@@ -174,15 +186,25 @@ def measure_collectives(
     check_positive("seconds", seconds)
     for kind in kinds:
         check_choice("kind", kind, KINDS)
-    points = {kind: tuple(_measured(exchange, kind, seconds / len(kinds))) for kind in kinds}
+    found = CollectiveTimes(exchange.world_size, {})
+    for kind in KINDS:
+        if kind in kinds:
+            points = _measured(exchange, kind, seconds / len(kinds), found)
+            if points:
+                found = replace(found, points={**found.points, kind: tuple(points)})
     exchange.take_traffic(0)
-    return CollectiveTimes(exchange.world_size, points)
+    return found
 
 
-def _measured(exchange: Exchange, kind: str, budget: float) -> list[Point]:
+def _measured(exchange: Exchange, kind: str, budget: float, found: CollectiveTimes) -> list[Point]:
     """Measure one kind of collective within about `budget` seconds."""
     points: list[Point] = []
-    for index, nbytes in enumerate(_SIZES):
+    sizes: tuple[int, ...] = _SIZES
+    if kind == ALL_GATHER and ALL_TO_ALL in found.points and exchange.device.type != "cuda":
+        sizes = _NOT_COPIED
+        if budget < 4 * found.seconds(ALL_GATHER, sizes[0]):
+            return []
+    for index, nbytes in enumerate(sizes):
         # Decided from times that the ranks have agreed on: all must make the same calls.
         repetitions = _MOST_REPETITIONS
         if points:
@@ -190,7 +212,7 @@ def _measured(exchange: Exchange, kind: str, budget: float) -> list[Point]:
             if budget < 4 * expected:
                 break
             # The large messages get what the small ones leave.
-            share = budget / (len(_SIZES) - index)
+            share = budget / (len(sizes) - index)
             repetitions = max(2, min(repetitions, int(share / expected) - 1))
         # The first one fills caches and TCP's windows.
         rows = [_once(exchange, kind, nbytes) for _ in range(repetitions + 1)]

@@ -6,12 +6,12 @@ from typing import Any
 
 from torchcomp.step_model.links import Link
 from torchcomp.step_model.training import BF16, DDP, Run, Training
+from torchcomp.step_model.units import duration, hours, volume
 from torchcomp.traffic import three_digits
 
 WORTH = 1.02
 """A method is worth its change if it is this many times as fast as the bf16 hook."""
 
-_UNITS = (("PB", 1e6), ("TB", 1e3), ("GB", 1.0), ("MB", 1e-3), ("kB", 1e-6))
 _BASELINES = {DDP: "plain DDP", BF16: "DDP with the bf16 hook"}
 
 
@@ -71,26 +71,6 @@ def verdict(trainings: Sequence[Training]) -> list[str]:
     if factor < WORTH:
         return [f"No method is faster than {_BASELINES[known]}: keep it."]
     return [f"{best} is {three_digits(factor)}x as fast as {_BASELINES[known]}."]
-
-
-def duration(seconds: float) -> str:
-    """Return seconds or milliseconds with three digits."""
-    if seconds < 1:
-        return f"{1e3 * seconds:.3g} ms"
-    return f"{three_digits(seconds)} s"
-
-
-def hours(count: float) -> str:
-    """Return hours with three digits."""
-    return f"{three_digits(count)} h" if count >= 1 else f"{count:.2g} h"
-
-
-def volume(gigabytes: float) -> str:
-    """Return bytes in a decimal unit, with three digits."""
-    for unit, size in _UNITS:
-        if gigabytes >= size:
-            return f"{three_digits(gigabytes / size)} {unit}"
-    return f"{round(1e9 * gigabytes)} B"
 
 
 def _faster(run: Run) -> str:

@@ -8,15 +8,14 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from torchcomp.aggregators import Aggregator, Mean, planned_traffic, planned_two_levels
+from torchcomp.aggregators import Aggregator, planned_traffic, planned_two_levels
 from torchcomp.bucket import DEFAULT_CAPS, BucketShape, merge, partition
 from torchcomp.checks import check_at_least_0, check_count, check_positive
 from torchcomp.component import Component
-from torchcomp.compressors import Cast
 from torchcomp.errors import SpecError
 from torchcomp.learning_rates import LRFunction
 from torchcomp.schedules import Horizon, Schedule, synchronisations
-from torchcomp.spec import parse
+from torchcomp.spec import parse, parse_aggregator
 from torchcomp.step_model.compute import Compute
 from torchcomp.step_model.links import Link
 from torchcomp.step_model.recording import (
@@ -26,6 +25,7 @@ from torchcomp.step_model.recording import (
     record_average,
 )
 from torchcomp.step_model.simulation import StepTime, simulate, simulate_alone
+from torchcomp.step_model.units import duration, hours, volume
 
 DDP, BF16 = "ddp", "bf16"
 """Plain DDP, and DDP with PyTorch's ``bf16_compress_hook``."""
@@ -103,6 +103,15 @@ class Training:
         """Gigabytes (10^9 bytes) that all nodes send over their cards in the whole run."""
         return self.bytes_per_step * self.total_steps / 1e9
 
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the rows of a table."""
+        use = f"{self.step.utilisation:.0%} of it computes"
+        sent = f"{volume(self.gigabytes)} sent by all nodes over their cards"
+        return [
+            ("predicted step", f"{duration(self.step.seconds)}, {use}"),
+            ("whole run", f"{hours(self.hours)}, {sent}"),
+        ]
+
     def price(self, per_gigabyte: float) -> float:
         """Return the price of the traffic between nodes."""
         check_at_least_0("per_gigabyte", per_gigabyte)
@@ -155,6 +164,7 @@ class Prediction:
         parameters: of the model, by name; see :func:`values_of`.
         run: the training run.
         nodes: number of ranks of a node, for a method that exchanges in two levels.
+        compress: the method that averages, for a schedule.
 
     Raises:
         SpecError: if the spec cannot be built, or has one level only.
@@ -168,7 +178,9 @@ class Prediction:
         run: Run,
         *,
         nodes: int = 1,
+        compress: str | Component = "mean",
     ) -> None:
+        self._average = parse_aggregator(compress)
         self._parameters, self._run, self._nodes = parameters, run, nodes
         self._built = spec if spec in (DDP, BF16) else parse(spec)
         self.method = str(self._built)
@@ -183,7 +195,9 @@ class Prediction:
         """The exchange, by the number of workers of a lane."""
         run, built = self._run, self._built
         if isinstance(built, Schedule):
-            alone = record_average(self._parameters, run.world_size, groups=self._groups)
+            alone = record_average(
+                self._parameters, run.world_size, spec=self._average, groups=self._groups
+            )
             return {1: alone.scaled(run.speedup)}
         if isinstance(built, Aggregator):
             made = record(
@@ -253,9 +267,9 @@ class Prediction:
         node = ranks // nodes
         shapes, method = self._shapes, self._built
         if isinstance(method, Schedule):
-            shapes, method = [shape.wide() for shape in shapes], Mean()
+            shapes, method = [shape.wide() for shape in shapes], self._average
         elif not isinstance(method, Aggregator):
-            method = Mean() if method == DDP else Mean(Cast("bf16"))
+            method = parse_aggregator("mean" if method == DDP else 'cast("bf16")')
         if method.whole_model:
             merged = merge(self._groups, self._parameters)
             shapes = [BucketShape.of(group, self._parameters) for group in merged]
