@@ -8,14 +8,22 @@ from benchmarks.net.prediction import period_of
 from torchcomp.step_model import (
     CollectiveTimes,
     Compute,
+    Link,
     Recording,
+    Times,
     simulate,
     simulate_alone,
 )
 
 _COPIED = ("date", "revision", "torch", "device", "cpus", "batch")
 _SETUP = ("hosts", "ranks", "mbit", "delay_us")
+# Between two ranks of a host, over TCP.
+_LOOPBACK_GBIT = 8.0
 _LABELS = ("model", "parameters", "method", "levels")
+
+
+Levels = Mapping[str, Times]
+"""The collectives "flat", among all ranks, and with two levels "between" and "inside"."""
 
 
 class Known:
@@ -42,7 +50,10 @@ class Known:
     def _row(self, result: Mapping[str, Any]) -> dict[str, Any]:
         world = len(result["ranks"])
         cores = result["cpus"] / world
-        predicted = [self._seconds(rank, result, cores) for rank in range(world)]
+        predicted, computed = (
+            statistics.mean(self._seconds(rank, result, cores, known) for rank in range(world))
+            for known in (None, _formulas(result["setup"]))
+        )
         # The mean over the ranks per step, then the quartiles over the steps.
         by_rank = [rank["times"] for rank in result["ranks"]]
         times = [statistics.mean(step) for step in zip(*by_rank, strict=True)]
@@ -58,13 +69,18 @@ class Known:
             "step_ms_low": _ms(low),
             "step_ms_high": _ms(high),
             "compute_ms": _ms(alone / min(1, cores)),
-            "predicted_ms": _ms(statistics.mean(predicted)),
+            "predicted_ms": _ms(predicted),
+            "formula_ms": _ms(computed),
             "other_cores": _others(result["ranks"]),
         }
 
-    def _seconds(self, rank: int, result: Mapping[str, Any], cores: float) -> float:
-        """The step time that this rank predicts."""
-        link = {name: CollectiveTimes.from_dict(times) for name, times in self._link[rank].items()}
+    def _seconds(
+        self, rank: int, result: Mapping[str, Any], cores: float, link: Levels | None
+    ) -> float:
+        """The step time that this rank predicts, with the measured collectives or with others."""
+        if link is None:
+            measured = self._link[rank].items()
+            link = {name: CollectiveTimes.from_dict(times) for name, times in measured}
         compute = Compute.from_dict(self._compute[rank]["compute"])
         recorded = Recording.from_dict(self._recorded[rank])
         period = period_of(result["method"])
@@ -75,6 +91,19 @@ class Known:
             return simulate(recorded, compute, link["flat"], cores=cores).seconds
         between, inside = link["between"], link["inside"]
         return simulate(recorded, compute, between, inside, cores=cores).seconds
+
+
+def _formulas(setup: Mapping[str, Any]) -> Levels:
+    """The collectives of a link, from its bandwidth and latency."""
+    world = setup["hosts"] * setup["ranks"]
+    link = Link(
+        setup["mbit"] / 1e3,
+        latency_us=setup["delay_us"],
+        ranks_per_node=setup["ranks"],
+        inside_gbit=_LOOPBACK_GBIT,
+        backend="gloo",
+    )
+    return {"flat": link.flat(world), "between": link.between(world), "inside": link.inside(world)}
 
 
 def _others(ranks: Sequence[Mapping[str, Any]]) -> float:

@@ -70,8 +70,8 @@ class CollectiveTimes:
 
     Between two measured sizes, the time is a straight line. Times never decrease with the size:
     where measurements do, their mean is used. Below the smallest size, the time is that of the
-    smallest. Above the largest, the line of the two largest goes on, if that is no steeper than
-    in proportion to the size. An all-gather below the smallest size, or if none was measured, is an
+    smallest. Above the largest, it grows as it does on average between the smallest and the
+    largest. An all-gather below the smallest size, or if none was measured, is an
     all-to-all with a copy for each other rank.
 
     Attributes:
@@ -204,31 +204,47 @@ def _measured(exchange: Exchange, kind: str, budget: float, found: CollectiveTim
         sizes = _NOT_COPIED
         if budget < 4 * found.seconds(ALL_GATHER, sizes[0]):
             return []
+    probe = _repeated(exchange, kind, sizes[0], 2)
     for index, nbytes in enumerate(sizes):
         # Decided from times that the ranks have agreed on: all must make the same calls.
-        repetitions = _MOST_REPETITIONS
-        if points:
-            expected = _expected(points, nbytes)
-            if budget < 4 * expected:
-                break
-            # The large messages get what the small ones leave.
-            share = budget / (len(sizes) - index)
-            repetitions = max(2, min(repetitions, int(share / expected) - 1))
-        # The first one fills caches and TCP's windows.
-        rows = [_once(exchange, kind, nbytes) for _ in range(repetitions + 1)]
-        mine = torch.tensor(rows, dtype=torch.int64).view(-1).to(exchange.device)
-        walls, busy = exchange.any_of(mine).view(-1, 2).cpu().T.tolist()
-        budget -= sum(walls) / 1e9
-        # The lower one of two: what disturbs a measurement makes it longer.
-        wall, cpu = (statistics.median_low(each[1:]) / 1e9 for each in (walls, busy))
-        points.append(Point(nbytes, max(wall, 1e-9), min(wall, cpu)))
+        expected = _expected([probe, *points], nbytes)
+        if points and budget < 3 * expected:
+            break
+        # The large messages get what the small ones leave.
+        share = budget / (len(sizes) - index)
+        repetitions = max(2, min(_MOST_REPETITIONS, int(share / expected) - 1))
+        started = time.perf_counter()
+        points.append(_repeated(exchange, kind, nbytes, repetitions))
+        budget -= _longest(exchange, time.perf_counter() - started)
     return points
 
 
+def _repeated(exchange: Exchange, kind: str, nbytes: int, repetitions: int) -> Point:
+    """Measure one kind of collective with one size."""
+    # The first one fills caches and TCP's windows.
+    rows = [_once(exchange, kind, nbytes) for _ in range(repetitions + 1)][1:]
+    mine = torch.tensor(rows, dtype=torch.int64).view(-1).to(exchange.device)
+    walls, busy = exchange.any_of(mine).view(-1, 2).cpu().T.tolist()
+    # The lower one of two: what disturbs a measurement makes it longer.
+    wall, cpu = (statistics.median_low(each) / 1e9 for each in (walls, busy))
+    return Point(nbytes, max(wall, 1e-9), min(wall, cpu))
+
+
+def _longest(exchange: Exchange, seconds: float) -> float:
+    """Return the seconds of the slowest rank."""
+    mine = torch.tensor([int(1e9 * seconds)], dtype=torch.int64).to(exchange.device)
+    return exchange.any_of(mine).item() / 1e9
+
+
 def _expected(points: Sequence[Point], nbytes: int) -> float:
-    """Return the seconds of a larger message, from those of smaller ones."""
-    first, last = points[0].seconds, points[-1].seconds
-    return first + max(0.0, last - first) * nbytes / points[-1].nbytes
+    """Return the seconds of a larger message, from those of smaller ones.
+
+    Small messages tell little of the bandwidth. If this is too little, the next size is at most
+    some times as large, and so is the mistake.
+    """
+    first = points[0].seconds
+    slopes = [(point.seconds - first) / point.nbytes for point in points[1:]]
+    return first + max(0.0, min(slopes, default=0.0)) * nbytes
 
 
 def _once(exchange: Exchange, kind: str, nbytes: int) -> tuple[int, int]:
@@ -278,11 +294,11 @@ def _interpolated(sizes: Sequence[float], values: Sequence[float], at: float) ->
     if at <= sizes[0] or len(sizes) == 1:
         # One size only: nothing is known about others.
         return values[0]
-    right = min(bisect_left(sizes, at), len(sizes) - 1)
+    if at >= sizes[-1]:
+        # The mean slope of the whole curve: that of the last two points has the errors of both.
+        slope = (values[-1] - values[0]) / (sizes[-1] - sizes[0])
+        return values[-1] + slope * (at - sizes[-1])
+    right = bisect_left(sizes, at)
     left = right - 1
     slope = (values[right] - values[left]) / (sizes[right] - sizes[left])
-    if at > sizes[right]:
-        # Beyond the last size, the line goes on. A message that is twice as long takes at most
-        # twice as long: a steeper line is an error of the measurement.
-        return values[right] + min(slope, values[right] / sizes[right]) * (at - sizes[right])
     return values[left] + slope * (at - sizes[left])

@@ -442,6 +442,7 @@ def record_average(
             exchange.same(0)  # the ranks compare their steps
             averager.begin()
             if statistics:
+                exchange.same(0)  # they compare which statistics they have
                 exact_mean(exchange, statistics)
             buckets = [Bucket.read(averager.shape_of(group), wide) for group in averager.buckets]
             for bucket in buckets:
