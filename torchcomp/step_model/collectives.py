@@ -11,12 +11,14 @@ gloo sends the small messages of an all-gather by an all-to-all, so its own curv
 """
 
 import math
+import os
 import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +39,7 @@ _NOT_COPIED = (COPIED + 2**16, *(size for size in _SIZES if size > COPIED))
 """Those of the all-gathers that gloo does not send by an all-to-all."""
 
 _MOST_REPETITIONS = 9
+_BACKGROUND_SECONDS = 0.5
 
 
 class Times(Protocol):
@@ -168,7 +171,11 @@ class CollectiveTimes:
 
 
 def measure_collectives(
-    exchange: Exchange, *, seconds: float = 10.0, kinds: Sequence[str] = KINDS
+    exchange: Exchange,
+    *,
+    seconds: float = 10.0,
+    kinds: Sequence[str] = KINDS,
+    host_ranks: int | None = None,
 ) -> CollectiveTimes:
     """Measure the collectives of an exchange. All ranks call this; all get the same result.
 
@@ -179,6 +186,10 @@ def measure_collectives(
         exchange: the collectives. No other thread uses it.
         seconds: about how long this takes; the same on all ranks.
         kinds: which collectives to measure, of :data:`KINDS`.
+        host_ranks: number of ranks of this host, which all run this now. The time of a core is then
+            that of the whole host, which the kernel and other programs spend on a collective as
+            well, divided by these ranks. By default, or where the system does not tell, it is that
+            of this process. The host must be otherwise idle, or equally busy all the time.
 
     Raises:
         SpecError: if an argument is invalid.
@@ -186,17 +197,26 @@ def measure_collectives(
     check_positive("seconds", seconds)
     for kind in kinds:
         check_choice("kind", kind, KINDS)
+    if host_ranks is not None:
+        check_count("host_ranks", host_ranks)
+    processor = _Processor(exchange, host_ranks)
     found = CollectiveTimes(exchange.world_size, {})
     for kind in KINDS:
         if kind in kinds:
-            points = _measured(exchange, kind, seconds / len(kinds), found)
+            points = _measured(exchange, kind, seconds / len(kinds), found, processor)
             if points:
                 found = replace(found, points={**found.points, kind: tuple(points)})
     exchange.take_traffic(0)
     return found
 
 
-def _measured(exchange: Exchange, kind: str, budget: float, found: CollectiveTimes) -> list[Point]:
+def _measured(
+    exchange: Exchange,
+    kind: str,
+    budget: float,
+    found: CollectiveTimes,
+    processor: "_Processor",
+) -> list[Point]:
     """Measure one kind of collective within about `budget` seconds."""
     points: list[Point] = []
     sizes: tuple[int, ...] = _SIZES
@@ -204,7 +224,7 @@ def _measured(exchange: Exchange, kind: str, budget: float, found: CollectiveTim
         sizes = _NOT_COPIED
         if budget < 4 * found.seconds(ALL_GATHER, sizes[0]):
             return []
-    probe = _repeated(exchange, kind, sizes[0], 2)
+    probe = _repeated(exchange, kind, sizes[0], 2, processor)
     for index, nbytes in enumerate(sizes):
         # Decided from times that the ranks have agreed on: all must make the same calls.
         expected = _expected([probe, *points], nbytes)
@@ -214,26 +234,10 @@ def _measured(exchange: Exchange, kind: str, budget: float, found: CollectiveTim
         share = budget / (len(sizes) - index)
         repetitions = max(2, min(_MOST_REPETITIONS, int(share / expected) - 1))
         started = time.perf_counter()
-        points.append(_repeated(exchange, kind, nbytes, repetitions))
-        budget -= _longest(exchange, time.perf_counter() - started)
+        points.append(_repeated(exchange, kind, nbytes, repetitions, processor))
+        (passed,) = _agreed(exchange, [time.perf_counter() - started])
+        budget -= passed
     return points
-
-
-def _repeated(exchange: Exchange, kind: str, nbytes: int, repetitions: int) -> Point:
-    """Measure one kind of collective with one size."""
-    # The first one fills caches and TCP's windows.
-    rows = [_once(exchange, kind, nbytes) for _ in range(repetitions + 1)][1:]
-    mine = torch.tensor(rows, dtype=torch.int64).view(-1).to(exchange.device)
-    walls, busy = exchange.any_of(mine).view(-1, 2).cpu().T.tolist()
-    # The lower one of two: what disturbs a measurement makes it longer.
-    wall, cpu = (statistics.median_low(each) / 1e9 for each in (walls, busy))
-    return Point(nbytes, max(wall, 1e-9), min(wall, cpu))
-
-
-def _longest(exchange: Exchange, seconds: float) -> float:
-    """Return the seconds of the slowest rank."""
-    mine = torch.tensor([int(1e9 * seconds)], dtype=torch.int64).to(exchange.device)
-    return exchange.any_of(mine).item() / 1e9
 
 
 def _expected(points: Sequence[Point], nbytes: int) -> float:
@@ -247,30 +251,87 @@ def _expected(points: Sequence[Point], nbytes: int) -> float:
     return first + max(0.0, min(slopes, default=0.0)) * nbytes
 
 
-def _once(exchange: Exchange, kind: str, nbytes: int) -> tuple[int, int]:
-    """Run one collective; return nanoseconds, and those of a core of this process."""
+def _repeated(
+    exchange: Exchange, kind: str, nbytes: int, repetitions: int, processor: "_Processor"
+) -> Point:
+    """Measure one kind of collective with one size."""
+    run = _collective(exchange, kind, nbytes)
+    run()  # fills caches and TCP's windows
+    before = processor.now()
+    walls = []
+    for _ in range(repetitions):
+        # All ranks start together. One that is early would count its wait for the others.
+        exchange.any_of(torch.zeros(1, dtype=torch.int64, device=exchange.device))
+        _wait(exchange.device)
+        started = time.perf_counter()
+        run()
+        _wait(exchange.device)
+        walls.append(time.perf_counter() - started)
+    cpu, *walls = _agreed(exchange, [processor.since(before) / repetitions, *walls])
+    # The lower one of two: what disturbs a measurement makes it longer.
+    wall = max(1e-9, statistics.median_low(walls))
+    return Point(nbytes, wall, min(wall, cpu))
+
+
+def _collective(exchange: Exchange, kind: str, nbytes: int) -> Callable[[], object]:
+    """Return what runs one collective."""
     device, ranks = exchange.device, exchange.world_size
     if kind in (ALL_REDUCE, ALL_REDUCE_BF16):
         dtype = torch.float32 if kind == ALL_REDUCE else torch.bfloat16
         values = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
-    else:
-        # An all-to-all sends an equal part to every rank, this one included.
-        copies = 1 if kind == ALL_GATHER else ranks / max(1, ranks - 1)
-        values = torch.zeros(math.ceil(nbytes * copies), dtype=torch.uint8, device=device)
-    sizes = [len(part) for part in values.tensor_split(ranks)]
-    own = [sizes[exchange.rank]] * ranks
-    # All ranks start together. One that is early would count its wait for the others.
-    exchange.any_of(torch.zeros(1, dtype=torch.int64, device=device))
-    _wait(device)
-    started, used = time.perf_counter_ns(), time.process_time_ns()
+        return lambda: exchange.all_reduce(values)
     if kind == ALL_GATHER:
-        exchange.all_gather(values)
-    elif kind == ALL_TO_ALL:
-        exchange.all_to_all(values, sizes, own)
-    else:
-        exchange.all_reduce(values)
-    _wait(device)
-    return time.perf_counter_ns() - started, time.process_time_ns() - used
+        mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        return lambda: exchange.all_gather(mine)
+    # An all-to-all sends an equal part to every rank, this one included.
+    whole = math.ceil(nbytes * ranks / max(1, ranks - 1))
+    outgoing = torch.zeros(whole, dtype=torch.uint8, device=device)
+    sizes = [len(part) for part in outgoing.tensor_split(ranks)]
+    arriving = [sizes[exchange.rank]] * ranks
+    return lambda: exchange.all_to_all(outgoing, sizes, arriving)
+
+
+class _Processor:
+    """The seconds of a core that a rank uses: of its process, or its share of those of its host."""
+
+    def __init__(self, exchange: Exchange, host_ranks: int | None) -> None:
+        self._ranks = host_ranks if _host_seconds() is not None else None
+        self._background = 0.0  # cores that other programs keep busy
+        if self._ranks is not None:
+            _agreed(exchange, [0.0])  # all ranks are idle from here on
+            before, started = self.now(), time.perf_counter()
+            time.sleep(_BACKGROUND_SECONDS)
+            passed = time.perf_counter() - started
+            self._background = (self.now()[0] - before[0]) / passed
+            _agreed(exchange, [0.0])
+
+    def now(self) -> tuple[float, float]:
+        """Return the seconds of the cores that were used so far, and the time."""
+        used = time.process_time() if self._ranks is None else _host_seconds() or 0.0
+        return used, time.perf_counter()
+
+    def since(self, before: tuple[float, float]) -> float:
+        """Return the seconds that this rank has used."""
+        used, passed = (now - then for now, then in zip(self.now(), before, strict=True))
+        return max(0.0, used - self._background * passed) / (self._ranks or 1)
+
+
+def _host_seconds() -> float | None:
+    """Return the seconds that all cores of the host were busy, or None if it does not tell."""
+    try:
+        total = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    except OSError:
+        return None
+    # user, nice, system, idle, waiting for a disk, two kinds of interrupts, stolen
+    ticks = [int(each) for each in total[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def _agreed(exchange: Exchange, seconds: Sequence[float]) -> list[float]:
+    """Return the largest of each number over the ranks."""
+    mine = torch.tensor([int(1e9 * each) for each in seconds], dtype=torch.int64)
+    agreed = exchange.any_of(mine.to(exchange.device))
+    return [each / 1e9 for each in agreed.tolist()]
 
 
 def _wait(device: torch.device) -> None:

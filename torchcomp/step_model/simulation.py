@@ -1,7 +1,7 @@
 """Simulation: when a step ends whose backward pass, encoding and collectives overlap.
 
-A rank has a thread of the backward pass and lanes that exchange its buckets, each a queue with one
-or more workers. What runs at the same time shares two resources:
+A rank has a thread of the backward pass and lanes that exchange its buckets, each a queue. What
+runs at the same time shares two resources:
 
 - the cores of the rank, or its device. A thread can use one core; a collective uses part of one;
 - its link. A collective uses it in the part of its time that grows with the size of the message.
@@ -73,11 +73,10 @@ def simulate(
             f"the exchange of {recording.method} was recorded for other buckets than the "
             "computation was measured with: pass buckets=compute.buckets to record()"
         )
-    machine = _Machine(_Speeds(times, inside, cores), recording.workers)
-    clock = 0.0
+    machine = _Machine(_Speeds(times, inside, cores))
     done = 0.0
     for bucket, ready in zip(recording.buckets, compute.ready, strict=True):
-        clock = machine.compute(ready - done + bucket.work)
+        machine.compute(ready - done + bucket.work)
         done = ready
         for job in bucket.jobs:
             machine.submit(job)
@@ -92,7 +91,7 @@ def simulate_alone(
     recording: Recording, times: Times, inside: Times | None = None, *, cores: float = 1.0
 ) -> float:
     """Predict the seconds of an exchange that nothing overlaps, such as that of local steps."""
-    machine = _Machine(_Speeds(times, inside, cores), recording.workers)
+    machine = _Machine(_Speeds(times, inside, cores))
     for bucket in recording.buckets:
         machine.compute(bucket.work)
         for job in bucket.jobs:
@@ -159,40 +158,34 @@ def _fair(demands: Sequence[float], capacity: float) -> list[float]:
 
 
 class _Lane:
-    """A queue of jobs and the workers that take them."""
+    """A queue of jobs, which run one after another."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self) -> None:
         self.queue: deque[Job] = deque()
-        self.workers: list[_Worker | None] = [None] * workers
-
-
-class _Worker:
-    """Runs the activities of one job, in one lane."""
-
-    def __init__(self, job: Job, running: _Running, rest: deque[Activity]) -> None:
-        self.job, self.running, self.rest = job, running, rest
+        self.job: Job = ()
+        self.running: _Running | None = None
+        self.rest: deque[Activity] = deque()
 
 
 class _Machine:
     """One rank: what runs in its lanes while it computes."""
 
-    def __init__(self, speeds: _Speeds, workers: int) -> None:
-        self._speeds, self._count = speeds, workers
+    def __init__(self, speeds: _Speeds) -> None:
+        self._speeds = speeds
         self._lanes: list[_Lane] = []
         self._clock = 0.0
 
     def submit(self, job: Job) -> None:
         """Let the lanes begin a job."""
         while len(self._lanes) < len(job):
-            self._lanes.append(_Lane(self._count))
+            self._lanes.append(_Lane())
         self._lanes[0].queue.append(job)
 
-    def compute(self, seconds: float) -> float:
-        """Compute for so much work, while the lanes go on; return the time."""
+    def compute(self, seconds: float) -> None:
+        """Compute for so much work, while the lanes go on."""
         mine = _Running(seconds, 1.0)
         while mine.left > _NOTHING:
             self._advance(mine)
-        return self._clock
 
     def finish(self) -> float:
         """Wait for the lanes; return the time."""
@@ -203,8 +196,8 @@ class _Machine:
     def _advance(self, mine: _Running | None) -> bool:
         """Go on to the next end of an activity; return whether anything ran."""
         self._start_jobs()
-        busy = [w for lane in self._lanes for w in lane.workers if w is not None]
-        running = [worker.running for worker in busy] + ([] if mine is None else [mine])
+        running = [lane.running for lane in self._lanes if lane.running is not None]
+        running += [] if mine is None else [mine]
         if not running:
             return False
         speeds = self._speeds.of(running)
@@ -217,21 +210,19 @@ class _Machine:
 
     def _start_jobs(self) -> None:
         for number, lane in enumerate(self._lanes):
-            for index, worker in enumerate(lane.workers):
-                if worker is None and lane.queue:
-                    job = lane.queue.popleft()
-                    # Every job has work in each of its lanes, if only of 0 seconds.
-                    first, *rest = job[number]
-                    lane.workers[index] = _Worker(job, self._speeds.start(first), deque(rest))
+            if lane.running is None and lane.queue:
+                lane.job = lane.queue.popleft()
+                # Every job has an activity in each of its lanes, if only of 0 seconds.
+                first, *rest = lane.job[number]
+                lane.running, lane.rest = self._speeds.start(first), deque(rest)
 
     def _end_activities(self) -> None:
         for number, lane in enumerate(self._lanes):
-            for index, worker in enumerate(lane.workers):
-                if worker is None or worker.running.left > _NOTHING:
-                    continue
-                if worker.rest:
-                    worker.running = self._speeds.start(worker.rest.popleft())
-                    continue
-                lane.workers[index] = None
-                if number + 1 < len(worker.job):
-                    self._lanes[number + 1].queue.append(worker.job)
+            if lane.running is None or lane.running.left > _NOTHING:
+                continue
+            if lane.rest:
+                lane.running = self._speeds.start(lane.rest.popleft())
+                continue
+            lane.running = None
+            if number + 1 < len(lane.job):
+                self._lanes[number + 1].queue.append(lane.job)

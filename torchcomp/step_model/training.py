@@ -191,15 +191,13 @@ class Prediction:
         self._compute = Compute.by_elements(self._shapes, run.step_seconds)
 
     @cached_property
-    def _recordings(self) -> dict[int, Recording]:
-        """The exchange, by the number of workers of a lane."""
+    def _recording(self) -> Recording:
         run, built = self._run, self._built
         if isinstance(built, Schedule):
-            alone = record_average(
+            made = record_average(
                 self._parameters, run.world_size, spec=self._average, groups=self._groups
             )
-            return {1: alone.scaled(run.speedup)}
-        if isinstance(built, Aggregator):
+        elif isinstance(built, Aggregator):
             made = record(
                 built,
                 self._parameters,
@@ -208,15 +206,10 @@ class Prediction:
                 groups=self._groups,
                 nodes=self._nodes,
             )
-            return {1: made.scaled(run.speedup)}
-        dtype = torch.bfloat16 if built == BF16 else None
-        # gloo has two threads, NCCL one stream.
-        return {
-            workers: record_all_reduce(
-                self._parameters, buckets=self._groups, dtype=dtype, workers=workers
-            ).scaled(run.speedup)
-            for workers in (1, 2)
-        }
+        else:
+            dtype = torch.bfloat16 if built == BF16 else None
+            made = record_all_reduce(self._parameters, buckets=self._groups, dtype=dtype)
+        return made.scaled(run.speedup)
 
     @cached_property
     def _syncs(self) -> int:
@@ -245,7 +238,7 @@ class Prediction:
 
     def _step(self, link: Link, share: float) -> StepTime:
         run, ranks = self._run, self._run.world_size
-        recording = self._recordings[2 if 2 in self._recordings and link.backend == "gloo" else 1]
+        recording = self._recording
         if isinstance(self._built, Schedule):
             exposed = share * simulate_alone(recording, link.flat(ranks))
             return StepTime(run.step_seconds + exposed, run.step_seconds)
