@@ -23,7 +23,7 @@ def times(*rows):
 
 @pytest.mark.parametrize(
     ("nbytes", "seconds"),
-    [(0, 1.0), (100, 1.0), (150, 1.5), (200, 2.0), (300, 4.0), (400, 6.0), (700, 11.0)],
+    [(0, 1.0), (100, 1.0), (150, 1.5), (200, 2.0), (300, 4.0), (400, 6.0), (700, 10.5)],
 )
 def test_a_curve_is_straight_between_its_points_and_beyond_the_last(nbytes, seconds):
     curve = times((100, 1.0), (200, 2.0), (400, 6.0))
@@ -44,6 +44,10 @@ def test_points_that_descend_are_averaged():
     assert [curve.seconds(ALL_REDUCE, n) for n in (100, 200, 250, 300, 400)] == [1, 3, 3, 3, 5]
 
 
+def test_beyond_the_last_point_a_time_at_most_doubles_with_the_size():
+    assert times((100, 1.0), (110, 9.0)).seconds(ALL_REDUCE, 220) == pytest.approx(18.0)
+
+
 def test_one_point_holds_for_all_sizes():
     assert times((100, 2.0)).seconds(ALL_REDUCE, 10**9) == 2.0
 
@@ -51,7 +55,7 @@ def test_one_point_holds_for_all_sizes():
 def test_the_cpu_has_a_curve_of_its_own_and_is_never_above_the_seconds():
     curve = times((100, 1.0, 0.5), (200, 2.0, 1.0), (300, 2.5, 2.4))
     assert curve.cpu(ALL_REDUCE, 150) == pytest.approx(0.75)
-    assert curve.cpu(ALL_REDUCE, 400) == curve.seconds(ALL_REDUCE, 400) == pytest.approx(3.25)
+    assert curve.cpu(ALL_REDUCE, 1000) == curve.seconds(ALL_REDUCE, 1000) == pytest.approx(7.75)
 
 
 def test_times_survive_json():

@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -73,8 +74,8 @@ class CollectiveTimes:
 
     Between two measured sizes, the time is a straight line. Times never decrease with the size:
     where measurements do, their mean is used. Below the smallest size, the time is that of the
-    smallest. Above the largest, it grows as it does on average between the smallest and the
-    largest. An all-gather below the smallest size, or if none was measured, is an
+    smallest. Above the largest, it grows with the median slope between the last three. An
+    all-gather below the smallest size, or if none was measured, is an
     all-to-all with a copy for each other rank.
 
     Attributes:
@@ -356,10 +357,16 @@ def _interpolated(sizes: Sequence[float], values: Sequence[float], at: float) ->
         # One size only: nothing is known about others.
         return values[0]
     if at >= sizes[-1]:
-        # The mean slope of the whole curve: that of the last two points has the errors of both.
-        slope = (values[-1] - values[0]) / (sizes[-1] - sizes[0])
+        # A message that is twice as long takes at most twice as long.
+        slope = min(_last_slope(sizes, values), values[-1] / sizes[-1])
         return values[-1] + slope * (at - sizes[-1])
     right = bisect_left(sizes, at)
     left = right - 1
     slope = (values[right] - values[left]) / (sizes[right] - sizes[left])
     return values[left] + slope * (at - sizes[left])
+
+
+def _last_slope(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """Return the median slope between the last three points: that of two has the errors of both."""
+    last = list(zip(sizes, values, strict=True))[-3:]
+    return statistics.median((v - u) / (n - m) for (m, u), (n, v) in combinations(last, 2))

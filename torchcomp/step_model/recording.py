@@ -15,12 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchcomp.aggregators import Aggregator, Bidirectional
 from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape, Group
 from torchcomp.checks import check_count, check_positive
 from torchcomp.component import Component
+from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.ddp.reordering import Reordering
 from torchcomp.ddp.two_level import Completed
+from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange
 from torchcomp.means import exact_mean
 from torchcomp.nodes import check_divides
@@ -269,18 +272,34 @@ def record(
         steps: number of steps. The first one is not counted.
 
     Raises:
-        SpecError: if the spec cannot be built, or if the nodes do not divide the ranks.
+        SpecError: if the spec cannot be built or not recorded by one rank, or if the nodes do not
+            divide the ranks.
     """
     check_count("world_size", world_size)
     check_count("steps", steps, least=2)
     check_divides(nodes, world_size)
     method = parse_aggregator(spec).settled
+    _check_recordable(method)
     make = _TwoLevels if nodes > 1 else _Flat
     rank = make(method, parameters, groups, world_size, nodes)
     values = gradients or _random(parameters)
     shapes = [BucketShape.of(names, parameters) for names in buckets]
     taken = [rank.step([Bucket.read(shape, values) for shape in shapes]) for _ in range(steps)]
     return Recording(str(method), _median(buckets, taken[1:]))
+
+
+def _check_recordable(method: Aggregator) -> None:
+    """Require that one rank can stand for all of them."""
+    if not isinstance(method, Bidirectional) or method.selection != "exact":
+        return
+    if isinstance(method.down, Sparsifier) and method.down.per_tensor:
+        # The search for the threshold of a parameter is among the ranks that own parts of it. The
+        # rank that records owns no part of most parameters.
+        raise SpecError(
+            f"{method} cannot be recorded by one rank, because it searches a threshold for each "
+            'parameter: predict it with selection="shard", or with another scope',
+            "selection",
+        )
 
 
 class _Flat:
@@ -430,7 +449,8 @@ def record_average(
     check_count("steps", steps, least=2)
     method = parse_aggregator(spec).settled
     wide = {
-        n: p.detach().to(torch.promote_types(p.dtype, torch.float32)) for n, p in parameters.items()
+        name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+        for name, p in parameters.items()
     }
     exchange = RecordingExchange(world_size, next(iter(wide.values())).device)
     averager = Averager(method, exchange, wide, groups, merged=False)

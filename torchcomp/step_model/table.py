@@ -6,7 +6,7 @@ from typing import Any
 
 from torchcomp.step_model.links import Link
 from torchcomp.step_model.training import BF16, DDP, Run, Training
-from torchcomp.step_model.units import duration, hours, volume
+from torchcomp.step_model.units import duration, span, volume
 from torchcomp.traffic import three_digits
 
 WORTH = 1.02
@@ -36,15 +36,15 @@ def table(
     heads = [
         f"{run.world_size:,} ranks, {link}",
         f"{run.total_steps:,} steps of {duration(run.step_seconds)} without any exchange: "
-        f"{hours(alone)}",
+        f"{span(alone)}",
     ]
-    columns = ["step", "use", "hours", "sent"] + ["price"] * (price_per_gb is not None)
+    columns = ["step", "use", "time", "sent"] + ["price"] * (price_per_gb is not None)
     lines = [_line(columns, "method")]
     for training in sorted(trainings, key=lambda each: each.step.seconds):
         cells = [
             duration(training.step.seconds),
             f"{training.step.utilisation:.0%}",
-            hours(training.hours),
+            span(training.hours),
             volume(training.gigabytes),
         ]
         if price_per_gb is not None:

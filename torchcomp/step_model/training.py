@@ -25,7 +25,7 @@ from torchcomp.step_model.recording import (
     record_average,
 )
 from torchcomp.step_model.simulation import StepTime, simulate, simulate_alone
-from torchcomp.step_model.units import duration, hours, volume
+from torchcomp.step_model.units import duration, span, volume
 
 DDP, BF16 = "ddp", "bf16"
 """Plain DDP, and DDP with PyTorch's ``bf16_compress_hook``."""
@@ -109,7 +109,7 @@ class Training:
         sent = f"{volume(self.gigabytes)} sent by all nodes over their cards"
         return [
             ("predicted step", f"{duration(self.step.seconds)}, {use}"),
-            ("whole run", f"{hours(self.hours)}, {sent}"),
+            ("whole run", f"{span(self.hours)}, {sent}"),
         ]
 
     def price(self, per_gigabyte: float) -> float:

@@ -12,9 +12,12 @@ def duration(seconds: float) -> str:
     return f"{three_digits(seconds)} s"
 
 
-def hours(count: float) -> str:
-    """Return hours with three digits."""
-    return f"{three_digits(count)} h" if count >= 1 else f"{count:.2g} h"
+def span(hours: float) -> str:
+    """Return the time of a run in hours, minutes or seconds, with three digits."""
+    for unit, size in (("h", 1), ("min", 60), ("s", 3600)):
+        if hours * size >= 1:
+            return f"{three_digits(hours * size)} {unit}"
+    return f"{3600 * hours:.2g} s"
 
 
 def volume(gigabytes: float) -> str:
