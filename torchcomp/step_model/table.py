@@ -78,7 +78,7 @@ def _faster(run: Run) -> str:
 
 
 def _line(cells: Sequence[str], method: str) -> str:
-    widths = (9, 6, 9, 9, 15)
+    widths = (9, 6, 9, 9, 14)
     head = "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False)) + "  "
     return _wrapped(head, method)
 
