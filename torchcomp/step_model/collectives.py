@@ -228,7 +228,7 @@ def _measured(
     probe = _repeated(exchange, kind, sizes[0], 2, processor)
     for index, nbytes in enumerate(sizes):
         # Decided from times that the ranks have agreed on: all must make the same calls.
-        expected = _expected([probe, *points], nbytes)
+        expected = _expected(points or [probe], nbytes)
         if points and budget < 3 * expected:
             break
         # The large messages get what the small ones leave.
