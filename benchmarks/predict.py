@@ -28,10 +28,14 @@ from benchmarks.net.hosts import Hosts
 from benchmarks.net.job import Job
 from benchmarks.net.launch import LaunchError, results
 from benchmarks.net.names import BF16, PLAIN
+from benchmarks.net.predicted import Known
+from benchmarks.net.prediction import COLLECTIVES_SECONDS
 from benchmarks.net.rows import PREDICTIONS, Table, TableError, conditions
 from benchmarks.net.shell import ShellError, missing
 
 _PORT = 29500
+Wanted = tuple[tuple[str, tuple[str, ...]], ...]
+"""The models of a link, and the methods of each."""
 METHODS = (
     PLAIN,
     BF16,
@@ -109,7 +113,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--models", nargs="+", help="only these models")
     add("--methods", nargs="+", metavar="METHOD", default=list(METHODS))
     add("--batch", type=int, default=16, help="images per rank and step [16]")
-    add("--seconds", type=float, default=4.0, help="time to measure each method [4]")
+    add("--seconds", type=float, default=3.0, help="time to measure each method [3]")
     add("--least", type=int, default=3, help="fewest steps to measure [3]")
     add("--timeout", type=float, default=300.0, help="seconds without a result [300]")
     parsed = parser.parse_args(words)
@@ -132,15 +136,17 @@ def chosen(arguments: argparse.Namespace) -> list[Setup]:
 def grid(arguments: argparse.Namespace) -> list[str]:
     """Measure every set-up; return the ones that failed."""
     table = Table(arguments.out / "predict.csv", PREDICTIONS)
+    left = {setup: pending(arguments, table, setup) for setup in chosen(arguments)}
+    left = {setup: wanted for setup, wanted in left.items() if wanted}
     failures, started = [], time.monotonic()
-    setups = chosen(arguments)
-    for number, setup in enumerate(setups):
-        wanted = pending(arguments, table, setup)
-        if not wanted:
-            continue
-        count = sum(len(methods) for _, methods in wanted)
-        passed = f"{(time.monotonic() - started) / 60:.0f} min so far"
-        print(f"{setup}: {count} set-ups; link {number + 1} of {len(setups)}, {passed}", flush=True)
+    for number, (setup, wanted) in enumerate(left.items()):
+        passed = (time.monotonic() - started) / 60
+        to_go = sum(minutes(arguments, *each) for each in list(left.items())[number:])
+        print(
+            f"{setup}: {counted(wanted)} set-ups, link {number + 1} of {len(left)}; "
+            f"{passed:.0f} min so far, about {to_go:.0f} min to go",
+            flush=True,
+        )
         try:
             measure(arguments, table, setup, wanted)
         except LaunchError as error:
@@ -149,9 +155,19 @@ def grid(arguments: argparse.Namespace) -> list[str]:
     return failures
 
 
-def pending(
-    arguments: argparse.Namespace, table: Table, setup: Setup
-) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def counted(wanted: Wanted) -> int:
+    return sum(len(methods) for _, methods in wanted)
+
+
+def minutes(arguments: argparse.Namespace, setup: Setup, wanted: Wanted) -> float:
+    """About how long the measurements of a link take."""
+    # A launch imports torch once for each rank, all of them on the cores of this machine. Each
+    # set-up is also recorded and warmed up.
+    launch = 5 + 2 * setup.world + (3 if setup.ranks > 1 else 1) * COLLECTIVES_SECONDS
+    return (launch + counted(wanted) * (arguments.seconds + 2 + 0.25 * setup.world)) / 60
+
+
+def pending(arguments: argparse.Namespace, table: Table, setup: Setup) -> Wanted:
     """The methods of each model that have no row yet."""
     wanted = []
     for model in setup.models:
@@ -176,7 +192,7 @@ def measure(
     arguments: argparse.Namespace,
     table: Table,
     setup: Setup,
-    wanted: tuple[tuple[str, tuple[str, ...]], ...],
+    wanted: Wanted,
 ) -> None:
     """Measure one link, and write a row for each method as soon as it is measured."""
     with (
@@ -209,8 +225,6 @@ def rows_of(
     base: Mapping[str, Any], measured: Iterator[dict[str, Any]], raw: Any
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each method; write what it was made from to the file `raw`."""
-    from benchmarks.net.predicted import Known
-
     known = Known()
     for result in measured:
         each = {**base, **result, "ranks": [rank["values"] for rank in result["ranks"]]}
@@ -223,8 +237,6 @@ def rows_of(
 
 def again(folder: Path) -> None:
     """Write the rows again, from what their predictions were made from."""
-    from benchmarks.net.predicted import Known
-
     path = folder / "predict.jsonl"
     if not path.exists():
         sys.exit(f"error: there is no {path}: measure first, without --again")
