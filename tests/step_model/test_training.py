@@ -123,6 +123,7 @@ def test_bad_arguments_of_explain_are_refused(bad):
     "bad",
     [
         lambda: Run(0, 1, 1.0),
+        lambda: Run(1025, 1, 1.0),
         lambda: Run(2, 1, 1.0, warmup_steps=1),
         lambda: Run(2, 1, 1.0, speedup=0),
         lambda: values_of(numel=0),

@@ -55,6 +55,11 @@ class Call:
 
 
 Activity = Work | Call
+MOST_RANKS = 1024
+"""Most ranks that one can stand for: it decodes the messages of all of them."""
+
+_COPIED_BYTES = 2**28
+
 Job = tuple[tuple[Activity, ...], ...]
 """What happens to a group of gradients, lane after lane. Each lane does its jobs in order."""
 
@@ -186,7 +191,10 @@ class RecordingExchange(Exchange):
 
     def _all_gather(self, mine: Tensor) -> Tensor:
         self._note(ALL_GATHER, mine.nbytes)
-        gathered = mine.repeat(self.world_size)
+        # Many large messages share their memory, which one rank may not have for all of them.
+        gathered = mine.expand(self.world_size, -1)
+        if gathered.nbytes <= _COPIED_BYTES:
+            gathered = gathered.contiguous()
         self._tape.resume()
         return gathered
 
@@ -275,7 +283,7 @@ def record(
         SpecError: if the spec cannot be built or not recorded by one rank, or if the nodes do not
             divide the ranks.
     """
-    check_count("world_size", world_size)
+    check_count("world_size", world_size, most=MOST_RANKS)
     check_count("steps", steps, least=2)
     check_divides(nodes, world_size)
     method = parse_aggregator(spec).settled
@@ -445,7 +453,7 @@ def record_average(
         statistics: of BatchNorm layers, which are averaged as well.
         steps: number of synchronisations. The first one is not counted.
     """
-    check_count("world_size", world_size)
+    check_count("world_size", world_size, most=MOST_RANKS)
     check_count("steps", steps, least=2)
     method = parse_aggregator(spec).settled
     wide = {

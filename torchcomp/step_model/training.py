@@ -19,6 +19,7 @@ from torchcomp.spec import parse, parse_aggregator
 from torchcomp.step_model.compute import Compute
 from torchcomp.step_model.links import Link
 from torchcomp.step_model.recording import (
+    MOST_RANKS,
     Recording,
     record,
     record_all_reduce,
@@ -70,7 +71,7 @@ class Run:
     speedup: float = 1.0
 
     def __post_init__(self) -> None:
-        check_count("world_size", self.world_size)
+        check_count("world_size", self.world_size, most=MOST_RANKS)
         check_count("total_steps", self.total_steps)
         check_positive("step_seconds", self.step_seconds)
         check_count("warmup_steps", self.warmup_steps, 0, self.total_steps - 1)
@@ -193,9 +194,15 @@ class Prediction:
     @cached_property
     def _recording(self) -> Recording:
         run, built = self._run, self._built
+        # One rank decodes the messages of all of them, which takes long for many.
+        steps = 4 if run.world_size <= 16 else 2
         if isinstance(built, Schedule):
             made = record_average(
-                self._parameters, run.world_size, spec=self._average, groups=self._groups
+                self._parameters,
+                run.world_size,
+                spec=self._average,
+                groups=self._groups,
+                steps=steps,
             )
         elif isinstance(built, Aggregator):
             made = record(
@@ -205,6 +212,7 @@ class Prediction:
                 buckets=self._groups,
                 groups=self._groups,
                 nodes=self._nodes,
+                steps=steps,
             )
         else:
             dtype = torch.bfloat16 if built == BF16 else None
