@@ -296,33 +296,39 @@ class _Processor:
     """The seconds of a core that a rank uses: of its process, or its share of those of its host."""
 
     def __init__(self, exchange: Exchange, host_ranks: int | None) -> None:
-        self._ranks = host_ranks if _host_seconds() is not None else None
+        self._ranks = host_ranks
         self._background = 0.0  # cores that other programs keep busy
-        if self._ranks is not None:
+        if host_ranks is not None:
             _agreed(exchange, [0.0])  # all ranks are idle from here on
-            before, started = self.now(), time.perf_counter()
+            before = self.now()
             time.sleep(_BACKGROUND_SECONDS)
-            passed = time.perf_counter() - started
-            self._background = (self.now()[0] - before[0]) / passed
+            passed, _, host = self._since(before)
+            self._background = host / passed
             _agreed(exchange, [0.0])
 
-    def now(self) -> tuple[float, float]:
-        """Return the seconds of the cores that were used so far, and the time."""
-        used = time.process_time() if self._ranks is None else _host_seconds() or 0.0
-        return used, time.perf_counter()
+    @staticmethod
+    def now() -> tuple[float, float, float]:
+        """Return the time, and the seconds that this process and its host have used so far."""
+        return time.perf_counter(), time.process_time(), _host_seconds()
 
-    def since(self, before: tuple[float, float]) -> float:
+    def since(self, before: tuple[float, float, float]) -> float:
         """Return the seconds that this rank has used."""
-        used, passed = (now - then for now, then in zip(self.now(), before, strict=True))
-        return max(0.0, used - self._background * passed) / (self._ranks or 1)
+        passed, own, host = self._since(before)
+        if self._ranks is None:
+            return own
+        # Its share of a busy host is not known well, but it is at least its own.
+        return max(own, (host - self._background * passed) / self._ranks)
+
+    def _since(self, before: tuple[float, float, float]) -> tuple[float, ...]:
+        return tuple(now - then for now, then in zip(self.now(), before, strict=True))
 
 
-def _host_seconds() -> float | None:
-    """Return the seconds that all cores of the host were busy, or None if it does not tell."""
+def _host_seconds() -> float:
+    """Return the seconds that all cores of the host were busy, or 0 if the system does not tell."""
     try:
         total = Path("/proc/stat").read_text().split("\n", 1)[0].split()
     except OSError:
-        return None
+        return 0.0
     # user, nice, system, idle, waiting for a disk, two kinds of interrupts, stolen
     ticks = [int(each) for each in total[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
