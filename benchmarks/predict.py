@@ -67,7 +67,7 @@ class Setup:
 
     def __str__(self) -> str:
         ranks = f" of {self.ranks} ranks" if self.ranks > 1 else ""
-        return f"{self.hosts:2} hosts{ranks} {self.mbit:5} Mbit/s"
+        return f"{self.hosts:2} hosts{ranks} {self.mbit:5} Mbit/s {self.delay_us} us"
 
 
 # Slow links get small models, so that a step takes seconds at most.
@@ -77,10 +77,16 @@ _MODELS = {
     1000: ("deep-mlp", "resnet18"),
     10000: ("deep-mlp", "resnet18"),
 }
+# Fast and near, where small models have little to win.
+_NEAR_US, _NEAR_MODELS = 50, ("smallcnn", "mlp")
 GRID = (
     *(Setup(hosts, 1, mbit, _MODELS[mbit]) for hosts in (2, 4, 8) for mbit in _MODELS),
     *(Setup(16, 1, mbit, models[:1]) for mbit, models in _MODELS.items()),
     *(Setup(2, 2, mbit, ("deep-mlp",)) for mbit in (100, 1000)),
+    *(
+        Setup(hosts, 1, mbit, _NEAR_MODELS, _NEAR_US)
+        for hosts, mbit in ((2, 1000), (2, 10000), (4, 1000), (4, 10000), (8, 10000))
+    ),
 )
 QUICK = (Setup(2, 1, 100, ("smallcnn",)),)
 
@@ -113,7 +119,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--models", nargs="+", help="only these models")
     add("--methods", nargs="+", metavar="METHOD", default=list(METHODS))
     add("--batch", type=int, default=16, help="images per rank and step [16]")
-    add("--seconds", type=float, default=3.0, help="time to measure each method [3]")
+    add("--seconds", type=float, default=2.5, help="time to measure each method [2.5]")
     add("--least", type=int, default=3, help="fewest steps to measure [3]")
     add("--timeout", type=float, default=300.0, help="seconds without a result [300]")
     parsed = parser.parse_args(words)
@@ -251,7 +257,8 @@ def again(folder: Path) -> None:
 
 
 def described(row: Mapping[str, Any]) -> str:
-    link = f"{row['hosts']:2} x {row['ranks']} {row['mbit']:5} Mbit/s {row['model']:8}"
+    link = f"{row['hosts']:2} x {row['ranks']} {row['mbit']:5} Mbit/s {row['delay_us']:3} us"
+    link += f" {row['model']:8}"
     times = f"measured {row['step_ms']:9.1f} ms, predicted {row['predicted_ms']:9.1f} ms"
     error = row["predicted_ms"] / row["step_ms"] - 1
     return f"{link} {times} ({error:+6.1%}, {row['other_cores']} cores busy)  {row['method']}"

@@ -37,7 +37,7 @@ from torchcomp.step_model import (
     record_average,
 )
 
-COLLECTIVES_SECONDS = 16.0
+COLLECTIVES_SECONDS = 12.0
 _MOST_STEPS = 30
 _WARM_UP = 2
 

@@ -127,8 +127,10 @@ def test_when_nothing_beats_the_bf16_hook(tmp_path: Path) -> None:
     found = report_prediction.dont(
         report_prediction.groups(report_prediction.latest(tmp_path / "predict.csv"))
     )
-    assert (found.right, found.wrong, found.missed, found.draws) == (1, 1, 1, 1)
+    assert (found.right, found.wrong, found.missed) == (1, 1, 1)
+    assert (found.draws_wrong, found.draws_missed) == (0, 1)
     assert (found.precision, found.recall) == (0.5, 0.5)
+    assert (found.precision_without_draws, found.recall_without_draws) == (0.5, 1.0)
 
 
 def test_the_last_row_of_a_set_up_counts(tmp_path: Path) -> None:
