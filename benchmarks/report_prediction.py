@@ -232,8 +232,8 @@ exchanges them in order, and both share the cores of the rank. What was fitted, 
 - Ready times of the buckets, and the work of the methods: to the same model on the same ranks,
   without an exchange.
 - DDP's all-reduces run one after another: to pairs of all-reduces on 2, 4 and 8 hosts.
-- In the formulas of `torchcomp plan`, gloo's 2.6 latencies per hop and 1.2 ns of a core per byte: to
-  an all-to-all of 64 bytes and an all-reduce of 16 MiB between 2 hosts.
+- In the formulas of `torchcomp plan`, gloo's 2.6 latencies per hop and 1.2 ns of a core per byte:
+  to an all-to-all of 64 bytes and an all-reduce of 16 MiB between 2 hosts.
 
 No constant was fitted to a step with an exchange: every row below is held out.
 """
