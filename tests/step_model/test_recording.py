@@ -159,6 +159,7 @@ def test_a_recording_survives_json_and_scaling():
         {"world_size": 0},
         {"world_size": 1025},
         {"world_size": 5, "nodes": 2},
+        {"nodes": 0},
         {"spec": 'bidirectional(identity, topk(0.1, scope="tensor"), selection="exact")'},
     ],
 )

@@ -152,6 +152,10 @@ def _activity(plain: Sequence[Any]) -> Activity:
     return Work(*plain) if len(plain) == 1 else Call(*plain)
 
 
+_Taken = list[list[list[list[Activity]]]]
+"""The activities of a step, by bucket, job and lane."""
+
+
 class RecordingExchange(Exchange):
     """The exchange of rank 0 of `world_size` ranks that are not there.
 
@@ -285,6 +289,7 @@ def record(
     """
     check_count("world_size", world_size, most=MOST_RANKS)
     check_count("steps", steps, least=2)
+    check_count("nodes", nodes)
     check_divides(nodes, world_size)
     method = parse_aggregator(spec).settled
     _check_recordable(method)
@@ -327,7 +332,7 @@ class _Flat:
         shapes = [averager.shape_of(group) for group in averager.buckets]
         self._reordering = Reordering(shapes if averager.grouped else None)
 
-    def step(self, buckets: Sequence[Bucket]) -> list[list[list[list[Activity]]]]:
+    def step(self, buckets: Sequence[Bucket]) -> _Taken:
         """Take a step; return its activities by bucket, job and lane."""
         self.averager.begin()
         self._reordering.begin()
@@ -368,7 +373,7 @@ class _TwoLevels:
         self._completed = Completed()
         self._shapes = shapes if averager.grouped else None
 
-    def step(self, buckets: Sequence[Bucket]) -> list[list[list[list[Activity]]]]:
+    def step(self, buckets: Sequence[Bucket]) -> _Taken:
         """Take a step; return its activities by bucket, job and lane."""
         self._averager.begin()
         self._completed.begin(self._shapes)
@@ -502,9 +507,7 @@ def _random(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _median(
-    buckets: Sequence[Group], steps: Sequence[list[list[list[list[Activity]]]]]
-) -> tuple[Submitted, ...]:
+def _median(buckets: Sequence[Group], steps: Sequence[_Taken]) -> tuple[Submitted, ...]:
     """Return the last step, with the median work of the steps that made the same calls."""
     submitted = []
     for number, names in enumerate(buckets):
