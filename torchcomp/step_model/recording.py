@@ -59,6 +59,7 @@ MOST_RANKS = 1024
 """Most ranks that one can stand for: it decodes the messages of all of them."""
 
 _COPIED_BYTES = 2**28
+_CACHE_BYTES = 2**25
 
 Job = tuple[tuple[Activity, ...], ...]
 """What happens to a group of gradients, lane after lane. Each lane does its jobs in order."""
@@ -339,6 +340,7 @@ class _Flat:
         taken = []
         for number, bucket in enumerate(buckets):
             lane: list[Activity] = []
+            _fill_caches(bucket.flat.device)
             with self.exchange.recorded(lane):
                 for group in self._reordering.add(bucket):
                     self.averager.average(group)
@@ -388,6 +390,7 @@ class _TwoLevels:
 
     def _job(self, shape: BucketShape, parts: dict[str, Tensor]) -> list[list[Activity]]:
         lanes: list[list[Activity]] = [[], [], []]
+        _fill_caches(self._inside.device)
         pieces = Pieces(shape, self._nodes)
         dtype = shape.dtype
         with self._inside.recorded(lanes[0]):
@@ -470,6 +473,7 @@ def record_average(
     taken = []
     for _ in range(steps):
         lane: list[Activity] = []
+        _fill_caches(exchange.device)
         with exchange.recorded(lane):
             exchange.same(0)  # the ranks compare their steps
             averager.begin()
@@ -489,6 +493,7 @@ def record_average(
 def _cast(tape: _Tape, flat: Tensor, dtype: torch.dtype) -> tuple[float, float]:
     """Do the work of PyTorch's hook; return the seconds before and after the all-reduce."""
     activities: list[Activity] = []
+    _fill_caches(flat.device)
     tape.start(activities)
     narrow = flat.to(dtype).div_(2)
     tape.end()
@@ -497,6 +502,12 @@ def _cast(tape: _Tape, flat: Tensor, dtype: torch.dtype) -> tuple[float, float]:
     tape.end()
     before, after = (a.seconds for a in activities if isinstance(a, Work))
     return before, after
+
+
+def _fill_caches(device: torch.device) -> None:
+    """Fill the caches of the processor with other values, as a backward pass does."""
+    if device.type == "cpu":
+        torch.ones(_CACHE_BYTES // 4).add_(1)
 
 
 def _random(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
