@@ -221,7 +221,8 @@ python -m benchmarks.report_prediction
 A prediction is made from three things, which are measured on the link before any method runs:
 
 1. the seconds of each collective by the size of its message;
-2. the step without any exchange, and when each of DDP's buckets is ready in it;
+2. the step without any exchange, when each of DDP's buckets is ready in it, and the share of a core
+   that each rank gets while all of them compute;
 3. the work of the method between its collectives, recorded by each rank alone.
 
 A simulation of the step puts them together: buckets become ready one by one, a thread encodes and

@@ -49,7 +49,7 @@ class Known:
 
     def _row(self, result: Mapping[str, Any]) -> dict[str, Any]:
         world = len(result["ranks"])
-        cores = result["cpus"] / world
+        cores = self._cores(result["cpus"] / world)
         predicted, computed = (
             statistics.mean(self._seconds(rank, result, cores, known) for rank in range(world))
             for known in (None, _formulas(result["setup"]))
@@ -73,6 +73,13 @@ class Known:
             "formula_ms": _ms(computed),
             "other_cores": _others(result["ranks"]),
         }
+
+    def _cores(self, share: float) -> float:
+        """The cores of a rank: no more than it got while all ranks computed."""
+        # A rank that has more than one does not need all of them.
+        if share > 1:
+            return share
+        return min(share, statistics.mean(r["worked"] / r["wall"] for r in self._compute))
 
     def _seconds(
         self, rank: int, result: Mapping[str, Any], cores: float, link: Levels | None

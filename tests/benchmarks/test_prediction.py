@@ -41,11 +41,12 @@ def results(method: str, recording: Recording) -> list[dict[str, Any]]:
     curve = (Point(1, 1e-6), Point(10**6, 1.0))
     link = CollectiveTimes(2, {ALL_REDUCE: curve, ALL_TO_ALL: curve})
     compute = Compute((("p",),), (1.0,), 1.0, 1.5)
+    computed = {"compute": compute.to_dict(), "wall": 4.0, "busy": 8.0, "worked": 4.0}
     labels = {**COMMON, "model": "mlp", "parameters": 5, "method": method, "levels": 1}
     step = {"times": [3.0, 4.0, 3.0], "wall": 10.0, "busy": 12.0, "worked": 5.0}
     parts = [
         {"what": "link", **COMMON, "ranks": [{"flat": link.to_dict()}] * 2},
-        {"what": "compute", **labels, "ranks": [{"compute": compute.to_dict()}] * 2},
+        {"what": "compute", **labels, "ranks": [computed] * 2},
         {"what": "recording", **labels, "ranks": [recording.to_dict()] * 2},
         {"what": "step", **labels, "ranks": [step] * 2},
     ]
