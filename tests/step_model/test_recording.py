@@ -20,7 +20,7 @@ from torchcomp.step_model import (
     record_all_reduce,
     record_average,
 )
-from torchcomp.step_model.recording import Call, Work
+from torchcomp.step_model.activities import Call, Work
 from torchcomp.traffic import sum_bytes
 
 torch.manual_seed(0)
@@ -32,6 +32,7 @@ NAMES = [name for group in GROUPS for name in group]
 BUCKETS = [tuple(NAMES[:3]), tuple(NAMES[3:])]
 SHAPES = [BucketShape.of(group, PARAMETERS) for group in GROUPS]
 
+PER_TENSOR = 'topk(0.1, scope="tensor")'
 SPECS = sorted(
     {cls.example or cls.name for cls in (*AGGREGATORS, *COMPRESSORS)}
     | {
@@ -98,6 +99,14 @@ def test_an_exact_selection_is_recorded_with_its_search():
     assert planned < sent(calls, 4) < 2 * planned
 
 
+def test_a_search_for_each_parameter_is_recorded_among_threads():
+    spec = f'bidirectional(topk(0.1), {PER_TENSOR}, selection="exact")'
+    recording = recorded(spec, 4)
+    planned = planned_traffic(parse_aggregator(spec), SHAPES, 4).sent
+    assert planned / 2 < sent(recording.calls(), 4) < 3 * planned
+    assert [bucket.names for bucket in recording.buckets] == BUCKETS
+
+
 def test_two_levels_are_recorded_in_three_lanes():
     spec, nodes, world_size = "ef(topk(0.1))", 2, 8
     recording = recorded(spec, world_size, nodes=nodes)
@@ -160,7 +169,8 @@ def test_a_recording_survives_json_and_scaling():
         {"world_size": 1025},
         {"world_size": 5, "nodes": 2},
         {"nodes": 0},
-        {"spec": 'bidirectional(identity, topk(0.1, scope="tensor"), selection="exact")'},
+        {"spec": f"bidirectional(identity, {PER_TENSOR}, selection='exact')", "world_size": 17},
+        {"spec": f"bidirectional(identity, {PER_TENSOR}, selection='exact')", "nodes": 2},
     ],
 )
 def test_bad_input_is_refused(bad):

@@ -12,7 +12,7 @@ from torchcomp.step_model import (
     simulate,
     simulate_alone,
 )
-from torchcomp.step_model.recording import Call, Submitted, Work
+from torchcomp.step_model.activities import Call, Submitted, Work
 
 
 class Fixed:

@@ -1,5 +1,6 @@
 """A model of the training step: predict its time with each method, on a link."""
 
+from torchcomp.step_model.activities import Recording
 from torchcomp.step_model.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -14,7 +15,6 @@ from torchcomp.step_model.collectives import (
 from torchcomp.step_model.compute import Compute, measure_compute
 from torchcomp.step_model.links import Link, LinkTimes
 from torchcomp.step_model.recording import (
-    Recording,
     record,
     record_all_reduce,
     record_average,

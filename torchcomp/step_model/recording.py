@@ -1,4 +1,4 @@
-"""Recording: what the exchange of a step consists of, without the ranks that it is made for.
+"""Recording: the exchange of a step, without the ranks that it is made for.
 
 A method runs on this rank alone, over an exchange that pretends to have any number of ranks: it
 notes each collective with its size, and the work of this rank before it. What the other ranks would
@@ -6,11 +6,7 @@ send is a copy of what this rank sends. One mechanism therefore covers every met
 """
 
 import statistics
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,247 +14,29 @@ from torch import Tensor
 from torchcomp.aggregators import Aggregator, Bidirectional
 from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape, Group
-from torchcomp.checks import check_count, check_positive
+from torchcomp.checks import check_count
 from torchcomp.component import Component
 from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.ddp.reordering import Reordering
 from torchcomp.ddp.two_level import Completed
 from torchcomp.errors import SpecError
-from torchcomp.exchange import Exchange
+from torchcomp.exchange import run_in_process
 from torchcomp.means import exact_mean
 from torchcomp.nodes import check_divides
 from torchcomp.pieces import Pieces
 from torchcomp.spec import parse_aggregator
-from torchcomp.step_model.collectives import ALL_GATHER, ALL_REDUCE, ALL_REDUCE_BF16, ALL_TO_ALL
+from torchcomp.step_model.activities import Activity, Call, Job, Recording, Submitted, Work
+from torchcomp.step_model.collectives import ALL_REDUCE, ALL_REDUCE_BF16
+from torchcomp.step_model.taped import PretendedExchange, Taped, ThreadExchange
 
-
-@dataclass(frozen=True)
-class Work:
-    """Work of one thread, or of the device: it takes `seconds` if nothing else runs."""
-
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Call:
-    """A collective.
-
-    Attributes:
-        kind: one of :data:`.KINDS`.
-        nbytes: size of its message, as in :mod:`.collectives`.
-        inside: whether it is among the ranks of a node.
-    """
-
-    kind: str
-    nbytes: int
-    inside: bool = False
-
-
-Activity = Work | Call
 MOST_RANKS = 1024
 """Most ranks that one can stand for: it decodes the messages of all of them."""
 
-_COPIED_BYTES = 2**28
+_MOST_THREADS = 16
 _CACHE_BYTES = 2**25
-
-Job = tuple[tuple[Activity, ...], ...]
-"""What happens to a group of gradients, lane after lane. Each lane does its jobs in order."""
-
-
-@dataclass(frozen=True)
-class Submitted:
-    """What DDP's hook does with one of its buckets.
-
-    Attributes:
-        names: parameters of the bucket.
-        jobs: what it submits.
-        work: seconds that the hook itself takes, in the thread of the backward pass.
-    """
-
-    names: Group
-    jobs: tuple[Job, ...]
-    work: float = 0.0
-
-
-@dataclass(frozen=True)
-class Recording:
-    """The exchange of one step.
-
-    Attributes:
-        method: its name.
-        buckets: by DDP's buckets, in the order in which they become ready.
-    """
-
-    method: str
-    buckets: tuple[Submitted, ...]
-
-    def calls(self, *, inside: bool = False) -> list[Call]:
-        """Return the collectives of a step among all ranks, or those inside a node."""
-        activities = [a for b in self.buckets for job in b.jobs for lane in job for a in lane]
-        return [a for a in activities if isinstance(a, Call) and a.inside == inside]
-
-    def scaled(self, speedup: float) -> "Recording":
-        """Return the exchange of ranks that work `speedup` times as fast as this one."""
-        check_positive("speedup", speedup)
-
-        def scale(activity: Activity) -> Activity:
-            return Work(activity.seconds / speedup) if isinstance(activity, Work) else activity
-
-        buckets = tuple(
-            Submitted(
-                bucket.names,
-                tuple(tuple(tuple(map(scale, lane)) for lane in job) for job in bucket.jobs),
-                bucket.work / speedup,
-            )
-            for bucket in self.buckets
-        )
-        return Recording(self.method, buckets)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain numbers, strings and lists, for JSON."""
-        buckets = [
-            {
-                "names": list(bucket.names),
-                "work": bucket.work,
-                "jobs": [[[_plain(each) for each in lane] for lane in job] for job in bucket.jobs],
-            }
-            for bucket in self.buckets
-        ]
-        return {"method": self.method, "buckets": buckets}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Recording":
-        """Return what :meth:`to_dict` was called on."""
-        buckets = tuple(
-            Submitted(
-                tuple(bucket["names"]),
-                tuple(
-                    tuple(tuple(_activity(each) for each in lane) for lane in job)
-                    for job in bucket["jobs"]
-                ),
-                bucket["work"],
-            )
-            for bucket in values["buckets"]
-        )
-        return cls(values["method"], buckets)
-
-
-def _plain(activity: Activity) -> list[Any]:
-    if isinstance(activity, Work):
-        return [activity.seconds]
-    return [activity.kind, activity.nbytes, activity.inside]
-
-
-def _activity(plain: Sequence[Any]) -> Activity:
-    return Work(*plain) if len(plain) == 1 else Call(*plain)
-
 
 _Taken = list[list[list[list[Activity]]]]
 """The activities of a step, by bucket, job and lane."""
-
-
-class RecordingExchange(Exchange):
-    """The exchange of rank 0 of `world_size` ranks that are not there.
-
-    Args:
-        world_size: number of ranks.
-        device: device of the gradients.
-        inside: whether these are the ranks of a node.
-    """
-
-    def __init__(self, world_size: int, device: torch.device, *, inside: bool = False) -> None:
-        super().__init__(0, world_size, device)
-        self._inside = inside
-        self._tape = _Tape(device)
-
-    @contextmanager
-    def recorded(self, onto: list[Activity]) -> Iterator[None]:
-        """Append the activities of the block to `onto`."""
-        self._tape.start(onto)
-        yield
-        self._tape.end()
-
-    def receive(
-        self, senders: Sequence[int], frames: Sequence[Tensor], lengths: Sequence[int]
-    ) -> list[Tensor]:
-        messages = super().receive(senders, frames, lengths)
-        # A copy of this rank's message can have another length than the message that it stands for.
-        self._found.clear()
-        return messages
-
-    def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
-        return [value] * self.world_size
-
-    def _all_reduce(self, values: Tensor) -> None:
-        narrow = values.dtype in (torch.bfloat16, torch.float16)
-        self._note(ALL_REDUCE_BF16 if narrow else ALL_REDUCE, values.nbytes)
-        self._tape.resume()
-
-    def _all_gather(self, mine: Tensor) -> Tensor:
-        self._note(ALL_GATHER, mine.nbytes)
-        # Many large messages share their memory, which one rank may not have for all of them.
-        gathered = mine.expand(self.world_size, -1)
-        if gathered.nbytes <= _COPIED_BYTES:
-            gathered = gathered.contiguous()
-        self._tape.resume()
-        return gathered
-
-    def _all_to_all(
-        self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]
-    ) -> Tensor:
-        self._note(ALL_TO_ALL, outgoing.element_size() * (sum(sizes) - sizes[0]))
-        mine = outgoing[: sizes[0]]
-        received = torch.cat([_resized(mine, size) for size in arriving])
-        self._tape.resume()
-        return received
-
-    def _note(self, kind: str, nbytes: int) -> None:
-        self._tape.note(Call(kind, nbytes, self._inside))
-
-
-class _Tape:
-    """Collects collectives, and the work between them.
-
-    A block of one exchange can run inside that of another; each has a tape.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._activities: list[Activity] | None = None
-        self._since = 0.0
-
-    def start(self, onto: list[Activity]) -> None:
-        self._activities = onto
-        self.resume()
-
-    def note(self, call: Call) -> None:
-        if self._activities is not None:
-            self._activities += [Work(self._now() - self._since), call]
-
-    def resume(self) -> None:
-        self._since = self._now()
-
-    def end(self) -> None:
-        if self._activities is not None:
-            self._activities.append(Work(self._now() - self._since))
-        self._activities = None
-
-    def _now(self) -> float:
-        """Return the seconds that this thread has worked, or the time at which the device is idle.
-
-        Not the time on the clock: the ranks of a host can share its cores.
-        """
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            return time.perf_counter()
-        return time.thread_time()
-
-
-def _resized(mine: Tensor, size: int) -> Tensor:
-    """Return a message of `size` elements that is as much like `mine` as possible."""
-    if len(mine) >= size:
-        return mine[:size]
-    return torch.cat([mine, mine.new_zeros(size - len(mine))])
 
 
 def record(
@@ -293,27 +71,44 @@ def record(
     check_count("nodes", nodes)
     check_divides(nodes, world_size)
     method = parse_aggregator(spec).settled
-    _check_recordable(method)
-    make = _TwoLevels if nodes > 1 else _Flat
-    rank = make(method, parameters, groups, world_size, nodes)
     values = gradients or _random(parameters)
     shapes = [BucketShape.of(names, parameters) for names in buckets]
-    taken = [rank.step([Bucket.read(shape, values) for shape in shapes]) for _ in range(steps)]
+
+    def taken_by(rank: "_Flat | _TwoLevels") -> list[_Taken]:
+        return [rank.step([Bucket.read(shape, values) for shape in shapes]) for _ in range(steps)]
+
+    device = next(iter(parameters.values())).device
+    if _needs_others(method):
+        if nodes > 1 or world_size > _MOST_THREADS:
+            raise SpecError(
+                f"{method} searches a threshold for each parameter, among the ranks that own parts "
+                f"of it: it is recorded for at most {_MOST_THREADS} ranks, in one level. Choose "
+                "another scope or selection",
+                "selection",
+            )
+        exchanges = ThreadExchange.ranks(world_size)
+        taken, *_ = run_in_process(
+            world_size,
+            lambda exchange: taken_by(_Flat(method, parameters, groups, exchange)),
+            exchanges,
+        )
+    elif nodes > 1:
+        taken = taken_by(_TwoLevels(method, parameters, groups, world_size, nodes))
+    else:
+        pretended = PretendedExchange(world_size, device)
+        taken = taken_by(_Flat(method, parameters, groups, pretended))
     return Recording(str(method), _median(buckets, taken[1:]))
 
 
-def _check_recordable(method: Aggregator) -> None:
-    """Require that one rank can stand for all of them."""
+def _needs_others(method: Aggregator) -> bool:
+    """Whether one rank cannot stand for all of them.
+
+    The search for the threshold of a parameter is among the ranks that own parts of it. The rank
+    that records owns no part of most parameters.
+    """
     if not isinstance(method, Bidirectional) or method.selection != "exact":
-        return
-    if isinstance(method.down, Sparsifier) and method.down.per_tensor:
-        # The search for the threshold of a parameter is among the ranks that own parts of it. The
-        # rank that records owns no part of most parameters.
-        raise SpecError(
-            f"{method} cannot be recorded by one rank, because it searches a threshold for each "
-            'parameter: predict it with selection="shard", or with another scope',
-            "selection",
-        )
+        return False
+    return isinstance(method.down, Sparsifier) and method.down.per_tensor
 
 
 class _Flat:
@@ -324,12 +119,10 @@ class _Flat:
         method: Component,
         parameters: Mapping[str, Tensor],
         groups: Sequence[Group] | None,
-        world_size: int,
-        nodes: int,
+        exchange: Taped,
     ) -> None:
-        device = next(iter(parameters.values())).device
-        self.exchange = RecordingExchange(world_size, device)
-        self.averager = averager = Averager(method, self.exchange, parameters, groups)
+        self.exchange = exchange
+        self.averager = averager = Averager(method, exchange, parameters, groups)
         shapes = [averager.shape_of(group) for group in averager.buckets]
         self._reordering = Reordering(shapes if averager.grouped else None)
 
@@ -364,8 +157,8 @@ class _TwoLevels:
     ) -> None:
         device = next(iter(parameters.values())).device
         self._nodes = nodes
-        self._between = RecordingExchange(world_size // nodes, device)
-        self._inside = RecordingExchange(nodes, device, inside=True)
+        self._between = PretendedExchange(world_size // nodes, device)
+        self._inside = PretendedExchange(nodes, device, inside=True)
         pieces = {
             name: Pieces(BucketShape.of((name,), parameters), nodes).like(parameter)
             for name, parameter in parameters.items()
@@ -433,8 +226,8 @@ def record_all_reduce(
             job: Job = ((Call(ALL_REDUCE, shape.nbytes),),)
             submitted.append(Submitted(tuple(names), (job,)))
             continue
-        tape, flat = _Tape(device), torch.zeros(shape.numel, dtype=shape.dtype, device=device)
-        rounds = [_cast(tape, flat, dtype) for _ in range(steps)]
+        flat = torch.zeros(shape.numel, dtype=shape.dtype, device=device)
+        rounds = [_cast(PretendedExchange(1, device), flat, dtype) for _ in range(steps)]
         before, after = (statistics.median(each) for each in zip(*rounds[1:], strict=True))
         reduced = Call(ALL_REDUCE_BF16, shape.numel * dtype.itemsize)
         submitted.append(Submitted(tuple(names), (((reduced, Work(after)),),), before))
@@ -468,7 +261,7 @@ def record_average(
         name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
         for name, p in parameters.items()
     }
-    exchange = RecordingExchange(world_size, next(iter(wide.values())).device)
+    exchange = PretendedExchange(world_size, next(iter(wide.values())).device)
     averager = Averager(method, exchange, wide, groups, merged=False)
     taken = []
     for _ in range(steps):
@@ -490,16 +283,14 @@ def record_average(
     return Recording(str(method), _median([tuple(wide)], taken[1:]))
 
 
-def _cast(tape: _Tape, flat: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+def _cast(alone: Taped, flat: Tensor, dtype: torch.dtype) -> tuple[float, float]:
     """Do the work of PyTorch's hook; return the seconds before and after the all-reduce."""
     activities: list[Activity] = []
     _fill_caches(flat.device)
-    tape.start(activities)
-    narrow = flat.to(dtype).div_(2)
-    tape.end()
-    tape.start(activities)
-    flat.copy_(narrow)
-    tape.end()
+    with alone.recorded(activities):
+        narrow = flat.to(dtype).div_(2)
+    with alone.recorded(activities):
+        flat.copy_(narrow)
     before, after = (a.seconds for a in activities if isinstance(a, Work))
     return before, after
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from torchcomp.checks import check_positive
 from torchcomp.errors import SpecError
+from torchcomp.step_model.activities import Activity, Job, Recording, Work
 from torchcomp.step_model.collectives import Times
 from torchcomp.step_model.compute import Compute
-from torchcomp.step_model.recording import Activity, Job, Recording, Work
 
 _NOTHING = 1e-12
 """Seconds that are rounding errors."""

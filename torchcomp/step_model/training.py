@@ -16,11 +16,11 @@ from torchcomp.errors import SpecError
 from torchcomp.learning_rates import LRFunction
 from torchcomp.schedules import Horizon, Schedule, synchronisations
 from torchcomp.spec import parse, parse_aggregator
+from torchcomp.step_model.activities import Recording
 from torchcomp.step_model.compute import Compute
 from torchcomp.step_model.links import Link
 from torchcomp.step_model.recording import (
     MOST_RANKS,
-    Recording,
     record,
     record_all_reduce,
     record_average,
