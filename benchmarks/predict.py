@@ -77,16 +77,14 @@ _MODELS = {
     1000: ("deep-mlp", "resnet18"),
     10000: ("deep-mlp", "resnet18"),
 }
-# Fast and near, where small models have little to win.
-_NEAR_US, _NEAR_MODELS = 50, ("smallcnn", "mlp")
+# Fast and near links, where small models have little to win: hosts, Mbit/s, microseconds.
+_NEAR = ((2, 1000, 50), (2, 10000, 50), (2, 10000, 10), (4, 1000, 50), (4, 10000, 50))
+_NEAR_MODELS = ("smallcnn", "mlp")
 GRID = (
     *(Setup(hosts, 1, mbit, _MODELS[mbit]) for hosts in (2, 4, 8) for mbit in _MODELS),
     *(Setup(16, 1, mbit, models[:1]) for mbit, models in _MODELS.items()),
     *(Setup(2, 2, mbit, ("deep-mlp",)) for mbit in (100, 1000)),
-    *(
-        Setup(hosts, 1, mbit, _NEAR_MODELS, _NEAR_US)
-        for hosts, mbit in ((2, 1000), (2, 10000), (4, 1000), (4, 10000), (8, 10000))
-    ),
+    *(Setup(hosts, 1, mbit, _NEAR_MODELS, delay) for hosts, mbit, delay in _NEAR),
 )
 QUICK = (Setup(2, 1, 100, ("smallcnn",)),)
 
