@@ -107,7 +107,17 @@ def test_some_kinds_only():
     assert list(measured.points) == [ALL_TO_ALL]
 
 
-@pytest.mark.parametrize("bad", [{"seconds": 0}, {"seconds": "1"}, {"kinds": ["send"]}])
+def test_the_time_of_the_host_is_at_least_that_of_the_process():
+    def body(exchange):
+        return measure_collectives(exchange, seconds=0.05, kinds=[ALL_REDUCE], host_ranks=1)
+
+    (measured,) = run_in_process(1, body)
+    assert all(0 < point.cpu <= point.seconds for point in measured.points[ALL_REDUCE])
+
+
+@pytest.mark.parametrize(
+    "bad", [{"host_ranks": 0}, {"seconds": 0}, {"seconds": "1"}, {"kinds": ["send"]}]
+)
 def test_bad_arguments_are_refused(bad):
     with pytest.raises(SpecError):
         run_in_process(1, lambda exchange: measure_collectives(exchange, **bad))
