@@ -45,7 +45,7 @@ LAYERS = [
     {"hooks", "time_model", "algorithms"},
     {"ddp", "fsdp", "batchnorm"},
     {"register"},
-    {"plan", "comparison", "named_models"},
+    {"plan", "comparison", "named_models", "step_model"},
     {"explain", "catalogue", "local_sgd", "jointspar"},
     {"__init__"},
     {"__main__", "integrations"},

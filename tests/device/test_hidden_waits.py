@@ -30,6 +30,8 @@ OUTSIDE = (
     ),
     # Checkpoints and simulations.
     *("checkpoint.py", "redistribution.py", "per_rank.py", "gathering.py", "algorithms/"),
+    # Measures and predicts, before training.
+    "step_model/",
     # NumPy.
     "jointspar/bandit.py",
 )
