@@ -1,0 +1,99 @@
+"""Verdict: whether training waits for the network, and what would help.
+
+Its rows are measured, or predicted by a model of the step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchcomp.doctor.phases import NO_EXCHANGE, PLAIN, StepTimes
+
+NOTHING, LITTLE = 0.10, 0.25
+"""Shares of a step that wait for gradients: below the first nothing can be won, below the second
+little."""
+
+NETWORK, PARTLY, COMPUTE = "network-bound", "partly network-bound", "compute-bound"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The step time of one method.
+
+    Attributes:
+        method: its spec or name.
+        seconds: of a step.
+        low: with the interval from `low`...
+        high: ... to `high`: quartiles if measured, the error of the model if predicted.
+        measured: whether it was measured, not predicted.
+        caveat: what else to know, or "".
+    """
+
+    method: str
+    seconds: float
+    low: float
+    high: float
+    measured: bool
+    caveat: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the steps show.
+
+    Attributes:
+        bound: "network-bound", "partly network-bound" or "compute-bound".
+        waiting: share of a step of plain DDP that waits for gradients.
+        rows: the methods, measured ones first.
+        advice: what to do, as a sentence.
+    """
+
+    bound: str
+    waiting: float
+    rows: tuple[Row, ...]
+    advice: str
+
+
+def measured_rows(ranks: Sequence[Sequence[StepTimes]]) -> list[Row]:
+    """Return a row for each mode, from the times of all ranks.
+
+    The slowest rank counts: without an exchange, the others do not wait for it.
+    """
+    rows = []
+    for times in zip(*ranks, strict=True):
+        slowest = max(times, key=lambda each: each.median)
+        ordered = sorted(slowest.seconds)
+        low, high = ordered[len(ordered) // 4], ordered[(3 * len(ordered) - 1) // 4]
+        rows.append(Row(slowest.mode, slowest.median, low, high, measured=True))
+    return rows
+
+
+def judge(measured: Sequence[Row], predicted: Sequence[Row] = ()) -> Verdict:
+    """Return the verdict on measured steps.
+
+    Args:
+        measured: rows of all :data:`.MODES`.
+        predicted: rows of other methods, from a model of the step.
+    """
+    seconds = {row.method: row.seconds for row in measured}
+    ddp, floor = seconds[PLAIN], seconds[NO_EXCHANGE]
+    waiting = max(0.0, 1 - floor / ddp)
+    rows = (*measured, *sorted(predicted, key=lambda row: row.seconds))
+    others = [row for row in rows if row.method not in (PLAIN, NO_EXCHANGE)]
+    best = min(others, key=lambda row: row.seconds)
+    if waiting < NOTHING:
+        advice = "Nothing to win: keep plain DDP."
+        return Verdict(COMPUTE, waiting, rows, advice)
+    advice = f"Without any exchange it would be {ddp / floor:.1f}x faster."
+    if best.seconds > 0.95 * ddp:
+        advice += f" {best.method} is not faster than plain DDP."
+    else:
+        advice += f" {best.method} is {ddp / best.seconds:.1f}x faster."
+    if not predicted and waiting >= LITTLE:
+        advice += " Try the methods of docs/choosing.md, which send less."
+    return Verdict(NETWORK if waiting >= LITTLE else PARTLY, waiting, rows, advice)
+
+
+def speedup(row: Row, rows: Sequence[Row]) -> float:
+    """Return how many times faster than plain DDP a row is."""
+    plain = next(each for each in rows if each.method == PLAIN)
+    return plain.seconds / row.seconds
