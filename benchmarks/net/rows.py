@@ -23,6 +23,8 @@ SOAK = [*_COMMON, "part", "method", "ranks", "steps", "step_ms", "seconds"]
 SOAK += ["swaps", "loads", "samples"]
 SOAK += ["resident_mib", "growth_kib", "trend", "descriptors", "threads", "equal", "lost", "unsent"]
 SOAK += ["passed"]
+DOCTOR = [*_COMMON, "case", "kind", "ranks", "mbit", "expected", "found", "status"]
+DOCTOR += ["doctor_s", "job_s", "load", "passed"]
 MUTATIONS = [*_COMMON, "part", "seed", "cases", "problems", "slowest_ms", "results", "seconds"]
 MUTATIONS += ["passed"]
 

@@ -59,7 +59,8 @@ def _print(results: Results, path: str | None) -> None:
 def _print_error(error: NotMeasured, path: str | None) -> None:
     if path is not None:
         _write(json.dumps({"schema": SCHEMA, "status": NOT_MEASURED, "error": str(error)}), path)
-    print(wrapped("", f"torchcomp: {error}"), file=sys.stderr, flush=True)
+    # In one piece, because other ranks write at the same time.
+    sys.stderr.write(wrapped("", f"torchcomp: {error}") + "\n")
 
 
 def _write(content: str, path: str) -> None:

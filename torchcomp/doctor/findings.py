@@ -56,28 +56,46 @@ class Finding:
 
 
 def of_connections(failed: Sequence[Unreachable]) -> list[Finding]:
-    """Judge connections that failed, one finding per pair of ranks."""
+    """Judge connections that failed: a finding per pair, or one for a rank that all of them share.
+
+    Args:
+        failed: the connections, each direction by itself.
+    """
     pairs: dict[tuple[int, int], list[Unreachable]] = defaultdict(list)
     for each in failed:
         pairs[min(each.source, each.target), max(each.source, each.target)].append(each)
-    return [_unreachable(pair, ways) for pair, ways in sorted(pairs.items())]
+    shared = set.intersection(*map(set, pairs)) if len(pairs) > 1 else set[int]()
+    if shared:
+        return [_unreachable(tuple(shared), "the other ranks", list(failed))]
+    return [
+        _unreachable((one, other), f"rank {other}", ways)
+        for (one, other), ways in sorted(pairs.items())
+    ]
 
 
-def _unreachable(pair: tuple[int, int], ways: list[Unreachable]) -> Finding:
-    tries = "; ".join(
+def _unreachable(ranks: tuple[int, ...], others: str, ways: Sequence[Unreachable]) -> Finding:
+    tries = [
         f"rank {way.source} to rank {way.target} at {way.address}: {way.reason}" for way in ways
-    )
-    if any(way.host_answers for way in ways) or len(ways) == 1:
-        code, what = "blocked-port", "a port is blocked between"
+    ]
+    both_ways = len({(way.target, way.source) for way in ways} & {*map(_ends, ways)})
+    if any(way.host_answers for way in ways):
+        code, what = "blocked-port", "a port is blocked"
         advice = "the host answers, so a firewall blocks ports: open all TCP ports between nodes"
-        if not any(way.host_answers for way in ways):
-            advice = "the other direction works, so a firewall or a route blocks this one"
+    elif not both_ways:
+        code, what = "blocked-port", "one direction is blocked"
+        advice = "the other direction works, so a firewall or a route blocks this one"
     else:
-        code, what = "dead-link", "no connection between"
-        advice = "check the cable, the route and the firewall between these two"
+        code, what = "dead-link", "there is no connection"
+        advice = "check the cables, the routes and the firewall between them"
     if any(way.address.startswith("127.") for way in ways):
         advice = "that address is the host's own: set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
-    return Finding(code, pair, f"{what} rank {pair[0]} and rank {pair[1]} ({tries})", advice, True)
+    more = f"; and {len(tries) - 4} more" if len(tries) > 4 else ""
+    text = f"{what} between rank {ranks[0]} and {others} ({'; '.join(tries[:4])}{more})"
+    return Finding(code, ranks, text, advice, True)
+
+
+def _ends(way: Unreachable) -> tuple[int, int]:
+    return way.source, way.target
 
 
 def of_facts(facts: Sequence[Facts]) -> list[Finding]:

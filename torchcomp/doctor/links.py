@@ -42,13 +42,13 @@ class Link:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second, from the size with the best one."""
+        """Bytes per second, from the largest message: a burst can let smaller ones pass."""
+        if not self.points:
+            return 0.0
+        nbytes, seconds = self.points[-1]
         # Without the round trip of an empty message, but at most twice as fast as with it: the
         # difference of two nearly equal times is noise.
-        return max(
-            (n / max(seconds - self.round_trip, seconds / 2) for n, seconds in self.points),
-            default=0.0,
-        )
+        return nbytes / max(seconds - self.round_trip, seconds / 2)
 
     def better_of(self, other: "Link") -> "Link":
         """Return the faster one of two measurements of the same link, part by part."""

@@ -36,7 +36,8 @@ MODES = tuple(_HOOKS)
 WARM_UP = 3
 """Steps before the first one that counts: DDP rebuilds its buckets after the first."""
 
-_ROUNDS, _MOST_STEPS = 3, 20
+_ROUNDS = 3
+_FIRST_STEPS, _MOST_STEPS = 3, 20  # of a mode, in the first and in later rounds
 
 
 class Finished(BaseException):
@@ -117,9 +118,10 @@ class Phases:
         if missing:
             raise NotMeasured(
                 f"the training loop ended after {self.steps} steps with gradients, before "
-                f"{', '.join(missing)} could be measured: let it run for at least "
-                f"{WARM_UP + len(self.modes) * (1 + _MOST_STEPS)} steps, and wrap the model in "
-                "DistributedDataParallel"
+                f"{missing[0]!r} could be measured: let it run for at least "
+                f"{WARM_UP + len(self.modes) * (1 + _FIRST_STEPS)} steps, with a model in "
+                "DistributedDataParallel",
+                speaker=0,
             )
         return [StepTimes(mode, tuple(self.seconds[mode])) for mode in self.modes]
 
@@ -147,7 +149,8 @@ class Phases:
 
     def _affordable(self, seconds: float) -> int:
         share = self.budget / _ROUNDS / len(self.modes)
-        return max(1, min(_MOST_STEPS, int(share / max(seconds, 1e-6))))
+        most = _MOST_STEPS if len(self.seconds) == len(self.modes) else _FIRST_STEPS
+        return max(1, min(most, int(share / max(seconds, 1e-6))))
 
     def _agreed(self, value: int) -> int:
         """Return the value of rank 0."""

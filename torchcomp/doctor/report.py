@@ -194,7 +194,8 @@ def _findings(results: Results) -> Iterator[str]:
 
 
 def _sentence(finding: Finding) -> str:
-    return f"[{finding.code}] {finding.text}. {finding.advice.capitalize()}."
+    advice = finding.advice[0].upper() + finding.advice[1:]
+    return f"[{finding.code}] {finding.text}. {advice}."
 
 
 def _verdict(results: Results) -> Iterator[str]:

@@ -13,6 +13,8 @@ NOTHING, LITTLE = 0.10, 0.25
 little."""
 
 NETWORK, PARTLY, COMPUTE = "network-bound", "partly network-bound", "compute-bound"
+UNCLEAR = "unclear"
+"""The steps vary by more than the exchange takes."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Verdict:
     """What the steps show.
 
     Attributes:
-        bound: "network-bound", "partly network-bound" or "compute-bound".
+        bound: "network-bound", "partly network-bound", "compute-bound" or "unclear".
         waiting: share of a step of plain DDP that waits for gradients.
         rows: the methods, measured ones first.
         advice: what to do, as a sentence.
@@ -74,8 +76,8 @@ def judge(measured: Sequence[Row], predicted: Sequence[Row] = ()) -> Verdict:
         measured: rows of all :data:`.MODES`.
         predicted: rows of other methods, from a model of the step.
     """
-    seconds = {row.method: row.seconds for row in measured}
-    ddp, floor = seconds[PLAIN], seconds[NO_EXCHANGE]
+    by_name = {row.method: row for row in measured}
+    ddp, floor = by_name[PLAIN].seconds, by_name[NO_EXCHANGE].seconds
     waiting = max(0.0, 1 - floor / ddp)
     rows = (*measured, *sorted(predicted, key=lambda row: row.seconds))
     others = [row for row in rows if row.method not in (PLAIN, NO_EXCHANGE)]
@@ -83,6 +85,9 @@ def judge(measured: Sequence[Row], predicted: Sequence[Row] = ()) -> Verdict:
     if waiting < NOTHING:
         advice = "Nothing to win: keep plain DDP."
         return Verdict(COMPUTE, waiting, rows, advice)
+    if by_name[NO_EXCHANGE].high > by_name[PLAIN].low:
+        advice = "The steps vary too much to say: end other programs, or raise --seconds."
+        return Verdict(UNCLEAR, waiting, rows, advice)
     advice = f"Without any exchange it would be {ddp / floor:.1f}x faster."
     if best.seconds > 0.95 * ddp:
         advice += f" {best.method} is not faster than plain DDP."

@@ -19,12 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.doctor.job import Job, NotMeasured
 from torchcomp.doctor.phases import Finished, Phases, every_model
-from torchcomp.errors import SpecError
+from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.named_models import build_named
 
 _LAYER = 1_000_000  # parameters of a layer of the synthetic model
 _MOST_LAYERS = 100
 _IMAGE = (3, 224, 224)
+_HOOK = ". doctor has a hook of its own: run the script without torchcomp or another hook"
 
 
 def materialized(model: nn.Module, device: torch.device) -> nn.Module:
@@ -147,7 +148,8 @@ def run_script(words: Sequence[str], phases: Phases) -> None:
         if stop.code not in (None, 0):
             raise NotMeasured(f"{rest[0]} ended with exit status {stop.code}") from None
     except Exception as error:
-        raise NotMeasured(f"{rest[0]} raised {type(error).__name__}: {error}") from error
+        hint = _HOOK if isinstance(error, UnsupportedModelError) else ""
+        raise NotMeasured(f"{rest[0]} raised {type(error).__name__}: {error}{hint}") from error
     finally:
         sys.argv, sys.path[0] = before
         # A DDP model that outlives its group can make gloo abort.
