@@ -36,7 +36,6 @@ from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.step_model import CollectiveTimes, measure_collectives
 
 _MOST_AGAIN = 24  # pairs that are measured a second and a third time
-_COLLECTIVES_SECONDS = 10.0
 
 
 @dataclass
@@ -168,7 +167,7 @@ def _measure_group(
                 results.findings += findings.of_links(results.nccl_links)
             say("measuring collectives")
             results.collectives = measure_collectives(
-                ProcessGroupExchange(None, job.device), seconds=_COLLECTIVES_SECONDS
+                ProcessGroupExchange(None, job.device), seconds=options.seconds / 2
             )
         if options.model or options.numel:
             _measure_steps(job, options, results, say)

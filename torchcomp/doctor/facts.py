@@ -34,7 +34,7 @@ class Facts:
         threads: threads that torch uses for an operation.
         omp_num_threads: the variable OMP_NUM_THREADS.
         shm_bytes: size of /dev/shm, or -1 if there is none.
-        shm_free: free bytes of it.
+        shm_free: free bytes of it, or -1.
         kernels: "Numba", "Triton" or "plain torch", which encodes the messages.
         address: where other ranks connect to.
         interface: its network interface.
@@ -92,7 +92,7 @@ def _shared_memory() -> tuple[int, int]:
     try:
         found = os.statvfs("/dev/shm")
     except OSError:
-        return -1, 0
+        return -1, -1
     return found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
 
 

@@ -6,7 +6,6 @@ that is lost is named, where ``init_process_group`` would hang.
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -102,19 +101,18 @@ class Job:
 _CPU = torch.device("cpu")
 
 
-def join(backend: str | None, timeout: float, environment: Mapping[str, str] = os.environ) -> Job:
+def join(backend: str | None, timeout: float) -> Job:
     """Find the other ranks, as torchrun's variables describe them; without them, be alone.
 
     Args:
         backend: "gloo" or "nccl"; None takes NCCL if this rank has a GPU.
         timeout: see :class:`Job`.
-        environment: the variables.
 
     Raises:
         SpecError: if this rank lacks the GPU that "nccl" needs.
         NotMeasured: if the store of the job cannot be reached.
     """
-    local_rank = int(environment.get("LOCAL_RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if backend is None:
         backend = "nccl" if torch.cuda.device_count() > local_rank else "gloo"
     elif backend == "nccl" and torch.cuda.device_count() <= local_rank:
@@ -122,16 +120,16 @@ def join(backend: str | None, timeout: float, environment: Mapping[str, str] = o
             f"--backend nccl: local rank {local_rank} has no GPU, this machine has "
             f"{torch.cuda.device_count()}. Start fewer ranks per node, or take --backend gloo"
         )
-    rank, world_size = int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1"))
-    node = int(environment.get("GROUP_RANK", "0"))
-    store = _store(rank, world_size, timeout, environment)
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    node = int(os.environ.get("GROUP_RANK", "0"))
+    store = _store(rank, world_size, timeout)
     return Job(rank, world_size, local_rank, node, backend, timeout, store)
 
 
-def _store(rank: int, world_size: int, timeout: float, environment: Mapping[str, str]) -> Store:
+def _store(rank: int, world_size: int, timeout: float) -> Store:
     if world_size == 1:
         return HashStore()
-    address = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         limit = timedelta(seconds=4 * timeout)
         store, *_ = next(iter(rendezvous("env://", rank, world_size, timeout=limit)))

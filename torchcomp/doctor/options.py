@@ -30,7 +30,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add("--numel", type=whole(1), metavar="N", help="parameters of a model that only waits")
     help_text = "compute time of its step, as you measured it"
     add("--step-ms", type=seconds, metavar="MS", help=help_text)
-    help_text = "about how long the steps may take in all (default: 20)"
+    help_text = "about how long to take steps; the collectives get half of it (default: 20)"
     add("--seconds", type=seconds, default=20.0, help=help_text)
     help_text = (
         "run your own script for some steps: FILE or -m MODULE, and its arguments; the last "

@@ -113,13 +113,16 @@ class Connections:
                 threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
 
     def _greet(self, connection: socket.socket) -> None:
-        with suppress(OSError):
+        try:
             connection.settimeout(self.job.timeout)
             magic, rank = _HELLO.unpack(_exactly(connection, _HELLO.size))
-            if magic == _MAGIC:
-                _exactly(connection, len(_PAYLOAD))
-                self.incoming[rank] = connection
-                connection.sendall(_ACK)
+            if magic != _MAGIC:
+                raise ConnectionResetError("another program")
+            _exactly(connection, len(_PAYLOAD))
+            self.incoming[rank] = connection
+            connection.sendall(_ACK)
+        except OSError:
+            connection.close()  # the rank that connects reports it
 
     def _explained(self, target: int, place: tuple[str, int], error: OSError) -> Unreachable:
         seconds = _SHARE * self.job.timeout
