@@ -24,7 +24,7 @@ LATE_LINK, LATE_SECONDS = 4.0, 1e-3
 """The same for its latency, which also must be this many seconds longer."""
 
 SLOW_RANK = 1.3
-"""A rank is slow if it takes this many times as long, at its best, as the others at their worst."""
+"""A rank is slow if the best quarter of its times is this many times the worst of the others'."""
 
 TCP_FASTEST = 2e9
 """Bytes per second above which a core, not the link, sets the pace of a TCP connection."""
@@ -159,12 +159,11 @@ def of_speeds(speeds: Sequence[Speed]) -> list[Finding]:
     """Judge how fast the ranks compute."""
     found = []
     for rank, speed in enumerate(speeds):
-        others = [max(each.seconds) for other, each in enumerate(speeds) if other != rank]
-        usual = [each.best for other, each in enumerate(speeds) if other != rank]
+        others = [each for other, each in enumerate(speeds) if other != rank]
         # At its best against the others at their worst, so that noise is not found.
-        if not others or speed.best < SLOW_RANK * statistics.median(others):
+        if not others or speed.low < SLOW_RANK * statistics.median(each.high for each in others):
             continue
-        factor = statistics.median(speed.seconds) / statistics.median(usual)
+        factor = speed.median / statistics.median(each.median for each in others)
         text = f"rank {rank} computes {factor:.1f}x slower than the others"
         advice = "it ran all the time: compare its clock rate, temperature and power limit"
         if speed.busy < 0.8:

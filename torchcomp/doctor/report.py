@@ -139,15 +139,13 @@ def _by_size(links: Sequence[Link]) -> Iterator[str]:
 def _ranks(results: Results) -> Iterator[str]:
     if not results.speeds:
         return
-    best = [speed.best for speed in results.speeds]
-    slowest = max(range(len(best)), key=best.__getitem__)
+    times = [speed.median for speed in results.speeds]
+    slowest = max(range(len(times)), key=times.__getitem__)
+    factor = times[slowest] / statistics.median(times)
+    busy = f"{results.speeds[slowest].busy:.0%} of the time"
     yield "computing at the same time"
-    usual = statistics.median(best)
-    yield wrapped(
-        "  ",
-        f"slowest: rank {slowest}, {best[slowest] / usual:.2f}x the median of all ranks, on a core "
-        f"for {results.speeds[slowest].busy:.0%} of the time",
-    )
+    yield f"  slowest: rank {slowest}, {factor:.2f}x the time of the median rank; it had a core for"
+    yield f"  {busy}"
 
 
 def _collectives(results: Results) -> Iterator[str]:

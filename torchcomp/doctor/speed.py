@@ -1,5 +1,6 @@
 """Speed: how fast each rank computes, all of them at the same time."""
 
+import statistics
 import time
 from dataclasses import dataclass
 
@@ -25,9 +26,19 @@ class Speed:
     busy: float
 
     @property
-    def best(self) -> float:
-        """Seconds of the fastest window."""
-        return min(self.seconds)
+    def median(self) -> float:
+        """Seconds of a window."""
+        return statistics.median(self.seconds)
+
+    @property
+    def low(self) -> float:
+        """Seconds that a quarter of the windows do not exceed."""
+        return sorted(self.seconds)[len(self.seconds) // 4]
+
+    @property
+    def high(self) -> float:
+        """Seconds that three quarters of the windows do not exceed."""
+        return sorted(self.seconds)[(3 * len(self.seconds) - 1) // 4]
 
     def with_windows_of(self, other: "Speed") -> "Speed":
         """Return both measurements as one."""
