@@ -25,7 +25,7 @@ FACTS = Facts(
     interface="eth0",
     mtu=1500,
 )
-SIZE = 2**20
+SIZE = 2**24
 
 
 def link(source, target, mbytes=100.0, *, trip=1e-4, inside=False, error=""):
