@@ -17,17 +17,17 @@ from torchcomp.doctor.verdict import Row, judge, measured_rows
 from torchcomp.step_model import KINDS, CollectiveTimes, Point
 
 
-def rows(floor, ddp, bf16, spread=0.0):
+def rows(floor, ddp, bf16, spread=0.0, steps=9):
     seconds = {NO_EXCHANGE: floor, PLAIN: ddp, BF16: bf16}
     return [
-        Row(mode, seconds[mode], seconds[mode] - spread, seconds[mode] + spread, measured=True)
+        Row(mode, seconds[mode], seconds[mode] - spread, seconds[mode] + spread, steps)
         for mode in MODES
     ]
 
 
 PREDICTED = [
-    Row("ef(topk(0.01))", 0.02, 0.018, 0.022, measured=False, caveat="may lose accuracy"),
-    Row("a_method_with_a_name(of_more_than_forty=characters)", 0.01, 0.0, 0.1, measured=False),
+    Row("ef(topk(0.01))", 0.02, 0.018, 0.022, 0, caveat="may lose accuracy"),
+    Row("a_method_with_a_name(of_more_than_forty=characters)", 0.01, 0.0, 0.1, 0),
 ]
 
 
@@ -60,12 +60,17 @@ def test_steps_that_vary_by_more_than_the_exchange_give_no_verdict():
     assert judge(rows(0.1, 0.2, 0.2, spread=0.06)).bound == "unclear"
     assert judge(rows(0.1, 0.2, 0.2, spread=0.04)).bound == "network-bound"
     assert judge(rows(0.1, 0.1, 0.1, spread=0.04)).bound == "compute-bound"
+    # One step does not show how they vary.
+    assert judge(rows(0.1, 0.14, 0.14, steps=1)).bound == "unclear"
+    assert judge(rows(0.1, 0.2, 0.2, steps=1)).bound == "network-bound"
+    # Nothing can be faster than no exchange.
+    assert judge(rows(0.1, 0.2, 0.08)).bound == "unclear"
 
 
 def test_the_slowest_rank_gives_the_row():
     ranks = [[StepTimes(PLAIN, (1.0, 2.0, 3.0))], [StepTimes(PLAIN, (1.0, 5.0, 9.0, 5.0))]]
-    assert measured_rows(ranks) == [Row(PLAIN, 5.0, 5.0, 5.0, measured=True)]
-    assert measured_rows([[StepTimes(PLAIN, (4.0,))]]) == [Row(PLAIN, 4.0, 4.0, 4.0, measured=True)]
+    assert measured_rows(ranks) == [Row(PLAIN, 5.0, 5.0, 5.0, 4)]
+    assert measured_rows([[StepTimes(PLAIN, (4.0,))]]) == [Row(PLAIN, 4.0, 4.0, 4.0, 1)]
 
 
 # --- Report ---------------------------------------------------------------------------------------

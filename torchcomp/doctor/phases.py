@@ -10,7 +10,7 @@ gradient, the optimizer and the loader.
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,10 +87,9 @@ class Phases:
     def __post_init__(self) -> None:
         self.mode = PLAIN if PLAIN in self.modes else self.modes[0]
         self._marks: list[Any] = []
-        self._left = WARM_UP
-        self._measures = False
-        self._visits = 0
-        self._began = time.monotonic()
+        self._agreements = 0
+        self._plan = self._planned()
+        self._left = next(self._plan)
 
     def attach(self, model: DistributedDataParallel) -> None:
         """Measure the steps of a model from now on; the second model follows the first one."""
@@ -106,7 +105,12 @@ class Phases:
         self._marks.append(_mark(self.job.device))
         self._left -= 1
         if self._left == 0:
-            self._next()
+            seconds = _differences(self._marks, self.job.device)
+            self._marks = self._marks[-1:]
+            try:
+                self._left = self._plan.send(seconds)
+            except StopIteration:
+                self.finished = True
 
     def results(self) -> list[StepTimes]:
         """Return the times of each mode.
@@ -125,36 +129,28 @@ class Phases:
             )
         return [StepTimes(mode, tuple(self.seconds[mode])) for mode in self.modes]
 
-    def _next(self) -> None:
-        """Measure the mode whose first step is over, or begin the next mode."""
-        seconds = _differences(self._marks, self.job.device)
-        self._marks = self._marks[-1:]
-        if self._measures:
-            self.seconds.setdefault(self.mode, []).extend(seconds)
-        visit, warm = divmod(self._visits, 2)
-        self._visits += 1
-        if warm:
-            self._measures, self._left = True, self._agreed(self._affordable(seconds[-1]))
-            return
-        done = visit >= _ROUNDS * len(self.modes)
-        complete = visit and visit % len(self.modes) == 0
-        late = time.monotonic() - self._began > self.budget
-        if self._agreed(int(done or bool(complete and late))):
-            self.finished = True
-            self._left = 0
-            return
-        self.mode = self.modes[visit % len(self.modes)]
-        # The first step of a mode contains the exchange of the last one.
-        self._measures, self._left = False, 1
-
-    def _affordable(self, seconds: float) -> int:
+    def _planned(self) -> Generator[int, list[float], None]:
+        """Yield how many steps to take next, and receive the seconds of each."""
+        began = time.monotonic()
         share = self.budget / _ROUNDS / len(self.modes)
-        most = _MOST_STEPS if len(self.seconds) == len(self.modes) else _FIRST_STEPS
-        return max(1, min(most, int(share / max(seconds, 1e-6))))
+        yield WARM_UP
+        for most in (_FIRST_STEPS, *[_MOST_STEPS] * (_ROUNDS - 1)):
+            for mode in self.modes:
+                self.mode = mode
+                # This one contains the exchange of the last step before it.
+                yield 1
+                seconds = yield 1
+                more = self._agreed(min(most, int(share / max(seconds[0], 1e-6))) - 1)
+                if more > 0:
+                    seconds += yield more
+                self.seconds.setdefault(mode, []).extend(seconds)
+            if self._agreed(int(time.monotonic() - began > self.budget)):
+                return
 
     def _agreed(self, value: int) -> int:
         """Return the value of rank 0."""
-        key = f"phases/{self._visits}"
+        self._agreements += 1
+        key = f"phases/{self._agreements}"
         if self.job.rank == 0:
             self.job.store.set(key, str(value))
         return int(self.job.store.get(key))

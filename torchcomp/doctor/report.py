@@ -133,7 +133,7 @@ def _by_size(links: Sequence[Link]) -> Iterator[str]:
         for nbytes, rates in by_size.items()
         if nbytes in _SHOWN_SIZES and len(rates) == len(links)
     ]
-    yield wrapped("    ", f"with the answer, by size: {', '.join(shown)}")
+    yield wrapped("    ", f"by size, with the answer: {', '.join(shown)}")
 
 
 def _ranks(results: Results) -> Iterator[str]:
@@ -142,10 +142,9 @@ def _ranks(results: Results) -> Iterator[str]:
     times = [speed.median for speed in results.speeds]
     slowest = max(range(len(times)), key=times.__getitem__)
     factor = times[slowest] / statistics.median(times)
-    busy = f"{results.speeds[slowest].busy:.0%} of the time"
+    busy = f"it had a core for {results.speeds[slowest].busy:.0%} of the time"
     yield "computing at the same time"
-    yield f"  slowest: rank {slowest}, {factor:.2f}x the time of the median rank; it had a core for"
-    yield f"  {busy}"
+    yield wrapped("  ", f"slowest: rank {slowest}, {factor:.2f}x the median rank's time; {busy}")
 
 
 def _collectives(results: Results) -> Iterator[str]:
@@ -165,16 +164,17 @@ def _steps(results: Results) -> Iterator[str]:
         return
     yield wrapped("", f"training step: {results.workload}")
     rows = results.verdict.rows if results.verdict else results.rows
-    yield f"  {'':<40}{'step':>10}{'from':>10}{'to':>10}{'speed':>7}"
+    heads = ("step", "from", "to")
+    yield f"  {'':<36}{'steps':>5}" + "".join(f"{head:>9}" for head in heads) + f"{'speed':>8}"
     for row in rows:
         faster = f"{speedup(row, rows):.2f}x" if results.verdict else ""
-        numbers = "".join(f"{duration(each):>10}" for each in (row.seconds, row.low, row.high))
-        name = row.method if row.measured else f"{row.method}, predicted"
+        numbers = "".join(f"{duration(each):>9}" for each in (row.seconds, row.low, row.high))
+        name = row.method if row.steps else f"{row.method}, predicted"
         # A long spec gets a line of its own.
-        if len(name) > 39:
+        if len(name) > 35:
             yield f"  {name}"
             name = ""
-        yield f"  {name:<40}{numbers}{faster:>7}".rstrip()
+        yield f"  {name:<36}{row.steps or '-':>5}{numbers}{faster:>8}".rstrip()
         if row.caveat:
             yield wrapped("    ", row.caveat)
 

@@ -17,6 +17,9 @@ UNCLEAR = "unclear"
 """The steps vary by more than the exchange takes."""
 
 
+_FEW, _VARIATION = 3, 0.2
+
+
 @dataclass(frozen=True)
 class Row:
     """The step time of one method.
@@ -26,7 +29,7 @@ class Row:
         seconds: of a step.
         low: with the interval from `low`...
         high: ... to `high`: quartiles if measured, the error of the model if predicted.
-        measured: whether it was measured, not predicted.
+        steps: how many steps were measured; 0 if it is predicted.
         caveat: what else to know, or "".
     """
 
@@ -34,8 +37,15 @@ class Row:
     seconds: float
     low: float
     high: float
-    measured: bool
+    steps: int
     caveat: str = ""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Between what the step may take: a few steps do not show how they vary."""
+        if 0 < self.steps < _FEW:
+            return self.seconds * (1 - _VARIATION), self.seconds * (1 + _VARIATION)
+        return self.low, self.high
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,7 @@ def measured_rows(ranks: Sequence[Sequence[StepTimes]]) -> list[Row]:
         slowest = max(times, key=lambda each: each.median)
         ordered = sorted(slowest.seconds)
         low, high = ordered[len(ordered) // 4], ordered[(3 * len(ordered) - 1) // 4]
-        rows.append(Row(slowest.mode, slowest.median, low, high, measured=True))
+        rows.append(Row(slowest.mode, slowest.median, low, high, len(ordered)))
     return rows
 
 
@@ -85,7 +95,9 @@ def judge(measured: Sequence[Row], predicted: Sequence[Row] = ()) -> Verdict:
     if waiting < NOTHING:
         advice = "Nothing to win: keep plain DDP."
         return Verdict(COMPUTE, waiting, rows, advice)
-    if by_name[NO_EXCHANGE].high > by_name[PLAIN].low:
+    overlap = by_name[NO_EXCHANGE].interval[1] > by_name[PLAIN].interval[0]
+    # Nothing is faster than no exchange.
+    if overlap or min(row.seconds for row in measured) < (1 - NOTHING) * floor:
         advice = "The steps vary too much to say: end other programs, or raise --seconds."
         return Verdict(UNCLEAR, waiting, rows, advice)
     advice = f"Without any exchange it would be {ddp / floor:.1f}x faster."
