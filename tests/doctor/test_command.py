@@ -88,6 +88,7 @@ def main():
         raise
     finally:
         print(sys.argv, micro_batches)
+        dist.barrier()
         dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -104,11 +105,12 @@ def test_two_ranks_run_a_script_under_torchrun(tmp_path):
     command = [*torchrun, "--nproc-per-node", "2", *doctor, *script]
     environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = run(command, check=False, **environment)
+    assert (tmp_path / "out.json").exists(), done.stderr
     values = json.loads((tmp_path / "out.json").read_text())
     # A busy machine can have a slow rank, but nothing else.
     found = {finding["code"] for finding in values["findings"]}
     assert found <= {"slow-rank"}, done.stdout
-    assert (values["status"], done.returncode) == ((1, 1) if found else (0, 0))
+    assert (values["status"], done.returncode) == ((1, 1) if found else (0, 0)), done.stderr
     assert [row["method"] for row in values["rows"]] == list(MODES)
     assert values["verdict"]["bound"]
     assert len(values["links"]) == 2
