@@ -197,9 +197,8 @@ class Outcome:
         findings = self.found["findings"]
         if not case.code:
             return self.found["status"] == 0 and not findings
-        codes = {finding["code"] for finding in findings}
-        ranks = set.intersection(*(set(finding["ranks"]) for finding in findings), set(case.ranks))
-        return codes == {case.code} and ranks == set(case.ranks)
+        named = {(finding["code"], frozenset(finding["ranks"])) for finding in findings}
+        return named == {(case.code, frozenset(case.ranks))}
 
     def findings(self) -> str:
         """The findings as one text."""
