@@ -4,20 +4,21 @@
 """
 
 import argparse
-import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
 from torchcomp._version import __version__
 from torchcomp.aggregators import Aggregator
 from torchcomp.catalogue import described, listed
-from torchcomp.checks import is_number
 from torchcomp.comparison import MOST_RANKS
+from torchcomp.doctor import add_options as add_options_of_doctor
+from torchcomp.doctor import examine
 from torchcomp.errors import ScheduleError, SpecError
 from torchcomp.explain import explain, refuse_for_methods, refuse_for_schedules
+from torchcomp.flags import number, whole
 from torchcomp.learning_rates import DECAYS, LRFunction, decaying
 from torchcomp.named_models import build_named
 from torchcomp.plan import wrapped
@@ -32,10 +33,10 @@ _OF_LINKS = tuple(field.name for field in fields(Link))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0, or 2 for bad input."""
+    """Run one command and return the exit status: 0, 2 for bad input, or one of doctor's."""
     options = _parser().parse_args(arguments)
     try:
-        print(options.command(options), flush=True)
+        return int(options.command(options))
     except (SpecError, ScheduleError) as error:
         message, *spec_and_caret = f"torchcomp: {error}".split("\n")
         print("\n".join([wrapped("", message), *spec_and_caret]), file=sys.stderr)
@@ -47,11 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _methods(options: argparse.Namespace) -> str:
-    return listed() if options.name is None else described(options.name)
+def _methods(options: argparse.Namespace) -> int:
+    print(listed() if options.name is None else described(options.name), flush=True)
+    return 0
 
 
-def _explain(options: argparse.Namespace) -> str:
+def _explain(options: argparse.Namespace) -> int:
     built = parse(options.spec)
     given = {name: value for name, value in vars(options).items() if value is not None}
     if isinstance(built, Aggregator):
@@ -67,10 +69,11 @@ def _explain(options: argparse.Namespace) -> str:
         size: dict[str, Any] = {"numel": options.numel}
     else:
         size = {"model": build_named(options.model)}
-    return str(explain(built, world_size=options.world_size, **size, **run))
+    print(explain(built, world_size=options.world_size, **size, **run), flush=True)
+    return 0
 
 
-def _plan(options: argparse.Namespace) -> str:
+def _plan(options: argparse.Namespace) -> int:
     if (options.spec is None) == (not options.all):
         raise SpecError("plan needs either a method or --all, the usual ones")
     if options.currency is not None and options.price_per_gb is None:
@@ -97,7 +100,8 @@ def _plan(options: argparse.Namespace) -> str:
     nodes = link.ranks_per_node if options.two_levels else 1
     trainings = [Prediction(each, values, run, nodes=nodes).on(link) for each in built]
     price = {"price_per_gb": options.price_per_gb, "currency": options.currency or "USD"}
-    return table(trainings, run, link, **price)
+    print(table(trainings, run, link, **price), flush=True)
+    return 0
 
 
 def _learning_rate(schedule: Schedule, options: argparse.Namespace) -> LRFunction | None:
@@ -155,6 +159,10 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("plan", help=summary, description=f"{summary}.".capitalize())
     command.set_defaults(command=_plan)
     _add_options_of_plan(command)
+    summary = "measure the ranks of a job, their links and a training step"
+    command = commands.add_parser("doctor", help=summary, description=f"{summary}.".capitalize())
+    command.set_defaults(command=examine)
+    add_options_of_doctor(command)
     return parser
 
 
@@ -164,10 +172,10 @@ def _add_options_of_explain(command: argparse.ArgumentParser) -> None:
     _add_size(command)
     add = command.add_argument_group("for methods").add_argument
     help_text = "ranks of a node, to show the bytes through the network card that they share"
-    add("--nodes", type=_whole(1, MOST_RANKS), metavar="N", help=help_text)
+    add("--nodes", type=whole(1, MOST_RANKS), metavar="N", help=help_text)
     add = command.add_argument_group("for schedules").add_argument
-    add("--total-steps", type=_whole(1), metavar="N", help="optimizer steps of the run (required)")
-    add("--warmup-steps", type=_whole(0), metavar="N", help="steps of warm-up (default: 0)")
+    add("--total-steps", type=whole(1), metavar="N", help="optimizer steps of the run (required)")
+    add("--warmup-steps", type=whole(0), metavar="N", help="steps of warm-up (default: 0)")
     add("--compress", metavar="METHOD", help="method that averages the weights (default: mean)")
     add("--outer", metavar="STEP", help="outer step after each average (default: none)")
     _add_learning_rate(command)
@@ -179,8 +187,8 @@ def _add_options_of_plan(command: argparse.ArgumentParser) -> None:
     add("spec", nargs="?", help=names)
     add("--all", action="store_true", help="compare the usual methods")
     _add_size(command)
-    positive, at_least_0 = _number("above 0"), _number("of at least 0")
-    add("--total-steps", type=_whole(1), required=True, metavar="N", help="optimizer steps")
+    positive, at_least_0 = number("above 0"), number("of at least 0")
+    add("--total-steps", type=whole(1), required=True, metavar="N", help="optimizer steps")
     help_text = "milliseconds of a step of one rank without any exchange"
     add("--step-ms", type=positive, required=True, metavar="MS", help=help_text)
     help_text = "how many times as fast the ranks encode as this machine (default: 1)"
@@ -192,7 +200,7 @@ def _add_options_of_plan(command: argparse.ArgumentParser) -> None:
     add("--gbit", type=positive, required=True, help="Gbit/s of the network card of a node")
     add("--latency-us", type=at_least_0, metavar="US", help="from node to node (default: 30)")
     help_text = "ranks that share a card (default: 1)"
-    add("--ranks-per-node", type=_whole(1, MOST_RANKS), metavar="N", help=help_text)
+    add("--ranks-per-node", type=whole(1, MOST_RANKS), metavar="N", help=help_text)
     help_text = "Gbit/s of a rank inside its node (default: 1000)"
     add("--inside-gbit", type=positive, metavar="GBIT", help=help_text)
     add("--inside-latency-us", type=at_least_0, metavar="US", help="inside a node (default: 5)")
@@ -202,15 +210,15 @@ def _add_options_of_plan(command: argparse.ArgumentParser) -> None:
     add("--overhead-us", type=at_least_0, metavar="US", help=help_text)
     add("--backend", choices=("nccl", "gloo"), help="(default: nccl)")
     add = command.add_argument_group("for schedules").add_argument
-    add("--warmup-steps", type=_whole(0), metavar="N", help="steps of warm-up (default: 0)")
+    add("--warmup-steps", type=whole(0), metavar="N", help="steps of warm-up (default: 0)")
     _add_learning_rate(command)
 
 
 def _add_size(command: argparse.ArgumentParser) -> None:
     add = command.add_mutually_exclusive_group(required=True).add_argument
-    add("--numel", type=_whole(0), metavar="N", help="parameters of the model, such as 25.6e6")
+    add("--numel", type=whole(0), metavar="N", help="parameters of the model, such as 25.6e6")
     add("--model", metavar="NAME", help="torchvision/resnet50, timm/vit_base_patch16_224, ...")
-    ranks = _whole(1, MOST_RANKS)
+    ranks = whole(1, MOST_RANKS)
     command.add_argument(
         "--world-size", type=ranks, required=True, metavar="N", help="number of ranks"
     )
@@ -219,46 +227,10 @@ def _add_size(command: argparse.ArgumentParser) -> None:
 def _add_learning_rate(command: argparse.ArgumentParser) -> None:
     title = "for schedules that depend on the learning rate"
     add = command.add_argument_group(title).add_argument
-    add(
-        "--lr", type=_number("above 0"), help="peak learning rate, at the end of warm-up (required)"
-    )
+    add("--lr", type=number("above 0"), help="peak learning rate, at the end of warm-up (required)")
     add("--decay", choices=DECAYS, help="decay after warm-up (default: cosine)")
     help_text = "learning rate at the end of the run (default: 1e-6)"
-    add("--final-lr", type=_number("of at least 0"), metavar="LR", help=help_text)
-
-
-def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Return a reader of integers with bounds. They can be written as 25.6e6."""
-    bounds = f"of at least {least}" if most is None else f"from {least} to {most:,}"
-
-    def read(text: str) -> int:
-        number = _float(text)
-        if not number.is_integer() or number < least or (most is not None and number > most):
-            problem = f"expected an integer {bounds}, such as 8 or 25.6e6, not {text}"
-            raise argparse.ArgumentTypeError(problem)
-        return int(number)
-
-    return read
-
-
-def _number(bound: str) -> Callable[[str], float]:
-    """Return a reader of finite numbers, "above 0" or "of at least 0"."""
-
-    def read(text: str) -> float:
-        number = _float(text)
-        if not is_number(number) or number < 0 or (number == 0 and bound == "above 0"):
-            raise argparse.ArgumentTypeError(f"expected a finite number {bound}, not {text}")
-        return number
-
-    return read
-
-
-def _float(text: str) -> float:
-    # nan and inf fail is_integer() and is_number().
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+    add("--final-lr", type=number("of at least 0"), metavar="LR", help=help_text)
 
 
 if __name__ == "__main__":
