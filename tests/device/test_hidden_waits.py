@@ -19,6 +19,7 @@ PACKAGE = Path(torchcomp.__file__).parent
 OUTSIDE = (
     # These run before or after training, or on numbers of the host.
     *("__main__.py", "explain.py", "plan.py", "comparison.py", "time_model.py", "named_models.py"),
+    *("doctor/", "flags.py"),
     *(
         "nodes.py",
         "spec.py",
