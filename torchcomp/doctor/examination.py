@@ -27,6 +27,7 @@ from torchcomp.doctor.findings import Finding
 from torchcomp.doctor.job import Job
 from torchcomp.doctor.links import Link, measure_rounds
 from torchcomp.doctor.phases import MODES, NO_EXCHANGE, Phases, StepTimes
+from torchcomp.doctor.prediction import predicted_rows
 from torchcomp.doctor.preflight import Connections
 from torchcomp.doctor.rounds import chosen_pairs, rounds
 from torchcomp.doctor.speed import Speed, measure_speed
@@ -207,8 +208,20 @@ def _measure_steps(
         for each in job.gather("steps", rows)
     ]
     results.rows = measured_rows(ranks)
-    if job.world_size > 1:
-        results.verdict = judge(results.rows)
+    if results.collectives is None:
+        return
+    say("predicting other methods")
+    (alone,) = (row.seconds for row in results.rows if row.method == NO_EXCHANGE)
+    facts = results.facts[job.rank]
+    predicted = predicted_rows(
+        job,
+        phases.parameters,
+        alone,
+        results.collectives,
+        1.0 if job.backend == "nccl" else facts.cores / facts.local_world_size,
+        options.seconds,
+    )
+    results.verdict = judge(results.rows, predicted)
 
 
 @contextmanager

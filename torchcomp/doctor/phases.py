@@ -73,6 +73,7 @@ class Phases:
         seconds: the measured steps of each mode.
         steps: steps so far, measured or not.
         model: the DDP model that counts, the first one; None before there is one.
+        parameters: shapes and dtypes of what it trains, by name.
         finished: whether all is measured.
     """
 
@@ -82,6 +83,7 @@ class Phases:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     steps: int = 0
     model: DistributedDataParallel | None = None
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     finished: bool = False
 
     def __post_init__(self) -> None:
@@ -96,6 +98,8 @@ class Phases:
         counts = self.model is None
         if counts:
             self.model = model
+            trained = ((n, p) for n, p in model.module.named_parameters() if p.requires_grad)
+            self.parameters = {name: torch.empty_like(p, device="meta") for name, p in trained}
         DistributedDataParallel.register_comm_hook(model, _Bucketwise(self, counts), hook)
         model.register_forward_pre_hook(self._stop)
 

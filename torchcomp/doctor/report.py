@@ -26,6 +26,11 @@ HEALTHY, FOUND, NOT_MEASURED = 0, 1, 3
 _SHOWN_SIZES = (2**12, 2**18, 2**22, 2**24)
 _MOST_SHOWN = 20
 
+_PREDICTED = (
+    "predicted: nothing was trained with it. docs/prediction.md has the error, and "
+    "docs/performance.md the effect on the accuracy"
+)
+
 
 def status(results: Results) -> int:
     """Return the exit status."""
@@ -177,6 +182,8 @@ def _steps(results: Results) -> Iterator[str]:
         yield f"  {name:<36}{row.steps or '-':>5}{numbers}{faster:>8}".rstrip()
         if row.caveat:
             yield wrapped("    ", row.caveat)
+    if any(not row.steps for row in rows):
+        yield wrapped("  ", _PREDICTED)
 
 
 def _findings(results: Results) -> Iterator[str]:

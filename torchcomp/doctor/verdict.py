@@ -18,6 +18,7 @@ UNCLEAR = "unclear"
 
 
 _FEW, _VARIATION = 3, 0.2
+_WORTH = 0.95  # of the step of plain DDP: a method that takes more is not worth it
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Row:
         high: ... to `high`: quartiles if measured, the error of the model if predicted.
         steps: how many steps were measured; 0 if it is predicted.
         caveat: what else to know, or "".
+        local: whether these are local steps, which train in another way.
     """
 
     method: str
@@ -39,6 +41,7 @@ class Row:
     high: float
     steps: int
     caveat: str = ""
+    local: bool = False
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -90,8 +93,6 @@ def judge(measured: Sequence[Row], predicted: Sequence[Row] = ()) -> Verdict:
     ddp, floor = by_name[PLAIN].seconds, by_name[NO_EXCHANGE].seconds
     waiting = max(0.0, 1 - floor / ddp)
     rows = (*measured, *sorted(predicted, key=lambda row: row.seconds))
-    others = [row for row in rows if row.method not in (PLAIN, NO_EXCHANGE)]
-    best = min(others, key=lambda row: row.seconds)
     if waiting < NOTHING:
         advice = "Nothing to win: keep plain DDP."
         return Verdict(COMPUTE, waiting, rows, advice)
@@ -101,13 +102,23 @@ def judge(measured: Sequence[Row], predicted: Sequence[Row] = ()) -> Verdict:
         advice = "The steps vary too much to say: end other programs, or raise --seconds."
         return Verdict(UNCLEAR, waiting, rows, advice)
     advice = f"Without any exchange it would be {ddp / floor:.1f}x faster."
-    if best.seconds > 0.95 * ddp:
-        advice += f" {best.method} is not faster than plain DDP."
-    else:
-        advice += f" {best.method} is {ddp / best.seconds:.1f}x faster."
+    advice += f" {_faster(rows, ddp) or 'No method is faster than plain DDP.'}"
     if not predicted and waiting >= LITTLE:
         advice += " Try the methods of docs/choosing.md, which send less."
     return Verdict(NETWORK if waiting >= LITTLE else PARTLY, waiting, rows, advice)
+
+
+def _faster(rows: Sequence[Row], ddp: float) -> str:
+    """Name the fastest method of each kind: measured, predicted, and local steps."""
+    others = [row for row in rows if row.method not in (PLAIN, NO_EXCHANGE)]
+    found = []
+    for steps, local in ((True, False), (False, False), (False, True)):
+        kind = [row for row in others if bool(row.steps) == steps and row.local == local]
+        best = min(kind, key=lambda row: row.seconds, default=None)
+        if best is not None and best.seconds <= _WORTH * ddp:
+            how = "" if steps else " (predicted)"
+            found.append(f"{best.method} is {ddp / best.seconds:.1f}x faster{how}")
+    return "; ".join(found) + "." if found else ""
 
 
 def speedup(row: Row, rows: Sequence[Row]) -> float:

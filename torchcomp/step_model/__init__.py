@@ -24,10 +24,12 @@ from torchcomp.step_model.table import table
 from torchcomp.step_model.training import (
     BF16,
     DDP,
+    MOST_ELEMENTS,
     USUAL,
     Prediction,
     Run,
     Training,
+    random_values,
     values_of,
 )
 
@@ -39,6 +41,7 @@ __all__ = [
     "BF16",
     "DDP",
     "KINDS",
+    "MOST_ELEMENTS",
     "USUAL",
     "CollectiveTimes",
     "Compute",
@@ -53,6 +56,7 @@ __all__ = [
     "Training",
     "measure_collectives",
     "measure_compute",
+    "random_values",
     "record",
     "record_all_reduce",
     "record_average",

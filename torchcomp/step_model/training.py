@@ -1,6 +1,5 @@
 """Training: hours, bytes and price of a whole run, among ranks that one need not have."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -130,18 +129,29 @@ def values_of(
     if model is not None:
         if numel is not None:
             raise SpecError("a prediction needs either numel or model, not both")
-        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        shapes = {name: (tuple(p.shape), p.dtype) for name, p in named.items()}
-    else:
-        check_count("numel", numel, least=0)
-        count = int(numel or 0)
-        # In pieces, as the parameters of a model are: DDP exchanges its buckets one by one.
-        starts = range(0, count, _CHUNK)
-        shapes = {
-            f"part {start}": ((min(_CHUNK, count - start),), torch.float32)
+        return random_values({n: p for n, p in model.named_parameters() if p.requires_grad}, device)
+    check_count("numel", numel, least=0)
+    count = int(numel or 0)
+    # In pieces, as the parameters of a model are: DDP exchanges its buckets one by one.
+    starts = range(0, count, _CHUNK)
+    return random_values(
+        {
+            f"part {start}": torch.empty(min(_CHUNK, count - start), device="meta")
             for start in starts[: MOST_ELEMENTS // _CHUNK + 2]
-        }
-    total = sum(math.prod(shape) for shape, _ in shapes.values())
+        },
+        device,
+    )
+
+
+def random_values(
+    parameters: Mapping[str, Tensor], device: str | torch.device = "cpu"
+) -> dict[str, Tensor]:
+    """Return random numbers with the shapes and dtypes of parameters (also on "meta"), by name.
+
+    Raises:
+        SpecError: if these are too many, or none.
+    """
+    total = sum(parameter.numel() for parameter in parameters.values())
     if not 0 < total <= MOST_ELEMENTS:
         raise SpecError(
             "the exchange of a model is recorded on this machine, which takes up to 40 bytes per "
@@ -149,8 +159,8 @@ def values_of(
         )
     generator = torch.Generator().manual_seed(0)
     return {
-        name: torch.randn(shape, generator=generator).to(device, dtype)
-        for name, (shape, dtype) in shapes.items()
+        name: torch.randn(p.shape, generator=generator).to(device, p.dtype)
+        for name, p in parameters.items()
     }
 
 
