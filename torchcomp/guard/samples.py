@@ -68,6 +68,7 @@ class Samples:
         unsent = self._gradient.to(left.dtype).mul_(law.gradient)
         for name, values in found.items():
             unsent.sub_(values, alpha=law.before[name])
+        unsent.div_(law.after["error"])
         # Not exactly, because of rounding.
         is_sent = (left - unsent).abs_() > _SAME * unsent.abs_()
         is_sent.logical_and_(bucket.flat.index_select(0, at))

@@ -323,7 +323,7 @@ def _norms(flat: Tensor, sizes: Sequence[int], order: float = 2) -> Tensor:
 
 def _has_residual(law: Law | None) -> bool:
     """Whether the law says what the residual is, so that its elements can be followed."""
-    return law is not None and "error" in law.after
+    return law is not None and "error" in law.after and "error" in law.before
 
 
 # Cached, because each step asks.
