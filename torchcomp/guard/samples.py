@@ -15,6 +15,9 @@ from torchcomp.keys import Key
 _MOST = 128
 """Elements that are followed of a parameter, at most."""
 
+_RUN = 8
+"""They are runs of this many neighbours: reading one of them brings the others into the cache."""
+
 _SAME = 0.01
 """Two values are the same up to this relative difference. The residual can have 16 bits."""
 
@@ -138,7 +141,10 @@ def sample(shape: BucketShape, device: torch.device) -> tuple[Tensor, Tensor]:
     for i, (name, size, start) in enumerate(zip(names, sizes, starts, strict=False)):
         # By name alone, so that all ranks and all buckets follow the same elements.
         key = Key(0).of_tensor(name).shared()
-        drawn = torch.from_numpy(key.choice(size, min(size, _MOST), replace=False))
-        at.append(drawn.sort().values + start)
+        drawn = torch.arange(size)
+        if size > _MOST:
+            runs = torch.from_numpy(key.choice(size // _RUN, _MOST // _RUN, replace=False))
+            drawn = (runs.sort().values[:, None] * _RUN + torch.arange(_RUN)).flatten()
+        at.append(drawn + start)
         owner.append(torch.full((len(drawn),), i))
     return host.copy_to(torch.cat(at), device), host.copy_to(torch.cat(owner), device)

@@ -15,6 +15,7 @@ from torchcomp.exchange import Exchange
 from torchcomp.guard.report import Compared, Report, Sums
 from torchcomp.guard.samples import Samples, filled, sample
 from torchcomp.guard.sketch import Sketch
+from torchcomp.guard.windows import Windows, windows
 from torchcomp.profiling import label
 from torchcomp.state import Kind, Slot, State
 
@@ -75,7 +76,9 @@ class Watch:
     def __init__(self, every: int, age: int, exchange: Exchange) -> None:
         self.every, self._age, self.exchange = every, age, exchange
         self.samples = Samples()
-        self._comparing, self._width = False, _WIDTHS[-1]
+        # Number of the comparison that this step makes, or None.
+        self._comparing: int | None = None
+        self._width = _WIDTHS[-1]
         self._eps = 0.0, 0.0  # of the residual's dtype and of the mean's
         self._gradient: Tensor | None = None  # this rank's values of the bucket in flight
         # A row for each parameter of a bucket: two sketches, and the scalars of `Sums`.
@@ -101,8 +104,9 @@ class Watch:
         self._messages.clear()
         self._gradient, self._eps = None, (0.0, 0.0)
         self.samples.begin(ratios)
-        self._comparing = (step + 1) % self.every == 0
-        if self._comparing:
+        number, left = divmod(step + 1, self.every)
+        self._comparing = None if left else number
+        if self._comparing is not None:
             self._width = _width(method, tuple(shapes), self.exchange.world_size, self.every)
 
     def before(self, bucket: Bucket, method: Aggregator) -> None:
@@ -110,8 +114,9 @@ class Watch:
         law, _ = self._parts(method, bucket.shape)
         if _has_residual(law):
             self.samples.before(bucket)
-        if self._comparing:
-            self._gradient = bucket.flat.to(bucket.shape.wide().dtype, copy=True)
+        if self._comparing is not None and filled(bucket.shape)[0]:
+            cut = windows(bucket.shape, self._comparing).cut(bucket.flat)
+            self._gradient = cut.to(bucket.shape.wide().dtype)
 
     @label("guard")
     def after(self, bucket: Bucket, method: Aggregator, state: State) -> None:
@@ -123,10 +128,30 @@ class Watch:
         if law is not None and _has_residual(law):
             before = {name: opened[name][0] for name in law.before if not slots[name].sharded}
             self.samples.follow(bucket, law, before, opened["error"][1])
-        if self._gradient is not None:
+        if self._gradient is not None and self._comparing is not None:
             gradient, self._gradient = self._gradient, None
-            rows = self._compare(bucket, gradient, law, slots, opened, method.per_tensor)
+            part = windows(bucket.shape, self._comparing)
+            terms = set() if law is None else {name for name, _, _ in law.terms()}
+            cut = {
+                name: self._cut(part, bucket.shape, slots[name], both)
+                for name, both in opened.items()
+                if name in terms
+            }
+            rows = self._compare(bucket, part, gradient, law, slots, cut, method.per_tensor)
             self._rows.append((bucket.shape, law, rows))
+
+    def _cut(
+        self, part: Windows, shape: BucketShape, slot: Slot, both: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the windows of a slot before and after the step. A shard is a part of the mean."""
+        ranks, rank = self.exchange.world_size, self.exchange.rank
+        if not slot.sharded:
+            before, after = (part.cut(values) for values in both)
+        else:
+            start = shape.shard(ranks, rank).start
+            # On its owner alone.
+            before, after = (part.place(values, start).mul_(ranks) for values in both)
+        return before, after
 
     def _parts(
         self, method: Aggregator, shape: BucketShape
@@ -136,110 +161,91 @@ class Watch:
     def _compare(
         self,
         bucket: Bucket,
+        part: Windows,
         gradient: Tensor,
         law: Law | None,
         slots: Mapping[str, Slot],
-        opened: Mapping[str, tuple[Tensor, Tensor]],
+        cut: Mapping[str, tuple[Tensor, Tensor]],
         per_tensor: bool,
     ) -> Tensor:
-        """Return what is to be added up over the ranks. Overwrites `gradient`."""
+        """Return what is to be added up over the ranks. Overwrites `gradient`.
+
+        Args:
+            bucket: the mean that the step applies.
+            part: the windows that are compared.
+            gradient: those of this rank's gradient.
+            law: of the method.
+            slots: of the method, by name.
+            cut: the windows of the slots' values before and after the step.
+            per_tensor: whether the method compresses each parameter apart from the others.
+        """
         shape, ranks, device = bucket.shape, self.exchange.world_size, bucket.flat.device
-        means = bucket.flat.to(gradient.dtype)
-        sketch = _sketch(shape, self._width, self.exchange.shard, device)
-        columns = self._columns(shape, gradient, means, slots, opened, per_tensor)
+        means = part.cut(bucket.flat).to(gradient.dtype)
+        factors = part.factors(device)
+        names, _ = filled(shape)
+        sketch = _sketch(names, part.sizes, self._width, self.exchange.shard, means.dtype, device)
+        columns = self._columns(shape, part, gradient, means, slots, cut, per_tensor)
         dense, left = sketch(gradient), sketch.zeros()
         kept = slots["error"].dtype if "error" in slots else shape.dtype
         both = (torch.finfo(kept).eps, torch.finfo(shape.dtype).eps)
         self._eps = max(self._eps[0], both[0]), max(self._eps[1], both[1])
         if law is not None:
-            message = self._message(law, gradient, slots, opened)
-            self._messages.append(message.norm().square())
-            left = sketch(self._left(law, message, means, shape, slots, opened))
-        return torch.cat([dense.float(), left.float(), columns], 1).div_(ranks)
+            message = gradient.mul_(law.gradient)
+            for name, when, factor in law.terms():
+                if not slots[name].sharded:
+                    message.sub_(cut[name][when], alpha=factor)
+            self._messages.append((_norms(message, part.sizes).square() * factors).sum())
+            rest = message.neg_().add_(means)
+            for name, when, factor in law.terms():
+                if slots[name].sharded:
+                    rest.add_(cut[name][when], alpha=factor)
+            left = sketch(rest)
+        # Estimates of whole parameters.
+        sketches = torch.cat([dense, left], 1).float() * factors.sqrt()[:, None]
+        return torch.cat([sketches, columns], 1).div_(ranks)
 
     def _columns(
         self,
         shape: BucketShape,
+        part: Windows,
         gradient: Tensor,
         means: Tensor,
         slots: Mapping[str, Slot],
-        opened: Mapping[str, tuple[Tensor, Tensor]],
+        cut: Mapping[str, tuple[Tensor, Tensor]],
         per_tensor: bool,
     ) -> Tensor:
         """Return the scalars of `Sums` for each parameter."""
-        ranks, device = self.exchange.world_size, means.device
-        (_, sizes), (_, owner) = filled(shape), sample(shape, device)
-        nothing = torch.zeros(len(sizes), device=device)
+        ranks, device, sizes = self.exchange.world_size, means.device, list(part.sizes)
+        _, owner = sample(shape, device)
+        factors, nothing = part.factors(device), torch.zeros(len(sizes), device=device)
         residuals, old, samples, starved = nothing, nothing, nothing, nothing
         age, changed = self.samples.take(shape)
-        for name in opened:
+        for name, (_, after) in cut.items():
             if slots[name].kind is Kind.DEBT:
-                left = self._whole(opened[name][1], slots[name], shape)
-                residuals = residuals + _norms(left, sizes).square()
+                # The square of a shard is averaged over the ranks, of which the others have none.
+                share = ranks if slots[name].sharded else 1
+                residuals = residuals + _norms(after, sizes).square() / share
         if age is not None:
             old = nothing.index_add(0, owner, (age >= self._age).float())
             samples = nothing.index_add(0, owner, torch.ones_like(age, dtype=torch.float32))
-            largest = _norms(opened["error"][1], sizes, math.inf)
+            largest = _norms(cut["error"][1], sizes, math.inf)
             starved = _starved(old, samples, largest, per_tensor).float()
         moved = nothing if changed is None else nothing.index_add(0, owner, changed.float())
-        parts = [torch.split(values, list(sizes)) for values in (gradient, means)]
+        parts = [torch.split(values, sizes) for values in (gradient, means)]
         columns = [
-            torch.stack([torch.dot(*both) for both in zip(*parts, strict=True)]),
-            _norms(means, sizes).square(),
-            _norms(gradient, sizes).square(),
-            residuals,
+            factors * torch.stack([torch.dot(*both) for both in zip(*parts, strict=True)]),
+            factors * _norms(means, sizes).square(),
+            factors * _norms(gradient, sizes).square(),
+            factors * residuals,
             # Counted on each rank, and not averaged like the others.
             starved * ranks,
             moved * ranks,
-            torch.stack([part.count_nonzero() for part in parts[1]]),
-            _numbers(sizes, device),
+            factors * torch.stack([each.count_nonzero() for each in parts[1]]),
+            _numbers(part.whole, device),
             old,
             samples,
         ]
         return torch.stack([column.float() for column in columns], 1)
-
-    def _whole(self, values: Tensor, slot: Slot, shape: BucketShape) -> Tensor:
-        """Return the values of a slot for a whole bucket."""
-        if not slot.sharded:
-            return values
-        # A part of the mean, on its owner alone. Its square is averaged over the ranks.
-        ranks = self.exchange.world_size
-        whole = values.new_zeros(shape.numel)
-        whole[shape.shard(ranks, self.exchange.rank).span].add_(values, alpha=math.sqrt(ranks))
-        return whole
-
-    def _message(
-        self,
-        law: Law,
-        gradient: Tensor,
-        slots: Mapping[str, Slot],
-        opened: Mapping[str, tuple[Tensor, Tensor]],
-    ) -> Tensor:
-        """Return what this rank has sent, decoded, by the law. Overwrites `gradient`."""
-        message = gradient.mul_(law.gradient)
-        for name, when, factor in law.terms():
-            if not slots[name].sharded:
-                message.sub_(opened[name][when], alpha=factor)
-        return message
-
-    def _left(
-        self,
-        law: Law,
-        message: Tensor,
-        means: Tensor,
-        shape: BucketShape,
-        slots: Mapping[str, Slot],
-        opened: Mapping[str, tuple[Tensor, Tensor]],
-    ) -> Tensor:
-        """Return this rank's part of what the law leaves over. Overwrites `message`."""
-        ranks = self.exchange.world_size
-        left = message.neg_().add_(means)
-        for name, when, factor in law.terms():
-            if slots[name].sharded:
-                # A part of the mean, on its owner alone.
-                span = shape.shard(ranks, self.exchange.rank).span
-                left[span].add_(opened[name][when], alpha=factor * ranks)
-        return left
 
     def finish(self) -> Callable[[], Found] | None:
         """Add up over the ranks. All ranks call this at the end of a step.
@@ -353,5 +359,12 @@ def _width(method: Aggregator, shapes: tuple[BucketShape, ...], world_size: int,
 
 
 @lru_cache(maxsize=1024)
-def _sketch(shape: BucketShape, width: int, shard: int, device: torch.device) -> Sketch:
-    return Sketch(*filled(shape), width, shard, shape.wide().dtype, device)
+def _sketch(
+    names: tuple[str, ...],
+    sizes: tuple[int, ...],
+    width: int,
+    shard: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Sketch:
+    return Sketch(names, sizes, width, shard, dtype, device)
