@@ -30,8 +30,8 @@ OUTSIDE = (
     ),
     # Checkpoints and simulations.
     *("checkpoint.py", "redistribution.py", "per_rank.py", "gathering.py", "algorithms/"),
-    # Measures and predicts, before training.
-    "step_model/",
+    # Measure and predict, before training.
+    *("step_model/", "doctor/", "flags.py"),
     # NumPy.
     "jointspar/bandit.py",
 )
