@@ -30,6 +30,7 @@ from torchcomp.redistribution import redistribute
 from torchcomp.register import register
 from torchcomp.spec import parse
 from torchcomp.stats import Stats
+from torchcomp.step_model import Link
 from torchcomp.time_model import TimeModel, WallClock, fit_time_model
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "Handle",
     "InProcessExchange",
     "JointSpar",
+    "Link",
     "LocalSGD",
     "NonFiniteError",
     "PerRank",

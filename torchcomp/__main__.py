@@ -1,9 +1,13 @@
-"""Command line: ``python -m torchcomp explain "ef(topk(0.01))" --numel 25.6e6 --world-size 8``."""
+"""Command line: ``python -m torchcomp explain "ef(topk(0.01))" --numel 25.6e6 --world-size 8``.
+
+``torchcomp plan`` predicts the hours of a whole run as well.
+"""
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, NoReturn
 
 from torchcomp._version import __version__
@@ -20,10 +24,12 @@ from torchcomp.named_models import build_named
 from torchcomp.plan import wrapped
 from torchcomp.schedules import Schedule
 from torchcomp.spec import parse
+from torchcomp.step_model import BF16, DDP, USUAL, Link, Prediction, Run, table, values_of
 
 # Options of explain that apply to schedules only. They default to None: those given show.
 _OF_SCHEDULES = ("total_steps", "warmup_steps", "compress", "outer")
 _OF_LEARNING_RATES = ("lr", "decay", "final_lr")
+_OF_LINKS = tuple(field.name for field in fields(Link))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,6 +70,37 @@ def _explain(options: argparse.Namespace) -> int:
     else:
         size = {"model": build_named(options.model)}
     print(explain(built, world_size=options.world_size, **size, **run), flush=True)
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    if (options.spec is None) == (not options.all):
+        raise SpecError("plan needs either a method or --all, the usual ones")
+    if options.currency is not None and options.price_per_gb is None:
+        raise SpecError("--currency needs --price-per-gb, the price of a gigabyte")
+    specs = USUAL if options.all else (options.spec,)
+    built = [spec if spec in (DDP, BF16) else parse(spec) for spec in specs]
+    schedules = [each for each in built if isinstance(each, Schedule)]
+    given = {name for name, value in vars(options).items() if value is not None}
+    flags = [_flag(name) for name in ("warmup_steps", *_OF_LEARNING_RATES) if name in given]
+    if flags and not schedules:
+        raise SpecError(f"{flags[0]} applies to schedules only, such as 'every(4)': leave it out")
+    lrs = [_learning_rate(schedule, options) for schedule in schedules]
+    run = Run(
+        options.world_size,
+        options.total_steps,
+        options.step_ms / 1e3,
+        warmup_steps=options.warmup_steps or 0,
+        lr=lrs[0] if lrs else None,
+        speedup=options.speedup,
+    )
+    link = Link(**{name: vars(options)[name] for name in _OF_LINKS if name in given})
+    model = None if options.model is None else build_named(options.model)
+    values = values_of(model, options.numel)
+    nodes = link.ranks_per_node if options.two_levels else 1
+    trainings = [Prediction(each, values, run, nodes=nodes).on(link) for each in built]
+    price = {"price_per_gb": options.price_per_gb, "currency": options.currency or "USD"}
+    print(table(trainings, run, link, **price), flush=True)
     return 0
 
 
@@ -122,19 +159,17 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("doctor", help=summary, description=f"{summary}.".capitalize())
     command.set_defaults(command=examine)
     add_options_of_doctor(command)
+    summary = "predict hours, bytes and price of a whole run on a network"
+    command = commands.add_parser("plan", help=summary, description=f"{summary}.".capitalize())
+    command.set_defaults(command=_plan)
+    _add_options_of_plan(command)
     return parser
 
 
 def _add_options_of_explain(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("spec", help='a method, "ef(topk(0.01))", or a schedule, "qsr(alpha=0.0175, h_base=4)"')
-    add = command.add_mutually_exclusive_group(required=True).add_argument
-    add("--numel", type=whole(0), metavar="N", help="parameters of the model, such as 25.6e6")
-    add("--model", metavar="NAME", help="torchvision/resnet50, timm/vit_base_patch16_224, ...")
-    ranks = whole(1, MOST_RANKS)
-    command.add_argument(
-        "--world-size", type=ranks, required=True, metavar="N", help="number of ranks"
-    )
+    _add_size(command)
     add = command.add_argument_group("for methods").add_argument
     help_text = "ranks of a node, to show the bytes through the network card that they share"
     add("--nodes", type=whole(1, MOST_RANKS), metavar="N", help=help_text)
@@ -143,6 +178,53 @@ def _add_options_of_explain(command: argparse.ArgumentParser) -> None:
     add("--warmup-steps", type=whole(0), metavar="N", help="steps of warm-up (default: 0)")
     add("--compress", metavar="METHOD", help="method that averages the weights (default: mean)")
     add("--outer", metavar="STEP", help="outer step after each average (default: none)")
+    _add_learning_rate(command)
+
+
+def _add_options_of_plan(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    names = f'"{DDP}", "{BF16}" (DDP with that hook), a method or a schedule'
+    add("spec", nargs="?", help=names)
+    add("--all", action="store_true", help="compare the usual methods")
+    _add_size(command)
+    positive, at_least_0 = number("above 0"), number("of at least 0")
+    add("--total-steps", type=whole(1), required=True, metavar="N", help="optimizer steps")
+    help_text = "milliseconds of a step of one rank without any exchange"
+    add("--step-ms", type=positive, required=True, metavar="MS", help=help_text)
+    help_text = "how many times as fast the ranks encode as this machine (default: 1)"
+    add("--speedup", type=positive, default=1.0, metavar="N", help=help_text)
+    add("--two-levels", action="store_true", help="as with register(..., nodes=ranks per node)")
+    add("--price-per-gb", type=at_least_0, metavar="PRICE", help="of 10^9 bytes between nodes")
+    add("--currency", metavar="NAME", help="of the price (default: USD)")
+    add = command.add_argument_group("the network").add_argument
+    add("--gbit", type=positive, required=True, help="Gbit/s of the network card of a node")
+    add("--latency-us", type=at_least_0, metavar="US", help="from node to node (default: 30)")
+    help_text = "ranks that share a card (default: 1)"
+    add("--ranks-per-node", type=whole(1, MOST_RANKS), metavar="N", help=help_text)
+    help_text = "Gbit/s of a rank inside its node (default: 1000)"
+    add("--inside-gbit", type=positive, metavar="GBIT", help=help_text)
+    add("--inside-latency-us", type=at_least_0, metavar="US", help="inside a node (default: 5)")
+    help_text = "share of the bandwidth that is reached (default: 0.9)"
+    add("--efficiency", type=positive, metavar="SHARE", help=help_text)
+    help_text = "of each collective, on top (default: 20)"
+    add("--overhead-us", type=at_least_0, metavar="US", help=help_text)
+    add("--backend", choices=("nccl", "gloo"), help="(default: nccl)")
+    add = command.add_argument_group("for schedules").add_argument
+    add("--warmup-steps", type=whole(0), metavar="N", help="steps of warm-up (default: 0)")
+    _add_learning_rate(command)
+
+
+def _add_size(command: argparse.ArgumentParser) -> None:
+    add = command.add_mutually_exclusive_group(required=True).add_argument
+    add("--numel", type=whole(0), metavar="N", help="parameters of the model, such as 25.6e6")
+    add("--model", metavar="NAME", help="torchvision/resnet50, timm/vit_base_patch16_224, ...")
+    ranks = whole(1, MOST_RANKS)
+    command.add_argument(
+        "--world-size", type=ranks, required=True, metavar="N", help="number of ranks"
+    )
+
+
+def _add_learning_rate(command: argparse.ArgumentParser) -> None:
     title = "for schedules that depend on the learning rate"
     add = command.add_argument_group(title).add_argument
     add("--lr", type=number("above 0"), help="peak learning rate, at the end of warm-up (required)")

@@ -4,6 +4,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
+from torchcomp.step_model import Training
 from torchcomp.time_model import WallClock
 from torchcomp.traffic import compared, three_digits
 
@@ -82,6 +83,7 @@ class Plan:
         total_steps: number of optimizer steps of the whole run, for a schedule; else None.
         wall_clock: wall-clock time of the whole run, for a schedule with a time model; else None.
         parallel_wall_clock: the same for plain DDP; else None.
+        training: time and bytes of the whole run on a link, if one was passed; else None.
         nodes: bytes through the network card of a node, for a method with `nodes`; else None. All
             other fields are those of the flat method.
         hints: similar methods that would send or lose less, as sentences.
@@ -103,6 +105,7 @@ class Plan:
     total_steps: int | None = None
     wall_clock: WallClock | None = None
     parallel_wall_clock: WallClock | None = None
+    training: Training | None = None
     nodes: NodePlan | None = None
     hints: tuple[str, ...] = ()
 
@@ -137,6 +140,8 @@ class Plan:
         ]
         clocks = {"wall clock": self.wall_clock, "plain DDP takes": self.parallel_wall_clock}
         rows += [(name, str(clock)) for name, clock in clocks.items() if clock is not None]
+        if self.training is not None:
+            rows += self.training.rows()
         if self.nodes is not None:
             rows += self.nodes.rows(self.world_size // self.nodes.ranks)
         rows += [("hint", hint) for hint in self.hints]

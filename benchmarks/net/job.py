@@ -9,8 +9,12 @@ class Job:
     """One launch: methods measured one after another by the same processes.
 
     Attributes:
-        task: "steps" (time and bytes of a step), "accuracy" (time to a test accuracy) or "final"
-            (accuracy at the end of the schedule).
+        task: "steps" (time and bytes of a step), "accuracy" (time to a test accuracy), "final"
+            (accuracy at the end of the schedule) or "prediction" (what predictions need, and the
+            times to compare them with).
+        model: The model, for all tasks but "prediction".
+        models: The models of the task "prediction", and for each one the methods that it is
+            measured with.
         levels: For each of `methods`, 1 for an exchange among all ranks or 2 for one inside the
             hosts and one between them. By default, 1.
         ranks: Number of ranks of each host.
@@ -45,6 +49,7 @@ class Job:
     target: float = 0.99
     runs: tuple[tuple[str, float, int], ...] = ()
     held_out: bool = False
+    models: tuple[tuple[str, tuple[str, ...]], ...] = ()
     timeout: float = 600.0
 
     def to_json(self) -> str:

@@ -77,7 +77,7 @@ class StepBench:
         before = self._snapshot(trainee)
         # The ranks of a host share its counters: none may send before all have read them.
         dist.barrier()
-        times = [self._step(trainee, number) for number in range(steps)]
+        times = [self.step(trainee, number) for number in range(steps)]
         collective = self.clock.seconds
         # The last messages of this rank can still be in its queue when its step has ended. After
         # the barrier they have been sent.
@@ -101,21 +101,22 @@ class StepBench:
         started = time.perf_counter()
         fewest, most = _WARM_UP
         for number in range(most):
-            seconds = self._step(trainee, number)
+            seconds = self.step(trainee, number)
             done = time.perf_counter() - started > _WARM_UP_SECONDS
             # Step times differ between ranks, but all ranks must take the same number of steps.
-            if self._of_rank_0(float(done and number + 1 >= fewest)):
+            if self.of_rank_0(float(done and number + 1 >= fewest)):
                 break
         affordable = min(self.job.seconds / seconds, _MOST_STEPS)
-        return int(self._of_rank_0(max(self.job.least, affordable)))
+        return int(self.of_rank_0(max(self.job.least, affordable)))
 
-    def _of_rank_0(self, value: float) -> float:
+    def of_rank_0(self, value: float) -> float:
         """Rank 0's value, on every rank."""
         shared = torch.tensor([value], dtype=torch.float64)
         dist.broadcast(shared, src=0)
         return float(shared)
 
-    def _step(self, trainee: Trainee, number: int) -> float:
+    def step(self, trainee: Trainee, number: int) -> float:
+        """Take a step; return its seconds."""
         rows = data.shard(self.train, self.job.batch, self.rank, self.job.world, number, seed=0)
         images, labels = self.train.take(rows)
         started = time.perf_counter()

@@ -44,7 +44,8 @@ def main() -> None:
         outcomes: list[Any] = [None] * job.world
         dist.all_gather_object(outcomes, asdict(outcome))
         if rank == 0:
-            result = {**labels, "parameters": parameters(job.model), "ranks": outcomes}
+            model = labels.get("model", job.model)
+            result = {**labels, "parameters": parameters(model), "ranks": outcomes}
             print(json.dumps(result), flush=True)
     # Free the last DDP model before the process group is destroyed (docs/assumptions.md).
     gc.collect()
@@ -68,6 +69,11 @@ def parameters(model: str) -> int:
 
 def measured(job: Job, rank: int, clock: Any) -> Iterator[tuple[dict[str, Any], Any]]:
     """Yield every measurement of the job, with the labels that identify it."""
+    if job.task == "prediction":
+        from benchmarks.net.prediction import PredictionBench
+
+        yield from PredictionBench(job, rank).measured()
+        return
     if job.task != "steps":
         trainer = trainer_of(job, rank)
         for method, rate, seed in job.runs or product(job.methods, job.rates, job.seeds):

@@ -112,7 +112,7 @@ class TwoLevel(Buckets):
         card = sum_bytes(nbytes, ranks) if len(levels.nodes.ranks) > 1 else 0
         self._dense_bytes = card // levels.nodes.size
         self._watch = FiniteWatch(levels.between)
-        self._groups = _Groups()
+        self._groups = Completed()
 
     def submit(self, bucket: Bucket, step: Step, *, first: bool, last: bool) -> None:
         begin = self._values_of(step) if first else None
@@ -182,7 +182,7 @@ class TwoLevel(Buckets):
         self._between.submit(complete, always=True)
 
 
-class _Groups:
+class Completed:
     """Collects the parameters of a group from DDP's buckets."""
 
     def __init__(self) -> None:

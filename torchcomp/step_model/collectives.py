@@ -5,15 +5,21 @@ The kinds are the collectives that an :class:`.Exchange` calls. The size of a me
 - all_reduce, all_reduce_bf16: the tensor that is summed;
 - all_gather: what one rank contributes. Control messages are small all-gathers;
 - all_to_all: what one rank sends to the others, without its part for itself.
+
+gloo sends the small messages of an all-gather by an all-to-all, so its own curve begins above
+:data:`.COPIED` bytes.
 """
 
 import math
+import os
 import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -21,21 +27,24 @@ import torch
 from torchcomp.checks import check_at_least_0, check_choice, check_count, check_positive
 from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange
+from torchcomp.traffic import COPIED
 
 ALL_REDUCE, ALL_REDUCE_BF16 = "all_reduce", "all_reduce_bf16"
 ALL_GATHER, ALL_TO_ALL = "all_gather", "all_to_all"
-KINDS = (ALL_REDUCE, ALL_REDUCE_BF16, ALL_GATHER, ALL_TO_ALL)
+KINDS = (ALL_REDUCE, ALL_REDUCE_BF16, ALL_TO_ALL, ALL_GATHER)
 
-_SIZES = (64, 2**9, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24, 2**26)
+_SIZES = (64, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24, 2**26)
 """Bytes of the messages to measure, as far as there is time."""
 
+_NOT_COPIED = (COPIED + 2**16, *(size for size in _SIZES if size > COPIED))
+"""Those of the all-gathers that gloo does not send by an all-to-all."""
+
 _MOST_REPETITIONS = 9
+_BACKGROUND_SECONDS = 0.5
 
 
 class Times(Protocol):
     """The seconds of collectives, measured or computed."""
-
-    world_size: int
 
     def seconds(self, kind: str, nbytes: float) -> float:
         """Return the seconds of one collective, for a message of this size."""
@@ -65,7 +74,9 @@ class CollectiveTimes:
 
     Between two measured sizes, the time is a straight line. Times never decrease with the size:
     where measurements do, their mean is used. Below the smallest size, the time is that of the
-    smallest. Above the largest, the line of the two largest goes on.
+    smallest. Above the largest, it grows with the median slope between the last three. An
+    all-gather below the smallest size, or if none was measured, is an
+    all-to-all with a copy for each other rank.
 
     Attributes:
         world_size: number of ranks.
@@ -107,6 +118,10 @@ class CollectiveTimes:
 
     def _read(self, kind: str, nbytes: float, column: int) -> float:
         check_at_least_0("nbytes", nbytes)
+        if kind == ALL_GATHER and ALL_TO_ALL in self._curves:
+            sizes, *_ = self._curves.get(ALL_GATHER, ([math.inf],))
+            if nbytes < sizes[0]:
+                kind, nbytes = ALL_TO_ALL, nbytes * (self.world_size - 1)
         if kind not in self._curves:
             raise SpecError(
                 f"the times of {kind} were not measured, only those of {', '.join(self._curves)}"
@@ -157,7 +172,11 @@ class CollectiveTimes:
 
 
 def measure_collectives(
-    exchange: Exchange, *, seconds: float = 10.0, kinds: Sequence[str] = KINDS
+    exchange: Exchange,
+    *,
+    seconds: float = 10.0,
+    kinds: Sequence[str] = KINDS,
+    host_ranks: int | None = None,
 ) -> CollectiveTimes:
     """Measure the collectives of an exchange. All ranks call this; all get the same result.
 
@@ -168,6 +187,10 @@ def measure_collectives(
         exchange: the collectives. No other thread uses it.
         seconds: about how long this takes; the same on all ranks.
         kinds: which collectives to measure, of :data:`KINDS`.
+        host_ranks: number of ranks of this host, which all run this now. The time of a core is then
+            that of the whole host, which the kernel and other programs spend on a collective as
+            well, divided by these ranks. By default, or where the system does not tell, it is that
+            of this process. The host must be otherwise idle, or equally busy all the time.
 
     Raises:
         SpecError: if an argument is invalid.
@@ -175,64 +198,147 @@ def measure_collectives(
     check_positive("seconds", seconds)
     for kind in kinds:
         check_choice("kind", kind, KINDS)
-    points = {kind: tuple(_measured(exchange, kind, seconds / len(kinds))) for kind in kinds}
+    if host_ranks is not None:
+        check_count("host_ranks", host_ranks)
+    processor = _Processor(exchange, host_ranks)
+    found = CollectiveTimes(exchange.world_size, {})
+    for kind in KINDS:
+        if kind in kinds:
+            points = _measured(exchange, kind, seconds / len(kinds), found, processor)
+            if points:
+                found = replace(found, points={**found.points, kind: tuple(points)})
     exchange.take_traffic(0)
-    return CollectiveTimes(exchange.world_size, points)
+    return found
 
 
-def _measured(exchange: Exchange, kind: str, budget: float) -> list[Point]:
+def _measured(
+    exchange: Exchange,
+    kind: str,
+    budget: float,
+    found: CollectiveTimes,
+    processor: "_Processor",
+) -> list[Point]:
     """Measure one kind of collective within about `budget` seconds."""
     points: list[Point] = []
-    for nbytes in _SIZES:
+    sizes: tuple[int, ...] = _SIZES
+    if kind == ALL_GATHER and ALL_TO_ALL in found.points and exchange.device.type != "cuda":
+        sizes = _NOT_COPIED
+        if budget < 4 * found.seconds(ALL_GATHER, sizes[0]):
+            return []
+    probe = _repeated(exchange, kind, sizes[0], 2, processor)
+    for index, nbytes in enumerate(sizes):
         # Decided from times that the ranks have agreed on: all must make the same calls.
-        expected = _expected(points, nbytes)
-        repetitions = _MOST_REPETITIONS
-        if budget < 3 * repetitions * expected:
-            repetitions = int(budget / (3 * expected))
-        if repetitions < 2:
+        expected = _expected(points or [probe], nbytes)
+        if points and budget < 3 * expected:
             break
-        # The first one fills caches and TCP's windows.
-        rows = [_once(exchange, kind, nbytes) for _ in range(repetitions + 1)]
-        agreed = exchange.any_of(
-            torch.tensor(rows, dtype=torch.int64).view(-1).to(exchange.device)
-        ).view(-1, 2)
-        walls, busy = agreed.cpu().T.tolist()
-        budget -= sum(walls) / 1e9
-        wall = max(1e-9, statistics.median(walls[1:]) / 1e9)
-        points.append(Point(nbytes, wall, min(wall, statistics.median(busy[1:]) / 1e9)))
+        # The large messages get what the small ones leave.
+        share = budget / (len(sizes) - index)
+        repetitions = max(2, min(_MOST_REPETITIONS, int(share / expected) - 1))
+        started = time.perf_counter()
+        points.append(_repeated(exchange, kind, nbytes, repetitions, processor))
+        (passed,) = _agreed(exchange, [time.perf_counter() - started])
+        budget -= passed
     return points
 
 
 def _expected(points: Sequence[Point], nbytes: int) -> float:
-    """Return the most seconds that the next size can take, from the last one."""
-    if not points:
-        return 0.0
-    last = points[-1]
-    return last.seconds * nbytes / last.nbytes
+    """Return the seconds of a larger message, from those of smaller ones.
+
+    Small messages tell little of the bandwidth. If this is too little, the next size is at most
+    some times as large, and so is the mistake.
+    """
+    first = points[0].seconds
+    slopes = [(point.seconds - first) / point.nbytes for point in points[1:]]
+    return first + max(0.0, min(slopes, default=0.0)) * nbytes
 
 
-def _once(exchange: Exchange, kind: str, nbytes: int) -> tuple[int, int]:
-    """Run one collective; return nanoseconds, and those of a core of this process."""
+def _repeated(
+    exchange: Exchange, kind: str, nbytes: int, repetitions: int, processor: "_Processor"
+) -> Point:
+    """Measure one kind of collective with one size."""
+    run = _collective(exchange, kind, nbytes)
+    run()  # fills caches and TCP's windows
+    before = processor.now()
+    walls = []
+    for _ in range(repetitions):
+        # All ranks start together. One that is early would count its wait for the others.
+        exchange.any_of(torch.zeros(1, dtype=torch.int64, device=exchange.device))
+        _wait(exchange.device)
+        started = time.perf_counter()
+        run()
+        _wait(exchange.device)
+        walls.append(time.perf_counter() - started)
+    cpu, *walls = _agreed(exchange, [processor.since(before) / repetitions, *walls])
+    # The lower one of two: what disturbs a measurement makes it longer.
+    wall = max(1e-9, statistics.median_low(walls))
+    return Point(nbytes, wall, min(wall, cpu))
+
+
+def _collective(exchange: Exchange, kind: str, nbytes: int) -> Callable[[], object]:
+    """Return what runs one collective."""
     device, ranks = exchange.device, exchange.world_size
     if kind in (ALL_REDUCE, ALL_REDUCE_BF16):
         dtype = torch.float32 if kind == ALL_REDUCE else torch.bfloat16
         values = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
-    else:
-        # An all-to-all sends an equal part to every rank, this one included.
-        copies = 1 if kind == ALL_GATHER else ranks / max(1, ranks - 1)
-        values = torch.zeros(math.ceil(nbytes * copies), dtype=torch.uint8, device=device)
-    sizes = [len(part) for part in values.tensor_split(ranks)]
-    own = [sizes[exchange.rank]] * ranks
-    _wait(device)
-    started, used = time.perf_counter_ns(), time.process_time_ns()
+        return lambda: exchange.all_reduce(values)
     if kind == ALL_GATHER:
-        exchange.all_gather(values)
-    elif kind == ALL_TO_ALL:
-        exchange.all_to_all(values, sizes, own)
-    else:
-        exchange.all_reduce(values)
-    _wait(device)
-    return time.perf_counter_ns() - started, time.process_time_ns() - used
+        mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        return lambda: exchange.all_gather(mine)
+    # An all-to-all sends an equal part to every rank, this one included.
+    whole = math.ceil(nbytes * ranks / max(1, ranks - 1))
+    outgoing = torch.zeros(whole, dtype=torch.uint8, device=device)
+    sizes = [len(part) for part in outgoing.tensor_split(ranks)]
+    arriving = [sizes[exchange.rank]] * ranks
+    return lambda: exchange.all_to_all(outgoing, sizes, arriving)
+
+
+class _Processor:
+    """The seconds of a core that a rank uses: of its process, or its share of those of its host."""
+
+    def __init__(self, exchange: Exchange, host_ranks: int | None) -> None:
+        self._ranks = host_ranks
+        self._background = 0.0  # cores that other programs keep busy
+        if host_ranks is not None:
+            _agreed(exchange, [0.0])  # all ranks are idle from here on
+            before = self.now()
+            time.sleep(_BACKGROUND_SECONDS)
+            passed, _, host = self._since(before)
+            self._background = host / passed
+            _agreed(exchange, [0.0])
+
+    @staticmethod
+    def now() -> tuple[float, float, float]:
+        """Return the time, and the seconds that this process and its host have used so far."""
+        return time.perf_counter(), time.process_time(), _host_seconds()
+
+    def since(self, before: tuple[float, float, float]) -> float:
+        """Return the seconds that this rank has used."""
+        passed, own, host = self._since(before)
+        if self._ranks is None:
+            return own
+        # Its share of a busy host is not known well, but it is at least its own.
+        return max(own, (host - self._background * passed) / self._ranks)
+
+    def _since(self, before: tuple[float, float, float]) -> tuple[float, ...]:
+        return tuple(now - then for now, then in zip(self.now(), before, strict=True))
+
+
+def _host_seconds() -> float:
+    """Return the seconds that all cores of the host were busy, or 0 if the system does not tell."""
+    try:
+        total = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    except OSError:
+        return 0.0
+    # user, nice, system, idle, waiting for a disk, two kinds of interrupts, stolen
+    ticks = [int(each) for each in total[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def _agreed(exchange: Exchange, seconds: Sequence[float]) -> list[float]:
+    """Return the largest of each number over the ranks."""
+    mine = torch.tensor([int(1e9 * each) for each in seconds], dtype=torch.int64)
+    agreed = exchange.any_of(mine.to(exchange.device))
+    return [each / 1e9 for each in agreed.tolist()]
 
 
 def _wait(device: torch.device) -> None:
@@ -256,8 +362,17 @@ def _interpolated(sizes: Sequence[float], values: Sequence[float], at: float) ->
     if at <= sizes[0] or len(sizes) == 1:
         # One size only: nothing is known about others.
         return values[0]
-    # Beyond the last size, the line of the last two goes on.
-    right = min(bisect_left(sizes, at), len(sizes) - 1)
+    if at >= sizes[-1]:
+        # A message that is twice as long takes at most twice as long.
+        slope = min(_last_slope(sizes, values), values[-1] / sizes[-1])
+        return values[-1] + slope * (at - sizes[-1])
+    right = bisect_left(sizes, at)
     left = right - 1
     slope = (values[right] - values[left]) / (sizes[right] - sizes[left])
     return values[left] + slope * (at - sizes[left])
+
+
+def _last_slope(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """Return the median slope between the last three points: that of two has the errors of both."""
+    last = list(zip(sizes, values, strict=True))[-3:]
+    return statistics.median((v - u) / (n - m) for (m, u), (n, v) in combinations(last, 2))

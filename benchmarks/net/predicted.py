@@ -1,0 +1,123 @@
+"""Predict the step times of a link, from what its ranks measured without an exchange."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.net.prediction import period_of
+from torchcomp.step_model import (
+    CollectiveTimes,
+    Compute,
+    Link,
+    Recording,
+    Times,
+    simulate,
+    simulate_alone,
+)
+
+_COPIED = ("date", "revision", "torch", "device", "cpus", "batch")
+_SETUP = ("hosts", "ranks", "mbit", "delay_us")
+# Between two ranks of a host, over TCP.
+_LOOPBACK_GBIT = 8.0
+_LABELS = ("model", "parameters", "method", "levels")
+
+
+Levels = Mapping[str, Times]
+"""The collectives "flat", among all ranks, and with two levels "between" and "inside"."""
+
+
+class Known:
+    """What is known of a link and its models when a method's step is predicted."""
+
+    def __init__(self) -> None:
+        self._link: Sequence[Mapping[str, Any]] = ()
+        self._compute: Sequence[Mapping[str, Any]] = ()
+        self._recorded: Sequence[Mapping[str, Any]] = ()
+
+    def add(self, result: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Take a result of a job; return the row of a method, once it was measured."""
+        ranks = result["ranks"]
+        if result["what"] == "link":
+            self._link = ranks
+        elif result["what"] == "compute":
+            self._compute = ranks
+        elif result["what"] == "recording":
+            self._recorded = ranks
+        else:
+            return self._row(result)
+        return None
+
+    def _row(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        world = len(result["ranks"])
+        cores = self._cores(result["cpus"] / world)
+        predicted, computed = (
+            statistics.mean(self._seconds(rank, result, cores, known) for rank in range(world))
+            for known in (None, _formulas(result["setup"]))
+        )
+        # The mean over the ranks per step, then the quartiles over the steps.
+        by_rank = [rank["times"] for rank in result["ranks"]]
+        times = [statistics.mean(step) for step in zip(*by_rank, strict=True)]
+        low, middle, high = (
+            statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+        )
+        alone = statistics.mean(rank["compute"]["total"] for rank in self._compute)
+        return {
+            **{name: result[name] for name in (*_COPIED, *_LABELS)},
+            **{name: result["setup"][name] for name in _SETUP},
+            "steps": len(times) * period_of(result["method"]),
+            "step_ms": _ms(middle),
+            "step_ms_low": _ms(low),
+            "step_ms_high": _ms(high),
+            "compute_ms": _ms(alone / min(1, cores)),
+            "predicted_ms": _ms(predicted),
+            "formula_ms": _ms(computed),
+            "other_cores": _others(result["ranks"]),
+        }
+
+    def _cores(self, share: float) -> float:
+        """The cores of a rank: no more than it got while all ranks computed."""
+        # A rank that has more than one does not need all of them.
+        if share > 1:
+            return share
+        return min(share, statistics.mean(r["worked"] / r["wall"] for r in self._compute))
+
+    def _seconds(
+        self, rank: int, result: Mapping[str, Any], cores: float, link: Levels | None
+    ) -> float:
+        """The step time that this rank predicts, with the measured collectives or with others."""
+        if link is None:
+            measured = self._link[rank].items()
+            link = {name: CollectiveTimes.from_dict(times) for name, times in measured}
+        compute = Compute.from_dict(self._compute[rank]["compute"])
+        recorded = Recording.from_dict(self._recorded[rank])
+        period = period_of(result["method"])
+        if period > 1:
+            average = simulate_alone(recorded, link["flat"], cores=cores)
+            return compute.total / min(1, cores) + average / period
+        if result["levels"] == 1:
+            return simulate(recorded, compute, link["flat"], cores=cores).seconds
+        between, inside = link["between"], link["inside"]
+        return simulate(recorded, compute, between, inside, cores=cores).seconds
+
+
+def _formulas(setup: Mapping[str, Any]) -> Levels:
+    """The collectives of a link, from its bandwidth and latency."""
+    world = setup["hosts"] * setup["ranks"]
+    link = Link(
+        setup["mbit"] / 1e3,
+        latency_us=setup["delay_us"],
+        ranks_per_node=setup["ranks"],
+        inside_gbit=_LOOPBACK_GBIT,
+        backend="gloo",
+    )
+    return {"flat": link.flat(world), "between": link.between(world), "inside": link.inside(world)}
+
+
+def _others(ranks: Sequence[Mapping[str, Any]]) -> float:
+    """The cores that other processes than the ranks kept busy: the switch, and other programs."""
+    busy, wall = ranks[0]["busy"], ranks[0]["wall"]
+    return round((busy - sum(rank["worked"] for rank in ranks)) / wall, 2)
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)

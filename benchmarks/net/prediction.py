@@ -1,0 +1,207 @@
+"""Measure what a prediction needs, and the step times to compare it with, on one rank.
+
+What a prediction may read: the collectives on the link, the step without any exchange, and the work
+of each method. It never reads the time of a step with an exchange.
+"""
+
+import gc
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+import torchcomp
+from benchmarks.net import data, models
+from benchmarks.net.collectives import CollectiveClock
+from benchmarks.net.job import Job
+from benchmarks.net.methods import Course, Trainee, attach
+from benchmarks.net.names import BF16, PLAIN
+from benchmarks.net.steps import StepBench
+from torchcomp.batchnorm import statistics_of, updated_layers
+from torchcomp.bucket import DEFAULT_CAPS, partition
+from torchcomp.exchange import PrivateExchange, ProcessGroupExchange, new_name
+from torchcomp.schedules import Every
+from torchcomp.step_model import (
+    Compute,
+    measure_collectives,
+    measure_compute,
+    record,
+    record_all_reduce,
+    record_average,
+)
+
+COLLECTIVES_SECONDS = 12.0
+_MOST_STEPS = 30
+_WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank measured, as numbers for JSON."""
+
+    values: dict[str, Any]
+
+
+class PredictionBench:
+    """Measures one link: first what predictions need, then every method of every model."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self._job, self._rank = job, rank
+        self._everyone = ProcessGroupExchange()
+
+    def measured(self) -> Iterator[tuple[dict[str, Any], Outcome]]:
+        """Yield the measurements, each with its labels."""
+        yield {"what": "link"}, Outcome(self._link())
+        for model, methods in self._job.models:
+            compute, gradients, work = self._compute(model)
+            yield {"what": "compute", "model": model}, Outcome(work)
+            for method in methods:
+                # With several ranks behind a link, our methods exchange in two levels.
+                levels = 2 if self._job.ranks > 1 and period_of(method) == 1 else 1
+                levels = 1 if method in (PLAIN, BF16) else levels
+                labels = {"model": model, "method": method, "levels": levels}
+                recorded = self._record(model, method, levels, compute, gradients)
+                yield {"what": "recording", **labels}, Outcome(recorded)
+                yield {"what": "step", **labels}, Outcome(self._step(model, method, levels))
+
+    def _link(self) -> dict[str, Any]:
+        """The collectives of all ranks and, for two levels, between and inside the hosts."""
+        world, node, rank = self._job.world, self._job.ranks, self._rank
+        lists = {"flat": list(range(world))}
+        if node > 1:
+            lists["between"] = list(range(rank % node, world, node))
+            lists["inside"] = list(range(rank - rank % node, rank - rank % node + node))
+        found = {}
+        for name, ranks in lists.items():
+            unique = f"{new_name(self._everyone)}/{name}/{ranks[0]}"
+            # Closed at once: idle threads of gloo would take time from what follows.
+            exchange = PrivateExchange(unique, ranks, self._everyone)
+            # All hosts share the cores of this machine, with the switch between them.
+            found[name] = measure_collectives(
+                exchange, seconds=COLLECTIVES_SECONDS, host_ranks=world
+            ).to_dict()
+            dist.barrier()
+            exchange.close()
+        return found
+
+    def _compute(self, name: str) -> tuple[Compute, dict[str, torch.Tensor], dict[str, Any]]:
+        """The step without any exchange, and gradients to record with."""
+        model = DistributedDataParallel(
+            models.build(name, seed=0),
+            forward_sync_buffers=False,
+            gradient_as_bucket_view=True,
+            init_sync=False,
+        )
+        optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
+        images, labels = data.digits(models.SIZES[name])[0].take(torch.arange(self._job.batch))
+        dist.barrier()
+        usage = Usage()
+        compute = measure_compute(
+            model,
+            lambda: torch.nn.functional.cross_entropy(model(images), labels),
+            optimizer,
+            steps=self._job.least + 5,
+        )
+        used = usage.since()
+        gradients = {
+            name: p.grad.clone()
+            for name, p in model.module.named_parameters()
+            if p.grad is not None
+        }
+        dist.barrier()
+        return compute, gradients, {"compute": compute.to_dict(), **used}
+
+    def _record(
+        self,
+        name: str,
+        method: str,
+        levels: int,
+        compute: Compute,
+        gradients: Mapping[str, torch.Tensor],
+    ) -> dict[str, Any]:
+        module = models.build(name, seed=0)
+        parameters = dict(module.named_parameters())
+        dist.barrier()  # all ranks work at the same time, as in a step
+        if method in (PLAIN, BF16):
+            dtype = torch.bfloat16 if method == BF16 else None
+            return record_all_reduce(parameters, buckets=compute.buckets, dtype=dtype).to_dict()
+        if isinstance(torchcomp.parse(method), Every):
+            statistics = statistics_of(updated_layers(module))
+            return record_average(parameters, self._job.world, statistics=statistics).to_dict()
+        return record(
+            method,
+            parameters,
+            self._job.world,
+            buckets=compute.buckets,
+            groups=partition(parameters.items(), DEFAULT_CAPS),
+            gradients=gradients,
+            nodes=self._job.ranks if levels == 2 else 1,
+        ).to_dict()
+
+    def _step(self, name: str, method: str, levels: int) -> dict[str, Any]:
+        """The seconds of a step with the method; of a schedule, the mean over each round."""
+        job = replace(self._job, model=name)
+        bench = StepBench(job, self._rank, CollectiveClock())
+        course = Course(lr=0.01, total_steps=1000, settled=True)
+        trainee = attach(
+            method, models.build(name, seed=0), course, job.ranks if levels == 2 else None
+        )
+        period = period_of(method)
+        try:
+            return self._rounds(bench, trainee, period)
+        finally:
+            trainee.close()
+            # Objects in reference cycles would otherwise keep this model in memory.
+            del trainee
+            gc.collect()
+
+    def _rounds(self, bench: StepBench, trainee: Trainee, period: int) -> dict[str, Any]:
+        def one_round() -> float:
+            return sum(bench.step(trainee, number) for number in range(period)) / period
+
+        # DDP regroups its buckets after the first step.
+        for _ in range(_WARM_UP // period + 1):
+            seconds = one_round()
+        affordable = self._job.seconds / (seconds * period)
+        rounds = int(bench.of_rank_0(max(self._job.least, min(affordable, _MOST_STEPS / period))))
+        dist.barrier()
+        usage = Usage()
+        times = [one_round() for _ in range(rounds)]
+        dist.barrier()
+        return {"times": times, **usage.since()}
+
+
+class Usage:
+    """The processor time of the whole machine and of this process, from now on."""
+
+    def __init__(self) -> None:
+        self._before = self._read()
+
+    def since(self) -> dict[str, float]:
+        """Return seconds: on the clock, of all cores that were busy, and of this process."""
+        passed = [now - before for now, before in zip(self._read(), self._before, strict=True)]
+        return dict(zip(("wall", "busy", "worked"), passed, strict=True))
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        ticks = [
+            int(each) for each in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        ]
+        idle = ticks[3] + ticks[4]  # the fourth and fifth: idle, and waiting for a disk
+        busy = (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
+        return time.perf_counter(), busy, time.process_time()
+
+
+def period_of(method: str) -> int:
+    """The number of steps of a round: of ``every(n)``, n; of a gradient method, 1."""
+    if method in (PLAIN, BF16):
+        return 1
+    parsed = torchcomp.parse(method)
+    return parsed.h if isinstance(parsed, Every) else 1

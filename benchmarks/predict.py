@@ -1,0 +1,266 @@
+"""Compare predicted with measured step times, on hosts with shaped links.
+
+    python -m benchmarks.predict                  # the whole grid
+    python -m benchmarks.predict --quick          # two ranks, one link, one model
+    python -m benchmarks.predict --again          # predict again from the stored measurements
+
+Before the methods are measured on a link, its collectives are, and for each model the step without
+any exchange and the work of each method. Predictions are made from these alone.
+
+Results are rows of predict.csv in the folder --out, written as they are measured, and what the
+predictions were made from is in predict.jsonl beside it. --resume skips what has a row.
+benchmarks/report_prediction.py writes docs/prediction.md from the rows. Needs root, iproute2 and
+gcc.
+"""
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.arguments import table_folder, table_parser
+from benchmarks.net.hosts import Hosts
+from benchmarks.net.job import Job
+from benchmarks.net.launch import LaunchError, results
+from benchmarks.net.names import BF16, PLAIN
+from benchmarks.net.predicted import Known
+from benchmarks.net.prediction import COLLECTIVES_SECONDS
+from benchmarks.net.rows import PREDICTIONS, Table, TableError, conditions
+from benchmarks.net.shell import ShellError, missing
+
+_PORT = 29500
+Wanted = tuple[tuple[str, tuple[str, ...]], ...]
+"""The models of a link, and the methods of each."""
+METHODS = (
+    PLAIN,
+    BF16,
+    "ef(topk(0.01))",
+    'bidirectional(topk(0.01, values="int8"), topk(0.01, values="int8"))',
+    'bidirectional(quantize("int4"), quantize("int4"))',
+    'ef(quantize("int8"))',
+    "powersgd(rank=1)",
+    "every(4)",
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A number of hosts, the ranks of each, and the links between them.
+
+    `models` are those that are measured on them.
+    """
+
+    hosts: int
+    ranks: int
+    mbit: int
+    models: tuple[str, ...]
+    delay_us: int = 500
+
+    @property
+    def world(self) -> int:
+        return self.hosts * self.ranks
+
+    def __str__(self) -> str:
+        ranks = f" of {self.ranks} ranks" if self.ranks > 1 else ""
+        return f"{self.hosts:2} hosts{ranks} {self.mbit:5} Mbit/s {self.delay_us} us"
+
+
+# Slow links get small models, so that a step takes seconds at most.
+_MODELS = {
+    10: ("smallcnn", "mlp"),
+    100: ("smallcnn", "deep-mlp"),
+    1000: ("deep-mlp", "resnet18"),
+    10000: ("deep-mlp", "resnet18"),
+}
+# Fast and near links, where small models have little to win: hosts, Mbit/s, microseconds.
+_NEAR = ((2, 1000, 50), (2, 10000, 50), (2, 10000, 10), (4, 1000, 50), (4, 10000, 50))
+_NEAR_MODELS = ("smallcnn", "mlp")
+GRID = (
+    *(Setup(hosts, 1, mbit, _MODELS[mbit]) for hosts in (2, 4, 8) for mbit in _MODELS),
+    *(Setup(16, 1, mbit, models[:1]) for mbit, models in _MODELS.items()),
+    *(Setup(2, 2, mbit, ("deep-mlp",)) for mbit in (100, 1000)),
+    *(Setup(hosts, 1, mbit, _NEAR_MODELS, delay) for hosts, mbit, delay in _NEAR),
+)
+QUICK = (Setup(2, 1, 100, ("smallcnn",)),)
+
+
+def main() -> None:
+    arguments = parse(sys.argv[1:])
+    # End on SIGTERM as on Ctrl-C: an exception runs every `finally`, which removes the hosts.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        if arguments.again:
+            return again(arguments.out)
+        if missing():
+            sys.exit(f"error: {missing()}")
+        failures = grid(arguments)
+    except (ShellError, TableError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if failures:
+        sys.exit("failed: " + "; ".join(failures))
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = table_parser(__doc__)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a test run of a minute")
+    add("--again", action="store_true", help="predict again, without measuring")
+    add("--hosts", type=int, nargs="+", metavar="N", help="only these numbers of hosts")
+    add("--mbit", type=int, nargs="+", metavar="RATE", help="only these links")
+    add("--models", nargs="+", help="only these models")
+    add("--methods", nargs="+", metavar="METHOD", default=list(METHODS))
+    add("--batch", type=int, default=16, help="images per rank and step [16]")
+    add("--seconds", type=float, default=2.5, help="time to measure each method [2.5]")
+    add("--least", type=int, default=3, help="fewest steps to measure [3]")
+    add("--timeout", type=float, default=300.0, help="seconds without a result [300]")
+    parsed = parser.parse_args(words)
+    if parsed.out is None:
+        parsed.out = table_folder(parsed.quick, "benchmarks")
+    return parsed
+
+
+def chosen(arguments: argparse.Namespace) -> list[Setup]:
+    """The set-ups that the arguments ask for."""
+    kept = []
+    for setup in QUICK if arguments.quick else GRID:
+        models = tuple(m for m in setup.models if m in (arguments.models or setup.models))
+        asked = setup.hosts in (arguments.hosts or [setup.hosts])
+        if models and asked and setup.mbit in (arguments.mbit or [setup.mbit]):
+            kept.append(Setup(setup.hosts, setup.ranks, setup.mbit, models, setup.delay_us))
+    return kept
+
+
+def grid(arguments: argparse.Namespace) -> list[str]:
+    """Measure every set-up; return the ones that failed."""
+    table = Table(arguments.out / "predict.csv", PREDICTIONS)
+    left = {setup: pending(arguments, table, setup) for setup in chosen(arguments)}
+    left = {setup: wanted for setup, wanted in left.items() if wanted}
+    failures, started = [], time.monotonic()
+    for number, (setup, wanted) in enumerate(left.items()):
+        passed = (time.monotonic() - started) / 60
+        to_go = sum(minutes(arguments, *each) for each in list(left.items())[number:])
+        print(
+            f"{setup}: {counted(wanted)} set-ups, link {number + 1} of {len(left)}; "
+            f"{passed:.0f} min so far, about {to_go:.0f} min to go",
+            flush=True,
+        )
+        try:
+            measure(arguments, table, setup, wanted)
+        except LaunchError as error:
+            print(f"error: {setup}: {error}", file=sys.stderr, flush=True)
+            failures.append(str(setup))
+    return failures
+
+
+def counted(wanted: Wanted) -> int:
+    return sum(len(methods) for _, methods in wanted)
+
+
+def minutes(arguments: argparse.Namespace, setup: Setup, wanted: Wanted) -> float:
+    """About how long the measurements of a link take."""
+    # A launch imports torch once for each rank, all of them on the cores of this machine. Each
+    # set-up is also recorded and warmed up.
+    launch = 5 + 2 * setup.world + (3 if setup.ranks > 1 else 1) * COLLECTIVES_SECONDS
+    return (launch + counted(wanted) * (arguments.seconds + 2 + 0.25 * setup.world)) / 60
+
+
+def pending(arguments: argparse.Namespace, table: Table, setup: Setup) -> Wanted:
+    """The methods of each model that have no row yet."""
+    wanted = []
+    for model in setup.models:
+        named = identity(arguments, setup, model)
+        left = tuple(
+            method
+            for method in arguments.methods
+            if not (arguments.resume and table.has(**named, method=method))
+        )
+        if left:
+            wanted.append((model, left))
+    return tuple(wanted)
+
+
+def identity(arguments: argparse.Namespace, setup: Setup, model: str) -> dict[str, Any]:
+    """The columns that identify a group of methods."""
+    named = {name: getattr(setup, name) for name in ("hosts", "ranks", "mbit", "delay_us")}
+    return {**named, "model": model, "batch": arguments.batch}
+
+
+def measure(
+    arguments: argparse.Namespace,
+    table: Table,
+    setup: Setup,
+    wanted: Wanted,
+) -> None:
+    """Measure one link, and write a row for each method as soon as it is measured."""
+    with (
+        Hosts(setup.hosts, setup.mbit, setup.delay_us) as hosts,
+        (arguments.out / "predict.jsonl").open("a") as raw,
+    ):
+        job = Job(
+            task="prediction",
+            model=wanted[0][0],
+            models=wanted,
+            batch=arguments.batch,
+            ranks=setup.ranks,
+            world=setup.world,
+            address=hosts.address(0),
+            port=_PORT,
+            interface=hosts.interface,
+            counted=False,
+            seconds=arguments.seconds,
+            least=arguments.least,
+            timeout=arguments.timeout,
+        )
+        prefixes = [hosts.inside(rank // setup.ranks) for rank in range(setup.world)]
+        base = {**conditions(), "batch": arguments.batch, "setup": asdict(setup)}
+        for row in rows_of(base, results(job, prefixes), raw):
+            table.add(row)
+            print(described(row), flush=True)
+
+
+def rows_of(
+    base: Mapping[str, Any], measured: Iterator[dict[str, Any]], raw: Any
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each method; write what it was made from to the file `raw`."""
+    known = Known()
+    for result in measured:
+        each = {**base, **result, "ranks": [rank["values"] for rank in result["ranks"]]}
+        raw.write(json.dumps(each) + "\n")
+        raw.flush()
+        row = known.add(each)
+        if row is not None:
+            yield row
+
+
+def again(folder: Path) -> None:
+    """Write the rows again, from what their predictions were made from."""
+    path = folder / "predict.jsonl"
+    if not path.exists():
+        sys.exit(f"error: there is no {path}: measure first, without --again")
+    (folder / "predict.csv").unlink(missing_ok=True)
+    table, known = Table(folder / "predict.csv", PREDICTIONS), Known()
+    with path.open() as lines:
+        for line in lines:
+            row = known.add(json.loads(line))
+            if row is not None:
+                table.add(row)
+                print(described(row), flush=True)
+
+
+def described(row: Mapping[str, Any]) -> str:
+    link = f"{row['hosts']:2} x {row['ranks']} {row['mbit']:5} Mbit/s {row['delay_us']:3} us"
+    link += f" {row['model']:8}"
+    times = f"measured {row['step_ms']:9.1f} ms, predicted {row['predicted_ms']:9.1f} ms"
+    error = row["predicted_ms"] / row["step_ms"] - 1
+    return f"{link} {times} ({error:+6.1%}, {row['other_cores']} cores busy)  {row['method']}"
+
+
+if __name__ == "__main__":
+    main()

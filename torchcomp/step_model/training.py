@@ -1,0 +1,281 @@
+"""Training: hours, bytes and price of a whole run, among ranks that one need not have."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from torchcomp.aggregators import Aggregator, planned_traffic, planned_two_levels
+from torchcomp.bucket import DEFAULT_CAPS, BucketShape, merge, partition
+from torchcomp.checks import check_at_least_0, check_count, check_positive
+from torchcomp.component import Component
+from torchcomp.errors import SpecError
+from torchcomp.learning_rates import LRFunction
+from torchcomp.schedules import Horizon, Schedule, synchronisations
+from torchcomp.spec import parse, parse_aggregator
+from torchcomp.step_model.activities import Recording
+from torchcomp.step_model.compute import Compute
+from torchcomp.step_model.links import Link
+from torchcomp.step_model.recording import (
+    MOST_RANKS,
+    record,
+    record_all_reduce,
+    record_average,
+)
+from torchcomp.step_model.simulation import StepTime, simulate, simulate_alone
+from torchcomp.step_model.units import duration, span, volume
+
+DDP, BF16 = "ddp", "bf16"
+"""Plain DDP, and DDP with PyTorch's ``bf16_compress_hook``."""
+
+USUAL = (
+    DDP,
+    BF16,
+    'ef(quantize("int8"))',
+    "powersgd(rank=2)",
+    "ef(topk(0.01))",
+    "dgc(topk(0.001))",
+    'bidirectional(quantize("int4"), quantize("int4"))',
+    'bidirectional(topk(0.01, values="int8"), topk(0.01, values="int8"))',
+    "every(8)",
+)
+"""The methods that are compared if none is named: one of each kind."""
+
+MOST_ELEMENTS = 300_000_000
+"""Largest model whose exchange is recorded: a recording takes 20 to 40 bytes per element."""
+
+_CHUNK = 2**18
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run.
+
+    Attributes:
+        world_size: number of ranks.
+        total_steps: optimizer steps.
+        step_seconds: seconds of a step of one rank without any exchange.
+        warmup_steps: steps of warm-up, for a schedule.
+        lr: for a schedule that reads it, learning rate as a function of the steps before.
+        speedup: how many times as fast the ranks encode and decode as this machine.
+    """
+
+    world_size: int
+    total_steps: int
+    step_seconds: float
+    warmup_steps: int = 0
+    lr: LRFunction | None = None
+    speedup: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_count("world_size", self.world_size, most=MOST_RANKS)
+        check_count("total_steps", self.total_steps)
+        check_positive("step_seconds", self.step_seconds)
+        check_count("warmup_steps", self.warmup_steps, 0, self.total_steps - 1)
+        check_positive("speedup", self.speedup)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a run takes with one method.
+
+    Attributes:
+        method: "ddp", "bf16", or the spec.
+        step: predicted time of a step; with a schedule, the mean over the run.
+        total_steps: optimizer steps.
+        bytes_per_step: bytes that all nodes together send over their cards, on average.
+    """
+
+    method: str
+    step: StepTime
+    total_steps: int
+    bytes_per_step: float
+
+    @property
+    def hours(self) -> float:
+        """Hours of the whole run."""
+        return self.step.seconds * self.total_steps / 3600
+
+    @property
+    def gigabytes(self) -> float:
+        """Gigabytes (10^9 bytes) that all nodes send over their cards in the whole run."""
+        return self.bytes_per_step * self.total_steps / 1e9
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the rows of a table."""
+        use = f"{self.step.utilisation:.0%} of it computes"
+        sent = f"{volume(self.gigabytes)} sent by all nodes over their cards"
+        return [
+            ("predicted step", f"{duration(self.step.seconds)}, {use}"),
+            ("whole run", f"{span(self.hours)}, {sent}"),
+        ]
+
+    def price(self, per_gigabyte: float) -> float:
+        """Return the price of the traffic between nodes."""
+        check_at_least_0("per_gigabyte", per_gigabyte)
+        return self.gigabytes * per_gigabyte
+
+
+def values_of(
+    model: nn.Module | None = None, numel: int | None = None, device: str | torch.device = "cpu"
+) -> dict[str, Tensor]:
+    """Return random parameters to record with, from a model (also on "meta") or a size.
+
+    Raises:
+        SpecError: if the model is too large, or not exactly one of the two is passed.
+    """
+    if model is not None:
+        if numel is not None:
+            raise SpecError("a prediction needs either numel or model, not both")
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        shapes = {name: (tuple(p.shape), p.dtype) for name, p in named.items()}
+    else:
+        check_count("numel", numel, least=0)
+        count = int(numel or 0)
+        # In pieces, as the parameters of a model are: DDP exchanges its buckets one by one.
+        starts = range(0, count, _CHUNK)
+        shapes = {
+            f"part {start}": ((min(_CHUNK, count - start),), torch.float32)
+            for start in starts[: MOST_ELEMENTS // _CHUNK + 2]
+        }
+    total = sum(math.prod(shape) for shape, _ in shapes.values())
+    if not 0 < total <= MOST_ELEMENTS:
+        raise SpecError(
+            "the exchange of a model is recorded on this machine, which takes up to 40 bytes per "
+            f"element: a model must have from 1 to {MOST_ELEMENTS:,} elements"
+        )
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=generator).to(device, dtype)
+        for name, (shape, dtype) in shapes.items()
+    }
+
+
+class Prediction:
+    """Predicts a run with one method, on any link.
+
+    Recording the method takes about four steps of it on this machine; a prediction takes
+    milliseconds.
+
+    Args:
+        spec: "ddp", "bf16", a gradient method or a schedule.
+        parameters: of the model, by name; see :func:`values_of`.
+        run: the training run.
+        nodes: number of ranks of a node, for a method that exchanges in two levels.
+        compress: the method that averages, for a schedule.
+
+    Raises:
+        SpecError: if the spec cannot be built, or has one level only.
+        ScheduleError: if the schedule cannot use the learning rate.
+    """
+
+    def __init__(
+        self,
+        spec: str | Component,
+        parameters: Mapping[str, Tensor],
+        run: Run,
+        *,
+        nodes: int = 1,
+        compress: str | Component = "mean",
+    ) -> None:
+        self._average = parse_aggregator(compress)
+        self._parameters, self._run, self._nodes = parameters, run, nodes
+        self._built = spec if spec in (DDP, BF16) else parse(spec)
+        self.method = str(self._built)
+        if nodes > 1 and not isinstance(self._built, Aggregator):
+            raise SpecError(f"{self.method} has one level only: leave nodes={nodes} out")
+        self._groups = partition(parameters.items(), DEFAULT_CAPS)
+        self._shapes = [BucketShape.of(group, parameters) for group in self._groups]
+        self._compute = Compute.by_elements(self._shapes, run.step_seconds)
+
+    @cached_property
+    def _recording(self) -> Recording:
+        run, built = self._run, self._built
+        # One rank decodes the messages of all of them, which takes long for many.
+        steps = 4 if run.world_size <= 16 else 2
+        if isinstance(built, Schedule):
+            made = record_average(
+                self._parameters,
+                run.world_size,
+                spec=self._average,
+                groups=self._groups,
+                steps=steps,
+            )
+        elif isinstance(built, Aggregator):
+            made = record(
+                built,
+                self._parameters,
+                run.world_size,
+                buckets=self._groups,
+                groups=self._groups,
+                nodes=self._nodes,
+                steps=steps,
+            )
+        else:
+            dtype = torch.bfloat16 if built == BF16 else None
+            made = record_all_reduce(self._parameters, buckets=self._groups, dtype=dtype)
+        return made.scaled(run.speedup)
+
+    @cached_property
+    def _syncs(self) -> int:
+        """The synchronisations of the run, for a schedule."""
+        run = self._run
+        if not isinstance(self._built, Schedule):
+            return run.total_steps
+        if self._built.reads_lr and run.lr is None:
+            raise SpecError(
+                f"'{self.method}' depends on the learning rate: pass lr, a function of the step"
+            )
+        horizon = Horizon(run.total_steps, run.warmup_steps)
+        return len(synchronisations(self._built, run.lr, horizon))
+
+    def on(self, link: Link) -> Training:
+        """Predict the run on a link.
+
+        Raises:
+            SpecError: if the ranks do not fill the nodes of the link.
+        """
+        run = self._run
+        share = self._syncs / run.total_steps
+        return Training(
+            self.method, self._step(link, share), run.total_steps, share * self._bytes(link)
+        )
+
+    def _step(self, link: Link, share: float) -> StepTime:
+        run, ranks = self._run, self._run.world_size
+        recording = self._recording
+        if isinstance(self._built, Schedule):
+            exposed = share * simulate_alone(recording, link.flat(ranks))
+            return StepTime(run.step_seconds + exposed, run.step_seconds)
+        if self._nodes == 1:
+            return simulate(recording, self._compute, link.flat(ranks))
+        self._require_nodes(link)
+        return simulate(recording, self._compute, link.between(ranks), link.inside(ranks))
+
+    def _require_nodes(self, link: Link) -> None:
+        if self._nodes != link.ranks_per_node:
+            raise SpecError(
+                f"nodes={self._nodes} does not match the link, which has {link.ranks_per_node} "
+                "ranks per node"
+            )
+
+    def _bytes(self, link: Link) -> float:
+        """Return the bytes of one exchange over the cards of all nodes."""
+        ranks, nodes = self._run.world_size, link.nodes(self._run.world_size)
+        node = ranks // nodes
+        shapes, method = self._shapes, self._built
+        if isinstance(method, Schedule):
+            shapes, method = [shape.wide() for shape in shapes], self._average
+        elif not isinstance(method, Aggregator):
+            method = parse_aggregator("mean" if method == DDP else 'cast("bf16")')
+        if method.whole_model:
+            merged = merge(self._groups, self._parameters)
+            shapes = [BucketShape.of(group, self._parameters) for group in merged]
+        if nodes == 1:
+            return 0.0
+        if self._nodes > 1:
+            return ranks * planned_two_levels(method, shapes, ranks, node).sent
+        return nodes * planned_traffic(method, shapes, ranks, node=node).sent
