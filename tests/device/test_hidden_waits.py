@@ -19,7 +19,6 @@ PACKAGE = Path(torchcomp.__file__).parent
 OUTSIDE = (
     # These run before or after training, or on numbers of the host.
     *("__main__.py", "explain.py", "plan.py", "comparison.py", "time_model.py", "named_models.py"),
-    *("doctor/", "flags.py"),
     *(
         "nodes.py",
         "spec.py",
@@ -31,8 +30,8 @@ OUTSIDE = (
     ),
     # Checkpoints and simulations.
     *("checkpoint.py", "redistribution.py", "per_rank.py", "gathering.py", "algorithms/"),
-    # Measures and predicts, before training.
-    "step_model/",
+    # Measure and predict, before training.
+    *("step_model/", "doctor/", "flags.py"),
     # NumPy.
     "jointspar/bandit.py",
 )

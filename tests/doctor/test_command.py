@@ -88,7 +88,6 @@ def main():
         raise
     finally:
         print(sys.argv, micro_batches)
-        dist.barrier()
         dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -108,6 +107,7 @@ def test_two_ranks_run_a_script_under_torchrun(tmp_path):
     assert (tmp_path / "out.json").exists(), done.stderr
     values = json.loads((tmp_path / "out.json").read_text())
     # A busy machine can have a slow rank, but nothing else.
+    assert "findings" in values, f"{values}\n{done.stderr}"
     found = {finding["code"] for finding in values["findings"]}
     assert found <= {"slow-rank"}, done.stdout
     assert (values["status"], done.returncode) == ((1, 1) if found else (0, 0)), done.stderr

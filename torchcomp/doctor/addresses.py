@@ -11,6 +11,7 @@ from torchcomp.errors import SpecError
 
 _SIOCGIFADDR = 0x8915
 _LOOPBACK = "127.0.0.1"
+_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 
 
 def own_address(backend: str, environment: Mapping[str, str] = os.environ) -> str:
@@ -22,7 +23,7 @@ def own_address(backend: str, environment: Mapping[str, str] = os.environ) -> st
     Raises:
         SpecError: if the variable names no interface that has an address.
     """
-    variable = f"{backend.upper()}_SOCKET_IFNAME"
+    variable = _VARIABLES[backend]
     wanted = environment.get(variable, "")
     if wanted:
         for name in _matching(wanted, backend):

@@ -20,8 +20,8 @@ _HELLO = struct.Struct("<8sI")
 _MAGIC = b"tcdoctor"
 _PAYLOAD = bytes(1 << 16)  # many full packets: a wrong MTU loses full packets only
 _ACK = b"!"
-# Share of the timeout for the connection. The rest is for finding out why there is none.
-_SHARE = 0.7
+# Shares of the timeout: for the connection, and for finding out why there is none.
+_SHARE, _SHARE_WHY = 0.6, 0.25
 _CLOSED_PORT = 1  # tcpmux, which nobody serves: a host that lives refuses at once
 
 
@@ -131,7 +131,7 @@ class Connections:
             reason = f"no answer within {seconds:.1f} s"
         elif error.strerror:
             reason = error.strerror.lower()
-        answers = _answers(place[0], (1 - _SHARE) * self.job.timeout)
+        answers = _answers(place[0], _SHARE_WHY * self.job.timeout)
         address = f"{place[0]}:{place[1]}"
         return Unreachable(self.job.rank, target, address, reason, answers)
 

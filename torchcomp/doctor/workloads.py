@@ -8,12 +8,13 @@ import math
 import runpy
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -124,6 +125,26 @@ def check_script(words: Sequence[str]) -> None:
         raise SpecError(f"--script {words[0]}: there is no such file in {Path.cwd()}")
 
 
+@contextmanager
+def group_kept(phases: Phases) -> Iterator[None]:
+    """Keep the process group once the phases are measured, whatever the script says in this block.
+
+    Finished leaves a script whose `finally` often ends the group. The exception still holds the
+    script's model then, and gloo can hang if the group ends before the model.
+    """
+    destroy = dist.destroy_process_group
+
+    def destroy_unless_finished(*arguments: Any, **options: Any) -> None:
+        if not phases.finished:
+            destroy(*arguments, **options)
+
+    dist.destroy_process_group = destroy_unless_finished
+    try:
+        yield
+    finally:
+        dist.destroy_process_group = destroy
+
+
 def run_script(words: Sequence[str], phases: Phases) -> None:
     """Run a script as torchrun would, in this process, until the phases are measured.
 
@@ -137,7 +158,7 @@ def run_script(words: Sequence[str], phases: Phases) -> None:
     if not is_module:
         sys.path[0] = str(Path(rest[0]).resolve().parent)
     try:
-        with every_model(phases):
+        with every_model(phases), group_kept(phases):
             if is_module:
                 runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
             else:
