@@ -98,7 +98,8 @@ class Report:
         parameters: of each parameter, by name.
         gradient_norms: norm of each rank's gradient, in rank order.
         precision: relative standard deviation of the estimated norms of single parameters. It is
-            larger where a few columns of a sketch have most of the norm.
+            larger where a few columns of a sketch have most of the norm, and for parameters of
+            which only a window was compared.
     """
 
     step: int
