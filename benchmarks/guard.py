@@ -35,7 +35,7 @@ _METHODS = (
     "ef(topk(0.01))",
     'ef(quantize("int8"))',
     "dgc(topk(0.01))",
-    'bidirectional(topk(0.01), topk(0.01), selection="exact")',
+    "bidirectional(topk(0.01), topk(0.01))",
 )
 _BY_LAYER = (
     'ef(topk(0.01, scope="tensor"))',
@@ -57,7 +57,7 @@ CLEAN: tuple[tuple[int, list[str]], ...] = (
         )
         for seed in (0,)
     ),
-    (2, ["--compress", "mean"]),
+    (2, ["--compress", 'bidirectional(topk(0.01), topk(0.01), selection="exact")']),
     (2, ["--compress", 'cast("bf16")']),
     (2, ["--compress", 'ef(cast("bf16"))']),
     (2, ["--compress", 'ef(topk(0.01), memory_dtype="bf16")']),

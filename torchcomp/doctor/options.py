@@ -5,6 +5,7 @@ import argparse
 from torchcomp.doctor.workloads import check_script
 from torchcomp.errors import SpecError
 from torchcomp.flags import number, whole
+from torchcomp.named_models import build_named
 
 _EPILOG = """\
 exit status: 0 healthy, 1 something was found, 2 bad options, 3 a link, a rank or the script failed.
@@ -40,7 +41,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Require options that go together.
+    """Require options that go together, and a model that can be built.
 
     Raises:
         SpecError: otherwise.
@@ -56,3 +57,5 @@ def check_options(options: argparse.Namespace) -> None:
         raise SpecError("--step-ms is for --numel: the other steps are measured")
     if options.script is not None:
         check_script(options.script)
+    if options.model is not None:
+        build_named(options.model)  # before minutes are spent; without memory
