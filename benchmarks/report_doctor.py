@@ -4,35 +4,12 @@ python -m benchmarks.report_doctor           # write them
 python -m benchmarks.report_doctor --check   # exit 1 if the page differs
 """
 
-import argparse
-import re
 import statistics
-import sys
 from pathlib import Path
 
+from benchmarks.marked_page import MarkedPage, distinct, machine
 from benchmarks.report import markdown
 from benchmarks.report_data import Row, read
-
-_ROOT = Path(__file__).parents[1]
-RESULTS = _ROOT / "benchmarks" / "results"
-PAGE = _ROOT / "docs" / "doctor.md"
-_MARKED = re.compile(r"(<!-- doctor -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it differs")
-    check, page = parser.parse_args().check, PAGE.read_text()
-    text = filled(page, RESULTS)
-    if not check:
-        PAGE.write_text(text)
-    elif text != page:
-        sys.exit("docs/doctor.md differs: run python -m benchmarks.report_doctor")
-
-
-def filled(page: str, results: Path) -> str:
-    """Return the page with the tables between its marks written again."""
-    return _MARKED.sub(lambda match: f"{match[1]}{tables(results)}\n{match[2]}", page)
 
 
 def tables(results: Path) -> str:
@@ -41,7 +18,7 @@ def tables(results: Path) -> str:
     faults = [row for row in latest if row["kind"] == "fault"]
     healthy = [row for row in latest if row["kind"] == "healthy"]
     if not latest:
-        return "Not measured yet."
+        return ""
     found = sum(row["passed"] == "True" for row in faults)
     quiet = sum(row["passed"] == "True" for row in healthy)
     return "\n\n".join(
@@ -86,16 +63,14 @@ def _link(row: Row) -> str:
 
 
 def _conditions(rows: list[Row]) -> str:
-    def distinct(column: str) -> str:
-        return ", ".join(sorted({row[column].partition("T")[0] for row in rows}))
-
     loads = sorted(float(row["load"]) for row in rows)
     return (
-        f"Measured on {distinct('date')} on {distinct('device')} with {distinct('cpus')} cores, "
-        f"which other programs used as well (load {loads[0]:.0f} to {loads[-1]:.0f}), torch "
-        f"{distinct('torch')}, revision {distinct('revision')} (+: with uncommitted changes)."
+        f"Measured on {distinct(rows, 'date')} {machine(rows)}. Other programs used the cores as "
+        f"well: the load was {loads[0]:.0f} to {loads[-1]:.0f}."
     )
 
 
+PAGE = MarkedPage("doctor", "doctor.md", tables)
+
 if __name__ == "__main__":
-    main()
+    PAGE.main(__doc__)

@@ -4,38 +4,15 @@ python -m benchmarks.report_guard           # write them
 python -m benchmarks.report_guard --check   # exit 1 if the page differs
 """
 
-import argparse
-import re
-import sys
 from pathlib import Path
 
+from benchmarks.marked_page import MarkedPage, distinct, machine
 from benchmarks.report import markdown
 from benchmarks.report_data import Row, read
 
-_ROOT = Path(__file__).parents[1]
-RESULTS = _ROOT / "benchmarks" / "results"
-PAGE = _ROOT / "docs" / "guard.md"
-_MARKED = re.compile(r"(<!-- guard -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it differs")
-    check, page = parser.parse_args().check, PAGE.read_text()
-    text = filled(page, RESULTS)
-    if not check:
-        PAGE.write_text(text)
-    elif text != page:
-        sys.exit("docs/guard.md differs: run python -m benchmarks.report_guard")
-
-
-def filled(page: str, results: Path) -> str:
-    """Return the page with the tables between its marks written again."""
-    return _MARKED.sub(lambda match: f"{match[1]}{tables(results)}\n{match[2]}", page)
-
 
 def tables(results: Path) -> str:
-    """Return the tables and their conditions, or what is not measured yet."""
+    """Return the tables and their conditions; nothing if nothing is measured."""
     faults, clean, cost = (read(results / f"guard_{n}.csv") for n in ("faults", "clean", "cost"))
     parts = [
         *([_faults(faults)] if faults else []),
@@ -43,7 +20,7 @@ def tables(results: Path) -> str:
         *([_cost(cost)] if cost else []),
         _conditions([*faults, *clean, *cost]),
     ]
-    return "\n\n".join(filter(None, parts)) or "Not measured yet."
+    return "\n\n".join(filter(None, parts))
 
 
 def _faults(rows: list[Row]) -> str:
@@ -117,16 +94,13 @@ def _cost(rows: list[Row]) -> str:
 def _conditions(rows: list[Row]) -> str:
     if not rows:
         return ""
-
-    def distinct(column: str) -> str:
-        return ", ".join(sorted({row[column].partition("T")[0] for row in rows}))
-
     return (
-        f"`python -m benchmarks.guard --resume`, measured on {distinct('date')} on "
-        f"{distinct('device')} with {distinct('cpus')} cores, gloo over loopback, torch "
-        f"{distinct('torch')}, revision {distinct('revision')} (+: with uncommitted changes)."
+        "`python -m benchmarks.guard --resume`, gloo over loopback, measured on "
+        f"{distinct(rows, 'date')} {machine(rows)}."
     )
 
 
+PAGE = MarkedPage("guard", "guard.md", tables)
+
 if __name__ == "__main__":
-    main()
+    PAGE.main(__doc__)
