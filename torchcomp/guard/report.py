@@ -22,7 +22,7 @@ class Sums:
         sent: number of elements of the applied mean that are not zero.
         numel: number of elements.
         old: number of sampled elements whose residual has waited long, averaged over the ranks.
-        samples: number of sampled elements.
+        samples: number of sampled elements that wait or were sent, averaged over the ranks.
     """
 
     dense: float = 0.0

@@ -12,7 +12,7 @@ from torchcomp.aggregators import Law
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.keys import Key
 
-_MOST = 128
+_MOST = 256
 """Elements that are followed of a parameter, at most."""
 
 _RUN = 8

@@ -23,6 +23,7 @@ _WIDTHS = (251, 127, 61, 31, 17, 11)
 _SHARE = 0.008  # of the method's bytes, for a comparison
 _SCALARS = 10  # of `Sums`, all but those from sketches
 _OLD = 0.98  # share of the sampled elements of a parameter
+_LARGER = 1.5  # times the largest residual of the other parameters
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ class Watch:
         factors = part.factors(device)
         names, _ = filled(shape)
         sketch = _sketch(names, part.sizes, self._width, self.exchange.shard, means.dtype, device)
-        columns = self._columns(shape, part, gradient, means, slots, cut, per_tensor)
+        columns = self._columns(bucket, part, gradient, means, slots, cut, per_tensor)
         dense, left = sketch(gradient), sketch.zeros()
         kept = slots["error"].dtype if "error" in slots else shape.dtype
         both = (torch.finfo(kept).eps, torch.finfo(shape.dtype).eps)
@@ -206,7 +207,7 @@ class Watch:
 
     def _columns(
         self,
-        shape: BucketShape,
+        bucket: Bucket,
         part: Windows,
         gradient: Tensor,
         means: Tensor,
@@ -216,10 +217,10 @@ class Watch:
     ) -> Tensor:
         """Return the scalars of `Sums` for each parameter."""
         ranks, device, sizes = self.exchange.world_size, means.device, list(part.sizes)
-        _, owner = sample(shape, device)
+        at, owner = sample(bucket.shape, device)
         factors, nothing = part.factors(device), torch.zeros(len(sizes), device=device)
         residuals, old, samples, starved = nothing, nothing, nothing, nothing
-        age, changed = self.samples.take(shape)
+        age, changed = self.samples.take(bucket.shape)
         for name, (_, after) in cut.items():
             if slots[name].kind is Kind.DEBT:
                 # The square of a shard is averaged over the ranks, of which the others have none.
@@ -227,7 +228,9 @@ class Watch:
                 residuals = residuals + _norms(after, sizes).square() / share
         if age is not None:
             old = nothing.index_add(0, owner, (age >= self._age).float())
-            samples = nothing.index_add(0, owner, torch.ones_like(age, dtype=torch.float32))
+            # An element whose gradient is always zero has nothing to send.
+            active = (bucket.flat.index_select(0, at) != 0).logical_or_(age > 0)
+            samples = nothing.index_add(0, owner, active.float())
             largest = _norms(cut["error"][1], sizes, math.inf)
             starved = _starved(old, samples, largest, per_tensor).float()
         moved = nothing if changed is None else nothing.index_add(0, owner, changed.float())
@@ -310,17 +313,17 @@ def _starved(old: Tensor, samples: Tensor, largest: Tensor, per_tensor: bool) ->
 
     Args:
         old: number of sampled elements of each parameter whose residual has waited long.
-        samples: number of sampled elements.
+        samples: number of sampled elements that wait or were sent.
         largest: largest magnitude of its residual.
         per_tensor: whether the method compresses each parameter apart from the others.
     """
-    starved = old >= _OLD * samples
+    starved = (old >= _OLD * samples).logical_and_(old > 0)
     if per_tensor:
         return starved
     # A method that selects the largest elements of several parameters sends nothing of one whose
     # elements are all small. If they are larger than those of the others, it should.
     others = largest.masked_fill(starved, 0).max()
-    return starved.logical_and_(largest > 2 * others)
+    return starved.logical_and_(largest > _LARGER * others)
 
 
 def _norms(flat: Tensor, sizes: Sequence[int], order: float = 2) -> Tensor:
