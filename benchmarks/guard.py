@@ -274,7 +274,7 @@ def recipe(ranks: int, flags: list[str]) -> dict[str, Any]:
 
 # --- Cost ---
 
-_COSTS = (("resnet18", 16, 12), ("smallcnn", 64, 40))
+_COSTS = (("resnet18", 16, 5), ("smallcnn", 64, 40))
 
 
 def cost(arguments: argparse.Namespace) -> Iterator[str]:
