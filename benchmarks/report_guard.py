@@ -78,16 +78,18 @@ def _cost(rows: list[Row]) -> str:
             row["model"],
             f"`{row['method']}`",
             row["step_ms"],
+            row["pairs"],
             f"{row['time']} ({row['time_low']} to {row['time_high']})",
             row["bytes"],
         ]
         for row in rows
     ]
-    header = ["model", "method", "step, ms", "more time, % (quartiles)", "more bytes, %"]
+    header = ["model", "method", "step, ms", "pairs", "more time, % (quartiles)"]
+    header += ["more bytes, %"]
     return (
-        f"**Cost**, with a comparison every {rows[0]['every']} steps: medians of "
-        f"{rows[0]['pairs']} pairs of 50 steps with the guard and 50 without, in alternating "
-        f"order, in one process per rank, {rows[0]['ranks']} ranks.\n\n" + markdown(header, lines)
+        f"**Cost**, with a comparison every {rows[0]['every']} steps: medians over pairs of 50 "
+        "steps with the guard and 50 without, in alternating order, in one process per rank, "
+        f"{rows[0]['ranks']} ranks.\n\n" + markdown(header, lines)
     )
 
 
