@@ -19,7 +19,7 @@ _EPS = 2.0**-23  # of float32, in which is measured
 _LOST = 0.5  # share of the dense mean
 _SILENT = 1e-3  # of the other ranks' median norm
 _FAINT = 1e-3  # of the model's gradient per element (root mean square)
-_EXPECTED = 20  # sampled elements of a parameter that should have been sent
+_EXPECTED = 10  # sampled elements of a parameter that should have been sent
 
 
 @dataclass(frozen=True)
