@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from torchcomp.doctor.job import Job
+from torchcomp.doctor.quartiles import quartiles
 
 _WINDOWS = 6
 _SECONDS = 0.15
@@ -33,12 +34,12 @@ class Speed:
     @property
     def low(self) -> float:
         """Seconds that a quarter of the windows do not exceed."""
-        return sorted(self.seconds)[len(self.seconds) // 4]
+        return quartiles(self.seconds)[0]
 
     @property
     def high(self) -> float:
         """Seconds that three quarters of the windows do not exceed."""
-        return sorted(self.seconds)[(3 * len(self.seconds) - 1) // 4]
+        return quartiles(self.seconds)[1]
 
     def with_windows_of(self, other: "Speed") -> "Speed":
         """Return both measurements as one."""

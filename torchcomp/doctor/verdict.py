@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchcomp.doctor.phases import NO_EXCHANGE, PLAIN, StepTimes
+from torchcomp.doctor.quartiles import quartiles
 
 NOTHING, LITTLE = 0.10, 0.25
 """Shares of a step that wait for gradients: below the first nothing can be won, below the second
@@ -76,9 +77,8 @@ def measured_rows(ranks: Sequence[Sequence[StepTimes]]) -> list[Row]:
     rows = []
     for times in zip(*ranks, strict=True):
         slowest = max(times, key=lambda each: each.median)
-        ordered = sorted(slowest.seconds)
-        low, high = ordered[len(ordered) // 4], ordered[(3 * len(ordered) - 1) // 4]
-        rows.append(Row(slowest.mode, slowest.median, low, high, len(ordered)))
+        low, high = quartiles(slowest.seconds)
+        rows.append(Row(slowest.mode, slowest.median, low, high, len(slowest.seconds)))
     return rows
 
 

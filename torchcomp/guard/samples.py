@@ -13,7 +13,7 @@ from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.keys import Key
 
 _MOST = 256
-"""Elements that are followed of a parameter, at most."""
+"""At most this many elements of a parameter are followed."""
 
 _RUN = 8
 """They are runs of this many neighbours: reading one of them brings the others into the cache."""

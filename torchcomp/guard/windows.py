@@ -17,7 +17,7 @@ from torchcomp.guard.samples import filled
 from torchcomp.keys import tensor_id
 
 MOST = 2**14
-"""Elements of a parameter that are compared, at most."""
+"""At most this many elements of a parameter are compared."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 # DDP inspects the hook's signature, so this module must not postpone the evaluation of annotations.
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchcomp.bucket import BucketShape, Group
 from torchcomp.checks import check_count, check_positive, check_share
 from torchcomp.errors import SpecError
+from torchcomp.step_model.clock import worked
 
 
 @dataclass(frozen=True)
@@ -103,15 +103,8 @@ class ReadyTimes:
         model.register_comm_hook(self, watch)
 
     def now(self) -> float:
-        """Return the seconds that this thread has worked, or the time at which the device is idle.
-
-        On the CPU, the ranks of a host can share its cores: the clock on the wall would show the
-        work of others.
-        """
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            return time.perf_counter()
-        return time.thread_time()
+        """Return the seconds of work so far."""
+        return worked(self.device)
 
 
 def watch(state: ReadyTimes, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

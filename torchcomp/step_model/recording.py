@@ -71,7 +71,7 @@ def record(
     check_count("nodes", nodes)
     check_divides(nodes, world_size)
     method = parse_aggregator(spec).settled
-    values = gradients or _random(parameters)
+    values = gradients or random_like(parameters)
     shapes = [BucketShape.of(names, parameters) for names in buckets]
 
     def taken_by(rank: "_Flat | _TwoLevels") -> list[_Taken]:
@@ -301,10 +301,18 @@ def _fill_caches(device: torch.device) -> None:
         torch.ones(_CACHE_BYTES // 4).add_(1)
 
 
-def _random(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def random_like(
+    parameters: Mapping[str, Tensor], device: str | torch.device | None = None
+) -> dict[str, Tensor]:
+    """Return random numbers with the shapes and dtypes of parameters, by name.
+
+    Args:
+        parameters: by name. On "meta", they need `device`.
+        device: of the result, by default that of each parameter.
+    """
     generator = torch.Generator().manual_seed(0)
     return {
-        name: torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+        name: torch.randn(p.shape, generator=generator).to(device or p.device, p.dtype)
         for name, p in parameters.items()
     }
 

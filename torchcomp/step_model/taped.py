@@ -1,6 +1,5 @@
 """Exchanges that note their collectives, and the work of this rank between them."""
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,10 +9,11 @@ from torch import Tensor
 
 from torchcomp.exchange import Exchange, InProcessExchange
 from torchcomp.step_model.activities import Activity, Call, Work
+from torchcomp.step_model.clock import worked
 from torchcomp.step_model.collectives import ALL_GATHER, ALL_REDUCE, ALL_REDUCE_BF16, ALL_TO_ALL
 
 _COPIED_BYTES = 2**28
-"""Up to so many bytes, each message of an all-gather has memory of its own."""
+"""Up to this many bytes, each message of an all-gather has memory of its own."""
 
 
 class Taped(Exchange):
@@ -65,24 +65,14 @@ class _Tape:
         self.resume()
 
     def resume(self) -> None:
-        self._since = self._now()
+        self._since = worked(self._device)
 
     def pause(self, call: Call) -> None:
         self.end()
         self._activities.append(call)
 
     def end(self) -> None:
-        self._activities.append(Work(self._now() - self._since))
-
-    def _now(self) -> float:
-        """Return the seconds that this thread has worked, or the time at which the device is idle.
-
-        Not the time on the clock: the ranks of a host can share its cores.
-        """
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            return time.perf_counter()
-        return time.thread_time()
+        self._activities.append(Work(worked(self._device) - self._since))
 
 
 class Mirror(Exchange):

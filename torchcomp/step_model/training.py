@@ -20,6 +20,7 @@ from torchcomp.step_model.compute import Compute
 from torchcomp.step_model.links import Link
 from torchcomp.step_model.recording import (
     MOST_RANKS,
+    random_like,
     record,
     record_all_reduce,
     record_average,
@@ -157,11 +158,7 @@ def random_values(
             "the exchange of a model is recorded on this machine, which takes up to 40 bytes per "
             f"element: a model must have from 1 to {MOST_ELEMENTS:,} elements"
         )
-    generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.randn(p.shape, generator=generator).to(device, p.dtype)
-        for name, p in parameters.items()
-    }
+    return random_like(parameters, device)
 
 
 class Prediction:
