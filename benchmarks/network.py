@@ -13,7 +13,6 @@ iproute2 and gcc.
 """
 
 import argparse
-import signal
 import statistics
 import sys
 from dataclasses import dataclass
@@ -21,12 +20,12 @@ from itertools import product
 from typing import Any
 
 from benchmarks.arguments import table_folder, table_parser
+from benchmarks.net import program
 from benchmarks.net.hosts import Hosts
 from benchmarks.net.job import Job
 from benchmarks.net.launch import LaunchError, free_port, results
 from benchmarks.net.names import BASELINES, BF16, FLOOR, PLAIN, POWERSGD
-from benchmarks.net.rows import ACCURACY, NODES, STEPS, Table, TableError, conditions
-from benchmarks.net.shell import ShellError, missing
+from benchmarks.net.rows import ACCURACY, NODES, STEPS, Table, conditions
 
 # The port of the rendezvous. Every host is its own namespace, so no other program uses it.
 _PORT = 29500
@@ -88,18 +87,10 @@ class Way:
 
 def main() -> None:
     arguments = parse(sys.argv[1:])
-    # End on SIGTERM as on Ctrl-C: an exception runs every `finally`, which removes the hosts.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    if not arguments.loopback and missing():
-        sys.exit(f"error: {missing()}")
-    try:
-        failures = loopback(arguments) if arguments.loopback else grid(arguments)
-    except (ShellError, TableError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    if failures:
-        sys.exit("failed: " + "; ".join(failures))
+    program.run(
+        lambda: loopback(arguments) if arguments.loopback else grid(arguments),
+        shaped=not arguments.loopback,
+    )
 
 
 def parse(words: list[str]) -> argparse.Namespace:

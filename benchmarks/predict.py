@@ -15,7 +15,6 @@ gcc.
 
 import argparse
 import json
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -24,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import table_folder, table_parser
+from benchmarks.net import program
 from benchmarks.net.hosts import Hosts
 from benchmarks.net.job import Job
 from benchmarks.net.launch import LaunchError, results
 from benchmarks.net.names import BF16, PLAIN
 from benchmarks.net.predicted import Known
 from benchmarks.net.prediction import COLLECTIVES_SECONDS
-from benchmarks.net.rows import PREDICTIONS, Table, TableError, conditions
-from benchmarks.net.shell import ShellError, missing
+from benchmarks.net.rows import PREDICTIONS, Table, conditions
 
 _PORT = 29500
 Wanted = tuple[tuple[str, tuple[str, ...]], ...]
@@ -91,20 +90,10 @@ QUICK = (Setup(2, 1, 100, ("smallcnn",)),)
 
 def main() -> None:
     arguments = parse(sys.argv[1:])
-    # End on SIGTERM as on Ctrl-C: an exception runs every `finally`, which removes the hosts.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        if arguments.again:
-            return again(arguments.out)
-        if missing():
-            sys.exit(f"error: {missing()}")
-        failures = grid(arguments)
-    except (ShellError, TableError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    if failures:
-        sys.exit("failed: " + "; ".join(failures))
+    program.run(
+        lambda: again(arguments.out) if arguments.again else grid(arguments),
+        shaped=not arguments.again,
+    )
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -239,7 +228,7 @@ def rows_of(
             yield row
 
 
-def again(folder: Path) -> None:
+def again(folder: Path) -> list[str]:
     """Write the rows again, from what their predictions were made from."""
     path = folder / "predict.jsonl"
     if not path.exists():
@@ -252,6 +241,7 @@ def again(folder: Path) -> None:
             if row is not None:
                 table.add(row)
                 print(described(row), flush=True)
+    return []
 
 
 def described(row: Mapping[str, Any]) -> str:

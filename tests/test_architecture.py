@@ -38,6 +38,7 @@ LAYERS = [
     {"means", "state"},
     {"residuals", "routes"},
     {"aggregators"},
+    {"auto"},
     {"spec", "stats", "nonfinite", "checkpoint"},
     {"redistribution", "guard"},
     {"averager", "gathering"},

@@ -6,6 +6,7 @@
 """
 
 from torchcomp._version import __version__
+from torchcomp.auto import Auto, Choice
 from torchcomp.averager import Averager
 from torchcomp.batchnorm import reestimate_batchnorm
 from torchcomp.errors import (
@@ -36,8 +37,10 @@ from torchcomp.time_model import TimeModel, WallClock, fit_time_model
 
 __all__ = [
     "Alarm",
+    "Auto",
     "Averager",
     "CheckpointError",
+    "Choice",
     "Exchange",
     "Gathered",
     "Guard",

@@ -170,6 +170,11 @@ class Averager:
         return self._aggregator
 
     @property
+    def flushing(self) -> bool:
+        """Whether the residual of another method is sent before :attr:`aggregator` runs."""
+        return self._flushing
+
+    @property
     def guarded(self) -> bool:
         """Whether a NaN discards the step. A transparent method passes it on, as plain DDP does."""
         return not self._active.transparent
@@ -812,13 +817,17 @@ class Averager:
         }
 
     def prepare(
-        self, state: Any, advice: Mapping[str, str] = checkpoint.ADVICE
+        self,
+        state: Any,
+        advice: Mapping[str, str] = checkpoint.ADVICE,
+        aggregator: Aggregator | None = None,
     ) -> Callable[[], None]:
         """Check a complete state dict without changing anything.
 
         Args:
             state: the result of :meth:`state_dict` on this rank.
             advice: what to do if "spec" or "world_size" differs, for the error message.
+            aggregator: the method of the state, if the run changes to it.
 
         Returns:
             A function that restores the state. It restores the groups as well, so the run
@@ -828,10 +837,11 @@ class Averager:
             CheckpointError: if the state is damaged, or if it belongs to another model, method,
                 rank or world size.
         """
-        checkpoint.check_header(state, str(self._aggregator), self.exchange, advice)
+        aggregator = aggregator or self._aggregator
+        checkpoint.check_header(state, str(aggregator), self.exchange, advice)
         checkpoint.check_engine(state, self.parameters)
         # During a flush, the checkpoint has the slots of _FLUSH and the spec of the next method.
-        method = _FLUSH if state["flushing"] else self._aggregator
+        method = _FLUSH if state["flushing"] else aggregator
         dense, _ = checkpoint.read_guard(state)
         slots: dict[str, tuple[Kind, bool, dict[str, Tensor]]] = {}
         for slot in self._declared(method, _groups(state["buckets"]), dense):
@@ -843,13 +853,14 @@ class Averager:
             unknown = sorted(set(saved["tensors"]) - set(slots[name][2] if name in slots else ()))
             if unknown or name not in slots:
                 raise CheckpointError(
-                    f"a damaged checkpoint: slots['{name}'] has tensors that {self._aggregator} "
+                    f"a damaged checkpoint: slots['{name}'] has tensors that {aggregator} "
                     f"does not use: {checkpoint.listed(unknown)}"
                 )
-        return partial(self._restore, state, slots)
+        return partial(self._restore, aggregator, state, slots)
 
     def _restore(
         self,
+        aggregator: Aggregator,
         state: Mapping[str, Any],
         slots: Mapping[str, tuple[Kind, bool, dict[str, Tensor]]],
     ) -> None:
@@ -859,8 +870,8 @@ class Averager:
         self._meter.load_state_dict(state["traffic"], self.step)
         self._dense, pauses = checkpoint.read_guard(state)
         self.monitor.load_state_dict(pauses)
-        self._flushing = state["flushing"]
-        self._active = _FLUSH if self._flushing else self._aggregator
+        self._aggregator, self._flushing = aggregator, state["flushing"]
+        self._active = _FLUSH if self._flushing else aggregator
         # A fresh one: workspaces and a step in flight must not outlive the old state.
         self.state = State(self._lock)
         self._undecided, self._flushed, self._in_flight = None, False, False
@@ -868,13 +879,17 @@ class Averager:
             self.state.load(name, kind, sharded, parts)
         self._verified = False
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], aggregator: Aggregator | None = None) -> None:
         """Restore the result of :meth:`state_dict` on this rank. On error, nothing changes.
+
+        Args:
+            state: of this rank.
+            aggregator: the method of the state, if the run changes to it.
 
         Raises:
             CheckpointError: see :meth:`prepare`.
         """
-        restore = self.prepare(state)
+        restore = self.prepare(state, aggregator=aggregator)
         with self._lock:
             restore()
 

@@ -68,6 +68,8 @@ class Component:
 def _literal(value: Any) -> str:
     if isinstance(value, Component):
         return str(value)
+    if isinstance(value, tuple):  # of specs, which need no quotes
+        return f"[{', '.join(map(str, value))}]"
     # repr() of a NumPy number is np.float64(0.25), which parse() would reject.
     if is_whole(value):
         return repr(int(value))

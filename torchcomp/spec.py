@@ -13,6 +13,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from torchcomp.aggregators import AGGREGATORS, Aggregator, Mean
+from torchcomp.auto import Auto
 from torchcomp.checks import closest, shown
 from torchcomp.component import Component, choices_of, nearest
 from torchcomp.compressors import COMPRESSORS, Compressor
@@ -21,10 +22,8 @@ from torchcomp.other_names import answer, plain
 from torchcomp.outer_steps import OUTER_STEPS, OuterStep
 from torchcomp.schedules import SCHEDULES, Schedule
 
-COMPONENTS: dict[str, type[Component]] = {
-    component.name: component
-    for component in (*COMPRESSORS, *AGGREGATORS, *SCHEDULES, *OUTER_STEPS)
-}
+_ALL: tuple[type[Component], ...] = (*COMPRESSORS, *AGGREGATORS, Auto, *SCHEDULES, *OUTER_STEPS)
+COMPONENTS: dict[str, type[Component]] = {component.name: component for component in _ALL}
 _NUMBERS = {"nan": float("nan"), "inf": float("inf")}
 _LONGEST = 1000
 # CPython 3.11 has one recursion counter for ast.parse in all threads. Concurrent calls corrupt the
@@ -36,12 +35,14 @@ Wanted = Mapping[str, tuple[type[Component], ...]]
 """The components accepted at one position, by plural name; errors suggest only these."""
 
 _METHODS: Wanted = {"methods": (*AGGREGATORS, *COMPRESSORS)}
+_AUTO: Wanted = {"choices": (Auto,)}
 _SCHEDULES: Wanted = {"schedules": SCHEDULES}
 _OUTER_STEPS: Wanted = {"outer steps": OUTER_STEPS}
 _COMPRESSORS: Wanted = {"compressors": COMPRESSORS}
 
 _USES = {
     Aggregator: ("a gradient method", "'ef(topk(0.01))'", "register(model, ...)"),
+    Auto: ("a choice of methods", "'auto'", "register(model, ...)"),
     Schedule: (
         "a schedule",
         "'every(4)' or 'qsr(alpha=0.0175, h_base=4)'",
@@ -78,6 +79,15 @@ def parse(spec: str | Component) -> Aggregator | Schedule:
 def parse_aggregator(spec: str | Component) -> Aggregator:
     """Like :func:`parse`, but raise SpecError unless the result is a gradient method."""
     return _parse(spec, _METHODS, (Aggregator,))
+
+
+def parse_registered(spec: str | Component) -> Aggregator | Auto:
+    """Like :func:`parse`, but raise SpecError unless the result is a gradient method or ``auto``.
+
+    The candidates of ``auto`` are not parsed.
+    """
+    kinds: tuple[type[Aggregator | Auto], ...] = (Aggregator, Auto)
+    return _parse(spec, {**_METHODS, **_AUTO}, kinds)
 
 
 def parse_schedule(spec: str | Component) -> Schedule:
@@ -151,6 +161,8 @@ class _Parser:
                 return self._component(node, ast.Call(node, [], []), wanted)
             case ast.Call():
                 return self._component(node, node, wanted)
+            case ast.List(elts=elements):
+                return [self._value(each, _METHODS) for each in elements]
             case ast.UnaryOp(op=ast.USub()):  # Python has no negative literals
                 value = self._value(node.operand, wanted)
                 if isinstance(value, int | float):

@@ -10,11 +10,12 @@ class Job:
 
     Attributes:
         task: "steps" (time and bytes of a step), "accuracy" (time to a test accuracy), "final"
-            (accuracy at the end of the schedule) or "prediction" (what predictions need, and the
-            times to compare them with).
-        model: The model, for all tasks but "prediction".
-        models: The models of the task "prediction", and for each one the methods that it is
-            measured with.
+            (accuracy at the end of the schedule), "prediction" (what predictions need, and the
+            times to compare them with) or "auto" (what auto chooses, and the times of its
+            candidates alone).
+        model: The model, for all tasks but "prediction" and "auto".
+        models: The models of these tasks and, for "prediction", the methods that each is measured
+            with.
         levels: For each of `methods`, 1 for an exchange among all ranks or 2 for one inside the
             hosts and one between them. By default, 1.
         ranks: Number of ranks of each host.

@@ -16,7 +16,7 @@ from torch.optim import SGD
 import torchcomp
 from benchmarks.net import baselines
 from benchmarks.net.names import BASELINES, BF16, FLOOR, NAIVE_TOPK, POWERSGD
-from torchcomp.schedules import Schedule
+from torchcomp.schedules import SCHEDULES
 
 LAYERS = "jointspar("
 # Large enough for a whole model. PyTorch's PowerSGD hook waits for collectives inside callbacks,
@@ -107,7 +107,8 @@ def _counter(
 ) -> Any:
     """Attach a method of torchcomp and return its handle, which counts bytes."""
     layers = method.startswith(LAYERS)
-    if not layers and not isinstance(torchcomp.parse(method), Schedule):
+    schedule = method.partition("(")[0] in {each.name for each in SCHEDULES}
+    if not layers and not schedule:
         return torchcomp.register(model, method, nodes=nodes)
     if nodes is not None:
         raise ValueError(f"{method} has one level only: measure it with --levels 1")

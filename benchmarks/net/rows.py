@@ -21,6 +21,7 @@ FINAL = [*_COMMON, "ranks", "model", "parameters", "batch", "method", "images", 
 FINAL += ["steps", "accuracy", "loss"]
 PREDICTIONS = [*_COMMON, "ranks", "levels", *_RUN, "steps", "step_ms", "step_ms_low"]
 PREDICTIONS += ["step_ms_high", "compute_ms", "predicted_ms", "formula_ms", "other_cores"]
+AUTO = [*_COMMON, *_RUN, "trial_ms", "steps", "step_ms", "chosen", "trial_steps", "other_cores"]
 SOAK = [*_COMMON, "part", "method", "ranks", "steps", "step_ms", "seconds"]
 SOAK += ["swaps", "loads", "samples"]
 SOAK += ["resident_mib", "growth_kib", "trend", "descriptors", "threads", "equal", "lost", "unsent"]

@@ -74,6 +74,11 @@ def measured(job: Job, rank: int, clock: Any) -> Iterator[tuple[dict[str, Any], 
 
         yield from PredictionBench(job, rank).measured()
         return
+    if job.task == "auto":
+        from benchmarks.net.auto import AutoBench
+
+        yield from AutoBench(job, rank, clock).measured()
+        return
     if job.task != "steps":
         trainer = trainer_of(job, rank)
         for method, rate, seed in job.runs or product(job.methods, job.rates, job.seeds):

@@ -85,6 +85,10 @@ class Buckets(Averaging, ABC):
         place: where this rank is.
         parameters: of the model, by name.
         lanes: where jobs run, from the first to the last that a bucket passes.
+
+    Attributes:
+        parameters: of the model, by name.
+        lanes: where jobs run.
     """
 
     def __init__(
@@ -97,7 +101,7 @@ class Buckets(Averaging, ABC):
     ) -> None:
         super().__init__(averager, everyone, place, layout_of(parameters))
         self.parameters = parameters
-        self._lanes = lanes
+        self.lanes = lanes
         self._shapes: dict[Names, BucketShape] = {}
 
     def shape_of(self, names: Names) -> BucketShape:
@@ -113,7 +117,7 @@ class Buckets(Averaging, ABC):
             return step.begin()
         except Exception as error:
             # Kept, as that of a job: raised here, it would leave DDP in the middle of a step.
-            self._lanes[0].fail(error)
+            self.lanes[0].fail(error)
             return 1.0, None
 
     @abstractmethod
@@ -123,30 +127,40 @@ class Buckets(Averaging, ABC):
         This returns at once. An exception is kept in :attr:`failure`.
         """
 
+    @abstractmethod
+    def beside(self, averager: Averager) -> "Buckets":
+        """Return others that average with another averager, in the same lanes.
+
+        The steps of both must not overlap.
+
+        Args:
+            averager: for the exchange, the parameters and the groups of this one's averager.
+        """
+
     def start(self) -> None:
         """Forget the failure of an earlier step."""
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.failure = None
 
     def abandon(self, step: int) -> None:
         # Jobs that have not begun will not run. One that waits for other ranks is not waited for.
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.failure = lane.failure or RuntimeError("the backward pass raised")
         super().abandon(step)
 
     @property
     def failure(self) -> BaseException | None:
         """The first exception of the step, or None."""
-        return next((lane.failure for lane in self._lanes if lane.failure is not None), None)
+        return next((lane.failure for lane in self.lanes if lane.failure is not None), None)
 
     def join(self) -> None:
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.join()
 
     def close(self, timeout: float | None = None) -> None:
         end = None if timeout is None else time.monotonic() + timeout
         # The last lane first: each waits for the stream of the one before it.
-        for lane in reversed(self._lanes):
+        for lane in reversed(self.lanes):
             lane.close(None if end is None else max(0.0, end - time.monotonic()))
         super().close(timeout)
 
@@ -154,21 +168,22 @@ class Buckets(Averaging, ABC):
 class Flat(Buckets):
     """Averages every bucket over all ranks at once."""
 
-    def __init__(self, averager: Averager, everyone: Exchange, executor: Executor) -> None:
+    def __init__(self, averager: Averager, everyone: Exchange, lane: Lane) -> None:
         place = Place.in_order(everyone.rank)
-        super().__init__(
-            averager, everyone, place, averager.parameters, Lane(executor, averager.exchange.leave)
-        )
+        super().__init__(averager, everyone, place, averager.parameters, lane)
         self._reordering = Reordering(None)
         # What it was made for: whether the method is grouped, and the groups.
         self._reordered: tuple[bool, tuple[Names, ...]] | None = None
 
     def submit(self, bucket: Bucket, step: Step, *, first: bool, last: bool) -> None:
-        (lane,) = self._lanes
+        (lane,) = self.lanes
         begin = partial(self._begin, *self._values_of(step)) if first else None
         lane.submit(partial(self._average, bucket, step, begin, last))
         if last:
             lane.submit(step.complete, always=True)
+
+    def beside(self, averager: Averager) -> "Flat":
+        return Flat(averager, self.everyone, *self.lanes)
 
     def _begin(self, scale: float, lrs: dict[str, float] | None) -> None:
         averager = self.averager

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchcomp import checkpoint, wire
 from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape, Group
-from torchcomp.ddp.averaging import Flat, Step
+from torchcomp.ddp.averaging import Flat, Lane, Step
 from torchcomp.ddp.reordering import Reordering
 from torchcomp.errors import RankFailureError, SpecError, WireError
 from torchcomp.exchange import Exchange, InProcessExchange, ManagedExchange
@@ -58,7 +58,9 @@ class Managed(Flat):
         ranks = self._ranks(0, 1, None)
         averager = make(ranks, parameters, groups, vote=self._ballot.counts)
         executor = StreamExecutor(device) if device.type == "cuda" else ThreadExecutor()
-        super().__init__(averager, InProcessExchange.alone(device), executor)
+        super().__init__(
+            averager, InProcessExchange.alone(device), Lane(executor, averager.exchange.leave)
+        )
         self._quorum: int | None = None
         self._failed, self._leaving = False, False
         self._last_step: int | None = None

@@ -10,10 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torchcomp import wire
 from torchcomp.aggregators import Aggregator, planned_two_levels
 from torchcomp.aggregators.rehearsal import rehearse_all
+from torchcomp.auto import Auto, Trial
 from torchcomp.averager import Averager
 from torchcomp.bucket import Group, partition
 from torchcomp.component import Component
-from torchcomp.ddp.averaging import Buckets, Flat
+from torchcomp.ddp.averaging import Buckets, Flat, Lane
 from torchcomp.ddp.checks import (
     OWNER,
     REGISTERED,
@@ -25,6 +26,7 @@ from torchcomp.ddp.checks import (
     device_of,
     trained_parameters,
 )
+from torchcomp.ddp.choosing import Choosing
 from torchcomp.ddp.handle import DDPHandle, hook
 from torchcomp.ddp.managed import Managed
 from torchcomp.ddp.two_level import Levels, TwoLevel
@@ -33,13 +35,18 @@ from torchcomp.exchange import InProcessExchange, ProcessGroupExchange
 from torchcomp.guard import Replicas
 from torchcomp.hooks.arguments import Options, late_does_not_fit
 from torchcomp.hooks.executors import transport
-from torchcomp.hooks.log import log_method, log_optimizers
+from torchcomp.hooks.log import log_auto, log_method, log_optimizers
 from torchcomp.hooks.optimizer_lrs import OptimizerLRs
 from torchcomp.nodes import Nodes
-from torchcomp.spec import parse_aggregator
+from torchcomp.spec import parse_aggregator, parse_registered
 
-_Checked = tuple[Aggregator, tuple[Group, ...], OptimizerLRs | None, Nodes | None]
-"""The method, the groups of parameters, their learning rates, and the nodes of two levels."""
+_Checked = tuple[
+    Sequence[Aggregator], tuple[Group, ...], OptimizerLRs | None, Nodes | None, Auto | None
+]
+"""The methods, the groups of parameters, their learning rates, the nodes of two levels, and auto.
+
+Training begins with the first of the methods. Without ``auto`` there is no other.
+"""
 
 
 def register_ddp(
@@ -55,10 +62,10 @@ def register_ddp(
     everyone = _ranks_of(model, options, device)
     arguments: dict[str, Any] = {"spec": spec, **options.compared()}
     ranks = everyone.global_ranks
-    aggregator, groups, lrs, divided = everyone.build(
+    methods, groups, lrs, divided, auto = everyone.build(
         "torchcomp.register", arguments, lambda: _check(model, spec, options, ranks)
     )
-    parameters = dict(trained_parameters(model))
+    aggregator, parameters = methods[0], dict(trained_parameters(model))
     make = partial(
         Averager,
         aggregator,
@@ -72,14 +79,17 @@ def register_ddp(
         buckets = Managed(make, parameters, groups, options.manager, device)
     elif divided is None:
         exchange, executor = transport(model.process_group, device)
-        buckets = Flat(make(exchange, parameters, groups), everyone, executor)
+        averager = make(exchange, parameters, groups)
+        buckets = Flat(averager, everyone, Lane(executor, exchange.leave))
     else:
         levels = Levels(divided, everyone)
-        buckets = TwoLevel(make, parameters, groups, levels, options.inside_dtype)
+        buckets = TwoLevel.of(make, parameters, groups, levels, options.inside_dtype)
+    if auto is not None:
+        buckets = Choosing(buckets, methods, auto.steps)
     handle = DDPHandle(model, buckets, options.scaler, lrs)
     # A plain function with the handle as its state: DDP refuses partials and callable objects.
     model.register_comm_hook(handle, hook)
-    setattr(model, OWNER, f"{REGISTERED}('{aggregator}')")
+    setattr(model, OWNER, f"{REGISTERED}('{auto or aggregator}')")
     # On one rank only: the messages would be the same on all ranks.
     if everyone.rank == 0:
         size = 1 if divided is None else divided.size
@@ -89,6 +99,8 @@ def register_ddp(
         nodes_of = f"nodes of {size} ranks" if size > 1 else ""
         log_method(buckets.averager, elements, planned, nodes_of)
         log_optimizers(lrs)
+        if auto is not None:
+            log_auto(auto, methods)
     return handle
 
 
@@ -124,15 +136,16 @@ def _check(
             "find_unused_parameters=True, which leaves unused parameters as they are"
         )
     check_before_backward(model)
-    aggregator = parse_aggregator(spec)
+    methods, auto = _methods(spec, options)
     trained = trained_parameters(model)
     # An error in it must be raised on all ranks.
-    rehearse_all(aggregator, [parameter for _, parameter in trained])
+    for method in methods:
+        rehearse_all(method, [parameter for _, parameter in trained])
     groups = partition(trained, bucket_caps(model))
     lrs = options.lrs(dict(trained))
     divided = None if options.nodes is None else Nodes.of(options.nodes, ranks)
     values = {
-        "spec": aggregator,
+        "spec": auto or methods[0],
         "nodes": divided and divided.ranks,
         # With names: DDP itself verifies only the shapes.
         "parameters": [(name, tuple(p.shape), p.dtype) for name, p in trained],
@@ -141,4 +154,19 @@ def _check(
     }
     # One rank on each node: there is nothing to average inside.
     two_levels = divided if divided is not None and divided.size > 1 else None
-    return (aggregator, groups, lrs, two_levels), values
+    return (methods, groups, lrs, two_levels, auto), values
+
+
+def _methods(spec: str | Component, options: Options) -> tuple[Sequence[Aggregator], Auto | None]:
+    """Return the method, or those of ``auto``."""
+    parsed = parse_registered(spec)
+    if not isinstance(parsed, Auto):
+        return [parsed], None
+    if options.manager is not None:
+        raise SpecError(
+            "auto times methods among ranks that stay, and a manager's ranks come and go: "
+            "register one method with it"
+        )
+    methods = parsed.methods([parse_aggregator(each) for each in parsed.candidates])
+    Trial(len(methods), parsed.steps)  # raises if there are too few steps
+    return methods, parsed

@@ -87,23 +87,21 @@ class TwoLevel(Buckets):
     """Averages every bucket inside the nodes, and its pieces between them.
 
     Args:
-        make: makes the averager of an exchange, parameters by name, and groups.
+        averager: averages pieces between the nodes; see :meth:`of`.
         parameters: of the model, by name.
-        groups: names of the parameters that are compressed together.
         levels: the exchanges of this rank.
+        lanes: one for each step.
         inside: dtype of messages inside the node; None is that of the gradients.
     """
 
     def __init__(
         self,
-        make: Callable[[Exchange, Mapping[str, Tensor], Sequence[Group]], Averager],
+        averager: Averager,
         parameters: Mapping[str, Tensor],
-        groups: Sequence[Group],
         levels: Levels,
+        lanes: Sequence[Lane],
         inside: torch.dtype | None = None,
     ) -> None:
-        lanes = [Lane(executor_for(levels.everyone), levels.leave) for _ in range(3)]
-        averager = make(levels.between, _piece_parameters(parameters, levels.nodes.size), groups)
         super().__init__(averager, levels.everyone, levels.place, parameters, *lanes)
         self._scatter, self._between, self._gather = lanes
         self._levels, self._inside, self._pieces = levels, inside, Scratch()
@@ -114,6 +112,31 @@ class TwoLevel(Buckets):
         self._dense_bytes = card // levels.nodes.size
         self._watch = FiniteWatch(levels.between)
         self._groups = Completed()
+
+    @classmethod
+    def of(
+        cls,
+        make: Callable[[Exchange, Mapping[str, Tensor], Sequence[Group]], Averager],
+        parameters: Mapping[str, Tensor],
+        groups: Sequence[Group],
+        levels: Levels,
+        inside: torch.dtype | None = None,
+    ) -> "TwoLevel":
+        """Return one with an averager and lanes of its own.
+
+        Args:
+            make: makes the averager of an exchange, parameters by name, and groups.
+            parameters: of the model, by name.
+            groups: names of the parameters that are compressed together.
+            levels: the exchanges of this rank.
+            inside: dtype of messages inside the node; None is that of the gradients.
+        """
+        averager = make(levels.between, _piece_parameters(parameters, levels.nodes.size), groups)
+        lanes = [Lane(executor_for(levels.everyone), levels.leave) for _ in range(3)]
+        return cls(averager, parameters, levels, lanes, inside)
+
+    def beside(self, averager: Averager) -> "TwoLevel":
+        return TwoLevel(averager, self.parameters, self._levels, self.lanes, self._inside)
 
     def submit(self, bucket: Bucket, step: Step, *, first: bool, last: bool) -> None:
         begin = self._values_of(step) if first else None

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchcomp import checkpoint
+from torchcomp.aggregators import Aggregator
+from torchcomp.auto import Choice
 from torchcomp.averager import Averager
 from torchcomp.exchange import Exchange
 from torchcomp.redistribution import Layout, Place, check_place, two_levels
@@ -21,9 +23,11 @@ class Averaging:
         layouts: shape and strides of each whole parameter, by name. The averager has pieces of them
             if there are two levels.
         gathers: whether `everyone` are all ranks. Under a manager, it is this rank alone.
+        choice: what ``"auto"`` has chosen, if it has.
     """
 
     gathers = True
+    choice: Choice | None = None
 
     def __init__(
         self,
@@ -52,6 +56,10 @@ class Averaging:
     def join(self) -> None:
         """Wait until the host has run every submitted job."""
 
+    def use(self, aggregator: Aggregator) -> str:
+        """Change the method between two steps; see :meth:`.Averager.use`."""
+        return self.averager.use(aggregator)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank; see :meth:`.Averager.state_dict`."""
         state = self.averager.state_dict()
@@ -62,11 +70,15 @@ class Averaging:
 
     def load_state_dict(self, state: Any) -> None:
         """Restore the state of this rank; see :meth:`.Averager.load_state_dict`."""
-        spec = str(self.averager.aggregator)
-        checkpoint.check_header(state, spec, self.everyone, checkpoint.ADVICE)
+        method = self._method_to_load(state)
+        checkpoint.check_header(state, str(method), self.everyone, checkpoint.ADVICE)
         check_place(state, self.place)
-        own = checkpoint.header(spec, self.averager.exchange)
-        self.averager.load_state_dict({**state, **own})
+        own = checkpoint.header(str(method), self.averager.exchange)
+        self.averager.load_state_dict({**state, **own}, method)
+
+    def _method_to_load(self, state: Any) -> Aggregator:
+        """Return the method that a state must have."""
+        return self.averager.aggregator
 
     def leave(self) -> None:
         """Hand the residual of this rank to the others at the end of the next step."""

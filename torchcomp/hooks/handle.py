@@ -8,6 +8,7 @@ import torch
 
 from torchcomp.aggregators import Aggregator
 from torchcomp.aggregators.rehearsal import rehearse_all
+from torchcomp.auto import Choice
 from torchcomp.component import Component
 from torchcomp.exchange import Exchange
 from torchcomp.gathering import Gatherable
@@ -85,8 +86,15 @@ class Handle(OfOneProcess, Gatherable):
         """The guard: its last `report`, None before the first one, and what it found, `alarms`."""
         return self.averager.monitor
 
+    @property
+    def choice(self) -> Choice | None:
+        """What ``register(model, "auto")`` has measured and chosen; None before, and otherwise."""
+        return self._averaging.choice
+
     def swap(self, spec: str | Component) -> str:
         """Change the method between two steps. Call this on all ranks with the same spec.
+
+        ``"auto"`` then chooses no more.
 
         Args:
             spec: the new method.
@@ -109,7 +117,7 @@ class Handle(OfOneProcess, Gatherable):
             return aggregator, {"spec": aggregator}
 
         aggregator = self._averaging.everyone.build("handle.swap", {"spec": spec}, make)
-        return self.averager.use(aggregator)
+        return self._averaging.use(aggregator)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: tensors, numbers and strings, keyed by parameter name.

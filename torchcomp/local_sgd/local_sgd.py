@@ -20,6 +20,7 @@ from torchcomp.gathering import Gatherable
 from torchcomp.local_sgd.averages import OverlappedAverages
 from torchcomp.local_sgd.options import ProcessGroup, Specs, check_arguments, ranks_of
 from torchcomp.local_sgd.overflow import backward_until_finite
+from torchcomp.local_sgd.proposal import Proposal
 from torchcomp.local_sgd.rounds import LocalSteps
 from torchcomp.nonfinite import largest_magnitudes
 from torchcomp.outer_steps import OuterStep
@@ -77,7 +78,8 @@ class LocalSGD(Gatherable):
             synchronisation.
         spec: the schedule, such as ``"every(8)"`` or ``"qsr(alpha=0.0175, h_base=4)"``. The latter
             reads the largest learning rate of the parameter groups. A list gives one schedule to
-            each optimizer, and the parameters of each then have their own rounds.
+            each optimizer, and the parameters of each then have their own rounds. ``"auto"``
+            averages after each step, measures 50 steps, and logs which schedule it proposes.
         total_steps: T, the optimizer steps of the run. If the run continues without
             :meth:`load_state_dict`, the steps that remain. Beyond T, the ranks average after every
             step, and one warning is logged. A float must be whole.
@@ -187,6 +189,12 @@ class LocalSGD(Gatherable):
         Between rounds, all ranks have the same parameters: evaluate and save there.
         """
         return self._steps.clock.next_sync
+
+    @property
+    def proposal(self) -> Proposal | None:
+        """What the schedule ``"auto"`` proposes; None before, and with any other schedule."""
+        proposing = self._steps.proposing
+        return None if proposing is None else proposing.proposal
 
     @property
     def stats(self) -> Stats:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Aggregator
+from torchcomp.auto import Auto
 from torchcomp.bucket import Group
 from torchcomp.checks import check_choice, check_count, check_flag, is_number
 from torchcomp.component import Component
@@ -26,8 +27,13 @@ from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.hooks.arguments import check_scaler
 from torchcomp.keys import check_seed
 from torchcomp.outer_steps import OuterStep
-from torchcomp.schedules import Horizon, Schedule
-from torchcomp.spec import parse_aggregator, parse_outer_step, parse_schedule
+from torchcomp.schedules import Every, Horizon, Schedule
+from torchcomp.spec import (
+    parse_aggregator,
+    parse_outer_step,
+    parse_registered,
+    parse_schedule,
+)
 
 Specs = str | Component | Sequence[str | Component]
 ProcessGroup = dist.ProcessGroup | DeviceMesh
@@ -47,6 +53,7 @@ class LocalMethod:
         parts: for each schedule, the names of its parameters and the indices of the optimizers
             whose learning rates it reads.
         two_levels: whether DDP continues to reduce gradients inside each node.
+        proposes: whether the schedule is ``"auto"``: averages after each step, and a proposal.
     """
 
     schedules: tuple[Schedule, ...]
@@ -59,6 +66,7 @@ class LocalMethod:
     fragments: int
     overlap: bool
     seed: int
+    proposes: bool = False
 
     @property
     def spec(self) -> str:
@@ -168,7 +176,14 @@ def _method(
             f"{len(specs)} schedules for {len(optimizers)} optimizers: pass one schedule for all, "
             "or a list with one for each"
         )
-    schedules = tuple(map(parse_schedule, specs))
+    proposes = any(_is_auto(each) for each in specs)
+    if proposes and (len(specs) > 1 or others["overlap"]):
+        raise SpecError(
+            "'auto' measures averages of the whole model, one after each step: pass it as the only "
+            "schedule, without overlap=True",
+            "spec",
+        )
+    schedules = (Every(1),) if proposes else tuple(map(parse_schedule, specs))
     for schedule in schedules:
         schedule.check(horizon)
     check_seed(others["seed"])
@@ -197,7 +212,7 @@ def _method(
             f"fragments={others['fragments']}, but only {fewest} trained parameters can be "
             "divided, and every fragment needs at least one: use fewer fragments"
         )
-    method = LocalMethod(schedules, parts, horizon, aggregator, step, **others)
+    method = LocalMethod(schedules, parts, horizon, aggregator, step, proposes=proposes, **others)
     # A pseudo-gradient is measured from the averaged parameters, which must be complete by then.
     if method.overlap and not method.plain:
         raise SpecError(
@@ -205,6 +220,26 @@ def _method(
             "pseudo-gradients need the result of the last average before the next round"
         )
     return method
+
+
+def _is_auto(spec: object) -> bool:
+    """Whether a schedule is ``"auto"``, which takes no options here.
+
+    Raises:
+        SpecError: if it has options.
+    """
+    parsed = spec
+    if isinstance(spec, str) and spec.strip().startswith(Auto.name):
+        parsed = parse_registered(spec)
+    if not isinstance(parsed, Auto):
+        return False
+    if parsed != Auto():
+        raise SpecError(
+            f"for LocalSGD, 'auto' has no options, and '{spec}' has some: they are for "
+            "torchcomp.register",
+            "spec",
+        )
+    return True
 
 
 def warn_if_rarely_averaged(

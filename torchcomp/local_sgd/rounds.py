@@ -31,6 +31,7 @@ from torchcomp.local_sgd.options import (
     check_values,
     warn_if_rarely_averaged,
 )
+from torchcomp.local_sgd.proposal import Proposing
 from torchcomp.profiling import label
 from torchcomp.schedules import Schedule
 from torchcomp.stats import Stats
@@ -182,6 +183,7 @@ class LocalSteps:
 
     Attributes:
         seconds_waited: time of all synchronisations.
+        proposing: measures steps for the schedule "auto".
         forward: whether a forward pass in training has begun since the last step. Ranks can run
             different numbers of them per step, but a step without any had no batch.
     """
@@ -230,6 +232,7 @@ class LocalSteps:
         self._warned = False  # whether the log says what an evaluation inside a round means
         # On one rank only: with two levels, each rank of a node is in another exchange.
         self._logs = self.first_in_node and exchange.rank == 0
+        self.proposing = Proposing(exchange, self._logs) if method.proposes else None
         if self._logs:
             self._log_method()
             warn_if_rarely_averaged(method, optimizers)
@@ -329,12 +332,16 @@ class LocalSteps:
             self._counters = self._counters[0], self.clock.step
             return
         start = time.perf_counter()
+        if self.proposing is not None:
+            self.proposing.begin()
         try:
             self._synchronise(due)
         finally:
             # A synchronisation that failed has sent bytes, and its step counts.
             self._counters = self._averager.stats, self.clock.step
             self.seconds_waited += time.perf_counter() - start
+        if self.proposing is not None:
+            self.proposing.end()
 
     @property
     def stats(self) -> Stats:

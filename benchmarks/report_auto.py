@@ -1,0 +1,47 @@
+"""Write the table of docs/auto.md from auto.csv.
+
+python -m benchmarks.report_auto           # write it
+python -m benchmarks.report_auto --check   # exit 1 if the page differs
+"""
+
+from collections import defaultdict
+from pathlib import Path
+
+from benchmarks.marked_page import MarkedPage, machine
+from benchmarks.report import markdown
+from benchmarks.report_data import Row, read
+
+
+def tables(results: Path) -> str:
+    """Return the table and its conditions; nothing if nothing is measured."""
+    links: dict[str, dict[str, Row]] = defaultdict(dict)
+    rows = read(results / "auto.csv")
+    for row in rows:
+        name = f"{row['hosts']} hosts, {int(row['mbit']):,} Mbit/s, {row['model']}"
+        links[name][row["method"]] = row
+    if not links:
+        return ""
+    lines = [[name, *_line(found)] for name, found in links.items()]
+    return (
+        "Milliseconds per step: in the trial, and of each method alone afterwards. *Chosen / best* "
+        "compares the chosen method with the fastest, both alone.\n\n"
+        + markdown(["link, model", "trial / alone", "chosen", "chosen / best"], lines)
+        + "\n\nMedians, 16 images per rank, shaped links with 0.5 ms, gloo; hosts share "
+        f"the cores of one machine. `python -m benchmarks.auto`, {machine(rows)}."
+    )
+
+
+def _line(found: dict[str, Row]) -> list[str]:
+    chosen = found[next(iter(found.values()))["chosen"]]
+    best = min(float(row["step_ms"]) for row in found.values())
+    times = "<br>".join(
+        f"`{method}` {float(row['trial_ms']):.1f} / {float(row['step_ms']):.1f}"
+        for method, row in found.items()
+    )
+    return [times, f"`{chosen['method']}`", f"{float(chosen['step_ms']) / best:.2f}"]
+
+
+PAGE = MarkedPage("auto", "auto.md", tables)
+
+if __name__ == "__main__":
+    PAGE.main(__doc__)

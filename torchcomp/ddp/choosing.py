@@ -1,0 +1,320 @@
+"""Choosing: time the candidates of ``auto`` on copies of DDP's buckets, and go on with the best.
+
+In a step of a trial, the candidate averages a copy of each bucket during the backward pass. When
+the backward pass ends, the buckets themselves are averaged uncompressed, as in plain DDP: training
+does not notice. The time of this second average is not counted.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchcomp import checkpoint
+from torchcomp.aggregators import Aggregator
+from torchcomp.auto import MEAN, Choice, Mark, Pace, Timed, Trial, chosen, mark, seconds_between
+from torchcomp.averager import Averager
+from torchcomp.bucket import Bucket
+from torchcomp.checks import shown
+from torchcomp.ddp.averaging import Buckets, Step
+from torchcomp.errors import CheckpointError, SpecError
+from torchcomp.spec import parse_aggregator
+
+_log = logging.getLogger(__name__)
+
+_TRIAL, _WATCH, _ENDED = "trial", "watch", "ended"
+
+_CHOICE = checkpoint.record(
+    method=checkpoint.text,
+    seconds=checkpoint.dict_of(checkpoint.number),
+    alone=checkpoint.number,
+    average=checkpoint.number,
+    step=checkpoint.count,
+)
+_SECTION = checkpoint.record(
+    phase=checkpoint.text,
+    choice=checkpoint.optional(_CHOICE),
+    reference=checkpoint.optional(checkpoint.count),
+)
+
+
+class Choosing(Buckets):
+    """Averages DDP's buckets as usual, and times other methods on copies of them.
+
+    Args:
+        used: averages the buckets.
+        methods: what is timed, in the order of preference. The first is ``mean``.
+        steps: number of steps of a trial at most.
+    """
+
+    def __init__(self, used: Buckets, methods: Sequence[Aggregator], steps: int) -> None:
+        super().__init__(used.averager, used.everyone, used.place, used.parameters, *used.lanes)
+        self._used, self._methods, self._steps = used, tuple(methods), steps
+        self._trial: Trial | None = Trial(len(methods), steps)
+        self._pace: Pace | None = None
+        self._copies = _Copies()
+        self._timed: Buckets | None = None  # average the copies with the method that is timed
+        self._timed_method = 0
+        self._step: _Begun | None = None  # the step that is running
+        self._held: list[Bucket] = []  # DDP's buckets whose copies are averaged in this step
+        self._complete = False  # whether the last bucket has come
+        self._copying = 0.0  # seconds of this step
+        self._end: Mark | None = None  # of the last step
+        self._answers: list[int] = []  # whether any rank has each of the flags, once it is known
+
+    # --- One step ---
+
+    def submit(self, bucket: Bucket, step: Step, *, first: bool, last: bool) -> None:
+        if first:
+            self._held.clear()
+            self._complete, self._copying = False, 0.0
+            self._step = _Begun(step, self._values_of(step), self._asking())
+            self._timed = self._to_time()
+        self._complete = last
+        if self._step is None:
+            return  # this step was abandoned
+        if self._timed is None:
+            self._used.submit(bucket, self._step, first=first, last=last)
+            return
+        self._held.append(bucket)
+        if self.failure is not None:
+            return
+        device = self.everyone.device
+        begin = mark(device)
+        copy = self._copies.of(len(self._held) - 1, bucket)
+        if device.type != "cuda":  # there, a copy takes next to no time
+            self._copying += seconds_between(begin, mark(device))
+        on_copies = _OnCopies(self._timed.averager, self._step.values)
+        self._timed.submit(copy, on_copies, first=first, last=last)
+
+    def _to_time(self) -> Buckets | None:
+        """Return what averages copies in the step that begins; None if it is an ordinary one."""
+        method = 0 if self._trial is None else self._trial.method
+        if method != self._timed_method:
+            self._timed, self._timed_method = None, method
+        if method == 0 or self._timed is not None:
+            return self._timed
+        used = self.averager
+        averager = Averager(
+            self._methods[method].settled,
+            used.exchange,
+            used.parameters,
+            used.groups,
+            seed=used.seed,
+        )
+        return self._used.beside(averager)
+
+    def join(self) -> None:
+        computed = mark(self.everyone.device)
+        super().join()
+        if self._step is None or not self._complete:
+            return
+        step, self._step = self._step, None
+        averaged = end = self._reached()
+        if self._timed is not None:
+            for index, bucket in enumerate(self._held):
+                last = index == len(self._held) - 1
+                # Also after a failure: this completes the futures of DDP.
+                self._used.submit(bucket, step, first=index == 0, last=last)
+            super().join()
+            end = self._reached()
+        before, self._end = self._end, end
+        if self.failure is not None:
+            self._forget_step()
+        elif not self.averager.flushing:
+            self._record(Timed(before, computed, averaged, end, self._copying))
+
+    def _reached(self) -> Mark:
+        """Return a mark after everything that was submitted."""
+        device, found = self.everyone.device, list[Mark]()
+        if device.type != "cuda":
+            return mark(device)
+        # The last lane has a stream of its own.
+        self.lanes[-1].submit(lambda: found.append(mark(device)), always=True)
+        return found[0]
+
+    def _forget_step(self) -> None:
+        self._held.clear()
+        self._step, self._timed, self._end = None, None, None
+        self._timed_method = 0
+        if self._trial is not None:
+            self._trial.restart_block()
+
+    def abandon(self, step: int) -> None:
+        if self._timed is not None:
+            self._timed.averager.abandoned = True
+        self._forget_step()
+        super().abandon(step)
+
+    def beside(self, averager: Averager) -> Buckets:
+        return self._used.beside(averager)
+
+    def close(self, timeout: float | None = None) -> None:
+        self._used.close(timeout)
+
+    # --- What the steps show ---
+
+    def _record(self, timed: Timed) -> None:
+        """Take note of a step that has ended. All ranks do so after the same step."""
+        if self._trial is not None:
+            if self._trial.add(timed):
+                self._end_round(self._trial)
+        elif self._pace is not None:
+            answers, self._answers = self._answers, []
+            if answers and Pace.changed(answers):
+                self._look_again()
+                return
+            self._pace.add(timed)
+            if self._pace.reference is None and self._pace.full:
+                (self._pace.reference,) = self._agree([self._pace.take()])
+
+    def _asking(self) -> Callable[[], None] | None:
+        """Return what asks the other ranks, at the end of the step that begins, for their pace."""
+        flags = [] if self._pace is None else self._pace.flags()
+
+        def ask() -> None:
+            self._answers = self.averager.exchange.max_at_end(flags)
+
+        return ask if flags else None
+
+    def _agree(self, numbers: Sequence[int]) -> list[int]:
+        """Return the elementwise maximum over all ranks. The slowest one counts."""
+        everyone = self.everyone
+        mine = torch.tensor(numbers, dtype=torch.int64, device=everyone.device)
+        agreed: list[int] = everyone.any_of(mine).tolist()
+        return agreed
+
+    def _end_round(self, trial: Trial) -> None:
+        agreed = self._agree(trial.measured())
+        if not trial.end_round(agreed):
+            return
+        *steps, alone, average = (number / 1e9 for number in agreed)
+        method = self._methods[chosen(steps)]
+        seconds = {str(each): s for each, s in zip(self._methods, steps, strict=True)}
+        self.choice = Choice(str(method), seconds, alone, average, self.averager.step)
+        self._trial, self._pace = None, Pace()
+        self._copies.clear()
+        if self.everyone.rank == 0:
+            # A warning: without a logger of its own, a script would not show what was chosen.
+            _log.warning("%s", self.choice)
+        if method != MEAN:
+            self.averager.use(method)
+
+    def _look_again(self) -> None:
+        if self.everyone.rank == 0:
+            _log.warning(
+                "auto: the step time has changed by half since %s was chosen, so the candidates "
+                "are timed again",
+                self.averager.aggregator,
+            )
+        self._begin_trial()
+
+    def _begin_trial(self) -> None:
+        """Go on uncompressed, and time the candidates as soon as the residual was sent."""
+        if self.averager.aggregator != MEAN:
+            self.averager.use(MEAN)
+        self._trial, self._pace = Trial(len(self._methods), self._steps), None
+
+    # --- Between two steps ---
+
+    def use(self, aggregator: Aggregator) -> str:
+        self._trial, self._pace, self.choice = None, None, None
+        return super().use(aggregator)
+
+    def state_dict(self) -> dict[str, Any]:
+        reference = None if self._pace is None else self._pace.reference
+        phase = _ENDED if self._pace is None else _WATCH
+        section = {
+            "phase": _TRIAL if self._trial is not None else phase,
+            "choice": None if self.choice is None else self.choice.state_dict(),
+            "reference": reference,
+        }
+        return {**super().state_dict(), "auto": section}
+
+    def load_state_dict(self, state: Any) -> None:
+        section = state.get("auto") if isinstance(state, dict) else None
+        if section is not None:
+            _SECTION(section, "auto")
+        super().load_state_dict(state)
+        self._forget_step()
+        self.choice, self._trial, self._pace = None, None, None
+        if section is None or section["phase"] == _TRIAL:
+            self._begin_trial()
+        elif section["phase"] == _WATCH:
+            self._pace = Pace(section["reference"])
+        if section is not None and section["choice"] is not None:
+            self.choice = Choice(**section["choice"])
+
+    def _method_to_load(self, state: Any) -> Aggregator:
+        spec = state.get("spec") if isinstance(state, dict) else None
+        if not isinstance(spec, str):
+            return self.averager.aggregator
+        try:
+            return parse_aggregator(spec)
+        except SpecError as error:
+            raise CheckpointError(f"a damaged checkpoint: its spec is {shown(spec)}") from error
+
+
+@dataclass(frozen=True)
+class _Begun(Step):
+    """A step whose values were read already, and that asks the other ranks something at its end."""
+
+    step: Step
+    values: tuple[float, dict[str, float] | None]
+    ask: Callable[[], None] | None
+
+    def begin(self) -> tuple[float, dict[str, float] | None]:
+        return self.values
+
+    def before(self, bucket: Bucket) -> None:
+        self.step.before(bucket)
+
+    def finish(self, dense_bytes: int | None = None, leaving: bool | None = None) -> bool:
+        if self.ask is not None:
+            self.ask()
+        return self.step.finish(dense_bytes, leaving)
+
+    def complete(self) -> None:
+        self.step.complete()
+
+
+@dataclass(frozen=True)
+class _OnCopies(Step):
+    """A step on copies: whether its gradients are finite has no consequence."""
+
+    averager: Averager
+    values: tuple[float, dict[str, float] | None]
+
+    def begin(self) -> tuple[float, dict[str, float] | None]:
+        return self.values
+
+    def before(self, bucket: Bucket) -> None:
+        pass
+
+    def finish(self, dense_bytes: int | None = None, leaving: bool | None = None) -> bool:
+        return self.averager.finish(may_skip=True, dense_bytes=dense_bytes)
+
+    def complete(self) -> None:
+        pass
+
+
+class _Copies:
+    """Copies of buckets, in memory that is used again in every step."""
+
+    def __init__(self) -> None:
+        self._flats: dict[int, Tensor] = {}
+
+    def of(self, index: int, bucket: Bucket) -> Bucket:
+        """Return a copy of the bucket with this index."""
+        flat = self._flats.get(index)
+        if flat is None or flat.shape != bucket.flat.shape or flat.dtype != bucket.flat.dtype:
+            flat = self._flats[index] = torch.empty_like(bucket.flat)
+        flat.copy_(bucket.flat)
+        return Bucket(bucket.shape, flat)
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._flats.clear()
