@@ -29,7 +29,7 @@ from benchmarks.net.job import Job
 from benchmarks.net.launch import LaunchError, results
 from benchmarks.net.names import BF16, PLAIN
 from benchmarks.net.predicted import Known
-from benchmarks.net.prediction import COLLECTIVES_SECONDS
+from benchmarks.net.prediction import collectives_seconds
 from benchmarks.net.rows import PREDICTIONS, Table, conditions
 
 _PORT = 29500
@@ -156,7 +156,7 @@ def minutes(arguments: argparse.Namespace, setup: Setup, wanted: Wanted) -> floa
     """About how long the measurements of a link take."""
     # A launch imports torch once for each rank, all of them on the cores of this machine. Each
     # set-up is also recorded and warmed up.
-    launch = 5 + 2 * setup.world + (3 if setup.ranks > 1 else 1) * COLLECTIVES_SECONDS
+    launch = 5 + 2 * setup.world + (3 if setup.ranks > 1 else 1) * collectives_seconds(setup.world)
     return (launch + counted(wanted) * (arguments.seconds + 2 + 0.25 * setup.world)) / 60
 
 

@@ -16,7 +16,7 @@ from recipes.models import build_model, check_model
 from recipes.options import as_plain_dict
 from recipes.settings import Settings
 from torchcomp.learning_rates import LRFunction
-from torchcomp.spec import parse_aggregator, parse_outer_step, parse_schedule
+from torchcomp.spec import parse_aggregator, parse_outer_step, parse_registered, parse_schedule
 
 
 def total_steps(settings: Settings, steps_per_epoch: int) -> int:
@@ -118,7 +118,9 @@ def check_specs(settings: Settings) -> None:
     Raises:
         torchcomp.SpecError: if one of them is not a valid spec.
     """
-    if settings.compress != "none":
+    if settings.compress != "none" and settings.sync == "none":
+        parse_registered(settings.compress)
+    elif settings.compress != "none":
         parse_aggregator(settings.compress)
     if settings.sync != "none":
         parse_schedule(settings.sync)
@@ -147,6 +149,8 @@ def plan_cost(
     """Compute the traffic of a run with ``torchcomp.explain``."""
     method = averaging_method(settings)
     if settings.sync == "none":
+        if isinstance(parse_registered(method), torchcomp.Auto):
+            method = "mean"  # at most: nothing is known yet of what it will choose
         plan = torchcomp.explain(method, model=model, world_size=world_size)
         return Cost(plan, total_steps, total_steps * plan.bytes_sent)
     # A schedule's plan has the mean bytes per step, which are rounded. For an exact total,

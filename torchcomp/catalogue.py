@@ -11,6 +11,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from torchcomp.aggregators import AGGREGATORS
+from torchcomp.auto import Auto
 from torchcomp.component import Component, choices_of
 from torchcomp.compressors import COMPRESSORS
 from torchcomp.errors import SpecError
@@ -21,12 +22,14 @@ from torchcomp.spec import COMPONENTS, unknown_name
 
 _GROUPS: Mapping[str, tuple[type[Component], ...]] = {
     "methods": AGGREGATORS,
+    "choices": (Auto,),
     "compressors": COMPRESSORS,
     "schedules": SCHEDULES,
     "outer steps": OUTER_STEPS,
 }
 _PLACES = {
     "methods": "torchcomp.register(model, SPEC), and compress= of LocalSGD",
+    "choices": "torchcomp.register(model, SPEC); as a schedule, it only proposes one",
     "compressors": "inside a method; alone, topk(0.01) means mean(topk(0.01))",
     "schedules": "torchcomp.LocalSGD(model, optimizer, SPEC, total_steps=...)",
     "outer steps": "outer= of LocalSGD",

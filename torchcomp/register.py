@@ -39,7 +39,9 @@ def register(
     Args:
         model: a DDP model on CPU (gloo) or CUDA (NCCL) with floating-point parameters, or the root
             module of FSDP2, sharded by ``fully_shard(module, mesh=mesh["shard"])``.
-        spec: the method, such as ``"ef(topk(0.01))"``; see :func:`torchcomp.parse`.
+        spec: the method, such as ``"ef(topk(0.01))"``; see :func:`torchcomp.parse`. ``"auto"``, or
+            a :class:`torchcomp.Auto`, times several in the first steps and goes on with the best;
+            only for DDP.
         seed: seed of all random choices of the method, an integer of at least 0.
         scaler: the ``GradScaler`` of the training loop, if it has one. The residual then follows
             the loss scale, and does not change in steps that the scaler skips. Without a scaler, a

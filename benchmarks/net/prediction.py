@@ -38,7 +38,11 @@ from torchcomp.step_model import (
 )
 
 COLLECTIVES_SECONDS = 12.0
-_MOST_STEPS = 30
+"""Time to measure the collectives of up to 8 ranks; that of more grows with them."""
+
+_MOST_STEPS = 400
+# Steps of a small model take few milliseconds, and vary. More of them take no time.
+_SMALL, _MORE = 2_000_000, 5
 _WARM_UP = 2
 
 
@@ -85,7 +89,7 @@ class PredictionBench:
             exchange = PrivateExchange(unique, ranks, self._everyone)
             # All hosts share the cores of this machine, with the switch between them.
             found[name] = measure_collectives(
-                exchange, seconds=COLLECTIVES_SECONDS, host_ranks=world
+                exchange, seconds=collectives_seconds(world), host_ranks=world
             ).to_dict()
             dist.barrier()
             exchange.close()
@@ -107,7 +111,7 @@ class PredictionBench:
             model,
             lambda: torch.nn.functional.cross_entropy(model(images), labels),
             optimizer,
-            steps=self._job.least + 5,
+            steps=(self._job.least + 5) * more_of(model.module),
         )
         used = usage.since()
         gradients = {
@@ -127,14 +131,20 @@ class PredictionBench:
         gradients: Mapping[str, torch.Tensor],
     ) -> dict[str, Any]:
         module = models.build(name, seed=0)
-        parameters = dict(module.named_parameters())
+        parameters, steps = dict(module.named_parameters()), 4 * more_of(module)
         dist.barrier()  # all ranks work at the same time, as in a step
         if method in (PLAIN, BF16):
             dtype = torch.bfloat16 if method == BF16 else None
-            return record_all_reduce(parameters, buckets=compute.buckets, dtype=dtype).to_dict()
+            recorded = record_all_reduce(
+                parameters, buckets=compute.buckets, dtype=dtype, steps=steps
+            )
+            return recorded.to_dict()
         if isinstance(torchcomp.parse(method), Every):
             statistics = statistics_of(updated_layers(module))
-            return record_average(parameters, self._job.world, statistics=statistics).to_dict()
+            recorded = record_average(
+                parameters, self._job.world, statistics=statistics, steps=steps
+            )
+            return recorded.to_dict()
         return record(
             method,
             parameters,
@@ -143,6 +153,7 @@ class PredictionBench:
             groups=partition(parameters.items(), DEFAULT_CAPS),
             gradients=gradients,
             nodes=self._job.ranks if levels == 2 else 1,
+            steps=steps,
         ).to_dict()
 
     def _step(self, name: str, method: str, levels: int) -> dict[str, Any]:
@@ -197,6 +208,16 @@ class Usage:
         idle = ticks[3] + ticks[4]  # the fourth and fifth: idle, and waiting for a disk
         busy = (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
         return time.perf_counter(), busy, time.process_time()
+
+
+def collectives_seconds(world: int) -> float:
+    """Return the time to measure the collectives of a group, with `world` ranks on the machine."""
+    return COLLECTIVES_SECONDS * max(1.0, world / 8)
+
+
+def more_of(module: torch.nn.Module) -> int:
+    """Return how many times as many steps of a model are measured as of a large one."""
+    return _MORE if sum(each.numel() for each in module.parameters()) < _SMALL else 1
 
 
 def period_of(method: str) -> int:

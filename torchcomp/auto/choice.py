@@ -41,7 +41,7 @@ class Choice:
         mean, best = self.seconds["mean"], self.seconds[self.method]
         timed = ", ".join(f"{each} {1000 * s:.3g} ms" for each, s in self.seconds.items())
         if self.method == "mean":
-            fastest = min(self.seconds.values())
+            fastest = min(s for each, s in self.seconds.items() if each != "mean")
             why = f"no candidate is {WORTH:.2f} times as fast (the fastest: {mean / fastest:.2f})"
         else:
             why = f"a step is {mean / best:.2f} times as fast as with mean"

@@ -86,9 +86,8 @@ class Auto(Component):
             kept = [each for each in kept if (loss_of(str(each)) or 0.0) <= most]
         if len(kept) < 2:
             raise SpecError(
-                f"auto: no candidate remains besides mean, within={self.within}: raise it, or "
-                "register plain DDP",
-                "within",
+                "auto: no candidate remains besides mean: name others, or raise `within`",
+                "candidates" if self.within is None else "within",
             )
         return tuple(kept)
 

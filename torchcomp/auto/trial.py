@@ -72,7 +72,8 @@ class Trial:
     """
 
     def __init__(self, methods: int, steps: int) -> None:
-        self._length = (steps - _SETTLE) // (2 * methods)
+        # Even: in some loops, short and long steps alternate.
+        self._length = (steps - _SETTLE) // (4 * methods) * 2
         if self._length < _LEAST:
             raise SpecError(
                 f"auto: {steps} steps are too few for {methods} methods, mean and the candidates: "
@@ -87,6 +88,8 @@ class Trial:
     def restart_block(self) -> None:
         """Begin the current block again, after a step that failed."""
         self._done = min(self._done, 0)
+        # The round can have ended without the other ranks.
+        self._blocks = self._blocks or [self.method]
 
     def add(self, step: Timed) -> bool:
         """Record a step.

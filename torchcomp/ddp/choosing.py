@@ -7,36 +7,49 @@ does not notice. The time of this second average is not counted.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchcomp import checkpoint
 from torchcomp.aggregators import Aggregator
+from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.auto import MEAN, Choice, Mark, Pace, Timed, Trial, chosen, mark, seconds_between
 from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket
-from torchcomp.checks import shown
 from torchcomp.ddp.averaging import Buckets, Step
-from torchcomp.errors import CheckpointError, SpecError
+from torchcomp.errors import SpecError
 from torchcomp.spec import parse_aggregator
 
 _log = logging.getLogger(__name__)
 
 _TRIAL, _WATCH, _ENDED = "trial", "watch", "ended"
 
-_CHOICE = checkpoint.record(
-    method=checkpoint.text,
-    seconds=checkpoint.dict_of(checkpoint.number),
-    alone=checkpoint.number,
-    average=checkpoint.number,
-    step=checkpoint.count,
-)
+Made = TypeVar("Made")
+
+
+def _phase(value: Any, where: str) -> None:
+    checkpoint.require(value in (_TRIAL, _WATCH, _ENDED), where, "a phase of auto", value)
+
+
+def _choice(value: Any, where: str) -> None:
+    numbers = dict.fromkeys(("alone", "average"), checkpoint.number)
+    seconds = checkpoint.dict_of(checkpoint.number)
+    form = checkpoint.record(
+        method=checkpoint.text, seconds=seconds, step=checkpoint.count, **numbers
+    )
+    form(value, where)
+    known = {field.name for field in fields(Choice)}
+    checkpoint.require(value.keys() == known, where, f"a dict of {sorted(known)}", sorted(value))
+    timed = {str(MEAN), value["method"]} <= value["seconds"].keys()
+    checkpoint.require(timed, f"{where}.seconds", "of all methods", sorted(value["seconds"]))
+
+
 _SECTION = checkpoint.record(
-    phase=checkpoint.text,
-    choice=checkpoint.optional(_CHOICE),
+    phase=_phase,
+    choice=checkpoint.optional(_choice),
     reference=checkpoint.optional(checkpoint.count),
 )
 
@@ -64,6 +77,7 @@ class Choosing(Buckets):
         self._copying = 0.0  # seconds of this step
         self._end: Mark | None = None  # of the last step
         self._answers: list[int] = []  # whether any rank has each of the flags, once it is known
+        self._verified = False  # whether the ranks have the same phase
 
     # --- One step ---
 
@@ -71,24 +85,29 @@ class Choosing(Buckets):
         if first:
             self._held.clear()
             self._complete, self._copying = False, 0.0
-            self._step = _Begun(step, self._values_of(step), self._asking())
-            self._timed = self._to_time()
+            values = self._values_of(step)
+            self._step = _Begun(step, values, self._kept(self._asking))
+            self._timed = self._kept(self._to_time)
         self._complete = last
-        if self._step is None:
-            return  # this step was abandoned
-        if self._timed is None:
-            self._used.submit(bucket, self._step, first=first, last=last)
+        if self._step is None or self._timed is None:
+            # Also after this step was abandoned: its last job completes the futures of DDP.
+            self._used.submit(bucket, self._step or step, first=first, last=last)
             return
         self._held.append(bucket)
+        timed, on_copies = self._timed, _OnCopies(self._timed.averager, self._step.values)
+        copy = self._kept(lambda: self._copied(bucket))
+        if copy is not None:
+            timed.submit(copy, on_copies, first=first, last=last)
+
+    def _kept(self, call: Callable[[], Made | None]) -> Made | None:
+        """Call a function. An error is kept, because it would leave DDP in the middle of a step."""
         if self.failure is not None:
-            return
-        device = self.everyone.device
-        begin = mark(device)
-        copy = self._copies.of(len(self._held) - 1, bucket)
-        if device.type != "cuda":  # there, a copy takes next to no time
-            self._copying += seconds_between(begin, mark(device))
-        on_copies = _OnCopies(self._timed.averager, self._step.values)
-        self._timed.submit(copy, on_copies, first=first, last=last)
+            return None
+        try:
+            return call()
+        except Exception as error:
+            self.lanes[0].fail(error)
+            return None
 
     def _to_time(self) -> Buckets | None:
         """Return what averages copies in the step that begins; None if it is an ordinary one."""
@@ -107,6 +126,14 @@ class Choosing(Buckets):
         )
         return self._used.beside(averager)
 
+    def _copied(self, bucket: Bucket) -> Bucket:
+        device = self.everyone.device
+        begin = mark(device)
+        copy = self._copies.of(len(self._held) - 1, bucket)
+        if device.type != "cuda":  # there, a copy takes next to no time
+            self._copying += seconds_between(begin, mark(device))
+        return copy
+
     def join(self) -> None:
         computed = mark(self.everyone.device)
         super().join()
@@ -114,30 +141,37 @@ class Choosing(Buckets):
             return
         step, self._step = self._step, None
         averaged = end = self._reached()
-        if self._timed is not None:
+        if self._held:
             for index, bucket in enumerate(self._held):
                 last = index == len(self._held) - 1
                 # Also after a failure: this completes the futures of DDP.
                 self._used.submit(bucket, step, first=index == 0, last=last)
+            self._held.clear()
             super().join()
             end = self._reached()
         before, self._end = self._end, end
+        if self.failure is None:
+            # An error is raised with those of the exchange, after DDP has ended its step.
+            self._kept(lambda: self._record(Timed(before, computed, averaged, end, self._copying)))
         if self.failure is not None:
             self._forget_step()
-        elif not self.averager.flushing:
-            self._record(Timed(before, computed, averaged, end, self._copying))
 
     def _reached(self) -> Mark:
-        """Return a mark after everything that was submitted."""
+        """Return a mark after everything that was submitted. What follows comes after it."""
         device, found = self.everyone.device, list[Mark]()
         if device.type != "cuda":
             return mark(device)
         # The last lane has a stream of its own.
         self.lanes[-1].submit(lambda: found.append(mark(device)), always=True)
-        return found[0]
+        (reached,) = found
+        if isinstance(reached, torch.cuda.Event):
+            torch.cuda.current_stream(device).wait_event(reached)
+        return reached
 
     def _forget_step(self) -> None:
+        """Forget a step that failed, or that no other follows."""
         self._held.clear()
+        self._answers = []
         self._step, self._timed, self._end = None, None, None
         self._timed_method = 0
         if self._trial is not None:
@@ -154,19 +188,29 @@ class Choosing(Buckets):
 
     def close(self, timeout: float | None = None) -> None:
         self._used.close(timeout)
+        self._follow(None, None)
 
     # --- What the steps show ---
 
     def _record(self, timed: Timed) -> None:
         """Take note of a step that has ended. All ranks do so after the same step."""
+        if not self._verified:
+            # A rank with another phase would not take part when the others agree on times.
+            section = {"auto": self._section()}
+            self.everyone.verify("the first step", section, checkpoint.ONE_STEP)
+            self._verified = True
+        if self.averager.flushing:
+            return
         if self._trial is not None:
             if self._trial.add(timed):
                 self._end_round(self._trial)
         elif self._pace is not None:
-            answers, self._answers = self._answers, []
-            if answers and Pace.changed(answers):
-                self._look_again()
-                return
+            # With check="late", the answers come one step later.
+            if self._answers:
+                answers, self._answers = self._answers, []
+                if Pace.changed(answers):
+                    self._look_again()
+                    return
             self._pace.add(timed)
             if self._pace.reference is None and self._pace.full:
                 (self._pace.reference,) = self._agree([self._pace.take()])
@@ -195,8 +239,7 @@ class Choosing(Buckets):
         method = self._methods[chosen(steps)]
         seconds = {str(each): s for each, s in zip(self._methods, steps, strict=True)}
         self.choice = Choice(str(method), seconds, alone, average, self.averager.step)
-        self._trial, self._pace = None, Pace()
-        self._copies.clear()
+        self._follow(None, Pace())
         if self.everyone.rank == 0:
             # A warning: without a logger of its own, a script would not show what was chosen.
             _log.warning("%s", self.choice)
@@ -216,46 +259,62 @@ class Choosing(Buckets):
         """Go on uncompressed, and time the candidates as soon as the residual was sent."""
         if self.averager.aggregator != MEAN:
             self.averager.use(MEAN)
-        self._trial, self._pace = Trial(len(self._methods), self._steps), None
+        self._follow(Trial(len(self._methods), self._steps), None)
+
+    def _follow(self, trial: Trial | None, pace: Pace | None) -> None:
+        """Go on with a trial, with the chosen method, or with neither."""
+        self._trial, self._pace = trial, pace
+        self._timed, self._timed_method, self._answers = None, 0, []
+        if trial is None:
+            self._copies.clear()
 
     # --- Between two steps ---
 
     def use(self, aggregator: Aggregator) -> str:
-        self._trial, self._pace, self.choice = None, None, None
-        return super().use(aggregator)
+        told = super().use(aggregator)
+        self._follow(None, None)
+        self.choice = None
+        return told
 
-    def state_dict(self) -> dict[str, Any]:
-        reference = None if self._pace is None else self._pace.reference
+    def _section(self) -> dict[str, Any]:
         phase = _ENDED if self._pace is None else _WATCH
-        section = {
+        return {
             "phase": _TRIAL if self._trial is not None else phase,
             "choice": None if self.choice is None else self.choice.state_dict(),
-            "reference": reference,
+            "reference": None if self._pace is None else self._pace.reference,
         }
-        return {**super().state_dict(), "auto": section}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "auto": self._section()}
 
     def load_state_dict(self, state: Any) -> None:
-        section = state.get("auto") if isinstance(state, dict) else None
-        if section is not None:
-            _SECTION(section, "auto")
+        saved = state.get("auto") if isinstance(state, dict) else None
+        # Without a section, the checkpoint is that of a run with a method of its own.
+        fresh = {"phase": _TRIAL, "choice": None, "reference": None}
+        section: dict[str, Any] = fresh if saved is None else saved
+        _SECTION(section, "auto")
+        choice = None if section["choice"] is None else Choice(**section["choice"])
         super().load_state_dict(state)
         self._forget_step()
-        self.choice, self._trial, self._pace = None, None, None
-        if section is None or section["phase"] == _TRIAL:
+        self.choice, self._verified = choice, False
+        if section["phase"] == _TRIAL:
             self._begin_trial()
-        elif section["phase"] == _WATCH:
-            self._pace = Pace(section["reference"])
-        if section is not None and section["choice"] is not None:
-            self.choice = Choice(**section["choice"])
+        else:
+            watch = section["phase"] == _WATCH
+            self._follow(None, Pace(section["reference"]) if watch else None)
 
     def _method_to_load(self, state: Any) -> Aggregator:
         spec = state.get("spec") if isinstance(state, dict) else None
-        if not isinstance(spec, str):
-            return self.averager.aggregator
+        for method in self._methods:
+            # Before it is parsed: a candidate can be an object of a class of the user.
+            if str(method) == spec:
+                return method
         try:
-            return parse_aggregator(spec)
-        except SpecError as error:
-            raise CheckpointError(f"a damaged checkpoint: its spec is {shown(spec)}") from error
+            method = parse_aggregator(spec if isinstance(spec, str) else str(MEAN))
+        except SpecError:
+            return super()._method_to_load(state)  # the header is checked next, and refused
+        rehearse_all(method, self.averager.parameters.values())
+        return method
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ class UnusedWatch:
 
     def end(self, unused: Iterable[str]) -> None:
         """Restore the buckets' parts of parameters that no rank used, and begin the next step."""
-        for name in unused:
+        # A step that failed before it began knows only what was unused in the last one.
+        for name in self._before.keys() & unused:
             part, before = self._before[name]
             part.copy_(before)
         self.used.clear()

@@ -88,7 +88,7 @@ class Handle(OfOneProcess, Gatherable):
 
     @property
     def choice(self) -> Choice | None:
-        """What ``register(model, "auto")`` has measured and chosen; None before, and otherwise."""
+        """What ``register(model, "auto")`` has chosen; None before, and with any other method."""
         return self._averaging.choice
 
     def swap(self, spec: str | Component) -> str:

@@ -85,7 +85,8 @@ class Proposing:
 
     def begin(self) -> None:
         """Note that an average begins."""
-        self._begin = mark(self._exchange.device)
+        if self.proposal is None:
+            self._begin = mark(self._exchange.device)
 
     def end(self) -> None:
         """Note that it has ended. All ranks call this after the same step."""

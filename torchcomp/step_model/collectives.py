@@ -39,7 +39,7 @@ _SIZES = (64, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24, 2**26)
 _NOT_COPIED = (COPIED + 2**16, *(size for size in _SIZES if size > COPIED))
 """Those of the all-gathers that gloo does not send by an all-to-all."""
 
-_MOST_REPETITIONS = 9
+_MOST_REPETITIONS = 50
 _BACKGROUND_SECONDS = 0.5
 
 
@@ -74,9 +74,9 @@ class CollectiveTimes:
 
     Between two measured sizes, the time is a straight line. Times never decrease with the size:
     where measurements do, their mean is used. Below the smallest size, the time is that of the
-    smallest. Above the largest, it grows with the median slope between the last three. An
-    all-gather below the smallest size, or if none was measured, is an
-    all-to-all with a copy for each other rank.
+    smallest. Above the largest, it grows with the median slope between the last three sizes of the
+    kind of which a rank has sent the most bytes, per byte that it sends. An all-gather below the
+    smallest size, or if none was measured, is an all-to-all with a copy for each other rank.
 
     Attributes:
         world_size: number of ranks.
@@ -127,7 +127,28 @@ class CollectiveTimes:
                 f"the times of {kind} were not measured, only those of {', '.join(self._curves)}"
             )
         sizes, *columns = self._curves[kind]
-        return _interpolated(sizes, columns[column], nbytes)
+        values = columns[column]
+        if nbytes <= sizes[-1]:
+            return _interpolated(sizes, values, nbytes)
+        slope = self._slopes[column] * self._sent(kind)
+        if len(sizes) > 1:
+            # A message that is twice as long takes at most twice as long.
+            slope = min(slope, values[-1] / sizes[-1])
+        return values[-1] + slope * (nbytes - sizes[-1])
+
+    def _sent(self, kind: str) -> float:
+        """Return the bytes that a rank sends for each byte of a message."""
+        others = self.world_size - 1
+        return {ALL_TO_ALL: 1.0, ALL_GATHER: others}.get(kind, 2 * others / self.world_size)
+
+    @cached_property
+    def _slopes(self) -> tuple[float, float]:
+        """Seconds, and seconds of a core, for each byte that a rank sends in long messages."""
+        furthest = max(self._curves, key=lambda kind: self._curves[kind][0][-1] * self._sent(kind))
+        sizes, *columns = self._curves[furthest]
+        sent = max(self._sent(furthest), 1.0)
+        seconds, cpu = (_last_slope(sizes, column) / sent for column in columns)
+        return seconds, cpu
 
     @cached_property
     def _curves(self) -> dict[str, tuple[list[float], list[float], list[float]]]:
@@ -225,53 +246,46 @@ def _measured(
         sizes = _NOT_COPIED
         if budget < 4 * found.seconds(ALL_GATHER, sizes[0]):
             return []
-    probe = _repeated(exchange, kind, sizes[0], 2, processor)
     for index, nbytes in enumerate(sizes):
         # Decided from times that the ranks have agreed on: all must make the same calls.
-        expected = _expected(points or [probe], nbytes)
-        if points and budget < 3 * expected:
+        if points and budget < 2 * points[-1].seconds:
             break
-        # The large messages get what the small ones leave.
-        share = budget / (len(sizes) - index)
-        repetitions = max(2, min(_MOST_REPETITIONS, int(share / expected) - 1))
         started = time.perf_counter()
-        points.append(_repeated(exchange, kind, nbytes, repetitions, processor))
+        # The large messages get what the small ones leave.
+        points.append(_repeated(exchange, kind, nbytes, budget / (len(sizes) - index), processor))
         (passed,) = _agreed(exchange, [time.perf_counter() - started])
         budget -= passed
     return points
 
 
-def _expected(points: Sequence[Point], nbytes: int) -> float:
-    """Return the seconds of a larger message, from those of smaller ones.
-
-    Small messages tell little of the bandwidth. If this is too little, the next size is at most
-    some times as large, and so is the mistake.
-    """
-    first = points[0].seconds
-    slopes = [(point.seconds - first) / point.nbytes for point in points[1:]]
-    return first + max(0.0, min(slopes, default=0.0)) * nbytes
-
-
 def _repeated(
-    exchange: Exchange, kind: str, nbytes: int, repetitions: int, processor: "_Processor"
+    exchange: Exchange, kind: str, nbytes: int, budget: float, processor: "_Processor"
 ) -> Point:
-    """Measure one kind of collective with one size."""
+    """Measure one kind of collective with one size, once or, if it is short, more often."""
     run = _collective(exchange, kind, nbytes)
-    run()  # fills caches and TCP's windows
+    # The first run fills caches and TCP's windows. It counts only if there is no time for another.
     before = processor.now()
-    walls = []
-    for _ in range(repetitions):
-        # All ranks start together. One that is early would count its wait for the others.
-        exchange.any_of(torch.zeros(1, dtype=torch.int64, device=exchange.device))
-        _wait(exchange.device)
-        started = time.perf_counter()
-        run()
-        _wait(exchange.device)
-        walls.append(time.perf_counter() - started)
-    cpu, *walls = _agreed(exchange, [processor.since(before) / repetitions, *walls])
+    (first,) = _agreed(exchange, [_timed(exchange, run)])
+    repetitions = min(_MOST_REPETITIONS, int(budget / max(1e-9, first)) - 1)
+    walls = [first]
+    if repetitions > 0:
+        before = processor.now()
+        walls = [_timed(exchange, run) for _ in range(repetitions)]
+    cpu, *walls = _agreed(exchange, [processor.since(before) / len(walls), *walls])
     # The lower one of two: what disturbs a measurement makes it longer.
     wall = max(1e-9, statistics.median_low(walls))
     return Point(nbytes, wall, min(wall, cpu))
+
+
+def _timed(exchange: Exchange, run: Callable[[], object]) -> float:
+    """Return the seconds of a collective."""
+    # All ranks start together. One that is early would count its wait for the others.
+    exchange.any_of(torch.zeros(1, dtype=torch.int64, device=exchange.device))
+    _wait(exchange.device)
+    started = time.perf_counter()
+    run()
+    _wait(exchange.device)
+    return time.perf_counter() - started
 
 
 def _collective(exchange: Exchange, kind: str, nbytes: int) -> Callable[[], object]:
@@ -359,13 +373,9 @@ def _ascending(values: Sequence[float]) -> list[float]:
 
 
 def _interpolated(sizes: Sequence[float], values: Sequence[float], at: float) -> float:
-    if at <= sizes[0] or len(sizes) == 1:
-        # One size only: nothing is known about others.
+    """Return the value at a size up to the largest, on a line between two of them."""
+    if at <= sizes[0]:
         return values[0]
-    if at >= sizes[-1]:
-        # A message that is twice as long takes at most twice as long.
-        slope = min(_last_slope(sizes, values), values[-1] / sizes[-1])
-        return values[-1] + slope * (at - sizes[-1])
     right = bisect_left(sizes, at)
     left = right - 1
     slope = (values[right] - values[left]) / (sizes[right] - sizes[left])
@@ -375,4 +385,5 @@ def _interpolated(sizes: Sequence[float], values: Sequence[float], at: float) ->
 def _last_slope(sizes: Sequence[float], values: Sequence[float]) -> float:
     """Return the median slope between the last three points: that of two has the errors of both."""
     last = list(zip(sizes, values, strict=True))[-3:]
-    return statistics.median((v - u) / (n - m) for (m, u), (n, v) in combinations(last, 2))
+    slopes = [(v - u) / (n - m) for (m, u), (n, v) in combinations(last, 2)]
+    return statistics.median(slopes) if slopes else 0.0  # nothing is known from one size
