@@ -218,25 +218,29 @@ python -m benchmarks.predict --resume
 python -m benchmarks.report_prediction
 ```
 
-A prediction is made from three things, which are measured on the link before any method runs:
+A prediction is made from four things, which are measured on the link before any method runs:
 
 1. the seconds of each collective by the size of its message;
 2. the step without any exchange, when each of DDP's buckets is ready in it, and the share of a core
    that each rank gets while all of them compute;
-3. the work of the method between its collectives, recorded by each rank alone.
+3. the work of the method between its collectives, recorded by each rank alone;
+4. the cost of the hook: what a step with `topk(k=1)`, in which a rank sends one value of a bucket,
+   takes more than its parts. Threads hand over, and ranks wait for each other.
 
 A simulation of the step puts them together: buckets become ready one by one, a thread encodes and
 exchanges them in order, and both share the cores of the rank. What was fitted, and to what:
 
 - Curves of the collectives: to messages of 64 bytes to 64 MiB on the same link, in 12 seconds for
-  each group of ranks. Longer messages are extrapolated.
+  each group of ranks, 24 with 16. Longer messages are extrapolated.
 - Ready times of the buckets, and the work of the methods: to the same model on the same ranks,
   without an exchange.
 - DDP's all-reduces run one after another: to pairs of all-reduces on 2, 4 and 8 hosts.
 - In the formulas of `torchcomp plan`, gloo's 2.6 latencies per hop and 1.2 ns of a core per byte:
   to an all-to-all of 64 bytes and an all-reduce of 16 MiB between 2 hosts.
 
-No constant was fitted to a step with an exchange: every row below is held out.
+- The cost of the hook: to `topk(k=1)`, which has no row below. It counts for our methods.
+
+No constant was fitted to a step with the exchange of a row below: every row is held out.
 """
 
 _CHOICES = """

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.net.names import BF16, PLAIN
 from benchmarks.net.prediction import period_of
 from torchcomp.step_model import (
     CollectiveTimes,
@@ -33,6 +34,8 @@ class Known:
         self._link: Sequence[Mapping[str, Any]] = ()
         self._compute: Sequence[Mapping[str, Any]] = ()
         self._recorded: Sequence[Mapping[str, Any]] = ()
+        # Seconds of a step that the parts of our methods do not explain, from the probe.
+        self._hook = 0.0
 
     def add(self, result: Mapping[str, Any]) -> dict[str, Any] | None:
         """Take a result of a job; return the row of a method, once it was measured."""
@@ -43,20 +46,19 @@ class Known:
             self._compute = ranks
         elif result["what"] == "recording":
             self._recorded = ranks
+        elif result["what"] == "probe":
+            predicted, _ = self._predicted(result)
+            self._hook = max(0.0, statistics.median(_times(ranks)) - predicted)
         else:
             return self._row(result)
         return None
 
     def _row(self, result: Mapping[str, Any]) -> dict[str, Any]:
-        world = len(result["ranks"])
-        cores = self._cores(result["cpus"] / world)
-        predicted, computed = (
-            statistics.mean(self._seconds(rank, result, cores, known) for rank in range(world))
-            for known in (None, _formulas(result["setup"]))
-        )
-        # The mean over the ranks per step, then the quartiles over the steps.
-        by_rank = [rank["times"] for rank in result["ranks"]]
-        times = [statistics.mean(step) for step in zip(*by_rank, strict=True)]
+        predicted, computed = self._predicted(result)
+        ours = result["method"] not in (PLAIN, BF16) and period_of(result["method"]) == 1
+        hook = self._hook if ours else 0.0
+        cores = self._cores(result["cpus"] / len(result["ranks"]))
+        times = _times(result["ranks"])
         low, middle, high = (
             statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
         )
@@ -69,10 +71,21 @@ class Known:
             "step_ms_low": _ms(low),
             "step_ms_high": _ms(high),
             "compute_ms": _ms(alone / min(1, cores)),
-            "predicted_ms": _ms(predicted),
+            "predicted_ms": _ms(predicted + hook),
+            "hook_ms": _ms(hook),
             "formula_ms": _ms(computed),
             "other_cores": _others(result["ranks"]),
         }
+
+    def _predicted(self, result: Mapping[str, Any]) -> tuple[float, float]:
+        """The step time without the cost of the hook: with measured collectives, and computed."""
+        world = len(result["ranks"])
+        cores = self._cores(result["cpus"] / world)
+        predicted, computed = (
+            statistics.mean(self._seconds(rank, result, cores, known) for rank in range(world))
+            for known in (None, _formulas(result["setup"]))
+        )
+        return predicted, computed
 
     def _cores(self, share: float) -> float:
         """The cores of a rank: no more than it got while all ranks computed."""
@@ -98,6 +111,12 @@ class Known:
             return simulate(recorded, compute, link["flat"], cores=cores).seconds
         between, inside = link["between"], link["inside"]
         return simulate(recorded, compute, between, inside, cores=cores).seconds
+
+
+def _times(ranks: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The seconds of each step, the mean over the ranks."""
+    by_rank = [rank["times"] for rank in ranks]
+    return [statistics.mean(step) for step in zip(*by_rank, strict=True)]
 
 
 def _formulas(setup: Mapping[str, Any]) -> Levels:

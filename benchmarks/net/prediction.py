@@ -1,7 +1,8 @@
 """Measure what a prediction needs, and the step times to compare it with, on one rank.
 
-What a prediction may read: the collectives on the link, the step without any exchange, and the work
-of each method. It never reads the time of a step with an exchange.
+What a prediction may read: the collectives on the link, the step without any exchange, the work of
+each method, and a step in which a rank sends one value. It never reads the time of a step with any
+other exchange.
 """
 
 import gc
@@ -37,6 +38,10 @@ from torchcomp.step_model import (
     record_average,
 )
 
+PROBE = "topk(k=1)"
+"""Sends one value of a bucket. What its step takes more than predicted is the cost of the hook: of
+threads that hand over, and of ranks that wait for each other."""
+
 COLLECTIVES_SECONDS = 12.0
 """Time to measure the collectives of up to 8 ranks; that of more grows with them."""
 
@@ -66,14 +71,15 @@ class PredictionBench:
         for model, methods in self._job.models:
             compute, gradients, work = self._compute(model)
             yield {"what": "compute", "model": model}, Outcome(work)
-            for method in methods:
+            for method in (PROBE, *methods):
                 # With several ranks behind a link, our methods exchange in two levels.
                 levels = 2 if self._job.ranks > 1 and period_of(method) == 1 else 1
                 levels = 1 if method in (PLAIN, BF16) else levels
                 labels = {"model": model, "method": method, "levels": levels}
                 recorded = self._record(model, method, levels, compute, gradients)
                 yield {"what": "recording", **labels}, Outcome(recorded)
-                yield {"what": "step", **labels}, Outcome(self._step(model, method, levels))
+                what = "probe" if method == PROBE else "step"
+                yield {"what": what, **labels}, Outcome(self._step(model, method, levels))
 
     def _link(self) -> dict[str, Any]:
         """The collectives of all ranks and, for two levels, between and inside the hosts."""

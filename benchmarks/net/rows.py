@@ -20,7 +20,14 @@ ACCURACY += ["wire_bytes", "payload_bytes"]
 FINAL = [*_COMMON, "ranks", "model", "parameters", "batch", "method", "images", "lr", "seed"]
 FINAL += ["steps", "accuracy", "loss"]
 PREDICTIONS = [*_COMMON, "ranks", "levels", *_RUN, "steps", "step_ms", "step_ms_low"]
-PREDICTIONS += ["step_ms_high", "compute_ms", "predicted_ms", "formula_ms", "other_cores"]
+PREDICTIONS += [
+    "step_ms_high",
+    "compute_ms",
+    "predicted_ms",
+    "hook_ms",
+    "formula_ms",
+    "other_cores",
+]
 AUTO = [*_COMMON, *_RUN, "trial_ms", "steps", "step_ms", "chosen", "trial_steps", "other_cores"]
 SOAK = [*_COMMON, "part", "method", "ranks", "steps", "step_ms", "seconds"]
 SOAK += ["swaps", "loads", "samples"]

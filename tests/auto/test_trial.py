@@ -27,8 +27,18 @@ def run(seconds: list[float], steps: int = 100) -> tuple[list[int], list[int]]:
 def test_a_round_times_each_method_in_order() -> None:
     order, _ = run([1.0, 1.0, 1.0])
     assert len(order) <= 100
-    length = 16
-    assert order == [0] * 4 + [each for _ in range(2) for m in range(3) for each in [m] * length]
+    blocks = [each for _ in range(2) for method in range(3) for each in [method] * 16]
+    assert order == [0] * 4 + blocks
+
+
+@pytest.mark.parametrize("methods", [2, 3, 5, 7])
+def test_a_block_counts_as_many_even_as_odd_steps(methods: int) -> None:
+    """In some loops, short and long steps alternate."""
+    trial, number = Trial(methods, 100), 0
+    while not trial.add(step(1.0 + number % 2)):
+        number += 1
+    assert number < 100
+    assert trial.measured()[:methods] == [1.5e9] * methods
 
 
 def test_the_second_round_is_for_methods_that_are_close_to_the_best() -> None:

@@ -25,17 +25,19 @@ from tests.support.models import (
     wrap,
 )
 from tests.support.outcomes import (
+    assert_refused,
     assert_replicas_equal,
+    caught,
     raised_by,
     reloaded,
     same,
 )
 from tests.support.ranks import on_processes, on_threads
-from torchcomp import Auto, SpecError
+from torchcomp import Auto, RankMismatchError, SpecError
 from torchcomp.aggregators import Mean
 from torchcomp.auto.pace import WINDOW
 from torchcomp.bucket import Bucket
-from torchcomp.ddp import choosing
+from torchcomp.ddp import choosing, register
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
 from torchcomp.state import State
@@ -209,11 +211,17 @@ def test_the_residual_of_another_checkpoint_is_sent_before_the_trial(slow_mean: 
         assert before > after == 0
 
 
+CHOICE = {"method": "mean", "seconds": {"mean": 1.0}, "alone": 1.0, "average": 1.0, "step": 9}
+
+
 @pytest.mark.parametrize(
     "damage",
     [
         {"auto": {}},
         {"auto": {"phase": "trial", "choice": {}, "reference": None}},
+        {"auto": {"phase": "rest", "choice": None, "reference": None}},
+        {"auto": {"phase": "watch", "choice": CHOICE | {"more": 1}, "reference": None}},
+        {"auto": {"phase": "watch", "choice": CHOICE | {"seconds": {}}, "reference": None}},
         {"auto": {"phase": "watch", "choice": None, "reference": -1}},
         {"spec": "nothing(3)"},
     ],
@@ -231,10 +239,10 @@ def test_a_damaged_checkpoint_changes_nothing(damage: dict[str, Any]) -> None:
     on_threads(2, body)
 
 
-def slower_later(factor: float) -> tuple[list[str], list[float], Any]:
+def slower_later(factor: float, check: str) -> tuple[list[str], list[float], Any]:
     """Train, and change the time of a step outside of the exchange after two windows."""
     model = wrap(mlp())
-    handle = torchcomp.register(model, AUTO)
+    handle = torchcomp.register(model, AUTO, check=check)
     found, norms = [], []
     for step in range(STEPS + 2 * WINDOW + 2 * WINDOW):
         changed = step >= STEPS + WINDOW
@@ -246,10 +254,11 @@ def slower_later(factor: float) -> tuple[list[str], list[float], Any]:
     return found, norms, handle.choice
 
 
+@pytest.mark.parametrize("check", ["step", "late"])
 def test_candidates_are_timed_again_when_the_step_time_changes_by_half(
-    slow_mean: None, caplog: pytest.LogCaptureFixture
+    check: str, slow_mean: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for methods, norms, choice in on_threads(2, slower_later, 6.0):
+    for methods, norms, choice in on_threads(2, slower_later, 6.0, check):
         again = methods.index("mean", STEPS)
         assert methods[STEPS:again] == [TOPK] * (again - STEPS)
         assert norms[again + 1] == 0
@@ -259,7 +268,7 @@ def test_candidates_are_timed_again_when_the_step_time_changes_by_half(
 
 
 def test_a_steady_step_time_keeps_the_choice(slow_mean: None) -> None:
-    for methods, _, choice in on_threads(2, slower_later, 1.0):
+    for methods, _, choice in on_threads(2, slower_later, 1.0, "step"):
         assert set(methods[STEPS:]) == {TOPK}
         assert choice.step <= STEPS
 
@@ -313,6 +322,149 @@ def test_a_backward_pass_that_raises_leaves_the_state_before_it(at: int, slow_me
     for before, after, method in on_threads(2, raises, at):
         assert same(before, after)
         assert method == TOPK
+
+
+@dataclass(frozen=True)
+class Broken(Mean):
+    """Raises on all ranks."""
+
+    name = "broken"
+
+    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
+        raise OSError("planted")
+
+
+def with_a_broken_candidate(unused: bool) -> tuple[Any, Any, bool]:
+    model = wrap(seeded(Branches().double()), find_unused_parameters=unused)
+    handle = torchcomp.register(model, Auto(candidates=[Broken()], steps=20))
+    branches = ["left"] if unused else ["left", "right"]
+    error, steps = None, 0
+    while error is None:
+        before = handle.state_dict()
+        model.zero_grad()
+        loss = loss_of(model(rows(steps), branches))
+        error = caught(loss.backward)
+        steps += 1
+    assert steps == 9  # the first step of the block of the candidate
+    return before, handle.state_dict(), isinstance(error, OSError)
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_candidate_that_fails_raises_at_the_end_of_the_backward_pass(unused: bool) -> None:
+    real_rehearsal = mock.patch.object(register, "rehearse_all")
+    with real_rehearsal:
+        found = on_threads(2, with_a_broken_candidate, unused)
+    for before, after, right in found:
+        assert same(before, after)
+        assert right
+
+
+def test_an_error_while_buckets_are_copied_raises_at_the_end_of_the_backward_pass() -> None:
+    def body() -> bool:
+        model = wrap(mlp())
+        torchcomp.register(model, AUTO)
+        train(model, 8)
+        with mock.patch.object(torch, "empty_like", side_effect=MemoryError):
+            return isinstance(raised_by(lambda: train(model, 1)), MemoryError)
+
+    assert on_threads(2, body) == [True, True]
+
+
+def scaled(spec: Any) -> list[Any]:
+    """Train with a GradScaler and an overflow in a step in which a candidate is timed."""
+    model, scaler = wrap(mlp()), torch.amp.GradScaler("cpu", init_scale=64.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    handle = torchcomp.register(model, spec, scaler=scaler, lr_inside=optimizer, guard=True)
+    for step in range(16):
+        CLOCK.advance(COMPUTE)
+        optimizer.zero_grad()
+        loss = scaler.scale(loss_of(model(rows(step))))
+        (loss * float("inf") if step == 11 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return [weights(model), scaler.get_scale(), handle.stats.steps]
+
+
+def test_a_trial_follows_the_scaler_the_learning_rates_and_the_guard() -> None:
+    assert same(on_threads(2, scaled, AUTO), on_threads(2, scaled, "mean"))
+
+
+def accumulated(spec: Any) -> Tensor:
+    model = wrap(mlp())
+    handle = torchcomp.register(model, spec)
+    for step in range(STEPS - 2):
+        CLOCK.advance(COMPUTE)
+        model.zero_grad()
+        with model.no_sync():
+            loss_of(model(rows(2 * step))).backward()
+        loss_of(model(rows(2 * step + 1))).backward()
+    assert handle.stats.steps == STEPS - 2
+    return weights(model)
+
+
+def test_a_trial_counts_steps_with_accumulated_gradients_once() -> None:
+    assert same(on_threads(2, accumulated, AUTO), on_threads(2, accumulated, "mean"))
+
+
+@dataclass(frozen=True)
+class Fast(Mean):
+    """A method of the user, which parse() does not know."""
+
+    name = "fast"
+
+    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
+        _mean(self, bucket, exchange, state, key)
+
+
+def resumed_with_an_object() -> tuple[str, str]:
+    auto = Auto(candidates=[Fast()], steps=20)
+    model = wrap(mlp())
+    handle = torchcomp.register(model, auto)
+    train(model, STEPS)
+    state = reloaded(handle.state_dict())
+    again = wrap(mlp())
+    other = torchcomp.register(again, auto)
+    other.load_state_dict(state)
+    return str(handle.method), str(other.method)
+
+
+def test_a_candidate_can_be_an_object_of_a_class_of_the_user(slow_mean: None) -> None:
+    assert on_threads(2, resumed_with_an_object) == [("fast", "fast")] * 2
+
+
+def gathered() -> Any:
+    model = wrap(mlp())
+    handle = torchcomp.register(model, AUTO)
+    train(model, STEPS)
+    return handle.gather_state_dict()
+
+
+def loaded(state: Any) -> tuple[str, Any]:
+    model = wrap(mlp())
+    handle = torchcomp.register(model, AUTO)
+    handle.load_gathered(state)
+    train(model, 2)
+    return str(handle.method), handle.choice
+
+
+def test_the_choice_goes_to_another_number_of_ranks(slow_mean: None) -> None:
+    state = reloaded(on_threads(2, gathered)[0])
+    for method, choice in on_threads(3, loaded, state):
+        assert method == choice.method == TOPK
+
+
+def loads_another_phase() -> None:
+    model = wrap(mlp())
+    handle = torchcomp.register(model, AUTO)
+    state = handle.state_dict()
+    if dist.get_rank() == 1:
+        state["auto"]["phase"] = "ended"
+    handle.load_state_dict(state)
+    train(model, 1)
+
+
+def test_ranks_in_different_phases_are_refused() -> None:
+    assert_refused(2, loads_another_phase, RankMismatchError, "auto")
 
 
 def swaps() -> tuple[Any, str, str]:

@@ -59,6 +59,10 @@ EXCEPTIONS = {
     "guard/replicas.py Replicas.compare.same": "the copy of the last step has long ended",
     "guard/replicas.py Replicas.differing": "once, when replicas differ",
     "guard/alarms.py replica_alarm": "a number of the host",
+    # Auto: twice in a trial, and once in 50 steps after it.
+    "ddp/choosing.py Choosing._agree": "the ranks agree on times",
+    "auto/marks.py seconds_between": "the time of steps that have ended",
+    "local_sgd/proposal.py Proposing.end": "once, after 50 steps",
     # The one wait of a step.
     "exchange/base.py Exchange.conclude_later": "a number that the host has",
     "exchange/base.py Exchange.conclude_later.decide": "the decision whether the step counts",
