@@ -76,9 +76,10 @@ _MODELS = {
     1000: ("deep-mlp", "resnet18"),
     10000: ("deep-mlp", "resnet18"),
 }
-# Fast and near links, where small models have little to win: hosts, Mbit/s, microseconds.
+# Fast and near links, where there is little to win: hosts, Mbit/s, microseconds. Not with a smaller
+# model: its steps of 4 to 8 ms differ by half between two launches.
 _NEAR = ((2, 1000, 50), (2, 10000, 50), (2, 10000, 10), (4, 1000, 50), (4, 10000, 50))
-_NEAR_MODELS = ("smallcnn", "mlp")
+_NEAR_MODELS = ("smallcnn", "deep-mlp")
 GRID = (
     *(Setup(hosts, 1, mbit, _MODELS[mbit]) for hosts in (2, 4, 8) for mbit in _MODELS),
     *(Setup(16, 1, mbit, models[:1]) for mbit, models in _MODELS.items()),
@@ -106,7 +107,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--models", nargs="+", help="only these models")
     add("--methods", nargs="+", metavar="METHOD", default=list(METHODS))
     add("--batch", type=int, default=16, help="images per rank and step [16]")
-    add("--seconds", type=float, default=2.5, help="time to measure each method [2.5]")
+    add("--seconds", type=float, default=1.5, help="time of each method and round [1.5]")
+    add("--rounds", type=int, default=2, help="repetitions of all methods [2]")
     add("--least", type=int, default=3, help="fewest steps to measure [3]")
     add("--timeout", type=float, default=300.0, help="seconds without a result [300]")
     parsed = parser.parse_args(words)
@@ -157,7 +159,8 @@ def minutes(arguments: argparse.Namespace, setup: Setup, wanted: Wanted) -> floa
     # A launch imports torch once for each rank, all of them on the cores of this machine. Each
     # set-up is also recorded and warmed up.
     launch = 5 + 2 * setup.world + (3 if setup.ranks > 1 else 1) * collectives_seconds(setup.world)
-    return (launch + counted(wanted) * (arguments.seconds + 2 + 0.25 * setup.world)) / 60
+    once = arguments.seconds + 2 + 0.25 * setup.world
+    return (launch + arguments.rounds * counted(wanted) * once) / 60
 
 
 def pending(arguments: argparse.Namespace, table: Table, setup: Setup) -> Wanted:
@@ -204,6 +207,7 @@ def measure(
             interface=hosts.interface,
             counted=False,
             seconds=arguments.seconds,
+            rounds=arguments.rounds,
             least=arguments.least,
             timeout=arguments.timeout,
         )

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.net.names import BF16, PLAIN
@@ -27,6 +28,29 @@ Levels = Mapping[str, Times]
 """The collectives "flat", among all ranks, and with two levels "between" and "inside"."""
 
 
+@dataclass(frozen=True)
+class _Compared:
+    """The steps of a method in one round, and what was predicted, in seconds.
+
+    Attributes:
+        key: of the method and the model.
+        times: of the steps.
+        predicted: from what was measured, without the cost of the hook.
+        hook: the cost of the hook.
+        computed: from the numbers of the link.
+        alone: of a step without any exchange.
+        others: cores that other processes kept busy.
+    """
+
+    key: tuple[str, str]
+    times: list[float]
+    predicted: float
+    hook: float
+    computed: float
+    alone: float
+    others: float
+
+
 class Known:
     """What is known of a link and its models when a method's step is predicted."""
 
@@ -36,6 +60,7 @@ class Known:
         self._recorded: Sequence[Mapping[str, Any]] = ()
         # Seconds of a step that the parts of our methods do not explain, from the probe.
         self._hook = 0.0
+        self._measured: list[_Compared] = []  # methods that have another round
 
     def add(self, result: Mapping[str, Any]) -> dict[str, Any] | None:
         """Take a result of a job; return the row of a method, once it was measured."""
@@ -50,19 +75,38 @@ class Known:
             predicted, _ = self._predicted(result)
             self._hook = max(0.0, statistics.median(_times(ranks)) - predicted)
         else:
-            return self._row(result)
+            self._measured.append(self._compared(result))
+            if not result.get("rounds_left"):
+                return self._row(result)
         return None
 
-    def _row(self, result: Mapping[str, Any]) -> dict[str, Any]:
+    def _compared(self, result: Mapping[str, Any]) -> "_Compared":
+        """Predict a method's step in one round."""
         predicted, computed = self._predicted(result)
         ours = result["method"] not in (PLAIN, BF16) and period_of(result["method"]) == 1
-        hook = self._hook if ours else 0.0
+        alone = statistics.mean(rank["compute"]["total"] for rank in self._compute)
         cores = self._cores(result["cpus"] / len(result["ranks"]))
-        times = _times(result["ranks"])
+        return _Compared(
+            _key(result),
+            _times(result["ranks"]),
+            predicted,
+            self._hook if ours else 0.0,
+            computed,
+            alone / min(1, cores),
+            _others(result["ranks"]),
+        )
+
+    def _row(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        rounds = [each for each in self._measured if each.key == _key(result)]
+        self._measured = [each for each in self._measured if each.key != _key(result)]
+        times = [seconds for each in rounds for seconds in each.times]
         low, middle, high = (
             statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
         )
-        alone = statistics.mean(rank["compute"]["total"] for rank in self._compute)
+
+        def mean(name: str) -> float:
+            return statistics.mean(getattr(each, name) for each in rounds)
+
         return {
             **{name: result[name] for name in (*_COPIED, *_LABELS)},
             **{name: result["setup"][name] for name in _SETUP},
@@ -70,11 +114,11 @@ class Known:
             "step_ms": _ms(middle),
             "step_ms_low": _ms(low),
             "step_ms_high": _ms(high),
-            "compute_ms": _ms(alone / min(1, cores)),
-            "predicted_ms": _ms(predicted + hook),
-            "hook_ms": _ms(hook),
-            "formula_ms": _ms(computed),
-            "other_cores": _others(result["ranks"]),
+            "compute_ms": _ms(mean("alone")),
+            "predicted_ms": _ms(mean("predicted") + mean("hook")),
+            "hook_ms": _ms(mean("hook")),
+            "formula_ms": _ms(mean("computed")),
+            "other_cores": round(mean("others"), 2),
         }
 
     def _predicted(self, result: Mapping[str, Any]) -> tuple[float, float]:
@@ -111,6 +155,10 @@ class Known:
             return simulate(recorded, compute, link["flat"], cores=cores).seconds
         between, inside = link["between"], link["inside"]
         return simulate(recorded, compute, between, inside, cores=cores).seconds
+
+
+def _key(result: Mapping[str, Any]) -> tuple[str, str]:
+    return result["model"], result["method"]
 
 
 def _times(ranks: Sequence[Mapping[str, Any]]) -> list[float]:

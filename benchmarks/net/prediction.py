@@ -8,7 +8,7 @@ other exchange.
 import gc
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,17 +69,27 @@ class PredictionBench:
         """Yield the measurements, each with its labels."""
         yield {"what": "link"}, Outcome(self._link())
         for model, methods in self._job.models:
-            compute, gradients, work = self._compute(model)
-            yield {"what": "compute", "model": model}, Outcome(work)
-            for method in (PROBE, *methods):
-                # With several ranks behind a link, our methods exchange in two levels.
-                levels = 2 if self._job.ranks > 1 and period_of(method) == 1 else 1
-                levels = 1 if method in (PLAIN, BF16) else levels
-                labels = {"model": model, "method": method, "levels": levels}
-                recorded = self._record(model, method, levels, compute, gradients)
-                yield {"what": "recording", **labels}, Outcome(recorded)
-                what = "probe" if method == PROBE else "step"
-                yield {"what": what, **labels}, Outcome(self._step(model, method, levels))
+            # In rounds, because a shared machine is slower at times.
+            for number in range(self._job.rounds):
+                labels = {"model": model, "rounds_left": self._job.rounds - 1 - number}
+                yield from self._round(labels, methods)
+
+    def _round(
+        self, labels: dict[str, Any], methods: Iterable[str]
+    ) -> Iterator[tuple[dict[str, Any], Outcome]]:
+        """Yield the computation of a model, and then of each method its work and its steps."""
+        model = labels["model"]
+        compute, gradients, work = self._compute(model)
+        yield {"what": "compute", **labels}, Outcome(work)
+        for method in (PROBE, *methods):
+            # With several ranks behind a link, our methods exchange in two levels.
+            levels = 2 if self._job.ranks > 1 and period_of(method) == 1 else 1
+            levels = 1 if method in (PLAIN, BF16) else levels
+            own = {**labels, "method": method, "levels": levels}
+            recorded = self._record(model, method, levels, compute, gradients)
+            yield {"what": "recording", **own}, Outcome(recorded)
+            what = "probe" if method == PROBE else "step"
+            yield {"what": what, **own}, Outcome(self._step(model, method, levels))
 
     def _link(self) -> dict[str, Any]:
         """The collectives of all ranks and, for two levels, between and inside the hosts."""
