@@ -299,6 +299,7 @@ def costs(model: str, method: str, batch: int, pairs: int) -> dict[str, Any]:
     """Return the columns of one set-up. A pair is a comparison's period with the guard, and one
     without, in alternating order."""
     guarded, plain = (Trainee(model, method, 0, every=every, batch=batch) for every in (EVERY, 0))
+    inside = Stopwatch(guarded.handle.averager.monitor)
     times: dict[bool, list[float]] = {True: [], False: []}
     for pair in range(pairs + 1):
         for with_guard in (True, False) if pair % 2 else (False, True):
@@ -309,17 +310,48 @@ def costs(model: str, method: str, batch: int, pairs: int) -> dict[str, Any]:
             # The first pair compiles and allocates.
             if pair:
                 times[with_guard].append(time.perf_counter() - began)
+            else:
+                inside.seconds = 0.0
     ratios = sorted(a / b for a, b in zip(times[True], times[False], strict=True))
     control = [each.handle.stats.total_control_bytes_sent for each in (guarded, plain)]
     sent = plain.handle.stats.total_bytes_sent
     return {
         "parameters": sum(each.numel() for each in plain.model.parameters()),
         "step_ms": f"{1e3 * median(times[False]) / EVERY:.2f}",
+        "inside": f"{100 * inside.seconds / sum(times[True]):.2f}",
         "time": f"{100 * (median(ratios) - 1):.2f}",
         "time_low": f"{100 * (ratios[len(ratios) // 4] - 1):.2f}",
         "time_high": f"{100 * (ratios[3 * len(ratios) // 4] - 1):.2f}",
         "bytes": f"{100 * (control[0] - control[1]) / sent:.3f}",
     }
+
+
+class Stopwatch:
+    """The time of a guard: the work of its thread, and its messages.
+
+    Attributes:
+        seconds: in total.
+    """
+
+    def __init__(self, monitor: Any) -> None:
+        self.seconds = 0.0
+        # On the clock, another thread that gets the core would count.
+        for name in ("begin", "before", "after", "undo"):
+            setattr(monitor, name, self._timed(getattr(monitor, name), time.thread_time))
+        for name in ("locate", "finish", "settle"):
+            setattr(monitor, name, self._timed(getattr(monitor, name), time.perf_counter))
+
+    def _timed(
+        self, call: Callable[..., Any], clock: Callable[[], float]
+    ) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            began = clock()
+            try:
+                return call(*arguments)
+            finally:
+                self.seconds += clock() - began
+
+        return timed
 
 
 _PARTS: dict[str, Callable[[argparse.Namespace], Iterator[str]]] = {

@@ -80,11 +80,13 @@ _MODELS = {
 # model: its steps of 4 to 8 ms differ by half between two launches.
 _NEAR = ((2, 1000, 50), (2, 10000, 50), (2, 10000, 10), (4, 1000, 50), (4, 10000, 50))
 _NEAR_MODELS = ("smallcnn", "deep-mlp")
+_NEAREST = ((2, 2000, 50), (2, 5000, 50), (2, 2000, 10), (2, 5000, 10))
 GRID = (
     *(Setup(hosts, 1, mbit, _MODELS[mbit]) for hosts in (2, 4, 8) for mbit in _MODELS),
     *(Setup(16, 1, mbit, models[:1]) for mbit, models in _MODELS.items()),
     *(Setup(2, 2, mbit, ("deep-mlp",)) for mbit in (100, 1000)),
     *(Setup(hosts, 1, mbit, _NEAR_MODELS, delay) for hosts, mbit, delay in _NEAR),
+    *(Setup(hosts, 1, mbit, _NEAR_MODELS[:1], delay) for hosts, mbit, delay in _NEAREST),
 )
 QUICK = (Setup(2, 1, 100, ("smallcnn",)),)
 

@@ -78,18 +78,22 @@ def _cost(rows: list[Row]) -> str:
             row["model"],
             f"`{row['method']}`",
             row["step_ms"],
+            row["inside"],
             row["pairs"],
             f"{row['time']} ({row['time_low']} to {row['time_high']})",
             row["bytes"],
         ]
         for row in rows
     ]
-    header = ["model", "method", "step, ms", "pairs", "more time, % (quartiles)"]
+    header = ["model", "method", "step, ms", "in the guard, %", "pairs"]
+    header += ["more time, % (quartiles)"]
     header += ["more bytes, %"]
     return (
         f"**Cost**, with a comparison every {rows[0]['every']} steps: medians over pairs of 50 "
         "steps with the guard and 50 without, in alternating order, in one process per rank, "
-        f"{rows[0]['ranks']} ranks.\n\n" + markdown(header, lines)
+        f"{rows[0]['ranks']} ranks. *In the guard* is the time of the guard itself, its work and "
+        "its messages, as a share of the step. Pairs also differ without a guard, by several "
+        "percent.\n\n" + markdown(header, lines)
     )
 
 

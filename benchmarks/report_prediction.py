@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks.net.names import BF16, PLAIN
 from benchmarks.report import markdown
 from benchmarks.report_data import Row, read
+from torchcomp.step_model.table import WORTH
 
 _ROOT = Path(__file__).parents[1]
 RESULTS = _ROOT / "benchmarks" / "results"
@@ -149,8 +150,8 @@ class Dont:
 
 
 def dont(found: Sequence[Group]) -> Dont:
-    said = [group for group in found if group.gain(predicted) <= 1]
-    true = [group for group in found if group.gain(measured) <= 1]
+    said = [group for group in found if group.gain(predicted) < WORTH]
+    true = [group for group in found if group.gain(measured) < WORTH]
     wrong = [group for group in said if group not in true]
     missed = [group for group in true if group not in said]
     draws = (
@@ -237,7 +238,6 @@ exchanges them in order, and both share the cores of the rank. What was fitted, 
 - DDP's all-reduces run one after another: to pairs of all-reduces on 2, 4 and 8 hosts.
 - In the formulas of `torchcomp plan`, gloo's 2.6 latencies per hop and 1.2 ns of a core per byte:
   to an all-to-all of 64 bytes and an all-reduce of 16 MiB between 2 hosts.
-
 - The cost of the hook: to `topk(k=1)`, which has no row below. It counts for our methods.
 
 No constant was fitted to a step with the exchange of a row below: every row is held out.
@@ -246,7 +246,7 @@ No constant was fitted to a step with the exchange of a row below: every row is 
 _CHOICES = """
 For each model and link: the gradient method with the shortest predicted step, and the one with the
 shortest measured step. *Gain* is the time of DDP with the bf16 hook, divided by that of the fastest
-other method except plain DDP; if it is at most 1, nothing beats the hook, and torchcomp says
+other method except plain DDP. If it is below 1.02, nothing beats the hook: `torchcomp plan` then says
 "don't". If the measured gain is within 5 % of 1, it is a draw: either answer is close to the best.
 Local steps are left out, because they change the algorithm.
 """

@@ -90,7 +90,8 @@ class Settings:
     # torchcomp: "none" for both compress and sync is plain DDP.
     compress: str = option(
         "none",
-        'compress gradients (with --sync: pseudo-gradients), e.g. "ef(topk(0.01))"',
+        'compress gradients (with --sync: pseudo-gradients), e.g. "ef(topk(0.01))"; "auto" times '
+        "several methods first",
     )
     lr_inside: bool = option(
         False, "with --compress: keep the residual in the unit of the update, not of the gradient"

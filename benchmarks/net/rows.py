@@ -42,7 +42,7 @@ GUARD_FAULTS += ["kinds", "parameters", "named_ranks", "passed"]
 GUARD_CLEAN = [*_COMMON, "run", "ranks", "flags", "steps", "comparisons", "alarms", "accuracy"]
 GUARD_CLEAN += ["bytes", "control_bytes"]
 GUARD_COST = [*_COMMON, "model", "parameters", "batch", "ranks", "method", "every", "pairs"]
-GUARD_COST += ["step_ms", "time", "time_low", "time_high", "bytes"]
+GUARD_COST += ["step_ms", "inside", "time", "time_low", "time_high", "bytes"]
 
 
 class TableError(ValueError):

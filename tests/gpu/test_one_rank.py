@@ -98,6 +98,21 @@ def test_a_swap_sends_the_residual(stream: str) -> None:
     assert_conserved([run.account.close(run.handle)])
 
 
+@pytest.mark.parametrize("stream", ["none", "backward", "exchange"])
+def test_auto_trains_as_mean_while_it_times_candidates(stream: str) -> None:
+    run, plain = Run("auto(candidates=[ef(topk(0.1))], steps=20)"), Run("mean")
+    with delayed(stream, run.model):
+        run.train(0, 15)
+    plain.train(0, 15)
+    assert torch.equal(run.weights(), plain.weights())
+    assert run.handle.choice is None
+    run.train(15, 25)
+    assert run.handle.choice.seconds.keys() == {"mean", "ef(topk(0.1))"}
+    assert all(seconds > 0 for seconds in run.handle.choice.seconds.values())
+    run.close()
+    plain.close()
+
+
 # --- Loss scales, and values that are not finite --------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from recipes.errors import RecipeError
 from tests.recipes.conftest import TorchRun, steps_and_losses, summary_in, wait_for_checkpoint
 from tests.recipes.forked_ranks import RECIPES, Launcher
 from tests.support.cases import only
+from tests.support.logs import messages_of
 from tests.support.patience import PATIENCE
 
 TrainHere = Callable[..., dict[str, Any]]
@@ -26,6 +27,7 @@ TrainHere = Callable[..., dict[str, Any]]
 METHODS = {
     "dense": [],
     "ef": ["--compress", "ef(topk(0.01))"],
+    "auto": ["--compress", "auto"],
     "qsr": ["--sync", "qsr(alpha=0.2, h_base=4)"],
     "both": ["--sync", "every(4)", "--compress", "ef(topk(0.01))"],
 }
@@ -71,6 +73,14 @@ def test_an_epoch_reports_the_share_of_time_spent_waiting(
     assert 0 < last["wait_share"] < 1
     (progress,) = [line for line in capsys.readouterr().out.splitlines() if "images/s" in line]
     assert f"{last['images_per_second']:,.0f} images/s, {last['wait_share']:.0%}" in progress
+
+
+def test_auto_chooses_in_the_first_steps(
+    train_here: TrainHere, digits_flags: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    auto = "auto(candidates=[ef(topk(0.1))], steps=20)"
+    train_here(*digits_flags, "--epochs", "1", "--compress", auto)  # 22 steps
+    assert len(messages_of("ddp.choosing", caplog)) == 1
 
 
 def gloo_threads() -> set[int]:
