@@ -341,9 +341,7 @@ class Stopwatch:
         for name in ("locate", "finish", "settle"):
             setattr(monitor, name, self._timed(getattr(monitor, name), time.perf_counter))
 
-    def _timed(
-        self, call: Callable[..., Any], clock: Callable[[], float]
-    ) -> Callable[..., Any]:
+    def _timed(self, call: Callable[..., Any], clock: Callable[[], float]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
             began = clock()
             try:

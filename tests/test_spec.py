@@ -15,6 +15,7 @@ import torchcomp
 from torchcomp import other_names
 from torchcomp.aggregators import AGGREGATORS, DGC, EF, EF21, Bidirectional, Mean, PowerSGD
 from torchcomp.aggregators.one_way import COLLECTIVES
+from torchcomp.auto import Auto
 from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, TopK, Warmup
 from torchcomp.errors import SpecError
 from torchcomp.outer_steps import OUTER_STEPS, Nesterov, SlowMo
@@ -166,7 +167,8 @@ def test_random_specs_cover_the_registry():
     covered |= {PowerSGD, EF21, DGC}
     covered |= {Every, QSR, Power, PostLocal, Swap}
     covered |= {SlowMo, Nesterov}
-    known = [*COMPRESSORS, *AGGREGATORS, *SCHEDULES, *OUTER_STEPS]
+    covered |= {Auto}  # in tests/auto
+    known = [*COMPRESSORS, *AGGREGATORS, Auto, *SCHEDULES, *OUTER_STEPS]
     missing = {*known} - covered
     assert not missing, f"add strategies for {missing}"
     assert len(COMPONENTS) == len(known)

@@ -70,12 +70,14 @@ def _described(option: Field[Any], meaning: str) -> Iterator[str]:
     if default is MISSING and option.default_factory is not MISSING:
         default = option.default_factory()
     shown = f"default: {default}"
+    if isinstance(default, tuple):
+        shown = f"default: [{', '.join(map(str, default))}]"
     if default is MISSING:
         shown = "required"
     elif default is None:
         shown = "optional"
     choices = choices_of(option)
-    yield f"  {option.name} ({shown})"
+    yield wrapped("  ", f"{option.name} ({shown})")
     if choices:
         yield wrapped(" " * 6, f"one of {', '.join(choices)}")
     if meaning:

@@ -161,8 +161,6 @@ class _Parser:
                 return self._component(node, ast.Call(node, [], []), wanted)
             case ast.Call():
                 return self._component(node, node, wanted)
-            case ast.List(elts=elements):
-                return [self._value(each, _METHODS) for each in elements]
             case ast.UnaryOp(op=ast.USub()):  # Python has no negative literals
                 value = self._value(node.operand, wanted)
                 if isinstance(value, int | float):
@@ -200,6 +198,8 @@ class _Parser:
         # ``cast(bf16)`` needs no quotes: the name cannot be that of a component.
         if isinstance(node, ast.Name) and choices_of(option):
             return node.id
+        if isinstance(node, ast.List) and isinstance(option.default, tuple):
+            return [self._value(each, _METHODS) for each in node.elts]
         value = self._value(node, _COMPRESSORS)
         if option.type is not Compressor or not isinstance(value, str):
             return value

@@ -21,7 +21,7 @@ COMMON |= {"batch": 16, "setup": {"hosts": 2, "ranks": 1, "mbit": 100, "delay_us
 def test_the_grid_has_enough_set_ups() -> None:
     count = sum(len(setup.models) for setup in predict.GRID) * len(predict.METHODS)
     assert count >= 200
-    assert {setup.mbit for setup in predict.GRID} == {10, 100, 1000, 10000}
+    assert {setup.mbit for setup in predict.GRID} >= {10, 100, 1000, 10000}
     assert {setup.world for setup in predict.GRID} == {2, 4, 8, 16}
 
 

@@ -63,6 +63,8 @@ EXCEPTIONS = {
     "ddp/choosing.py Choosing._agree": "the ranks agree on times",
     "auto/marks.py seconds_between": "the time of steps that have ended",
     "local_sgd/proposal.py Proposing.end": "once, after 50 steps",
+    "auto/options.py _points": "a number of the host",
+    "auto/pace.py Pace.changed": "numbers of the host",
     # The one wait of a step.
     "exchange/base.py Exchange.conclude_later": "a number that the host has",
     "exchange/base.py Exchange.conclude_later.decide": "the decision whether the step counts",

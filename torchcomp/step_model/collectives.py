@@ -39,6 +39,9 @@ _SIZES = (64, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24, 2**26)
 _NOT_COPIED = (COPIED + 2**16, *(size for size in _SIZES if size > COPIED))
 """Those of the all-gathers that gloo does not send by an all-to-all."""
 
+_FURTHER = 16
+"""A curve that reaches so many times as far shows the bandwidth better."""
+
 _MOST_REPETITIONS = 50
 _BACKGROUND_SECONDS = 0.5
 
@@ -74,9 +77,10 @@ class CollectiveTimes:
 
     Between two measured sizes, the time is a straight line. Times never decrease with the size:
     where measurements do, their mean is used. Below the smallest size, the time is that of the
-    smallest. Above the largest, it grows with the median slope between the last three sizes of the
-    kind of which a rank has sent the most bytes, per byte that it sends. An all-gather below the
-    smallest size, or if none was measured, is an all-to-all with a copy for each other rank.
+    smallest. Above the largest, it grows with the median slope between the last three. If a rank
+    has sent messages of another kind that are 16 times as long, it is theirs, per byte that it
+    sends. An all-gather below the smallest size, or if none was measured, is an all-to-all with a
+    copy for each other rank.
 
     Attributes:
         world_size: number of ranks.
@@ -130,7 +134,7 @@ class CollectiveTimes:
         values = columns[column]
         if nbytes <= sizes[-1]:
             return _interpolated(sizes, values, nbytes)
-        slope = self._slopes[column] * self._sent(kind)
+        slope = self._slope(kind, column)
         if len(sizes) > 1:
             # A message that is twice as long takes at most twice as long.
             slope = min(slope, values[-1] / sizes[-1])
@@ -141,14 +145,16 @@ class CollectiveTimes:
         others = self.world_size - 1
         return {ALL_TO_ALL: 1.0, ALL_GATHER: others}.get(kind, 2 * others / self.world_size)
 
-    @cached_property
-    def _slopes(self) -> tuple[float, float]:
-        """Seconds, and seconds of a core, for each byte that a rank sends in long messages."""
-        furthest = max(self._curves, key=lambda kind: self._curves[kind][0][-1] * self._sent(kind))
+    def _slope(self, kind: str, column: int) -> float:
+        """Return the seconds, or those of a core, for each byte of long messages."""
+        reach = {each: curve[0][-1] * self._sent(each) for each, curve in self._curves.items()}
+        furthest = max(reach, key=reach.__getitem__)
+        # Short messages tell little of the bandwidth.
+        if reach[furthest] < _FURTHER * reach[kind]:
+            furthest = kind
         sizes, *columns = self._curves[furthest]
-        sent = max(self._sent(furthest), 1.0)
-        seconds, cpu = (_last_slope(sizes, column) / sent for column in columns)
-        return seconds, cpu
+        per_byte = _last_slope(sizes, columns[column]) / max(self._sent(furthest), 1e-9)
+        return per_byte * self._sent(kind)
 
     @cached_property
     def _curves(self) -> dict[str, tuple[list[float], list[float], list[float]]]:
