@@ -148,13 +148,19 @@ class Choosing(Buckets):
                 self._used.submit(bucket, step, first=index == 0, last=last)
             self._held.clear()
             super().join()
-            end = self._reached()
+            self._reached()
+            self._kept(self._meet)
+            end = mark(self.everyone.device)
         before, self._end = self._end, end
         if self.failure is None:
             # An error is raised with those of the exchange, after DDP has ended its step.
             self._kept(lambda: self._record(Timed(before, computed, averaged, end, self._copying)))
         if self.failure is not None:
             self._forget_step()
+
+    def _meet(self) -> None:
+        """Wait for all ranks. One that begins the next step early would wait for others in it."""
+        self.everyone.any_of(torch.zeros(1, dtype=torch.uint8, device=self.everyone.device))
 
     def _reached(self) -> Mark:
         """Return a mark after everything that was submitted. What follows comes after it."""
