@@ -18,6 +18,7 @@ from benchmarks.net import program
 from benchmarks.net.hosts import Hosts
 from benchmarks.net.job import Job
 from benchmarks.net.launch import results
+from benchmarks.net.predicted import other_cores, step_times
 from benchmarks.net.rows import AUTO, Table, conditions
 
 _PORT = 29500
@@ -86,9 +87,7 @@ def grid(arguments: argparse.Namespace) -> list[str]:
 def row_of(result: Mapping[str, Any], link: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row of one method."""
     ranks = [rank["values"] for rank in result["ranks"]]
-    # The mean over the ranks per step, then the median over the steps.
-    times = [statistics.mean(step) for step in zip(*(rank["times"] for rank in ranks), strict=True)]
-    others = (ranks[0]["busy"] - sum(rank["worked"] for rank in ranks)) / ranks[0]["wall"]
+    times = step_times(ranks)
     return {
         **conditions(),
         **link,
@@ -98,7 +97,7 @@ def row_of(result: Mapping[str, Any], link: Mapping[str, Any]) -> dict[str, Any]
         "step_ms": round(1000 * statistics.median(times), 3),
         "chosen": result["chosen"],
         "trial_steps": result["trial_steps"],
-        "other_cores": round(others, 2),
+        "other_cores": other_cores(ranks),
     }
 
 

@@ -86,8 +86,7 @@ def _cost(rows: list[Row]) -> str:
         for row in rows
     ]
     header = ["model", "method", "step, ms", "in the guard, %", "pairs"]
-    header += ["more time, % (quartiles)"]
-    header += ["more bytes, %"]
+    header += ["more time, % (quartiles)", "more bytes, %"]
     return (
         f"**Cost**, with a comparison every {rows[0]['every']} steps: medians over pairs of 50 "
         "steps with the guard and 50 without, in alternating order, in one process per rank, "

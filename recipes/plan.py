@@ -118,10 +118,9 @@ def check_specs(settings: Settings) -> None:
     Raises:
         torchcomp.SpecError: if one of them is not a valid spec.
     """
-    if settings.compress != "none" and settings.sync == "none":
-        parse_registered(settings.compress)
-    elif settings.compress != "none":
-        parse_aggregator(settings.compress)
+    if settings.compress != "none":
+        parse = parse_registered if settings.sync == "none" else parse_aggregator
+        parse(settings.compress)
     if settings.sync != "none":
         parse_schedule(settings.sync)
     if settings.outer != "none":

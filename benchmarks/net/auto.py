@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -11,17 +11,10 @@ from benchmarks.net import models
 from benchmarks.net.collectives import CollectiveClock
 from benchmarks.net.job import Job
 from benchmarks.net.methods import Course, Trainee, attach
-from benchmarks.net.prediction import Usage
+from benchmarks.net.prediction import Outcome, Usage
 from benchmarks.net.steps import StepBench
 
 _WARM_UP = 3
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one rank measured, as numbers for JSON."""
-
-    values: dict[str, Any]
 
 
 class AutoBench:

@@ -73,7 +73,7 @@ class Known:
             self._recorded = ranks
         elif result["what"] == "probe":
             predicted, _ = self._predicted(result)
-            self._hook = max(0.0, statistics.median(_times(ranks)) - predicted)
+            self._hook = max(0.0, statistics.median(step_times(ranks)) - predicted)
         else:
             self._measured.append(self._compared(result))
             if not result.get("rounds_left"):
@@ -88,12 +88,12 @@ class Known:
         cores = self._cores(result["cpus"] / len(result["ranks"]))
         return _Compared(
             _key(result),
-            _times(result["ranks"]),
+            step_times(result["ranks"]),
             predicted,
             self._hook if ours else 0.0,
             computed,
             alone / min(1, cores),
-            _others(result["ranks"]),
+            other_cores(result["ranks"]),
         )
 
     def _row(self, result: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _key(result: Mapping[str, Any]) -> tuple[str, str]:
     return result["model"], result["method"]
 
 
-def _times(ranks: Sequence[Mapping[str, Any]]) -> list[float]:
+def step_times(ranks: Sequence[Mapping[str, Any]]) -> list[float]:
     """The seconds of each step, the mean over the ranks."""
     by_rank = [rank["times"] for rank in ranks]
     return [statistics.mean(step) for step in zip(*by_rank, strict=True)]
@@ -180,7 +180,7 @@ def _formulas(setup: Mapping[str, Any]) -> Levels:
     return {"flat": link.flat(world), "between": link.between(world), "inside": link.inside(world)}
 
 
-def _others(ranks: Sequence[Mapping[str, Any]]) -> float:
+def other_cores(ranks: Sequence[Mapping[str, Any]]) -> float:
     """The cores that other processes than the ranks kept busy: the switch, and other programs."""
     busy, wall = ranks[0]["busy"], ranks[0]["wall"]
     return round((busy - sum(rank["worked"] for rank in ranks)) / wall, 2)

@@ -1,5 +1,7 @@
 """The rules of a trial: which method each step times, which is chosen, when to look again."""
 
+from dataclasses import asdict
+
 import pytest
 
 from tests.support.outcomes import raised_by
@@ -105,7 +107,7 @@ def test_a_choice_says_what_was_measured_and_proposes_local_steps() -> None:
     text = str(Choice("mean", seconds | {"powersgd(1)": 0.196}, 0.19, 0.16, 96))
     assert "1.02" in text
     assert "every(8)" not in text
-    assert Choice(**Choice("mean", seconds, 0.1, 0.2, 3).state_dict()).seconds == seconds
+    assert Choice(**asdict(Choice("mean", seconds, 0.1, 0.2, 3))).seconds == seconds
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """Choice: which method a trial has chosen, and why."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 WORTH = 1.05
 """A method is chosen over those before it if it is more than this many times as fast."""
@@ -27,10 +26,6 @@ class Choice:
     alone: float
     average: float
     step: int
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the fields, for a checkpoint."""
-        return {**asdict(self), "seconds": dict(self.seconds)}
 
     @property
     def local_seconds(self) -> float:

@@ -7,7 +7,7 @@ does not notice. The time of this second average is not counted.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
 import torch
@@ -286,7 +286,7 @@ class Choosing(Buckets):
         phase = _ENDED if self._pace is None else _WATCH
         return {
             "phase": _TRIAL if self._trial is not None else phase,
-            "choice": None if self.choice is None else self.choice.state_dict(),
+            "choice": None if self.choice is None else asdict(self.choice),
             "reference": None if self._pace is None else self._pace.reference,
         }
 

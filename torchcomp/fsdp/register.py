@@ -26,7 +26,7 @@ from torchcomp.hooks.averaging import Averaging
 from torchcomp.hooks.log import log_method, log_optimizers
 from torchcomp.hooks.optimizer_lrs import OptimizerLRs
 from torchcomp.redistribution import Place
-from torchcomp.spec import parse_aggregator, parse_registered
+from torchcomp.spec import parse_registered
 
 _SAME_START = (
     "All replicas must start with the same parameters: initialise them with the same seed on all "
@@ -140,13 +140,12 @@ def _check(
             "replicate",
         )
     options.require_valid()
-    parsed = parse_registered(spec)
-    if isinstance(parsed, Auto):
+    aggregator = parse_registered(spec)
+    if isinstance(aggregator, Auto):
         raise SpecError(
             "auto is for DDP: with FSDP2, register one method, such as 'ef(topk(0.01))'. The "
             "command torchcomp doctor predicts which one is fast"
         )
-    aggregator = parse_aggregator(parsed)
     check_method(aggregator)
     _check_free(units)
     trained = {name: each for unit in units for name, each in unit.parameters.items()}

@@ -40,7 +40,7 @@ _NOT_COPIED = (COPIED + 2**16, *(size for size in _SIZES if size > COPIED))
 """Those of the all-gathers that gloo does not send by an all-to-all."""
 
 _FURTHER = 16
-"""A curve that reaches so many times as far shows the bandwidth better."""
+"""A curve that reaches this many times as far shows the bandwidth better."""
 
 _MOST_REPETITIONS = 50
 _BACKGROUND_SECONDS = 0.5
