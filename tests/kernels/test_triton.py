@@ -22,21 +22,23 @@ from torchcomp.kernels.select import Scratch
 
 REASON = "Triton 3.7 is missing: sh tools/setup.sh --triton installs it; it needs no GPU"
 HERE = Path(__file__).parent
+INTERPRETED = sorted((HERE / "interpreted").glob("test_*.py"))
+WITH_MORE_CASES = [path for path in INTERPRETED if "tests.support.cases" in path.read_text()]
 FORMS = sorted(Path(torchcomp.__file__).parent.glob("kernels/*_triton.py"))
 
 
 # --- Results --------------------------------------------------------------------------------------
 
 
-def interpret(*options):
-    """Run the tests in `interpreted`: in a process of their own, as Triton interprets all or none.
+def interpret(tests, *options):
+    """Run tests of `interpreted`: in a process of their own, as Triton interprets all or none.
 
     They compare each kernel with the reference.
     """
     pytest.importorskip("triton", minversion="3.7", reason=REASON)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
     done = subprocess.run(
-        [*command, str(HERE / "interpreted")],
+        [*command, str(tests)],
         check=False,
         timeout=PATIENCE,
         env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -48,12 +50,14 @@ def interpret(*options):
 
 
 def test_in_the_interpreter():
-    interpret()
+    interpret(HERE / "interpreted")
 
 
+# One file at a time, because a slow machine takes minutes for all of them.
 @pytest.mark.thorough
-def test_more_cases_in_the_interpreter():
-    interpret("-m", "thorough")
+@pytest.mark.parametrize("file", WITH_MORE_CASES, ids=lambda path: path.stem)
+def test_more_cases_in_the_interpreter(file):
+    interpret(file, "-m", "thorough")
 
 
 # --- Machine code ---------------------------------------------------------------------------------
