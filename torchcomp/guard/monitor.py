@@ -24,13 +24,16 @@ class Monitor:
     """The monitor of an averager without a guard: it ignores what it is told.
 
     Attributes:
-        report: the last comparison, or None before the first one.
         alarms: what the last comparison found wrong.
     """
 
     def __init__(self) -> None:
-        self.report: Report | None = None
         self.alarms: tuple[Alarm, ...] = ()
+
+    @property
+    def report(self) -> Report | None:
+        """The last comparison, or None before the first one."""
+        return None
 
     def locate(self) -> None:
         """Find out which parameters of the replicas differ, if any do. All ranks call this."""
@@ -131,15 +134,21 @@ class GuardMonitor(Monitor):
         # Parameters that are, or were, averaged uncompressed.
         self._pauses: dict[str, Pause] = {}
         self._compared: tuple[int, Callable[[], Found], Callable[[], bool]] | None = None
+        self._judged: tuple[int, Found] | None = None  # the last comparison
         # Alarms of a comparison after which it is not known yet which replicas differ.
         self._unlocated: list[Alarm] | None = None
 
+    @property
+    def report(self) -> Report | None:
+        # Made when asked for: a ratio of each parameter is more work than judging the sums.
+        return self._judged[1].report(self._judged[0]) if self._judged else None
+
     def locate(self) -> None:
-        if self._unlocated is None or self.report is None or self._replicas is None:
+        if self._unlocated is None or self._judged is None or self._replicas is None:
             return
         judged, self._unlocated = self._unlocated, None
         found = self._replicas.differing(self._watch.exchange)
-        self._publish([*judged, *([replica_alarm(self.report.step, found)] if found else [])])
+        self._publish([*judged, *([replica_alarm(self._judged[0], found)] if found else [])])
 
     def begin(
         self,
@@ -191,7 +200,7 @@ class GuardMonitor(Monitor):
             return
         (step, found, same), self._compared = self._compared, None
         measured = found()
-        self.report = measured.report(step)
+        self._judged = step, measured
         judged = alarms(step, measured, self._watch.exchange.members)
         if self._guard.fall_back != "none":
             for alarm in judged:
@@ -230,7 +239,7 @@ class GuardMonitor(Monitor):
 
     def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
         self.discard()
-        self._unlocated, self.report, self.alarms = None, None, ()
+        self._unlocated, self._judged, self.alarms = None, None, ()
         self._pauses = {name: Pause(*pause) for name, pause in state.items()}
 
 

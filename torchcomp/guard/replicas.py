@@ -11,6 +11,9 @@ from torchcomp import host
 from torchcomp.exchange import Exchange
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# The sum wraps around. Wider than the values only where that could hide a change: converting takes
+# ten times as long as adding.
+_SUMS = {1: torch.int32, 2: torch.int32, 4: torch.int32, 8: torch.int64}
 
 
 class Replicas:
@@ -64,8 +67,9 @@ class Replicas:
     def _sums(self, exchange: Exchange) -> Tensor:
         """Return the sum of the bits of each parameter, as integers."""
         # A value that differs changes it, and the order of the values in memory does not.
-        sums = [
-            each.detach().view(_INTEGERS[each.element_size()]).sum(dtype=torch.int64)
-            for each in self._tensors.values()
-        ]
-        return torch.stack([each.to(exchange.device) for each in sums])
+        sums = []
+        for each in self._tensors.values():
+            size = each.element_size()
+            total = each.detach().view(_INTEGERS[size]).sum(dtype=_SUMS[size])
+            sums.append(total.to(exchange.device, torch.int64))
+        return torch.stack(sums)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 
 
 @dataclass
@@ -41,11 +42,10 @@ class Sums:
     @classmethod
     def total(cls, parts: Iterable["Sums"]) -> "Sums":
         """Return the sum of several parameters."""
-        total = cls()
-        for part in parts:
-            for each in fields(cls):
-                setattr(total, each.name, getattr(total, each.name) + getattr(part, each.name))
-        return total
+        return cls(*map(math.fsum, zip(*map(_numbers, parts), strict=True)))
+
+
+_numbers = attrgetter(*(each.name for each in fields(Sums)))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Samples: a few elements of every parameter, followed from step to step."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 
@@ -12,14 +13,89 @@ from torchcomp.aggregators import Law
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.keys import Key
 
-_MOST = 256
+_MOST = 128
 """At most this many elements of a parameter are followed."""
 
-_RUN = 8
+_RUN = 16
 """They are runs of this many neighbours: reading one of them brings the others into the cache."""
+
+_STEPS = 25
+"""So many steps are evaluated at once."""
 
 _SAME = 0.01
 """Two values are the same up to this relative difference. The residual can have 16 bits."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What is read of the sampled elements of a bucket in one step.
+
+    Attributes:
+        gradient: of this rank.
+        found: the values before the step of the slots that the residual is made of.
+        left: the residual after the step.
+        mean: what the step applies.
+    """
+
+    gradient: Tensor
+    found: dict[str, Tensor]
+    left: Tensor
+    mean: Tensor
+
+
+@dataclass
+class _Followed:
+    """What is known of the sampled elements of a bucket.
+
+    Attributes:
+        ages: how many steps the residual of each one has waited to be sent.
+        law: of the steps.
+        steps: those that were read, but not evaluated.
+        last: the residual before and after the last step that was evaluated, or None.
+        changed: whether its residual has changed between two steps since the last comparison.
+            None if none has been looked at since then.
+    """
+
+    ages: Tensor
+    law: Law
+    steps: list[_Step] = field(default_factory=list)
+    last: tuple[Tensor, Tensor] | None = None
+    changed: Tensor | None = None
+
+    def evaluate(self) -> None:
+        """Evaluate the steps that were read."""
+        if not self.steps:
+            return
+        steps, self.steps = self.steps, []
+        found = {name: torch.stack([s.found[name] for s in steps]) for name in steps[0].found}
+        left = torch.stack([step.left for step in steps])
+        self._check(found["error"], left)
+        self.last = found["error"][-1], left[-1]
+        gradient = torch.stack([step.gradient for step in steps]).to(left.dtype)
+        factor = 1 / self.law.after["error"]
+        unsent = gradient.mul_(self.law.gradient * factor)
+        for name, values in found.items():
+            unsent.sub_(values, alpha=self.law.before[name] * factor)
+        # Not exactly 1, because of rounding. Without a residual, 0 / 0 is not above.
+        is_sent = (left / unsent).sub_(1).abs_() > _SAME
+        is_sent.logical_and_(torch.stack([step.mean for step in steps]))
+        for waits, sent in zip(left != 0, is_sent, strict=True):
+            # Without a residual, it still waits if it has before: in the server residual of any
+            # rank.
+            self.ages.add_(waits.logical_or_(self.ages)).masked_fill_(sent, 0)
+
+    def _check(self, found: Tensor, left: Tensor) -> None:
+        """Compare the residual that a step has found with that which the one before has left."""
+        if self.last is None:
+            found = found[1:]
+            before = left[:-1]
+        else:
+            before = torch.cat([self.last[1][None], left[:-1]])
+        self.note((found != before).any(0))
+
+    def note(self, wrong: Tensor) -> None:
+        """Note which residuals have changed between two steps."""
+        self.changed = wrong if self.changed is None else self.changed.logical_or_(wrong)
 
 
 class Samples:
@@ -29,12 +105,7 @@ class Samples:
     def __init__(self) -> None:
         self._ratios: Mapping[str, float] = {}
         self._gradient = torch.empty(0)  # of the bucket in flight
-        # Of each bucket: how many steps each element's residual has waited to be sent, and whether
-        # it has changed between two steps since the last comparison.
-        self._ages: dict[BucketShape, Tensor] = {}
-        self._changed: dict[BucketShape, Tensor] = {}
-        # The residual before and after the last step.
-        self._residuals: dict[BucketShape, tuple[Tensor, Tensor]] = {}
+        self._followed: dict[BucketShape, _Followed] = {}
 
     def begin(self, ratios: Mapping[str, float]) -> None:
         """Begin a step.
@@ -58,71 +129,74 @@ class Samples:
     ) -> None:
         """Follow the elements of a bucket, of a method with a residual.
 
+        Steps are read one by one and evaluated several at a time: that takes a third of the time.
+
         Args:
             bucket: the mean that the step applies.
             law: says what the residual would be if nothing was sent.
             before: the values before the step of the slots that it is made of.
             after: the residual after the step.
         """
-        shape = bucket.shape
-        at, _ = sample(shape, after.device)
+        at, _ = sample(bucket.shape, after.device)
+        known = self._followed.get(bucket.shape)
+        if known is None:
+            ages = torch.zeros(len(at), dtype=torch.int32, device=after.device)
+            known = self._followed[bucket.shape] = _Followed(ages, law)
         found = {name: values.index_select(0, at) for name, values in before.items()}
-        left = after.index_select(0, at)
-        unsent = self._gradient.to(left.dtype).mul_(law.gradient)
-        for name, values in found.items():
-            unsent.sub_(values, alpha=law.before[name])
-        unsent.div_(law.after["error"])
-        # Not exactly, because of rounding.
-        is_sent = (left - unsent).abs_() > _SAME * unsent.abs_()
-        is_sent.logical_and_(bucket.flat.index_select(0, at))
-        age = self._ages.get(shape)
-        if age is None:
-            age = self._ages[shape] = torch.zeros(len(at), dtype=torch.int32, device=after.device)
-        # Without a residual, it still waits if it has before: in the server residual of any rank.
-        is_idle = (left == 0).logical_and_(age == 0)
-        age.add_(1).masked_fill_(is_sent.logical_or_(is_idle), 0)
-        last = self._residuals.get(shape)
-        self._residuals[shape] = found["error"], left
-        if last is not None:
-            self._compare(shape, last[1], found["error"])
+        step = _Step(
+            self._gradient, found, after.index_select(0, at), bucket.flat.index_select(0, at)
+        )
+        if law != known.law:
+            known.evaluate()
+            known.law = law
+        if not self._ratios.keys().isdisjoint(bucket.shape.names):
+            known.evaluate()
+            self._check_scaled(known, bucket.shape, found["error"])
+        known.steps.append(step)
+        if len(known.steps) == _STEPS:
+            known.evaluate()
 
-    def _compare(self, shape: BucketShape, left: Tensor, found: Tensor) -> None:
-        """Compare the residual that the last step left with that which this step has found."""
-        if self._ratios.keys().isdisjoint(shape.names):
-            wrong = found != left
-        else:
-            _, owner = sample(shape, found.device)
-            names, _ = filled(shape)
-            ratios = torch.tensor([self._ratios.get(name, 1.0) for name in names])
-            expected = left * host.copy_to(ratios, found.device)[owner]
-            # Not rounded like the residual.
-            wrong = (found - expected).abs() > _SAME * torch.maximum(found.abs(), expected.abs())
-        if shape in self._changed:
-            wrong.logical_or_(self._changed[shape])
-        self._changed[shape] = wrong
+    def _check_scaled(self, known: _Followed, shape: BucketShape, found: Tensor) -> None:
+        """Compare the residual that a step has found with the one before, times its ratio."""
+        if known.last is None:
+            return
+        _, owner = sample(shape, found.device)
+        names, _ = filled(shape)
+        ratios = torch.tensor([self._ratios.get(name, 1.0) for name in names])
+        expected = known.last[1] * host.copy_to(ratios, found.device)[owner]
+        # Not rounded like the residual.
+        known.note((found - expected).abs() > _SAME * torch.maximum(found.abs(), expected.abs()))
+        known.last = None
 
     def take(self, shape: BucketShape) -> tuple[Tensor | None, Tensor | None]:
         """Return the age of each element in steps, and whether its residual has changed.
 
         Either is None if nothing is known of it. The next call begins anew with the second one.
         """
-        return self._ages.get(shape), self._changed.pop(shape, None)
+        known = self._followed.get(shape)
+        if known is None:
+            return None, None
+        known.evaluate()
+        changed, known.changed = known.changed, None
+        return known.ages, changed
 
     def undo(self, names: Iterable[str]) -> None:
         """The step in flight is undone for these parameters: their residual stays as it was."""
         undone = set(names)
-        for shape, (before, after) in self._residuals.items():
-            chosen = [name in undone for name in filled(shape)[0]]
-            if any(chosen):
+        for shape, known in self._followed.items():
+            if undone.isdisjoint(shape.names):
+                continue
+            known.evaluate()
+            if known.last is not None:
+                before, after = known.last
+                chosen = torch.tensor([name in undone for name in filled(shape)[0]])
                 _, owner = sample(shape, after.device)
-                mask = host.copy_to(torch.tensor(chosen), after.device)[owner]
-                self._residuals[shape] = before, torch.where(mask, before, after)
+                mask = host.copy_to(chosen, after.device)[owner]
+                known.last = before, torch.where(mask, before, after)
 
     def forget(self) -> None:
         """Begin anew, because the next step does not continue the last one."""
-        self._ages.clear()
-        self._changed.clear()
-        self._residuals.clear()
+        self._followed.clear()
 
 
 @lru_cache(maxsize=1024)

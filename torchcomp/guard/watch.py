@@ -82,6 +82,9 @@ class Watch:
         self._width = _WIDTHS[-1]
         self._eps = 0.0, 0.0  # of the residual's dtype and of the mean's
         self._gradient: Tensor | None = None  # this rank's values of the bucket in flight
+        # The law and the slots of the bucket in flight.
+        self._law: Law | None = None
+        self._slots: Mapping[str, Slot] = {}
         # A row for each parameter of a bucket: two sketches, and the scalars of `Sums`.
         self._rows: list[tuple[BucketShape, Law | None, Tensor]] = []
         self._messages: list[Tensor] = []  # squared norms of this rank's messages
@@ -112,8 +115,9 @@ class Watch:
 
     def before(self, bucket: Bucket, method: Aggregator) -> None:
         """Keep what the method is about to overwrite."""
-        law, _ = self._parts(method, bucket.shape)
-        if _has_residual(law):
+        exchange = self.exchange
+        self._law, self._slots = _parts(method, bucket.shape, exchange.world_size, exchange.rank)
+        if _has_residual(self._law):
             self.samples.before(bucket)
         if self._comparing is not None and filled(bucket.shape)[0]:
             cut = windows(bucket.shape, self._comparing).cut(bucket.flat)
@@ -124,7 +128,7 @@ class Watch:
         """Measure what the method has done with a bucket."""
         if not filled(bucket.shape)[0]:
             return
-        law, slots = self._parts(method, bucket.shape)
+        law, slots = self._law, self._slots
         opened = {n: both for n, slot in slots.items() if (both := state.in_flight(slot))}
         if law is not None and _has_residual(law):
             before = {name: opened[name][0] for name in law.before if not slots[name].sharded}
@@ -153,11 +157,6 @@ class Watch:
             # On its owner alone.
             before, after = (part.place(values, start).mul_(ranks) for values in both)
         return before, after
-
-    def _parts(
-        self, method: Aggregator, shape: BucketShape
-    ) -> tuple[Law | None, Mapping[str, Slot]]:
-        return _parts_of(method, shape, self.exchange.world_size, self.exchange.rank)
 
     def _compare(
         self,
@@ -337,7 +336,7 @@ def _has_residual(law: Law | None) -> bool:
 
 # Cached, because each step asks.
 @lru_cache(maxsize=1024)
-def _parts_of(
+def _parts(
     method: Aggregator, shape: BucketShape, world_size: int, rank: int
 ) -> tuple[Law | None, Mapping[str, Slot]]:
     """Return the law and the slots of a method."""
