@@ -18,7 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ METHODS = (
 class Setup:
     """A number of hosts, the ranks of each, and the links between them.
 
-    `models` are those that are measured on them.
+    `models` are those that are measured on them, with `batch` images per rank and step.
     """
 
     hosts: int
@@ -59,6 +59,7 @@ class Setup:
     mbit: int
     models: tuple[str, ...]
     delay_us: int = 500
+    batch: int = 16
 
     @property
     def world(self) -> int:
@@ -66,7 +67,8 @@ class Setup:
 
     def __str__(self) -> str:
         ranks = f" of {self.ranks} ranks" if self.ranks > 1 else ""
-        return f"{self.hosts:2} hosts{ranks} {self.mbit:5} Mbit/s {self.delay_us} us"
+        link = f"{self.hosts:2} hosts{ranks} {self.mbit:5} Mbit/s {self.delay_us} us"
+        return f"{link}, {self.batch} images"
 
 
 # Slow links get small models, so that a step takes seconds at most.
@@ -81,12 +83,15 @@ _MODELS = {
 _NEAR = ((2, 1000, 50), (2, 10000, 50), (2, 10000, 10), (4, 1000, 50), (4, 10000, 50))
 _NEAR_MODELS = ("smallcnn", "deep-mlp")
 _NEAREST = ((2, 2000, 50), (2, 5000, 50), (2, 2000, 10), (2, 5000, 10))
+# There as well, steps that mostly compute.
+_BUSY, _IMAGES = (*_NEAR, *_NEAREST[:2]), 128
 GRID = (
     *(Setup(hosts, 1, mbit, _MODELS[mbit]) for hosts in (2, 4, 8) for mbit in _MODELS),
     *(Setup(16, 1, mbit, models[:1]) for mbit, models in _MODELS.items()),
     *(Setup(2, 2, mbit, ("deep-mlp",)) for mbit in (100, 1000)),
     *(Setup(hosts, 1, mbit, _NEAR_MODELS, delay) for hosts, mbit, delay in _NEAR),
     *(Setup(hosts, 1, mbit, _NEAR_MODELS[:1], delay) for hosts, mbit, delay in _NEAREST),
+    *(Setup(hosts, 1, mbit, _NEAR_MODELS[:1], delay, _IMAGES) for hosts, mbit, delay in _BUSY),
 )
 QUICK = (Setup(2, 1, 100, ("smallcnn",)),)
 
@@ -108,7 +113,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--mbit", type=int, nargs="+", metavar="RATE", help="only these links")
     add("--models", nargs="+", help="only these models")
     add("--methods", nargs="+", metavar="METHOD", default=list(METHODS))
-    add("--batch", type=int, default=16, help="images per rank and step [16]")
+    add("--delay", type=int, nargs="+", metavar="US", help="only these latencies")
+    add("--batch", type=int, nargs="+", metavar="N", help="only these images per rank and step")
     add("--seconds", type=float, default=1.5, help="time of each method and round [1.5]")
     add("--rounds", type=int, default=2, help="repetitions of all methods [2]")
     add("--least", type=int, default=3, help="fewest steps to measure [3]")
@@ -124,9 +130,14 @@ def chosen(arguments: argparse.Namespace) -> list[Setup]:
     kept = []
     for setup in QUICK if arguments.quick else GRID:
         models = tuple(m for m in setup.models if m in (arguments.models or setup.models))
-        asked = setup.hosts in (arguments.hosts or [setup.hosts])
-        if models and asked and setup.mbit in (arguments.mbit or [setup.mbit]):
-            kept.append(Setup(setup.hosts, setup.ranks, setup.mbit, models, setup.delay_us))
+        wanted = (
+            (setup.hosts, arguments.hosts),
+            (setup.mbit, arguments.mbit),
+            (setup.delay_us, arguments.delay),
+            (setup.batch, arguments.batch),
+        )
+        if models and all(value in (asked or [value]) for value, asked in wanted):
+            kept.append(replace(setup, models=models))
     return kept
 
 
@@ -169,7 +180,7 @@ def pending(arguments: argparse.Namespace, table: Table, setup: Setup) -> Wanted
     """The methods of each model that have no row yet."""
     wanted = []
     for model in setup.models:
-        named = identity(arguments, setup, model)
+        named = identity(setup, model)
         left = tuple(
             method
             for method in arguments.methods
@@ -180,10 +191,10 @@ def pending(arguments: argparse.Namespace, table: Table, setup: Setup) -> Wanted
     return tuple(wanted)
 
 
-def identity(arguments: argparse.Namespace, setup: Setup, model: str) -> dict[str, Any]:
+def identity(setup: Setup, model: str) -> dict[str, Any]:
     """The columns that identify a group of methods."""
-    named = {name: getattr(setup, name) for name in ("hosts", "ranks", "mbit", "delay_us")}
-    return {**named, "model": model, "batch": arguments.batch}
+    names = ("hosts", "ranks", "mbit", "delay_us", "batch")
+    return {**{name: getattr(setup, name) for name in names}, "model": model}
 
 
 def measure(
@@ -201,7 +212,7 @@ def measure(
             task="prediction",
             model=wanted[0][0],
             models=wanted,
-            batch=arguments.batch,
+            batch=setup.batch,
             ranks=setup.ranks,
             world=setup.world,
             address=hosts.address(0),
@@ -214,7 +225,7 @@ def measure(
             timeout=arguments.timeout,
         )
         prefixes = [hosts.inside(rank // setup.ranks) for rank in range(setup.world)]
-        base = {**conditions(), "batch": arguments.batch, "setup": asdict(setup)}
+        base = {**conditions(), "batch": setup.batch, "setup": asdict(setup)}
         for row in rows_of(base, results(job, prefixes), raw):
             table.add(row)
             print(described(row), flush=True)

@@ -23,6 +23,7 @@ PAGE = _ROOT / "docs" / "prediction.md"
 # Median and 90th percentile of the error, and the distance of the chosen method from the best.
 _MEDIAN_GOAL, _TAIL_GOAL, _CHOICE_GOAL, _CLOSE = 0.10, 0.25, 0.90, 1.05
 _DONT_GOAL, _LEAST_SETUPS = 0.95, 200
+_USUAL_BATCH = "16"
 
 Estimate = Callable[[Row], float]
 
@@ -104,7 +105,7 @@ def groups(rows: Sequence[Row]) -> list[Group]:
     found: dict[str, dict[str, Row]] = defaultdict(dict)
     for row in rows:
         if not is_schedule(row):
-            found[f"{link(row)}, {row['model']}"][row["method"]] = row
+            found[f"{link(row)}, {model(row)}"][row["method"]] = row
     return [
         Group(name, by_method)
         for name, by_method in found.items()
@@ -168,6 +169,11 @@ def link(row: Row) -> str:
     """The name of a link: "4 hosts of 2 ranks, 100 Mbit/s, 500 us"."""
     ranks = f" of {row['ranks']} ranks" if row["ranks"] != "1" else ""
     return f"{row['hosts']} hosts{ranks}, {int(row['mbit']):,} Mbit/s, {row['delay_us']} us"
+
+
+def model(row: Row) -> str:
+    """The name of a model, with the images per rank and step if these are not the usual ones."""
+    return row["model"] + ("" if row["batch"] == _USUAL_BATCH else f", {row['batch']} images")
 
 
 # --- The page -------------------------------------------------------------------------------------
@@ -265,7 +271,8 @@ few cores are predicted worst.
 """
 
 _ALL = """
-Milliseconds of a step; with a schedule, the mean over its rounds. *Others*: cores that other
+Milliseconds of a step: the median over rounds of five steps (of large models, one step; of local
+steps, one period), from two to four repetitions. *Others*: cores that other
 processes kept busy, of which the switch between the hosts is one.
 """
 
@@ -338,7 +345,7 @@ def _all(rows: Sequence[Row]) -> list[str]:
     tables: dict[str, list[list[str]]] = defaultdict(list)
     for row in rows:
         levels = ", two levels" if row["levels"] == "2" else ""
-        tables[f"**{link(row)}, {row['model']}**"].append(
+        tables[f"**{link(row)}, {model(row)}**"].append(
             [
                 f"`{row['method']}`{levels}",
                 f"{measured(row):.1f}",

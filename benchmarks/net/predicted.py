@@ -34,7 +34,7 @@ class _Compared:
 
     Attributes:
         key: of the method and the model.
-        times: of the steps.
+        times: of a step, each the mean over a few.
         predicted: from what was measured, without the cost of the hook.
         hook: the cost of the hook.
         computed: from the numbers of the link.
@@ -110,7 +110,7 @@ class Known:
         return {
             **{name: result[name] for name in (*_COPIED, *_LABELS)},
             **{name: result["setup"][name] for name in _SETUP},
-            "steps": len(times) * period_of(result["method"]),
+            "steps": len(times) * result["ranks"][0]["length"],
             "step_ms": _ms(middle),
             "step_ms_low": _ms(low),
             "step_ms_high": _ms(high),
@@ -162,7 +162,7 @@ def _key(result: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def step_times(ranks: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The seconds of each step, the mean over the ranks."""
+    """The seconds of a step in each round, the mean over the ranks."""
     by_rank = [rank["times"] for rank in ranks]
     return [statistics.mean(step) for step in zip(*by_rank, strict=True)]
 

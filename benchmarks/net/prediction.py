@@ -46,7 +46,8 @@ COLLECTIVES_SECONDS = 12.0
 """Time to measure the collectives of up to 8 ranks; that of more grows with them."""
 
 _MOST_STEPS = 400
-# Steps of a small model take few milliseconds, and vary. More of them take no time.
+# Steps of a small model take few milliseconds, and have two usual lengths, because the ranks share
+# cores. More of them take no time, and means over several have one usual length.
 _SMALL, _MORE = 2_000_000, 5
 _WARM_UP = 2
 
@@ -173,36 +174,37 @@ class PredictionBench:
         ).to_dict()
 
     def _step(self, name: str, method: str, levels: int) -> dict[str, Any]:
-        """The seconds of a step with the method; of a schedule, the mean over each round."""
+        """The mean seconds of a step with the method, over each round."""
         job = replace(self._job, model=name)
         bench = StepBench(job, self._rank, CollectiveClock())
         course = Course(lr=0.01, total_steps=1000, settled=True)
-        trainee = attach(
-            method, models.build(name, seed=0), course, job.ranks if levels == 2 else None
-        )
+        module = models.build(name, seed=0)
+        trainee = attach(method, module, course, job.ranks if levels == 2 else None)
         period = period_of(method)
         try:
-            return self._rounds(bench, trainee, period)
+            return self._rounds(bench, trainee, period if period > 1 else more_of(module))
         finally:
             trainee.close()
             # Objects in reference cycles would otherwise keep this model in memory.
             del trainee
             gc.collect()
 
-    def _rounds(self, bench: StepBench, trainee: Trainee, period: int) -> dict[str, Any]:
+    def _rounds(self, bench: StepBench, trainee: Trainee, length: int) -> dict[str, Any]:
+        """Measure rounds of `length` steps."""
+
         def one_round() -> float:
-            return sum(bench.step(trainee, number) for number in range(period)) / period
+            return sum(bench.step(trainee, number) for number in range(length)) / length
 
         # DDP regroups its buckets after the first step.
-        for _ in range(_WARM_UP // period + 1):
+        for _ in range(_WARM_UP // length + 1):
             seconds = one_round()
-        affordable = self._job.seconds / (seconds * period)
-        rounds = int(bench.of_rank_0(max(self._job.least, min(affordable, _MOST_STEPS / period))))
+        affordable = self._job.seconds / (seconds * length)
+        rounds = int(bench.of_rank_0(max(self._job.least, min(affordable, _MOST_STEPS / length))))
         dist.barrier()
         usage = Usage()
         times = [one_round() for _ in range(rounds)]
         dist.barrier()
-        return {"times": times, **usage.since()}
+        return {"times": times, "length": length, **usage.since()}
 
 
 class Usage:
@@ -237,7 +239,7 @@ def more_of(module: torch.nn.Module) -> int:
 
 
 def period_of(method: str) -> int:
-    """The number of steps of a round: of ``every(n)``, n; of a gradient method, 1."""
+    """The steps from one average to the next: of ``every(n)``, n; of a gradient method, 1."""
     if method in (PLAIN, BF16):
         return 1
     parsed = torchcomp.parse(method)

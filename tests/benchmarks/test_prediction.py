@@ -30,7 +30,7 @@ def test_rows_that_exist_are_skipped(tmp_path: Path) -> None:
     (setup,) = predict.chosen(arguments)
     table = Table(tmp_path / "predict.csv", PREDICTIONS)
     assert predict.pending(arguments, table, setup)[0] == ("smallcnn", predict.METHODS)
-    row = predict.identity(arguments, setup, "smallcnn") | {"method": PLAIN}
+    row = predict.identity(setup, "smallcnn") | {"method": PLAIN}
     table.add(dict.fromkeys(PREDICTIONS, "") | row)
     ((_, left), (_, whole)) = predict.pending(arguments, table, setup)
     assert (left, whole) == (predict.METHODS[1:], predict.METHODS)
@@ -43,7 +43,7 @@ def results(method: str, recording: Recording) -> list[dict[str, Any]]:
     compute = Compute((("p",),), (1.0,), 1.0, 1.5)
     computed = {"compute": compute.to_dict(), "wall": 4.0, "busy": 8.0, "worked": 4.0}
     labels = {**COMMON, "model": "mlp", "parameters": 5, "method": method, "levels": 1}
-    step = {"times": [3.0, 4.0, 3.0], "wall": 10.0, "busy": 12.0, "worked": 5.0}
+    step = {"times": [3.0, 4.0, 3.0], "length": 5, "wall": 10.0, "busy": 12.0, "worked": 5.0}
     parts = [
         {"what": "link", **COMMON, "ranks": [{"flat": link.to_dict()}] * 2},
         {"what": "compute", **labels, "ranks": [computed] * 2},
@@ -63,7 +63,7 @@ def test_a_row_compares_the_prediction_with_the_measured_step() -> None:
     row = rows[3]
     assert row is not None
     assert set(row) == set(PREDICTIONS)
-    assert (row["step_ms"], row["steps"], row["compute_ms"]) == (3000.0, 3, 1500.0)
+    assert (row["step_ms"], row["steps"], row["compute_ms"]) == (3000.0, 15, 1500.0)
     # 1 s, then 0.25 + 2 + 0.25 s, then 0.5 s.
     assert row["predicted_ms"] == pytest.approx(4000.0, rel=1e-3)
     # 100 Mbit/s instead: 2 MB take 0.18 s.
@@ -77,7 +77,6 @@ def test_local_steps_share_their_average() -> None:
     *_, row = [known.add(result) for result in results("every(4)", recording)]
     assert row is not None
     assert row["predicted_ms"] == pytest.approx(1750.0, rel=1e-3)
-    assert row["steps"] == 12
 
 
 # --- The page -------------------------------------------------------------------------------------
@@ -93,6 +92,14 @@ def add(path: Path, method: str, step_ms: float, predicted_ms: float, **other: o
 def goals(path: Path) -> list[list[str]]:
     rows = report_prediction.latest(path / "predict.csv")
     return report_prediction.goals(rows, report_prediction.groups(rows))
+
+
+def test_a_group_is_named_by_its_link_its_model_and_unusual_batches(tmp_path: Path) -> None:
+    for batch in (16, 128):
+        add(tmp_path, BF16, 100, 110, batch=batch)
+        add(tmp_path, TOPK, 100, 110, batch=batch)
+    found = report_prediction.groups(report_prediction.latest(tmp_path / "predict.csv"))
+    assert [group.name.partition("us, ")[2] for group in found] == ["mlp", "mlp, 128 images"]
 
 
 def test_errors_and_their_percentiles(tmp_path: Path) -> None:
