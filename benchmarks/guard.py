@@ -274,7 +274,12 @@ def recipe(ranks: int, flags: list[str]) -> dict[str, Any]:
 
 # --- Cost ---
 
-_COSTS = (("resnet18", 16, 5), ("smallcnn", 64, 40))
+_COSTS = (
+    ("resnet18", 16, EVERY, 5),
+    ("smallcnn", 64, EVERY, 40),
+    ("smallcnn", 64, 4 * EVERY, 10),
+)
+"""Model, images per rank, steps from one comparison to the next, and pairs."""
 
 
 def cost(arguments: argparse.Namespace) -> Iterator[str]:
@@ -283,29 +288,29 @@ def cost(arguments: argparse.Namespace) -> Iterator[str]:
 
     table = Table(arguments.out / "guard_cost.csv", GUARD_COST)
     methods = ("ef(topk(0.01))", 'bidirectional(topk(0.01), topk(0.01), selection="exact")')
-    for (model, batch, pairs), method in product(_COSTS, methods):
-        labels = {"model": model, "method": method, "every": EVERY}
+    for (model, batch, every, pairs), method in product(_COSTS, methods):
+        labels = {"model": model, "method": method, "every": every}
         if arguments.resume and table.has(**labels):
             continue
         few = 2 if arguments.quick else pairs
         row = {**labels, "batch": batch, "ranks": 2, "pairs": few}
-        row |= run_on_ranks(2, costs, model, method, batch, few)[0]
+        row |= run_on_ranks(2, costs, model, method, batch, every, few)[0]
         table.add({**conditions(), **row})
         print(row, flush=True)
     yield from ()
 
 
-def costs(model: str, method: str, batch: int, pairs: int) -> dict[str, Any]:
+def costs(model: str, method: str, batch: int, every: int, pairs: int) -> dict[str, Any]:
     """Return the columns of one set-up. A pair is a comparison's period with the guard, and one
     without, in alternating order."""
-    guarded, plain = (Trainee(model, method, 0, every=every, batch=batch) for every in (EVERY, 0))
+    guarded, plain = (Trainee(model, method, 0, every=each, batch=batch) for each in (every, 0))
     inside = Stopwatch(guarded.handle.averager.monitor)
     times: dict[bool, list[float]] = {True: [], False: []}
     for pair in range(pairs + 1):
         for with_guard in (True, False) if pair % 2 else (False, True):
             trainee = guarded if with_guard else plain
             began = time.perf_counter()
-            for _ in range(EVERY):
+            for _ in range(every):
                 trainee.step()
             # The first pair compiles and allocates.
             if pair:
@@ -317,7 +322,7 @@ def costs(model: str, method: str, batch: int, pairs: int) -> dict[str, Any]:
     sent = plain.handle.stats.total_bytes_sent
     return {
         "parameters": sum(each.numel() for each in plain.model.parameters()),
-        "step_ms": f"{1e3 * median(times[False]) / EVERY:.2f}",
+        "step_ms": f"{1e3 * median(times[False]) / every:.2f}",
         "inside": f"{100 * inside.seconds / sum(times[True]):.2f}",
         "time": f"{100 * (median(ratios) - 1):.2f}",
         "time_low": f"{100 * (ratios[len(ratios) // 4] - 1):.2f}",

@@ -77,6 +77,7 @@ def _cost(rows: list[Row]) -> str:
         [
             row["model"],
             f"`{row['method']}`",
+            row["every"],
             row["step_ms"],
             row["inside"],
             row["pairs"],
@@ -85,11 +86,11 @@ def _cost(rows: list[Row]) -> str:
         ]
         for row in rows
     ]
-    header = ["model", "method", "step, ms", "in the guard, %", "pairs"]
+    header = ["model", "method", "every", "step, ms", "in the guard, %", "pairs"]
     header += ["more time, % (quartiles)", "more bytes, %"]
     return (
-        f"**Cost**, with a comparison every {rows[0]['every']} steps: medians over pairs of 50 "
-        "steps with the guard and 50 without, in alternating order, in one process per rank, "
+        "**Cost**, with a comparison *every* so many steps: medians over pairs of as many steps "
+        "with the guard and without, in alternating order, in one process per rank, "
         f"{rows[0]['ranks']} ranks. *In the guard* is the time of the guard itself, its work and "
         "its messages, as a share of the step. Pairs also differ without a guard, by several "
         "percent.\n\n" + markdown(header, lines)

@@ -15,7 +15,7 @@ from torch.optim import SGD
 
 import torchcomp
 from benchmarks.net import baselines
-from benchmarks.net.names import BASELINES, BF16, FLOOR, NAIVE_TOPK, POWERSGD
+from benchmarks.net.names import BASELINES, BF16, FLOOR, NAIVE_TOPK, ONE_VALUE, POWERSGD
 from torchcomp.schedules import SCHEDULES
 
 LAYERS = "jointspar("
@@ -130,6 +130,8 @@ def _register_baseline(method: str, model: DistributedDataParallel, settled: boo
         model.register_comm_hook(None, baselines.no_op)
     elif method == BF16:
         model.register_comm_hook(None, baselines.bf16)
+    elif method == ONE_VALUE:
+        model.register_comm_hook(None, baselines.one_value)
     elif method == POWERSGD:
         model.register_comm_hook(_powersgd_state(settled), powerSGD_hook.powerSGD_hook)
     elif method == NAIVE_TOPK:

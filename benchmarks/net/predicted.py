@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.net.names import BF16, PLAIN
-from benchmarks.net.prediction import period_of
+from benchmarks.net.prediction import has_our_hook, period_of
 from torchcomp.step_model import (
     CollectiveTimes,
     Compute,
@@ -58,8 +57,9 @@ class Known:
         self._link: Sequence[Mapping[str, Any]] = ()
         self._compute: Sequence[Mapping[str, Any]] = ()
         self._recorded: Sequence[Mapping[str, Any]] = ()
-        # Seconds of a step that the parts of our methods do not explain, from the probe.
-        self._hook = 0.0
+        # Seconds of a step that its parts do not explain, from the probes: with a hook of PyTorch,
+        # and with one of ours.
+        self._hooks = {False: 0.0, True: 0.0}
         self._measured: list[_Compared] = []  # methods that have another round
 
     def add(self, result: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -73,7 +73,8 @@ class Known:
             self._recorded = ranks
         elif result["what"] == "probe":
             predicted, _ = self._predicted(result)
-            self._hook = max(0.0, statistics.median(step_times(ranks)) - predicted)
+            cost = max(0.0, statistics.median(step_times(ranks)) - predicted)
+            self._hooks[has_our_hook(result["method"])] = cost
         else:
             self._measured.append(self._compared(result))
             if not result.get("rounds_left"):
@@ -83,14 +84,15 @@ class Known:
     def _compared(self, result: Mapping[str, Any]) -> "_Compared":
         """Predict a method's step in one round."""
         predicted, computed = self._predicted(result)
-        ours = result["method"] not in (PLAIN, BF16) and period_of(result["method"]) == 1
+        # Local steps have no hook.
+        has_hook = period_of(result["method"]) == 1
         alone = statistics.mean(rank["compute"]["total"] for rank in self._compute)
         cores = self._cores(result["cpus"] / len(result["ranks"]))
         return _Compared(
             _key(result),
             step_times(result["ranks"]),
             predicted,
-            self._hook if ours else 0.0,
+            self._hooks[has_our_hook(result["method"])] if has_hook else 0.0,
             computed,
             alone / min(1, cores),
             other_cores(result["ranks"]),

@@ -23,24 +23,28 @@ from benchmarks.net import data, models
 from benchmarks.net.collectives import CollectiveClock
 from benchmarks.net.job import Job
 from benchmarks.net.methods import Course, Trainee, attach
-from benchmarks.net.names import BF16, PLAIN
+from benchmarks.net.names import BASELINES, BF16, ONE_VALUE, PLAIN
 from benchmarks.net.steps import StepBench
 from torchcomp.batchnorm import statistics_of, updated_layers
 from torchcomp.bucket import DEFAULT_CAPS, partition
 from torchcomp.exchange import PrivateExchange, ProcessGroupExchange, new_name
 from torchcomp.schedules import Every
 from torchcomp.step_model import (
+    ALL_REDUCE,
     Compute,
+    Recording,
     measure_collectives,
     measure_compute,
     record,
     record_all_reduce,
     record_average,
 )
+from torchcomp.step_model.activities import Call, Submitted
 
-PROBE = "topk(k=1)"
-"""Sends one value of a bucket. What its step takes more than predicted is the cost of the hook: of
-threads that hand over, and of ranks that wait for each other."""
+PROBES = (ONE_VALUE, "topk(k=1)")
+"""A hook of PyTorch and one of ours that send one value of a bucket. What their steps take more
+than predicted is the cost of the hook: of threads that hand over, and of ranks that wait for each
+other."""
 
 COLLECTIVES_SECONDS = 12.0
 """Time to measure the collectives of up to 8 ranks; that of more grows with them."""
@@ -82,14 +86,13 @@ class PredictionBench:
         model = labels["model"]
         compute, gradients, work = self._compute(model)
         yield {"what": "compute", **labels}, Outcome(work)
-        for method in (PROBE, *methods):
+        for method in (*PROBES, *methods):
             # With several ranks behind a link, our methods exchange in two levels.
-            levels = 2 if self._job.ranks > 1 and period_of(method) == 1 else 1
-            levels = 1 if method in (PLAIN, BF16) else levels
+            levels = 2 if self._job.ranks > 1 and has_our_hook(method) else 1
             own = {**labels, "method": method, "levels": levels}
             recorded = self._record(model, method, levels, compute, gradients)
             yield {"what": "recording", **own}, Outcome(recorded)
-            what = "probe" if method == PROBE else "step"
+            what = "probe" if method in PROBES else "step"
             yield {"what": what, **own}, Outcome(self._step(model, method, levels))
 
     def _link(self) -> dict[str, Any]:
@@ -150,6 +153,11 @@ class PredictionBench:
         module = models.build(name, seed=0)
         parameters, steps = dict(module.named_parameters()), 4 * more_of(module)
         dist.barrier()  # all ranks work at the same time, as in a step
+        if method == ONE_VALUE:
+            call = Call(ALL_REDUCE, 4)
+            return Recording(
+                method, tuple(Submitted(names, (((call,),),)) for names in compute.buckets)
+            ).to_dict()
         if method in (PLAIN, BF16):
             dtype = torch.bfloat16 if method == BF16 else None
             recorded = record_all_reduce(
@@ -238,9 +246,14 @@ def more_of(module: torch.nn.Module) -> int:
     return _MORE if sum(each.numel() for each in module.parameters()) < _SMALL else 1
 
 
+def has_our_hook(method: str) -> bool:
+    """Whether a method is a gradient method of torchcomp: no baseline, and no schedule."""
+    return method not in BASELINES and period_of(method) == 1
+
+
 def period_of(method: str) -> int:
     """The steps from one average to the next: of ``every(n)``, n; of a gradient method, 1."""
-    if method in (PLAIN, BF16):
+    if method in BASELINES:
         return 1
     parsed = torchcomp.parse(method)
     return parsed.h if isinstance(parsed, Every) else 1

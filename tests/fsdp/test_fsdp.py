@@ -438,7 +438,8 @@ def refused(case: str) -> tuple[str, str]:
         model[0].set_all_reduce_hook(lambda flat: None)
     first = case == "twice" and torchcomp.register(model, "mean", replicate=replicate)
     options: dict[str, Any] = {"nodes": {"nodes": 2}, "inside": {"inside": "bf16"}}.get(case, {})
-    spec = "bidirectional(topk(0.1, scope='model'), topk(0.1))" if case == "scope" else TOPK
+    specs = {"scope": "bidirectional(topk(0.1, scope='model'), topk(0.1))", "auto": "auto"}
+    spec = specs.get(case, TOPK)
     if case == "disagree" and dist.get_rank() == 2:
         spec = "mean"
     if case == "no replicate":
@@ -466,6 +467,7 @@ REFUSED = {
     "inside": ("SpecError", "inside"),
     "old torch": ("UnsupportedModelError", "2.7"),
     "scope": ("SpecError", "scope"),
+    "auto": ("SpecError", "doctor"),
     "disagree": ("RankMismatchError", "mean"),
     "half a model": ("UnsupportedModelError", "fully_shard"),
     "a hook": ("UnsupportedModelError", "set_all_reduce_hook"),
