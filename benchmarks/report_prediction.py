@@ -230,9 +230,14 @@ A prediction is made from four things, which are measured on the link before any
 2. the step without any exchange, when each of DDP's buckets is ready in it, and the share of a core
    that each rank gets while all of them compute;
 3. the work of the method between its collectives, recorded by each rank alone;
-4. the cost of the hook: what a step with `topk(k=1)`, in which a rank sends one value of a bucket,
-   takes more than its parts. Threads hand over, and ranks wait for each other. (Not for the rows of
-   revision 0de6ccc, which were measured before, and in one round instead of two.)
+4. the cost of the hook: what a step takes more than its parts if a rank sends one value of a
+   bucket, with `topk(k=1)` for our methods, and with a hook of PyTorch for plain DDP and the bf16
+   hook. Threads hand over, and ranks wait for each other. (Rows of revision 0de6ccc have no such
+   cost, and those of bbec3e6 and 9d1ac91 only for our methods: they were measured before.)
+
+doctor and `torchcomp plan` know less: they place the buckets by their sizes, and leave out the cost
+of the hook. `plan` also computes the collectives: [its errors](#from-the-numbers-of-the-link-alone)
+are larger.
 
 A simulation of the step puts them together: buckets become ready one by one, a thread encodes and
 exchanges them in order, and both share the cores of the rank. What was fitted, and to what:
@@ -244,9 +249,10 @@ exchanges them in order, and both share the cores of the rank. What was fitted, 
 - DDP's all-reduces run one after another: to pairs of all-reduces on 2, 4 and 8 hosts.
 - In the formulas of `torchcomp plan`, gloo's 2.6 latencies per hop and 1.2 ns of a core per byte:
   to an all-to-all of 64 bytes and an all-reduce of 16 MiB between 2 hosts.
-- From which length on the curve of another collective is used for longer messages, per byte: 16
-  times as long, chosen with the rows below in view. From 16 to 64, the result is the same.
-- The cost of the hook: to `topk(k=1)`, which has no row below. It counts for our methods.
+- Messages longer than measured: if another collective was measured with 16 times as many bytes,
+  its time per byte is used. The 16 was chosen with the rows below in view; 16 to 64 give the same
+  result.
+- The cost of the hook: to steps that send one value of a bucket, which have no row below.
 
 No other constant was fitted to a step with the exchange of a row below: the rows are held out.
 """
@@ -266,8 +272,9 @@ _FORMULA = """
 `torchcomp plan` and `explain(..., link=)` compute the collectives of ranks that one does not have
 from bandwidth and latency, with formulas for gloo and NCCL. Here the same set-ups are predicted in
 this way: bandwidth, latency and the work of the methods are known, the collectives are not
-measured. Processor time of the network is not in the formulas, so fast links among many ranks on
-few cores are predicted worst.
+measured. The formulas charge gloo's processor time to the cores, but a collective that runs alone
+takes only as long as its link. Fast links among many ranks on few cores are therefore predicted
+worst. The cost of the hook is not in them either.
 """
 
 _ALL = """

@@ -97,11 +97,25 @@ def _plan(options: argparse.Namespace) -> int:
     link = Link(**{name: vars(options)[name] for name in _OF_LINKS if name in given})
     model = None if options.model is None else build_named(options.model)
     values = values_of(model, options.numel)
-    nodes = link.ranks_per_node if options.two_levels else 1
+    nodes = _ranks_of_a_level(options, link, built)
     trainings = [Prediction(each, values, run, nodes=nodes).on(link) for each in built]
     price = {"price_per_gb": options.price_per_gb, "currency": options.currency or "USD"}
     print(table(trainings, run, link, **price), flush=True)
     return 0
+
+
+def _ranks_of_a_level(options: argparse.Namespace, link: Link, built: Sequence[object]) -> int:
+    """Return the ranks that exchange inside a node first; 1 without two levels."""
+    if not options.two_levels:
+        return 1
+    if not all(isinstance(each, Aggregator) for each in built):
+        raise SpecError(
+            "--two-levels is for gradient methods, as register(..., nodes=) is: name one, such as "
+            "'ef(topk(0.01))', in place of --all, a schedule or a baseline"
+        )
+    if link.ranks_per_node == 1:
+        raise SpecError("--two-levels needs --ranks-per-node, the number of ranks of a node")
+    return link.ranks_per_node
 
 
 def _learning_rate(schedule: Schedule, options: argparse.Namespace) -> LRFunction | None:

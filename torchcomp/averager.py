@@ -150,6 +150,7 @@ class Averager:
         # Those before the step in flight, or before the last one; and whether one is in flight.
         self._units_before: tuple[float, dict[str, float]] = self.scale, self.lrs
         self._in_flight = False
+        self._was_abandoned = False  # the last step
         self._step_lrs: dict[str, float] = {}  # of the step in flight, if they were given
         self._meter = Meter()
         self._averaged = 0  # buckets of the step in flight, for the labels of a trace
@@ -214,8 +215,10 @@ class Averager:
             self._require_wanted()
             self._step_lrs = _by_name(lr, self.parameters)
             self.state.rollback()
-            if self._in_flight:
+            if self._in_flight or self._was_abandoned:
+                # Here, and not where it was abandoned: its thread could still report a bucket.
                 self.monitor.discard()
+            self._was_abandoned = False
             verified = self._verified
         self.exchange.reset()
         self._averaged, self.unused = 0, ()
@@ -425,6 +428,7 @@ class Averager:
             self._rescale(scale)
             self._follow(lrs)
             self.lrs, self._in_flight = lrs, False
+            self._was_abandoned = True
 
     def _require_wanted(self) -> None:
         if self.abandoned:

@@ -164,6 +164,15 @@ def test_the_verdict_says_when_nothing_is_faster():
     assert verdict([slow]) == []
 
 
+def test_the_verdict_keeps_local_steps_apart():
+    known = [took(DDP, 0.4), took(BF16, 0.3), took("every(8)", 0.1)]
+    keep, local = verdict([*known, took("ef(topk(0.01))", 0.3)])
+    assert "every(8)" not in keep
+    assert "every(8) is 3x" in local
+    (alone,) = verdict([*known[:2], took("ef(topk(0.01))", 0.1), took("every(8)", 0.3)])
+    assert "ef(topk(0.01)) is 3x" in alone
+
+
 def test_units():
     assert [duration(s) for s in (0.00012, 0.0123, 1.5)] == ["0.12 ms", "12.3 ms", "1.5 s"]
     times = {1e-4: "0.36 s", 0.001: "3.6 s", 0.033: "1.98 min", 2.0: "2 h", 1234.0: "1,234 h"}
@@ -207,7 +216,9 @@ def test_plan_reads_learning_rates(capsys):
         (["mean", "--currency", "EUR"], "--price-per-gb"),
         (["mean", "--lr", "0.1"], "--lr"),
         (["qsr(alpha=0.1, h_base=4)"], "--lr"),
-        (["every(2)", "--two-levels", "--ranks-per-node", "2"], "every"),
+        (["every(2)", "--two-levels", "--ranks-per-node", "2"], "--two-levels"),
+        (["--all", "--two-levels", "--ranks-per-node", "2"], "--two-levels"),
+        (["ef(topk(0.01))", "--two-levels"], "--ranks-per-node"),
         (["mean", "--ranks-per-node", "3"], "ranks_per_node"),
         (["meen"], "meen"),
     ],

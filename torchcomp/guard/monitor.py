@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torchcomp.aggregators import Aggregator
 from torchcomp.bucket import Bucket, BucketShape
@@ -111,6 +112,19 @@ class Pause:
     steps: int
 
 
+@dataclass(frozen=True)
+class _Judged:
+    """A comparison that was judged, after `step` steps."""
+
+    step: int
+    found: Found
+
+    @cached_property
+    def report(self) -> Report:
+        """The ratios, made when they are asked for: they are more work than judging the sums."""
+        return self.found.report(self.step)
+
+
 class GuardMonitor(Monitor):
     """The monitor of an averager with a guard.
 
@@ -134,21 +148,21 @@ class GuardMonitor(Monitor):
         # Parameters that are, or were, averaged uncompressed.
         self._pauses: dict[str, Pause] = {}
         self._compared: tuple[int, Callable[[], Found], Callable[[], bool]] | None = None
-        self._judged: tuple[int, Found] | None = None  # the last comparison
+        self._judged: _Judged | None = None  # the last comparison
         # Alarms of a comparison after which it is not known yet which replicas differ.
         self._unlocated: list[Alarm] | None = None
 
     @property
     def report(self) -> Report | None:
-        # Made when asked for: a ratio of each parameter is more work than judging the sums.
-        return self._judged[1].report(self._judged[0]) if self._judged else None
+        judged = self._judged  # another thread can end a comparison meanwhile
+        return None if judged is None else judged.report
 
     def locate(self) -> None:
         if self._unlocated is None or self._judged is None or self._replicas is None:
             return
         judged, self._unlocated = self._unlocated, None
         found = self._replicas.differing(self._watch.exchange)
-        self._publish([*judged, *([replica_alarm(self._judged[0], found)] if found else [])])
+        self._publish([*judged, *([replica_alarm(self._judged.step, found)] if found else [])])
 
     def begin(
         self,
@@ -200,7 +214,7 @@ class GuardMonitor(Monitor):
             return
         (step, found, same), self._compared = self._compared, None
         measured = found()
-        self._judged = step, measured
+        self._judged = _Judged(step, measured)
         judged = alarms(step, measured, self._watch.exchange.members)
         if self._guard.fall_back != "none":
             for alarm in judged:

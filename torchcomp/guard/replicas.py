@@ -10,10 +10,12 @@ from torch import Tensor
 from torchcomp import host
 from torchcomp.exchange import Exchange
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# The sum wraps around. Wider than the values only where that could hide a change: converting takes
-# ten times as long as adding.
-_SUMS = {1: torch.int32, 2: torch.int32, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16}
+"""What the bits of a value are read as, by its bytes. Longer values are several int32."""
+
+_ROW = 509
+"""The bits of so many values are added up at a time. Odd, so that equal changes of all values, such
+as another sign or twice the value, do not add up to a multiple of 2**32."""
 
 
 class Replicas:
@@ -35,8 +37,7 @@ class Replicas:
             A function that waits for the result: whether all ranks have the same parameters.
         """
         sums = self._sums(exchange)
-        # Odd factors, so that equal changes of two parameters do not cancel each other.
-        digest = (sums * (torch.arange(len(sums), device=sums.device) * 2 + 1)).sum()
+        digest = (sums * _odd(len(sums), sums.device)).sum()
         # One message finds the minimum as well as the maximum, of each shard.
         own = sums.new_full((self._shards, 2), torch.iinfo(sums.dtype).min)
         own[self._shard].copy_(torch.stack([digest, -digest]))
@@ -65,11 +66,21 @@ class Replicas:
         return found
 
     def _sums(self, exchange: Exchange) -> Tensor:
-        """Return the sum of the bits of each parameter, as integers."""
-        # A value that differs changes it, and the order of the values in memory does not.
-        sums = []
-        for each in self._tensors.values():
-            size = each.element_size()
-            total = each.detach().view(_INTEGERS[size]).sum(dtype=_SUMS[size])
-            sums.append(total.to(exchange.device, torch.int64))
-        return torch.stack(sums)
+        """Return a checksum of each parameter, as integers."""
+        return torch.stack([_checksum(each).to(exchange.device) for each in self._tensors.values()])
+
+
+def _checksum(values: Tensor) -> Tensor:
+    """Return a sum of the bits of a tensor, which a change of its values changes."""
+    # In logical order, because replicas can have other strides.
+    bits = values.detach().flatten().view(_INTEGERS.get(values.element_size(), torch.int32))
+    whole = bits.numel() // _ROW * _ROW
+    # These wrap around, but adding up int32 in int64 would take ten times as long.
+    rows = bits[:whole].view(-1, _ROW).sum(1, dtype=torch.int32)
+    sums = torch.cat([rows, bits[whole:].sum(0, keepdim=True, dtype=torch.int32)]).long()
+    return (sums * _odd(len(sums), sums.device)).sum()
+
+
+def _odd(count: int, device: torch.device) -> Tensor:
+    """Return odd numbers, by which sums are multiplied: equal changes then do not cancel."""
+    return torch.arange(count, device=device) * 2 + 1

@@ -42,7 +42,7 @@ class Sums:
     @classmethod
     def total(cls, parts: Iterable["Sums"]) -> "Sums":
         """Return the sum of several parameters."""
-        return cls(*map(math.fsum, zip(*map(_numbers, parts), strict=True)))
+        return cls(*map(sum, zip(*map(_numbers, parts), strict=True)))
 
 
 _numbers = attrgetter(*(each.name for each in fields(Sums)))

@@ -13,14 +13,14 @@ from torchcomp.aggregators import Law
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.keys import Key
 
-_MOST = 128
+_MOST = 256
 """At most this many elements of a parameter are followed."""
 
-_RUN = 16
+_RUN = 8
 """They are runs of this many neighbours: reading one of them brings the others into the cache."""
 
-_STEPS = 25
-"""So many steps are evaluated at once."""
+_STEPS = 10
+"""At most this many steps are evaluated at once."""
 
 _SAME = 0.01
 """Two values are the same up to this relative difference. The residual can have 16 bits."""
@@ -49,11 +49,12 @@ class _Followed:
 
     Attributes:
         ages: how many steps the residual of each one has waited to be sent.
-        law: of the steps.
+        law: the law of all `steps`.
         steps: those that were read, but not evaluated.
-        last: the residual before and after the last step that was evaluated, or None.
+        last: the residual before and after the last step that was evaluated. None if the next step
+            is not to be compared with it.
         changed: whether its residual has changed between two steps since the last comparison.
-            None if none has been looked at since then.
+            None if no step was evaluated since then.
     """
 
     ages: Tensor
@@ -70,7 +71,8 @@ class _Followed:
         found = {name: torch.stack([s.found[name] for s in steps]) for name in steps[0].found}
         left = torch.stack([step.left for step in steps])
         self._check(found["error"], left)
-        self.last = found["error"][-1], left[-1]
+        # The last rows alone: views would keep all rows.
+        self.last = steps[-1].found["error"], steps[-1].left
         gradient = torch.stack([step.gradient for step in steps]).to(left.dtype)
         factor = 1 / self.law.after["error"]
         unsent = gradient.mul_(self.law.gradient * factor)
@@ -130,6 +132,7 @@ class Samples:
         """Follow the elements of a bucket, of a method with a residual.
 
         Steps are read one by one and evaluated several at a time: that takes a third of the time.
+        A step in which the residual is scaled or undone is evaluated at once.
 
         Args:
             bucket: the mean that the step applies.

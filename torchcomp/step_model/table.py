@@ -4,6 +4,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from torchcomp.schedules import Schedule
+from torchcomp.spec import parse
 from torchcomp.step_model.links import Link
 from torchcomp.step_model.training import BF16, DDP, Run, Training
 from torchcomp.step_model.units import duration, span, volume
@@ -60,17 +62,23 @@ def table(
 
 
 def verdict(trainings: Sequence[Training]) -> list[str]:
-    """Return a sentence about the fastest method, if it can be compared with the bf16 hook."""
+    """Return sentences about the fastest method and schedule, compared with the bf16 hook."""
     seconds = {training.method: training.step.seconds for training in trainings}
-    others = {method: each for method, each in seconds.items() if method not in _BASELINES}
+    others = [method for method in seconds if method not in _BASELINES]
     if BF16 not in seconds or not others:
         return []
-    best = min(others, key=others.__getitem__)
     known = min(_BASELINES.keys() & seconds.keys(), key=seconds.__getitem__)
-    factor = seconds[known] / others[best]
-    if factor < WORTH:
-        return [f"No method is faster than {_BASELINES[known]}: keep it."]
-    return [f"{best} is {three_digits(factor)}x as fast as {_BASELINES[known]}."]
+    local = [method for method in others if isinstance(parse(method), Schedule)]
+    sentences = []
+    for methods in ([each for each in others if each not in local], local):
+        best = min(methods, key=seconds.__getitem__, default=known)
+        factor = seconds[known] / seconds[best]
+        if factor >= WORTH:
+            text = f"{best} is {three_digits(factor)}x as fast as {_BASELINES[known]}"
+            sentences.append(f"{text}, but trains in another way." if best in local else f"{text}.")
+        elif methods is not local:
+            sentences.append(f"No method is faster than {_BASELINES[known]}: keep it.")
+    return sentences
 
 
 def _faster(run: Run) -> str:

@@ -1,0 +1,46 @@
+"""Replicas whose parameters differ are found, whatever the difference is."""
+
+import pytest
+import torch
+
+from tests.engine import small
+from tests.support.vectors import normal
+from torchcomp.guard.replicas import Replicas
+
+CHANGES = {
+    "another sign": torch.neg,
+    "twice the value": lambda values: values * 2,
+    "zeros": torch.zeros_like,
+    "ones": torch.ones_like,
+    "one value": lambda values: values.index_fill(0, torch.tensor([700]), 0.5),
+    "two values in exchange": lambda values: values.index_copy(
+        0, torch.tensor([0, 700]), values[[700, 0]]
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_parameter_is_found_on_its_rank(change, dtype):
+    # 1024 equal changes of a bit pattern are often a multiple of 2**32.
+    values = {"weight": normal(1024).to(dtype), "bias": torch.full((512,), 0.25, dtype=dtype)}
+
+    def body(exchange):
+        own = {name: each.clone() for name, each in values.items()}
+        same = Replicas(own).compare(exchange)()
+        if exchange.rank == 1:
+            own["weight"] = CHANGES[change](own["weight"])
+        replicas = Replicas(own)
+        return same, replicas.compare(exchange)(), replicas.differing(exchange)
+
+    assert small.on_ranks(3, body) == [(True, False, {"weight": (1,)})] * 3
+
+
+def test_strides_do_not_count():
+    values = normal(2 * 3 * 5 * 7).view(2, 3, 5, 7)
+
+    def body(exchange):
+        layout = torch.channels_last if exchange.rank else torch.contiguous_format
+        return Replicas({"weight": values.clone(memory_format=layout)}).compare(exchange)()
+
+    assert small.on_ranks(2, body) == [True, True]
