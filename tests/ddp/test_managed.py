@@ -547,6 +547,11 @@ def test_what_does_not_fit_a_manager_is_refused(
     assert caught.value.field == field
 
 
+def test_auto_is_refused_with_a_manager() -> None:
+    with pytest.raises(torchcomp.SpecError, match="auto"):
+        torchcomp.register(on_alone(), "auto", manager=single())
+
+
 def test_a_manager_takes_one_model() -> None:
     manager = single()
     torchcomp.register(on_alone(), TOPK, manager=manager).close()

@@ -1,6 +1,7 @@
 """The argument of register, its errors, and what the callback is told."""
 
 import logging
+import math
 
 import pytest
 import torch
@@ -55,6 +56,25 @@ def test_without_a_guard_nothing_is_compared(value):
         return handle.guard.report, handle.guard.alarms
 
     assert on_threads(2, body) == [(None, ())] * 2
+
+
+def test_a_state_judges_the_last_comparison_and_a_mean_has_no_age():
+    def body():
+        model = wrap(mlp())
+        handle = register(model, "mean", guard=Guard(every=2))
+        for step in range(2):
+            loss_of(model(rows(step))).backward()
+        before = handle.guard.report
+        handle.state_dict()
+        report = handle.guard.report
+        handle.close()
+        return before, report.step, report.model.cosine, report.model.old
+
+    for before, step, cosine, old in on_threads(2, body):
+        assert before is None
+        assert step == 2
+        assert cosine == pytest.approx(1.0)
+        assert math.isnan(old)
 
 
 @pytest.mark.parametrize("value", [False, Guard(every=7), Guard(fall_back="layer"), "yes"])
