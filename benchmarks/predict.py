@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import table_folder, table_parser
-from benchmarks.net import program
+from benchmarks.net import program, slices
 from benchmarks.net.hosts import Hosts
 from benchmarks.net.job import Job
 from benchmarks.net.launch import LaunchError, results
@@ -143,6 +143,7 @@ def chosen(arguments: argparse.Namespace) -> list[Setup]:
 
 def grid(arguments: argparse.Namespace) -> list[str]:
     """Measure every set-up; return the ones that failed."""
+    slices.shorten()
     table = Table(arguments.out / "predict.csv", PREDICTIONS)
     left = {setup: pending(arguments, table, setup) for setup in chosen(arguments)}
     left = {setup: wanted for setup, wanted in left.items() if wanted}
