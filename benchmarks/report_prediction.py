@@ -267,9 +267,9 @@ because they change the algorithm. Left out as well, after it was measured, is t
 
 The processes share two cores, and a thread that waits for a core waits for the time slice of
 another one. On links of 10 and 50 us, slices of 3 ms made an all-reduce of 64 bytes take 0.8 or
-3.3 ms, by chance, and steps of 6 ms of the small CNN differed by a fifth between two launches. After
-8 of 51 choices were lost, all its rows on these links were therefore measured again with slices of
-0.1 ms.
+3.3 ms, by chance, and steps of 6 ms of the small CNN differed by a fifth between two launches.
+After 8 of 51 choices were lost, all its rows on these links were therefore measured again with
+slices of 0.1 ms.
 """
 
 _CHOICE_HEADS = ["link, model", "chosen", "best", "chosen / best", "gain predicted", "measured"]
