@@ -89,8 +89,8 @@ def _cost(rows: list[Row]) -> str:
     header = ["model", "method", "every", "step, ms", "in the guard, %", "pairs"]
     header += ["more time, % (quartiles)", "more bytes, %"]
     return (
-        "**Cost**, with a comparison *every* so many steps: medians over pairs of as many steps "
-        "with the guard and without, in alternating order, in one process per rank, "
+        "**Cost**. The column *every* has the steps from one comparison to the next, and a pair is "
+        "that many steps with the guard and without. Medians over pairs, in one process per rank, "
         f"{rows[0]['ranks']} ranks. *In the guard* is the time of the guard itself, its work and "
         "its messages, as a share of the step. Pairs also differ without a guard, by several "
         "percent.\n\n" + markdown(header, lines)

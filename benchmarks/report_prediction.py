@@ -233,7 +233,7 @@ A prediction is made from four things, which are measured on the link before any
 4. the cost of the hook: what a step takes more than its parts if a rank sends one value of a
    bucket, with `topk(k=1)` for our methods, and with a hook of PyTorch for plain DDP and the bf16
    hook. Threads hand over, and ranks wait for each other. (Rows of revision 0de6ccc have no such
-   cost, and those of bbec3e6 and 9d1ac91 only for our methods: they were measured before.)
+   cost, and those of bbec3e6 only for our methods: they were measured before.)
 
 doctor and `torchcomp plan` know less: they place the buckets by their sizes, and leave out the cost
 of the hook. `plan` also computes the collectives: [its errors](#from-the-numbers-of-the-link-alone)
@@ -252,7 +252,7 @@ exchanges them in order, and both share the cores of the rank. What was fitted, 
 - Messages longer than measured: if another collective was measured with 16 times as many bytes,
   its time per byte is used. The 16 was chosen with the rows below in view; 16 to 64 give the same
   result.
-- The cost of the hook: to steps that send one value of a bucket, which have no row below.
+- The cost of the hook: to the two hooks that send one value of a bucket. They have no rows below.
 
 No other constant was fitted to a step with the exchange of a row below: the rows are held out.
 """

@@ -33,7 +33,7 @@ class _Compared:
 
     Attributes:
         key: of the method and the model.
-        times: of a step, each the mean over a few.
+        times: seconds of a step, each the mean over a few steps.
         predicted: from what was measured, without the cost of the hook.
         hook: the cost of the hook.
         computed: from the numbers of the link.
@@ -84,15 +84,15 @@ class Known:
     def _compared(self, result: Mapping[str, Any]) -> "_Compared":
         """Predict a method's step in one round."""
         predicted, computed = self._predicted(result)
-        # Local steps have no hook.
-        has_hook = period_of(result["method"]) == 1
+        method = result["method"]
         alone = statistics.mean(rank["compute"]["total"] for rank in self._compute)
         cores = self._cores(result["cpus"] / len(result["ranks"]))
         return _Compared(
             _key(result),
             step_times(result["ranks"]),
             predicted,
-            self._hooks[has_our_hook(result["method"])] if has_hook else 0.0,
+            # Local steps have no hook.
+            self._hooks[has_our_hook(method)] if period_of(method) == 1 else 0.0,
             computed,
             alone / min(1, cores),
             other_cores(result["ranks"]),

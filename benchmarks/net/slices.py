@@ -15,18 +15,18 @@ from benchmarks.net.shell import ShellError
 NANOSECONDS = 100_000
 """The shortest slice that Linux grants."""
 
-_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
+SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 # Size, policy, flags, nice value, priority, slice, deadline, period: `struct sched_attr`.
-_ATTRIBUTES = "IIQiIQQQ"
+ATTRIBUTES = "IIQiIQQQ"
 
 
 def shorten() -> None:
     """Give this process, and those that it starts, short slices. Linux before 6.12 ignores it."""
-    number = _SCHED_SETATTR.get(os.uname().machine)
+    number = SCHED_SETATTR.get(os.uname().machine)
     if number is None:
         raise ShellError(f"cannot set time slices on {os.uname().machine}")
-    size = struct.calcsize(_ATTRIBUTES)
-    attributes = struct.pack(_ATTRIBUTES, size, os.SCHED_OTHER, 0, 0, 0, NANOSECONDS, 0, 0)
+    size = struct.calcsize(ATTRIBUTES)
+    attributes = struct.pack(ATTRIBUTES, size, os.SCHED_OTHER, 0, 0, 0, NANOSECONDS, 0, 0)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(number, 0, attributes, 0):
         raise ShellError(f"cannot set time slices: {os.strerror(ctypes.get_errno())}")

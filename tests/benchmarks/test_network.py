@@ -147,14 +147,14 @@ def test_the_kernel_counts_what_the_handle_counts(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_two_levels_send_pieces_over_the_link_and_whole_gradients_inside(tmp_path: Path) -> None:
     shape = ["--nodes", "--hosts", "2", "--ranks", "2"]
-    command = [*TINY, *shape, "--methods", "ddp", SPECS[1], "--out", str(tmp_path), "--resume"]
+    command = [*TINY, *shape, "--methods", "ddp", *SPECS, "--out", str(tmp_path), "--resume"]
     run = Run(*command)
     status, output, errors = run.finish(seconds=PATIENCE)
     assert status == 0, output + errors
     with (tmp_path / "nodes.csv").open(newline="") as file:
         rows = {(row["method"], row["levels"]): row for row in csv.DictReader(file)}
     # PyTorch's hooks have one level.
-    assert list(rows) == [("ddp", "1"), *product(SPECS[1:], "12")]
+    assert list(rows) == [("ddp", "1"), *product(SPECS, "12")]
     for (method, level), row in rows.items():
         link, inside = float(row["payload_bytes"]), float(row["inside_bytes"])
         # The queue of the link counts no bytes of the ranks within a host.

@@ -14,8 +14,8 @@ from benchmarks.net import slices
 def read():
     libc = ctypes.CDLL(None)
     buffer = ctypes.create_string_buffer(48)
-    assert libc.syscall(slices._SCHED_SETATTR[os.uname().machine] + 1, 0, buffer, 48, 0) == 0
-    return struct.unpack(slices._ATTRIBUTES, buffer.raw)[5]
+    assert libc.syscall(slices.SCHED_SETATTR[os.uname().machine] + 1, 0, buffer, 48, 0) == 0
+    return struct.unpack(slices.ATTRIBUTES, buffer.raw)[5]
 
 if "child" not in sys.argv:
     slices.shorten()

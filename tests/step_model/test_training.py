@@ -141,8 +141,8 @@ def test_bad_runs_are_refused(bad):
 # --- The table and the command line ---------------------------------------------------------------
 
 
-def took(method, seconds):
-    return Training(method, StepTime(seconds, 0.1), 1000, 5e6)
+def took(method, seconds, local=False):
+    return Training(method, StepTime(seconds, 0.1), 1000, 5e6, local)
 
 
 def test_the_table_begins_with_the_fastest_method():
@@ -165,12 +165,13 @@ def test_the_verdict_says_when_nothing_is_faster():
 
 
 def test_the_verdict_keeps_local_steps_apart():
-    known = [took(DDP, 0.4), took(BF16, 0.3), took("every(8)", 0.1)]
+    known = [took(DDP, 0.4), took(BF16, 0.3), took("every(8)", 0.1, local=True)]
     keep, local = verdict([*known, took("ef(topk(0.01))", 0.3)])
     assert "every(8)" not in keep
     assert "every(8) is 3x" in local
-    (alone,) = verdict([*known[:2], took("ef(topk(0.01))", 0.1), took("every(8)", 0.3)])
+    (alone,) = verdict([*known[:2], took("ef(topk(0.01))", 0.1), took("every(8)", 0.3, True)])
     assert "ef(topk(0.01)) is 3x" in alone
+    assert [on(spec).local for spec in (DDP, "ef(topk(0.01))", "every(8)")] == [False, False, True]
 
 
 def test_units():

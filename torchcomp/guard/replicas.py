@@ -14,8 +14,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16}
 """What the bits of a value are read as, by its bytes. Longer values are several int32."""
 
 _ROW = 509
-"""The bits of so many values are added up at a time. Odd, so that equal changes of all values, such
-as another sign or twice the value, do not add up to a multiple of 2**32."""
+"""Number of values whose bits are added up at a time. It is odd, so that equal changes of all
+values, such as another sign or twice the value, do not add up to a multiple of 2**32."""
 
 
 class Replicas:

@@ -1,11 +1,9 @@
 """The table of `torchcomp plan`: what each method takes for a whole run."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torchcomp.schedules import Schedule
-from torchcomp.spec import parse
 from torchcomp.step_model.links import Link
 from torchcomp.step_model.training import BF16, DDP, Run, Training
 from torchcomp.step_model.units import duration, span, volume
@@ -68,17 +66,21 @@ def verdict(trainings: Sequence[Training]) -> list[str]:
     if BF16 not in seconds or not others:
         return []
     known = min(_BASELINES.keys() & seconds.keys(), key=seconds.__getitem__)
-    local = [method for method in others if isinstance(parse(method), Schedule)]
-    sentences = []
-    for methods in ([each for each in others if each not in local], local):
+    local = {training.method for training in trainings if training.local}
+
+    def faster(methods: Iterable[str], caveat: str = "") -> str:
         best = min(methods, key=seconds.__getitem__, default=known)
         factor = seconds[known] / seconds[best]
-        if factor >= WORTH:
-            text = f"{best} is {three_digits(factor)}x as fast as {_BASELINES[known]}"
-            sentences.append(f"{text}, but trains in another way." if best in local else f"{text}.")
-        elif methods is not local:
-            sentences.append(f"No method is faster than {_BASELINES[known]}: keep it.")
-    return sentences
+        if factor < WORTH:
+            return ""
+        return f"{best} is {three_digits(factor)}x as fast as {_BASELINES[known]}{caveat}."
+
+    sentences = (
+        faster(method for method in others if method not in local)
+        or f"No method is faster than {_BASELINES[known]}: keep it.",
+        faster(local, ", but trains in another way"),
+    )
+    return list(filter(None, sentences))
 
 
 def _faster(run: Run) -> str:

@@ -87,12 +87,14 @@ class Training:
         step: predicted time of a step; with a schedule, the mean over the run.
         total_steps: optimizer steps.
         bytes_per_step: bytes that all nodes together send over their cards, on average.
+        local: whether the ranks train alone between two averages.
     """
 
     method: str
     step: StepTime
     total_steps: int
     bytes_per_step: float
+    local: bool = False
 
     @property
     def hours(self) -> float:
@@ -248,7 +250,11 @@ class Prediction:
         run = self._run
         share = self._syncs / run.total_steps
         return Training(
-            self.method, self._step(link, share), run.total_steps, share * self._bytes(link)
+            self.method,
+            self._step(link, share),
+            run.total_steps,
+            share * self._bytes(link),
+            isinstance(self._built, Schedule),
         )
 
     def _step(self, link: Link, share: float) -> StepTime:
