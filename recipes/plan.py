@@ -15,8 +15,15 @@ from recipes.lr_schedules import lr_function
 from recipes.models import build_model, check_model
 from recipes.options import as_plain_dict
 from recipes.settings import Settings
+from torchcomp.auto import Auto
 from torchcomp.learning_rates import LRFunction
-from torchcomp.spec import parse_aggregator, parse_outer_step, parse_registered, parse_schedule
+from torchcomp.spec import (
+    candidates,
+    parse_aggregator,
+    parse_outer_step,
+    parse_registered,
+    parse_schedule,
+)
 
 
 def total_steps(settings: Settings, steps_per_epoch: int) -> int:
@@ -120,7 +127,9 @@ def check_specs(settings: Settings) -> None:
     """
     if settings.compress != "none":
         parse = parse_registered if settings.sync == "none" else parse_aggregator
-        parse(settings.compress)
+        method = parse(settings.compress)
+        if isinstance(method, Auto):
+            candidates(method)
     if settings.sync != "none":
         parse_schedule(settings.sync)
     if settings.outer != "none":

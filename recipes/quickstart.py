@@ -27,6 +27,7 @@ from recipes.errors import exit_on_user_error
 from recipes.experiments import seed_list
 from recipes.result_files import make_folder, pyplot, save_figure
 from recipes.spread import spread
+from torchcomp.auto import Auto
 from torchcomp.checks import check_count
 from torchcomp.schedules import Schedule
 
@@ -91,7 +92,9 @@ def flags_of(method: str) -> list[str]:
     """Return the flags of recipes.train for a method."""
     if method == "dense":
         return []
-    return ["--sync" if isinstance(torchcomp.parse(method), Schedule) else "--compress", method]
+    is_auto = method.startswith(Auto.name)  # which is no method: it chooses one
+    schedule = not is_auto and isinstance(torchcomp.parse(method), Schedule)
+    return ["--sync" if schedule else "--compress", method]
 
 
 def run(method: str, seed: int, flags: list[str], arguments: argparse.Namespace) -> Result:

@@ -247,7 +247,10 @@ class Averager:
             self._now = now
         names = changed if ratio == 1 else self.parameters
         ratios = {name: ratio * changed.get(name, 1.0) for name in names}
-        self.monitor.begin(self.step, now, list(map(self.shape_of, self.buckets)), ratios)
+        self.monitor.begin(self.step, now, self._all_shapes, ratios)
+
+    def _all_shapes(self) -> list[BucketShape]:
+        return list(map(self.shape_of, self.buckets))
 
     def _rescale(self, scale: float) -> None:
         """Convert residuals and estimates, which have the unit of the scaled gradients."""
@@ -389,8 +392,11 @@ class Averager:
     def _prepare_commit(self, leaves: Collection[int], leaving: bool) -> bool:
         """Change what the step is about to commit; return whether it is the last of a flush."""
         unchanged = {*self.unused, *(n for n, lr in self._step_lrs.items() if not lr)}
-        self.state.undo(unchanged)
-        self.monitor.undo(unchanged)
+        if unchanged:
+            self.state.undo(unchanged)
+            self.monitor.undo(unchanged)
+        if self._flushing:
+            self.monitor.forget()  # what is left of the residual is dropped if it is rounding
         if any(leaves):
             self.monitor.forget()
             hand_over(self.state, self.exchange, self.parameters, self._owned(), leaving)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from fractions import Fraction
-from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -123,7 +122,7 @@ def explain(
     if isinstance(model, DistributedDataParallel):
         model = model.module
     training = Prediction(
-        built, values_of(model, numel), predicted, nodes=nodes or 1, compress=average
+        built, values_of(model, numel, dtype=dtype), predicted, nodes=nodes or 1, compress=average
     ).on(link)
     return replace(plan, training=training)
 
@@ -282,10 +281,9 @@ def _moved(
 ) -> Traffic:
     """Return the traffic of the first `exchanges` exchanges of a run."""
     total = Traffic()
-    starts = [start for start in aggregator.stages if start < exchanges]
-    for start, stop in pairwise([*starts, exchanges]):
-        once = planned_traffic(aggregator.at(start), shapes, world_size, rank)
-        total.add(Traffic(*((stop - start) * count for count in astuple(once))))
+    for method, steps in aggregator.spans(exchanges):
+        once = planned_traffic(method, shapes, world_size, rank)
+        total.add(Traffic(*(steps * count for count in astuple(once))))
     return total
 
 

@@ -142,13 +142,23 @@ def _unpacked(packed: State) -> State:
         if not isinstance(value, dict):
             return value
         if value.keys() == {_TENSOR}:
-            return packed["tensors"][str(value[_TENSOR])]
+            number = str(value[_TENSOR])
+            if number not in packed["tensors"]:
+                # dcp.load reads what this run has as well, and no other tensors.
+                raise CheckpointError(
+                    f"tensor {number} of the state is not there: it was saved with another method, "
+                    "as after auto has chosen one. Leave the handle out of dcp.load, and call "
+                    "PerRank(handle).load(folder)"
+                )
+            return packed["tensors"][number]
         return {name: unpack(each) for name, each in value.items()}
 
     try:
         state: State = unpack(json.loads(packed["rest"]))
+    except CheckpointError:  # a ValueError that already says what is missing
+        raise
     # Text that is not JSON raises ValueError, and RecursionError if it is nested too deep.
-    except (ValueError, RecursionError, KeyError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"a damaged checkpoint: its values cannot be read ({error!r})"
         ) from None

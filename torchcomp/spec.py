@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from torchcomp.aggregators import AGGREGATORS, Aggregator, Mean
-from torchcomp.auto import Auto
+from torchcomp.auto import Auto, Trial
 from torchcomp.checks import closest, shown
 from torchcomp.component import Component, choices_of, nearest
 from torchcomp.compressors import COMPRESSORS, Compressor
@@ -90,6 +90,17 @@ def parse_registered(spec: str | Component) -> Aggregator | Auto:
     return _parse(spec, {**_METHODS, **_AUTO}, kinds)
 
 
+def candidates(auto: Auto) -> tuple[Aggregator, ...]:
+    """Return the methods that ``auto`` times, ``mean`` first.
+
+    Raises:
+        SpecError: if a candidate cannot be built, or if there are too few steps for all of them.
+    """
+    methods = auto.methods([parse_aggregator(each) for each in auto.candidates])
+    Trial(len(methods), auto.steps)
+    return methods
+
+
 def parse_schedule(spec: str | Component) -> Schedule:
     """Like :func:`parse`, but raise SpecError unless the result is a schedule."""
     return _parse(spec, _SCHEDULES, (Schedule,))
@@ -144,7 +155,8 @@ class _Parser:
             if problem.startswith("leading zeros"):
                 problem = "a number has a leading 0; write decimals with a point, as in 0.01"
             elif "%" in self.text:
-                problem += "; write 1 % as 0.01"
+                within = "within" in self.text
+                problem += '; write within="1%"' if within else "; write 1 % as 0.01"
             column = (getattr(error, "offset", None) or 1) - 1
             # A name such as 1bit is not a name in Python.
             word = re.match(r"\w*", self.text[column:])

@@ -268,6 +268,46 @@ def test_candidates_are_timed_again_when_the_step_time_changes_by_half(
     assert len(messages_of("ddp.choosing", caplog)) == 3
 
 
+def slower_with_an_unused_branch() -> tuple[list[str], Any]:
+    """Train, then leave a branch out for ever, while its residual is not sent."""
+    model = wrap(seeded(Branches().double()), find_unused_parameters=True)
+    handle = torchcomp.register(model, AUTO)
+    methods = []
+    for step in range(STEPS + 3 * WINDOW + STEPS):
+        late = step >= STEPS + WINDOW
+        CLOCK.advance(COMPUTE * (20 if late else 1))
+        model.zero_grad()
+        loss_of(model(rows(step), ["left"] if late else ["left", "right"])).backward()
+        methods.append(str(handle.method))
+    return methods, handle.choice
+
+
+def test_a_residual_that_cannot_be_sent_does_not_end_auto(slow_mean: None) -> None:
+    for methods, choice in on_threads(2, slower_with_an_unused_branch):
+        again = methods.index("mean", STEPS)
+        assert choice.step > again
+        assert methods[-1] == choice.method
+
+
+def warming_up() -> list[str]:
+    """Train with a method whose first steps are slower, because of its warm-up."""
+    model = wrap(mlp())
+    method = "ef(warmup(topk(0.1), steps=200))"
+    handle = torchcomp.register(model, Auto(candidates=[method], steps=20))
+    found = []
+    for step in range(200 + 3 * WINDOW):
+        CLOCK.advance(COMPUTE * (8 if step < 200 else 1))
+        model.zero_grad()
+        loss_of(model(rows(step))).backward()
+        found.append(str(handle.method))
+    return found
+
+
+def test_a_method_that_warms_up_is_not_timed_again_for_it(slow_mean: None) -> None:
+    for methods in on_threads(2, warming_up):
+        assert set(methods[STEPS:]) == {"ef(warmup(topk(0.1), steps=200))"}
+
+
 def test_a_steady_step_time_keeps_the_choice(slow_mean: None) -> None:
     for methods, _, choice in on_threads(2, slower_later, 1.0, "step"):
         assert set(methods[STEPS:]) == {TOPK}
@@ -351,13 +391,31 @@ def with_a_broken_candidate(unused: bool) -> tuple[Any, Any, bool]:
 
 
 @pytest.mark.parametrize("unused", [False, True])
-def test_a_candidate_that_fails_raises_at_the_end_of_the_backward_pass(unused: bool) -> None:
+def test_a_candidate_that_fails_raises_at_the_end_of_the_backward_pass(
+    unused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     real_rehearsal = mock.patch.object(register, "rehearse_all")
     with real_rehearsal:
         found = on_threads(2, with_a_broken_candidate, unused)
     for before, after, right in found:
         assert same(before, after)
         assert right
+    assert any(str(Broken()) in message for message in messages_of("ddp.choosing", caplog))
+
+
+def closed(steps: int) -> tuple[Any, Any]:
+    model = wrap(mlp())
+    with torchcomp.register(model, AUTO) as handle:
+        train(model, steps)
+        before = handle.state_dict()
+    return before, handle.state_dict()
+
+
+@pytest.mark.parametrize("steps", [10, 130])
+def test_a_closed_handle_has_the_state_that_it_had_before(steps: int, slow_mean: None) -> None:
+    for before, after in on_threads(2, closed, steps):
+        assert before["auto"]["phase"] == ("trial" if steps == 10 else "watch")
+        assert same(before, after)
 
 
 def test_an_error_while_buckets_are_copied_raises_at_the_end_of_the_backward_pass() -> None:

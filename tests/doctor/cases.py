@@ -7,6 +7,7 @@ from torchcomp.doctor.links import Link
 
 FACTS = Facts(
     host="host",
+    backend="gloo",
     node=0,
     local_world_size=4,
     torch="2.13.0",

@@ -5,12 +5,13 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.commands import run
 from torchcomp.__main__ import main
-from torchcomp.doctor.phases import MODES
+from torchcomp.doctor.phases import MODES, NO_EXCHANGE
 from torchcomp.doctor.workloads import materialized
 
 
@@ -25,6 +26,8 @@ from torchcomp.doctor.workloads import materialized
         (["--timeout", "0"], ["--timeout", " 0"]),
         (["--backend", "mpi"], ["--backend", "'mpi'"]),
         (["--json", "/no such/x.json"], ["--json", "/no such"]),
+        (["--json", "/"], ["--json", "folder"]),
+        (["--json", ""], ["--json", "folder"]),
         (["--script"], ["--script", "-m"]),
         (["--script", "-m"], ["--script", "-m"]),
         (["--script", "none.py", "--flag"], ["none.py"]),
@@ -61,6 +64,102 @@ def test_a_model_gets_values_and_keeps_shared_parameters_and_buffers():
     assert made[0].weight is made[2].weight
     assert all(not parameter.is_meta for parameter in made.parameters())
     assert made[1].running_var.tolist() == [1.0] * 3
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """Run doctor for a moment, as the only rank, with a script. Return its status and output."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def examined(capsys, *options, script=""):
+        (tmp_path / "train_alone.py").write_text(script)
+        status = main(["doctor", "--seconds", "0.2", "--json", "-", *options])
+        if dist.is_initialized():  # by a script that failed
+            dist.destroy_process_group()
+        printed = capsys.readouterr()
+        return status, json.loads(printed.out), " ".join(printed.err.split())
+
+    return examined
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("raise ValueError('no data')", ["ValueError", "no data"]),
+        ("import sys; sys.exit(4)", ["exit status 4"]),
+        ("pass", ["0 steps", "DistributedDataParallel"]),
+        (
+            "import torch\n"
+            "model = torch.nn.Linear(2, 2)\n"
+            "optimizer = torch.optim.SGD(model.parameters())\n"
+            "while True:\n"
+            "    model(torch.ones(2)).sum().backward()\n"
+            "    optimizer.step()\n",
+            ["50 steps", "DistributedDataParallel"],
+        ),
+        (
+            "import torch, torchcomp\n"
+            "import torch.distributed as dist\n"
+            "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+            "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+            "torchcomp.register(DDP(torch.nn.Linear(2, 2)), 'topk(0.5)')\n",
+            ["train_alone.py", "without torchcomp"],
+        ),
+    ],
+    ids=["raises", "exits", "does not train", "has no DDP model", "has a hook"],
+)
+def test_a_script_that_fails_is_named_and_exits_3(script, words, alone, capsys):
+    status, values, printed = alone(capsys, "--script", "train_alone.py", script=script)
+    assert (status, values["status"]) == (3, 3)
+    assert [word for word in words if word not in values["error"]] == []
+    assert values["error"] in printed
+    # What was measured before it is there.
+    assert (len(values["facts"]), len(values["speeds"]), values["rows"]) == (1, 1, [])
+
+
+TRAINS = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+assert sys.argv[1:] == ["--lr", "0.1"] and __name__ == "__main__"
+print("stdout is for the JSON")
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = DDP(torch.nn.Linear(5, 2))
+while True:
+    try:
+        model(torch.randn(4, 5)).sum().backward()
+    except BaseException:  # of any kind, as some scripts do
+        print("the end")
+        del model
+        sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("words", [["train_alone.py"], ["-m", "train_alone"]], ids=" ".join)
+def test_one_rank_runs_a_file_or_a_module(words, alone, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(".")
+    status, values, printed = alone(capsys, "--script", *words, "--lr", "0.1", script=TRAINS)
+    assert not dist.is_initialized()
+    assert "stdout is for the JSON" in printed
+    assert (status, values["status"], values["verdict"]) == (0, 0, None)
+    assert [(row["method"], row["seconds"] > 0) for row in values["rows"]] == [(NO_EXCHANGE, True)]
+
+
+def test_one_rank_takes_the_step_of_a_synthetic_model(alone, capsys):
+    status, values, _ = alone(capsys, "--numel", "5000", "--step-ms", "3")
+    assert (status, values["collectives"]) == (0, None)
+    # It sleeps for that long at least.
+    assert values["rows"][0]["seconds"] > 0.0029
+
+
+def test_nccl_without_a_gpu_is_a_bad_option(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["doctor", "--backend", "nccl"]) == 2
+    assert "--backend nccl" in capsys.readouterr().err
 
 
 SCRIPT = """

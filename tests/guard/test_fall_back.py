@@ -85,6 +85,24 @@ def test_a_layer_that_has_recovered_begins_with_a_short_pause_again():
     assert small.on_ranks(2, body) == [{"matrix": [90, 10]}] * 2
 
 
+def test_an_alarm_in_a_pause_goes_on_with_it_and_does_not_double_it():
+    def body(exchange):
+        made = small.averager(exchange, TOPK, guard=LAYER)
+        after = made.monitor.after
+
+        def changed(bucket, method, state):
+            if made.step < 45 and "matrix" in bucket.names:
+                bucket = Bucket(bucket.shape, bucket.flat.clone())
+                bucket.parts()["matrix"].mul_(2).add_(1)
+            after(bucket, method, state)
+
+        made.monitor.after = changed
+        small.train(made, 0, 45)
+        return made.state_dict()["guard"]["pauses"]
+
+    assert small.on_ranks(2, body) == [{"matrix": [50, 10]}] * 2
+
+
 @pytest.mark.parametrize("method", [TOPK, WHOLE])
 def test_the_whole_model_is_averaged_uncompressed(method):
     def body(exchange):

@@ -169,6 +169,28 @@ def test_a_stale_residual(method):
     assert ranks == (1,)
 
 
+SLOTS = {
+    'bidirectional(topk(0.1), topk(0.1), selection="exact")': ("server_error", (0, 1, 2)),
+    "dgc(topk(0.1))": ("momentum", (1,)),
+    "ef21(topk(0.1))": ("estimate", (1,)),
+}
+
+
+@pytest.mark.parametrize("method", SLOTS)
+def test_another_slot_that_is_written_between_two_steps(method):
+    slot, culprits = SLOTS[method]
+
+    def fault(rank):
+        if rank.rank in culprits:
+            held = dict(rank.averager.state.items(slot))
+            for name in held.keys() & rank.mean.keys():
+                held[name].zero_()
+
+    names, ranks = found(method, fault)["residual changed"]
+    assert {"conv", "matrix"} & set(names)
+    assert set(ranks) <= set(culprits)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_an_old_residual_that_is_restored_once(method):
     def fault(rank):
@@ -218,6 +240,15 @@ def test_a_layer_that_one_rank_leaves_out(method):
     assert found(method, fault)["starved"] == (("matrix",), (1,))
 
 
+def test_a_small_layer_that_never_travels():
+    def fault(rank):
+        if "bias" in rank.mean:
+            rank.residual["bias"].add_(rank.mean["bias"])
+            rank.mean["bias"].zero_()
+
+    assert found(PER_TENSOR, fault)["starved"] == (("bias",), (0, 1, 2))
+
+
 def test_a_layer_that_one_rank_drops():
     def fault(rank):
         if "matrix" in rank.mean:
@@ -227,11 +258,40 @@ def test_a_layer_that_one_rank_drops():
     assert found(TOPK, fault)["imbalance"] == (("matrix",), ())
 
 
+def test_every_alarm_is_reported_if_a_callback_raises():
+    def body(exchange):
+        seen = []
+
+        def callback(alarm):
+            seen.append(alarm.kind)
+            raise ValueError(alarm.kind)
+
+        made = small.averager(exchange, "mean", guard=Guard(every=2, callback=callback))
+        after = made.monitor.after
+
+        def change(bucket, method, state):
+            bucket.flat.mul_(2)
+            after(bucket, method, state)
+
+        made.monitor.after = change
+        with pytest.raises(ValueError, match=r"imbalance|silent rank"):
+            run(made, 0, 3, gradients)
+        return seen
+
+    def gradients(step, rank, dtype):
+        return {name: g.mul_(rank != 2) for name, g in drifting(step, rank, dtype).items()}
+
+    assert small.on_ranks(RANKS, body) == [["imbalance", "silent rank"]] * RANKS
+
+
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("spec", ["mean", TOPK])
-def test_a_desynchronised_replica(spec):
+def test_a_desynchronised_replica(spec, frozen):
     def body():
         alarms = []
-        model = wrap(mlp())
+        made = mlp()
+        made[2].weight.requires_grad_(not frozen)
+        model = wrap(made)
         handle = register(model, spec, guard=Guard(every=2, callback=alarms.append))
         for step in range(9):
             if step == 3 and dist.get_rank() == 1:

@@ -20,12 +20,12 @@ OFTEN = Guard(every=2, age=10)
 """Compares in every second step, so that each event is right before and after a comparison."""
 
 
-def step(watched, number, poison=False, scale=1.0, lr=None, **options):
+def step(watched, number, poison=False, scale=1.0, lr=None, size=1.0, **options):
     """Run a step of one rank; with `poison`, rank 1 has a NaN. Return what it raises."""
     averager = watched.averager
     tensors = drifting(number, averager.exchange.rank)
     for tensor in tensors.values():
-        tensor.mul_(scale)
+        tensor.mul_(scale * size)
     if poison and averager.exchange.rank == 1:
         tensors["bias"][0] = torch.nan
 
@@ -92,6 +92,19 @@ def swaps_and_flushes(watched):
         step(watched, 10 * number + 9)
 
 
+def flush_of_a_parameter_that_is_unused(watched):
+    for number in range(5):
+        step(watched, number)
+    watched.averager.use("mean")
+    for number in range(5, 15):
+        step(watched, number, used=["bias", "conv", "empty"])
+
+
+def tiny_gradients(watched):
+    for number in range(12):
+        step(watched, number, size=1e-24 if number > 3 else 1.0)
+
+
 def loaded_states(watched):
     for number in range(5):
         step(watched, number)
@@ -118,6 +131,8 @@ EVENTS = [
     unused_parameters,
     error_in_the_middle_of_a_step,
     swaps_and_flushes,
+    flush_of_a_parameter_that_is_unused,
+    tiny_gradients,
     loaded_states,
     other_groups,
 ]
@@ -243,6 +258,53 @@ def test_the_rounding_of_a_large_server_residual():
         return alarms, made.monitor.report.step
 
     assert small.on_ranks(2, body) == [([], 50)] * 2
+
+
+@pytest.mark.parametrize("scope", ["tensor", "bucket"])
+@pytest.mark.parametrize("ratio", [0.0002, 0.001])
+@pytest.mark.parametrize("compressor", ["topk", "randk"])
+def test_a_low_ratio_sends_little_of_a_large_parameter(compressor, ratio, scope):
+    shapes = {"large": (150, 200), "small": (30,), "alone": (90, 90)}
+    parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    groups = (("large", "small"), ("alone",))
+
+    def body(exchange):
+        alarms = []
+        made = torchcomp.Averager(
+            f'ef({compressor}({ratio}, scope="{scope}"))',
+            exchange,
+            parameters,
+            groups,
+            guard=Guard(every=25, callback=alarms.append),
+        )
+        for number in range(100):
+            noise = torch.Generator().manual_seed(100 * number + exchange.rank)
+            made.average_all(
+                {name: torch.randn(p.shape, generator=noise) for name, p in parameters.items()}
+            )
+        made.settle()
+        return alarms, made.monitor.report.step
+
+    assert small.on_ranks(2, body) == [([], 100)] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_gradients_that_fp16_cannot_represent(dtype):
+    def body(exchange):
+        alarms = []
+        parameters = {name: torch.zeros(1000, dtype=dtype) for name in ("usual", "faint")}
+        made = torchcomp.Averager(
+            'cast("fp16")', exchange, parameters, guard=Guard(every=2, callback=alarms.append)
+        )
+        for number in range(4):
+            noise = torch.Generator().manual_seed(100 * number + exchange.rank)
+            drawn = {name: torch.randn(1000, generator=noise) for name in parameters}
+            drawn["faint"] *= 1e-6
+            made.average_all({name: values.to(dtype) for name, values in drawn.items()})
+        made.settle()
+        return alarms, made.monitor.report.step
+
+    assert small.on_ranks(3, body) == [([], 4)] * 3
 
 
 # --- Through DDP ---

@@ -16,6 +16,10 @@ CHANGES = {
     "two values in exchange": lambda values: values.index_copy(
         0, torch.tensor([0, 700]), values[[700, 0]]
     ),
+    "two neighbours in exchange": lambda values: values.index_copy(
+        0, torch.tensor([600, 601]), values[[601, 600]]
+    ),
+    "two other signs": lambda values: values.index_copy(0, torch.tensor([5, 7]), -values[[5, 7]]),
 }
 
 
@@ -34,6 +38,17 @@ def test_a_changed_parameter_is_found_on_its_rank(change, dtype):
         return same, replicas.compare(exchange)(), replicas.differing(exchange)
 
     assert small.on_ranks(3, body) == [(True, False, {"weight": (1,)})] * 3
+
+
+@pytest.mark.parametrize("numel", [1, 2, 4, 10, 64, 508])
+@pytest.mark.parametrize("change", ["another sign", "twice the value", "zeros", "ones"])
+def test_a_changed_small_parameter_is_found(change, numel):
+    def body(exchange):
+        values = normal(numel)
+        changed = CHANGES[change](values) if exchange.rank == 1 else values
+        return Replicas({"bias": changed}).compare(exchange)()
+
+    assert small.on_ranks(2, body) == [False, False]
 
 
 def test_strides_do_not_count():

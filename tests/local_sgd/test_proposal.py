@@ -12,7 +12,7 @@ from torch import Tensor
 import torchcomp
 from tests.support.clock import Clock
 from tests.support.models import loss_of, mlp, rows, weights, wrap
-from tests.support.outcomes import raised_by
+from tests.support.outcomes import assert_refused, raised_by
 from tests.support.ranks import on_threads
 from torchcomp import Auto, SpecError
 from torchcomp.exchange import ProcessGroupExchange
@@ -64,6 +64,16 @@ def test_training_is_that_of_every_1() -> None:
         on_threads(2, train, "auto", 10), on_threads(2, train, "every(1)", 10), strict=True
     ):
         assert torch.equal(auto, every)
+
+
+def test_ranks_with_auto_and_its_schedule_are_refused() -> None:
+    def body() -> None:
+        model = wrap(mlp())
+        spec = "auto" if dist.get_rank() == 0 else "every(1)"
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torchcomp.LocalSGD(model, optimizer, spec, total_steps=4)
+
+    assert_refused(2, body, torchcomp.RankMismatchError, "auto", "every(1)")
 
 
 def test_there_is_no_proposal_before_enough_steps_or_with_another_schedule() -> None:

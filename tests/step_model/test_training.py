@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 from torch import nn
 
 import torchcomp
@@ -81,6 +82,37 @@ def test_qsr_reads_the_learning_rate():
     assert on(spec, run=run).bytes_per_step == pytest.approx(on("every(10)").bytes_per_step)
     with pytest.raises(SpecError):
         on(spec)
+
+
+def test_a_warm_up_counts_with_its_share_of_the_run():
+    link = Link(1.0, latency_us=0.0, efficiency=1.0, overhead_us=0.0)
+    dense, warmed = "mean", "ef(warmup(topk(0.001), steps=400, start=0.25))"
+    found, plain = on(warmed, link), on("ef(topk(0.001))", link)
+    method = parse_aggregator(warmed)
+    shapes = [BucketShape.of(VALUES, VALUES)]
+    spans = method.spans(RUN.total_steps)
+    assert sum(steps for _, steps in spans) == 1000
+    assert len(spans) > 2
+    sent = sum(steps * planned_traffic(each, shapes, 4).sent for each, steps in spans) / 1000
+    assert found.bytes_per_step == pytest.approx(4 * sent, rel=0.01)
+    assert plain.bytes_per_step < found.bytes_per_step / 10
+    assert plain.step.seconds < found.step.seconds < on(dense, link).step.seconds
+    # A run that ends in the warm-up has its first stages only.
+    short = on(warmed, link, Run(4, 50, step_seconds=1e-4, speedup=1e9))
+    assert short.bytes_per_step > found.bytes_per_step
+
+
+def test_a_run_on_one_rank_exchanges_nothing():
+    link = Link(10.0, latency_us=0.0, overhead_us=0.0)
+    found = on(DDP, link, Run(1, 10, step_seconds=1e-3))
+    assert (found.step.seconds, found.gigabytes) == (pytest.approx(1e-3, rel=0.01), 0)
+
+
+def test_explain_predicts_with_the_dtype_of_the_gradients():
+    options = {"numel": 100_000, "world_size": 4, "step_seconds": 0.01, "total_steps": 50}
+    half = explain("mean", dtype=torch.bfloat16, link=Link(1.0), **options)
+    whole = explain("mean", link=Link(1.0), **options)
+    assert half.training.gigabytes == pytest.approx(whole.training.gigabytes / 2)
 
 
 def test_explain_predicts_the_whole_run():

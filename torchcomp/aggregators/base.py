@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -39,6 +40,8 @@ class Law:
         error: what the law leaves at most, relative to the norm of the gradients (root mean square
             over the ranks), besides the rounding of the gradient's and the residual's dtype.
         per_parameter: whether it holds for each parameter, and not only for a whole bucket.
+        smallest: distance of the smallest numbers of the dtype of an all-reduce, which rounds
+            elements to multiples of it.
     """
 
     gradient: float = 1.0
@@ -46,6 +49,7 @@ class Law:
     after: Mapping[str, float] = field(default_factory=dict)
     error: float = 0.0
     per_parameter: bool = True
+    smallest: float = 0.0
 
     def terms(self) -> Iterator[tuple[str, int, float]]:
         """Iterate over the slots: name, 0 before or 1 after the step, coefficient."""
@@ -82,6 +86,11 @@ class Aggregator(Component):
         now = {name: part.at(step) for name, part in parts.items()}
         return self if now == parts else replace(self, **now)
 
+    def spans(self, exchanges: int) -> "list[tuple[Aggregator, int]]":
+        """Return the methods of a run's exchanges, one after another, with the number of each."""
+        starts = [start for start in self.stages if start < exchanges]
+        return [(self.at(start), stop - start) for start, stop in pairwise([*starts, exchanges])]
+
     @property
     def settled(self) -> "Aggregator":
         """The method of the last stage, which most of a run uses."""
@@ -102,6 +111,11 @@ class Aggregator(Component):
         """Whether the result depends on which parameters share a bucket."""
         # The safe default: the caller then keeps the groups fixed across DDP's bucket rebuild.
         return True
+
+    def kept(self, numel: int) -> int:
+        """Return how many of `numel` elements a message has at least; all without a selection."""
+        parts = self._parts().values()
+        return min((part.kept(numel) for part in parts), default=numel)
 
     @property
     def per_tensor(self) -> bool:

@@ -64,7 +64,8 @@ class EF(Residual, OneWay):
         return (self.error_slot(shape),)
 
     def law(self, shape: BucketShape) -> Law:
-        return replace(super().law(shape), error=self.sum_rounding(shape))
+        error, smallest = self.sum_rounding(shape), self.sum_smallest(shape)
+        return replace(super().law(shape), error=error, smallest=smallest)
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
         g = bucket.flat

@@ -65,6 +65,7 @@ class EF21(OneWay):
             before={"mean_estimate": -1.0, "estimate": 1.0},
             after={"estimate": -1.0},
             error=self.sum_rounding(shape),
+            smallest=self.sum_smallest(shape),
         )
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:

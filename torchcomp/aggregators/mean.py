@@ -58,7 +58,8 @@ class Mean(OneWay):
         bounds = [] if alpha is None else [math.sqrt(1 - alpha)]
         bounds += [] if omega is None else [3 * math.sqrt(omega)]
         error = min(bounds, default=math.inf) + self.sum_rounding(shape)
-        return Law(error=error, per_parameter=self.compressor.elementwise)
+        smallest = self.sum_smallest(shape)
+        return Law(error=error, per_parameter=self.compressor.elementwise, smallest=smallest)
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
         route = self.route(bucket.shape, exchange, state, key)

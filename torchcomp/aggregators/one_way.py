@@ -80,8 +80,18 @@ class OneWay(Aggregator):
         # In 16 bits, each hop rounds the partial sum, and no residual records it.
         if not self.compressor.summable:
             return 0.0
+        return 4 * self._sum_numbers(shape).eps
+
+    def sum_smallest(self, shape: BucketShape) -> float:
+        """Return the distance of the smallest numbers of an all-reduce; 0 without one."""
+        if not self.compressor.summable:
+            return 0.0
+        numbers = self._sum_numbers(shape)
+        return numbers.tiny * numbers.eps
+
+    def _sum_numbers(self, shape: BucketShape) -> torch.finfo:
         (values,) = self.compressor.layout(1, shape.dtype)
-        return 4 * torch.finfo(values.dtype).eps
+        return torch.finfo(values.dtype)
 
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
         collective = _collective(self, shape, world_size)

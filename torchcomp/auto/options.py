@@ -69,8 +69,10 @@ class Auto(Component):
                 `within` leaves none.
         """
         kept = [MEAN, *(each for each in candidates if each != MEAN)]
-        for each in kept:
-            if kept.count(each) > 1:
+        # By name: a choice is printed and saved as text.
+        names = list(map(str, kept))
+        for each in names:
+            if names.count(each) > 1:
                 raise SpecError(f"auto: the candidate '{each}' appears twice", "candidates")
         if self.within is not None:
             most = _points(self.within)

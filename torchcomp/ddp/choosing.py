@@ -25,6 +25,9 @@ from torchcomp.spec import parse_aggregator
 
 _log = logging.getLogger(__name__)
 
+_PATIENCE = 10
+"""Steps that a trial waits for the residual of the method before it."""
+
 _TRIAL, _WATCH, _ENDED = "trial", "watch", "ended"
 
 Made = TypeVar("Made")
@@ -78,6 +81,7 @@ class Choosing(Buckets):
         self._end: Mark | None = None  # of the last step
         self._answers: list[int] = []  # whether any rank has each of the flags, once it is known
         self._verified = False  # whether the ranks have the same phase
+        self._waited = 0  # steps of a trial in which the residual was sent
 
     # --- One step ---
 
@@ -156,6 +160,12 @@ class Choosing(Buckets):
             # An error is raised with those of the exchange, after DDP has ended its step.
             self._kept(lambda: self._record(Timed(before, computed, averaged, end, self._copying)))
         if self.failure is not None:
+            if self._timed_method:
+                _log.error(
+                    "auto: this step failed while it timed the candidate '%s'. If the error below "
+                    "is one of this method, leave it out of candidates",
+                    self._methods[self._timed_method],
+                )
             self._forget_step()
 
     def _meet(self) -> None:
@@ -194,7 +204,9 @@ class Choosing(Buckets):
 
     def close(self, timeout: float | None = None) -> None:
         self._used.close(timeout)
-        self._follow(None, None)
+        # The phase stays: the state can be saved after this.
+        self._timed, self._timed_method = None, 0
+        self._copies.clear()
 
     # --- What the steps show ---
 
@@ -205,12 +217,18 @@ class Choosing(Buckets):
             section = {"auto": self._section()}
             self.everyone.verify("the first step", section, checkpoint.ONE_STEP)
             self._verified = True
-        if self.averager.flushing:
-            return
         if self._trial is not None:
+            # A residual that no step can send, of parameters that are not used any more, would
+            # keep the trial waiting for ever.
+            self._waited += self.averager.flushing
+            if self.averager.flushing and self._waited <= _PATIENCE:
+                return
             if self._trial.add(timed):
                 self._end_round(self._trial)
         elif self._pace is not None:
+            # A method that is warming up changes its own pace.
+            if self.averager.flushing or self.averager.step < self.averager.aggregator.stages[-1]:
+                return
             # With check="late", the answers come one step later.
             if self._answers:
                 answers, self._answers = self._answers, []
@@ -269,7 +287,7 @@ class Choosing(Buckets):
 
     def _follow(self, trial: Trial | None, pace: Pace | None) -> None:
         """Go on with a trial, with the chosen method, or with neither."""
-        self._trial, self._pace = trial, pace
+        self._trial, self._pace, self._waited = trial, pace, 0
         self._timed, self._timed_method, self._answers = None, 0, []
         if trial is None:
             self._copies.clear()

@@ -5,12 +5,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import wire
 from torchcomp.aggregators import Aggregator, planned_two_levels
 from torchcomp.aggregators.rehearsal import rehearse_all
-from torchcomp.auto import Auto, Trial
+from torchcomp.auto import Auto
 from torchcomp.averager import Averager
 from torchcomp.bucket import Group, partition
 from torchcomp.component import Component
@@ -38,7 +39,7 @@ from torchcomp.hooks.executors import transport
 from torchcomp.hooks.log import log_auto, log_method, log_optimizers
 from torchcomp.hooks.optimizer_lrs import OptimizerLRs
 from torchcomp.nodes import Nodes
-from torchcomp.spec import parse_aggregator, parse_registered
+from torchcomp.spec import candidates, parse_registered
 
 _Checked = tuple[
     Sequence[Aggregator], tuple[Group, ...], OptimizerLRs | None, Nodes | None, Auto | None
@@ -72,7 +73,7 @@ def register_ddp(
         seed=options.seed,
         late=options.late,
         guard=options.guard,
-        replicas=Replicas(parameters),
+        replicas=Replicas(_replicated(model)),
     )
     buckets: Buckets
     if isinstance(everyone, InProcessExchange):
@@ -102,6 +103,12 @@ def register_ddp(
         if auto is not None:
             log_auto(auto, methods)
     return handle
+
+
+def _replicated(model: DistributedDataParallel) -> dict[str, Tensor]:
+    """Return all parameters that the ranks have in common, frozen ones as well."""
+    ignored = model.parameters_to_ignore
+    return {name: p for name, p in model.module.named_parameters() if name not in ignored}
 
 
 def _ranks_of(
@@ -167,6 +174,4 @@ def _methods(spec: str | Component, options: Options) -> tuple[Sequence[Aggregat
             "auto times methods among ranks that stay, and a manager's ranks come and go: "
             "register one method with it"
         )
-    methods = parsed.methods([parse_aggregator(each) for each in parsed.candidates])
-    Trial(len(methods), parsed.steps)  # raises if there are too few steps
-    return methods, parsed
+    return candidates(parsed), parsed

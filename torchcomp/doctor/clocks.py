@@ -47,7 +47,10 @@ def _asked(connection: socket.socket) -> tuple[float, float]:
     """Return the offset by one ping-pong, from its middle, and the largest error."""
     sent = time.time()
     connection.sendall(b"?")
-    (there,) = _TIME.unpack(connection.recv(_TIME.size, socket.MSG_WAITALL))
+    answer = connection.recv(_TIME.size, socket.MSG_WAITALL)
+    if len(answer) < _TIME.size:
+        raise ConnectionError("the other rank closed the connection")
+    (there,) = _TIME.unpack(answer)
     received = time.time()
     return there - (sent + received) / 2, (received - sent) / 2
 

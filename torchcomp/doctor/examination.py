@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -56,9 +56,10 @@ class Results:
         verdict: on the steps; None without a workload, or for one rank.
         workload: what trained, or "".
         seconds: how long all took.
+        error: why the rest was not measured, or "".
     """
 
-    backend: str
+    backend: str = ""
     facts: list[Facts] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     clocks: list[Clock] = field(default_factory=list)
@@ -70,6 +71,12 @@ class Results:
     verdict: Verdict | None = None
     workload: str = ""
     seconds: float = 0.0
+    error: str = ""
+
+    @property
+    def fatal(self) -> bool:
+        """Whether the ranks cannot train together."""
+        return any(finding.fatal for finding in self.findings)
 
     @property
     def world_size(self) -> int:
@@ -82,31 +89,34 @@ class Results:
         return [each.node for each in self.facts]
 
 
-def examined(job: Job, options: argparse.Namespace) -> Results:
+def measure(job: Job, options: argparse.Namespace, results: Results) -> None:
     """Measure a job as its options say.
+
+    Args:
+        job: this rank.
+        options: of the command line.
+        results: gets what is measured, step by step.
 
     Raises:
         NotMeasured: if a rank is missing or a script fails.
         SpecError: if the model cannot be built.
     """
     began, say = time.monotonic(), _reporter(job)
-    results = Results(job.backend)
     say("connecting every pair of ranks")
     connections = Connections(job)
     try:
         rows = job.gather("facts", vars(own_facts(job, connections.address)))
         results.facts = [Facts(**row) for row in rows]
         results.findings += findings.of_facts(results.facts)
-        failed = connections.connect()
-        results.findings += findings.of_connections(failed)
-        if not failed:
+        results.findings += findings.of_connections(connections.connect())
+        if not results.fatal:
             _measure_wires(job, connections, results, say)
     finally:
         connections.close()
-    if not failed:
+    # With a link that failed, or two backends, making the group would wait for minutes.
+    if not results.fatal:
         _measure_group(job, options, results, say)
     results.seconds = time.monotonic() - began
-    return results
 
 
 def _measure_wires(
@@ -166,6 +176,8 @@ def _measure_group(
                     say,
                 )
                 results.findings += findings.of_links(results.nccl_links)
+                if results.fatal:
+                    return
             say("measuring collectives")
             results.collectives = measure_collectives(
                 ProcessGroupExchange(None, job.device), seconds=options.seconds / 2
@@ -200,7 +212,10 @@ def _measure_steps(
     else:
         results.workload = " ".join(options.script)
         say(f"running {results.workload}")
-        run_script(options.script, phases)
+        # With --json -, stdout is for the JSON.
+        out = redirect_stdout(sys.stderr) if options.json == "-" else nullcontext()
+        with out:
+            run_script(options.script, phases)
         _leave_group(job, "script")
     rows = [[each.mode, each.seconds] for each in phases.results()]
     ranks = [

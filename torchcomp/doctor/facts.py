@@ -22,6 +22,7 @@ class Facts:
 
     Attributes:
         host: name of the machine.
+        backend: "gloo" or "nccl".
         node: number of the node.
         local_world_size: ranks of the node.
         torch: version of torch.
@@ -42,6 +43,7 @@ class Facts:
     """
 
     host: str
+    backend: str
     node: int
     local_world_size: int
     torch: str
@@ -68,6 +70,7 @@ def own_facts(job: Job, address: str) -> Facts:
     on_gpu = job.backend == "nccl"
     return Facts(
         host=socket.gethostname(),
+        backend=job.backend,
         node=job.node,
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         torch=torch.__version__,

@@ -112,12 +112,19 @@ def of_facts(facts: Sequence[Facts]) -> list[Finding]:
             shown = "; ".join(
                 f"{value or 'none'} on {ranks_named(ranks)}" for value, ranks in groups.items()
             )
-            found.append(Finding(code, odd, f"{what} differ: {shown}", advice))
+            fatal = code == "backends"
+            found.append(Finding(code, odd, f"{what} differ: {shown}", advice, fatal))
     return found + _of_shared_memory(facts)
 
 
 _VERSIONS = "install the same versions on all nodes"
 _EQUAL = {
+    "backend": (
+        "backends",
+        "backends",
+        "a rank without a GPU takes gloo: start fewer ranks per node, check the driver, or pass "
+        "--backend",
+    ),
     "torch": ("versions", "versions of torch", _VERSIONS),
     "torchcomp": ("versions", "versions of torchcomp", _VERSIONS),
     "python": ("versions", "versions of Python", _VERSIONS),
@@ -188,6 +195,7 @@ def of_links(links: Sequence[Link], fastest: float = math.inf) -> list[Finding]:
             (link.source, link.target),
             f"the link from rank {link.source} to rank {link.target} failed: {link.error}",
             "it connected before: look for lost packets and for a firewall with a limit",
+            fatal=True,
         )
         for link in links
         if link.error

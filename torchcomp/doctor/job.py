@@ -22,15 +22,7 @@ Store = Any
 
 
 class NotMeasured(RuntimeError):
-    """The job cannot be measured: a rank is missing, or a script failed.
-
-    Attributes:
-        speaker: the rank that reports it, because others raise the same error; None if they do not.
-    """
-
-    def __init__(self, message: str, speaker: int | None = None) -> None:
-        super().__init__(message)
-        self.speaker = speaker
+    """The job cannot be measured: a rank is missing, or a script failed."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +78,7 @@ class Job:
             missing = [rank for rank, found in enumerate(there) if not found]
             raise NotMeasured(
                 f"{ranks_named(missing)} of {self.world_size} did not report {name!r} within "
-                f"{seconds:.0f} s: look at the logs of these ranks",
-                speaker=there.index(True),
+                f"{seconds:.0f} s: look at the logs of these ranks"
             ) from None
         except dist.DistError as error:
             raise NotMeasured(f"the store of the job was lost: {error}") from None
@@ -96,6 +87,13 @@ class Job:
     def barrier(self, name: str, seconds: float | None = None) -> None:
         """Wait until every rank is here."""
         self.gather(name, None, seconds)
+
+    def is_first(self, name: str) -> bool:
+        """Return whether no other rank has asked this with the same name."""
+        try:
+            return int(self.store.add(f"{name}/asked", 1)) == 1
+        except dist.DistError:
+            return True  # without the store, nobody knows
 
 
 _CPU = torch.device("cpu")

@@ -10,12 +10,13 @@ gradient, the optimizer and the loader.
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
@@ -23,6 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     bf16_compress_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchcomp.doctor.job import Job, NotMeasured
 
@@ -38,6 +40,7 @@ WARM_UP = 3
 
 _ROUNDS = 3
 _FIRST_STEPS, _MOST_STEPS = 3, 20  # of a mode, in the first and in later rounds
+_MOST_ALONE = 50  # steps of an optimizer, without a gradient that was exchanged
 
 
 class Finished(BaseException):
@@ -72,8 +75,7 @@ class Phases:
         modes: which modes to measure.
         seconds: the measured steps of each mode.
         steps: steps so far, measured or not.
-        model: the DDP model that counts, the first one; None before there is one.
-        parameters: shapes and dtypes of what it trains, by name.
+        parameters: shapes and dtypes of what the model that counts trains, by name.
         finished: whether all is measured.
     """
 
@@ -82,29 +84,41 @@ class Phases:
     modes: tuple[str, ...] = MODES
     seconds: dict[str, list[float]] = field(default_factory=dict)
     steps: int = 0
-    model: DistributedDataParallel | None = None
-    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    parameters: Mapping[str, torch.Tensor] = field(default_factory=dict)
     finished: bool = False
 
     def __post_init__(self) -> None:
         self.mode = PLAIN if PLAIN in self.modes else self.modes[0]
         self._marks: list[Any] = []
         self._agreements = 0
+        # The models are not kept: one that outlives its process group can make gloo abort.
+        self._attached: list[Mapping[str, torch.Tensor]] = []
+        self._counts: int | None = None  # number of the model that counts
+        self._alone = 0  # steps of the optimizers before the first exchange
         self._plan = self._planned()
         self._left = next(self._plan)
 
     def attach(self, model: DistributedDataParallel) -> None:
-        """Measure the steps of a model from now on; the second model follows the first one."""
-        counts = self.model is None
-        if counts:
-            self.model = model
-            trained = ((n, p) for n, p in model.module.named_parameters() if p.requires_grad)
-            self.parameters = {name: torch.empty_like(p, device="meta") for name, p in trained}
-        DistributedDataParallel.register_comm_hook(model, _Bucketwise(self, counts), hook)
+        """Measure the steps of a model from now on.
+
+        Of several models, the first one that exchanges gradients counts. The others follow it.
+        """
+        state = _Bucketwise(self, len(self._attached), model.process_group)
+        trained = ((n, p) for n, p in model.module.named_parameters() if p.requires_grad)
+        self._attached.append({n: torch.empty_like(p, device="meta") for n, p in trained})
+        DistributedDataParallel.register_comm_hook(model, state, hook)
         model.register_forward_pre_hook(self._stop)
 
-    def step(self) -> None:
-        """Count a step, in its last bucket."""
+    def step(self, number: int) -> None:
+        """Count a step of a model, in its last bucket.
+
+        Args:
+            number: of the model, in the order in which they were attached.
+        """
+        if self._counts is None:
+            self._counts, self.parameters = number, self._attached[number]
+        if self.finished or number != self._counts:
+            return
         self.steps += 1
         self._marks.append(_mark(self.job.device))
         self._left -= 1
@@ -116,6 +130,13 @@ class Phases:
             except StopIteration:
                 self.finished = True
 
+    def optimized(self, *_: Any) -> None:
+        """Count a step of an optimizer, and end a script in which no gradient is exchanged."""
+        if not self.steps:
+            self._alone += 1
+            if self._alone == _MOST_ALONE:
+                raise Finished
+
     def results(self) -> list[StepTimes]:
         """Return the times of each mode.
 
@@ -123,26 +144,32 @@ class Phases:
             NotMeasured: if the training loop ended before every mode was measured.
         """
         missing = [mode for mode in self.modes if not self.seconds.get(mode)]
+        if not self.steps:
+            raise NotMeasured(
+                f"no model in DistributedDataParallel exchanged gradients, in {self._alone} steps "
+                "of the optimizers: doctor measures a training loop with such a model"
+            )
         if missing:
+            least = WARM_UP + len(self.modes) * (1 + _FIRST_STEPS) + (PLAIN in self.modes)
             raise NotMeasured(
                 f"the training loop ended after {self.steps} steps with gradients, before "
-                f"{missing[0]!r} could be measured: let it run for at least "
-                f"{WARM_UP + len(self.modes) * (1 + _FIRST_STEPS)} steps, with a model in "
-                "DistributedDataParallel",
-                speaker=0,
+                f"{missing[0]!r} could be measured: let it run for at least {least} steps"
             )
         return [StepTimes(mode, tuple(self.seconds[mode])) for mode in self.modes]
 
     def _planned(self) -> Generator[int, list[float], None]:
         """Yield how many steps to take next, and receive the seconds of each."""
-        began = time.monotonic()
         share = self.budget / _ROUNDS / len(self.modes)
         yield WARM_UP
+        # Only now: a script can take longer to begin.
+        began = time.monotonic()
         for most in (_FIRST_STEPS, *[_MOST_STEPS] * (_ROUNDS - 1)):
             for mode in self.modes:
+                # A step contains the exchange of the last one before it. Without an exchange, fast
+                # ranks run ahead: with one again, their first exchange waits for the others.
+                settling = 2 if self.mode == NO_EXCHANGE != mode else 1
                 self.mode = mode
-                # This one contains the exchange of the last step before it.
-                yield 1
+                yield settling
                 seconds = yield 1
                 more = self._agreed(min(most, int(share / max(seconds[0], 1e-6))) - 1)
                 if more > 0:
@@ -166,24 +193,31 @@ class Phases:
 
 @dataclass(frozen=True)
 class _Bucketwise:
-    """The state of the hook: the phases, and whether the steps of this model count."""
+    """The state of the hook of a model.
+
+    Attributes:
+        phases: the phases.
+        number: of the model, in the order in which they were attached.
+        group: the ranks that average its gradients.
+    """
 
     phases: Phases
-    counts: bool
+    number: int
+    group: dist.ProcessGroup
 
 
 def hook(state: _Bucketwise, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Exchange a bucket as the current mode does."""
     last = bucket.is_last()
-    exchanged = _HOOKS[state.phases.mode](None, bucket)
-    if last and state.counts and not state.phases.finished:
-        state.phases.step()
+    exchanged = _HOOKS[state.phases.mode](state.group, bucket)
+    if last:
+        state.phases.step(state.number)
     return exchanged
 
 
 @contextmanager
 def every_model(phases: Phases) -> Iterator[None]:
-    """Attach the phases to every DDP model that is made in this block."""
+    """Attach the phases to every DDP model that is made, and every optimizer, in this block."""
     made = DistributedDataParallel.__init__
 
     def init(model: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
@@ -191,9 +225,11 @@ def every_model(phases: Phases) -> Iterator[None]:
         phases.attach(model)
 
     DistributedDataParallel.__init__ = init  # type: ignore[assignment, method-assign]
+    handle = register_optimizer_step_post_hook(phases.optimized)
     try:
         yield
     finally:
+        handle.remove()
         DistributedDataParallel.__init__ = made  # type: ignore[method-assign]
 
 

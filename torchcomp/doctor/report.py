@@ -34,7 +34,7 @@ _PREDICTED = (
 
 def status(results: Results) -> int:
     """Return the exit status."""
-    if any(finding.fatal for finding in results.findings):
+    if results.error or results.fatal:
         return NOT_MEASURED
     return FOUND if results.findings else HEALTHY
 
@@ -205,7 +205,9 @@ def _sentence(finding: Finding) -> str:
 
 def _verdict(results: Results) -> Iterator[str]:
     verdict = results.verdict
-    if any(finding.fatal for finding in results.findings):
+    if results.error:
+        yield wrapped("", f"verdict: none, because {results.error}")
+    elif results.fatal:
         yield wrapped("", "verdict: the ranks cannot train together, see the findings")
     elif verdict is not None:
         share = f"{verdict.waiting:.0%} of the step waits for gradients"

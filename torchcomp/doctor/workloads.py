@@ -53,6 +53,8 @@ def train_named(name: str, batch: int, job: Job, phases: Phases) -> None:
         while True:
             optimizer.zero_grad()
             scores = model(images)
+            if isinstance(scores, tuple):  # of a model with auxiliary outputs, such as GoogLeNet
+                scores = scores[0]
             labels = torch.zeros(batch, dtype=torch.int64, device=job.device)
             loss: Any = nn.functional.cross_entropy(scores, labels)
             loss.backward()
@@ -166,13 +168,14 @@ def run_script(words: Sequence[str], phases: Phases) -> None:
     except Finished:
         pass
     except SystemExit as stop:
-        if stop.code not in (None, 0):
+        # A script can catch Finished and end in its own way: all is measured then.
+        if stop.code not in (None, 0) and not phases.finished:
             raise NotMeasured(f"{rest[0]} ended with exit status {stop.code}") from None
     except Exception as error:
-        hint = _HOOK if isinstance(error, UnsupportedModelError) else ""
-        raise NotMeasured(f"{rest[0]} raised {type(error).__name__}: {error}{hint}") from error
+        if not phases.finished:
+            hint = _HOOK if isinstance(error, UnsupportedModelError) else ""
+            raise NotMeasured(f"{rest[0]} raised {type(error).__name__}: {error}{hint}") from error
     finally:
         sys.argv, sys.path[0] = before
         # A DDP model that outlives its group can make gloo abort.
-        phases.model = None
         gc.collect()

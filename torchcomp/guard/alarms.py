@@ -8,6 +8,7 @@ from statistics import median
 from torchcomp.aggregators import Law
 from torchcomp.checkpoint import listed
 from torchcomp.guard.report import Sums
+from torchcomp.guard.samples import MOST
 from torchcomp.guard.watch import Found
 
 LEAST = 1e-3
@@ -16,6 +17,7 @@ LEAST = 1e-3
 Members = Sequence[tuple[int, ...]]
 
 _EPS = 2.0**-23  # of float32, in which is measured
+_FLOOR = 1e-18  # a norm whose square float32 still has
 _LOST = 0.5  # share of the dense mean
 _SILENT = 1e-3  # of the other ranks' median norm
 _FAINT = 1e-3  # of the model's gradient per element (root mean square)
@@ -81,8 +83,11 @@ def _imbalance(step: int, found: Found, members: Members) -> Iterator[Alarm]:
         sums = Sums.total(found.sums[name] for name in names)
         gradients = math.sqrt(sums.gradients)
         # Of the residual and what is added to it, and of the mean.
-        kept = max(found.residual_eps, _EPS) ** 2 * (sums.residuals + sums.gradients)
-        rounding = 4 * math.sqrt(kept + max(found.mean_eps, _EPS) ** 2 * sums.applied)
+        kept = sums.residuals + sums.gradients + sums.applied
+        rounded = max(found.residual_eps, _EPS) ** 2 * kept
+        rounding = 4 * math.sqrt(rounded + max(found.mean_eps, _EPS) ** 2 * sums.applied)
+        # And of elements below what a dtype can represent, or the squares of which float32 cannot.
+        rounding += _FLOOR + 4 * law.smallest * math.sqrt(sums.numel)
         # Twice, because sketches of a few columns are not exact.
         limit = LEAST + 2 * law.error
         if math.sqrt(sums.left) > limit * gradients + rounding:
@@ -135,7 +140,9 @@ def _starved(step: int, found: Found, members: Members) -> Iterator[Alarm]:
         # Where a sum over a batch is zero, such as for a bias before a normalisation, its rounding
         # errors can be too small for the method's dtype.
         faint = sums.gradients * others.numel <= _FAINT**2 * others.gradients * sums.numel
-        return sums.starved > 0 and usual * sums.samples >= _EXPECTED and not faint
+        # Of a small parameter, all elements are sampled: none was sent.
+        enough = usual * sums.samples >= _EXPECTED or sums.numel <= MOST
+        return sums.starved > 0 and enough and not faint
 
     wrong = [name for name, sums in found.sums.items() if counts(sums)]
     if wrong:

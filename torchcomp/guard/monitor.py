@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +17,10 @@ from torchcomp.guard.watch import Found, Watch
 from torchcomp.state import State
 
 _log = logging.getLogger(__name__)
+
+_NOTHING = frozenset[str]()
+_LONGEST = 64
+"""Longest pause, in comparisons."""
 
 MENDED = ("imbalance", "lost", "starved", "residual changed")
 """Kinds of alarms that an uncompressed average ends."""
@@ -43,7 +48,7 @@ class Monitor:
         self,
         step: int,
         method: Aggregator,
-        shapes: Sequence[BucketShape],
+        shapes: Callable[[], Sequence[BucketShape]],
         ratios: Mapping[str, float],
     ) -> None:
         """Begin a step.
@@ -51,7 +56,7 @@ class Monitor:
         Args:
             step: number of steps before it.
             method: the method of this step.
-            shapes: shapes of all its buckets.
+            shapes: returns the shapes of all its buckets.
             ratios: by parameter name, what the residual was multiplied by since the last step.
         """
 
@@ -168,7 +173,7 @@ class GuardMonitor(Monitor):
         self,
         step: int,
         method: Aggregator,
-        shapes: Sequence[BucketShape],
+        shapes: Callable[[], Sequence[BucketShape]],
         ratios: Mapping[str, float],
     ) -> None:
         self._watch.begin(step, method, shapes, ratios)
@@ -188,10 +193,10 @@ class GuardMonitor(Monitor):
             self._compared = step, found, same
 
     def undo(self, names: Iterable[str]) -> None:
-        self._watch.samples.undo(names)
+        self._watch.undo(names)
 
     def forget(self) -> None:
-        self._watch.samples.forget()
+        self._watch.forget()
 
     def discard(self) -> None:
         self._compared = None
@@ -207,6 +212,8 @@ class GuardMonitor(Monitor):
 
     def settle(self, step: int) -> frozenset[str]:
         self._judge()
+        if not self._pauses:
+            return _NOTHING
         return frozenset(name for name, pause in self._pauses.items() if step < pause.until)
 
     def _judge(self) -> None:
@@ -232,21 +239,28 @@ class GuardMonitor(Monitor):
             names = self._names
         for name in names:
             last, steps = self._pauses.get(name), self._guard.every
-            # It has not recovered: the last pause ended not long ago.
-            if last is not None and alarm.step - last.until <= 2 * self._guard.every:
-                steps = 2 * last.steps
+            if last is not None:
+                # Negative in the pause, whose steps are not those of the method.
+                ended = alarm.step - last.until
+                if ended <= 0:
+                    steps = last.steps
+                elif ended <= 2 * self._guard.every:  # it has not recovered
+                    steps = min(2 * last.steps, _LONGEST * self._guard.every)
             self._pauses[name] = Pause(alarm.step + steps, steps)
 
     def _publish(self, found: Sequence[Alarm]) -> None:
         """Report those that say more than the alarms of the last comparison."""
         known, self.alarms = self.alarms, tuple(found)
-        for alarm in found:
-            if any(alarm.is_part_of(other) for other in known):
-                continue
-            if self._guard.callback is not None:
-                self._guard.callback(alarm)
-            elif self._watch.exchange.rank == 0:
-                _log.warning("%s", alarm)
+        new = [alarm for alarm in found if not any(map(alarm.is_part_of, known))]
+        with ExitStack() as all_of_them:  # also after one that raises
+            for alarm in reversed(new):
+                all_of_them.callback(self._report, alarm)
+
+    def _report(self, alarm: Alarm) -> None:
+        if self._guard.callback is not None:
+            self._guard.callback(alarm)
+        elif self._watch.exchange.rank == 0:
+            _log.warning("%s", alarm)
 
     def state_dict(self) -> dict[str, list[int]]:
         return {name: [pause.until, pause.steps] for name, pause in self._pauses.items()}

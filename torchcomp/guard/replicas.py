@@ -1,6 +1,7 @@
 """Replicas: find parameters that differ between ranks that should have the same."""
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
 
@@ -14,8 +15,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16}
 """What the bits of a value are read as, by its bytes. Longer values are several int32."""
 
 _ROW = 509
-"""Number of values whose bits are added up at a time. It is odd, so that equal changes of all
-values, such as another sign or twice the value, do not add up to a multiple of 2**32."""
+"""Length of the rows whose values are added up in int32. Their columns are added up as well: two
+other signs cancel in a row, and remain in the columns."""
 
 
 class Replicas:
@@ -37,7 +38,7 @@ class Replicas:
             A function that waits for the result: whether all ranks have the same parameters.
         """
         sums = self._sums(exchange)
-        digest = (sums * _odd(len(sums), sums.device)).sum()
+        digest = _mixed(sums)
         # One message finds the minimum as well as the maximum, of each shard.
         own = sums.new_full((self._shards, 2), torch.iinfo(sums.dtype).min)
         own[self._shard].copy_(torch.stack([digest, -digest]))
@@ -75,12 +76,20 @@ def _checksum(values: Tensor) -> Tensor:
     # In logical order, because replicas can have other strides.
     bits = values.detach().flatten().view(_INTEGERS.get(values.element_size(), torch.int32))
     whole = bits.numel() // _ROW * _ROW
+    table, rest = bits[:whole].view(-1, _ROW), bits[whole:]
     # These wrap around, but adding up int32 in int64 would take ten times as long.
-    rows = bits[:whole].view(-1, _ROW).sum(1, dtype=torch.int32)
-    sums = torch.cat([rows, bits[whole:].sum(0, keepdim=True, dtype=torch.int32)]).long()
-    return (sums * _odd(len(sums), sums.device)).sum()
+    sums = [table.sum(dimension, dtype=torch.int32) for dimension in (0, 1)]
+    return _mixed(torch.cat([*sums, rest]).long())
 
 
-def _odd(count: int, device: torch.device) -> Tensor:
-    """Return odd numbers, by which sums are multiplied: equal changes then do not cancel."""
-    return torch.arange(count, device=device) * 2 + 1
+def _mixed(sums: Tensor) -> Tensor:
+    """Return the sum of integers, each with a factor of its own: equal changes do not cancel."""
+    return (sums * _factors(len(sums), sums.device)).sum()
+
+
+@lru_cache(maxsize=1024)
+def _factors(count: int, device: torch.device) -> Tensor:
+    """Return random odd numbers of 64 bits."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(-(2**62), 2**62, (count,), generator=generator)
+    return host.copy_to(drawn * 2 + 1, device)

@@ -1,7 +1,7 @@
 """Watch: measures in the steps of an averager what the guard compares."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,8 +13,9 @@ from torchcomp.aggregators import Aggregator, Law, planned_traffic
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.exchange import Exchange
 from torchcomp.guard.report import Compared, Report, Sums
-from torchcomp.guard.samples import Samples, filled, sample
+from torchcomp.guard.samples import MOST, Samples, filled, sample
 from torchcomp.guard.sketch import Sketch
+from torchcomp.guard.slots import Kept
 from torchcomp.guard.windows import Windows, windows
 from torchcomp.profiling import label
 from torchcomp.state import Kind, Slot, State
@@ -22,7 +23,11 @@ from torchcomp.state import Kind, Slot, State
 _WIDTHS = (251, 127, 61, 31, 17, 11)
 _SHARE = 0.008  # of the method's bytes, for a comparison
 _SCALARS = 10  # of `Sums`, all but those from sketches
+_STARVED, _CHANGED = 4, 5  # places among them
 _OLD = 0.98  # share of the sampled elements of a parameter
+# What should be sent in `age` steps of a parameter that is judged: a share of it, or if it is
+# small, this many of the sampled elements.
+_DUE, _SENDS = 0.2, 10
 _LARGER = 1.5  # times the largest residual of the other parameters
 
 
@@ -65,6 +70,39 @@ class Found:
         )
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What is looked up for a bucket once, and not in every step.
+
+    Attributes:
+        method: averages the bucket.
+        exchange: the ranks that average.
+        law: of the method.
+        slots: of the method, by name.
+        samples: followed in every step; None without a residual.
+        found: names of the slots that the residual is made of, on this rank.
+        others: names of the other slots in the law.
+        per_tensor: whether the method compresses each parameter apart from the others.
+        due: share of each parameter's elements that a message has; of a selection among several
+            parameters, the share of all.
+    """
+
+    method: Aggregator
+    exchange: Exchange
+    law: Law | None
+    slots: Mapping[str, Slot]
+    samples: Samples | None
+    found: tuple[str, ...]
+    others: tuple[str, ...]
+    per_tensor: bool
+    due: Tensor
+
+    def opened(self, state: State, names: Iterable[str]) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the values before and after the step of the slots that it has opened."""
+        pairs = ((name, state.in_flight(self.slots[name])) for name in names)
+        return {name: both for name, both in pairs if both is not None}
+
+
 class Watch:
     """Measures the steps of one averager.
 
@@ -76,15 +114,16 @@ class Watch:
 
     def __init__(self, every: int, age: int, exchange: Exchange) -> None:
         self.every, self._age, self.exchange = every, age, exchange
-        self.samples = Samples()
+        self._plans: dict[BucketShape, _Plan] = {}
+        self._kept = Kept()
+        self._ratios: Mapping[str, float] = {}
         # Number of the comparison that this step makes, or None.
         self._comparing: int | None = None
+        self._precedes = False  # whether the next step is compared
         self._width = _WIDTHS[-1]
         self._eps = 0.0, 0.0  # of the residual's dtype and of the mean's
         self._gradient: Tensor | None = None  # this rank's values of the bucket in flight
-        # The law and the slots of the bucket in flight.
-        self._law: Law | None = None
-        self._slots: Mapping[str, Slot] = {}
+        self._norms: list[Tensor] = []  # of this rank's gradients, squared
         # A row for each parameter of a bucket: two sketches, and the scalars of `Sums`.
         self._rows: list[tuple[BucketShape, Law | None, Tensor]] = []
         self._messages: list[Tensor] = []  # squared norms of this rank's messages
@@ -93,7 +132,7 @@ class Watch:
         self,
         step: int,
         method: Aggregator,
-        shapes: Sequence[BucketShape],
+        shapes: Callable[[], Sequence[BucketShape]],
         ratios: Mapping[str, float],
     ) -> None:
         """Begin a step.
@@ -101,49 +140,118 @@ class Watch:
         Args:
             step: number of steps before it.
             method: the method of this step.
-            shapes: shapes of all its buckets.
+            shapes: returns the shapes of all its buckets.
             ratios: by parameter name, what the residual was multiplied by since the last step.
         """
         self._rows.clear()
         self._messages.clear()
-        self._gradient, self._eps = None, (0.0, 0.0)
-        self.samples.begin(ratios)
+        self._norms.clear()
+        self._gradient, self._eps, self._ratios = None, (0.0, 0.0), ratios
         number, left = divmod(step + 1, self.every)
         self._comparing = None if left else number
+        self._precedes = (step + 2) % self.every == 0
         if self._comparing is not None:
-            self._width = _width(method, tuple(shapes), self.exchange.world_size, self.every)
+            ranks = self.exchange.world_size
+            self._width = _width(method, tuple(shapes()), ranks, self.every)
+
+    def forget(self) -> None:
+        """Begin anew, because the next step does not continue the last one."""
+        self._plans.clear()
+        self._kept.forget()
+
+    def undo(self, names: Iterable[str]) -> None:
+        """The step in flight is undone for these parameters: their state stays as it was."""
+        for plan in self._plans.values():
+            if plan.samples is not None:
+                plan.samples.undo(names)
+        self._kept.forget(names)
+
+    def _plan_of(self, method: Aggregator, bucket: Bucket) -> _Plan:
+        shape, device = bucket.shape, bucket.flat.device
+        known = self._plans.get(shape)
+        if known is not None and known.method is method and known.exchange is self.exchange:
+            return known
+        ranks, rank = self.exchange.world_size, self.exchange.rank
+        law, samples = method.law(shape), None
+        slots = {slot.name: slot for slot in method.slots(shape, ranks, rank)}
+        names, sizes = filled(shape)
+        in_law = () if law is None else dict.fromkeys(name for name, _, _ in law.terms())
+        found: tuple[str, ...] = ()
+        if law is not None and names and "error" in law.before and "error" in law.after:
+            found = tuple(name for name in law.before if not slots[name].sharded)
+            # The ages go on with another method of the same residual.
+            samples = known.samples if known is not None else None
+            samples = samples or Samples(shape, law, device)
+            samples.follow(law)
+        chosen_from = sizes if method.per_tensor else [shape.numel] * len(sizes)
+        due = torch.tensor([method.kept(size) / size for size in chosen_from])
+        plan = self._plans[shape] = _Plan(
+            method,
+            self.exchange,
+            law,
+            slots,
+            samples,
+            found,
+            tuple(name for name in in_law if name != "error"),
+            method.per_tensor,
+            host.copy_to(due, device),
+        )
+        return plan
 
     def before(self, bucket: Bucket, method: Aggregator) -> None:
         """Keep what the method is about to overwrite."""
-        exchange = self.exchange
-        self._law, self._slots = _parts(method, bucket.shape, exchange.world_size, exchange.rank)
-        if _has_residual(self._law):
-            self.samples.before(bucket)
+        plan = self._plan_of(method, bucket)
+        if plan.samples is not None:
+            plan.samples.before(bucket.flat)
         if self._comparing is not None and filled(bucket.shape)[0]:
-            cut = windows(bucket.shape, self._comparing).cut(bucket.flat)
-            self._gradient = cut.to(bucket.shape.wide().dtype)
+            wide = bucket.shape.wide().dtype
+            self._norms.append(torch.linalg.vector_norm(bucket.flat, dtype=wide).square())
+            self._gradient = windows(bucket.shape, self._comparing).cut(bucket.flat).to(wide)
 
     @label("guard")
     def after(self, bucket: Bucket, method: Aggregator, state: State) -> None:
         """Measure what the method has done with a bucket."""
-        if not filled(bucket.shape)[0]:
-            return
-        law, slots = self._law, self._slots
-        opened = {n: both for n, slot in slots.items() if (both := state.in_flight(slot))}
-        if law is not None and _has_residual(law):
-            before = {name: opened[name][0] for name in law.before if not slots[name].sharded}
-            self.samples.follow(bucket, law, before, opened["error"][1])
+        plan = self._plan_of(method, bucket)
+        law, slots = plan.law, plan.slots
+        if plan.samples is not None:
+            error = state.in_flight(slots["error"])
+            if error is not None:
+                opened = plan.opened(state, plan.found)
+                found = {name: before for name, (before, _) in opened.items()}
+                plan.samples.after(bucket.flat, found, error[1], self._ratios)
         if self._gradient is not None and self._comparing is not None:
             gradient, self._gradient = self._gradient, None
             part = windows(bucket.shape, self._comparing)
-            terms = set() if law is None else {name for name, _, _ in law.terms()}
+            opened = plan.opened(state, slots)
             cut = {
                 name: self._cut(part, bucket.shape, slots[name], both)
                 for name, both in opened.items()
-                if name in terms
+                if name == "error" or name in plan.others
             }
-            rows = self._compare(bucket, part, gradient, law, slots, cut, method.per_tensor)
+            rows = self._compare(bucket, part, gradient, plan, cut)
+            moved = self._moved(bucket.shape, plan, opened)
+            if moved is not None:
+                rows[:, 2 * self._width + _CHANGED].add_(moved)
             self._rows.append((bucket.shape, law, rows))
+        if self._precedes:
+            for name, (_, after) in plan.opened(state, plan.others).items():
+                self._kept.keep(bucket.shape, name, after)
+
+    def _moved(
+        self, shape: BucketShape, plan: _Plan, opened: Mapping[str, tuple[Tensor, Tensor]]
+    ) -> Tensor | None:
+        """Return how many elements of the slots besides the residual have changed, by parameter."""
+        if not self._ratios.keys().isdisjoint(shape.names):
+            self._kept.forget(shape.names)
+        total: Tensor | None = None
+        ranks, rank = self.exchange.world_size, self.exchange.rank
+        for name in plan.others:
+            if name in opened:
+                start = shape.shard(ranks, rank).start if plan.slots[name].sharded else 0
+                changed = self._kept.changed(shape, name, opened[name][0], start)
+                if changed is not None:
+                    total = changed if total is None else total + changed
+        return total
 
     def _cut(
         self, part: Windows, shape: BucketShape, slot: Slot, both: tuple[Tensor, Tensor]
@@ -163,10 +271,8 @@ class Watch:
         bucket: Bucket,
         part: Windows,
         gradient: Tensor,
-        law: Law | None,
-        slots: Mapping[str, Slot],
+        plan: _Plan,
         cut: Mapping[str, tuple[Tensor, Tensor]],
-        per_tensor: bool,
     ) -> Tensor:
         """Return what is to be added up over the ranks. Overwrites `gradient`.
 
@@ -174,17 +280,16 @@ class Watch:
             bucket: the mean that the step applies.
             part: the windows that are compared.
             gradient: those of this rank's gradient.
-            law: of the method.
-            slots: of the method, by name.
+            plan: of the bucket.
             cut: the windows of the slots' values before and after the step.
-            per_tensor: whether the method compresses each parameter apart from the others.
         """
+        law, slots = plan.law, plan.slots
         shape, ranks, device = bucket.shape, self.exchange.world_size, bucket.flat.device
         means = part.cut(bucket.flat).to(gradient.dtype)
         factors = part.factors(device)
         names, _ = filled(shape)
         sketch = _sketch(names, part.sizes, self._width, self.exchange.shard, means.dtype, device)
-        columns = self._columns(bucket, part, gradient, means, slots, cut, per_tensor)
+        columns = self._columns(bucket, part, gradient, means, plan, cut)
         dense, left = sketch(gradient), sketch.zeros()
         kept = slots["error"].dtype if "error" in slots else shape.dtype
         both = (torch.finfo(kept).eps, torch.finfo(shape.dtype).eps)
@@ -210,28 +315,29 @@ class Watch:
         part: Windows,
         gradient: Tensor,
         means: Tensor,
-        slots: Mapping[str, Slot],
+        plan: _Plan,
         cut: Mapping[str, tuple[Tensor, Tensor]],
-        per_tensor: bool,
     ) -> Tensor:
         """Return the scalars of `Sums` for each parameter."""
+        slots = plan.slots
         ranks, device, sizes = self.exchange.world_size, means.device, list(part.sizes)
         at, owner = sample(bucket.shape, device)
         factors, nothing = part.factors(device), torch.zeros(len(sizes), device=device)
         residuals, old, samples, starved = nothing, nothing, nothing, nothing
-        age, changed = self.samples.take(bucket.shape)
+        age, changed = (None, None) if plan.samples is None else plan.samples.take()
         for name, (_, after) in cut.items():
             if slots[name].kind is Kind.DEBT:
                 # The square of a shard is averaged over the ranks, of which the others have none.
                 share = ranks if slots[name].sharded else 1
                 residuals = residuals + _norms(after, sizes).square() / share
-        if age is not None:
+        if age is not None and "error" in cut:
             old = nothing.index_add(0, owner, (age >= self._age).float())
             # An element whose gradient is always zero has nothing to send.
             active = (bucket.flat.index_select(0, at) != 0).logical_or_(age > 0)
             samples = nothing.index_add(0, owner, active.float())
             largest = _norms(cut["error"][1], sizes, math.inf)
-            starved = _starved(old, samples, largest, per_tensor).float()
+            due, whole = plan.due * self._age, _numbers(part.whole, device)
+            starved = _starved(old, samples, largest, whole, due, plan.per_tensor).float()
         moved = nothing if changed is None else nothing.index_add(0, owner, changed.float())
         parts = [torch.split(values, sizes) for values in (gradient, means)]
         columns = [
@@ -264,9 +370,10 @@ class Watch:
         own = torch.zeros(4, ranks, device=device)
         gradients, messages, changed, starved = own[:, self.exchange.rank].unbind()
         for each in values:
-            gradients.add_(each[:, 2 * width + 2].sum(), alpha=ranks)
-            starved.add_(each[:, 2 * width + 4].sum())
-            changed.add_(each[:, 2 * width + 5].sum())
+            starved.add_(each[:, 2 * width + _STARVED].sum())
+            changed.add_(each[:, 2 * width + _CHANGED].sum())
+        for norm in self._norms:
+            gradients.add_(norm.to(device))
         for message in self._messages:
             messages.add_(message.to(device))
         numbers = torch.cat([*(each.flatten() for each in values), own.flatten()])
@@ -307,41 +414,35 @@ def _sums(rows: Tensor, width: int, exact: bool) -> list[Sums]:
     return [Sums(dense, left, *others) for dense, left, others in squares]
 
 
-def _starved(old: Tensor, samples: Tensor, largest: Tensor, per_tensor: bool) -> Tensor:
+def _starved(
+    old: Tensor, samples: Tensor, largest: Tensor, whole: Tensor, due: Tensor, per_tensor: bool
+) -> Tensor:
     """Return whether this rank sends nearly nothing of each parameter of a bucket.
 
     Args:
         old: number of sampled elements of each parameter whose residual has waited long.
         samples: number of sampled elements that wait or were sent.
         largest: largest magnitude of its residual.
+        whole: number of elements of each parameter.
+        due: share of its elements that should have been sent meanwhile, if all were different.
         per_tensor: whether the method compresses each parameter apart from the others.
     """
     starved = (old >= _OLD * samples).logical_and_(old > 0)
+    # Where few are due, few of the sampled elements are young.
+    many = due >= _DUE
     if per_tensor:
-        return starved
+        # Of a small parameter, all elements are sampled.
+        none_sent = (old >= samples).logical_and_(due * samples >= _SENDS)
+        return starved.logical_and_(torch.where(whole <= MOST, none_sent, many))
     # A method that selects the largest elements of several parameters sends nothing of one whose
     # elements are all small. If they are larger than those of the others, it should.
     others = largest.masked_fill(starved, 0).max()
-    return starved.logical_and_(largest > _LARGER * others)
+    starved.logical_and_(largest > _LARGER * others).logical_and_(samples >= _SENDS)
+    return starved.logical_and_(many.logical_or_(others > 0))
 
 
 def _norms(flat: Tensor, sizes: Sequence[int], order: float = 2) -> Tensor:
     return torch.stack(torch._foreach_norm(list(torch.split(flat, list(sizes))), order))
-
-
-def _has_residual(law: Law | None) -> bool:
-    """Whether the law says what the residual is, so that its elements can be followed."""
-    return law is not None and "error" in law.after and "error" in law.before
-
-
-# Cached, because each step asks.
-@lru_cache(maxsize=1024)
-def _parts(
-    method: Aggregator, shape: BucketShape, world_size: int, rank: int
-) -> tuple[Law | None, Mapping[str, Slot]]:
-    """Return the law and the slots of a method."""
-    slots = method.slots(shape, world_size, rank)
-    return method.law(shape), {slot.name: slot for slot in slots}
 
 
 @lru_cache(maxsize=1024)

@@ -150,7 +150,7 @@ def check_arguments(
                 "optimizer",
             )
     shared = {
-        "spec": method.spec,
+        "spec": Auto.name if method.proposes else method.spec,
         "compress": method.aggregator,
         "outer": method.outer,
         "parameters": [(name, tuple(p.shape), p.dtype) for name, p in parameters.items()],

@@ -130,6 +130,8 @@ class _Speeds:
         if times is None:
             raise SpecError("an exchange in two levels needs `inside`, the times inside a node")
         seconds = times.seconds(activity.kind, activity.nbytes)
+        if seconds <= 0:  # among one rank
+            return _Running(0.0, 0.0)
         # Measured alone, so no more of the core than there is.
         core = min(self._cores, times.cpu(activity.kind, activity.nbytes) / seconds)
         latency = min(seconds, times.seconds(activity.kind, 0))

@@ -122,9 +122,18 @@ class Training:
 
 
 def values_of(
-    model: nn.Module | None = None, numel: int | None = None, device: str | torch.device = "cpu"
+    model: nn.Module | None = None,
+    numel: int | None = None,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     """Return random parameters to record with, from a model (also on "meta") or a size.
+
+    Args:
+        model: the model.
+        numel: number of elements, in place of a model.
+        device: of the result.
+        dtype: of the elements, with `numel`.
 
     Raises:
         SpecError: if the model is too large, or not exactly one of the two is passed.
@@ -139,7 +148,7 @@ def values_of(
     starts = range(0, count, _CHUNK)
     return random_values(
         {
-            f"part {start}": torch.empty(min(_CHUNK, count - start), device="meta")
+            f"part {start}": torch.empty(min(_CHUNK, count - start), dtype=dtype, device="meta")
             for start in starts[: MOST_ELEMENTS // _CHUNK + 2]
         },
         device,
@@ -200,33 +209,46 @@ class Prediction:
         self._shapes = [BucketShape.of(group, parameters) for group in self._groups]
         self._compute = Compute.by_elements(self._shapes, run.step_seconds)
 
+    @property
+    def _exchanged(self) -> Aggregator:
+        """The method that exchanges: of gradients, or that averages weights."""
+        if isinstance(self._built, Schedule):
+            return self._average
+        if isinstance(self._built, Aggregator):
+            return self._built
+        return parse_aggregator("mean" if self._built == DDP else 'cast("bf16")')
+
     @cached_property
-    def _recording(self) -> Recording:
-        run, built = self._run, self._built
+    def _spans(self) -> list[tuple[Aggregator, float]]:
+        """The stages of the method, such as a warm-up, with the share of each in the exchanges."""
+        spans = self._exchanged.spans(self._syncs)
+        return [(method, steps / self._syncs) for method, steps in spans]
+
+    @cached_property
+    def _recordings(self) -> list[tuple[Recording, float]]:
+        """The exchange of each stage, with its share."""
+        made = ((self._recorded(method), share) for method, share in self._spans)
+        return [(recording.scaled(self._run.speedup), share) for recording, share in made]
+
+    def _recorded(self, method: Aggregator) -> Recording:
+        ranks = self._run.world_size
         # One rank decodes the messages of all of them, which takes long for many.
-        steps = 4 if run.world_size <= 16 else 2
-        if isinstance(built, Schedule):
-            made = record_average(
-                self._parameters,
-                run.world_size,
-                spec=self._average,
-                groups=self._groups,
-                steps=steps,
-            )
-        elif isinstance(built, Aggregator):
-            made = record(
-                built,
-                self._parameters,
-                run.world_size,
-                buckets=self._groups,
-                groups=self._groups,
+        steps = 4 if ranks <= 16 else 2
+        parameters, groups = self._parameters, self._groups
+        if isinstance(self._built, Schedule):
+            return record_average(parameters, ranks, spec=method, groups=groups, steps=steps)
+        if isinstance(self._built, Aggregator):
+            return record(
+                method,
+                parameters,
+                ranks,
+                buckets=groups,
+                groups=groups,
                 nodes=self._nodes,
                 steps=steps,
             )
-        else:
-            dtype = torch.bfloat16 if built == BF16 else None
-            made = record_all_reduce(self._parameters, buckets=self._groups, dtype=dtype)
-        return made.scaled(run.speedup)
+        dtype = torch.bfloat16 if self._built == BF16 else None
+        return record_all_reduce(parameters, buckets=groups, dtype=dtype)
 
     @cached_property
     def _syncs(self) -> int:
@@ -258,15 +280,21 @@ class Prediction:
         )
 
     def _step(self, link: Link, share: float) -> StepTime:
+        """Return the mean step of the run, of which this share exchanges something."""
+        if self._nodes > 1:
+            self._require_nodes(link)
+        alone = self._run.step_seconds
+        seconds = sum(part * self._seconds(each, link, share) for each, part in self._recordings)
+        return StepTime(seconds, alone)
+
+    def _seconds(self, recording: Recording, link: Link, share: float) -> float:
+        """Return the seconds of a step with one stage of the method."""
         run, ranks = self._run, self._run.world_size
-        recording = self._recording
         if isinstance(self._built, Schedule):
-            exposed = share * simulate_alone(recording, link.flat(ranks))
-            return StepTime(run.step_seconds + exposed, run.step_seconds)
+            return run.step_seconds + share * simulate_alone(recording, link.flat(ranks))
         if self._nodes == 1:
-            return simulate(recording, self._compute, link.flat(ranks))
-        self._require_nodes(link)
-        return simulate(recording, self._compute, link.between(ranks), link.inside(ranks))
+            return simulate(recording, self._compute, link.flat(ranks)).seconds
+        return simulate(recording, self._compute, link.between(ranks), link.inside(ranks)).seconds
 
     def _require_nodes(self, link: Link) -> None:
         if self._nodes != link.ranks_per_node:
@@ -276,17 +304,18 @@ class Prediction:
             )
 
     def _bytes(self, link: Link) -> float:
-        """Return the bytes of one exchange over the cards of all nodes."""
+        """Return the bytes of an exchange over the cards of all nodes, on average over the run."""
+        return sum(part * self._bytes_of(method, link) for method, part in self._spans)
+
+    def _bytes_of(self, method: Aggregator, link: Link) -> float:
         ranks, nodes = self._run.world_size, link.nodes(self._run.world_size)
         node = ranks // nodes
-        shapes, method = self._shapes, self._built
-        if isinstance(method, Schedule):
-            shapes, method = [shape.wide() for shape in shapes], self._average
-        elif not isinstance(method, Aggregator):
-            method = parse_aggregator("mean" if method == DDP else 'cast("bf16")')
+        shapes = self._shapes
         if method.whole_model:
             merged = merge(self._groups, self._parameters)
             shapes = [BucketShape.of(group, self._parameters) for group in merged]
+        if isinstance(self._built, Schedule):
+            shapes = [shape.wide() for shape in shapes]
         if nodes == 1:
             return 0.0
         if self._nodes > 1:
