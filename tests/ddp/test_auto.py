@@ -215,6 +215,25 @@ def test_the_residual_of_another_checkpoint_is_sent_before_the_trial(slow_mean: 
 CHOICE = {"method": "mean", "seconds": {"mean": 1.0}, "alone": 1.0, "average": 1.0, "step": 9}
 
 
+def with_other_candidates() -> tuple[str, str, list[str]]:
+    model = wrap(mlp())
+    handle = torchcomp.register(model, AUTO)
+    train(model, STEPS + 2)
+    chosen, state = str(handle.method), handle.state_dict()
+    resumed = wrap(mlp())
+    again = torchcomp.register(resumed, Auto(candidates=["powersgd(1)"], steps=20))
+    again.load_state_dict(state)
+    methods = [str(again.method)]
+    train(resumed, 2 * STEPS, STEPS + 2)
+    return chosen, str(again.choice.method), methods
+
+
+def test_a_choice_that_is_no_candidate_any_more_is_made_again(slow_mean: None) -> None:
+    for chosen, after, methods in on_threads(2, with_other_candidates):
+        assert (chosen, methods) == (TOPK, ["mean"])
+        assert after == "powersgd(1)"
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -367,12 +386,23 @@ def test_a_backward_pass_that_raises_leaves_the_state_before_it(at: int, slow_me
 
 @dataclass(frozen=True)
 class Broken(Mean):
-    """Raises on all ranks."""
+    """Raises on all ranks, but not on one alone."""
 
     name = "broken"
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
-        raise OSError("planted")
+        if exchange.world_size > 1:
+            raise OSError("planted")
+
+
+class BrokenOnRank1(Mean):
+    """Raises on rank 1, also alone."""
+
+    name = "broken_on_rank_1"
+
+    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
+        if dist.get_rank() == 1:
+            raise MemoryError
 
 
 def with_a_broken_candidate(unused: bool) -> tuple[Any, Any, bool]:
@@ -401,6 +431,20 @@ def test_a_candidate_that_fails_raises_at_the_end_of_the_backward_pass(
         assert same(before, after)
         assert right
     assert any(str(Broken()) in message for message in messages_of("ddp.choosing", caplog))
+
+
+@pytest.mark.parametrize("others", [[], [TOPK]])
+def test_a_candidate_that_fails_on_one_rank_is_left_out_on_all(
+    others: list[str], slow_mean: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    auto = Auto(candidates=[BrokenOnRank1(), *others], steps=STEPS + 8)
+    with mock.patch.object(register, "rehearse_all"):
+        found = on_threads(2, trained, auto, STEPS + 10)
+    for _, method, choice, methods in found:
+        assert methods[: STEPS - 1] == ["mean"] * (STEPS - 1)
+        assert method == (TOPK if others else "mean")
+        assert (choice is None) == (not others)
+    assert any(str(BrokenOnRank1()) in message for message in messages_of("ddp.choosing", caplog))
 
 
 def closed(steps: int) -> tuple[Any, Any]:

@@ -118,6 +118,15 @@ def test_a_wrong_scale(method):
     assert {"conv", "matrix"} <= set(found(method, fault)["imbalance"][0]) <= ALL
 
 
+@pytest.mark.parametrize("method", ['mean(quantize("int4"))', "topk(0.9)"])
+def test_a_wrong_scale_of_a_method_that_is_inexact(method):
+    def fault(rank):
+        for part in rank.mean.values():
+            part.mul_(2)
+
+    assert "imbalance" in found(method, fault)
+
+
 @pytest.mark.parametrize("method", [*METHODS, "mean", *thorough(["ef21(topk(0.1))"])])
 def test_a_wrong_scale_of_one_layer(method):
     def fault(rank):

@@ -58,6 +58,7 @@ def test_methods_are_spec_strings() -> None:
     assert quickstart.flags_of("dense") == []
     assert quickstart.flags_of("ef(topk(0.5))") == ["--compress", "ef(topk(0.5))"]
     assert quickstart.flags_of("every(8)") == ["--sync", "every(8)"]
+    assert quickstart.flags_of("auto(steps=40)") == ["--compress", "auto(steps=40)"]
     parsed = quickstart.parse(["--methods", "dense", "every(8)", "--ranks", "4", "--", "--lr", "1"])
     assert (parsed.methods, parsed.ranks) == (["dense", "every(8)"], 4)
     assert parsed.extra == ["--lr", "1"]

@@ -249,6 +249,8 @@ def convert(*flags: str) -> None:
         ),
         (["--resume"], RecipeError, "--resume: .*checkpoints"),
         (["--compress", "ef(topkk(0.01))"], torchcomp.SpecError, "topk"),
+        (["--compress", "auto(steps=2)", "--dry-run"], torchcomp.SpecError, "steps"),
+        (["--compress", "auto(candidates=[none])", "--dry-run"], torchcomp.SpecError, "none"),
         (["--sync", "qsr(alpha=0, h_base=4)"], torchcomp.SpecError, "alpha"),
         (["--sync", "topk(0.1)"], torchcomp.SpecError, "schedule"),
         (["--outer", "slowmo"], RecipeError, "--outer slowmo .*--sync"),

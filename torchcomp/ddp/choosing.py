@@ -21,6 +21,7 @@ from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket
 from torchcomp.ddp.averaging import Buckets, Step
 from torchcomp.errors import SpecError
+from torchcomp.exchange import InProcessExchange
 from torchcomp.spec import parse_aggregator
 
 _log = logging.getLogger(__name__)
@@ -68,8 +69,10 @@ class Choosing(Buckets):
 
     def __init__(self, used: Buckets, methods: Sequence[Aggregator], steps: int) -> None:
         super().__init__(used.averager, used.everyone, used.place, used.parameters, *used.lanes)
-        self._used, self._methods, self._steps = used, tuple(methods), steps
+        self._used, self._candidates, self._steps = used, tuple(methods), steps
+        self._methods = self._candidates  # those that are timed
         self._trial: Trial | None = Trial(len(methods), steps)
+        self._rehearsed = False  # whether this trial has tried its candidates
         self._pace: Pace | None = None
         self._copies = _Copies()
         self._timed: Buckets | None = None  # average the copies with the method that is timed
@@ -217,6 +220,8 @@ class Choosing(Buckets):
             section = {"auto": self._section()}
             self.everyone.verify("the first step", section, checkpoint.ONE_STEP)
             self._verified = True
+        if self._trial is not None and not self._rehearsed:
+            self._rehearse()
         if self._trial is not None:
             # A residual that no step can send, of parameters that are not used any more, would
             # keep the trial waiting for ever.
@@ -238,6 +243,44 @@ class Choosing(Buckets):
             self._pace.add(timed)
             if self._pace.reference is None and self._pace.full:
                 (self._pace.reference,) = self._agree([self._pace.take()])
+
+    def _rehearse(self) -> None:
+        """Leave out candidates that fail on some rank, such as for lack of memory."""
+        self._rehearsed = True
+        failed = [int(self._fails(method)) for method in self._candidates[1:]]
+        left_out = [False, *map(bool, self._agree(failed))]
+        pairs = list(zip(self._candidates, left_out, strict=True))
+        self._methods = tuple(method for method, out in pairs if not out)
+        # It is no part of the next step.
+        self._end = None
+        if any(left_out):
+            if self.everyone.rank == 0:
+                names = [str(method) for method, out in pairs if out]
+                _log.warning("auto: left out, because they failed: %s", checkpoint.listed(names))
+            timed = len(self._methods)
+            self._follow(Trial(timed, self._steps) if timed > 1 else None, None)
+
+    def _fails(self, method: Aggregator) -> bool:
+        """Try a method on this rank alone, with buckets as large as in training."""
+        used, device = self.averager, self.everyone.device
+        try:
+            averager = Averager(
+                method.settled,
+                InProcessExchange.alone(device),
+                used.parameters,
+                used.groups,
+                seed=used.seed,
+            )
+            averager.begin()
+            for group in averager.buckets:
+                shape = averager.shape_of(group)
+                flat = torch.linspace(-1, 1, shape.numel, dtype=shape.dtype, device=device)
+                averager.average(Bucket(shape, flat))
+            averager.finish()
+        except Exception:
+            _log.warning("auto: the candidate '%s' failed on this rank", method, exc_info=True)
+            return True
+        return False
 
     def _asking(self) -> Callable[[], None] | None:
         """Return what asks the other ranks, at the end of the step that begins, for their pace."""
@@ -283,6 +326,7 @@ class Choosing(Buckets):
         """Go on uncompressed, and time the candidates as soon as the residual was sent."""
         if self.averager.aggregator != MEAN:
             self.averager.use(MEAN)
+        self._methods, self._rehearsed = self._candidates, False
         self._follow(Trial(len(self._methods), self._steps), None)
 
     def _follow(self, trial: Trial | None, pace: Pace | None) -> None:
@@ -321,15 +365,17 @@ class Choosing(Buckets):
         super().load_state_dict(state)
         self._forget_step()
         self.choice, self._verified = choice, False
-        if section["phase"] == _TRIAL:
+        phase = section["phase"]
+        if phase == _WATCH and self.averager.aggregator not in self._candidates:
+            phase = _TRIAL
+        if phase == _TRIAL:
             self._begin_trial()
         else:
-            watch = section["phase"] == _WATCH
-            self._follow(None, Pace(section["reference"]) if watch else None)
+            self._follow(None, Pace(section["reference"]) if phase == _WATCH else None)
 
     def _method_to_load(self, state: Any) -> Aggregator:
         spec = state.get("spec") if isinstance(state, dict) else None
-        for method in self._methods:
+        for method in self._candidates:
             # Before it is parsed: a candidate can be an object of a class of the user.
             if str(method) == spec:
                 return method

@@ -110,13 +110,25 @@ def _imbalance(step: int, found: Found, members: Members) -> Iterator[Alarm]:
 
 
 def _lost(step: int, found: Found, members: Members) -> Iterator[Alarm]:
-    """Judge how much a method without a residual drops."""
+    """Judge how much a method without a residual drops, or applies more than once."""
     # An unbiased method can be further off than all of the gradient, and right on average.
     laws = {name: law for name, law in found.laws.items() if law is not None}
     without = [name for name, law in laws.items() if not law.after and law.error < 1]
     sums = Sums.total(found.sums[name] for name in without)
-    if sums.dense and sums.dot < (1 - _LOST) * sums.dense:
-        lost = 1 - sums.dot / sums.dense
+    lost = 1 - sums.dot / sums.dense if sums.dense else 0.0
+    if lost < -_LOST:
+        # A law as loose as that of a few bits allows it.
+        yield Alarm(
+            step,
+            "imbalance",
+            (),
+            (),
+            1 - lost,
+            1 + _LOST,
+            f"the applied mean is {1 - lost:.1f} times as large as the dense mean. A scale is "
+            "wrong, or messages are applied more than once",
+        )
+    if lost > _LOST:
         yield Alarm(
             step,
             "lost",
