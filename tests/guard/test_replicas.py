@@ -31,11 +31,12 @@ def test_a_changed_parameter_is_found_on_its_rank(change, dtype):
 
     def body(exchange):
         own = {name: each.clone() for name, each in values.items()}
-        same = Replicas(own).compare(exchange)()
+        same = Replicas(own).compare(exchange, 1)()
         if exchange.rank == 1:
             own["weight"] = CHANGES[change](own["weight"])
         replicas = Replicas(own)
-        return same, replicas.compare(exchange)(), replicas.differing(exchange)
+        found = [replicas.compare(exchange, number)() for number in (1, 2)]
+        return same, all(found), replicas.differing(exchange)
 
     assert small.on_ranks(3, body) == [(True, False, {"weight": (1,)})] * 3
 
@@ -46,7 +47,7 @@ def test_a_changed_small_parameter_is_found(change, numel):
     def body(exchange):
         values = normal(numel)
         changed = CHANGES[change](values) if exchange.rank == 1 else values
-        return Replicas({"bias": changed}).compare(exchange)()
+        return Replicas({"bias": changed}).compare(exchange, 1)()
 
     assert small.on_ranks(2, body) == [False, False]
 
@@ -56,6 +57,6 @@ def test_strides_do_not_count():
 
     def body(exchange):
         layout = torch.channels_last if exchange.rank else torch.contiguous_format
-        return Replicas({"weight": values.clone(memory_format=layout)}).compare(exchange)()
+        return Replicas({"weight": values.clone(memory_format=layout)}).compare(exchange, 1)()
 
     assert small.on_ranks(2, body) == [True, True]

@@ -189,7 +189,8 @@ class GuardMonitor(Monitor):
         if found is not None:
             replicas, same = self._replicas, _true
             if replicas is not None:
-                same = replicas.compare(self._watch.exchange)
+                number = step // self._guard.every
+                same = replicas.compare(self._watch.exchange, number)
             self._compared = step, found, same
 
     def undo(self, names: Iterable[str]) -> None:

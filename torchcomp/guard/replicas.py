@@ -1,6 +1,6 @@
 """Replicas: find parameters that differ between ranks that should have the same."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
@@ -15,8 +15,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16}
 """What the bits of a value are read as, by its bytes. Longer values are several int32."""
 
 _ROW = 509
-"""Length of the rows whose values are added up in int32. Their columns are added up as well: two
-other signs cancel in a row, and remain in the columns."""
+"""Length of the rows whose values are added up in int32. Every second comparison adds up columns
+instead: two other signs cancel in a row, and remain in the columns."""
 
 
 class Replicas:
@@ -31,13 +31,17 @@ class Replicas:
     def __init__(self, tensors: Mapping[str, Tensor], shard: int = 0, shards: int = 1) -> None:
         self._tensors, self._shard, self._shards = dict(tensors), shard, shards
 
-    def compare(self, exchange: Exchange) -> Callable[[], bool]:
+    def compare(self, exchange: Exchange, number: int) -> Callable[[], bool]:
         """Compare digests. All ranks call this.
+
+        Args:
+            exchange: the ranks.
+            number: of the comparison.
 
         Returns:
             A function that waits for the result: whether all ranks have the same parameters.
         """
-        sums = self._sums(exchange)
+        sums = self._sums(exchange, (number % 2,))
         digest = _mixed(sums)
         # One message finds the minimum as well as the maximum, of each shard.
         own = sums.new_full((self._shards, 2), torch.iinfo(sums.dtype).min)
@@ -55,7 +59,8 @@ class Replicas:
 
         All ranks call this. It pickles, and waits: call it only if they differ.
         """
-        own = self._shard, exchange.global_ranks[exchange.rank], self._sums(exchange).tolist()
+        sums = self._sums(exchange, (0, 1)).tolist()
+        own = self._shard, exchange.global_ranks[exchange.rank], sums
         found: dict[str, tuple[int, ...]] = {}
         for _, same_shard in groupby(sorted(exchange.gather_all(own)), itemgetter(0)):
             _, order, by_rank = zip(*same_shard, strict=True)
@@ -66,19 +71,25 @@ class Replicas:
                     found[name] = (*found.get(name, ()), *wrong)
         return found
 
-    def _sums(self, exchange: Exchange) -> Tensor:
+    def _sums(self, exchange: Exchange, dimensions: Sequence[int]) -> Tensor:
         """Return a checksum of each parameter, as integers."""
-        return torch.stack([_checksum(each).to(exchange.device) for each in self._tensors.values()])
+        tensors, device = self._tensors.values(), exchange.device
+        return torch.stack([_checksum(each, dimensions).to(device) for each in tensors])
 
 
-def _checksum(values: Tensor) -> Tensor:
-    """Return a sum of the bits of a tensor, which a change of its values changes."""
+def _checksum(values: Tensor, dimensions: Sequence[int]) -> Tensor:
+    """Return a sum of the bits of a tensor, which a change of its values changes.
+
+    Args:
+        values: of any shape and strides.
+        dimensions: 0 to add up columns, 1 to add up rows.
+    """
     # In logical order, because replicas can have other strides.
     bits = values.detach().flatten().view(_INTEGERS.get(values.element_size(), torch.int32))
     whole = bits.numel() // _ROW * _ROW
     table, rest = bits[:whole].view(-1, _ROW), bits[whole:]
     # These wrap around, but adding up int32 in int64 would take ten times as long.
-    sums = [table.sum(dimension, dtype=torch.int32) for dimension in (0, 1)]
+    sums = [table.sum(dimension, dtype=torch.int32) for dimension in dimensions]
     return _mixed(torch.cat([*sums, rest]).long())
 
 

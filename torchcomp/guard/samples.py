@@ -1,6 +1,7 @@
 """Samples: a few elements of every parameter, followed from step to step."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
@@ -25,6 +26,23 @@ _SAME = 0.01
 """Two values are the same up to this relative difference. The residual can have 16 bits."""
 
 
+@dataclass(frozen=True)
+class _Step:
+    """What is read of the sampled elements in one step.
+
+    Attributes:
+        gradient: of this rank.
+        found: the values before the step of the slots that the residual is made of.
+        left: the residual after the step.
+        mean: what the step applies.
+    """
+
+    gradient: Tensor
+    found: dict[str, Tensor]
+    left: Tensor
+    mean: Tensor
+
+
 class Samples:
     """Follows how long the residual of sampled elements waits, and whether it stays as it was.
 
@@ -42,26 +60,22 @@ class Samples:
         self._at, self._owner = sample(shape, device)
         self._names, self._law = filled(shape)[0], law
         self._ages = torch.zeros(len(self._at), dtype=torch.int32, device=device)
-        # A row for each step that was read: of the gradient, of the slots before the step, and of
-        # the mean. The residual after the step is one row further: row 0 is from the last step.
-        self._gradient, self._mean, self._left = _Rows(), _Rows(), _Rows()
-        self._found: dict[str, _Rows] = {}
-        self._begin = self._end = 0  # the rows that were read, but not evaluated
-        # Whether the first of them is to be compared with the step before it.
-        self._continues = False
+        self._gradient = torch.empty(0)  # of the step in flight
+        self._steps: list[_Step] = []  # those that were read, but not evaluated
+        # The residual before and after the last step that was evaluated. None if the next step is
+        # not to be compared with it.
+        self._last: tuple[Tensor, Tensor] | None = None
         self._changed: Tensor | None = None
 
     def follow(self, law: Law) -> None:
         """Go on with another law of the same residual."""
         if law is not self._law:  # laws are cached
             self._evaluate()
-            self._law, self._found = law, {}
+            self._law = law
 
     def before(self, gradient: Tensor) -> None:
         """Read the gradient of a bucket that is about to be averaged."""
-        if self._end == _STEPS:
-            self._start_again()
-        self._gradient.read(self._end, gradient, self._at)
+        self._gradient = gradient.index_select(0, self._at)
 
     def after(
         self, mean: Tensor, found: Mapping[str, Tensor], left: Tensor, ratios: Mapping[str, float]
@@ -74,60 +88,61 @@ class Samples:
             left: the residual after it.
             ratios: by parameter name, what the residual was multiplied by since the last step.
         """
-        now = self._end
-        for name, values in found.items():
-            if name not in self._found:
-                self._found[name] = _Rows()
-            self._found[name].read(now, values, self._at)
-        self._left.read(now + 1, left, self._at)
-        self._mean.read(now, mean, self._at)
+        at = self._at
+        read = {name: values.index_select(0, at) for name, values in found.items()}
+        step = _Step(self._gradient, read, left.index_select(0, at), mean.index_select(0, at))
         if ratios and not ratios.keys().isdisjoint(self._names):
             self._evaluate()
-            self._check_scaled(ratios, now)
-        self._end = now + 1
-        if self._end == _STEPS:
+            self._check_scaled(ratios, read["error"])
+        self._steps.append(step)
+        if len(self._steps) == _STEPS:
             self._evaluate()
-
-    def _start_again(self) -> None:
-        """Go on in the first row."""
-        self._left.move(self._end, 0)
-        self._begin = self._end = 0
 
     def _evaluate(self) -> None:
         """Evaluate the steps that were read."""
-        begin, end = self._begin, self._end
-        if begin == end:
+        if not self._steps:
             return
-        self._begin = end
+        steps, self._steps = self._steps, []
         law, factor = self._law, 1 / self._law.after["error"]
-        left = self._left.rows(begin + 1, end + 1)
-        differ = self._found["error"].rows(begin, end) != self._left.rows(begin, end)
-        if not self._continues:
-            differ = differ[1:]
-        self._continues = True
-        self._note(differ.any(0))
-        unsent = self._gradient.rows(begin, end).to(left.dtype, copy=True)
+        found = {name: torch.stack([s.found[name] for s in steps]) for name in steps[0].found}
+        left = torch.stack([step.left for step in steps])
+        self._check(found["error"], left)
+        # The last rows alone: views would keep all rows.
+        self._last = steps[-1].found["error"], steps[-1].left
+        unsent = torch.stack([step.gradient for step in steps]).to(left.dtype)
         unsent.mul_(law.gradient * factor)
-        for name, rows in self._found.items():
-            unsent.sub_(rows.rows(begin, end), alpha=law.before[name] * factor)
+        for name, values in found.items():
+            unsent.sub_(values, alpha=law.before[name] * factor)
         # Not exactly 1, because of rounding. Without a residual, 0 / 0 is not above.
-        sent = (left / unsent).sub_(1).abs_() > _SAME
-        sent.logical_and_(self._mean.rows(begin, end))
-        self._ages = _aged(self._ages, left != 0, sent)
+        is_sent = (left / unsent).sub_(1).abs_() > _SAME
+        is_sent.logical_and_(torch.stack([step.mean for step in steps]))
+        ages = self._ages.clone()
+        for waits, sent in zip(left != 0, is_sent, strict=True):
+            # Without a residual, it still waits if it has before: in the server residual of any
+            # rank.
+            ages.add_(waits.logical_or_(ages)).masked_fill_(sent, 0)
+        self._ages = ages
 
-    def _check_scaled(self, ratios: Mapping[str, float], now: int) -> None:
+    def _check(self, found: Tensor, left: Tensor) -> None:
+        """Compare the residual that a step has found with that which the one before has left."""
+        if self._last is None:
+            found, before = found[1:], left[:-1]
+        else:
+            before = torch.cat([self._last[1][None], left[:-1]])
+        self._note((found != before).any(0))
+
+    def _check_scaled(self, ratios: Mapping[str, float], found: Tensor) -> None:
         """Compare the residual that a step has found with the one before, times its ratio."""
-        if self._continues:
-            both = self._found["error"], self._left
-            found, before = (rows.rows(now, now + 1)[0] for rows in both)
-            factors = torch.tensor([ratios.get(name, 1.0) for name in self._names])
-            expected = before * host.copy_to(factors, found.device)[self._owner]
-            # Not rounded like the residual, whose dtype has no smaller numbers than `least`.
-            numbers = torch.finfo(found.dtype)
-            least = numbers.tiny * numbers.eps
-            limit = torch.maximum(found.abs(), expected.abs()).mul_(_SAME).add_(least)
-            self._note((found - expected).abs() > limit)
-        self._continues = False
+        if self._last is None:
+            return
+        factors = torch.tensor([ratios.get(name, 1.0) for name in self._names])
+        expected = self._last[1] * host.copy_to(factors, found.device)[self._owner]
+        # Not rounded like the residual, whose dtype has no smaller numbers than `least`.
+        numbers = torch.finfo(found.dtype)
+        least = numbers.tiny * numbers.eps
+        limit = torch.maximum(found.abs(), expected.abs()).mul_(_SAME).add_(least)
+        self._note((found - expected).abs() > limit)
+        self._last = None
 
     def _note(self, wrong: Tensor) -> None:
         """Note which residuals have changed between two steps."""
@@ -145,62 +160,19 @@ class Samples:
     def undo(self, names: Iterable[str]) -> None:
         """The step in flight is undone for these parameters: their residual stays as it was."""
         undone = set(names)
-        last = self._end - 1
-        if last < 0 or undone.isdisjoint(self._names):
+        if undone.isdisjoint(self._names):
             return
         chosen = torch.tensor([name in undone for name in self._names])
         mask = host.copy_to(chosen, self._ages.device)[self._owner]
-        self._end = max(self._begin, last)
+        # The step is one too many in the ages if it was evaluated already.
+        last, self._steps = self._steps[-1:], self._steps[:-1]
         self._evaluate()
-        ages, self._end = self._ages, last + 1
+        ages, self._steps = self._ages, last
         self._evaluate()
-        # They are lost if the last step was evaluated before: one step more then counts.
         self._ages = torch.where(mask, ages, self._ages)
-        left = self._left.rows(last + 1, last + 2)[0]
-        left.copy_(torch.where(mask, self._found["error"].rows(last, last + 1)[0], left))
-
-
-class _Rows:
-    """The sampled elements in several steps, in memory that is used again."""
-
-    def __init__(self) -> None:
-        self._table: Tensor | None = None
-
-    def read(self, row: int, values: Tensor, at: Tensor) -> None:
-        """Copy the elements `at` of `values` into a row."""
-        table = self._table
-        if table is None or table.dtype != values.dtype or table.device != values.device:
-            table = self._table = values.new_zeros(_STEPS + 1, len(at))
-        torch.index_select(values, 0, at, out=table[row])
-
-    def rows(self, begin: int, end: int) -> Tensor:
-        """Return some rows, as a view."""
-        if self._table is None:
-            raise RuntimeError("no step was read")
-        return self._table[begin:end]
-
-    def move(self, source: int, target: int) -> None:
-        self.rows(target, target + 1).copy_(self.rows(source, source + 1))
-
-
-def _aged(ages: Tensor, waits: Tensor, sent: Tensor) -> Tensor:
-    """Return the ages after some steps.
-
-    Args:
-        ages: of each element, before them.
-        waits: whether each element has a residual after each step. Without one, it still waits if
-            it has before: in the server residual of any rank.
-        sent: whether each step has sent it.
-    """
-    steps = len(waits)
-    number = torch.arange(steps, dtype=ages.dtype, device=ages.device)[:, None]
-    # How many steps there are up to the last one that has sent it, and which is the first one after
-    # it in which it waits.
-    last = (number + 1).mul(sent).amax(0)
-    waits.logical_and_(number >= last)
-    first = torch.where(waits, number, steps).amin(0)
-    waited = (last == 0).logical_and_(ages > 0)
-    return torch.where(waited, ages + steps, steps - first)
+        if self._last is not None:
+            before, after = self._last
+            self._last = before, torch.where(mask, before, after)
 
 
 @lru_cache(maxsize=1024)
