@@ -158,7 +158,7 @@ def _unpacked(packed: State) -> State:
     except CheckpointError:  # a ValueError that already says what is missing
         raise
     # Text that is not JSON raises ValueError, and RecursionError if it is nested too deep.
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, KeyError) as error:
         raise CheckpointError(
             f"a damaged checkpoint: its values cannot be read ({error!r})"
         ) from None

@@ -97,7 +97,7 @@ def alone(tmp_path, monkeypatch):
             "while True:\n"
             "    model(torch.ones(2)).sum().backward()\n"
             "    optimizer.step()\n",
-            ["50 steps", "DistributedDataParallel"],
+            ["100 steps", "DistributedDataParallel"],
         ),
         (
             "import torch, torchcomp\n"

@@ -91,17 +91,17 @@ def test_the_first_model_that_exchanges_gradients_counts(monkeypatch):
 
 def test_a_script_without_an_exchange_is_ended(monkeypatch):
     (only,) = Ranks(monkeypatch, (0.1,)).phases
-    for _ in range(49):
+    only._attached.clear()
+    for _ in range(99):
         only.optimized()
     with pytest.raises(Finished):
         only.optimized()
-    with pytest.raises(NotMeasured, match="50 steps of the optimizers"):
+    with pytest.raises(NotMeasured, match="100 steps of the optimizers"):
         only.results()
 
 
-def test_steps_of_optimizers_between_exchanges_end_nothing(monkeypatch):
+def test_steps_of_optimizers_with_a_model_end_nothing(monkeypatch):
     (only,) = Ranks(monkeypatch, (0.1,)).phases
-    only.step(0)
-    for _ in range(100):
+    for _ in range(200):
         only.optimized()
     assert not only.finished

@@ -118,7 +118,7 @@ def test_a_wrong_scale(method):
     assert {"conv", "matrix"} <= set(found(method, fault)["imbalance"][0]) <= ALL
 
 
-@pytest.mark.parametrize("method", ['mean(quantize("int4"))', "topk(0.9)"])
+@pytest.mark.parametrize("method", ['mean(quantize("int4"))', "topk(0.6)"])
 def test_a_wrong_scale_of_a_method_that_is_inexact(method):
     def fault(rank):
         for part in rank.mean.values():
@@ -197,7 +197,8 @@ def test_another_slot_that_is_written_between_two_steps(method):
 
     names, ranks = found(method, fault)["residual changed"]
     assert {"conv", "matrix"} & set(names)
-    assert set(ranks) <= set(culprits)
+    assert (set(ranks) <= set(culprits)) if slot == "server_error" else (ranks == culprits)
+    assert ranks
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -64,6 +64,14 @@ def falling_and_zero_lr(watched):
         step(watched, number, lr=lr)
 
 
+def a_layer_that_rests_for_long(watched):
+    for number in range(70):
+        lr = dict.fromkeys(watched.averager.parameters, 0.1)
+        if 5 < number < 60:
+            lr["matrix"] = 0.0
+        step(watched, number, lr=lr)
+
+
 def unused_parameters(watched):
     for number in range(20):
         used = ["bias", "conv", "empty"] if number in (3, 4, 7, 8, 12) else list(small.parameters())
@@ -128,6 +136,7 @@ EVENTS = [
     overflow_that_is_skipped,
     changes_of_the_loss_scale,
     falling_and_zero_lr,
+    a_layer_that_rests_for_long,
     unused_parameters,
     error_in_the_middle_of_a_step,
     swaps_and_flushes,

@@ -27,7 +27,7 @@ from torchcomp.spec import parse_aggregator
 _log = logging.getLogger(__name__)
 
 _PATIENCE = 10
-"""Steps that a trial waits for the residual of the method before it."""
+"""Steps that auto waits for the residual of the method before."""
 
 _TRIAL, _WATCH, _ENDED = "trial", "watch", "ended"
 
@@ -84,7 +84,7 @@ class Choosing(Buckets):
         self._end: Mark | None = None  # of the last step
         self._answers: list[int] = []  # whether any rank has each of the flags, once it is known
         self._verified = False  # whether the ranks have the same phase
-        self._waited = 0  # steps of a trial in which the residual was sent
+        self._waited = 0  # steps of this phase in which the residual was sent
 
     # --- One step ---
 
@@ -222,17 +222,17 @@ class Choosing(Buckets):
             self._verified = True
         if self._trial is not None and not self._rehearsed:
             self._rehearse()
+        # A residual that no step can send, of parameters that are not used any more, would keep
+        # auto waiting for ever.
+        self._waited += self.averager.flushing
+        if self.averager.flushing and self._waited <= _PATIENCE:
+            return
         if self._trial is not None:
-            # A residual that no step can send, of parameters that are not used any more, would
-            # keep the trial waiting for ever.
-            self._waited += self.averager.flushing
-            if self.averager.flushing and self._waited <= _PATIENCE:
-                return
             if self._trial.add(timed):
                 self._end_round(self._trial)
         elif self._pace is not None:
             # A method that is warming up changes its own pace.
-            if self.averager.flushing or self.averager.step < self.averager.aggregator.stages[-1]:
+            if self.averager.step < self.averager.aggregator.stages[-1]:
                 return
             # With check="late", the answers come one step later.
             if self._answers:
@@ -258,6 +258,8 @@ class Choosing(Buckets):
                 names = [str(method) for method, out in pairs if out]
                 _log.warning("auto: left out, because they failed: %s", checkpoint.listed(names))
             timed = len(self._methods)
+            if timed == 1:
+                self.choice = None
             self._follow(Trial(timed, self._steps) if timed > 1 else None, None)
 
     def _fails(self, method: Aggregator) -> bool:

@@ -107,8 +107,9 @@ def register_ddp(
 
 def _replicated(model: DistributedDataParallel) -> dict[str, Tensor]:
     """Return all parameters that the ranks have in common, frozen ones as well."""
-    ignored = model.parameters_to_ignore
-    return {name: p for name, p in model.module.named_parameters() if name not in ignored}
+    named = model.module.named_parameters()
+    kept = [(name, p) for name, p in named if name not in model.parameters_to_ignore]
+    return {name.replace("_orig_mod.", ""): p for name, p in kept}  # of torch.compile
 
 
 def _ranks_of(

@@ -20,7 +20,7 @@ def examine(options: argparse.Namespace) -> int:
     """Examine the job that this process belongs to; see docs/doctor.md.
 
     Returns:
-        The exit status, the same on all ranks.
+        The exit status, the same on all ranks but for one with an error of its own.
 
     Raises:
         SpecError: if an option is invalid.
@@ -30,12 +30,14 @@ def examine(options: argparse.Namespace) -> int:
     results, job = Results(), None
     try:
         job = join(options.backend, options.timeout)
-        results.backend = job.backend
-        measure(job, options, results)
-    except SpecError:
-        raise
-    except Exception as error:
+    except NotMeasured as error:
         _note(error, results)
+    else:
+        results.backend = job.backend
+        try:
+            measure(job, options, results)
+        except Exception as error:
+            _note(error, results)
     if _is_speaker(job, results):
         _print(results, options.json)
     if job is not None and not results.error:

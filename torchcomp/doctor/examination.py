@@ -41,7 +41,7 @@ _MOST_AGAIN = 24  # pairs that are measured a second and a third time
 
 @dataclass
 class Results:
-    """What was measured, as far as it got. All ranks have the same.
+    """What was measured, as far as it got. All ranks have the same, unless there is an error.
 
     Attributes:
         backend: "gloo" or "nccl".
@@ -99,9 +99,16 @@ def measure(job: Job, options: argparse.Namespace, results: Results) -> None:
 
     Raises:
         NotMeasured: if a rank is missing or a script fails.
-        SpecError: if the model cannot be built.
     """
-    began, say = time.monotonic(), _reporter(job)
+    began = time.monotonic()
+    try:
+        _measure(job, options, results)
+    finally:
+        results.seconds = time.monotonic() - began
+
+
+def _measure(job: Job, options: argparse.Namespace, results: Results) -> None:
+    say = _reporter(job)
     say("connecting every pair of ranks")
     connections = Connections(job)
     try:
@@ -116,7 +123,6 @@ def measure(job: Job, options: argparse.Namespace, results: Results) -> None:
     # With a link that failed, or two backends, making the group would wait for minutes.
     if not results.fatal:
         _measure_group(job, options, results, say)
-    results.seconds = time.monotonic() - began
 
 
 def _measure_wires(

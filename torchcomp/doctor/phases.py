@@ -40,7 +40,7 @@ WARM_UP = 3
 
 _ROUNDS = 3
 _FIRST_STEPS, _MOST_STEPS = 3, 20  # of a mode, in the first and in later rounds
-_MOST_ALONE = 50  # steps of an optimizer, without a gradient that was exchanged
+_MOST_ALONE = 100  # steps of an optimizer before there is a DDP model
 
 
 class Finished(BaseException):
@@ -94,7 +94,7 @@ class Phases:
         # The models are not kept: one that outlives its process group can make gloo abort.
         self._attached: list[Mapping[str, torch.Tensor]] = []
         self._counts: int | None = None  # number of the model that counts
-        self._alone = 0  # steps of the optimizers before the first exchange
+        self._alone = 0  # steps of the optimizers before there is a model
         self._plan = self._planned()
         self._left = next(self._plan)
 
@@ -131,8 +131,8 @@ class Phases:
                 self.finished = True
 
     def optimized(self, *_: Any) -> None:
-        """Count a step of an optimizer, and end a script in which no gradient is exchanged."""
-        if not self.steps:
+        """Count a step of an optimizer, and end a script that makes no DDP model."""
+        if not self._attached:
             self._alone += 1
             if self._alone == _MOST_ALONE:
                 raise Finished

@@ -53,11 +53,11 @@ def train_named(name: str, batch: int, job: Job, phases: Phases) -> None:
         while True:
             optimizer.zero_grad()
             scores = model(images)
-            if isinstance(scores, tuple):  # of a model with auxiliary outputs, such as GoogLeNet
-                scores = scores[0]
             labels = torch.zeros(batch, dtype=torch.int64, device=job.device)
-            loss: Any = nn.functional.cross_entropy(scores, labels)
-            loss.backward()
+            # Several scores of a model with auxiliary classifiers, such as GoogLeNet.
+            every = scores if isinstance(scores, tuple) else (scores,)
+            losses = [nn.functional.cross_entropy(each, labels) for each in every]
+            torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
 

@@ -17,7 +17,7 @@ LEAST = 1e-3
 Members = Sequence[tuple[int, ...]]
 
 _EPS = 2.0**-23  # of float32, in which is measured
-_FLOOR = 1e-18  # a norm whose square float32 still has
+_FLOOR = 1e-15  # a norm whose squared elements float32 still has
 _LOST = 0.5  # share of the dense mean
 _SILENT = 1e-3  # of the other ranks' median norm
 _FAINT = 1e-3  # of the model's gradient per element (root mean square)
@@ -115,7 +115,7 @@ def _lost(step: int, found: Found, members: Members) -> Iterator[Alarm]:
     laws = {name: law for name, law in found.laws.items() if law is not None}
     without = [name for name, law in laws.items() if not law.after and law.error < 1]
     sums = Sums.total(found.sums[name] for name in without)
-    lost = 1 - sums.dot / sums.dense if sums.dense else 0.0
+    lost = 1 - sums.dot / sums.dense if sums.dense > _FLOOR**2 else 0.0
     if lost < -_LOST:
         # A law as loose as that of a few bits allows it.
         yield Alarm(
@@ -173,7 +173,7 @@ def _starved(step: int, found: Found, members: Members) -> Iterator[Alarm]:
 
 
 def _changed(step: int, found: Found, members: Members) -> Iterator[Alarm]:
-    """Judge whether each step starts from the residual that the last one left."""
+    """Judge whether each step starts from the residual and the other slots that the last left."""
     wrong = [name for name, sums in found.sums.items() if sums.changed > 0]
     if wrong:
         at = _chosen(members, (count > 0 for count in found.changed))
@@ -185,8 +185,9 @@ def _changed(step: int, found: Found, members: Members) -> Iterator[Alarm]:
             at,
             count,
             0.0,
-            f"the residual of {listed(wrong)} on {_of(at)} changed between two steps. It is not "
-            "the one that the last step left: something writes it, or restores an old one",
+            f"the residual of {listed(wrong)} on {_of(at)}, or what else the method keeps of it, "
+            "changed between two steps. It is not what the last step left: something writes it, or "
+            "restores an old one",
         )
 
 

@@ -110,7 +110,8 @@ class Pause:
 
     Attributes:
         until: number of steps after which the method gets it back.
-        steps: length of the pause. The next one is twice as long.
+        steps: length of the pause. If the alarm returns soon after it, the next one is twice as
+            long, up to a limit.
     """
 
     until: int
@@ -153,6 +154,8 @@ class GuardMonitor(Monitor):
         # Parameters that are, or were, averaged uncompressed.
         self._pauses: dict[str, Pause] = {}
         self._compared: tuple[int, Callable[[], Found], Callable[[], bool]] | None = None
+        # What replicas are compared by, and whether they differed in it: it is then kept.
+        self._dimension, self._differ = 0, False
         self._judged: _Judged | None = None  # the last comparison
         # Alarms of a comparison after which it is not known yet which replicas differ.
         self._unlocated: list[Alarm] | None = None
@@ -189,8 +192,9 @@ class GuardMonitor(Monitor):
         if found is not None:
             replicas, same = self._replicas, _true
             if replicas is not None:
-                number = step // self._guard.every
-                same = replicas.compare(self._watch.exchange, number)
+                if not self._differ:
+                    self._dimension = step // self._guard.every % 2
+                same = replicas.compare(self._watch.exchange, self._dimension)
             self._compared = step, found, same
 
     def undo(self, names: Iterable[str]) -> None:
@@ -205,6 +209,7 @@ class GuardMonitor(Monitor):
 
     def change_ranks(self, exchange: Exchange) -> None:
         self.discard()
+        self._differ = False  # a rank that joins does not know
         if self._unlocated is not None:
             # Ranks that join do not know that replicas differed, and cannot help to find them.
             judged, self._unlocated = self._unlocated, None
@@ -228,10 +233,11 @@ class GuardMonitor(Monitor):
             for alarm in judged:
                 if alarm.kind in MENDED:
                     self._pause(alarm)
-        if same():
-            self._publish(judged)
-        else:
+        self._differ = not same()
+        if self._differ:
             self._unlocated = judged
+        else:
+            self._publish(judged)
 
     def _pause(self, alarm: Alarm) -> None:
         """Average uncompressed what an alarm is about."""
@@ -268,7 +274,7 @@ class GuardMonitor(Monitor):
 
     def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
         self.discard()
-        self._unlocated, self._judged, self.alarms = None, None, ()
+        self._unlocated, self._judged, self.alarms, self._differ = None, None, (), False
         self._pauses = {name: Pause(*pause) for name, pause in state.items()}
 
 

@@ -15,8 +15,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16}
 """What the bits of a value are read as, by its bytes. Longer values are several int32."""
 
 _ROW = 509
-"""Length of the rows whose values are added up in int32. Every second comparison adds up columns
-instead: two other signs cancel in a row, and remain in the columns."""
+"""Length of the rows whose values are added up in int32. Comparisons add up rows and columns in
+turns: two other signs cancel in a row, and remain in the columns."""
 
 
 class Replicas:
@@ -31,17 +31,17 @@ class Replicas:
     def __init__(self, tensors: Mapping[str, Tensor], shard: int = 0, shards: int = 1) -> None:
         self._tensors, self._shard, self._shards = dict(tensors), shard, shards
 
-    def compare(self, exchange: Exchange, number: int) -> Callable[[], bool]:
+    def compare(self, exchange: Exchange, dimension: int) -> Callable[[], bool]:
         """Compare digests. All ranks call this.
 
         Args:
             exchange: the ranks.
-            number: of the comparison.
+            dimension: 0 to add up columns, 1 to add up rows.
 
         Returns:
             A function that waits for the result: whether all ranks have the same parameters.
         """
-        sums = self._sums(exchange, (number % 2,))
+        sums = self._sums(exchange, (dimension,))
         digest = _mixed(sums)
         # One message finds the minimum as well as the maximum, of each shard.
         own = sums.new_full((self._shards, 2), torch.iinfo(sums.dtype).min)

@@ -19,7 +19,7 @@ class Sums:
         residuals: squared norms of the ranks' residuals, averaged over the ranks, plus that of the
             server residual.
         starved: number of ranks that send nearly nothing of it, although they should.
-        changed: number of sampled elements whose residual has changed between two steps.
+        changed: number of sampled elements of its slots that have changed between two steps.
         sent: number of elements of the applied mean that are not zero.
         numel: number of elements.
         old: number of sampled elements whose residual has waited long, averaged over the ranks.

@@ -66,12 +66,12 @@ class Samples:
         # not to be compared with it.
         self._last: tuple[Tensor, Tensor] | None = None
         self._changed: Tensor | None = None
+        self._earlier = self._ages  # before the last step, if that was evaluated alone
 
     def follow(self, law: Law) -> None:
         """Go on with another law of the same residual."""
-        if law is not self._law:  # laws are cached
-            self._evaluate()
-            self._law = law
+        self._evaluate()
+        self._law = law
 
     def before(self, gradient: Tensor) -> None:
         """Read the gradient of a bucket that is about to be averaged."""
@@ -94,9 +94,10 @@ class Samples:
         if ratios and not ratios.keys().isdisjoint(self._names):
             self._evaluate()
             self._check_scaled(ratios, read["error"])
-        self._steps.append(step)
+        # Not the step itself yet: it can be undone.
         if len(self._steps) == _STEPS:
             self._evaluate()
+        self._steps.append(step)
 
     def _evaluate(self) -> None:
         """Evaluate the steps that were read."""
@@ -153,9 +154,17 @@ class Samples:
 
         The second one is None if nothing is known of it. The next call begins anew with it.
         """
-        self._evaluate()
+        self._evaluate_to_the_last()
         changed, self._changed = self._changed, None
         return self._ages, changed
+
+    def _evaluate_to_the_last(self) -> None:
+        """Evaluate all steps, and keep the ages before the last one: it can be undone."""
+        if self._steps:
+            last = self._steps.pop()
+            self._evaluate()
+            self._earlier, self._steps = self._ages, [last]
+            self._evaluate()
 
     def undo(self, names: Iterable[str]) -> None:
         """The step in flight is undone for these parameters: their residual stays as it was."""
@@ -164,12 +173,8 @@ class Samples:
             return
         chosen = torch.tensor([name in undone for name in self._names])
         mask = host.copy_to(chosen, self._ages.device)[self._owner]
-        # The step is one too many in the ages if it was evaluated already.
-        last, self._steps = self._steps[-1:], self._steps[:-1]
-        self._evaluate()
-        ages, self._steps = self._ages, last
-        self._evaluate()
-        self._ages = torch.where(mask, ages, self._ages)
+        self._evaluate_to_the_last()
+        self._ages = torch.where(mask, self._earlier, self._ages)
         if self._last is not None:
             before, after = self._last
             self._last = before, torch.where(mask, before, after)

@@ -40,7 +40,7 @@ class Found:
         laws: the law of each parameter's method, by parameter name.
         gradients: squared norm of each rank's gradient, in rank order.
         messages: squared norm of what each rank has sent, decoded, in rank order.
-        changed: number of sampled elements whose residual has changed between steps, by rank.
+        changed: number of sampled elements of slots that have changed between steps, by rank.
         starved: number of parameters that each rank hardly sends, although it should.
         width: number of columns of the sketches.
         age: number of steps after which a value that waits in the residual is old.
