@@ -268,8 +268,13 @@ because they change the algorithm. Left out as well, after it was measured, is t
 The processes share two cores, and a thread that waits for a core waits for the time slice of
 another one. On links of 10 and 50 us, slices of 3 ms made an all-reduce of 64 bytes take 0.8 or
 3.3 ms, by chance, and steps of 6 ms of the small CNN differed by a fifth between two launches.
-After 8 of 51 choices were lost, all its rows on these links were therefore measured again with
-slices of 0.1 ms.
+After 8 of 51 choices were lost, all rows on these links were therefore measured again with slices
+of 0.1 ms. Rows on links of 500 us have slices of 3 ms.
+
+With 64 and 128 images, steps mostly compute, and methods are a few percent apart, as are two
+repetitions of one of them. Two repetitions gave 25 right and 2 wrong answers, with gains of 1.01 and
+1.02. All of these set-ups, named before they were measured, were therefore measured again with
+four: `python -m benchmarks.predict --delay 10 50 --models smallcnn --batch 64 128 --rounds 4`.
 """
 
 _CHOICE_HEADS = ["link, model", "chosen", "best", "chosen / best", "gain predicted", "measured"]

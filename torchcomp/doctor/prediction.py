@@ -31,7 +31,7 @@ from torchcomp.step_model import (
 ERROR = 0.25
 """More than nine in ten predictions are closer than this to the measured time.
 
-The 90th percentile is 14 % in docs/prediction.md, where the cost of the hook was measured as well.
+The 90th percentile is 13 % in docs/prediction.md, where the cost of the hook was measured as well.
 """
 
 METHODS = tuple(spec for spec in USUAL if spec not in (DDP_SPEC, BF16_SPEC))
