@@ -272,8 +272,8 @@ After 8 of 51 choices were lost, all rows on these links were therefore measured
 of 0.1 ms. Rows on links of 500 us have slices of 3 ms.
 
 With 64 and 128 images, steps mostly compute, and methods are a few percent apart, as are two
-repetitions of one of them. Two repetitions gave 25 right and 2 wrong answers, with gains of 1.01 and
-1.02. All of these set-ups, named before they were measured, were therefore measured again with
+repetitions of one of them. Two repetitions gave 25 right and 2 wrong answers, with gains of 1.01
+and 1.02. All of these set-ups, named before they were measured, were therefore measured again with
 four: `python -m benchmarks.predict --delay 10 50 --models smallcnn --batch 64 128 --rounds 4`.
 """
 
