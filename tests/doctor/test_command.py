@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.commands import run
 from torchcomp.__main__ import main
+from torchcomp.doctor import speed
 from torchcomp.doctor.phases import MODES, NO_EXCHANGE
 from torchcomp.doctor.workloads import materialized
 
@@ -72,6 +73,7 @@ def alone(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(speed, "_SECONDS", 0.005)
 
     def examined(capsys, *options, script=""):
         (tmp_path / "train_alone.py").write_text(script)

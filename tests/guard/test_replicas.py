@@ -35,7 +35,7 @@ def test_a_changed_parameter_is_found_on_its_rank(change, dtype):
         if exchange.rank == 1:
             own["weight"] = CHANGES[change](own["weight"])
         replicas = Replicas(own)
-        found = [replicas.compare(exchange, number)() for number in (1, 2)]
+        found = [replicas.compare(exchange, dimension)() for dimension in (0, 1)]
         return same, all(found), replicas.differing(exchange)
 
     assert small.on_ranks(3, body) == [(True, False, {"weight": (1,)})] * 3

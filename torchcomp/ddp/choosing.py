@@ -247,7 +247,7 @@ class Choosing(Buckets):
     def _rehearse(self) -> None:
         """Leave out candidates that fail on some rank, such as for lack of memory."""
         self._rehearsed = True
-        failed = [int(self._fails(method)) for method in self._candidates[1:]]
+        failed = [self._fails(method) for method in self._candidates[1:]]
         left_out = [False, *map(bool, self._agree(failed))]
         pairs = list(zip(self._candidates, left_out, strict=True))
         self._methods = tuple(method for method, out in pairs if not out)
