@@ -11,13 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.commands import run
 from torchcomp.__main__ import main
-from torchcomp.doctor import speed
+from torchcomp.doctor import options, speed, workloads
 from torchcomp.doctor.phases import MODES, NO_EXCHANGE
 from torchcomp.doctor.workloads import materialized
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("given", "words"),
     [
         (["--numel", "1e6"], ["--numel", "--step-ms"]),
         (["--step-ms", "5"], ["--step-ms", "--numel"]),
@@ -35,9 +35,9 @@ from torchcomp.doctor.workloads import materialized
     ],
     ids=" ".join,
 )
-def test_bad_options_are_explained_on_stderr_and_exit_2(options, words, capsys):
+def test_bad_options_are_explained_on_stderr_and_exit_2(given, words, capsys):
     try:
-        status = main(["doctor", *options])
+        status = main(["doctor", *given])
     except SystemExit as error:
         status = error.code
     printed = capsys.readouterr()
@@ -75,9 +75,9 @@ def alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(speed, "_SECONDS", 0.005)
 
-    def examined(capsys, *options, script=""):
+    def examined(capsys, *given, script=""):
         (tmp_path / "train_alone.py").write_text(script)
-        status = main(["doctor", "--seconds", "0.2", "--json", "-", *options])
+        status = main(["doctor", "--seconds", "0.2", "--json", "-", *given])
         if dist.is_initialized():  # by a script that failed
             dist.destroy_process_group()
         printed = capsys.readouterr()
@@ -156,6 +156,26 @@ def test_one_rank_takes_the_step_of_a_synthetic_model(alone, capsys):
     assert (status, values["collectives"]) == (0, None)
     # It sleeps for that long at least.
     assert values["rows"][0]["seconds"] > 0.0029
+
+
+class TwoHeads(nn.Module):
+    """A model with an auxiliary classifier."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(3, 4)
+
+    def forward(self, images):
+        means = images.mean((2, 3))
+        return self.first(means), self.second(means)
+
+
+def test_a_model_with_several_outputs_is_trained_by_all_of_them(alone, capsys, monkeypatch):
+    for module in (options, workloads):
+        monkeypatch.setattr(module, "build_named", lambda name: TwoHeads())
+    status, values, _ = alone(capsys, "--model", "timm/two_heads", "--batch", "2")
+    assert (status, values["error"]) == (0, "")
+    assert values["rows"][0]["seconds"] > 0
 
 
 def test_nccl_without_a_gpu_is_a_bad_option(capsys, monkeypatch):
