@@ -247,10 +247,9 @@ class Averager:
             self._now = now
         names = changed if ratio == 1 else self.parameters
         ratios = {name: ratio * changed.get(name, 1.0) for name in names}
-        self.monitor.begin(self.step, now, self._all_shapes, ratios)
-
-    def _all_shapes(self) -> list[BucketShape]:
-        return list(map(self.shape_of, self.buckets))
+        # The guard asks for the shapes only in a comparison.
+        shapes = partial(map, self.shape_of, self.buckets)
+        self.monitor.begin(self.step, now, shapes, ratios)
 
     def _rescale(self, scale: float) -> None:
         """Convert residuals and estimates, which have the unit of the scaled gradients."""

@@ -33,7 +33,7 @@ class _Compared:
 
     Attributes:
         key: of the method and the model.
-        times: seconds of a step, each the mean over a few steps.
+        times: seconds per step, each averaged over a few steps.
         predicted: from what was measured, without the cost of the hook.
         hook: the cost of the hook.
         computed: from the numbers of the link.

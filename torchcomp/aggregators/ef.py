@@ -64,7 +64,7 @@ class EF(Residual, OneWay):
         return (self.error_slot(shape),)
 
     def law(self, shape: BucketShape) -> Law:
-        error, smallest = self.sum_rounding(shape), self.sum_smallest(shape)
+        error, smallest = self.sum_rounding(shape)
         return replace(super().law(shape), error=error, smallest=smallest)
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:

@@ -60,12 +60,13 @@ class EF21(OneWay):
 
     def law(self, shape: BucketShape) -> Law:
         # The mean grows by what the estimates of the ranks grow by, whatever the gradient is.
+        error, smallest = self.sum_rounding(shape)
         return Law(
             gradient=0.0,
             before={"mean_estimate": -1.0, "estimate": 1.0},
             after={"estimate": -1.0},
-            error=self.sum_rounding(shape),
-            smallest=self.sum_smallest(shape),
+            error=error,
+            smallest=smallest,
         )
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:

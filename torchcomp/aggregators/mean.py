@@ -57,8 +57,8 @@ class Mean(OneWay):
         # An unbiased compressor has a bound only on the expectation.
         bounds = [] if alpha is None else [math.sqrt(1 - alpha)]
         bounds += [] if omega is None else [3 * math.sqrt(omega)]
-        error = min(bounds, default=math.inf) + self.sum_rounding(shape)
-        smallest = self.sum_smallest(shape)
+        rounding, smallest = self.sum_rounding(shape)
+        error = min(bounds, default=math.inf) + rounding
         return Law(error=error, per_parameter=self.compressor.elementwise, smallest=smallest)
 
     def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:

@@ -75,23 +75,14 @@ class OneWay(Aggregator):
         """Return the dtype of the sum over the ranks, for gradients of dtype `gradient`."""
         return gradient
 
-    def sum_rounding(self, shape: BucketShape) -> float:
-        """Return the relative rounding error of an all-reduce of the messages; 0 without one."""
+    def sum_rounding(self, shape: BucketShape) -> tuple[float, float]:
+        """Return the `error` and `smallest` of a law, for an all-reduce; 0 without one."""
         # In 16 bits, each hop rounds the partial sum, and no residual records it.
         if not self.compressor.summable:
-            return 0.0
-        return 4 * self._sum_numbers(shape).eps
-
-    def sum_smallest(self, shape: BucketShape) -> float:
-        """Return the distance of the smallest numbers of an all-reduce; 0 without one."""
-        if not self.compressor.summable:
-            return 0.0
-        numbers = self._sum_numbers(shape)
-        return numbers.tiny * numbers.eps
-
-    def _sum_numbers(self, shape: BucketShape) -> torch.finfo:
+            return 0.0, 0.0
         (values,) = self.compressor.layout(1, shape.dtype)
-        return torch.finfo(values.dtype)
+        numbers = torch.finfo(values.dtype)
+        return 4 * numbers.eps, numbers.tiny * numbers.eps
 
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
         collective = _collective(self, shape, world_size)

@@ -21,7 +21,7 @@ from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket
 from torchcomp.ddp.averaging import Buckets, Step
 from torchcomp.errors import SpecError
-from torchcomp.exchange import InProcessExchange
+from torchcomp.exchange import Exchange, InProcessExchange
 from torchcomp.spec import parse_aggregator
 
 _log = logging.getLogger(__name__)
@@ -123,15 +123,12 @@ class Choosing(Buckets):
             self._timed, self._timed_method = None, method
         if method == 0 or self._timed is not None:
             return self._timed
-        used = self.averager
-        averager = Averager(
-            self._methods[method].settled,
-            used.exchange,
-            used.parameters,
-            used.groups,
-            seed=used.seed,
-        )
+        averager = self._averager_of(self._methods[method], self.averager.exchange)
         return self._used.beside(averager)
+
+    def _averager_of(self, method: Aggregator, exchange: Exchange) -> Averager:
+        used = self.averager
+        return Averager(method.settled, exchange, used.parameters, used.groups, seed=used.seed)
 
     def _copied(self, bucket: Bucket) -> Bucket:
         device = self.everyone.device
@@ -264,21 +261,10 @@ class Choosing(Buckets):
 
     def _fails(self, method: Aggregator) -> bool:
         """Try a method on this rank alone, with buckets as large as in training."""
-        used, device = self.averager, self.everyone.device
+        device = self.everyone.device
         try:
-            averager = Averager(
-                method.settled,
-                InProcessExchange.alone(device),
-                used.parameters,
-                used.groups,
-                seed=used.seed,
-            )
-            averager.begin()
-            for group in averager.buckets:
-                shape = averager.shape_of(group)
-                flat = torch.linspace(-1, 1, shape.numel, dtype=shape.dtype, device=device)
-                averager.average(Bucket(shape, flat))
-            averager.finish()
+            averager = self._averager_of(method, InProcessExchange.alone(device))
+            averager.average_all({n: torch.ones_like(p) for n, p in averager.parameters.items()})
         except Exception:
             _log.warning("auto: the candidate '%s' failed on this rank", method, exc_info=True)
             return True

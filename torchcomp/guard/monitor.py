@@ -48,7 +48,7 @@ class Monitor:
         self,
         step: int,
         method: Aggregator,
-        shapes: Callable[[], Sequence[BucketShape]],
+        shapes: Callable[[], Iterable[BucketShape]],
         ratios: Mapping[str, float],
     ) -> None:
         """Begin a step.
@@ -176,7 +176,7 @@ class GuardMonitor(Monitor):
         self,
         step: int,
         method: Aggregator,
-        shapes: Callable[[], Sequence[BucketShape]],
+        shapes: Callable[[], Iterable[BucketShape]],
         ratios: Mapping[str, float],
     ) -> None:
         self._watch.begin(step, method, shapes, ratios)

@@ -81,7 +81,7 @@ class _Plan:
         slots: of the method, by name.
         samples: followed in every step; None without a residual.
         found: names of the slots that the residual is made of, on this rank.
-        others: names of the other slots in the law.
+        terms: names of the slots in the law.
         per_tensor: whether the method compresses each parameter apart from the others.
         due: share of each parameter's elements that a message has; of a selection among several
             parameters, the share of all.
@@ -93,9 +93,14 @@ class _Plan:
     slots: Mapping[str, Slot]
     samples: Samples | None
     found: tuple[str, ...]
-    others: tuple[str, ...]
+    terms: tuple[str, ...]
     per_tensor: bool
     due: Tensor
+
+    @property
+    def others(self) -> list[str]:
+        """Names of the slots in the law besides the residual."""
+        return [name for name in self.terms if name != "error"]
 
     def opened(self, state: State, names: Iterable[str]) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the values before and after the step of the slots that it has opened."""
@@ -132,7 +137,7 @@ class Watch:
         self,
         step: int,
         method: Aggregator,
-        shapes: Callable[[], Sequence[BucketShape]],
+        shapes: Callable[[], Iterable[BucketShape]],
         ratios: Mapping[str, float],
     ) -> None:
         """Begin a step.
@@ -175,13 +180,12 @@ class Watch:
         law, samples = method.law(shape), None
         slots = {slot.name: slot for slot in method.slots(shape, ranks, rank)}
         names, sizes = filled(shape)
-        in_law = () if law is None else dict.fromkeys(name for name, _, _ in law.terms())
+        terms = {} if law is None else dict.fromkeys(name for name, _, _ in law.terms())
         found: tuple[str, ...] = ()
         if law is not None and names and "error" in law.before and "error" in law.after:
             found = tuple(name for name in law.before if not slots[name].sharded)
             # The ages go on with another method of the same residual.
-            samples = known.samples if known is not None else None
-            samples = samples or Samples(shape, law, device)
+            samples = (known and known.samples) or Samples(shape, law, device)
             samples.follow(law)
         chosen_from = sizes if method.per_tensor else [shape.numel] * len(sizes)
         due = torch.tensor([method.kept(size) / size for size in chosen_from])
@@ -192,7 +196,7 @@ class Watch:
             slots,
             samples,
             found,
-            tuple(name for name in in_law if name != "error"),
+            tuple(terms),
             method.per_tensor,
             host.copy_to(due, device),
         )
@@ -222,11 +226,10 @@ class Watch:
         if self._gradient is not None and self._comparing is not None:
             gradient, self._gradient = self._gradient, None
             part = windows(bucket.shape, self._comparing)
-            opened = plan.opened(state, slots)
+            opened = plan.opened(state, plan.terms)
             cut = {
                 name: self._cut(part, bucket.shape, slots[name], both)
                 for name, both in opened.items()
-                if name == "error" or name in plan.others
             }
             rows = self._compare(bucket, part, gradient, plan, cut)
             moved = self._moved(bucket.shape, plan, opened)
