@@ -18,7 +18,6 @@ from torchcomp.state import State
 
 _log = logging.getLogger(__name__)
 
-_NOTHING = frozenset[str]()
 _LONGEST = 64
 """Longest pause, in comparisons."""
 
@@ -218,8 +217,6 @@ class GuardMonitor(Monitor):
 
     def settle(self, step: int) -> frozenset[str]:
         self._judge()
-        if not self._pauses:
-            return _NOTHING
         return frozenset(name for name, pause in self._pauses.items() if step < pause.until)
 
     def _judge(self) -> None:
