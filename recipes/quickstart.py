@@ -22,14 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torchcomp
 from recipes.errors import exit_on_user_error
 from recipes.experiments import seed_list
 from recipes.result_files import make_folder, pyplot, save_figure
 from recipes.spread import spread
-from torchcomp.auto import Auto
 from torchcomp.checks import check_count
 from torchcomp.schedules import Schedule
+from torchcomp.spec import parse_any
 
 _CONFIG = Path(__file__).resolve().parent / "configs" / "digits.yaml"
 _TIMEOUT_SECONDS = 180
@@ -92,8 +91,7 @@ def flags_of(method: str) -> list[str]:
     """Return the flags of recipes.train for a method."""
     if method == "dense":
         return []
-    is_auto = method.startswith(Auto.name)  # which is no method: it chooses one
-    schedule = not is_auto and isinstance(torchcomp.parse(method), Schedule)
+    schedule = isinstance(parse_any(method), Schedule)
     return ["--sync" if schedule else "--compress", method]
 
 

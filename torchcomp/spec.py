@@ -90,6 +90,12 @@ def parse_registered(spec: str | Component) -> Aggregator | Auto:
     return _parse(spec, {**_METHODS, **_AUTO}, kinds)
 
 
+def parse_any(spec: str | Component) -> Aggregator | Schedule | Auto:
+    """Like :func:`parse`, but accept ``auto`` as well."""
+    kinds: tuple[type[Aggregator | Schedule | Auto], ...] = (Aggregator, Schedule, Auto)
+    return _parse(spec, {**_METHODS, **_SCHEDULES, **_AUTO}, kinds)
+
+
 def candidates(auto: Auto) -> tuple[Aggregator, ...]:
     """Return the methods that ``auto`` times, ``mean`` first.
 
@@ -104,6 +110,22 @@ def candidates(auto: Auto) -> tuple[Aggregator, ...]:
 def parse_schedule(spec: str | Component) -> Schedule:
     """Like :func:`parse`, but raise SpecError unless the result is a schedule."""
     return _parse(spec, _SCHEDULES, (Schedule,))
+
+
+def parse_local(spec: str | Component) -> Schedule | Auto:
+    """Like :func:`parse`, but raise SpecError unless the result is a schedule or ``auto``.
+
+    Here ``auto`` has no options: those are for :func:`torchcomp.register`.
+    """
+    kinds: tuple[type[Schedule | Auto], ...] = (Schedule, Auto)
+    parsed = _parse(spec, {**_SCHEDULES, **_AUTO}, kinds)
+    if isinstance(parsed, Auto) and parsed != Auto():
+        raise SpecError(
+            f"for LocalSGD, 'auto' has no options, and '{spec}' has some: they are for "
+            "torchcomp.register",
+            "spec",
+        )
+    return parsed
 
 
 def parse_outer_step(spec: str | OuterStep) -> OuterStep:

@@ -8,6 +8,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchcomp.doctor.clocks import Clock
 from torchcomp.doctor.facts import Facts
@@ -101,7 +102,7 @@ def _ends(way: Unreachable) -> tuple[int, int]:
 def of_facts(facts: Sequence[Facts]) -> list[Finding]:
     """Judge what the ranks say about their machines."""
     found = []
-    for field, (code, what, advice) in _EQUAL.items():
+    for field, (code, what, advice, fatal) in _EQUAL.items():
         groups: dict[str, list[int]] = defaultdict(list)
         for rank, each in enumerate(facts):
             groups[str(getattr(each, field))].append(rank)
@@ -112,33 +113,50 @@ def of_facts(facts: Sequence[Facts]) -> list[Finding]:
             shown = "; ".join(
                 f"{value or 'none'} on {ranks_named(ranks)}" for value, ranks in groups.items()
             )
-            fatal = code == "backends"
             found.append(Finding(code, odd, f"{what} differ: {shown}", advice, fatal))
     return found + _of_shared_memory(facts)
 
 
 _VERSIONS = "install the same versions on all nodes"
+
+
+class _Equal(NamedTuple):
+    """The finding about ranks of which something differs that should be equal."""
+
+    code: str
+    what: str
+    advice: str
+    fatal: bool = False
+
+
 _EQUAL = {
-    "backend": (
+    "backend": _Equal(
         "backends",
         "backends",
         "a rank without a GPU takes gloo: start fewer ranks per node, check the driver, or pass "
         "--backend",
+        fatal=True,
     ),
-    "torch": ("versions", "versions of torch", _VERSIONS),
-    "torchcomp": ("versions", "versions of torchcomp", _VERSIONS),
-    "python": ("versions", "versions of Python", _VERSIONS),
-    "nccl": ("versions", "versions of NCCL", _VERSIONS),
-    "driver": ("versions", "versions of the GPU's driver", _VERSIONS),
-    "gpu": ("gpus", "GPUs", "the slowest GPU sets the pace: give it a smaller batch, or leave it"),
-    "cores": ("cores", "cores per process", "check taskset, cgroups and Slurm's --cpus-per-task"),
-    "threads": ("threads", "threads of torch", "set OMP_NUM_THREADS to one value on all nodes"),
-    "kernels": (
+    "torch": _Equal("versions", "versions of torch", _VERSIONS),
+    "torchcomp": _Equal("versions", "versions of torchcomp", _VERSIONS),
+    "python": _Equal("versions", "versions of Python", _VERSIONS),
+    "nccl": _Equal("versions", "versions of NCCL", _VERSIONS),
+    "driver": _Equal("versions", "versions of the GPU's driver", _VERSIONS),
+    "gpu": _Equal(
+        "gpus", "GPUs", "the slowest GPU sets the pace: give it a smaller batch, or leave it"
+    ),
+    "cores": _Equal(
+        "cores", "cores per process", "check taskset, cgroups and Slurm's --cpus-per-task"
+    ),
+    "threads": _Equal(
+        "threads", "threads of torch", "set OMP_NUM_THREADS to one value on all nodes"
+    ),
+    "kernels": _Equal(
         "kernels",
         "kernels of torchcomp",
         'pip install "torchcomp-ddp[kernels]" on all nodes, or triton on GPUs',
     ),
-    "mtu": ("mtu", "MTUs", "set one MTU on all interfaces and switches"),
+    "mtu": _Equal("mtu", "MTUs", "set one MTU on all interfaces and switches"),
 }
 
 

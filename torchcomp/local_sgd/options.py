@@ -28,12 +28,7 @@ from torchcomp.hooks.arguments import check_scaler
 from torchcomp.keys import check_seed
 from torchcomp.outer_steps import OuterStep
 from torchcomp.schedules import Every, Horizon, Schedule
-from torchcomp.spec import (
-    parse_aggregator,
-    parse_outer_step,
-    parse_registered,
-    parse_schedule,
-)
+from torchcomp.spec import parse_aggregator, parse_local, parse_outer_step
 
 Specs = str | Component | Sequence[str | Component]
 ProcessGroup = dist.ProcessGroup | DeviceMesh
@@ -176,14 +171,15 @@ def _method(
             f"{len(specs)} schedules for {len(optimizers)} optimizers: pass one schedule for all, "
             "or a list with one for each"
         )
-    proposes = any(_is_auto(each) for each in specs)
-    if proposes and (len(specs) > 1 or others["overlap"]):
+    parsed = tuple(map(parse_local, specs))
+    proposes = any(isinstance(each, Auto) for each in parsed)
+    if proposes and (len(parsed) > 1 or others["overlap"]):
         raise SpecError(
             "'auto' measures averages of the whole model, one after each step: pass it as the only "
             "schedule, without overlap=True",
             "spec",
         )
-    schedules = (Every(1),) if proposes else tuple(map(parse_schedule, specs))
+    schedules = tuple(Every(1) if isinstance(each, Auto) else each for each in parsed)
     for schedule in schedules:
         schedule.check(horizon)
     check_seed(others["seed"])
@@ -220,26 +216,6 @@ def _method(
             "pseudo-gradients need the result of the last average before the next round"
         )
     return method
-
-
-def _is_auto(spec: object) -> bool:
-    """Whether a schedule is ``"auto"``, which takes no options here.
-
-    Raises:
-        SpecError: if it has options.
-    """
-    parsed = spec
-    if isinstance(spec, str) and spec.strip().startswith(Auto.name):
-        parsed = parse_registered(spec)
-    if not isinstance(parsed, Auto):
-        return False
-    if parsed != Auto():
-        raise SpecError(
-            f"for LocalSGD, 'auto' has no options, and '{spec}' has some: they are for "
-            "torchcomp.register",
-            "spec",
-        )
-    return True
 
 
 def warn_if_rarely_averaged(
