@@ -6,6 +6,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+from torch import Tensor
+
+from torchcomp import host
 from torchcomp.aggregators import Aggregator
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.exchange import Exchange
@@ -118,6 +122,23 @@ class Pause:
 
 
 @dataclass(frozen=True)
+class _Compared:
+    """A comparison that was not judged.
+
+    Attributes:
+        step: number of steps that had finished.
+        sums: waits for the sums over the ranks.
+        own: how many of them are from the steps. The others are from the replicas.
+        read: reads those.
+    """
+
+    step: int
+    sums: Callable[[], Tensor]
+    own: int
+    read: Callable[[Tensor], Found]
+
+
+@dataclass(frozen=True)
 class _Judged:
     """A comparison that was judged, after `step` steps."""
 
@@ -152,7 +173,7 @@ class GuardMonitor(Monitor):
         self._watch = Watch(guard.every, guard.age, exchange)
         # Parameters that are, or were, averaged uncompressed.
         self._pauses: dict[str, Pause] = {}
-        self._compared: tuple[int, Callable[[], Found], Callable[[], bool]] | None = None
+        self._compared: _Compared | None = None
         # What replicas are compared by, and whether they differed in it: it is then kept.
         self._dimension, self._differ = 0, False
         self._judged: _Judged | None = None  # the last comparison
@@ -187,14 +208,18 @@ class GuardMonitor(Monitor):
         self._watch.after(bucket, method, state)
 
     def finish(self, step: int) -> None:
-        found = self._watch.finish()
-        if found is not None:
-            replicas, same = self._replicas, _true
-            if replicas is not None:
-                if not self._differ:
-                    self._dimension = step // self._guard.every % 2
-                same = replicas.compare(self._watch.exchange, self._dimension)
-            self._compared = step, found, same
+        measured = self._watch.finish()
+        if measured is None:
+            return
+        numbers, read = measured
+        exchange, own = self._watch.exchange, numbers.numel()
+        if self._replicas is not None:
+            if not self._differ:
+                self._dimension = step // self._guard.every % 2
+            digest = self._replicas.digest(exchange.device, self._dimension)
+            numbers = torch.cat([numbers, digest])
+        exchange.sum_control(numbers)
+        self._compared = _Compared(step, host.copy_from(numbers), own, read)
 
     def undo(self, names: Iterable[str]) -> None:
         self._watch.undo(names)
@@ -222,15 +247,17 @@ class GuardMonitor(Monitor):
     def _judge(self) -> None:
         if self._compared is None:
             return
-        (step, found, same), self._compared = self._compared, None
-        measured = found()
+        compared, self._compared = self._compared, None
+        step, sums = compared.step, compared.sums()
+        measured = compared.read(sums[: compared.own])
         self._judged = _Judged(step, measured)
         judged = alarms(step, measured, self._watch.exchange.members)
         if self._guard.fall_back != "none":
             for alarm in judged:
                 if alarm.kind in MENDED:
                     self._pause(alarm)
-        self._differ = not same()
+        replicas = self._replicas
+        self._differ = replicas is not None and not replicas.agree(sums[compared.own :])
         if self._differ:
             self._unlocated = judged
         else:
@@ -273,7 +300,3 @@ class GuardMonitor(Monitor):
         self.discard()
         self._unlocated, self._judged, self.alarms, self._differ = None, None, (), False
         self._pauses = {name: Pause(*pause) for name, pause in state.items()}
-
-
-def _true() -> bool:
-    return True

@@ -1,6 +1,6 @@
 """Replicas: find parameters that differ between ranks that should have the same."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
@@ -18,6 +18,9 @@ _ROW = 509
 """Length of the rows whose values are added up in int32. Comparisons add up rows and columns in
 turns: two other signs cancel in a row, and remain in the columns."""
 
+_BASE, _SHIFTS = 16, range(32, 64, 4)
+"""A digest travels as the hexadecimal digits of its upper half."""
+
 
 class Replicas:
     """Compares parameters over the ranks.
@@ -31,35 +34,37 @@ class Replicas:
     def __init__(self, tensors: Mapping[str, Tensor], shard: int = 0, shards: int = 1) -> None:
         self._tensors, self._shard, self._shards = dict(tensors), shard, shards
 
-    def compare(self, exchange: Exchange, dimension: int) -> Callable[[], bool]:
-        """Compare digests. All ranks call this.
+    def digest(self, device: torch.device, dimension: int) -> Tensor:
+        """Return numbers (1-D, float32): added up over the ranks, they show whether digests differ.
 
         Args:
-            exchange: the ranks.
+            device: of the result.
             dimension: 0 to add up columns, 1 to add up rows.
-
-        Returns:
-            A function that waits for the result: whether all ranks have the same parameters.
         """
-        sums = self._sums(exchange, (dimension,))
-        digest = _mixed(sums)
-        # One message finds the minimum as well as the maximum, of each shard.
-        own = sums.new_full((self._shards, 2), torch.iinfo(sums.dtype).min)
-        own[self._shard].copy_(torch.stack([digest, -digest]))
-        bounds = host.copy_from(exchange.anywhere(own.view(-1)))
+        # The upper half: the lower bits of a product depend on few bits of its factors.
+        parts = (_mixed(self._sums(device, (dimension,))) >> _shifts(device)) % _BASE
+        numbers = torch.zeros(self._shards, 1 + 2 * len(parts), device=device)
+        numbers[self._shard].copy_(torch.cat([torch.ones_like(parts[:1]), parts, parts.square()]))
+        return numbers.view(-1)
 
-        def same() -> bool:
-            highest, lowest = bounds().view(-1, 2).unbind(1)
-            return bool((highest == -lowest).all())
+    def agree(self, sums: Tensor) -> bool:
+        """Whether all ranks have the same digest of their shard.
 
-        return same
+        Args:
+            sums: those of all ranks' :meth:`digest`, on the CPU.
+        """
+        count, total, squares = torch.split(
+            sums.view(self._shards, -1).long(), [1, len(_SHIFTS), len(_SHIFTS)], 1
+        )
+        # The variance is zero. float32 is exact with these numbers, up to 74,000 ranks.
+        return torch.equal(count * squares, total.square())
 
     def differing(self, exchange: Exchange) -> dict[str, tuple[int, ...]]:
         """Return the ranks that differ from most others, as numbered in the job, by parameter name.
 
         All ranks call this. It pickles, and waits: call it only if they differ.
         """
-        sums = self._sums(exchange, (0, 1)).tolist()
+        sums = self._sums(exchange.device, (0, 1)).tolist()
         own = self._shard, exchange.global_ranks[exchange.rank], sums
         found: dict[str, tuple[int, ...]] = {}
         for _, same_shard in groupby(sorted(exchange.gather_all(own)), itemgetter(0)):
@@ -71,9 +76,9 @@ class Replicas:
                     found[name] = (*found.get(name, ()), *wrong)
         return found
 
-    def _sums(self, exchange: Exchange, dimensions: Sequence[int]) -> Tensor:
+    def _sums(self, device: torch.device, dimensions: Sequence[int]) -> Tensor:
         """Return a checksum of each parameter, as integers."""
-        tensors, device = self._tensors.values(), exchange.device
+        tensors = self._tensors.values()
         return torch.stack([_checksum(each, dimensions).to(device) for each in tensors])
 
 
@@ -104,3 +109,8 @@ def _factors(count: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(-(2**62), 2**62, (count,), generator=generator)
     return host.copy_to(drawn * 2 + 1, device)
+
+
+@lru_cache(maxsize=16)
+def _shifts(device: torch.device) -> Tensor:
+    return host.copy_to(torch.tensor(_SHIFTS), device)

@@ -19,8 +19,8 @@ MOST = 256
 _RUN = 8
 """They are runs of this many neighbours: reading one of them brings the others into the cache."""
 
-_STEPS = 10
-"""At most this many steps are evaluated at once."""
+_ROWS, _VALUES = 10, 2**16
+"""Steps are evaluated together: this many at least, and more while the values are this few."""
 
 _SAME = 0.01
 """Two values are the same up to this relative difference. The residual can have 16 bits."""
@@ -47,7 +47,7 @@ class Samples:
     """Follows how long the residual of sampled elements waits, and whether it stays as it was.
 
     Steps are read one by one and evaluated several at a time: that takes less than half of the
-    time. A step in which the residual is scaled or undone is evaluated at once.
+    time. A step in which the residual is scaled or undone ends such a series.
 
     Args:
         shape: of the bucket.
@@ -62,11 +62,12 @@ class Samples:
         self._ages = torch.zeros(len(self._at), dtype=torch.int32, device=device)
         self._gradient = torch.empty(0)  # of the step in flight
         self._steps: list[_Step] = []  # those that were read, but not evaluated
+        self._most = max(_ROWS, _VALUES // max(1, len(self._at)))
         # The residual before and after the last step that was evaluated. None if the next step is
         # not to be compared with it.
         self._last: tuple[Tensor, Tensor] | None = None
         self._changed: Tensor | None = None
-        self._earlier = self._ages  # before the last step, if that was evaluated alone
+        self._earlier = self._ages  # before the last step that was evaluated: it can be undone
 
     def follow(self, law: Law) -> None:
         """Go on with another law of the same residual."""
@@ -94,10 +95,9 @@ class Samples:
         if ratios and not ratios.keys().isdisjoint(self._names):
             self._evaluate()
             self._check_scaled(ratios, read["error"])
-        # Not the step itself yet: it can be undone.
-        if len(self._steps) == _STEPS:
-            self._evaluate()
         self._steps.append(step)
+        if len(self._steps) == self._most:
+            self._evaluate()
 
     def _evaluate(self) -> None:
         """Evaluate the steps that were read."""
@@ -108,7 +108,6 @@ class Samples:
         found = {name: torch.stack([s.found[name] for s in steps]) for name in steps[0].found}
         left = torch.stack([step.left for step in steps])
         self._check(found["error"], left)
-        # The last rows alone: views would keep all rows.
         self._last = steps[-1].found["error"], steps[-1].left
         unsent = torch.stack([step.gradient for step in steps]).to(left.dtype)
         unsent.mul_(law.gradient * factor)
@@ -117,12 +116,11 @@ class Samples:
         # Not exactly 1, because of rounding. Without a residual, 0 / 0 is not above.
         is_sent = (left / unsent).sub_(1).abs_() > _SAME
         is_sent.logical_and_(torch.stack([step.mean for step in steps]))
-        ages = self._ages.clone()
         for waits, sent in zip(left != 0, is_sent, strict=True):
             # Without a residual, it still waits if it has before: in the server residual of any
             # rank.
-            ages.add_(waits.logical_or_(ages)).masked_fill_(sent, 0)
-        self._ages = ages
+            older = self._ages + waits.logical_or(self._ages)
+            self._earlier, self._ages = self._ages, older.masked_fill_(sent, 0)
 
     def _check(self, found: Tensor, left: Tensor) -> None:
         """Compare the residual that a step has found with that which the one before has left."""
@@ -154,17 +152,9 @@ class Samples:
 
         The second one is None if nothing is known of it. The next call begins anew with it.
         """
-        self._evaluate_to_the_last()
+        self._evaluate()
         changed, self._changed = self._changed, None
         return self._ages, changed
-
-    def _evaluate_to_the_last(self) -> None:
-        """Evaluate all steps, and keep the ages before the last one: it can be undone."""
-        if self._steps:
-            last = self._steps.pop()
-            self._evaluate()
-            self._earlier, self._steps = self._ages, [last]
-            self._evaluate()
 
     def undo(self, names: Iterable[str]) -> None:
         """The step in flight is undone for these parameters: their residual stays as it was."""
@@ -173,7 +163,7 @@ class Samples:
             return
         chosen = torch.tensor([name in undone for name in self._names])
         mask = host.copy_to(chosen, self._ages.device)[self._owner]
-        self._evaluate_to_the_last()
+        self._evaluate()
         self._ages = torch.where(mask, self._earlier, self._ages)
         if self._last is not None:
             before, after = self._last

@@ -218,11 +218,10 @@ class Watch:
         plan = self._plan_of(method, bucket)
         law, slots = plan.law, plan.slots
         if plan.samples is not None:
-            error = state.in_flight(slots["error"])
-            if error is not None:
-                opened = plan.opened(state, plan.found)
+            opened = plan.opened(state, plan.found)
+            if "error" in opened:
                 found = {name: before for name, (before, _) in opened.items()}
-                plan.samples.after(bucket.flat, found, error[1], self._ratios)
+                plan.samples.after(bucket.flat, found, opened["error"][1], self._ratios)
         if self._gradient is not None and self._comparing is not None:
             gradient, self._gradient = self._gradient, None
             part = windows(bucket.shape, self._comparing)
@@ -358,12 +357,12 @@ class Watch:
         ]
         return torch.stack([column.float() for column in columns], 1)
 
-    def finish(self) -> Callable[[], Found] | None:
-        """Add up over the ranks. All ranks call this at the end of a step.
+    def finish(self) -> tuple[Tensor, Callable[[Tensor], Found]] | None:
+        """End a step.
 
         Returns:
-            A function that waits for the sums, which are the same on all ranks. None if this step
-            is not compared.
+            Numbers to add up over the ranks (1-D), and what reads their sums on the CPU. None if
+            this step is not compared.
         """
         if not self._rows:
             return None
@@ -380,12 +379,10 @@ class Watch:
         for message in self._messages:
             messages.add_(message.to(device))
         numbers = torch.cat([*(each.flatten() for each in values), own.flatten()])
-        self.exchange.sum_control(numbers)
-        received = host.copy_from(numbers)
         counts, eps = [*(value.numel() for value in values), own.numel()], self._eps
 
-        def read() -> Found:
-            *parts, last = torch.split(received(), counts)
+        def read(received: Tensor) -> Found:
+            *parts, last = torch.split(received, counts)
             sums: dict[str, Sums] = {}
             laws: dict[str, Law | None] = {}
             for (shape, law, _), part in zip(rows, parts, strict=True):
@@ -397,7 +394,7 @@ class Watch:
             norms, sent, wrong, few = (tuple(row) for row in last.view(4, ranks).tolist())
             return Found(sums, laws, norms, sent, wrong, few, width, self._age, *eps)
 
-        return read
+        return numbers, read
 
 
 def _sums(rows: Tensor, width: int, exact: bool) -> list[Sums]:
