@@ -20,7 +20,14 @@ from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, 
 from torchcomp.errors import SpecError
 from torchcomp.outer_steps import OUTER_STEPS, Nesterov, SlowMo
 from torchcomp.schedules import QSR, SCHEDULES, Every, PostLocal, Power, Swap
-from torchcomp.spec import COMPONENTS, parse_aggregator, parse_outer_step, parse_schedule
+from torchcomp.spec import (
+    COMPONENTS,
+    parse_aggregator,
+    parse_any,
+    parse_local,
+    parse_outer_step,
+    parse_schedule,
+)
 
 fast = settings(deadline=None, derandomize=True, max_examples=200)
 
@@ -377,6 +384,9 @@ def test_errors_for_decimal_commas_and_percent_show_how_to_write_them(text):
         ("qsrs(1)", parse_aggregator, "methods: bidirectional, "),
         ("tpk(0.1)", parse_aggregator, "'topk'"),
         ("tpk(0.1)", parse_schedule, "schedules: every, "),
+        ("tpk(0.1)", parse_local, "schedules: every, "),
+        ("aut", parse_local, "'auto'"),
+        ("aut", parse_any, "'auto'"),
         ("tpk(0.1)", parse_outer_step, "outer steps: nesterov, slowmo"),
     ],
 )
@@ -411,9 +421,10 @@ def test_a_literal_alone_is_refused(text):
     assert message.endswith(text)
 
 
+@pytest.mark.parametrize("parse", [parse_schedule, parse_local])
 @pytest.mark.parametrize("text", ["ef(topk(0.01))", "mean", "topk(0.01)"])
-def test_a_method_is_refused_where_a_schedule_is_needed(text):
-    message = refusal(text, parse_schedule)
+def test_a_method_is_refused_where_a_schedule_is_needed(text, parse):
+    message = refusal(text, parse)
     for word in (f"'{torchcomp.parse(text)}'", "'every(4)'", "torchcomp.register"):
         assert word in message
     assert parse_aggregator(text) == torchcomp.parse(text)

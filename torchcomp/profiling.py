@@ -57,5 +57,6 @@ class label:
             self._recorded.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        if self._recorded is not None:
-            self._recorded.__exit__(*error)
+        recorded, self._recorded = self._recorded, None
+        if recorded is not None:
+            recorded.__exit__(*error)

@@ -117,15 +117,16 @@ def parse_local(spec: str | Component) -> Schedule | Auto:
 
     Here ``auto`` has no options: those are for :func:`torchcomp.register`.
     """
-    kinds: tuple[type[Schedule | Auto], ...] = (Schedule, Auto)
-    parsed = _parse(spec, {**_SCHEDULES, **_AUTO}, kinds)
-    if isinstance(parsed, Auto) and parsed != Auto():
+    built = _Parser(spec).build({**_SCHEDULES, **_AUTO}) if isinstance(spec, str) else spec
+    if not isinstance(built, Auto):
+        return parse_schedule(built)
+    if built != Auto():
         raise SpecError(
             f"for LocalSGD, 'auto' has no options, and '{spec}' has some: they are for "
             "torchcomp.register",
             "spec",
         )
-    return parsed
+    return built
 
 
 def parse_outer_step(spec: str | OuterStep) -> OuterStep:

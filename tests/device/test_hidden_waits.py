@@ -54,7 +54,7 @@ EXCEPTIONS = {
     "exchange/base.py Exchange._wire_error": "the step has failed",
     "hooks/loss_scale.py LossScale.read": "the copy of the last step has long ended",
     # The guard: the sums of a comparison are read when the next step begins.
-    "guard/watch.py Watch.finish.read": "the copy of the last step has long ended",
+    "guard/watch.py Watch.finish.read": "numbers that the host has",
     "guard/watch.py _sums": "numbers that the host has",
     "guard/replicas.py Replicas.agree": "numbers that the host has",
     "guard/replicas.py Replicas.differing": "once, when replicas differ",

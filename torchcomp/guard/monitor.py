@@ -123,7 +123,7 @@ class Pause:
 
 @dataclass(frozen=True)
 class _Compared:
-    """A comparison that was not judged.
+    """A comparison that is not yet judged.
 
     Attributes:
         step: number of steps that had finished.

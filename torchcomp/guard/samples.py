@@ -13,14 +13,14 @@ from torchcomp.aggregators import Law
 from torchcomp.bucket import BucketShape
 from torchcomp.keys import Key
 
-MOST = 256
+MOST = 128
 """At most this many elements of a parameter are followed."""
 
-_RUN = 8
+_RUN = 4
 """They are runs of this many neighbours: reading one of them brings the others into the cache."""
 
-_ROWS, _VALUES = 10, 2**16
-"""Steps are evaluated together: this many at least, and more while the values are this few."""
+_FEWEST, _MOST, _VALUES = 10, 100, 2**16
+"""Steps are evaluated together: so many that they have this many values, within these bounds."""
 
 _SAME = 0.01
 """Two values are the same up to this relative difference. The residual can have 16 bits."""
@@ -47,7 +47,7 @@ class Samples:
     """Follows how long the residual of sampled elements waits, and whether it stays as it was.
 
     Steps are read one by one and evaluated several at a time: that takes less than half of the
-    time. A step in which the residual is scaled or undone ends such a series.
+    time. A residual that is scaled begins such a series, and one that is undone ends it.
 
     Args:
         shape: of the bucket.
@@ -62,7 +62,7 @@ class Samples:
         self._ages = torch.zeros(len(self._at), dtype=torch.int32, device=device)
         self._gradient = torch.empty(0)  # of the step in flight
         self._steps: list[_Step] = []  # those that were read, but not evaluated
-        self._most = max(_ROWS, _VALUES // max(1, len(self._at)))
+        self._most = min(_MOST, max(_FEWEST, _VALUES // max(1, len(self._at))))
         # The residual before and after the last step that was evaluated. None if the next step is
         # not to be compared with it.
         self._last: tuple[Tensor, Tensor] | None = None
