@@ -135,12 +135,12 @@ def test_model_of_several_dtypes_conserves_to_the_rounding_of_float32(spec: str)
     assert_conserved(on_threads(3, body), tolerance=2e-6)
 
 
-def compiled() -> tuple[Account, list[str]]:
+def compiled(backend: str) -> tuple[Account, list[str]]:
     module = mlp()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.compile's own
         # The compiler splits the graph at buckets, and asserts that they are at least 1 MiB.
-        model = wrap(torch.compile(module), bucket_cap_mb=None)
+        model = wrap(torch.compile(module, backend=backend), bucket_cap_mb=None)
         handle = torchcomp.register(model, TOPK)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         account = Account()
@@ -154,9 +154,14 @@ def compiled() -> tuple[Account, list[str]]:
     return account.close(handle), names
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_compiled_module_conserves_under_its_own_names() -> None:
-    accounts, names = zip(*on_processes(2, compiled), strict=True)
+needs_cpp = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[needs_cpp, pytest.mark.thorough])]
+)
+def test_compiled_module_conserves_under_its_own_names(backend: str) -> None:
+    accounts, names = zip(*on_processes(2, compiled, backend), strict=True)
     assert set(names[0]) == {name for name, _ in mlp().named_parameters()}
     assert_conserved(list(accounts), tolerance=1e-10)
     assert_residual(list(accounts))

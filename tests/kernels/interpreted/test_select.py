@@ -49,7 +49,7 @@ def test_sums(n, dtype):
         assert torch.equal(chosen, sorted_out(g + e, k)), k
 
 
-@pytest.mark.parametrize("value", [0.0, torch.nan, *thorough([-3.0, torch.inf, -0.0, 1e-45])])
+@pytest.mark.parametrize("value", [torch.nan, *thorough([0.0, -3.0, torch.inf, -0.0, 1e-45])])
 def test_among_equals_the_lowest_indices_win(value):
     x = torch.full((600,), value)
     for k in (1, 300, 599):
@@ -83,7 +83,7 @@ BOUNDS = {  # a threshold and a margin
 }
 
 
-@pytest.mark.parametrize("bound", only(BOUNDS, now=["too low", "too high"]))
+@pytest.mark.parametrize("bound", only(BOUNDS, now=["too low"]))
 def test_no_bound_changes_the_result(bound):
     n, scratch = 700, Scratch()
     x = normal(n)
@@ -152,7 +152,7 @@ def each_sorted_out(x, segments):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *thorough([torch.bfloat16])])
-@pytest.mark.parametrize("case", SEGMENTS)
+@pytest.mark.parametrize("case", only(SEGMENTS, now=["uneven", "all and none"]))
 def test_segments(case, dtype):
     segments, scratch = segments_of(case), Scratch()
     x = awkward(segments[-1].span.stop, dtype)
