@@ -12,7 +12,7 @@ from tests.guard.test_fall_back import accuse
 from tests.support.models import loss_of, mlp, rows, wrap
 from tests.support.outcomes import assert_refused
 from tests.support.ranks import on_threads
-from torchcomp import Guard, RankMismatchError, SpecError, register
+from torchcomp import Guard, Handle, RankMismatchError, SpecError, register
 
 TOPK = "ef(topk(0.1))"
 
@@ -58,14 +58,15 @@ def test_without_a_guard_nothing_is_compared(value):
     assert on_threads(2, body) == [(None, ())] * 2
 
 
-def test_a_state_judges_the_last_comparison_and_a_mean_has_no_age():
+@pytest.mark.parametrize("judge", [Handle.state_dict, Handle.close])
+def test_a_state_or_the_end_judges_the_last_comparison_and_a_mean_has_no_age(judge):
     def body():
         model = wrap(mlp())
         handle = register(model, "mean", guard=Guard(every=2))
         for step in range(2):
             loss_of(model(rows(step))).backward()
         before = handle.guard.report
-        handle.state_dict()
+        judge(handle)
         report = handle.guard.report
         handle.close()
         return before, report.step, report.model.cosine, report.model.old
@@ -83,6 +84,29 @@ def test_ranks_with_other_guards_are_refused(value):
         register(wrap(mlp()), TOPK, guard=value if dist.get_rank() == 1 else True)
 
     assert_refused(3, body, RankMismatchError, "guard", "rank 1")
+
+
+def test_a_callback_that_raises_at_the_end_leaves_nothing_open():
+    def callback(alarm):
+        raise ValueError(alarm.kind)
+
+    def body():
+        model = wrap(mlp())
+        handle = register(model, "mean", guard=Guard(every=1, callback=callback))
+        after = handle.averager.monitor.after
+
+        def change(bucket, method, state):
+            bucket.flat.mul_(2)
+            after(bucket, method, state)
+
+        handle.averager.monitor.after = change
+        loss_of(model(rows(0))).backward()
+        with pytest.raises(ValueError, match="imbalance"):
+            handle.close()
+        handle.close()
+        return handle.closed
+
+    assert on_threads(2, body) == [True] * 2
 
 
 def test_each_rank_has_a_callback_of_its_own():

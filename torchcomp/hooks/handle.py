@@ -197,7 +197,11 @@ class Handle(OfOneProcess, Gatherable):
         if self._finalizer.detach() is not None:
             # After a backward pass that raised, another rank may never join what this one has sent.
             raised = self._running or self.averager.abandoned
-            self._averaging.close(AT_EXIT_SECONDS if raised else None)
+            try:
+                if not raised and not self.averager.undecided:
+                    self.averager.settle()  # judges the guard's last comparison
+            finally:
+                self._averaging.close(AT_EXIT_SECONDS if raised else None)
 
     def __enter__(self) -> "Handle":
         return self
