@@ -1,7 +1,10 @@
 """Settings for the whole test suite, however it is started."""
 
+import gc
+import os
 import random
 import signal
+from collections.abc import Iterator
 
 import hypothesis
 import numpy as np
@@ -17,8 +20,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # threads also changes how sums are split and rounded.
 torch.set_num_threads(1)
 
+_MANY_THREADS = 100
+
 # The "ci" profile draws the same examples in every run and has no deadline.
 hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def _few_threads() -> Iterator[None]:
+    """End process groups of gloo that await the garbage collector.
+
+    Their threads wake up a hundred times per second, and would slow down all later tests.
+    """
+    yield
+    if len(os.listdir("/proc/self/task")) > _MANY_THREADS:
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)

@@ -108,6 +108,7 @@ class Rank:
         self.record.unsent = unsent_gradients(parameters, self.handle.state_dict())
         self.record.weights = weights(self.model)
         self.handle.close()
+        self.manager.shutdown()
         return self.record
 
 

@@ -225,6 +225,10 @@ class Manager:
         self._commit_failures = 0 if commits else self._commit_failures + 1
         return commits
 
+    def shutdown(self) -> None:
+        # DDP's hook, in C++, knows the manager: the garbage collector does not see this cycle.
+        self._functions.clear()
+
     def saved(self) -> dict[str, Any]:
         return {key: save() for key, (_, save) in self._functions.items()}
 
