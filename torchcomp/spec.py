@@ -117,7 +117,7 @@ def parse_local(spec: str | Component) -> Schedule | Auto:
 
     Here ``auto`` has no options: those are for :func:`torchcomp.register`.
     """
-    built = _Parser(spec).build({**_SCHEDULES, **_AUTO}) if isinstance(spec, str) else spec
+    built = _built(spec, {**_SCHEDULES, **_AUTO})
     if not isinstance(built, Auto):
         return parse_schedule(built)
     if built != Auto():
@@ -135,7 +135,7 @@ def parse_outer_step(spec: str | OuterStep) -> OuterStep:
 
 
 def _parse(spec: str | Component, wanted: Wanted, kinds: tuple[type[Built], ...]) -> Built:
-    built: Any = _Parser(spec).build(wanted) if isinstance(spec, str) else spec
+    built = _built(spec, wanted)
     if isinstance(built, Compressor):
         built = Mean(built)
     if isinstance(built, kinds):
@@ -146,6 +146,10 @@ def _parse(spec: str | Component, wanted: Wanted, kinds: tuple[type[Built], ...]
     # Exactly one kind matches: compressors were wrapped above.
     found, _, call = next(use for kind, use in _USES.items() if isinstance(built, kind))
     raise SpecError(f"expected {expected}, but '{built}' is {found}: use it with torchcomp.{call}")
+
+
+def _built(spec: str | Component, wanted: Wanted) -> Any:
+    return _Parser(spec).build(wanted) if isinstance(spec, str) else spec
 
 
 class _Parser:

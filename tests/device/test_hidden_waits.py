@@ -56,7 +56,7 @@ EXCEPTIONS = {
     # The guard: the sums of a comparison are read when the next step begins.
     "guard/watch.py Watch.finish.read": "numbers that the host has",
     "guard/watch.py _sums": "numbers that the host has",
-    "guard/replicas.py Replicas.agree": "numbers that the host has",
+    "guard/replicas.py Replicas.are_equal": "numbers that the host has",
     "guard/replicas.py Replicas.differing": "once, when replicas differ",
     "guard/alarms.py replica_alarm": "a number of the host",
     # Auto: twice in a trial, and once in 50 steps after it.

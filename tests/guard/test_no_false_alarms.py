@@ -174,7 +174,7 @@ def test_steps_are_evaluated_together_as_one_by_one(event, monkeypatch):
     monkeypatch.setattr(samples, "_VALUES", 0)
     found = []
     for steps in (1, 3, 10):
-        monkeypatch.setattr(samples, "_FEWEST", steps)
+        monkeypatch.setattr(samples, "_FEWEST_STEPS", steps)
         found.append(small.on_ranks(2, body))
     assert found[0] == found[1] == found[2]
 

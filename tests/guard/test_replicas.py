@@ -23,11 +23,11 @@ CHANGES = {
 }
 
 
-def agree(replicas, exchange, dimension):
+def are_equal(replicas, exchange, dimension):
     """Whether the replicas of all ranks have the same digest."""
     numbers = replicas.digest(exchange.device, dimension)
     exchange.sum_control(numbers)
-    return replicas.agree(numbers)
+    return replicas.are_equal(numbers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -38,11 +38,11 @@ def test_a_changed_parameter_is_found_on_its_rank(change, dtype):
 
     def body(exchange):
         own = {name: each.clone() for name, each in values.items()}
-        same = agree(Replicas(own), exchange, 1)
+        same = are_equal(Replicas(own), exchange, 1)
         if exchange.rank == 1:
             own["weight"] = CHANGES[change](own["weight"])
         replicas = Replicas(own)
-        found = [agree(replicas, exchange, dimension) for dimension in (0, 1)]
+        found = [are_equal(replicas, exchange, dimension) for dimension in (0, 1)]
         return same, all(found), replicas.differing(exchange)
 
     assert small.on_ranks(3, body) == [(True, False, {"weight": (1,)})] * 3
@@ -54,7 +54,7 @@ def test_a_changed_small_parameter_is_found(change, numel):
     def body(exchange):
         values = normal(numel)
         changed = CHANGES[change](values) if exchange.rank == 1 else values
-        return agree(Replicas({"bias": changed}), exchange, 1)
+        return are_equal(Replicas({"bias": changed}), exchange, 1)
 
     assert small.on_ranks(2, body) == [False, False]
 
@@ -65,7 +65,7 @@ def test_strides_do_not_count():
     def body(exchange):
         layout = torch.channels_last if exchange.rank else torch.contiguous_format
         own = values.clone(memory_format=layout)
-        return agree(Replicas({"weight": own}), exchange, 1)
+        return are_equal(Replicas({"weight": own}), exchange, 1)
 
     assert small.on_ranks(2, body) == [True, True]
 
@@ -74,17 +74,17 @@ def test_ranks_are_compared_with_those_of_the_same_shard():
     def body(exchange):
         shard = exchange.rank // 2
         values = normal(64) + shard
-        same = agree(Replicas({"weight": values}, shard, 2), exchange, 0)
+        same = are_equal(Replicas({"weight": values}, shard, 2), exchange, 0)
         values = values + (exchange.rank == 3)
-        return same, agree(Replicas({"weight": values}, shard, 2), exchange, 0)
+        return same, are_equal(Replicas({"weight": values}, shard, 2), exchange, 0)
 
     assert small.on_ranks(4, body) == [(True, False)] * 4
 
 
-def test_many_ranks_that_agree_are_no_false_alarm():
+def test_many_equal_ranks_raise_no_false_alarm():
     replicas = Replicas({"weight": normal(1000)})
     numbers = replicas.digest(torch.device("cpu"), 0)
     total = 4_200 * numbers
-    assert replicas.agree(total)
+    assert replicas.are_equal(total)
     other = Replicas({"weight": normal(1000) + 1}).digest(torch.device("cpu"), 0)
-    assert not replicas.agree(total - numbers + other)
+    assert not replicas.are_equal(total - numbers + other)

@@ -121,7 +121,7 @@ _VERSIONS = "install the same versions on all nodes"
 
 
 class _Equal(NamedTuple):
-    """The finding about ranks of which something differs that should be equal."""
+    """The finding about ranks that differ in something that should be equal."""
 
     code: str
     what: str

@@ -257,7 +257,7 @@ class GuardMonitor(Monitor):
                 if alarm.kind in MENDED:
                     self._pause(alarm)
         replicas = self._replicas
-        self._differ = replicas is not None and not replicas.agree(sums[compared.own :])
+        self._differ = replicas is not None and not replicas.are_equal(sums[compared.own :])
         if self._differ:
             self._unlocated = judged
         else:

@@ -19,7 +19,7 @@ _ROW = 509
 turns: two other signs cancel in a row, and remain in the columns."""
 
 _DIGITS = 5
-"""A digest travels as its first digits, of 6 bits each."""
+"""Number of digits of a digest that are sent, of 6 bits each."""
 
 
 class Replicas:
@@ -41,7 +41,7 @@ class Replicas:
             device: of the result.
             dimension: 0 to add up columns, 1 to add up rows.
         """
-        # The first ones: the lower bits of a product depend on few bits of its factors.
+        # The upper bits: the lower bits of a product depend on few bits of its factors.
         mixed = _mixed(self._sums(device, (dimension,)))
         shifts = torch.arange(64 - 6 * _DIGITS, 64, 6, device=device)
         parts = (mixed >> shifts) % 64
@@ -49,8 +49,8 @@ class Replicas:
         numbers[self._shard].copy_(torch.cat([torch.ones_like(parts[:1]), parts, parts.square()]))
         return numbers.view(-1)
 
-    def agree(self, sums: Tensor) -> bool:
-        """Whether all ranks have the same digest of their shard.
+    def are_equal(self, sums: Tensor) -> bool:
+        """Return whether all ranks have the same digest of their shard.
 
         Args:
             sums: those of all ranks' :meth:`digest`, on the CPU.

@@ -19,8 +19,9 @@ MOST = 128
 _RUN = 4
 """They are runs of this many neighbours: reading one of them brings the others into the cache."""
 
-_FEWEST, _MOST, _VALUES = 10, 100, 2**16
-"""Steps are evaluated together: so many that they have this many values, within these bounds."""
+_FEWEST_STEPS, _MOST_STEPS, _VALUES = 10, 100, 2**16
+"""Steps are evaluated after this many values, but within these bounds: a small bucket would
+otherwise keep thousands of steps."""
 
 _SAME = 0.01
 """Two values are the same up to this relative difference. The residual can have 16 bits."""
@@ -47,7 +48,7 @@ class Samples:
     """Follows how long the residual of sampled elements waits, and whether it stays as it was.
 
     Steps are read one by one and evaluated several at a time: that takes less than half of the
-    time. A residual that is scaled begins such a series, and one that is undone ends it.
+    time. They are evaluated earlier before the residual is scaled, and before a step is undone.
 
     Args:
         shape: of the bucket.
@@ -62,7 +63,8 @@ class Samples:
         self._ages = torch.zeros(len(self._at), dtype=torch.int32, device=device)
         self._gradient = torch.empty(0)  # of the step in flight
         self._steps: list[_Step] = []  # those that were read, but not evaluated
-        self._most = min(_MOST, max(_FEWEST, _VALUES // max(1, len(self._at))))
+        steps = _VALUES // max(1, len(self._at))
+        self._together = min(_MOST_STEPS, max(_FEWEST_STEPS, steps))
         # The residual before and after the last step that was evaluated. None if the next step is
         # not to be compared with it.
         self._last: tuple[Tensor, Tensor] | None = None
@@ -96,7 +98,7 @@ class Samples:
             self._evaluate()
             self._check_scaled(ratios, read["error"])
         self._steps.append(step)
-        if len(self._steps) == self._most:
+        if len(self._steps) == self._together:
             self._evaluate()
 
     def _evaluate(self) -> None:
