@@ -378,14 +378,19 @@ class Averager:
     def _conclude(self, where: str, advice: str, may_skip: bool, late: bool) -> bool:
         """Combine the checks of the step over the ranks; return whether it counts, or raise."""
         check_lrs = self._compare_lrs(where)
-        self.monitor.finish(self.step + 1)
+        undecided: Callable[[], bool] | None = None
         if late:
-            return self._postpone(where, advice, check_lrs)
-        counts = self.exchange.conclude(self._watch.finite(), where, self._unchanged)
-        check_lrs(self._unchanged)
-        if not counts and not may_skip:
-            what, traces = f"{self._what} at {where}", self._traces(self.state.pending("error"))
-            raise self._watch.error(what, self._unchanged + advice, traces)
+            counts, undecided = True, self._conclude_later(where, advice, check_lrs)
+        else:
+            counts = self.exchange.conclude(self._watch.finite(), where, self._unchanged)
+            check_lrs(self._unchanged)
+            if not counts and not may_skip:
+                what, traces = f"{self._what} at {where}", self._traces(self.state.pending("error"))
+                raise self._watch.error(what, self._unchanged + advice, traces)
+        if counts:
+            # After the concluding message: a rank that is late is waited for there.
+            self.monitor.finish(self.step + 1)
+        self._undecided = undecided
         return counts
 
     def _prepare_commit(self, leaves: Collection[int], leaving: bool) -> bool:
@@ -465,8 +470,10 @@ class Averager:
 
         return check
 
-    def _postpone(self, where: str, advice: str, check_lrs: Callable[[str], None]) -> bool:
-        """Send the concluding message, and read the result later."""
+    def _conclude_later(
+        self, where: str, advice: str, check_lrs: Callable[[str], None]
+    ) -> Callable[[], bool]:
+        """Send the concluding message. What is returned reads the result."""
         decide, watch = self.exchange.conclude_later(self._watch.finite(), where, LATE), self._watch
 
         def settle() -> bool:
@@ -476,8 +483,7 @@ class Averager:
             check_lrs(LATE)
             return True
 
-        self._undecided = settle
-        return True
+        return settle
 
     @property
     def undecided(self) -> bool:

@@ -11,7 +11,6 @@ from tests.support.models import Branches, loss_of, mlp, optimizer_step, rows, w
 from tests.support.outcomes import caught
 from tests.support.ranks import on_threads
 from torchcomp import Guard, NonFiniteError, register
-from torchcomp.guard import samples
 
 TOPK = "ef(topk(0.1))"
 BF16 = 'ef(topk(0.1, scope="tensor"), memory_dtype="bf16")'
@@ -160,23 +159,6 @@ def test_there_is_no_false_alarm(method, event):
     for alarms, compared, last in small.on_ranks(2, body):
         assert not alarms
         assert last - 2 < compared <= last
-
-
-@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.__name__)
-def test_steps_are_evaluated_together_as_one_by_one(event, monkeypatch):
-    def body(exchange):
-        watched = Watched(exchange, TOPK, guard=Guard(every=5, age=3))
-        event(watched)
-        watched.averager.settle()
-        assert watched.report.step > 0
-        return repr(watched.report.parameters), watched.alarms
-
-    monkeypatch.setattr(samples, "_VALUES", 0)
-    found = []
-    for steps in (1, 3, 10):
-        monkeypatch.setattr(samples, "_FEWEST_STEPS", steps)
-        found.append(small.on_ranks(2, body))
-    assert found[0] == found[1] == found[2]
 
 
 def test_a_late_error_discards_the_comparison_of_its_step():

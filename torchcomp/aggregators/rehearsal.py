@@ -28,21 +28,14 @@ def rehearse_all(method: Aggregator, parameters: Iterable[Tensor]) -> None:
 def rehearse(method: Aggregator, dtype: torch.dtype, device: torch.device) -> None:
     """Average a small bucket on one rank, to load and compile the kernels of the method.
 
-    If a kernel of Numba or Triton fails, all kernels on this type of device run in plain torch from
-    now on, and one warning is logged. Results are the same bit for bit.
+    What happens if one fails says :func:`torchcomp.kernels.backend.attempt`.
 
     Args:
         method: the method that will run.
         dtype: dtype of the gradients.
         device: device of the gradients.
     """
-    try:
-        _average(method, dtype, device)
-    except Exception as error:  # a compiler can raise any type of exception
-        # If the method fails in plain torch as well, the kernels are not the cause.
-        with backend.plain_torch(device.type):
-            _average(method, dtype, device)
-        backend.without_fast_forms(device.type, f"{type(error).__name__}: {error}")
+    backend.attempt(lambda: _average(method, dtype, device), device.type)
 
 
 def _average(method: Aggregator, dtype: torch.dtype, device: torch.device) -> None:

@@ -18,6 +18,7 @@ from torchcomp.guard.options import Guard
 from torchcomp.guard.replicas import Replicas
 from torchcomp.guard.report import Report
 from torchcomp.guard.watch import Found, Watch
+from torchcomp.kernels import follow
 from torchcomp.state import State
 
 _log = logging.getLogger(__name__)
@@ -169,6 +170,7 @@ class GuardMonitor(Monitor):
         replicas: Replicas | None = None,
     ) -> None:
         super().__init__()
+        follow.rehearse(exchange.device)
         self._guard, self._names, self._replicas = guard, tuple(names), replicas
         self._watch = Watch(guard.every, guard.age, exchange)
         # Parameters that are, or were, averaged uncompressed.

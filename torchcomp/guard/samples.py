@@ -1,7 +1,6 @@
 """Samples: a few elements of every parameter, followed from step to step."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from torchcomp import host
 from torchcomp.aggregators import Law
 from torchcomp.bucket import BucketShape
+from torchcomp.kernels.follow import SAME, follower
 from torchcomp.keys import Key
 
 MOST = 128
@@ -19,66 +19,37 @@ MOST = 128
 _RUN = 4
 """They are runs of this many neighbours: reading one of them brings the others into the cache."""
 
-_FEWEST_STEPS, _MOST_STEPS, _VALUES = 10, 100, 2**16
-"""Steps are evaluated after this many values, but within these bounds: a small bucket would
-otherwise keep thousands of steps."""
-
-_SAME = 0.01
-"""Two values are the same up to this relative difference. The residual can have 16 bits."""
-
-
-@dataclass(frozen=True)
-class _Step:
-    """What is read of the sampled elements in one step.
-
-    Attributes:
-        gradient: of this rank.
-        found: the values before the step of the slots that the residual is made of.
-        left: the residual after the step.
-        mean: what the step applies.
-    """
-
-    gradient: Tensor
-    found: dict[str, Tensor]
-    left: Tensor
-    mean: Tensor
-
 
 class Samples:
     """Follows how long the residual of sampled elements waits, and whether it stays as it was.
 
-    Steps are read one by one and evaluated several at a time: that takes less than half of the
-    time. They are evaluated earlier before the residual is scaled, and before a step is undone.
-
     Args:
         shape: of the bucket.
         law: says what the residual would be if nothing was sent.
+        residual_dtype: dtype of the residual.
         device: of the bucket.
     """
 
     # These are no slots of the state: an error in a slot would be one in what checks it.
-    def __init__(self, shape: BucketShape, law: Law, device: torch.device) -> None:
+    def __init__(
+        self, shape: BucketShape, law: Law, residual_dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._at, self._owner = sample(shape, device)
-        self._names, self._law = filled(shape)[0], law
-        self._ages = torch.zeros(len(self._at), dtype=torch.int32, device=device)
-        self._gradient = torch.empty(0)  # of the step in flight
-        self._steps: list[_Step] = []  # those that were read, but not evaluated
-        steps = _VALUES // max(1, len(self._at))
-        self._together = min(_MOST_STEPS, max(_FEWEST_STEPS, steps))
-        # The residual before and after the last step that was evaluated. None if the next step is
-        # not to be compared with it.
-        self._last: tuple[Tensor, Tensor] | None = None
-        self._changed: Tensor | None = None
-        self._earlier = self._ages  # before the last step that was evaluated: it can be undone
+        self._names = filled(shape)[0]
+        self._follower = follower(self._at, shape.numel, shape.dtype, residual_dtype)
+        # Whether the next step continues the last one, and the residual should be the same.
+        self._continues = False
+        self.follow(law)
 
     def follow(self, law: Law) -> None:
         """Go on with another law of the same residual."""
-        self._evaluate()
-        self._law = law
+        factor = 1 / law.after["error"]
+        self._of_gradient = law.gradient * factor
+        self._of_slots = {name: -before * factor for name, before in law.before.items()}
 
     def before(self, gradient: Tensor) -> None:
         """Read the gradient of a bucket that is about to be averaged."""
-        self._gradient = gradient.index_select(0, self._at)
+        self._follower.begin(gradient, self._of_gradient)
 
     def after(
         self, mean: Tensor, found: Mapping[str, Tensor], left: Tensor, ratios: Mapping[str, float]
@@ -91,85 +62,44 @@ class Samples:
             left: the residual after it.
             ratios: by parameter name, what the residual was multiplied by since the last step.
         """
-        at = self._at
-        read = {name: values.index_select(0, at) for name, values in found.items()}
-        step = _Step(self._gradient, read, left.index_select(0, at), mean.index_select(0, at))
         if ratios and not ratios.keys().isdisjoint(self._names):
-            self._evaluate()
-            self._check_scaled(ratios, read["error"])
-        self._steps.append(step)
-        if len(self._steps) == self._together:
-            self._evaluate()
-
-    def _evaluate(self) -> None:
-        """Evaluate the steps that were read."""
-        if not self._steps:
-            return
-        steps, self._steps = self._steps, []
-        law, factor = self._law, 1 / self._law.after["error"]
-        found = {name: torch.stack([s.found[name] for s in steps]) for name in steps[0].found}
-        left = torch.stack([step.left for step in steps])
-        self._check(found["error"], left)
-        self._last = steps[-1].found["error"], steps[-1].left
-        unsent = torch.stack([step.gradient for step in steps]).to(left.dtype)
-        unsent.mul_(law.gradient * factor)
+            self._check_scaled(ratios, found["error"])
         for name, values in found.items():
-            unsent.sub_(values, alpha=law.before[name] * factor)
-        # Not exactly 1, because of rounding. Without a residual, 0 / 0 is not above.
-        is_sent = (left / unsent).sub_(1).abs_() > _SAME
-        is_sent.logical_and_(torch.stack([step.mean for step in steps]))
-        for waits, sent in zip(left != 0, is_sent, strict=True):
-            # Without a residual, it still waits if it has before: in the server residual of any
-            # rank.
-            older = self._ages + waits.logical_or(self._ages)
-            self._earlier, self._ages = self._ages, older.masked_fill_(sent, 0)
+            if name != "error":
+                self._follower.add(values, self._of_slots[name])
+        factor = self._of_slots["error"]
+        self._follower.end(found["error"], factor, left, mean, self._continues)
+        self._continues = True
 
-    def _check(self, found: Tensor, left: Tensor) -> None:
-        """Compare the residual that a step has found with that which the one before has left."""
-        if self._last is None:
-            found, before = found[1:], left[:-1]
-        else:
-            before = torch.cat([self._last[1][None], left[:-1]])
-        self._note((found != before).any(0))
-
-    def _check_scaled(self, ratios: Mapping[str, float], found: Tensor) -> None:
+    def _check_scaled(self, ratios: Mapping[str, float], residual: Tensor) -> None:
         """Compare the residual that a step has found with the one before, times its ratio."""
-        if self._last is None:
+        if not self._continues:
             return
+        self._continues = False
+        found = residual.index_select(0, self._at)
         factors = torch.tensor([ratios.get(name, 1.0) for name in self._names])
-        expected = self._last[1] * host.copy_to(factors, found.device)[self._owner]
+        expected = self._follower.left * host.copy_to(factors, found.device)[self._owner]
         # Not rounded like the residual, whose dtype has no smaller numbers than `least`.
         numbers = torch.finfo(found.dtype)
         least = numbers.tiny * numbers.eps
-        limit = torch.maximum(found.abs(), expected.abs()).mul_(_SAME).add_(least)
-        self._note((found - expected).abs() > limit)
-        self._last = None
+        limit = torch.maximum(found.abs(), expected.abs()).mul_(SAME).add_(least)
+        self._follower.changed.logical_or_((found - expected).abs() > limit)
 
-    def _note(self, wrong: Tensor) -> None:
-        """Note which residuals have changed between two steps."""
-        self._changed = wrong if self._changed is None else self._changed.logical_or_(wrong)
-
-    def take(self) -> tuple[Tensor, Tensor | None]:
+    def take(self) -> tuple[Tensor, Tensor]:
         """Return the age of each element in steps, and whether its residual has changed.
 
-        The second one is None if nothing is known of it. The next call begins anew with it.
+        The next call begins anew with what has changed.
         """
-        self._evaluate()
-        changed, self._changed = self._changed, None
-        return self._ages, changed
+        changed = self._follower.changed.clone()
+        self._follower.changed.zero_()
+        return self._follower.ages, changed
 
     def undo(self, names: Iterable[str]) -> None:
         """The step in flight is undone for these parameters: their residual stays as it was."""
         undone = set(names)
-        if undone.isdisjoint(self._names):
-            return
-        chosen = torch.tensor([name in undone for name in self._names])
-        mask = host.copy_to(chosen, self._ages.device)[self._owner]
-        self._evaluate()
-        self._ages = torch.where(mask, self._earlier, self._ages)
-        if self._last is not None:
-            before, after = self._last
-            self._last = before, torch.where(mask, before, after)
+        if not undone.isdisjoint(self._names):
+            chosen = torch.tensor([name in undone for name in self._names])
+            self._follower.undo(host.copy_to(chosen, self._owner.device)[self._owner])
 
 
 @lru_cache(maxsize=1024)

@@ -185,7 +185,9 @@ class Watch:
         if law is not None and names and "error" in law.before and "error" in law.after:
             found = tuple(name for name in law.before if not slots[name].sharded)
             # The ages go on with another method of the same residual.
-            samples = (known and known.samples) or Samples(shape, law, device)
+            samples = None if known is None else known.samples
+            if samples is None:
+                samples = Samples(shape, law, slots["error"].dtype, device)
             samples.follow(law)
         chosen_from = sizes if method.per_tensor else [shape.numel] * len(sizes)
         due = torch.tensor([method.kept(size) / size for size in chosen_from])

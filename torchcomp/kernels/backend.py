@@ -4,7 +4,7 @@ import builtins
 import functools
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import BuiltinFunctionType, ModuleType
 from typing import Any
@@ -68,6 +68,21 @@ def without_fast_forms(device: str, reason: str) -> None:
         fast_form.cache_clear()
         library = _LIBRARY[device].capitalize()
         _log.warning("%s kernels run slowly, without %s: %s", device, library, reason)
+
+
+def attempt(work: Callable[[], object], device: str) -> None:
+    """Run `work` before training, to load and compile the kernels that it uses.
+
+    If one fails, all kernels of this device type run in plain torch from now on, and one warning is
+    logged. Results are the same bit for bit.
+    """
+    try:
+        work()
+    except Exception as error:  # a compiler can raise any type of exception
+        # If it fails in plain torch as well, the kernels are not the cause.
+        with plain_torch(device):
+            work()
+        without_fast_forms(device, f"{type(error).__name__}: {error}")
 
 
 @contextmanager

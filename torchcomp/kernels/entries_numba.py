@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba import carray, types  # type: ignore[attr-defined]  # it does export carray
-from numba.extending import intrinsic
+from numba import carray  # type: ignore[attr-defined]  # it does export carray
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from torchcomp.kernels.elias_fano_numba import (
     padding_is_zero,
     start_of,
 )
-from torchcomp.kernels.numba_jit import kernel
+from torchcomp.kernels.numba_jit import kernel, pointer
 from torchcomp.kernels.quantize_numba import value_at
 
 Array = NDArray[Any]
@@ -71,7 +70,8 @@ def accumulate(
     """
     n, count = out.numel(), len(messages)
     # Addresses of each message's scales, values and code. Numba compiles a kernel per signature:
-    # a table of addresses has the same type for any number of messages.
+    # a table of addresses has the same type for any number of messages. Copying the messages with
+    # torch.stack instead was never faster and often slower.
     addresses = [(m[0].data_ptr(), m[-2].data_ptr(), m[-1].data_ptr()) for m in messages]
     table = np.array(addresses, np.int64)
     code, values = messages[0][-1].numpy(), messages[0][-2].numpy()
@@ -87,21 +87,6 @@ def accumulate(
 
 
 # --- Kernels --------------------------------------------------------------------------------------
-
-
-def _make_pointer(typing_context: Any, address: Any) -> Any:
-    """Convert an address to a pointer, for Numba.
-
-    Copying the messages with torch.stack instead was never faster and often slower.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), generate
-
-
-_pointer: Any = intrinsic(_make_pointer)
 
 
 @kernel()
@@ -121,7 +106,7 @@ def _find_starts(
     table: Array, like: Array, k: int, low: int, ends: Array, starts: Array, i: int
 ) -> None:
     """Write where the entries of message `i` start in each chunk: a word and a rank."""
-    code = carray(_pointer(table[i, 2]), (like.size,), like.dtype)
+    code = carray(pointer(table[i, 2]), (like.size,), like.dtype)
     word, rank = 0, 0
     for chunk in range(starts.shape[0]):
         word, rank = start_of(code, k, low, ends[chunk], word, rank)
@@ -152,9 +137,9 @@ def _add_up(
     while stop < end:
         start, stop = stop, min(stop + size, end)
         for i in range(count):
-            code = carray(_pointer(table[i, 2]), (like_code.size,), like_code.dtype)
-            values = carray(_pointer(table[i, 1]), (like_values.size,), like_values.dtype)
-            scales = carray(_pointer(table[i, 0]), (like_values.size,), np.float32)
+            code = carray(pointer(table[i, 2]), (like_code.size,), like_code.dtype)
+            values = carray(pointer(table[i, 1]), (like_values.size,), like_values.dtype)
+            scales = carray(pointer(table[i, 0]), (like_values.size,), np.float32)
             first = rank[i]
             found, word[i], rank[i] = decode_below(code, k, low, stop, word[i], first, index)
             decoded = index[: max(found, 0)]
