@@ -15,6 +15,7 @@ PRIVATE = {
         "_foreach_add": "adds many small tensors in one launch",
         "_foreach_add_": "adds many small tensors in place, in one launch",
         "_foreach_copy_": "copies many small tensors in one launch",
+        "_foreach_max": "finds the largest elements of many small tensors in one launch",
         "_foreach_mul_": "scales many small tensors in one launch",
         "_foreach_norm": "computes the norms of many small tensors in one launch",
         "_foreach_sub_": "subtracts many small tensors in one launch",

@@ -26,8 +26,7 @@ CHANGES = {
 def are_equal(replicas, exchange, dimension):
     """Whether the replicas of all ranks have the same digest."""
     numbers = replicas.digest(exchange.device, dimension)
-    exchange.sum_control(numbers)
-    return replicas.are_equal(numbers)
+    return replicas.are_equal(exchange.sum_control(numbers)())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -1,4 +1,4 @@
-"""Elements that are followed: ages, changes, and steps that are undone, in each form of the kernel."""
+"""Elements that are followed: their ages and changes, in each form of the kernel."""
 
 import math
 

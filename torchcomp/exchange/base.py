@@ -1,8 +1,8 @@
 """Exchange: the collectives of a set of ranks, with byte counters and checks of received messages.
 
-Every call is straight-line code and blocks the stream or thread that makes it. No call is chained
-to a future: a second collective issued from a callback can pair with the wrong collective of
-another rank.
+Every call is straight-line code and blocks the stream or thread that makes it, but for
+`sum_control`, whose result is asked for later. No call is chained to a future: a second collective
+issued from a callback can pair with the wrong collective of another rank.
 """
 
 import hashlib
@@ -72,6 +72,11 @@ class Exchange(ABC):
     @abstractmethod
     def _all_reduce(self, values: Tensor) -> None:
         """Replace `values` (1-D, contiguous) with their sum over the ranks."""
+
+    def _start_all_reduce(self, values: Tensor) -> Callable[[], None]:
+        """Start an all-reduce. What is returned blocks the host, or the stream, until it ends."""
+        self._all_reduce(values)
+        return lambda: None
 
     @abstractmethod
     def _all_gather(self, mine: Tensor) -> Tensor:
@@ -184,16 +189,28 @@ class Exchange(ABC):
         return flags
 
     @label("sum_control")
-    def sum_control(self, numbers: Tensor) -> None:
-        """Replace `numbers` (1-D, contiguous) with their sum over the ranks.
+    def sum_control(self, numbers: Tensor) -> Callable[[], Tensor]:
+        """Start to add up `numbers` (1-D, contiguous) over the ranks, in place.
 
-        After a :meth:`split`, over those of both levels.
+        After a :meth:`split`, over those of both levels. Counted apart from messages, as in
+        :meth:`any_of`.
 
-        Counted apart from messages, as in :meth:`any_of`.
+        Returns:
+            A function that waits for the sums, and returns them on the CPU.
         """
-        for level in self._levels:
+        *others, last = self._levels
+        for level in others:
             level._all_reduce(numbers)
+        wait = last._start_all_reduce(numbers)
+        for level in self._levels:
             self._load.control += sum_bytes(numbers.nbytes, level.world_size)
+        received = host.copy_from(numbers)
+
+        def sums() -> Tensor:
+            wait()
+            return received()
+
+        return sums
 
     # --- Checks of received frames ---
 

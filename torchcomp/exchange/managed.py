@@ -37,6 +37,10 @@ class ManagedExchange(PrivateExchange):
     def _all_reduce(self, values: Tensor) -> None:
         self._wait_for(lambda: self._own.allreduce([values], AllreduceOptions()))
 
+    def _start_all_reduce(self, values: Tensor) -> Callable[[], None]:
+        # The manager asks for the failures of a step before the next one begins.
+        return Exchange._start_all_reduce(self, values)
+
     def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:
         self._wait_for(
             lambda: self._own.allgather_into_tensor_coalesced(

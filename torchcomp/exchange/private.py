@@ -2,7 +2,7 @@
 
 import pickle
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
+from torchcomp import host
 from torchcomp.errors import RankFailureError
 from torchcomp.exchange.base import Exchange
 from torchcomp.exchange.failures import ADVICE, SECONDS, answered, explained, report_cause
@@ -92,6 +93,16 @@ class PrivateExchange(ProcessGroupExchange):
     @explained("all_reduce")
     def _all_reduce(self, values: Tensor) -> None:
         self._own.allreduce([values]).wait()
+
+    def _start_all_reduce(self, values: Tensor) -> Callable[[], None]:
+        # An accelerator does not wait for its host anyway.
+        if not host.can_read(values):
+            return super()._start_all_reduce(values)
+        return partial(self._wait, self._own.allreduce([values]))
+
+    @explained("all_reduce")
+    def _wait(self, work: Any) -> None:
+        work.wait()
 
     @explained("reduce_scatter")
     def _reduce_scatter_to(self, mine: Tensor, values: Tensor) -> None:

@@ -9,7 +9,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from torchcomp import host
 from torchcomp.aggregators import Aggregator
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.exchange import Exchange
@@ -220,8 +219,7 @@ class GuardMonitor(Monitor):
                 self._dimension = step // self._guard.every % 2
             digest = self._replicas.digest(exchange.device, self._dimension)
             numbers = torch.cat([numbers, digest])
-        exchange.sum_control(numbers)
-        self._compared = _Compared(step, host.copy_from(numbers), own, read)
+        self._compared = _Compared(step, exchange.sum_control(numbers), own, read)
 
     def undo(self, names: Iterable[str]) -> None:
         self._watch.undo(names)

@@ -65,7 +65,8 @@ class Sketch:
             end = signs.numel() * self.width
             if end:
                 torch.mv(part[:end].view(-1, self.width).T, signs, out=sketch)
-            sketch[: part.numel() - end] += part[end:]
+            if end < part.numel():
+                sketch[: part.numel() - end].add_(part[end:])
         return sketches
 
     def zeros(self) -> Tensor:

@@ -339,7 +339,8 @@ class Watch:
             # An element whose gradient is always zero has nothing to send.
             active = (bucket.flat.index_select(0, at) != 0).logical_or_(age > 0)
             samples = nothing.index_add(0, owner, active.float())
-            largest = _norms(cut["error"][1], sizes, math.inf)
+            residual = list(torch.split(cut["error"][1].abs(), sizes))
+            largest = torch.stack(torch._foreach_max(residual))
             due, whole = plan.due * self._age, _numbers(part.whole, device)
             starved = _starved(old, samples, largest, whole, due, plan.per_tensor).float()
         moved = nothing if changed is None else nothing.index_add(0, owner, changed.float())
@@ -443,8 +444,8 @@ def _starved(
     return starved.logical_and_(many.logical_or_(others > 0))
 
 
-def _norms(flat: Tensor, sizes: Sequence[int], order: float = 2) -> Tensor:
-    return torch.stack(torch._foreach_norm(list(torch.split(flat, list(sizes))), order))
+def _norms(flat: Tensor, sizes: Sequence[int]) -> Tensor:
+    return torch.stack(torch._foreach_norm(list(torch.split(flat, list(sizes)))))
 
 
 @lru_cache(maxsize=1024)
