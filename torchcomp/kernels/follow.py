@@ -61,7 +61,7 @@ class Follower:
 
     def begin(self, gradient: Tensor, factor: float) -> None:
         """Begin a step, whose gradient enters the residual with a factor."""
-        self._unsent.copy_(self._read(gradient)).mul_(factor)
+        self._unsent = self._read(gradient).to(self.left.dtype) * factor
 
     def add(self, values: Tensor, factor: float) -> None:
         """Add what else enters the residual, with a factor."""
@@ -77,8 +77,8 @@ class Follower:
             mean: what the step applies.
             same: whether `found` should be what the last step has left.
         """
-        self.add(found, factor)
         self.found, before = self._read(found), self.left
+        self._unsent.add_(self.found * factor)
         self.left = self._read(left)
         if same:
             self.changed.logical_or_(self.found != before)
