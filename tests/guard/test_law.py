@@ -13,6 +13,7 @@ from tests.support.cases import thorough
 from tests.support.models import METHODS
 from torchcomp.aggregators import Aggregator, Law
 from torchcomp.aggregators.base import Cost
+from torchcomp.errors import SpecError
 from torchcomp.state import Kind, Slot
 
 RANKS = 3
@@ -114,6 +115,27 @@ def test_a_method_of_the_user_with_a_law_is_held_to_it(method, imbalance):
     step, kind, names, ranks, *_ = alarms[0]
     assert (step, kind, ranks) == (10, "imbalance", ())
     assert {"bias", "conv", "matrix"} <= set(names)
+
+
+class Unlike(Half):
+    """Its law has a slot of other sizes than the bucket, or one that it does not declare."""
+
+    def slots(self, shape, world_size, rank):
+        sizes = tuple(size + 1 for size in shape.sizes)
+        name = "error" if self.residual == 1 else "other"
+        return (Slot(name, Kind.DEBT, shape.names, sizes, torch.float32),)
+
+    def aggregate(self, bucket, exchange, state, key):
+        exchange.all_reduce(bucket.flat)
+
+
+@pytest.mark.parametrize("method", [Unlike(), Unlike(residual=2)])
+def test_a_law_about_slots_of_other_sizes_is_refused(method):
+    def body(exchange):
+        with pytest.raises(SpecError, match="'error'"):
+            Watched(exchange, method).train(0, 1)
+
+    small.on_ranks(2, body)
 
 
 def test_the_numbers_of_a_report_are_those_of_plain_float64():

@@ -22,7 +22,7 @@ def device(request, monkeypatch):
 
 
 def made(device, dtype=torch.float32):
-    return follow.follower(INDEX.to(device), NUMEL, torch.float32, dtype)
+    return follow.follower(INDEX.to(device), NUMEL, dtype, [torch.float32])
 
 
 def step(follower, found, gradient, *, sent=(), applied=None, same=True):

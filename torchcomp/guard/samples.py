@@ -26,17 +26,22 @@ class Samples:
     Args:
         shape: of the bucket.
         law: says what the residual would be if nothing was sent.
-        residual_dtype: dtype of the residual.
+        dtypes: of the slots that enter the residual, by name.
         device: of the bucket.
     """
 
     # These are no slots of the state: an error in a slot would be one in what checks it.
     def __init__(
-        self, shape: BucketShape, law: Law, residual_dtype: torch.dtype, device: torch.device
+        self,
+        shape: BucketShape,
+        law: Law,
+        dtypes: Mapping[str, torch.dtype],
+        device: torch.device,
     ) -> None:
         self._at, self._owner = sample(shape, device)
         self._names = filled(shape)[0]
-        self._follower = follower(self._at, shape.numel, shape.dtype, residual_dtype)
+        others = shape.dtype, *dtypes.values()
+        self._follower = follower(self._at, shape.numel, dtypes["error"], others)
         # Whether the next step continues the last one, and the residual should be the same.
         self._continues = False
         self.follow(law)

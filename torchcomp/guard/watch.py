@@ -11,6 +11,7 @@ from torch import Tensor
 from torchcomp import host
 from torchcomp.aggregators import Aggregator, Law, planned_traffic
 from torchcomp.bucket import Bucket, BucketShape
+from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange
 from torchcomp.guard.report import Compared, Report, Sums
 from torchcomp.guard.samples import MOST, Samples, filled, sample
@@ -181,13 +182,14 @@ class Watch:
         slots = {slot.name: slot for slot in method.slots(shape, ranks, rank)}
         names, sizes = filled(shape)
         terms = {} if law is None else dict.fromkeys(name for name, _, _ in law.terms())
+        _check_law(method, terms, slots, shape)
         found: tuple[str, ...] = ()
         if law is not None and names and "error" in law.before and "error" in law.after:
             found = tuple(name for name in law.before if not slots[name].sharded)
             # The ages go on with another method of the same residual.
             samples = None if known is None else known.samples
             if samples is None:
-                samples = Samples(shape, law, slots["error"].dtype, device)
+                samples = Samples(shape, law, {name: slots[name].dtype for name in found}, device)
             samples.follow(law)
         chosen_from = sizes if method.per_tensor else [shape.numel] * len(sizes)
         due = torch.tensor([method.kept(size) / size for size in chosen_from])
@@ -398,6 +400,20 @@ class Watch:
             return Found(sums, laws, norms, sent, wrong, few, width, self._age, *eps)
 
         return numbers, read
+
+
+def _check_law(
+    method: Aggregator, terms: Iterable[str], slots: Mapping[str, Slot], shape: BucketShape
+) -> None:
+    """Raise SpecError if a slot of a method's law has no value for each element of a bucket."""
+    for name in terms:
+        slot = slots.get(name)
+        if slot is None or not (slot.sharded or slot.sizes == shape.sizes):
+            raise SpecError(
+                f"guard: the law of {method} has the slot {name!r}, for which its slots() declare "
+                f"{'nothing' if slot is None else f'the sizes {slot.sizes}'}. A slot of a law has "
+                f"the sizes of the bucket, here {shape.sizes}: declare them, or change law()"
+            )
 
 
 def _sums(rows: Tensor, width: int, exact: bool) -> list[Sums]:

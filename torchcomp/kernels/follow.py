@@ -4,6 +4,7 @@ In each step, :meth:`Follower.begin` reads the gradient, :meth:`Follower.add` wh
 residual, and :meth:`Follower.end` the residual before and after the step, and the mean.
 """
 
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -16,21 +17,21 @@ SAME = 0.01
 
 
 def follower(
-    index: Tensor, numel: int, dtype: torch.dtype, residual_dtype: torch.dtype
+    index: Tensor, numel: int, dtype: torch.dtype, others: Iterable[torch.dtype]
 ) -> "Follower":
     """Return what follows elements of a vector, in the fastest form.
 
     Args:
         index: 1-D int64, the elements.
         numel: of the vector.
-        dtype: of the gradient and the mean.
-        residual_dtype: of the residual and what else enters it.
+        dtype: of the residual.
+        others: of the gradient, the mean and what else enters the residual.
     """
     form = None
-    if dtype == residual_dtype == torch.float32:
+    if {dtype, *others} == {torch.float32}:
         form = backend.host_form("follow", index)
     kind: type[Follower] = Follower if form is None else form.Follower
-    return kind(index, numel, residual_dtype)
+    return kind(index, numel, dtype)
 
 
 class Follower:
@@ -38,7 +39,7 @@ class Follower:
 
     Args:
         index: 1-D int64, the elements.
-        numel: of the vector.
+        numel: of the vector, and of all that is read.
         dtype: of the residual.
 
     Attributes:
@@ -104,7 +105,7 @@ def rehearse(device: torch.device) -> None:
 
     def work() -> None:
         values = torch.zeros(1, device=device)
-        tried = follower(values.long(), 1, values.dtype, values.dtype)
+        tried = follower(values.long(), 1, values.dtype, ())
         tried.begin(values, 1.0)
         tried.add(values, 1.0)
         tried.end(values, 1.0, values, values, True)
