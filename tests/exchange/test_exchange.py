@@ -75,8 +75,10 @@ def collectives(exchange):
     arriving = [uneven(sender, rank) for sender in range(ranks)]
     parts = torch.cat([message(rank, receiver, n) for receiver, n in enumerate(outgoing)])
     note("all_to_all", exchange.all_to_all(parts, outgoing, arriving))
+    sums = [exchange.sum_control(torch.tensor([float(rank), i])) for i in range(2)]
     flags = torch.tensor([rank, 0, -rank, int(rank == 1)])
     note("any_of", [exchange.any_of(flags)])
+    note("sum_control", [wait() for wait in reversed(sums)])
     return found, counted
 
 
@@ -94,6 +96,7 @@ def expected(rank, ranks):
         "all_gather_v empty": [torch.empty(0, dtype=torch.uint8)] * ranks,
         "all_to_all": [message(sender, rank, uneven(sender, rank)) for sender in range(ranks)],
         "any_of": [torch.tensor([ranks - 1, 0, 0, int(ranks > 1)])],
+        "sum_control": [torch.tensor([sum(range(ranks)), i * ranks]).float() for i in (1, 0)],
     }
 
 
@@ -110,7 +113,7 @@ def traffic(rank, ranks):
         counted[f"all_gather {size}"] = (4 * size * (ranks - 1),) * 2
         counted[f"all_gather_rows {size}"] = (2 * size * (ranks - 1),) * 2
     counted["all_gather_v"] = (sizes[rank] * (ranks - 1), sum(sizes[other] for other in others))
-    counted["all_gather_v empty"] = counted["any_of"] = (0, 0)
+    counted["all_gather_v empty"] = counted["any_of"] = counted["sum_control"] = (0, 0)
     sent, received = (
         sum(uneven(*pair) for pair in pairs)
         for pairs in ([(rank, other) for other in others], [(other, rank) for other in others])
