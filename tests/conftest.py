@@ -26,6 +26,15 @@ _MANY_THREADS = 100
 hypothesis.settings.load_profile("ci")
 
 
+def pytest_collection_finish() -> None:
+    """Leave what is imported and collected to the end of the process.
+
+    It is a million objects, and the garbage collector would go through them again and again.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _few_threads() -> Iterator[None]:
     """End process groups of gloo that await the garbage collector.
