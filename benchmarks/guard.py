@@ -341,9 +341,9 @@ class Stopwatch:
     def __init__(self, monitor: Any) -> None:
         self.seconds = 0.0
         # On the clock, another thread that gets the core would count.
-        for name in ("begin", "before", "after", "undo"):
+        for name in ("begin", "before", "after", "measure", "undo"):
             setattr(monitor, name, self._timed(getattr(monitor, name), time.thread_time))
-        for name in ("locate", "finish", "settle"):
+        for name in ("locate", "send", "receive", "settle"):
             setattr(monitor, name, self._timed(getattr(monitor, name), time.perf_counter))
 
     def _timed(self, call: Callable[..., Any], clock: Callable[[], float]) -> Callable[..., Any]:

@@ -378,6 +378,8 @@ class Averager:
     def _conclude(self, where: str, advice: str, may_skip: bool, late: bool) -> bool:
         """Combine the checks of the step over the ranks; return whether it counts, or raise."""
         check_lrs = self._compare_lrs(where)
+        # Before the concluding message: what fails here on one rank fails on all.
+        self.monitor.measure(self.step + 1)
         undecided: Callable[[], bool] | None = None
         if late:
             counts, undecided = True, self._conclude_later(where, advice, check_lrs)
@@ -388,8 +390,8 @@ class Averager:
                 what, traces = f"{self._what} at {where}", self._traces(self.state.pending("error"))
                 raise self._watch.error(what, self._unchanged + advice, traces)
         if counts:
-            # After the concluding message: a rank that is late is waited for there.
-            self.monitor.finish(self.step + 1)
+            self.monitor.send()
+        # Here, because a step that has just failed is not open.
         self._undecided = undecided
         return counts
 
@@ -505,6 +507,7 @@ class Averager:
                     counts = undecided()
                 finally:
                     self._decide(undecided, counts)
+            self.monitor.receive()  # without the lock, which never waits for other ranks
             with self._lock:
                 if self._flushed:
                     self._end_flush()
@@ -577,6 +580,8 @@ class Averager:
         self.settle()
         # Here, before training: in the first step, compiling would run inside a backward pass.
         rehearse_all(method, self.parameters.values())
+        shapes = [self.shape_of(group) for group in self._buckets(method)]
+        self.monitor.use(method, shapes, {each.device for each in self.parameters.values()})
         self._aggregator, self._flushing = method, False
         self._install(method)
         # A slot can exist without any values, so look for a value and not for a slot.

@@ -133,7 +133,7 @@ class Unlike(Half):
 def test_a_law_about_slots_of_other_sizes_is_refused(method):
     def body(exchange):
         with pytest.raises(SpecError, match="'error'"):
-            Watched(exchange, method).train(0, 1)
+            Watched(exchange, method)
 
     small.on_ranks(2, body)
 

@@ -20,7 +20,7 @@ from tests.support.ranks import on_threads
 from torchcomp.aggregators.rehearsal import rehearse
 from torchcomp.kernels import backend, elias_fano, select
 
-NUMBA = "select_numba", "elias_fano_numba", "entries_numba", "quantize_numba"
+NUMBA = "select_numba", "elias_fano_numba", "entries_numba", "quantize_numba", "follow_numba"
 
 
 @pytest.fixture

@@ -7,7 +7,9 @@ import torch
 
 from tests.kernels.forms import use_form
 from tests.support.vectors import normal
-from torchcomp.kernels import follow
+from torchcomp import Averager, Guard
+from torchcomp.exchange import InProcessExchange
+from torchcomp.kernels import backend, follow
 
 NUMEL = 60
 INDEX = torch.tensor([3, 4, 5, 20, 41, 59])
@@ -21,8 +23,8 @@ def device(request, monkeypatch):
     return "cpu"
 
 
-def made(device, dtype=torch.float32):
-    return follow.follower(INDEX.to(device), NUMEL, dtype, [torch.float32])
+def made(device, dtype=torch.float32, others=(torch.float32,)):
+    return follow.follower(INDEX.to(device), NUMEL, dtype, others)
 
 
 def step(follower, found, gradient, *, sent=(), applied=None, same=True):
@@ -30,14 +32,22 @@ def step(follower, found, gradient, *, sent=(), applied=None, same=True):
     left = (found + gradient.to(found.dtype)).index_fill(0, torch.tensor(sent).long(), 0)
     mean = torch.zeros(NUMEL).index_fill(0, torch.tensor(sent).long(), 1.0)
     mean = mean if applied is None else applied
-    device = follower.ages.device
+    device = follower.left.device
     follower.begin(gradient.to(device), 1.0)
     follower.end(found.to(device), 1.0, left.to(device), mean.to(device), same)
     return left
 
 
 def ages(follower):
-    return follower.ages.tolist()
+    return follower.take()[0].tolist()
+
+
+def bits(x):
+    return x.cpu().view(torch.int32).tolist()
+
+
+def changed(follower):
+    return follower.take()[1].tolist()
 
 
 def test_an_element_ages_until_it_is_sent(device):
@@ -45,7 +55,7 @@ def test_an_element_ages_until_it_is_sent(device):
     for number, sent in enumerate([[], [4], [4, 59, 7], []]):
         residual = step(follower, residual, normal(NUMEL, seed=number), sent=sent, same=number > 0)
     assert ages(follower) == [4, 1, 4, 4, 4, 1]
-    assert not follower.changed.any()
+    assert not any(changed(follower))
 
 
 def test_an_element_is_not_sent_if_it_reaches_no_mean(device):
@@ -76,18 +86,19 @@ def test_a_residual_that_changes_between_two_steps(device, dtype):
     follower = made(device, dtype)
     residual = step(follower, torch.zeros(NUMEL, dtype=dtype), normal(NUMEL), same=False)
     residual = step(follower, residual, normal(NUMEL, seed=1))
-    assert not follower.changed.any()
+    assert not any(changed(follower))
     residual[20] *= 1.01
     residual[21] = 0  # is not followed
     left = step(follower, residual, normal(NUMEL, seed=2))
     step(follower, left, normal(NUMEL, seed=3))
-    assert follower.changed.tolist() == [False, False, False, True, False, False]
+    assert changed(follower) == [False, False, False, True, False, False]
+    assert changed(follower) == [False] * 6, "taken already"
 
 
 def test_a_step_that_does_not_continue_the_last_one_is_not_compared_with_it(device):
     follower = made(device)
     step(follower, normal(NUMEL), normal(NUMEL, seed=1), same=False)
-    assert not follower.changed.any()
+    assert not any(changed(follower))
 
 
 def test_values_that_enter_the_residual_with_factors(device):
@@ -113,7 +124,7 @@ def test_an_undone_step_leaves_everything_as_before_it(device):
     kept = second.clone()
     kept[INDEX[mask]] = first[INDEX[mask]]
     step(follower, kept, normal(NUMEL, seed=2))
-    assert not follower.changed.any()
+    assert not any(changed(follower))
     assert ages(follower) == [2, 1, 2, 3, 2, 3]
 
 
@@ -135,14 +146,75 @@ def test_all_forms_give_the_same_bits(device, special, monkeypatch):
             follower.begin(gradient, 0.9)
             follower.add(momentum, -0.3)
             follower.end(before, 1.0, after, mean, number % 3 > 0)
-        kept = follower.found, follower.left
-        bits = [each.cpu().view(torch.int32).tolist() for each in kept]
-        found.append([bits, ages(follower), follower.earlier.tolist(), follower.changed.tolist()])
+        aged, differs = follower.take()
+        found.append([aged.tolist(), differs.tolist(), bits(follower.left)])
+        follower.undo(torch.ones(len(INDEX), dtype=torch.bool, device=device))
+        found[-1] += [ages(follower), bits(follower.left)]
     assert found[0] == found[1]
-    assert max(found[0][1]) > 0
+    assert max(found[0][0]) > 0
 
 
-def test_it_is_rehearsed(device):
+@pytest.mark.parametrize("steps", [1, 2, 3, 20])
+def test_steps_are_evaluated_together_as_one_by_one(steps, monkeypatch):
+    use_form("torch", "follow", monkeypatch)
+    monkeypatch.setattr(follow, "_VALUES", 0)
+    found = []
+    for most in (1, steps):
+        monkeypatch.setattr(follow, "_FEWEST_STEPS", most)
+        follower, residual = made("cpu"), torch.zeros(NUMEL)
+        for number in range(20):
+            sent = torch.randperm(NUMEL, generator=torch.Generator().manual_seed(number))[:10]
+            gradient = normal(NUMEL, seed=number) * (number % 5 > 0)
+            same = number % 8 > 0
+            left = step(follower, residual, gradient, sent=sent.tolist(), same=same)
+            residual = left if same else normal(NUMEL, seed=number)
+            if number in (9, 10):
+                follower.undo(INDEX % 2 == 0)
+        found.append([ages(follower), bits(follower.left)])
+    assert found[0] == found[1]
+    assert len(set(found[0][0])) > 2
+
+
+def test_gradients_and_residuals_of_several_dtypes(device):
+    follower = made(device, others=(torch.bfloat16, torch.float32))
+    residual = torch.zeros(NUMEL)
+    for number in range(3):
+        gradient = normal(NUMEL, dtype=torch.bfloat16, seed=number)
+        residual = step(follower, residual, gradient, sent=[4], same=number > 0)
+    assert ages(follower) == [3, 0, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "values", [torch.zeros(NUMEL // 2), torch.zeros(NUMEL).bfloat16(), torch.zeros(2 * NUMEL)[::2]]
+)
+def test_the_numba_form_reads_nothing_else(values, monkeypatch):
+    use_form("numba", "follow", monkeypatch)
+    follower, right = made("cpu"), torch.zeros(NUMEL)
+    for call in (
+        lambda: follower.begin(values, 1.0),
+        lambda: follower.add(values, 1.0),
+        lambda: follower.end(values, 1.0, right, right, True),
+        lambda: follower.end(right, 1.0, values, right, True),
+        lambda: follower.end(right, 1.0, right, values, True),
+    ):
+        with pytest.raises(ValueError, match=f"{NUMEL} contiguous"):
+            call()
+
+
+def test_real_steps_compile_nothing_more_than_the_rehearsal(monkeypatch):
+    use_form("numba", "follow", monkeypatch)
+    form = backend.fast_form("follow", "cpu")
+    kernels = form._begin, form._add, form._end
     follow.rehearse.cache_clear()
-    follow.rehearse(torch.device(device))
-    assert follow.rehearse.cache_info().currsize == 1
+    follow.rehearse(torch.device("cpu"))
+    compiled = [len(kernel.signatures) for kernel in kernels]
+    averager = Averager(
+        "dgc(topk(0.1))",
+        InProcessExchange.alone(torch.device("cpu")),
+        {"weight": torch.zeros(20, 30)},
+        guard=Guard(every=2),
+    )
+    for number in range(5):
+        averager.average_all({"weight": normal(20, 30, seed=number)})
+    assert [len(kernel.signatures) for kernel in kernels] == compiled
+    assert all(compiled)

@@ -28,7 +28,7 @@ def rehearse_all(method: Aggregator, parameters: Iterable[Tensor]) -> None:
 def rehearse(method: Aggregator, dtype: torch.dtype, device: torch.device) -> None:
     """Average a small bucket on one rank, to load and compile the kernels of the method.
 
-    What happens if one fails says :func:`torchcomp.kernels.backend.attempt`.
+    See :func:`torchcomp.kernels.backend.attempt` for what happens if one fails.
 
     Args:
         method: the method that will run.

@@ -198,14 +198,17 @@ class Exchange(ABC):
         Returns:
             A function that waits for the sums, and returns them on the CPU.
         """
-        *others, last = self._levels
-        for level in others:
+        # Inside the node first, so that the message between nodes is the one on its way.
+        *inside, last = reversed(self._levels)
+        for level in inside:
             level._all_reduce(numbers)
         wait = last._start_all_reduce(numbers)
         for level in self._levels:
             self._load.control += sum_bytes(numbers.nbytes, level.world_size)
+        # An accelerator copies after the all-reduce. On the CPU, nothing is copied.
         received = host.copy_from(numbers)
 
+        @label("sum_control")
         def sums() -> Tensor:
             wait()
             return received()
@@ -354,7 +357,8 @@ class Exchange(ABC):
     def close(self) -> None:
         """End the connections that belong to this exchange. After a :meth:`split`, of both levels.
 
-        No collective may be running or follow. The user's process groups remain.
+        No collective may follow, and none but a :meth:`sum_control` may be running. The user's
+        process groups remain.
         """
         for level in self._levels:
             level._close()

@@ -1,8 +1,10 @@
 """PrivateExchange: the exchange over a group of its own, beside the groups of the user."""
 
 import pickle
+import threading
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -37,6 +39,8 @@ class PrivateExchange(ProcessGroupExchange):
         beside: the exchange of the user's group, for its device, backend and timeout.
     """
 
+    _started: Any = None  # the last all-reduce that was not waited for when it started
+
     def __init__(self, name: str, ranks: Sequence[int], beside: ProcessGroupExchange) -> None:
         rank = list(ranks).index(dist.get_rank())
         Exchange.__init__(self, rank, len(ranks), beside.device, ranks)
@@ -70,7 +74,7 @@ class PrivateExchange(ProcessGroupExchange):
         """
         if self._group is not None:
             report_cause(self, error)
-            self._group = None
+            self._close()
 
     @property
     def _own(self) -> Any:
@@ -82,6 +86,11 @@ class PrivateExchange(ProcessGroupExchange):
         return self._group
 
     def _close(self) -> None:
+        started, self._started = self._started, None
+        if started is not None and not started.is_completed():
+            # Without its last reference, a group ends its threads and waits for them: until its
+            # timeout, behind a rank that does not answer.
+            threading.Thread(target=_keep, args=(self._group, started), daemon=True).start()
         self._group = None
 
     @property
@@ -98,7 +107,8 @@ class PrivateExchange(ProcessGroupExchange):
         # An accelerator does not wait for its host anyway.
         if not host.can_read(values):
             return super()._start_all_reduce(values)
-        return partial(self._wait, self._own.allreduce([values]))
+        self._started = self._own.allreduce([values])
+        return partial(self._wait, self._started)
 
     @explained("all_reduce")
     def _wait(self, work: Any) -> None:
@@ -130,6 +140,12 @@ class PrivateExchange(ProcessGroupExchange):
         if self.rank not in receivers:
             return []
         return [pickle.loads(part.numpy().tobytes()) for part in torch.split(received, arriving)]
+
+
+def _keep(group: Any, started: Any) -> None:
+    """Keep a group until what it has started ends."""
+    with suppress(Exception):
+        started.wait()
 
 
 def new_name(exchange: Exchange) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -44,6 +45,20 @@ class Monitor:
         """The last comparison, or None before the first one."""
         return None
 
+    def use(
+        self, method: Aggregator, shapes: Iterable[BucketShape], devices: Iterable[torch.device]
+    ) -> None:
+        """Prepare for a method, before training.
+
+        Args:
+            method: the one that is used from now on.
+            shapes: of its buckets.
+            devices: of the parameters.
+
+        Raises:
+            SpecError: if the method's law is not about its slots.
+        """
+
     def locate(self) -> None:
         """Find out which parameters of the replicas differ, if any do. All ranks call this."""
 
@@ -69,11 +84,21 @@ class Monitor:
     def after(self, bucket: Bucket, method: Aggregator, state: State) -> None:
         """Read a bucket that `method` has averaged."""
 
-    def finish(self, step: int) -> None:
-        """Compare, if it is time to. All ranks call this at the end of each step.
+    def measure(self, step: int) -> None:
+        """Measure what is compared, if it is time to, at the end of a step.
 
         Args:
             step: number of steps that have finished, with this one.
+        """
+
+    def send(self) -> None:
+        """Start to add up over the ranks what was measured. All ranks call this."""
+
+    def receive(self) -> None:
+        """Wait for the sums over the ranks, if any are on their way.
+
+        Raises:
+            RankFailureError: if another rank is lost. The comparison is then discarded.
         """
 
     def undo(self, names: Iterable[str]) -> None:
@@ -89,7 +114,7 @@ class Monitor:
         """Go on over another exchange."""
 
     def settle(self, step: int) -> frozenset[str]:
-        """Judge the last comparison. The same on all ranks, without a message.
+        """Judge the last comparison, of which the sums were received. The same on all ranks.
 
         Args:
             step: number of steps that have finished.
@@ -121,21 +146,25 @@ class Pause:
     steps: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Compared:
     """A comparison that is not yet judged.
 
     Attributes:
         step: number of steps that had finished.
-        sums: waits for the sums over the ranks.
+        numbers: what the ranks add up.
         own: how many of them are from the steps. The others are from the replicas.
         read: reads those.
+        wait: waits for the sums over the ranks; None before they are sent.
+        sums: what was received.
     """
 
     step: int
-    sums: Callable[[], Tensor]
+    numbers: Tensor
     own: int
     read: Callable[[Tensor], Found]
+    wait: Callable[[], Tensor] | None = None
+    sums: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -169,7 +198,6 @@ class GuardMonitor(Monitor):
         replicas: Replicas | None = None,
     ) -> None:
         super().__init__()
-        follow.rehearse(exchange.device)
         self._guard, self._names, self._replicas = guard, tuple(names), replicas
         self._watch = Watch(guard.every, guard.age, exchange)
         # Parameters that are, or were, averaged uncompressed.
@@ -185,6 +213,14 @@ class GuardMonitor(Monitor):
     def report(self) -> Report | None:
         judged = self._judged  # another thread can end a comparison meanwhile
         return None if judged is None else judged.report
+
+    def use(
+        self, method: Aggregator, shapes: Iterable[BucketShape], devices: Iterable[torch.device]
+    ) -> None:
+        for shape, stage in product(shapes, method.stages):
+            self._watch.check(method.at(stage), shape)
+        for device in devices:
+            follow.rehearse(device)
 
     def locate(self) -> None:
         if self._unlocated is None or self._judged is None or self._replicas is None:
@@ -208,18 +244,32 @@ class GuardMonitor(Monitor):
     def after(self, bucket: Bucket, method: Aggregator, state: State) -> None:
         self._watch.after(bucket, method, state)
 
-    def finish(self, step: int) -> None:
+    def measure(self, step: int) -> None:
         measured = self._watch.finish()
         if measured is None:
             return
         numbers, read = measured
-        exchange, own = self._watch.exchange, numbers.numel()
+        device, own = self._watch.exchange.device, numbers.numel()
         if self._replicas is not None:
             if not self._differ:
                 self._dimension = step // self._guard.every % 2
-            digest = self._replicas.digest(exchange.device, self._dimension)
-            numbers = torch.cat([numbers, digest])
-        self._compared = _Compared(step, exchange.sum_control(numbers), own, read)
+            numbers = torch.cat([numbers, self._replicas.digest(device, self._dimension)])
+        self._compared = _Compared(step, numbers, own, read)
+
+    def send(self) -> None:
+        compared = self._compared
+        if compared is not None and compared.wait is None:
+            compared.wait = self._watch.exchange.sum_control(compared.numbers)
+
+    def receive(self) -> None:
+        compared = self._compared  # another thread can discard it meanwhile
+        if compared is None or compared.wait is None:
+            return
+        try:
+            compared.sums = compared.wait()
+        except BaseException:
+            self._compared = None
+            raise
 
     def undo(self, names: Iterable[str]) -> None:
         self._watch.undo(names)
@@ -245,10 +295,11 @@ class GuardMonitor(Monitor):
         return frozenset(name for name, pause in self._pauses.items() if step < pause.until)
 
     def _judge(self) -> None:
-        if self._compared is None:
+        compared = self._compared
+        if compared is None or compared.sums is None:
             return
-        compared, self._compared = self._compared, None
-        step, sums = compared.step, compared.sums()
+        self._compared = None
+        step, sums = compared.step, compared.sums
         measured = compared.read(sums[: compared.own])
         self._judged = _Judged(step, measured)
         judged = alarms(step, measured, self._watch.exchange.members)

@@ -28,6 +28,9 @@ class Samples:
         law: says what the residual would be if nothing was sent.
         dtypes: of the slots that enter the residual, by name.
         device: of the bucket.
+
+    Attributes:
+        dtypes: the argument.
     """
 
     # These are no slots of the state: an error in a slot would be one in what checks it.
@@ -40,10 +43,13 @@ class Samples:
     ) -> None:
         self._at, self._owner = sample(shape, device)
         self._names = filled(shape)[0]
+        self.dtypes = dict(dtypes)
         others = shape.dtype, *dtypes.values()
         self._follower = follower(self._at, shape.numel, dtypes["error"], others)
         # Whether the next step continues the last one, and the residual should be the same.
         self._continues = False
+        # Where a residual that was to be multiplied was not.
+        self._scaled_otherwise = torch.zeros(len(self._at), dtype=torch.bool, device=device)
         self.follow(law)
 
     def follow(self, law: Law) -> None:
@@ -88,16 +94,17 @@ class Samples:
         numbers = torch.finfo(found.dtype)
         least = numbers.tiny * numbers.eps
         limit = torch.maximum(found.abs(), expected.abs()).mul_(SAME).add_(least)
-        self._follower.changed.logical_or_((found - expected).abs() > limit)
+        self._scaled_otherwise.logical_or_((found - expected).abs() > limit)
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Return the age of each element in steps, and whether its residual has changed.
 
         The next call begins anew with what has changed.
         """
-        changed = self._follower.changed.clone()
-        self._follower.changed.zero_()
-        return self._follower.ages, changed
+        ages, changed = self._follower.take()
+        changed.logical_or_(self._scaled_otherwise)
+        self._scaled_otherwise.zero_()
+        return ages, changed
 
     def undo(self, names: Iterable[str]) -> None:
         """The step in flight is undone for these parameters: their residual stays as it was."""

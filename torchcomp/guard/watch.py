@@ -160,6 +160,28 @@ class Watch:
             ranks = self.exchange.world_size
             self._width = _width(method, tuple(shapes()), ranks, self.every)
 
+    def check(self, method: Aggregator, shape: BucketShape) -> None:
+        """Raise SpecError if a slot of the method's law has no value for each element of a bucket.
+
+        Args:
+            method: one that never changes its compressor.
+            shape: of the bucket.
+        """
+        law = method.law(shape)
+        declared = method.slots(shape, self.exchange.world_size, self.exchange.rank)
+        slots = {slot.name: slot for slot in declared}
+        for name, _, _ in () if law is None else law.terms():
+            slot = slots.get(name)
+            if slot is None or not (
+                slot.sharded or (slot.names, slot.sizes) == (shape.names, shape.sizes)
+            ):
+                raise SpecError(
+                    f"guard: the law of {method} has the slot {name!r}, for which its slots() "
+                    f"declare {'nothing' if slot is None else f'the sizes {slot.sizes}'}. A slot "
+                    f"of a law has the sizes of the bucket, here {shape.sizes}: declare them, or "
+                    "change law()"
+                )
+
     def forget(self) -> None:
         """Begin anew, because the next step does not continue the last one."""
         self._plans.clear()
@@ -182,14 +204,14 @@ class Watch:
         slots = {slot.name: slot for slot in method.slots(shape, ranks, rank)}
         names, sizes = filled(shape)
         terms = {} if law is None else dict.fromkeys(name for name, _, _ in law.terms())
-        _check_law(method, terms, slots, shape)
         found: tuple[str, ...] = ()
-        if law is not None and names and "error" in law.before and "error" in law.after:
+        if law is not None and names and "error" in law.after and not slots["error"].sharded:
             found = tuple(name for name in law.before if not slots[name].sharded)
+            dtypes = {name: slots[name].dtype for name in found}
             # The ages go on with another method of the same residual.
             samples = None if known is None else known.samples
-            if samples is None:
-                samples = Samples(shape, law, {name: slots[name].dtype for name in found}, device)
+            if samples is None or samples.dtypes != dtypes:
+                samples = Samples(shape, law, dtypes, device)
             samples.follow(law)
         chosen_from = sizes if method.per_tensor else [shape.numel] * len(sizes)
         due = torch.tensor([method.kept(size) / size for size in chosen_from])
@@ -400,20 +422,6 @@ class Watch:
             return Found(sums, laws, norms, sent, wrong, few, width, self._age, *eps)
 
         return numbers, read
-
-
-def _check_law(
-    method: Aggregator, terms: Iterable[str], slots: Mapping[str, Slot], shape: BucketShape
-) -> None:
-    """Raise SpecError if a slot of a method's law has no value for each element of a bucket."""
-    for name in terms:
-        slot = slots.get(name)
-        if slot is None or not (slot.sharded or slot.sizes == shape.sizes):
-            raise SpecError(
-                f"guard: the law of {method} has the slot {name!r}, for which its slots() declare "
-                f"{'nothing' if slot is None else f'the sizes {slot.sizes}'}. A slot of a law has "
-                f"the sizes of the bucket, here {shape.sizes}: declare them, or change law()"
-            )
 
 
 def _sums(rows: Tensor, width: int, exact: bool) -> list[Sums]:

@@ -5,6 +5,7 @@ residual, and :meth:`Follower.end` the residual before and after the step, and t
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -15,6 +16,10 @@ from torchcomp.kernels import backend
 SAME = 0.01
 """Two values are the same up to this relative difference. The residual can have 16 bits."""
 
+_FEWEST_STEPS, _MOST_STEPS, _VALUES = 10, 100, 2**16
+"""Plain torch evaluates steps after this many values, but within these bounds: few elements would
+otherwise keep thousands of steps."""
+
 
 def follower(
     index: Tensor, numel: int, dtype: torch.dtype, others: Iterable[torch.dtype]
@@ -23,85 +28,163 @@ def follower(
 
     Args:
         index: 1-D int64, the elements.
-        numel: of the vector.
+        numel: of the vector, and of all that is read.
         dtype: of the residual.
         others: of the gradient, the mean and what else enters the residual.
     """
-    form = None
     if {dtype, *others} == {torch.float32}:
         form = backend.host_form("follow", index)
-    kind: type[Follower] = Follower if form is None else form.Follower
-    return kind(index, numel, dtype)
+        if form is not None:
+            fast: Follower = form.Follower(index, numel)
+            return fast
+    return Follower(index, dtype)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What is read of the elements in one step.
+
+    Attributes:
+        parts: what the residual is after it if nothing is sent, in parts.
+        factors: of the parts.
+        found: the residual before it.
+        left: the residual after it.
+        mean: what it applies.
+    """
+
+    parts: tuple[Tensor, ...]
+    factors: tuple[float, ...]
+    found: Tensor
+    left: Tensor
+    mean: Tensor
 
 
 class Follower:
     """Follows elements of a vector, in plain torch.
 
+    Steps are read one by one and evaluated several at a time: on an accelerator, each operation is
+    a launch that delays the backward pass.
+
     Args:
         index: 1-D int64, the elements.
-        numel: of the vector, and of all that is read.
         dtype: of the residual.
-
-    Attributes:
-        ages: how many steps each element has waited; int32.
-        earlier: the same before the last step.
-        found: its residual before the last step.
-        left: its residual after the last step.
-        changed: whether a step has found another residual than the one before has left; bool.
     """
 
-    def __init__(self, index: Tensor, numel: int, dtype: torch.dtype) -> None:
+    def __init__(self, index: Tensor, dtype: torch.dtype) -> None:
         count, device = index.numel(), index.device
-        self._index, self._numel = index, numel
-        self.ages = torch.zeros(count, dtype=torch.int32, device=device)
-        self.earlier = torch.zeros_like(self.ages)
-        # What the residual is after the step in flight if nothing is sent.
-        self._unsent = torch.zeros(count, dtype=dtype, device=device)
-        self.found, self.left = torch.zeros_like(self._unsent), torch.zeros_like(self._unsent)
-        self.changed = torch.zeros(count, dtype=torch.bool, device=device)
+        self._index = index
+        self._most = min(_MOST_STEPS, max(_FEWEST_STEPS, _VALUES // max(1, count)))
+        self._ages = torch.zeros(count, dtype=torch.int32, device=device)
+        self._earlier = torch.zeros_like(self._ages)  # before the last step
+        self._found = torch.zeros(count, dtype=dtype, device=device)  # before the last step
+        self._left = torch.zeros_like(self._found)  # after the last step
+        self._changed = torch.zeros(count, dtype=torch.bool, device=device)
+        self._parts: list[tuple[Tensor, float]] = []  # of the step in flight
+        self._steps: list[_Step] = []  # those that were read, but not evaluated
+        self._same = False  # whether the first of them is compared with the step before it
+
+    @property
+    def left(self) -> Tensor:
+        """The residual after the last step."""
+        self._evaluate()
+        return self._left
 
     def begin(self, gradient: Tensor, factor: float) -> None:
         """Begin a step, whose gradient enters the residual with a factor."""
-        self._unsent = self._read(gradient).to(self.left.dtype) * factor
+        self._parts = [(self._read(gradient), factor)]
 
     def add(self, values: Tensor, factor: float) -> None:
         """Add what else enters the residual, with a factor."""
-        self._unsent.add_(self._read(values) * factor)
+        self._parts.append((self._read(values), factor))
 
     def end(self, found: Tensor, factor: float, left: Tensor, mean: Tensor, same: bool) -> None:
         """End the step.
 
         Args:
             found: the residual before it.
-            factor: the one with which this enters the residual after it.
+            factor: of `found` in the residual after it.
             left: the residual after it.
             mean: what the step applies.
             same: whether `found` should be what the last step has left.
         """
-        self.found, before = self._read(found), self.left
-        self._unsent.add_(self.found * factor)
-        self.left = self._read(left)
-        if same:
-            self.changed.logical_or_(self.found != before)
-        # Not exactly 1, because of rounding. Without a residual, 0 / 0 is not above.
-        is_sent = (self.left / self._unsent).sub_(1).abs_() > SAME
-        is_sent.logical_and_(self._read(mean))
-        # Without a residual, it still waits if it has before: in the server residual of any rank.
-        waits = (self.left != 0).logical_or_(self.ages)
-        self.earlier, self.ages = self.ages, (self.ages + waits).masked_fill_(is_sent, 0)
+        before = self._read(found)
+        parts, factors = zip(*self._parts, (before, factor), strict=True)
+        step = _Step(parts, factors, before, self._read(left), self._read(mean))
+        if self._steps and (not same or self._steps[-1].factors != factors):
+            self._evaluate()
+        if not self._steps:
+            self._same = same
+        self._steps.append(step)
+        if len(self._steps) == self._most:
+            self._evaluate()
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Return what was found. The next call begins anew with what has changed.
+
+        Returns:
+            How many steps each element has waited (int32, valid until the next step), and whether a
+            step has found another residual than the one before has left (bool).
+        """
+        self._evaluate()
+        changed = self._changed.clone()
+        self._changed.zero_()
+        return self._ages, changed
 
     def undo(self, mask: Tensor) -> None:
         """Forget the last step of some elements, given as bool: their residual is as before it."""
-        self.ages.copy_(torch.where(mask, self.earlier, self.ages))
-        self.left.copy_(torch.where(mask, self.found, self.left))
+        self._evaluate()
+        self._ages.copy_(torch.where(mask, self._earlier, self._ages))
+        self._left.copy_(torch.where(mask, self._found, self._left))
 
     def _read(self, values: Tensor) -> Tensor:
         return values.index_select(0, self._index)
 
+    def _evaluate(self) -> None:
+        """Evaluate the steps that were read."""
+        if not self._steps:
+            return
+        steps, self._steps = self._steps, []
+        found, left = (torch.stack([getattr(s, name) for s in steps]) for name in ("found", "left"))
+        after, before = found[1:], left[:-1]
+        if self._same:
+            after, before = found, torch.cat([self._left[None], before])
+        self._changed.logical_or_((after != before).any(0))
+        self._found, self._left = found[-1].clone(), left[-1].clone()
+        # Of 16 bits, the sum would have too few.
+        wide = torch.promote_types(left.dtype, torch.float32)
+        unsent = torch.zeros_like(left, dtype=wide)
+        for i, factor in enumerate(steps[0].factors):
+            unsent.add_(torch.stack([step.parts[i] for step in steps]).to(wide) * factor)
+        # Not exactly 1, because of rounding. Without a residual, 0 / 0 is not above.
+        is_sent = (left / unsent).sub_(1).abs_() > SAME
+        is_sent.logical_and_(torch.stack([step.mean for step in steps]))
+        waits = left != 0
+        # The last step by itself: it can be undone.
+        self._earlier = _aged(self._ages, waits[:-1], is_sent[:-1])
+        self._ages = _aged(self._earlier, waits[-1:], is_sent[-1:])
+
+
+def _aged(ages: Tensor, waits: Tensor, is_sent: Tensor) -> Tensor:
+    """Return how long elements have waited after some steps.
+
+    Args:
+        ages: before these steps.
+        waits: a row for each step: where there is a residual after it.
+        is_sent: where it has sent it.
+    """
+    steps = len(waits)
+    if not steps:
+        return ages
+    numbers = torch.arange(1, steps + 1, dtype=ages.dtype, device=ages.device)[:, None]
+    last = (numbers * is_sent).amax(0)
+    since = (waits.logical_and_(numbers > last) * (steps + 1 - numbers)).amax(0)
+    # Without a residual, it still waits if it has before: in the server residual of any rank.
+    return torch.where((ages > 0).logical_and_(last == 0), ages + steps, since)
+
 
 @cache
 def rehearse(device: torch.device) -> None:
-    """Compile the kernels before training; see :func:`torchcomp.kernels.backend.attempt`."""
+    """Compile the kernels for a device; see :func:`torchcomp.kernels.backend.attempt`."""
 
     def work() -> None:
         values = torch.zeros(1, device=device)

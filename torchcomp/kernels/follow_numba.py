@@ -14,24 +14,39 @@ from torchcomp.kernels.numba_jit import kernel, pointer
 
 
 class Follower(follow.Follower):
-    """Follows elements of a vector of float32; see :class:`torchcomp.kernels.follow.Follower`."""
+    """Follows elements of a vector; see :class:`torchcomp.kernels.follow.Follower`.
 
-    def __init__(self, index: Tensor, numel: int, dtype: torch.dtype) -> None:
-        super().__init__(index, numel, dtype)
-        self._where = index.data_ptr(), index.numel(), numel
-        self._sums = self._unsent.data_ptr()
-        tensors = self.found, self.left, self.ages, self.earlier, self.changed
+    Args:
+        index: 1-D int64, contiguous, the elements.
+        numel: of the vector. All that is read is contiguous float32 of this length.
+    """
+
+    def __init__(self, index: Tensor, numel: int) -> None:
+        super().__init__(index, torch.float32)
+        self._numel, self._unsent = numel, torch.zeros(index.numel())
+        self._where = index.data_ptr(), index.numel(), numel, self._unsent.data_ptr()
+        # These tensors are only written in place, and live as long as their addresses are used.
+        tensors = self._found, self._left, self._ages, self._earlier, self._changed
         self._addresses = tuple(each.data_ptr() for each in tensors)
 
     def begin(self, gradient: Tensor, factor: float) -> None:
-        _begin(*self._where, self._sums, gradient.data_ptr(), factor)
+        _begin(*self._where, self._address(gradient), factor)
 
     def add(self, values: Tensor, factor: float) -> None:
-        _add(*self._where, self._sums, values.data_ptr(), factor)
+        _add(*self._where, self._address(values), factor)
 
     def end(self, found: Tensor, factor: float, left: Tensor, mean: Tensor, same: bool) -> None:
-        read = found.data_ptr(), left.data_ptr(), mean.data_ptr()
-        _end(*self._where, self._sums, *self._addresses, *read, factor, same)
+        read = self._address(found), self._address(left), self._address(mean)
+        _end(*self._where, *self._addresses, *read, factor, same, follow.SAME)
+
+    def _address(self, x: Tensor) -> int:
+        if x.dtype is not torch.float32 or x.numel() != self._numel or not x.is_contiguous():
+            raise ValueError(
+                f"guard: expected {self._numel} contiguous elements of torch.float32, as in the "
+                f"shape of the bucket or in its slots, got {x.numel()} of {x.dtype} with the "
+                f"stride {x.stride()}"
+            )
+        return x.data_ptr()
 
 
 @kernel()
@@ -66,6 +81,7 @@ def _end(
     mean: int,
     factor: float,
     same: bool,
+    limit: float,
 ) -> None:
     at = carray(pointer(index), (count,), np.int64)
     sums = carray(pointer(unsent), (count,), np.float32)
@@ -83,7 +99,7 @@ def _end(
             has_changed[i] = True
         expected = sums[i] + before[j] * np.float32(factor)
         # In this order, for the same rounding as in plain torch.
-        is_sent = abs(after[j] / expected - np.float32(1)) > np.float32(follow.SAME)
+        is_sent = abs(after[j] / expected - np.float32(1)) > np.float32(limit)
         waited = age[i]
         age_before[i] = waited
         if is_sent and applied[j] != 0:
