@@ -49,3 +49,20 @@ def test_only_the_beginning_of_a_step_waits_for_a_comparison(method):
     assert [rest for _, rest in found[guard]] == [rest for _, rest in found[None]]
     waits = [more - less for (more, _), (less, _) in zip(found[guard], found[None], strict=True)]
     assert waits == [0, 0, 1, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("method", "reads"), [("mean", 0), ("ef(topk(0.3))", 4), ("dgc(topk(0.3))", 5)]
+)
+def test_in_most_steps_a_bucket_takes_a_launch_for_each_of_its_values(method, reads):
+    steps, launches = 10, []
+    with counted() as count:
+        for options in (None, Guard(every=1000)):
+            run = Run(method, count, options)
+            run.step(0)
+            before = 0
+            for number in range(1, 1 + steps):
+                run.step(number)  # counts from its second part on
+                before += count.launches
+            launches.append(before)
+    assert launches[1] - launches[0] == reads * steps * len(small.GROUPS)
