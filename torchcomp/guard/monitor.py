@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -217,8 +216,8 @@ class GuardMonitor(Monitor):
     def use(
         self, method: Aggregator, shapes: Iterable[BucketShape], devices: Iterable[torch.device]
     ) -> None:
-        for shape, stage in product(shapes, method.stages):
-            self._watch.check(method.at(stage), shape)
+        for shape in shapes:
+            self._watch.check(method.at(0), shape)  # all stages have the same slots
         for device in devices:
             follow.rehearse(device)
 

@@ -204,9 +204,8 @@ class Watch:
         slots = {slot.name: slot for slot in method.slots(shape, ranks, rank)}
         names, sizes = filled(shape)
         terms = {} if law is None else dict.fromkeys(name for name, _, _ in law.terms())
-        found: tuple[str, ...] = ()
-        if law is not None and names and "error" in law.after and not slots["error"].sharded:
-            found = tuple(name for name in law.before if not slots[name].sharded)
+        found = _read_before(law, slots)
+        if law is not None and names and found:
             dtypes = {name: slots[name].dtype for name in found}
             # The ages go on with another method of the same residual.
             samples = None if known is None else known.samples
@@ -422,6 +421,14 @@ class Watch:
             return Found(sums, laws, norms, sent, wrong, few, width, self._age, *eps)
 
         return numbers, read
+
+
+def _read_before(law: Law | None, slots: Mapping[str, Slot]) -> tuple[str, ...]:
+    """Return the names of the slots that a rank's residual is made of; none without a residual."""
+    if law is None or "error" not in law.before or "error" not in law.after:
+        return ()
+    own = tuple(name for name in law.before if not slots[name].sharded)
+    return own if "error" in own else ()
 
 
 def _sums(rows: Tensor, width: int, exact: bool) -> list[Sums]:
