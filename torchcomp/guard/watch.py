@@ -172,15 +172,16 @@ class Watch:
         slots = {slot.name: slot for slot in declared}
         for name, _, _ in () if law is None else law.terms():
             slot = slots.get(name)
-            if slot is None or not (
-                slot.sharded or (slot.names, slot.sizes) == (shape.names, shape.sizes)
-            ):
-                raise SpecError(
-                    f"guard: the law of {method} has the slot {name!r}, for which its slots() "
-                    f"declare {'nothing' if slot is None else f'the sizes {slot.sizes}'}. A slot "
-                    f"of a law has the sizes of the bucket, here {shape.sizes}: declare them, or "
-                    "change law()"
-                )
+            if slot is None:
+                wrong = "its slots() do not declare it"
+            elif slot.sharded or (slot.names, slot.sizes) == (shape.names, shape.sizes):
+                continue
+            else:
+                wrong = "its slots() declare it with other sizes than those of the bucket"
+            raise SpecError(
+                f"guard: the law of {method} is about the slot {name!r}, but {wrong}. Declare it "
+                "with shape.names and shape.sizes, or change law()"
+            )
 
     def forget(self) -> None:
         """Begin anew, because the next step does not continue the last one."""

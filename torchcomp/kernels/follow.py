@@ -159,7 +159,7 @@ class Follower:
         is_sent = (left / unsent).sub_(1).abs_() > SAME
         is_sent.logical_and_(torch.stack([step.mean for step in steps]))
         waits = left != 0
-        # The last step by itself: it can be undone.
+        # The last step apart from the others: it can be undone.
         self._earlier = _aged(self._ages, waits[:-1], is_sent[:-1])
         self._ages = _aged(self._earlier, waits[-1:], is_sent[-1:])
 
