@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import torchcomp
-from recipes.torchvision_compat import import_torchvision
 from torchcomp import spec
 from torchcomp.schedules import Schedule
+from torchcomp.torchvision_compat import import_torchvision
 from torchcomp.traffic import compared, three_digits
 
 yaml = pytest.importorskip("yaml")

@@ -10,6 +10,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchcomp.errors import SpecError
+from torchcomp.torchvision_compat import import_torchvision
 
 
 def build_named(name: str) -> nn.Module:
@@ -73,6 +74,7 @@ _BUILDERS = {"torchvision": _torchvision, "timm": _timm}
 
 def _library(name: str) -> ModuleType:
     try:
+        import_torchvision()  # timm imports it as well
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise SpecError(

@@ -140,9 +140,9 @@ class Script:
         )
 
 
-# The torchvision of the package registry is a CUDA build (recipes/torchvision_compat.py).
+# The torchvision of the package registry is a CUDA build (torchcomp/torchvision_compat.py).
 _COMPAT = (
-    "from recipes.torchvision_compat import import_torchvision",
+    "from torchcomp.torchvision_compat import import_torchvision",
     "import_torchvision()  # with a CPU build of torch",
 )
 

@@ -21,8 +21,8 @@ from recipes.image_data.order import TrainOrder
 from recipes.image_data.presets import PRESETS
 from recipes.image_data.randaugment import OPERATIONS, RandAugment
 from recipes.settings import Settings
-from recipes.torchvision_compat import import_torchvision
 from tests.support.patience import PATIENCE
+from torchcomp.torchvision_compat import import_torchvision
 
 CPU = torch.device("cpu")
 

@@ -1,8 +1,9 @@
 """Import a CUDA build of torchvision with a CPU build of torch.
 
 The torchvision of the package registry is a CUDA build. With a CPU build of torch its compiled
-operators do not load, and the import raises "operator torchvision::nms does not exist". The recipes
-use only the Python parts (models, transforms, datasets). They work once the operators are declared.
+operators do not load, and the import raises "operator torchvision::nms does not exist". The command
+line and the recipes use only the Python parts (models, transforms, datasets). They work once the
+operators are declared.
 """
 
 import importlib
@@ -39,9 +40,9 @@ def functional() -> Any:
 
 
 def _declare_operators() -> None:
-    library = torch.library.Library("torchvision", "FRAGMENT")
+    library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for declaration in _DECLARATIONS:
-        library.define(declaration)
+        library.define(declaration)  # type: ignore[no-untyped-call]
     _libraries.append(library)
 
 
