@@ -201,19 +201,19 @@ def test_the_numba_form_reads_nothing_else(values, monkeypatch):
             call()
 
 
-def test_real_steps_compile_nothing_more_than_the_rehearsal(monkeypatch):
+def test_kernels_are_compiled_before_training(monkeypatch):
     use_form("numba", "follow", monkeypatch)
     form = backend.fast_form("follow", "cpu")
     kernels = form._begin, form._add, form._end
     follow.rehearse.cache_clear()
-    follow.rehearse(torch.device("cpu"))
-    compiled = [len(kernel.signatures) for kernel in kernels]
     averager = Averager(
         "dgc(topk(0.1))",
         InProcessExchange.alone(torch.device("cpu")),
         {"weight": torch.zeros(20, 30)},
         guard=Guard(every=2),
     )
+    assert follow.rehearse.cache_info().currsize == 1
+    compiled = [len(kernel.signatures) for kernel in kernels]
     for number in range(5):
         averager.average_all({"weight": normal(20, 30, seed=number)})
     assert [len(kernel.signatures) for kernel in kernels] == compiled
