@@ -204,7 +204,7 @@ def test_the_numba_form_reads_nothing_else(values, monkeypatch):
 def test_kernels_are_compiled_before_training(monkeypatch):
     use_form("numba", "follow", monkeypatch)
     form = backend.fast_form("follow", "cpu")
-    kernels = form._begin, form._add, form._end
+    kernels = form._add, form._end
     follow.rehearse.cache_clear()
     averager = Averager(
         "dgc(topk(0.1))",

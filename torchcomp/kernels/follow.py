@@ -90,11 +90,11 @@ class Follower:
         return self._left
 
     def begin(self, gradient: Tensor, factor: float) -> None:
-        """Begin a step, whose gradient enters the residual with a factor."""
+        """Begin a step. Its gradient, times a factor, is a part of the residual after it."""
         self._parts = [(self._read(gradient), factor)]
 
     def add(self, values: Tensor, factor: float) -> None:
-        """Add what else enters the residual, with a factor."""
+        """Add another part of the residual after the step: values times a factor."""
         self._parts.append((self._read(values), factor))
 
     def end(self, found: Tensor, factor: float, left: Tensor, mean: Tensor, same: bool) -> None:
