@@ -1,0 +1,45 @@
+"""Observer: what may watch the steps of an averager. The averager does not know what it is."""
+
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+from torchcomp.aggregators.base import Aggregator
+from torchcomp.bucket import Bucket
+
+
+class Observer(Protocol):
+    """An object that an averager tells about its steps, if it is its ``observer``.
+
+    All ranks have the same observers, so they can use the collectives of the averager's exchange:
+    in `begin`, `finishing` and `finished`.
+    """
+
+    def begin(self, ratios: Mapping[str, float]) -> None:
+        """Begin a step. The last one is settled.
+
+        Args:
+            ratios: by parameter name, what the residual was multiplied by since the last step.
+        """
+
+    def before(self, bucket: Bucket, method: Aggregator) -> None:
+        """Read a bucket that `method` is about to average."""
+
+    def after(self, bucket: Bucket, method: Aggregator) -> None:
+        """Read a bucket that `method` has averaged."""
+
+    def finishing(self) -> None:
+        """All buckets are averaged. An error that is raised here fails the step on all ranks."""
+
+    def finished(self, counts: bool, unchanged: Collection[str]) -> None:
+        """The step has ended.
+
+        Args:
+            counts: whether it counts, as far as that is known.
+            unchanged: names of the parameters whose state stays as it was before the step.
+        """
+
+    def changed(self) -> None:
+        """The next step does not continue the last one: the state or the ranks have changed."""
+
+    def settle(self) -> None:
+        """Wait for what is on its way, and judge it. Not called inside a step."""
