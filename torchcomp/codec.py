@@ -1,4 +1,4 @@
-"""Codec: a compressor applied to one bucket, whole, parameter by parameter or shard by shard.
+"""Codec: a compressor applied to one tensor, whole, parameter by parameter or shard by shard.
 
 The message of a bucket is the concatenation of the messages of its vectors. With scope "bucket" or
 "model", the whole bucket is one vector. With scope "tensor", each parameter is one vector. For the
@@ -6,168 +6,141 @@ owners of shards, a bucket is encoded as several messages, one frame for each ow
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import accumulate, islice
+from functools import lru_cache
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
 from torchcomp import wire
 from torchcomp.bucket import Names
-from torchcomp.compressors.base import Compressor, Encoded, Vector
-from torchcomp.kernels import checksum
-from torchcomp.kernels.select import Scratch
+from torchcomp.compressors.base import Compressor, Encoded, Vector, Vectors
 from torchcomp.keys import Key
-from torchcomp.wire import Layout, Parts
-
-Message = list[Encoded]
+from torchcomp.wire import Frames, Parts
 
 
-@dataclass(frozen=True)
 class Codec:
-    """Encodes and decodes the tensors of one shape, vector by vector in their order.
-
-    Attributes:
-        vectors: the parts of the tensor that are compressed separately.
-        counts: number of vectors in each frame. By default, one frame has all of them.
-    """
-
-    vectors: tuple[Vector, ...]
-    counts: tuple[int, ...] | None = None
-
-    @cached_property
-    def layouts(self) -> tuple[Layout, ...]:
-        """The fields of each frame's message."""
-        vectors = iter(self.vectors)
-        counts = (len(self.vectors),) if self.counts is None else self.counts
-        return tuple(
-            tuple(field for vector in islice(vectors, count) for field in vector.layout)
-            for count in counts
-        )
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        """Size of each frame's message in bytes."""
-        return [wire.nbytes(layout) for layout in self.layouts]
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Size of each frame in bytes; 0 if there is nothing to send."""
-        # An empty message has no frame: there is nothing to check.
-        return [wire.framed(length) if length else 0 for length in self.lengths]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all messages in bytes."""
-        return sum(self.lengths)
-
-    @property
-    def framed(self) -> int:
-        """Size of all frames in bytes."""
-        return sum(self.sizes)
-
-    @cached_property
-    def _kind(self) -> type[Compressor]:
-        return type(self.vectors[0].compressor) if self.vectors else Compressor
-
-    def scratch(self) -> list[Scratch]:
-        """Return a workspace for :meth:`encode_sum`, one entry per vector."""
-        # One each, because selection starts from the previous threshold of its own vector.
-        return [Scratch() for _ in self.vectors]
-
-    def encode(self, x: Tensor, key: Key) -> Message:
-        """Compress every vector of `x`, a 1-D tensor."""
-        return self._kind.encode_all(self.vectors, x, key)
-
-    def encode_sum(
-        self,
-        g: Tensor,
-        e: Tensor,
-        out: Tensor,
-        key: Key,
-        scratch: Sequence[Scratch],
-        dtype: torch.dtype,
-    ) -> Message:
-        """Write ``out = g + e`` and return its message, encoded from the sum rounded to `dtype`."""
-        # One call for both, because a compressor can select in the same pass that adds.
-        return self._kind.encode_sum_all(self.vectors, g, e, out, key, scratch, dtype)
-
-    def subtract(self, message: Message, x: Tensor, key: Key, weight: float = 1.0) -> None:
-        """Subtract `weight` times the decoded `message` from `x`, the tensor that it encodes."""
-        self._kind.subtract_all(self.vectors, message, x, key, weight)
-
-    def decode(self, message: Sequence[Parts], out: Tensor, key: Key) -> None:
-        """Write the decoded tensor to `out`."""
-        for parts, v in zip(message, self.vectors, strict=True):
-            v.compressor.decode(parts, out[v.span], key.of_tensor(v.name))
-
-    def pack(self, message: Message, frames: Tensor) -> None:
-        """Write the messages and their headers to `frames`.
-
-        Args:
-            message: the encoded vectors.
-            frames: 1-D uint8, ``framed`` elements, aligned to 8 bytes.
-        """
-        parts = iter([part for encoded in message for part in encoded.parts])
-        lengths = tuple(length for length in self.lengths if length)
-        headers = iter(wire.headers(lengths, frames.device) if lengths else ())
-        pieces = []
-        for layout, length, size in zip(self.layouts, self.lengths, self.sizes, strict=True):
-            if size:
-                header = next(headers)
-                pieces += [
-                    header[: wire.HEADER],
-                    *wire.raw(list(islice(parts, len(layout))), layout),
-                    header[wire.HEADER :][: size - wire.HEADER - length],
-                ]
-        if pieces:
-            # One call for all fields of all frames: on an accelerator, one kernel.
-            torch.cat(pieces, out=frames)
-            checksum.seal(frames, lengths)
-
-    def unpack(self, *messages: Tensor) -> list[Parts]:
-        """Return the fields by vector of each frame's message. ValueError if a length is wrong."""
-        unpacked = map(wire.unpack, messages, self.layouts)
-        parts = iter([part for message in unpacked for part in message])
-        return [tuple(islice(parts, len(vector.layout))) for vector in self.vectors]
-
-
-def add_messages(
-    messages: Sequence[tuple[Codec, Sequence[Parts]]], out: Tensor, key: Key, weight: float = 1.0
-) -> None:
-    """Add `weight` times each decoded message to `out`, in place, one after another.
+    """Encodes and decodes tensors of one shape. Made once, and used in every step.
 
     Args:
-        messages: for each message its codec, and the fields of each of its vectors. The codecs have
-            compressors of one class.
-        out: 1-D.
-        key: key of the encodings.
-        weight: factor on the decoded values.
+        vectors: the parts of the tensor that are compressed separately, in their order. Their
+            compressors are of one class.
+        device: device of the tensors.
+        dtype: dtype of the values on the wire.
+        counts: number of vectors in each frame. By default, one frame has all of them.
+        checksum: whether frames have a checksum of their payload.
+
+    Attributes:
+        vectors: the vectors, prepared for the device.
+        frames: the frames of a message.
+        memory: the frames that :meth:`encode` has written last; 1-D uint8.
     """
-    # In the order of the messages: another order rounds differently, so replicas would drift.
-    received = [(codec.vectors, parts) for codec, parts in messages if codec.vectors]
-    for codec, _ in messages:
-        if codec.vectors:
-            codec._kind.accumulate_all(received, out, key, weight)
-            break
+
+    def __init__(
+        self,
+        vectors: Sequence[Vector],
+        device: torch.device,
+        dtype: torch.dtype,
+        counts: Sequence[int] | None = None,
+        checksum: bool = False,
+    ) -> None:
+        layouts, start = [], 0
+        for count in (len(vectors),) if counts is None else counts:
+            own = vectors[start : start + count]
+            layouts.append(tuple(chain.from_iterable(vector.layout for vector in own)))
+            start += count
+        self.frames = Frames(layouts, device, checksum)
+        self.vectors = Vectors(vectors, device, dtype)
+        self._compressor = vectors[0].compressor if vectors else None
+
+    @property
+    def memory(self) -> Tensor:
+        """The frames that were encoded last; 1-D uint8. The next encoding overwrites them."""
+        return self.frames.memory
+
+    def encode(self, x: Tensor, key: Key) -> Encoded:
+        """Compress every vector of `x`, a 1-D tensor, and write the frames."""
+        if self._compressor is None:
+            return _NOTHING
+        return self.pack(self._compressor.encode(x, self.vectors, key))
+
+    def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, key: Key) -> Encoded:
+        """Compress ``g + e``, write the frames, and write to `rest` what the message lacks.
+
+        NaN and infinities of the sum stay in `rest`, if the compressor selects.
+        """
+        if self._compressor is None:
+            return _NOTHING
+        # One call for all of it: a compressor can do it in one pass.
+        return self.pack(self._compressor.encode_sum(g, e, rest, self.vectors, key))
+
+    def fields(self, x: Tensor, key: Key) -> Encoded:
+        """Compress every vector of `x`, without frames."""
+        if self._compressor is None:
+            return _NOTHING
+        return self._compressor.encode(x, self.vectors, key)
+
+    def decode(self, parts: Sequence[Parts], out: Tensor, key: Key) -> None:
+        """Write the decoded message with these fields, by vector, to `out`."""
+        if self._compressor is not None:
+            self._compressor.mean([parts], out, self.vectors, key, 1)
+
+    def subtract(self, message: Encoded, x: Tensor, key: Key, weight: float = 1.0) -> None:
+        """Subtract `weight` times the decoded message in place from `x`, which it encodes."""
+        if self._compressor is not None:
+            self._compressor.subtract(message, x, self.vectors, key, weight)
+
+    def mean(self, received: Sequence[Tensor], out: Tensor, key: Key, divisor: int) -> None:
+        """Write the sum of decoded messages, in their order, divided by `divisor`, to `out`.
+
+        Args:
+            received: the frames of each message, 1-D uint8.
+            out: 1-D.
+            key: key of the encodings.
+            divisor: at least 1.
+        """
+        if self._compressor is None:
+            return
+        messages = [self.unpack(memory) for memory in received]
+        self._compressor.mean(messages, out, self.vectors, key, divisor)
+
+    def accumulate(self, received: Tensor, out: Tensor, key: Key) -> None:
+        """Add one decoded message to `out`."""
+        if self._compressor is not None:
+            self._compressor.accumulate([self.unpack(received)], out, self.vectors, key)
+
+    def pack(self, message: Encoded) -> Encoded:
+        """Write the fields of a message to its frames."""
+        self.frames.pack(list(chain.from_iterable(message.parts)))
+        return message
+
+    def unpack(self, memory: Tensor) -> list[Parts]:
+        """Return the fields of received frames, by vector."""
+        fields = iter(self.frames.unpack(memory))
+        return [tuple([next(fields) for _ in vector.layout]) for vector in self.vectors]
 
 
-# Cached: every bucket of every step needs its codec, which has the layout of each vector.
+_NOTHING = Encoded(())
+
+
+# Cached: `explain` and every bucket need it, and a bucket can have hundreds of vectors.
 @lru_cache(maxsize=4096)
-def codec(
+def vectors_of(
     compressor: Compressor, names: Names, sizes: tuple[int, ...], dtype: torch.dtype
-) -> Codec:
-    """Return the codec for a bucket of these parameters in this dtype."""
+) -> tuple[Vector, ...]:
+    """Return the vectors of a bucket of these parameters in this dtype."""
     if compressor.per_tensor:
         ends = zip(names, sizes, accumulate(sizes), strict=True)
         spans = [(name, slice(end - size, end)) for name, size, end in ends]
     else:
         # A list of at most one: a bucket without parameters has no vector.
         spans = [(name, slice(0, sum(sizes))) for name in names[:1]]
-    return Codec(
-        tuple(
-            Vector(name, span, compressor, compressor.layout(span.stop - span.start, dtype))
-            for name, span in spans
-        )
+    return tuple(
+        Vector(name, span, compressor, compressor.layout(span.stop - span.start, dtype))
+        for name, span in spans
     )
+
+
+def message_bytes(vectors: Sequence[Vector]) -> int:
+    """Return the size in bytes of the message of some vectors, without frames."""
+    return sum(wire.nbytes(vector.layout) for vector in vectors)

@@ -1,5 +1,6 @@
 """PowerSGD: low-rank approximation of gradients, by one power iteration per step."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -12,10 +13,10 @@ from torchcomp.aggregators.base import Cost
 from torchcomp.aggregators.residual import Residual, ResidualDtype
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.checks import check_count, check_positive
-from torchcomp.exchange import Exchange
 from torchcomp.kernels.cast import narrow
 from torchcomp.keys import Key
-from torchcomp.state import Kind, Slot, State
+from torchcomp.prepared import Prepared
+from torchcomp.state import Kind, Slot
 from torchcomp.traffic import Load
 
 
@@ -73,37 +74,74 @@ class PowerSGD(Residual):
         _, q, numel = _plan(self, shape)
         return Cost("allreduce", numel * q.dtype.itemsize, Load(summed=numel * q.dtype.itemsize))
 
-    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
-        error, basis, _ = _plan(self, bucket.shape)
-        flats = (bucket.flat, *state.open(error, bucket.flat.device))
-        g, e, residual = (Bucket(bucket.shape, flat).tensors() for flat in flats)
-        # Step 1. Contiguous, so that `m` are views of `x` and step 3 works in place.
-        x = {name: (g[name].to(basis.dtype) + e[name]).contiguous() for name in g}
-        m = {name: x[name].flatten(1) for name in basis.names}
-        # Q and R are stored transposed: products with a few long rows are several times faster.
-        before, after = state.open(basis, bucket.flat.device)
-        rows = (zip(m, torch.split(z, list(basis.sizes)), strict=True) for z in (before, after))
-        q, r = ({n: part.view(-1, m[n].shape[1]) for n, part in each} for each in rows)
+    def prepare(self, bucket: Prepared) -> None:
+        bucket.work = _Work(bucket.shape, _plan(self, bucket.shape)[1])
+
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        e, e_next = bucket.open("error")
+        q, q_next = bucket.open("q")
+        work, ranks, exchange = bucket.work, bucket.exchange.world_size, bucket.exchange
+        # Step 1. Contiguous, so that step 3 works in place.
+        grads, errors = work.split(g), work.split(e)
+        x = [(a.to(q.dtype) + b).contiguous() for a, b in zip(grads, errors, strict=True)]
+        # By matrix: M, and Q and R, which are stored transposed: products with a few long rows are
+        # several times faster.
+        matrices = [(x[i].flatten(1), old, new) for i, old, new in work.bases(q, q_next)]
         # Step 2 does not depend on the lengths of Q's columns. Lengths near 1 keep M Q in range.
-        sent = [normalize(q[n], torch.inf, 1, 1e-37) @ m[n].T if n in m else x[n] for n in g]
-        first = torch.cat([part.flatten() for part in sent]).div_(exchange.world_size)
+        sent = list(x)
+        for i, (m, old, _) in zip(work.compressed, matrices, strict=True):
+            sent[i] = normalize(old, torch.inf, 1, 1e-37) @ m.T
+        first = torch.cat([part.flatten() for part in sent]).div_(ranks)
         exchange.all_reduce(first)
-        p = dict(zip(g, torch.split(first, [part.numel() for part in sent]), strict=True))
-        for name in m:
-            p[name] = torch.linalg.qr(p[name].view(len(q[name]), -1).T).Q
+        means = list(torch.split(first, work.sizes_sent))
+        for i, (m, old, new) in zip(work.compressed, matrices, strict=True):
+            means[i] = torch.linalg.qr(means[i].view(len(old), -1).T).Q
             # Step 3. R must be subtracted before the all-reduce replaces it with its mean.
-            torch.mm(p[name].T, m[name], out=r[name])
-            m[name].addmm_(p[name], r[name], alpha=-1)
-        if m:
-            exchange.all_reduce(after.div_(exchange.world_size))  # step 4: `r` are views of `after`
-        for name, out in g.items():
-            mean = (p[name] @ r[name] if name in m else p[name]).view(out.shape)
-            unsent = x[name] if name in m else torch.zeros_like(mean)
+            torch.mm(means[i].T, m, out=new)
+            m.addmm_(means[i], new, alpha=-1)
+        if matrices:
+            exchange.all_reduce(q_next.div_(ranks))  # step 4: the R are views of it
+        for i, (_, old, new) in zip(work.compressed, matrices, strict=True):
+            means[i] = means[i] @ new
+            # A zero column would stay zero in all later power iterations.
+            new.copy_(torch.where(new.any(1, keepdim=True), new, old))
+        for i, (out, residual) in enumerate(zip(grads, work.split(e_next), strict=True)):
+            mean = means[i].view(out.shape)
+            unsent = torch.zeros_like(mean) if i in work.dense else x[i]
             narrow(mean, out.dtype, out)
-            residual[name].copy_(unsent if out.dtype == mean.dtype else unsent + mean.sub_(out))
-            if name in m:
-                # A zero column would stay zero in all later power iterations.
-                r[name].copy_(torch.where(r[name].any(1, keepdim=True), r[name], q[name]))
+            residual.copy_(unsent if out.dtype == mean.dtype else unsent + mean.sub_(out))
+
+
+class _Work:
+    """How a bucket is divided.
+
+    Attributes:
+        compressed: numbers of the parameters that are compressed, in the order of the bucket.
+        dense: numbers of the others.
+        sizes_sent: number of elements of each parameter's part of the first message.
+    """
+
+    def __init__(self, shape: BucketShape, basis: Slot) -> None:
+        self._shape, self._sizes = shape, list(basis.sizes)
+        numbers = {name: i for i, name in enumerate(shape.names)}
+        self.compressed = [numbers[name] for name in basis.names]
+        self.dense = set(range(len(shape.names))).difference(self.compressed)
+        self.sizes_sent = list(shape.sizes)
+        self._widths = []
+        for i, size in zip(self.compressed, basis.sizes, strict=True):
+            rows = shape.shapes[i][0]
+            self._widths.append(shape.sizes[i] // rows)
+            self.sizes_sent[i] = size // self._widths[-1] * rows
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Return each parameter's part of a bucket, in its shape."""
+        return list(Bucket(self._shape, flat).tensors().values())
+
+    def bases(self, before: Tensor, after: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Iterate over the matrices: number of the parameter, Q before the step and after it."""
+        both = zip(torch.split(before, self._sizes), torch.split(after, self._sizes), strict=True)
+        for i, width, (old, new) in zip(self.compressed, self._widths, both, strict=True):
+            yield i, old.view(-1, width), new.view(-1, width)
 
 
 @lru_cache(maxsize=1024)

@@ -12,14 +12,15 @@ from torchcomp.aggregators import Mean
 from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape, Group
 from torchcomp.errors import RankFailureError
-from torchcomp.exchange import Exchange, ProcessGroupExchange
+from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.hooks.executors import transport
 from torchcomp.keys import Key
 from torchcomp.local_sgd.options import LocalMethod, Parameters
 from torchcomp.means import average_in_place
 from torchcomp.nonfinite import FiniteWatch
+from torchcomp.prepared import Prepared
 from torchcomp.profiling import bucket_number, label
-from torchcomp.state import Kind, Slot, State
+from torchcomp.state import Kind, Slot
 from torchcomp.traffic import Load
 
 UNCHANGED = "No rank has averaged its parameters, and the residual is unchanged."
@@ -46,8 +47,8 @@ class ExactMean(Mean):
         # parameter would stay for the rest of the run, so the averager has to check for it.
         return False
 
-    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
-        average_in_place(exchange, bucket.flat)
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        average_in_place(bucket.exchange, g)
 
 
 class Averages:
