@@ -1,6 +1,5 @@
 """PowerSGD: low-rank approximation of gradients, by one power iteration per step."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from torchcomp import host
 from torchcomp.aggregators.base import Cost
 from torchcomp.aggregators.residual import Residual, ResidualDtype
 from torchcomp.bucket import Bucket, BucketShape
@@ -75,73 +75,121 @@ class PowerSGD(Residual):
         return Cost("allreduce", numel * q.dtype.itemsize, Load(summed=numel * q.dtype.itemsize))
 
     def prepare(self, bucket: Prepared) -> None:
-        bucket.work = _Work(bucket.shape, _plan(self, bucket.shape)[1])
+        bucket.work = _Matrices(bucket.shape, bucket.slots["q"], bucket.device)
 
     def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
         e, e_next = bucket.open("error")
         q, q_next = bucket.open("q")
-        work, ranks, exchange = bucket.work, bucket.exchange.world_size, bucket.exchange
-        # Step 1. Contiguous, so that step 3 works in place.
-        grads, errors = work.split(g), work.split(e)
-        x = [(a.to(q.dtype) + b).contiguous() for a, b in zip(grads, errors, strict=True)]
-        # By matrix: M, and Q and R, which are stored transposed: products with a few long rows are
-        # several times faster.
-        matrices = [(x[i].flatten(1), old, new) for i, old, new in work.bases(q, q_next)]
+        work, exchange = bucket.work, bucket.exchange
+        # Step 1. In place, if the residual can store the sum.
+        total = e_next if e_next.dtype == q.dtype else torch.empty_like(e, dtype=q.dtype)
+        x = [part.contiguous() for part in work.split(torch.add(g, e, out=total))]
+        m = [x[i].flatten(1) for i in work.compressed]
+        # Q and R are stored transposed: products with a few long rows are several times faster.
+        after = work.bases(q_next)
         # Step 2 does not depend on the lengths of Q's columns. Lengths near 1 keep M Q in range.
         sent = list(x)
-        for i, (m, old, _) in zip(work.compressed, matrices, strict=True):
-            sent[i] = normalize(old, torch.inf, 1, 1e-37) @ m.T
-        first = torch.cat([part.flatten() for part in sent]).div_(ranks)
+        for i, matrix, rows in zip(work.compressed, m, work.bases(work.near_1(q)), strict=True):
+            sent[i] = rows @ matrix.T
+        first = torch.cat([part.flatten() for part in sent]).div_(exchange.world_size)
         exchange.all_reduce(first)
         means = list(torch.split(first, work.sizes_sent))
-        for i, (m, old, new) in zip(work.compressed, matrices, strict=True):
-            means[i] = torch.linalg.qr(means[i].view(len(old), -1).T).Q
+        for i, matrix, r in zip(work.compressed, m, after, strict=True):
+            p = means[i] = _orthonormal(means[i].view(len(r), -1))
             # Step 3. R must be subtracted before the all-reduce replaces it with its mean.
-            torch.mm(means[i].T, m, out=new)
-            m.addmm_(means[i], new, alpha=-1)
-        if matrices:
-            exchange.all_reduce(q_next.div_(ranks))  # step 4: the R are views of it
-        for i, (_, old, new) in zip(work.compressed, matrices, strict=True):
-            means[i] = means[i] @ new
-            # A zero column would stay zero in all later power iterations.
-            new.copy_(torch.where(new.any(1, keepdim=True), new, old))
-        for i, (out, residual) in enumerate(zip(grads, work.split(e_next), strict=True)):
+            torch.mm(p.T, matrix, out=r)
+            matrix.addmm_(p, r, alpha=-1)
+        if m:
+            exchange.all_reduce(q_next.div_(exchange.world_size))  # step 4: R are views of it
+        for i, r in zip(work.compressed, after, strict=True):
+            means[i] = means[i] @ r
+        work.keep_zero_rows(q, q_next)
+        for i, (out, kept) in enumerate(zip(work.split(g), work.split(e_next), strict=True)):
             mean = means[i].view(out.shape)
-            unsent = torch.zeros_like(mean) if i in work.dense else x[i]
             narrow(mean, out.dtype, out)
-            residual.copy_(unsent if out.dtype == mean.dtype else unsent + mean.sub_(out))
+            if i in work.dense:
+                kept.zero_()
+            elif total is not e_next or i in work.strided:
+                kept.copy_(x[i] if out.dtype == mean.dtype else x[i] + (mean - out))
+                continue
+            if out.dtype != mean.dtype:
+                kept.add_(mean.sub_(out))
 
 
-class _Work:
-    """How a bucket is divided.
+def _orthonormal(rows: Tensor) -> Tensor:
+    """Return the columns of P, orthonormal; (n, rank). A zero column can stay zero.
+
+    Args:
+        rows: the columns of P as rows; (rank, n).
+    """
+    if len(rows) > 1:
+        return torch.linalg.qr(rows.T).Q
+    # Much faster than a QR decomposition. The scale of each matrix is that of its gradient.
+    return normalize(normalize(rows, torch.inf, 1, 1e-37), 2, 1, 1e-37).T
+
+
+class _Matrices:
+    """The matrices in a bucket.
+
+    Args:
+        shape: shape of the bucket.
+        basis: the slot of Q.
+        device: device of the bucket.
 
     Attributes:
         compressed: numbers of the parameters that are compressed, in the order of the bucket.
         dense: numbers of the others.
+        strided: numbers of the parameters that are not contiguous.
         sizes_sent: number of elements of each parameter's part of the first message.
     """
 
-    def __init__(self, shape: BucketShape, basis: Slot) -> None:
+    def __init__(self, shape: BucketShape, basis: Slot, device: torch.device) -> None:
         self._shape, self._sizes = shape, list(basis.sizes)
         numbers = {name: i for i, name in enumerate(shape.names)}
         self.compressed = [numbers[name] for name in basis.names]
-        self.dense = set(range(len(shape.names))).difference(self.compressed)
+        self.dense = set(numbers.values()).difference(self.compressed)
+        strides = [torch.empty(size, device="meta").stride() for size in shape.shapes]
+        both = enumerate(zip(shape.strides, strides, strict=False))
+        self.strided = {i for i, (own, contiguous) in both if own != contiguous}
         self.sizes_sent = list(shape.sizes)
-        self._widths = []
+        self._widths: list[int] = []  # of each Q, transposed
+        rows: list[int] = []  # length of each row of all Q
         for i, size in zip(self.compressed, basis.sizes, strict=True):
-            rows = shape.shapes[i][0]
-            self._widths.append(shape.sizes[i] // rows)
-            self.sizes_sent[i] = size // self._widths[-1] * rows
+            width = shape.sizes[i] // shape.shapes[i][0]
+            self._widths.append(width)
+            rows += [width] * (size // width)
+            self.sizes_sent[i] = size // width * shape.shapes[i][0]
+        self._rows = rows
+        # The row of each element.
+        row_of = torch.repeat_interleave(torch.tensor(rows, dtype=torch.int64))
+        self._row_of = host.copy_to(row_of, device)
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Return each parameter's part of a bucket, in its shape."""
-        return list(Bucket(self._shape, flat).tensors().values())
+        if self.strided:
+            return list(Bucket(self._shape, flat).tensors().values())
+        parts = torch.split(flat, self._shape.sizes)
+        return [part.view(size) for part, size in zip(parts, self._shape.shapes, strict=True)]
 
-    def bases(self, before: Tensor, after: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Iterate over the matrices: number of the parameter, Q before the step and after it."""
-        both = zip(torch.split(before, self._sizes), torch.split(after, self._sizes), strict=True)
-        for i, width, (old, new) in zip(self.compressed, self._widths, both, strict=True):
-            yield i, old.view(-1, width), new.view(-1, width)
+    def bases(self, flat: Tensor) -> list[Tensor]:
+        """Return each Q, transposed; (rank, width)."""
+        both = zip(torch.split(flat, self._sizes), self._widths, strict=True)
+        return [part.view(-1, width) for part, width in both]
+
+    def near_1(self, q: Tensor) -> Tensor:
+        """Return all Q, each column divided by its largest magnitude."""
+        if not self._rows:
+            return q
+        return q / self._norms(q).clamp_(min=1e-37).index_select(0, self._row_of)
+
+    def keep_zero_rows(self, before: Tensor, after: Tensor) -> None:
+        """Replace columns of the new Q that are zero: they would stay zero in all later steps."""
+        if self._rows:
+            zero = (self._norms(after) == 0).index_select(0, self._row_of)
+            torch.where(zero, before, after, out=after)
+
+    def _norms(self, q: Tensor) -> Tensor:
+        return torch.stack(torch._foreach_norm(torch.split(q, self._rows), torch.inf))
 
 
 @lru_cache(maxsize=1024)
