@@ -21,7 +21,7 @@ from torchcomp.keys import Key, check_seed
 from torchcomp.method_in_use import ClientSlots, MethodInUse
 from torchcomp.nonfinite import FiniteWatch
 from torchcomp.observer import Observer
-from torchcomp.profiling import bucket_number, label
+from torchcomp.profiling import label, span
 from torchcomp.residuals import hand_over, is_sent
 from torchcomp.settlement import Reason, Settlement, Status
 from torchcomp.spec import parse_aggregator
@@ -32,8 +32,8 @@ from torchcomp.units import LR, Units, by_name
 
 UNCHANGED = "This step was discarded: the residual and the parameters did not change."
 LATE = (
-    "This was found one step later, because of check='late': the residual is that before the step, "
-    "but the optimizer has applied the step. Load parameters and optimizer from a checkpoint."
+    "This was found one step later: the residual is that before the step, and the averaged gradients "
+    "were set to zero, so the optimizer has applied at most its momentum and weight decay."
 )
 
 # Sends a residual that the current method has no slot for. Every value is sent uncompressed, so one
@@ -73,9 +73,8 @@ class Averager:
         merged: whether a method that works on the whole model gets all groups as one bucket.
         what: what is averaged ("a gradient"), for error messages.
         unchanged: a sentence on what a discarded step leaves unchanged, for error messages.
-        late: whether a step is checked when the next one begins. The host then never waits at the
-            end of a step, but it raises errors after the step was applied: see
-            :meth:`finish`.
+        late: whether a step is checked when the next one begins, so that the host never waits at
+            the end of a step; see :meth:`finish`.
         vote: returns whether the last step counts for all ranks, if that is decided after it has
             finished, such as by torchft's Manager. It is asked when the next step begins, and by
             :meth:`use`, :meth:`regroup` and :meth:`state_dict`. If not, the state goes back to that
@@ -90,6 +89,8 @@ class Averager:
         state: the slots of this rank.
         step: number of steps that finished without an error.
         unused: names of the parameters that no rank used in the last step; see :meth:`finish`.
+        void: whether the last step does not count, a scalar bool on the device, if it ended without
+            a decision of the host. The caller then replaces the means where this is true.
         abandoned: whether the step in flight was abandoned; see :meth:`abandon`. Set it to False
             before the next one.
         guarded: whether a NaN discards the step. A transparent method passes it on, as plain DDP.
@@ -129,6 +130,7 @@ class Averager:
         self._settlement = Settlement(self._undo, self._lock)
         self.step = 0
         self.unused: tuple[str, ...] = ()
+        self.void: Tensor | None = None
         self.seed = check_seed(seed)
         self._what, self._unchanged = what, unchanged
         self._late, self._vote = late, vote
@@ -256,7 +258,7 @@ class Averager:
         All ranks must average the same buckets in the same order. If :attr:`grouped`, these must be
         the :attr:`buckets`.
         """
-        with bucket_number(self._averaged), label("average"):
+        with span("average", self._averaged):
             self._average(bucket)
         self._averaged += 1
 
@@ -289,10 +291,10 @@ class Averager:
     ) -> bool:
         """End the step. All ranks commit their state, or all ranks roll it back.
 
-        If the averager was built with ``late=True``, the step counts at first. What is wrong with
-        it is raised by the next :meth:`begin`, :meth:`use`, :meth:`regroup` or :meth:`state_dict`.
-        The state and :attr:`step` are then rolled back, but the caller has used the means. A flush
-        is never late, nor is a step with `may_skip` or `used`.
+        If the averager was built with ``late=True``, the host does not wait. The device decides: it
+        puts the state back if the step does not count, and :attr:`void` tells the caller, who then
+        sets the means to zero. What is wrong is raised by the next :meth:`begin`, :meth:`use`,
+        :meth:`regroup` or :meth:`state_dict`. A flush is never late, nor is a step with `used`.
 
         Args:
             may_skip: return False instead of raising if there is a NaN or an infinity.
@@ -321,10 +323,12 @@ class Averager:
         if used is not None:
             used_by_any = exchange.max_at_end([name in used for name in self.parameters])
         leaves = [] if leaving is None else exchange.max_at_end([leaving])
-        late = self._late and used is None and not (may_skip or self._flushing)
+        late = self._late and used is None and not self._flushing
         counts, flushed, reasons = True, False, ()
         try:
-            verdict = self._conclude(where or f"step {self.step + 1}", advice, may_skip, late)
+            verdict, self.void = self._conclude(
+                where or f"step {self.step + 1}", advice, may_skip, late
+            )
             if late:
                 reasons = (verdict,)
             else:
@@ -347,12 +351,14 @@ class Averager:
             callback(counts)
         return counts
 
-    def _conclude(self, where: str, advice: str, may_skip: bool, late: bool) -> Reason:
+    def _conclude(
+        self, where: str, advice: str, may_skip: bool, late: bool
+    ) -> tuple[Reason, Tensor | None]:
         """Send the message that concludes the step.
 
         Returns:
             A function that waits for the others' and says whether the step counts. It raises, on
-            all ranks, what is wrong with the step.
+            all ranks, what is wrong with the step. And :attr:`void`.
         """
         if self.observer is not None:
             # Before the concluding message: what fails here on one rank fails on all.
@@ -381,7 +387,7 @@ class Averager:
                 raise watch.error(what, unchanged + suffix, self._shown(error))
             return finite
 
-        return counts
+        return counts, decide.void if late else None
 
     def _note_unused(self, used_by_any: Sequence[int]) -> None:
         # Not strict: if the collective failed, nothing is known about any parameter.
@@ -413,6 +419,8 @@ class Averager:
         """End the step. `flushed` says whether it has sent all that a flush had left."""
         if counts:
             self.state.commit()
+            if self.void is not None:
+                self.state.revert_where(self.void)
         else:
             self.state.rollback()
         self.step += 1

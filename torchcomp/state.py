@@ -159,6 +159,16 @@ class State:
             flat.before, flat.after = flat.after, flat.before
         self._committed = set()
 
+    def revert_where(self, void: Tensor) -> None:
+        """Undo the last commit if `void`, a scalar bool on the device, is true.
+
+        The host does not wait for it, and :meth:`revert` stays possible.
+        """
+        for flat in self._committed:
+            # A cache can be on the CPU. It never changes a result.
+            if flat.before.device == void.device:
+                torch.where(void, flat.after, flat.before, out=flat.before)
+
     def keep_before(self) -> None:
         """Keep the values from before the last commit, for :meth:`restore_before`."""
         for flat in self._committed:

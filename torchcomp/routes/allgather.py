@@ -5,7 +5,7 @@ from torch import Tensor
 from torchcomp.codec import Codec
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
-from torchcomp.profiling import label
+from torchcomp.profiling import span
 
 
 class AllGatherRoute:
@@ -21,11 +21,11 @@ class AllGatherRoute:
         self._ranks = range(exchange.world_size)
 
     def send(self, x: Tensor, key: Key) -> None:
-        with label("encode"):
+        with span("encode"):
             self._message, self._key = self._codec.encode(x, key), key
 
     def send_sum(self, g: Tensor, e: Tensor, rest: Tensor, key: Key) -> None:
-        with label("encode"):
+        with span("encode"):
             self._message, self._key = self._codec.encode_sum(g, e, rest, key), key
 
     def sent(self, out: Tensor) -> None:
@@ -35,7 +35,7 @@ class AllGatherRoute:
         codec, exchange = self._codec, self._exchange
         rows = exchange.all_gather_rows(codec.memory)
         exchange.check(codec.frames, rows, self._ranks)
-        with label("decode"):
+        with span("decode"):
             # Rank order on every rank: another order would round differently, and the replicas
             # would drift apart.
             codec.mean(rows, out, self._key, exchange.world_size)

@@ -7,7 +7,7 @@ from torchcomp.codec import Codec
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.cast import narrow, saturate
 from torchcomp.keys import Key
-from torchcomp.profiling import label
+from torchcomp.profiling import span
 
 
 class AllReduceRoute:
@@ -27,7 +27,7 @@ class AllReduceRoute:
         self._share = _share(self._dtype, self._ranks)
 
     def send(self, x: Tensor, key: Key) -> None:
-        with label("encode"):
+        with span("encode"):
             self._key = key
             # Saturate before the division, so that the sum over the ranks stays in range as well.
             x = saturate(x, self._dtype, self._share)
@@ -49,7 +49,7 @@ class AllReduceRoute:
         # One collective for the whole bucket, even if it is encoded parameter by parameter.
         total = values[0] if len(values) == 1 else torch.cat(values)
         self._exchange.all_reduce(total)
-        with label("decode"):
+        with span("decode"):
             summed = [total] if len(values) == 1 else torch.split(total, self._counts)
             self._codec.decode([(value,) for value in summed], out, self._key)
 

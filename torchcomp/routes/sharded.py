@@ -31,7 +31,7 @@ from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.segments import joined
 from torchcomp.keys import Key
 from torchcomp.prepared import Prepared
-from torchcomp.profiling import label
+from torchcomp.profiling import span
 from torchcomp.routes.threshold import Query, chosen, find_largest, order_bits
 
 _END = 2**63 - 1
@@ -222,7 +222,7 @@ class ShardedRoute:
     # --- Up ---
 
     def send(self, x: Tensor, key: Key) -> None:
-        with label("encode"):
+        with span("encode"):
             self._key = key
             if self._up.exact:
                 self._send_selected(x, self._up.selector.select(x, self._selects))
@@ -230,7 +230,7 @@ class ShardedRoute:
                 self._message = self._outgoing.encode(x, key)
 
     def send_sum(self, g: Tensor, e: Tensor, rest: Tensor, key: Key) -> None:
-        with label("encode"):
+        with span("encode"):
             self._key = key
             if self._up.exact:
                 index = self._up.selector.select_sum(g, e, rest, self._selects)
@@ -253,7 +253,7 @@ class ShardedRoute:
         else:
             received = torch.cat(exchange.all_gather_v(memory, sizes))
         exchange.check(codec.frames, received.view(1, -1), self._ranks)
-        with label("decode"):
+        with span("decode"):
             codec.mean([received], out, self._key, 1)
 
     def _send_selected(self, x: Tensor, index: Tensor) -> None:
@@ -302,7 +302,7 @@ class ShardedRoute:
         exchange, arriving, total = self._exchange, self._arriving, self._total
         sizes = [codec.frames.nbytes for codec in arriving]
         received = exchange.all_to_all(self._outgoing.memory, self._outgoing.frames.sizes, sizes)
-        with label("decode"):
+        with span("decode"):
             if not self._up.exact:
                 codec = arriving[0]
                 rows = received.view(len(arriving), -1)
@@ -321,7 +321,7 @@ class ShardedRoute:
     def _encode_downlink(self) -> tuple[Codec, Tensor]:
         """Return the codec of all owners' downlink messages, and this owner's framed message."""
         mean, key = self._total, self._key
-        with label("encode downlink"):
+        with span("encode downlink"):
             if not self._feedback:
                 self._downlink.encode(narrow(mean, self._down.shape.dtype), key)
             elif self._down.exact:
