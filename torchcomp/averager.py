@@ -32,8 +32,8 @@ from torchcomp.units import LR, Units, by_name
 
 UNCHANGED = "This step was discarded: the residual and the parameters did not change."
 LATE = (
-    "This was found one step later: the residual is that before the step, and the averaged gradients "
-    "were set to zero, so the optimizer has applied at most its momentum and weight decay."
+    "This was found one step later: the residual is that before the step, and the averaged "
+    "gradients were set to zero, so the optimizer has applied at most its momentum and weight decay."
 )
 
 # Sends a residual that the current method has no slot for. Every value is sent uncompressed, so one
@@ -381,7 +381,7 @@ class Averager:
                 if not matches():
                     exchange.verify(where, values, problem)
             if not finite and not may_skip:
-                error = self.state.items("error") if late else self.state.pending("error")
+                error = self.state.undone("error") if late else self.state.pending("error")
                 suffix = f" {advice}" if advice else ""
                 what = f"{self._what} at {where}"
                 raise watch.error(what, unchanged + suffix, self._shown(error))
@@ -528,6 +528,10 @@ class Averager:
     def _undo(self) -> None:
         """Take back the last step. The lock is held."""
         self._flushed = False
+        if self.void is not None:
+            # The host undoes the step from here on, and not the device.
+            self.state.revert_where(self.void)
+            self.void = None
         self.state.revert()
         self.step -= 1
         self._settlement.discard()

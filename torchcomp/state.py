@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchcomp import host
 from torchcomp.bucket import Names, Shard
+from torchcomp.kernels.swap import swap_where
 
 Init = Callable[[str, Tensor], None]
 
@@ -162,12 +163,18 @@ class State:
     def revert_where(self, void: Tensor) -> None:
         """Undo the last commit if `void`, a scalar bool on the device, is true.
 
-        The host does not wait for it, and :meth:`revert` stays possible.
+        The host does not wait. A second call cancels the first.
         """
         for flat in self._committed:
             # A cache can be on the CPU. It never changes a result.
             if flat.before.device == void.device:
-                torch.where(void, flat.after, flat.before, out=flat.before)
+                swap_where(void, flat.before, flat.after)
+
+    def undone(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the values of a slot that :meth:`revert_where` has put aside."""
+        for flat in self._committed:
+            if flat.slot.name == name:
+                yield from flat.parts(flat.after)
 
     def keep_before(self) -> None:
         """Keep the values from before the last commit, for :meth:`restore_before`."""
