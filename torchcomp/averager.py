@@ -22,7 +22,7 @@ from torchcomp.exchange import Exchange
 from torchcomp.guard import Guard, GuardMonitor, Monitor, Replicas
 from torchcomp.keys import Key, check_seed
 from torchcomp.nonfinite import FiniteWatch
-from torchcomp.profiling import bucket_number, label
+from torchcomp.profiling import label, span
 from torchcomp.residuals import hand_over, is_sent
 from torchcomp.spec import parse_aggregator
 from torchcomp.state import Kind, Slot, State
@@ -280,7 +280,7 @@ class Averager:
         All ranks must average the same buckets in the same order. If :attr:`grouped`, these must be
         the :attr:`buckets`.
         """
-        with bucket_number(self._averaged), label("average"):
+        with span("average", self._averaged):
             self._average(bucket)
         self._averaged += 1
 

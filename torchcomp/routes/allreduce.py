@@ -7,7 +7,7 @@ from torchcomp.codec import Codec
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.cast import narrow, saturate
 from torchcomp.keys import Key
-from torchcomp.profiling import label
+from torchcomp.profiling import label, span
 
 
 class AllReduceRoute:
@@ -46,7 +46,7 @@ class AllReduceRoute:
         total = values[0] if len(values) == 1 else torch.cat(values)
         self._exchange.all_reduce(total)
         summed = torch.split(total, [value.numel() for value in values])
-        with label("decode"):
+        with span("decode"):
             self._codec.decode([(value,) for value in summed], out, self._key)
 
 
