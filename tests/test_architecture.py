@@ -19,7 +19,7 @@ from torchcomp import spec
 from torchcomp.aggregators import EF
 from torchcomp.compressors import Compressor, Identity, Warmup
 from torchcomp.compressors.base import Encoded
-from torchcomp.ddp import handle
+from torchcomp.ddp.hook import hook
 from torchcomp.keys import Key
 from torchcomp.wire import Field
 
@@ -43,7 +43,7 @@ LAYERS = [
     {"redistribution", "guard"},
     {"averager", "gathering"},
     {"per_rank"},
-    {"hooks", "time_model", "algorithms"},
+    {"time_model", "algorithms"},
     {"ddp", "fsdp", "batchnorm"},
     {"register"},
     {"plan", "comparison", "named_models", "flags", "step_model"},
@@ -88,7 +88,7 @@ def planted(path, text):
 
 
 def test_the_sources_are_found():
-    assert {"__init__.py", "compressors/topk.py", "ddp/handle.py"} <= {s.path for s in SOURCES}
+    assert {"__init__.py", "compressors/topk.py", "ddp/hook.py"} <= {s.path for s in SOURCES}
 
 
 # --- Imports run one way --------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_imports_have_no_cycle():
         ("compressors/new.py", "from ..aggregators import EF", "compressors imports aggregators"),
         ("compressors/new.py", "from torchcomp.spec import parse", "compressors imports spec"),
         ("codec.py", "from torchcomp import parse", "codec imports __init__"),
-        ("aggregators/new.py", "import torch, torchcomp.ddp.handle", "aggregators imports ddp"),
+        ("aggregators/new.py", "import torch, torchcomp.ddp.hook", "aggregators imports ddp"),
         ("routes/new.py", "from torchcomp.aggregators import EF", "routes imports aggregators"),
         ("exchange/new.py", "from torchcomp.state import State", "exchange imports state"),
         ("state.py", "from torchcomp.averager import Averager", "state imports averager"),
@@ -263,10 +263,10 @@ def test_creating_a_group_is_not_a_collective():
 def test_hook_is_a_function_whose_annotations_are_types():
     # DDP compares the annotations with types. "from __future__ import annotations" would turn them
     # into strings.
-    code = handle.hook.__code__
+    code = hook.__code__
     assert not code.co_flags & __future__.annotations.compiler_flag
     assert code.co_varnames[:2] == ("state", "bucket")
-    annotations = handle.hook.__annotations__
+    annotations = hook.__annotations__
     assert annotations["bucket"] is dist.GradBucket
     assert annotations["return"] == torch.futures.Future[torch.Tensor]
 

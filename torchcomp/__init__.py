@@ -9,6 +9,7 @@ from torchcomp._version import __version__
 from torchcomp.auto import Auto, Choice
 from torchcomp.averager import Averager
 from torchcomp.batchnorm import reestimate_batchnorm
+from torchcomp.ddp.handle import Handle
 from torchcomp.errors import (
     CheckpointError,
     NonFiniteError,
@@ -23,7 +24,6 @@ from torchcomp.exchange import Exchange, InProcessExchange, ProcessGroupExchange
 from torchcomp.explain import explain, sync_steps
 from torchcomp.gathering import Gathered
 from torchcomp.guard import Alarm, Guard
-from torchcomp.hooks.handle import Handle
 from torchcomp.jointspar import JointSpar
 from torchcomp.local_sgd import LocalSGD
 from torchcomp.per_rank import PerRank

@@ -8,12 +8,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.component import Component
+from torchcomp.ddp.arguments import Options
+from torchcomp.ddp.handle import Handle
+from torchcomp.ddp.optimizer_lrs import Optimizers
 from torchcomp.ddp.register import register_ddp
 from torchcomp.fsdp.register import register_fsdp
 from torchcomp.guard.options import Guard
-from torchcomp.hooks.arguments import Options
-from torchcomp.hooks.handle import Handle
-from torchcomp.hooks.optimizer_lrs import Optimizers
 
 
 def register(

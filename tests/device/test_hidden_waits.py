@@ -52,7 +52,7 @@ EXCEPTIONS = {
     "local_sgd/overflow.py backward_until_finite": "whether to compute a micro-batch again",
     "nonfinite.py FiniteWatch.error": "the step has failed",
     "exchange/base.py Exchange._wire_error": "the step has failed",
-    "hooks/loss_scale.py LossScale.read": "the copy of the last step has long ended",
+    "ddp/loss_scale.py LossScale.read": "the copy of the last step has long ended",
     # The guard: the sums of a comparison are read when the next step begins.
     "guard/watch.py Watch.finish.read": "numbers that the host has",
     "guard/watch.py _sums": "numbers that the host has",

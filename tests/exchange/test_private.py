@@ -21,7 +21,7 @@ from tests.support.ranks import on_processes, with_fake_ranks
 from torchcomp import ProcessGroupExchange, RankFailureError, RankMismatchError
 from torchcomp.exchange import PrivateExchange, new_name
 from torchcomp.exchange.failures import explained, report_cause
-from torchcomp.hooks.executors import ThreadExecutor, transport
+from torchcomp.ddp.executors import ThreadExecutor, transport
 
 CPU = torch.device("cpu")
 

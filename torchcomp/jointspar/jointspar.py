@@ -15,6 +15,7 @@ from torchcomp import checkpoint
 from torchcomp.aggregators import Aggregator
 from torchcomp.checks import check_choice
 from torchcomp.component import Component
+from torchcomp.ddp.arguments import Options, check_scaler
 from torchcomp.ddp.checks import (
     OWNER,
     check_is_ddp,
@@ -26,7 +27,6 @@ from torchcomp.ddp.register import register_ddp
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.gathering import Gatherable
-from torchcomp.hooks.arguments import Options, check_scaler
 from torchcomp.jointspar.bandit import Baseline, Literal, Mask, Vector
 from torchcomp.jointspar.layers import (
     Layers,

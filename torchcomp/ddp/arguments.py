@@ -8,10 +8,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchcomp.checks import check_choice
+from torchcomp.ddp.manager import check_manager
+from torchcomp.ddp.optimizer_lrs import OptimizerLRs, Optimizers
 from torchcomp.errors import SpecError
 from torchcomp.guard.options import Guard
-from torchcomp.hooks.manager import check_manager
-from torchcomp.hooks.optimizer_lrs import OptimizerLRs, Optimizers
 from torchcomp.keys import check_seed
 
 
