@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from benchmarks.net.names import PLAIN
+from benchmarks.net.names import BASELINES, PLAIN
 from benchmarks.report_data import MISSING, Row
 
 _WIDTH = 80
@@ -21,8 +21,8 @@ def _steps(rows: list[Row]) -> Iterator[str]:
         plain = float(each[PLAIN]["step_ms"]) if PLAIN in each else None
         yield f"\nA training step of {model}, ranks: {ranks}\n"
         yield _line("method", "ms", "over plain")
-        for what, row in each.items():
-            step = float(row["step_ms"])
+        for what in sorted(each, key=lambda what: what not in BASELINES):
+            step = float(each[what]["step_ms"])
             yield _line(what, f"{step:.2f}", f"{step / plain:.3f}" if plain else MISSING)
 
 
