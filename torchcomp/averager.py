@@ -387,7 +387,8 @@ class Averager:
                 raise watch.error(what, unchanged + suffix, self._shown(error))
             return finite
 
-        return counts, decide.void if late else None
+        flags = decide.flags if late else None
+        return counts, None if flags is None else flags[:2].any()
 
     def _note_unused(self, used_by_any: Sequence[int]) -> None:
         # Not strict: if the collective failed, nothing is known about any parameter.

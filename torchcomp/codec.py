@@ -7,16 +7,18 @@ owners of shards, a bucket is encoded as several messages, one frame for each ow
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from torchcomp import wire
 from torchcomp.bucket import Names
-from torchcomp.compressors.base import Compressor, Encoded, Vector, Vectors
+from torchcomp.compressors.base import Compressor, Encoded, Message, Vector, Vectors
 from torchcomp.keys import Key
-from torchcomp.wire import Frames, Parts
+from torchcomp.wire import Frames
+
+_NOTHING = Encoded(())
 
 
 class Codec:
@@ -32,8 +34,7 @@ class Codec:
 
     Attributes:
         vectors: the vectors, prepared for the device.
-        frames: the frames of a message.
-        memory: the frames that :meth:`encode` has written last; 1-D uint8.
+        frames: the frames of a message. Those that were encoded last are ``frames.outgoing()``.
     """
 
     def __init__(
@@ -44,83 +45,71 @@ class Codec:
         counts: Sequence[int] | None = None,
         checksum: bool = False,
     ) -> None:
-        layouts, start = [], 0
-        for count in (len(vectors),) if counts is None else counts:
-            own = vectors[start : start + count]
-            layouts.append(tuple(chain.from_iterable(vector.layout for vector in own)))
-            start += count
-        self.frames = Frames(layouts, device, checksum)
         self.vectors = Vectors(vectors, device, dtype)
-        self._compressor = vectors[0].compressor if vectors else None
-
-    @property
-    def memory(self) -> Tensor:
-        """The frames that were encoded last; 1-D uint8. The next encoding overwrites them."""
-        return self.frames.memory
+        counts = [len(vectors)] if counts is None else counts
+        self.frames = Frames([v.layout for v in vectors], device, checksum, counts)
+        self._placed = False
 
     def encode(self, x: Tensor, key: Key) -> Encoded:
         """Compress every vector of `x`, a 1-D tensor, and write the frames."""
-        if self._compressor is None:
-            return _NOTHING
-        return self.pack(self._compressor.encode(x, self.vectors, key))
+        if not self._placed:
+            self._place()
+        return self.pack(self.fields(x, key))
 
     def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, key: Key) -> Encoded:
         """Compress ``g + e``, write the frames, and write to `rest` what the message lacks.
 
         NaN and infinities of the sum stay in `rest`, if the compressor selects.
         """
-        if self._compressor is None:
+        vectors = self.vectors
+        if not vectors:
             return _NOTHING
+        if not self._placed:
+            self._place()
         # One call for all of it: a compressor can do it in one pass.
-        return self.pack(self._compressor.encode_sum(g, e, rest, self.vectors, key))
+        return self.pack(vectors.compressor.encode_sum(g, e, rest, vectors, key))
 
     def fields(self, x: Tensor, key: Key) -> Encoded:
         """Compress every vector of `x`, without frames."""
-        if self._compressor is None:
-            return _NOTHING
-        return self._compressor.encode(x, self.vectors, key)
-
-    def decode(self, parts: Sequence[Parts], out: Tensor, key: Key) -> None:
-        """Write the decoded message with these fields, by vector, to `out`."""
-        if self._compressor is not None:
-            self._compressor.mean([parts], out, self.vectors, key, 1)
+        vectors = self.vectors
+        return vectors.compressor.encode(x, vectors, key) if vectors else _NOTHING
 
     def subtract(self, message: Encoded, x: Tensor, key: Key, weight: float = 1.0) -> None:
         """Subtract `weight` times the decoded message in place from `x`, which it encodes."""
-        if self._compressor is not None:
-            self._compressor.subtract(message, x, self.vectors, key, weight)
+        vectors = self.vectors
+        if vectors:
+            vectors.compressor.subtract(message, x, vectors, key, weight)
 
-    def mean(self, received: Sequence[Tensor], out: Tensor, key: Key, divisor: int) -> None:
+    def accumulate(self, messages: Sequence[Message], out: Tensor, key: Key) -> None:
+        """Add decoded messages to `out`, 1-D, in their order."""
+        vectors = self.vectors
+        if vectors:
+            vectors.compressor.accumulate(messages, out, vectors, key)
+
+    def mean(self, messages: Sequence[Message], out: Tensor, key: Key, divisor: int) -> None:
         """Write the sum of decoded messages, in their order, divided by `divisor`, to `out`.
 
         Args:
-            received: the frames of each message, 1-D uint8.
+            messages: the fields of each message, by vector.
             out: 1-D.
             key: key of the encodings.
             divisor: at least 1.
         """
-        if self._compressor is None:
-            return
-        messages = [self.unpack(memory) for memory in received]
-        self._compressor.mean(messages, out, self.vectors, key, divisor)
-
-    def accumulate(self, received: Tensor, out: Tensor, key: Key) -> None:
-        """Add one decoded message to `out`."""
-        if self._compressor is not None:
-            self._compressor.accumulate([self.unpack(received)], out, self.vectors, key)
+        vectors = self.vectors
+        if vectors:
+            vectors.compressor.mean(messages, out, vectors, key, divisor)
+        else:
+            out.zero_()
 
     def pack(self, message: Encoded) -> Encoded:
-        """Write the fields of a message to its frames."""
-        self.frames.pack(list(chain.from_iterable(message.parts)))
+        """Write a message to the frames."""
+        self.frames.pack(message.parts)
         return message
 
-    def unpack(self, memory: Tensor) -> list[Parts]:
-        """Return the fields of received frames, by vector."""
-        fields = iter(self.frames.unpack(memory))
-        return [tuple([next(fields) for _ in vector.layout]) for vector in self.vectors]
-
-
-_NOTHING = Encoded(())
+    def _place(self) -> None:
+        # A compressor that writes its fields where they are sent from saves a copy.
+        self.vectors.fields = self.frames.fields()
+        self._placed = True
 
 
 # Cached: `explain` and every bucket need it, and a bucket can have hundreds of vectors.

@@ -33,9 +33,9 @@ class AllGatherRoute:
 
     def mean(self, out: Tensor) -> None:
         codec, exchange = self._codec, self._exchange
-        rows = exchange.all_gather_rows(codec.memory)
+        rows = exchange.all_gather_rows(codec.frames.outgoing())
         exchange.check(codec.frames, rows, self._ranks)
         with span("decode"):
             # Rank order on every rank: another order would round differently, and the replicas
             # would drift apart.
-            codec.mean(rows, out, self._key, exchange.world_size)
+            codec.mean(codec.frames.unpack(rows), out, self._key, len(self._ranks))

@@ -51,7 +51,7 @@ class AllReduceRoute:
         self._exchange.all_reduce(total)
         with span("decode"):
             summed = [total] if len(values) == 1 else torch.split(total, self._counts)
-            self._codec.decode([(value,) for value in summed], out, self._key)
+            self._codec.mean([[(value,) for value in summed]], out, self._key, 1)
 
 
 def _share(dtype: torch.dtype, world_size: int) -> float:

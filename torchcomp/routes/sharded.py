@@ -251,10 +251,10 @@ class ShardedRoute:
         if len(set(sizes)) == 1:
             received = exchange.all_gather_rows(memory).view(-1)
         else:
-            received = torch.cat(exchange.all_gather_v(memory, sizes))
+            received = exchange.all_gather_v(memory, sizes)
         exchange.check(codec.frames, received.view(1, -1), self._ranks)
         with span("decode"):
-            codec.mean([received], out, self._key, 1)
+            codec.mean(codec.frames.unpack(received), out, self._key, 1)
 
     def _send_selected(self, x: Tensor, index: Tensor) -> None:
         """Encode entries of the bucket, selected from whole vectors, as one message per shard."""
@@ -290,7 +290,7 @@ class ShardedRoute:
             mine, [len(pieces) for pieces in up.pieces], [own] * len(self._ranks)
         )
         # The host needs the counts for the lengths of the messages. It waits once for all of them.
-        numbers = torch.cat([mine, *received]).tolist()
+        numbers = torch.cat([mine, received]).tolist()
         theirs = numbers[len(starts) :]
         arriving = [theirs[own * r : own * (r + 1)] for r in self._ranks]
         return numbers[: len(starts)], arriving
@@ -301,19 +301,20 @@ class ShardedRoute:
         """Receive all ranks' entries of this rank's shard, and average them."""
         exchange, arriving, total = self._exchange, self._arriving, self._total
         sizes = [codec.frames.nbytes for codec in arriving]
-        received = exchange.all_to_all(self._outgoing.memory, self._outgoing.frames.sizes, sizes)
+        frames = self._outgoing.frames
+        received = exchange.all_to_all(frames.outgoing(), frames.sizes, sizes)
         with span("decode"):
             if not self._up.exact:
                 codec = arriving[0]
                 rows = received.view(len(arriving), -1)
                 exchange.check(codec.frames, rows, self._ranks)
-                codec.mean(rows, total, self._key, len(arriving))
+                codec.mean(codec.frames.unpack(rows), total, self._key, len(arriving))
                 return
             total.zero_()
             parts = torch.split(received, sizes)
             for rank, (codec, part) in enumerate(zip(arriving, parts, strict=True)):
                 exchange.check(codec.frames, part.view(1, -1), (rank,))
-                codec.accumulate(part, total, self._key)
+                codec.accumulate(codec.frames.unpack(part), total, self._key)
             total.div_(len(arriving))
 
     # --- Down ---
@@ -329,7 +330,7 @@ class ShardedRoute:
             else:
                 e, rest = self._bucket.open("server_error")
                 self._downlink.encode_sum(mean, e, rest, key)
-            return self._everyone, self._downlink.memory
+            return self._everyone, self._downlink.frames.outgoing()
 
     def _prepare_search(self) -> None:
         down = self._down
@@ -350,7 +351,7 @@ class ShardedRoute:
         own = Codec(by_owner[rank], self._device, down.shape.dtype, None, self._checksum)
         message = self._encode_selected(own, narrow(x, down.shape.dtype), index)
         own.subtract(message, x, self._key)
-        return down.codec(by_owner, self._device, self._checksum), own.memory
+        return down.codec(by_owner, self._device, self._checksum), own.frames.outgoing()
 
     def _search(
         self, mean: Tensor, e: Tensor, x: Tensor
