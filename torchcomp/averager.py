@@ -85,6 +85,7 @@ class Averager:
             :attr:`state`. Declaring them adds them to checkpoints.
         guard: True or a :class:`torchcomp.Guard` compares what is applied with the dense mean.
         replicas: parameters that are equal on all ranks, by name, for the guard to compare.
+        checksum: whether messages carry checksums of their bytes; see :func:`torchcomp.register`.
 
     Attributes:
         buckets: the groups that the current method compresses: :attr:`groups`, or all of them
@@ -119,8 +120,10 @@ class Averager:
         client_slots: Callable[[BucketShape], tuple[Slot, ...]] | None = None,
         guard: Guard | bool = False,
         replicas: Replicas | None = None,
+        checksum: bool = False,
     ) -> None:
         self.exchange = exchange
+        exchange.checksum = checksum
         self.parameters = dict(parameters)
         self.groups = tuple(groups or partition(self.parameters.items(), DEFAULT_CAPS))
         self.buckets = self.groups
@@ -228,6 +231,7 @@ class Averager:
             values |= {"groups": self.groups, "buckets": self.buckets, "flushing": self._flushing}
             # The scale that the state has, before it follows that of this step.
             values |= {"lr": self._step_lrs, "scale": self.scale}
+            values |= {"checksum": self.exchange.checksum}
             # Each rank's threshold search starts from the previous thresholds. If they differed,
             # the ranks would run different collectives.
             found = [(name, t.tolist()) for name, t in self.state.items("thresholds")]
@@ -619,6 +623,7 @@ class Averager:
                 self.state.scale_debts(dict.fromkeys(self.parameters, exchange.world_size / before))
                 self.state.free_scratch()
                 self._ahead.clear()
+            exchange.checksum = self.exchange.checksum
             self.exchange, self._verified = exchange, False
             self.monitor.change_ranks(exchange)
 

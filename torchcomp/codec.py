@@ -16,10 +16,9 @@ from torch import Tensor
 from torchcomp import wire
 from torchcomp.bucket import Names
 from torchcomp.compressors.base import Compressor, Encoded, Vector
-from torchcomp.kernels import checksum
 from torchcomp.kernels.select import Scratch
 from torchcomp.keys import Key
-from torchcomp.wire import Layout, Parts
+from torchcomp.wire import Frames, Parts
 
 Message = list[Encoded]
 
@@ -36,26 +35,17 @@ class Codec:
     vectors: tuple[Vector, ...]
     counts: tuple[int, ...] | None = None
 
-    @cached_property
-    def layouts(self) -> tuple[Layout, ...]:
-        """The fields of each frame's message."""
-        vectors = iter(self.vectors)
+    def frames(self, device: torch.device, checksum: bool = False) -> Frames:
+        """Return the frames of this codec's messages; see :class:`torchcomp.wire.Frames`."""
         counts = (len(self.vectors),) if self.counts is None else self.counts
-        return tuple(
-            tuple(field for vector in islice(vectors, count) for field in vector.layout)
-            for count in counts
-        )
+        return Frames([vector.layout for vector in self.vectors], device, checksum, counts)
 
     @cached_property
     def lengths(self) -> list[int]:
         """Size of each frame's message in bytes."""
-        return [wire.nbytes(layout) for layout in self.layouts]
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Size of each frame in bytes; 0 if there is nothing to send."""
-        # An empty message has no frame: there is nothing to check.
-        return [wire.framed(length) if length else 0 for length in self.lengths]
+        counts = (len(self.vectors),) if self.counts is None else self.counts
+        vectors = iter(self.vectors)
+        return [sum(wire.nbytes(v.layout) for v in islice(vectors, count)) for count in counts]
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +55,8 @@ class Codec:
     @property
     def framed(self) -> int:
         """Size of all frames in bytes."""
-        return sum(self.sizes)
+        # An empty message has no frame: there is nothing to check.
+        return sum(wire.framed(length) for length in self.lengths if length)
 
     @cached_property
     def _kind(self) -> type[Compressor]:
@@ -101,36 +92,6 @@ class Codec:
         """Write the decoded tensor to `out`."""
         for parts, v in zip(message, self.vectors, strict=True):
             v.compressor.decode(parts, out[v.span], key.of_tensor(v.name))
-
-    def pack(self, message: Message, frames: Tensor) -> None:
-        """Write the messages and their headers to `frames`.
-
-        Args:
-            message: the encoded vectors.
-            frames: 1-D uint8, ``framed`` elements, aligned to 8 bytes.
-        """
-        parts = iter([part for encoded in message for part in encoded.parts])
-        lengths = tuple(length for length in self.lengths if length)
-        headers = iter(wire.headers(lengths, frames.device) if lengths else ())
-        pieces = []
-        for layout, length, size in zip(self.layouts, self.lengths, self.sizes, strict=True):
-            if size:
-                header = next(headers)
-                pieces += [
-                    header[: wire.HEADER],
-                    *wire.raw(list(islice(parts, len(layout))), layout),
-                    header[wire.HEADER :][: size - wire.HEADER - length],
-                ]
-        if pieces:
-            # One call for all fields of all frames: on an accelerator, one kernel.
-            torch.cat(pieces, out=frames)
-            checksum.seal(frames, lengths)
-
-    def unpack(self, *messages: Tensor) -> list[Parts]:
-        """Return the fields by vector of each frame's message. ValueError if a length is wrong."""
-        unpacked = map(wire.unpack, messages, self.layouts)
-        parts = iter([part for message in unpacked for part in message])
-        return [tuple(islice(parts, len(vector.layout))) for vector in self.vectors]
 
 
 def add_messages(

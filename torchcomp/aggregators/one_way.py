@@ -1,7 +1,7 @@
 """OneWay: base of the aggregators that compress what a rank sends, but not the mean it receives."""
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated
 
 import torch
@@ -19,6 +19,7 @@ from torchcomp.routes.sharded import Direction, direction
 from torchcomp.routes.sharded_load import sharded_load
 from torchcomp.state import State
 from torchcomp.traffic import Load, gathered
+from torchcomp.wire import Frames
 
 COLLECTIVES = Choices(("auto", "allreduce", "allgather", "sharded"))
 # Earlier versions used these names. Specs in old checkpoints and scripts can still contain them.
@@ -100,7 +101,12 @@ class OneWay(Aggregator):
         if collective == "allreduce":
             return AllReduceRoute(encoder, exchange, key)
         scratch = state.scratch((self, shape), encoder.scratch)
-        return AllGatherRoute(encoder, exchange, key, scratch)
+
+        def frames(device: torch.device) -> Frames:
+            make = partial(encoder.frames, device, exchange.checksum)
+            return state.scratch(("frames", self, shape, device, exchange.checksum), make)
+
+        return AllGatherRoute(encoder, frames, exchange, key, scratch)
 
 
 # Cached because every bucket of every step needs it, and computing it takes milliseconds.

@@ -1,15 +1,8 @@
 """Route: send a bucket's messages and compute their mean over the ranks."""
 
-from collections.abc import Sequence
-from itertools import islice
 from typing import Protocol
 
 from torch import Tensor
-
-from torchcomp.codec import Codec, add_messages
-from torchcomp.exchange import Exchange
-from torchcomp.keys import Key
-from torchcomp.profiling import label
 
 
 class Route(Protocol):
@@ -36,30 +29,3 @@ class Route(Protocol):
 
     def mean(self, out: Tensor) -> None:
         """Exchange the messages and write their mean over the ranks to `out`."""
-
-
-@label("decode")
-def add_frames(
-    codecs: Sequence[Codec],
-    exchange: Exchange,
-    senders: Sequence[int],
-    frames: Sequence[Tensor],
-    out: Tensor,
-    key: Key,
-) -> None:
-    """Check and decode frames, and add them to `out`.
-
-    Args:
-        codecs: the codec of each message, in rank order. A message can have several frames.
-        exchange: records damaged frames.
-        senders: rank that sent each frame.
-        frames: the frames of all messages, 1-D uint8.
-        out: 1-D, with the elements of the bucket or shard.
-        key: key of the encodings.
-    """
-    lengths = [length for codec in codecs for length in codec.lengths]
-    payloads = iter(exchange.receive(senders, frames, lengths))
-    # Rank order on every rank: another order would round differently, and the replicas would
-    # drift apart.
-    messages = [(codec, codec.unpack(*islice(payloads, len(codec.lengths)))) for codec in codecs]
-    add_messages(messages, out, key)

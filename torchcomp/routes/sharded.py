@@ -15,7 +15,7 @@ search for a common threshold (threshold.py).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import islice
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torchcomp import host
 from torchcomp.bucket import BucketShape, Shard
-from torchcomp.codec import Codec, Message, codec
+from torchcomp.codec import Codec, Message, add_messages, codec
 from torchcomp.compressors import Compressor
 from torchcomp.compressors.base import Vector
 from torchcomp.compressors.sparse import Selector, keys_of, segments_of, selector_of
@@ -32,9 +32,9 @@ from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.segments import Segment, joined
 from torchcomp.keys import Key
 from torchcomp.profiling import label
-from torchcomp.routes.base import add_frames
 from torchcomp.routes.threshold import Query, chosen, find_largest, order_bits
 from torchcomp.state import Slot, State
+from torchcomp.wire import Frames
 
 _END = 2**63 - 1
 """Above every index."""
@@ -235,18 +235,29 @@ class ShardedRoute:
     def mean(self, out: Tensor) -> None:
         exchange = self._exchange
         total = self._collect(out.device).div_(exchange.world_size)
-        codec, frame = self._downlink(total)
+        codec, frames, frame = self._downlink(total)
         # Messages of different lengths need `all_gather_v`, which copies the frame for each rank.
-        if len(set(codec.sizes)) == 1:
-            frames = exchange.all_gather(frame)
+        if len(set(frames.sizes)) == 1:
+            received = exchange.all_gather_rows(frame).view(1, -1)
         else:
-            frames = exchange.all_gather_v(frame, codec.sizes)
-        add_frames([codec], exchange, range(exchange.world_size), frames, out.zero_(), self._key)
+            received = exchange.all_gather_v(frame, frames.sizes).view(1, -1)
+        exchange.check(frames, received, range(exchange.world_size))
+        with label("decode"):
+            add_messages([(codec, frames.unpack(received)[0])], out.zero_(), self._key)
 
     def _pack_fixed(self, message: Message, device: torch.device) -> None:
         up, exchange = self._up, self._exchange
         self._arriving = [up.fixed[exchange.rank]] * exchange.world_size
-        self._pack(up.fixed_together, message, device)
+        outgoing = self._fixed_frames("to owners", up, up.fixed_together, device)
+        self._in = self._fixed_frames("up", up, up.fixed[exchange.rank], device)
+        self._pack(up.fixed_together, message, outgoing)
+
+    def _fixed_frames(
+        self, what: str, way: Direction, codec: Codec, device: torch.device
+    ) -> Frames:
+        checksum = self._exchange.checksum
+        key = ("frames", what, way, device, checksum)
+        return self._state.scratch(key, partial(codec.frames, device, checksum))
 
     def _send_selected(self, x: Tensor, index: Tensor) -> None:
         """Encode entries of the bucket, selected from whole vectors, as one message per shard."""
@@ -255,8 +266,10 @@ class ShardedRoute:
         rows = iter(counts)
         codecs = [up.counted(o, list(islice(rows, len(p)))) for o, p in enumerate(up.pieces)]
         self._arriving = [up.counted(rank, row) for row in arriving]
-        codec = up.together(codecs)
-        self._pack(codec, self._encode_selected(codec, x, index), x.device)
+        codec, checksum = up.together(codecs), self._exchange.checksum
+        self._in = up.together(self._arriving).frames(x.device, checksum)
+        message = self._encode_selected(codec, x, index)
+        self._pack(codec, message, codec.frames(x.device, checksum))
 
     def _exchange_counts(self, index: Tensor) -> tuple[list[int], list[list[int]]]:
         """Exchange how many entries there are in each piece of the shards.
@@ -279,30 +292,37 @@ class ShardedRoute:
             mine, [len(pieces) for pieces in up.pieces], [own] * exchange.world_size
         )
         # The host needs the counts for the lengths of the messages. It waits once for all of them.
-        numbers = torch.cat([mine, *received]).tolist()
+        numbers = torch.cat([mine, received]).tolist()
         theirs = numbers[len(starts) :]
         arriving = [theirs[own * r : own * (r + 1)] for r in range(exchange.world_size)]
         return numbers[: len(starts)], arriving
 
-    def _pack(self, codec: Codec, message: Message, device: torch.device) -> None:
+    def _pack(self, codec: Codec, message: Message, frames: Frames) -> None:
         # Pack now: the message can be a view of `x`, which the caller changes next.
-        self._codec, self._message = codec, message
-        self._outgoing = torch.empty(codec.framed, dtype=torch.uint8, device=device)
-        codec.pack(message, self._outgoing)
+        self._codec, self._message, self._out = codec, message, frames
+        frames.pack([encoded.parts for encoded in message])
 
     def _collect(self, device: torch.device) -> Tensor:
         """Receive all ranks' entries of this rank's shard, and return their sum."""
-        exchange, arriving = self._exchange, self._arriving
-        sizes = [codec.framed for codec in arriving]
-        frames = exchange.all_to_all(self._outgoing, self._codec.sizes, sizes)
+        exchange, frames, ranks = self._exchange, self._in, self._exchange.world_size
+        # Either a frame for each sender, or the same one from all.
+        sizes = frames.sizes if len(frames.sizes) == ranks else frames.sizes * ranks
+        received = exchange.all_to_all(self._out.outgoing(), self._out.sizes, sizes)
+        received = received.view(-1, frames.nbytes) if frames.nbytes else received.view(1, -1)
+        exchange.check(frames, received, range(ranks))
         part = self._up.shards[exchange.rank]
         total = torch.zeros(part.stop - part.start, dtype=self._dtype, device=device)
-        add_frames(arriving, exchange, range(len(arriving)), frames, total, self._key)
+        with label("decode"):
+            parts = iter([each for row in frames.unpack(received) for each in row])
+            messages = [(c, list(islice(parts, len(c.vectors)))) for c in self._arriving]
+            # In rank order on every rank: another order would round differently, and the replicas
+            # would drift apart.
+            add_messages(messages, total, self._key)
         return total
 
     @label("encode downlink")
-    def _downlink(self, mean: Tensor) -> tuple[Codec, Tensor]:
-        """Return the codec of all owners' downlink messages, and this owner's framed message."""
+    def _downlink(self, mean: Tensor) -> tuple[Codec, Frames, Tensor]:
+        """Return the codec and the frames of all owners' messages, and this owner's frame."""
         down, rank, key = self._down, self._exchange.rank, self._key
         everyone, codec, dtype = down.fixed_together, down.fixed[rank], down.shape.dtype
         x = mean
@@ -317,12 +337,18 @@ class ShardedRoute:
             else:
                 scratch = self._state.scratch(("down", down), codec.scratch)
                 message = codec.encode_sum(mean, e, x, key, scratch, dtype)
-        frame = torch.empty(codec.framed, dtype=torch.uint8, device=mean.device)
+        if everyone is down.fixed_together:
+            outgoing = self._fixed_frames("down", down, codec, mean.device)
+            arriving = self._fixed_frames("from owners", down, everyone, mean.device)
+        else:
+            checksum = self._exchange.checksum
+            outgoing = codec.frames(mean.device, checksum)
+            arriving = everyone.frames(mean.device, checksum)
         # Pack before the subtraction below: the message can be a view of `x`.
-        codec.pack(message, frame)
+        frame = outgoing.pack([encoded.parts for encoded in message])
         if self._server is not None:
             codec.subtract(message, x, key)
-        return everyone, frame
+        return everyone, arriving, frame
 
     def _select(self, mean: Tensor, e: Tensor, x: Tensor) -> tuple[list[Codec], Tensor]:
         """Write ``mean + e`` to `x`, and select from the whole bucket, together with all owners.
