@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import torchcomp
-from tests.support.codecs import codec_of, packed
+from tests.support.codecs import codec_of, packed, unpacked
 from torchcomp import spec
 from torchcomp.aggregators import EF
 from torchcomp.compressors import Compressor, Identity, Warmup
@@ -380,7 +380,7 @@ def test_a_new_compressor_needs_its_class_and_its_registry_line(monkeypatch):
     codec = codec_of(method.compressor, (2, 3))
     message = codec.encode(torch.arange(5.0), Key(0))
     out = torch.empty(5)
-    codec.decode(codec.unpack(packed(codec, message)), out, Key(0))
+    codec.decode(unpacked(codec, packed(codec, message)), out, Key(0))
     assert out.tolist() == [3.0] * 5
 
     plan = torchcomp.explain("ef(meanonly)", numel=1000, world_size=8)

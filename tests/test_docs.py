@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchcomp
 from tests.fsdp.runs import NEEDS_HOOK
 from tests.support.cases import thorough
-from tests.support.codecs import codec_of, packed
+from tests.support.codecs import codec_of, packed, unpacked
 from tests.support.outcomes import messages
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes, on_threads
@@ -169,7 +169,7 @@ def test_contributing_adds_a_compressor(monkeypatch: pytest.MonkeyPatch) -> None
     x = torch.tensor([3.0, -1.0, 0.0])
     codec = codec_of(compressor, (3,))
     decoded = torch.zeros(3)
-    message = codec.unpack(packed(codec, codec.encode(x, Key(0))))
+    message = unpacked(codec, packed(codec, codec.encode(x, Key(0))))
     add_messages([(codec, message)], decoded, Key(0))
     torch.testing.assert_close(decoded, torch.tensor([4 / 3, -4 / 3, 0.0]))
     assert codec.nbytes == 3 + 4

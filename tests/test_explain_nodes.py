@@ -93,9 +93,9 @@ class Recorder(InProcessExchange):
         super().__init__(*arguments)
         self.to = [Fraction(0)] * self.world_size
 
-    def any_of(self, flags: Tensor) -> Tensor:
+    def _max(self, numbers: Tensor) -> Tensor:
         messages = list(self.to)
-        combined = super().any_of(flags)
+        combined = super()._max(numbers)
         self.to = messages  # without the checks
         return combined
 
@@ -223,8 +223,8 @@ def sent_over_gloo(nbytes: int) -> dict[str, list[float]]:
     exchange.all_gather_v(message, sizes)  # connects all ranks
     collectives: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: exchange.all_reduce(torch.zeros(nbytes // 4)),
-        "all_gather": lambda: exchange.all_gather(message),
-        "all_gather of a short message": lambda: exchange.all_gather(message[: COPIED // 2]),
+        "all_gather": lambda: exchange.all_gather_rows(message),
+        "all_gather of a short message": lambda: exchange.all_gather_rows(message[: COPIED // 2]),
         "all_gather_v": lambda: exchange.all_gather_v(message, sizes),
     }
     return {

@@ -1,19 +1,30 @@
 """Messages: their bytes are as documented, and they decode to what was encoded."""
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
 
-from tests.support.codecs import codec_of, inspected, packed, sealed, write_fields
+from tests.support.codecs import (
+    codec_of,
+    fields_of,
+    framed,
+    inspected,
+    message_of,
+    packed,
+    unpacked,
+)
 from tests.support.vectors import normal
 from tests.test_compressors import COMPRESSOR_EXAMPLES
-from torchcomp import wire
+from torchcomp import host, wire
 from torchcomp.codec import add_messages
 from torchcomp.compressors import Cast, Identity, Quantize, RandK, TopK
 from torchcomp.keys import Key
-from torchcomp.wire import Field
+from torchcomp.wire import Field, Frames
 
 KEY = Key(seed=7, step=3)
+CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SIZES = [0, 1, 2, 7, 31, 257, 65535, 65536, 65537]
 
@@ -51,7 +62,7 @@ def test_vector_is_equal_after_packing_and_unpacking(compressor, dtype):
         message = codec.encode(normal(n, dtype=dtype), KEY)
         raw = packed(codec, message)
         assert (raw.dtype, raw.shape) == (torch.uint8, (codec.nbytes,)), n
-        (received,) = codec.unpack(raw)
+        (received,) = unpacked(codec, raw)
         assert all(map(torch.equal, received, message[0].parts)), n
         assert bits(decoded(codec, [received], dtype)) == bits(decoded(codec, message, dtype)), n
 
@@ -62,9 +73,9 @@ def test_parts_are_equal_after_an_unaligned_buffer(compressor, dtype):
     for n in (0, 1, 2, 7, 257):
         layout = compressor.layout(n, dtype)
         parts = compressor.encode(normal(n, dtype=dtype), KEY).parts
-        raw = unaligned(torch.zeros(wire.nbytes(layout), dtype=torch.uint8))
-        write_fields(parts, layout, raw)
-        assert all(map(torch.equal, wire.unpack(raw, layout), parts)), n
+        frames = Frames([layout], CPU)
+        received = unaligned(frames.pack([parts]))
+        assert all(map(torch.equal, frames.unpack(received)[0][0], parts)), n
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (5, 0, 2), (0, 3, 0), (0,), (7, 1, 257, 1)], ids=str)
@@ -73,7 +84,8 @@ def test_parts_are_equal_after_an_unaligned_buffer(compressor, dtype):
 def test_bucket_of_odd_parameters_is_equal_after_packing_and_unpacking(compressor, dtype, sizes):
     codec = codec_of(compressor, sizes, dtype)
     message = codec.encode(normal(sum(sizes), dtype=dtype), KEY)
-    received = codec.unpack(unaligned(packed(codec, message)))
+    frames = codec.frames(CPU)
+    (received,) = frames.unpack(unaligned(frames.pack([each.parts for each in message])))
     assert bits(decoded(codec, received, dtype)) == bits(decoded(codec, message, dtype))
 
 
@@ -101,7 +113,7 @@ def test_accumulating_received_messages_adds_their_dense_outputs_in_order(compre
     codec = codec_of(compressor, (5, 0, 64, 1))
     sent = [codec.encode(normal(70) * scale, KEY) for scale in (1.0, 1e6, 1.0)]
     out = torch.full((70,), 0.5)
-    add_messages([(codec, codec.unpack(packed(codec, message))) for message in sent], out, KEY)
+    add_messages([(codec, unpacked(codec, packed(codec, message))) for message in sent], out, KEY)
     expected = torch.full((70,), 0.5)
     for message in sent:
         expected += decoded(codec, message)
@@ -240,15 +252,13 @@ LAYOUT = (Field("index", torch.uint16, 3), Field("values", torch.float32, 3))
 GOOD = (torch.zeros(3, dtype=torch.uint16), torch.zeros(3))
 
 
-@pytest.mark.parametrize("length", [0, 17, 19, 36])
-def test_message_of_another_length_is_refused(length):
-    raw = torch.zeros(length, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=rf"\b{length} bytes.* 18 bytes"):
-        wire.unpack(raw, LAYOUT)
-    codec = codec_of(TopK(k=4), [10])
-    assert codec.nbytes == 18
-    with pytest.raises(ValueError, match=rf"\b{length} bytes.* 18 bytes"):
-        codec.unpack(raw)
+@pytest.mark.parametrize("length", [0, 18, 32, 48])
+def test_frames_of_another_length_are_refused(length):
+    frames = Frames([LAYOUT], CPU)
+    assert (frames.lengths, frames.sizes, frames.nbytes) == ((18,), (40,), 40)
+    for shape in ((length,), (3, length)):
+        with pytest.raises(ValueError, match=rf"\b{length} bytes.* 40 bytes"):
+            frames.unpack(torch.zeros(shape, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize(
@@ -263,64 +273,186 @@ def test_message_of_another_length_is_refused(length):
 )
 def test_part_that_differs_from_the_layout_is_refused(parts, problem):
     with pytest.raises(ValueError, match=problem):
-        write_fields(parts, LAYOUT, torch.zeros(18, dtype=torch.uint8))
+        message_of(parts, LAYOUT)
 
 
 def test_parts_can_be_strided():
-    raw = torch.empty(18, dtype=torch.uint8)
-    write_fields((GOOD[0], torch.arange(6.0)[::2]), LAYOUT, raw)
-    assert wire.unpack(raw, LAYOUT)[1].tolist() == [0.0, 2.0, 4.0]
+    raw = message_of((GOOD[0], torch.arange(6.0)[::2]), LAYOUT)
+    assert fields_of(raw, LAYOUT)[1].tolist() == [0.0, 2.0, 4.0]
 
 
 def test_aligned_fields_are_views_of_the_message():
     layout = (Field("values", torch.float32, 2), Field("more", torch.float64, 1))
-    raw = torch.zeros(16, dtype=torch.uint8)
-    for field in wire.unpack(raw, layout):
-        field.fill_(1.0)
-    assert [field.tolist() for field in wire.unpack(raw, layout)] == [[1.0, 1.0], [1.0]]
+    frames, raw = Frames([layout], CPU), torch.zeros(2, 32, dtype=torch.uint8)
+    for (parts,) in frames.unpack(raw):
+        for field in parts:
+            field.fill_(1.0)
+    for (parts,) in frames.unpack(raw):
+        assert [field.tolist() for field in parts] == [[1.0, 1.0], [1.0]]
 
 
 # --- Frames ---------------------------------------------------------------------------------------
 
+VALUES = (Field("values", torch.float32, 1), Field("index", torch.uint8, 5))
+BYTES = tuple(range(1, 10))
 
-def frame_of(payload):
-    return sealed(torch.tensor(payload, dtype=torch.uint8))
+
+def frame_of(checksum=False, layout=VALUES):
+    """The frames of one message, and the frame of BYTES."""
+    frames = Frames([layout], CPU, checksum)
+    return frames, framed(torch.tensor(BYTES, dtype=torch.uint8), frames)
+
+
+def words_of(frame):
+    return [int.from_bytes(bytes(word), "little") for word in frame.view(-1, 8).tolist()]
 
 
 def test_version():
     # A new version is a new format, which docs/wire.md must describe.
-    assert wire.VERSION == 4
+    assert wire.VERSION == 5
 
 
-def test_frame_is_length_and_version_then_checksum_then_the_message_up_to_8_bytes():
-    frame = frame_of([1, 2, 3])
-    words = [256 * 3 + wire.VERSION, 0, 0x030201]
-    words[1] = (1 * words[0] + 5 * words[2]) % 2**64
-    assert frame.numpy().tobytes() == b"".join(word.to_bytes(8, "little") for word in words)
-    assert inspected(frame, 3) == wire.INTACT
+def test_frame_is_version_magic_and_length_then_the_layout_then_the_message_up_to_8_bytes():
+    frames, frame = frame_of()
+    digest = hashlib.sha256(b"values float32 1\nindex uint8 5\n").digest()
+    layout = int.from_bytes(digest[:8], "little") % 2**63
+    payload = [int.from_bytes(bytes(BYTES[:8]), "little"), BYTES[8]]
+    assert words_of(frame) == [5 + 256 * wire.MAGIC + 65536 * 9, layout, *payload]
+    assert inspected(frame, frames) == wire.INTACT
+    frames, frame = frame_of(checksum=True)
+    total = layout + 1 * payload[0] + 3 * payload[1]
+    assert words_of(frame)[1] == total % 2**64
+    assert inspected(frame, frames) == wire.INTACT
 
 
-@pytest.mark.parametrize("length", [1, 8, 13])
-def test_every_changed_bit_of_a_frame_is_detected(length):
-    good = frame_of(list(range(length)))
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("checksum", [True, False])
+def test_every_changed_bit_of_the_header_is_detected_and_of_the_message_with_a_checksum(
+    checksum, on_host, monkeypatch
+):
+    monkeypatch.setattr(host, "can_read", lambda x: on_host)
+    frames, good = frame_of(checksum)
     for bit in range(8 * good.numel()):
         bad = good.clone()
         bad[bit // 8] ^= 1 << bit % 8
-        assert inspected(bad, length) != wire.INTACT, bit
+        found = inspected(bad, frames)
+        if bit < 8:
+            assert found == wire.OTHER_VERSION
+        elif bit < 16:
+            assert found == wire.NO_FRAME
+        elif bit < 64:
+            assert found == wire.OTHER_LENGTH
+        elif checksum:
+            assert found == wire.DAMAGED
+        else:
+            assert found == (wire.OTHER_LAYOUT if bit < 128 else wire.INTACT)
 
 
-def test_frames_of_another_version_and_length_are_distinguished():
-    frame = frame_of([1] * 5)
-    assert inspected(frame, 6) == wire.OTHER_LENGTH
-    frame[0] += 1
-    assert inspected(frame, 5) == wire.OTHER_VERSION
+OTHER_LAYOUTS = {
+    "name": (VALUES[0], Field("codes", torch.uint8, 5)),
+    "dtype": (VALUES[0], Field("index", torch.int8, 5)),
+    "counts": (Field("values", torch.float32, 2), Field("index", torch.uint8, 1)),
+    "order": VALUES[::-1],
+}
+
+
+@pytest.mark.parametrize("other", OTHER_LAYOUTS)
+def test_frames_of_another_layout_and_length_are_distinguished(other):
+    frames, _ = frame_of()
+    _, frame = frame_of(layout=OTHER_LAYOUTS[other])
+    assert inspected(frame, frames) == wire.OTHER_LAYOUT
+    longer = Frames([(VALUES[0], Field("index", torch.uint8, 6))], CPU)
+    assert longer.nbytes == frames.nbytes
+    assert inspected(longer.outgoing(), frames) == wire.OTHER_LENGTH
+
+
+def test_a_layout_is_all_fields_of_a_message():
+    together = Frames([VALUES, VALUES], CPU, counts=[2])
+    assert inspected(together.outgoing(), Frames([VALUES * 2], CPU)) == wire.INTACT
 
 
 def test_random_frames_are_not_accepted():
     noise = torch.Generator().manual_seed(0)
-    for length in range(1, 300):
-        frame = torch.randint(256, (wire.framed(length),), dtype=torch.uint8, generator=noise)
-        assert inspected(frame, length) != wire.INTACT
+    for checksum in (False, True):
+        frames, frame = frame_of(checksum)
+        for _ in range(300):
+            frame.random_(0, 256, generator=noise)
+            assert inspected(frame, frames) != wire.INTACT
+
+
+@pytest.mark.parametrize("count", [1, 2, 100, 2**14 + 1])
+def test_checksum_is_its_definition_modulo_2_to_64(count):
+    for low, high in [(-(2**63), 2**63), (-1, 0), (2**63 - 1, 2**63), (-(2**63), 1 - 2**63)]:
+        words = np.random.default_rng(count).integers(low, high, (2, count))
+        for found, row in zip(wire.checksum(torch.from_numpy(words)), words.tolist(), strict=True):
+            total = sum((2 * i + 1) * word for i, word in enumerate(row))
+            assert int(found) == (total + 2**63) % 2**64 - 2**63
+
+
+def lengths_of(counts):
+    return [(Field("values", torch.float32, count), Field("more", torch.int8, 3)) for count in counts]
+
+
+SEVERAL = {
+    "equal": (lengths_of([4, 4, 4]), None),
+    "unequal": (lengths_of([4, 40, 1]), None),
+    "of several vectors": (lengths_of([4, 40, 1, 2]), [1, 0, 3]),
+    "some empty": ([*lengths_of([4]), (), (Field("values", torch.float32, 0),)], None),
+    "none": ([], None),
+    "an empty one": ([()], None),
+}
+
+
+@pytest.mark.parametrize("case", SEVERAL)
+@pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.parametrize("on_host", [True, False])
+def test_frames_of_several_messages_are_packed_inspected_and_unpacked(
+    case, checksum, on_host, monkeypatch
+):
+    monkeypatch.setattr(host, "can_read", lambda x: on_host)
+    layouts, counts = SEVERAL[case]
+    frames = Frames(layouts, CPU, checksum, counts)
+    generator, rows, sent = torch.Generator().manual_seed(0), [], []
+    for _ in range(3):
+        messages = [
+            tuple(torch.randint(99, (f.count,), generator=generator).to(f.dtype) for f in layout)
+            for layout in layouts
+        ]
+        sent.append(messages)
+        rows.append(frames.pack(messages).clone())
+    assert [row.numel() for row in rows] == [frames.nbytes] * 3
+    received = torch.stack(rows)
+    for got, wanted in zip(frames.unpack(received), sent, strict=True):
+        for parts, expected in zip(got, wanted, strict=True):
+            assert all(map(torch.equal, parts, expected))
+    if not frames.nbytes:
+        return
+
+    def differing():
+        found = frames.headers(received)
+        if found is None:
+            return []
+        return (found ^ frames.expected.repeat(3, 1)).any(1).nonzero().flatten().tolist()
+
+    assert differing() == []
+    each = sum(size > 0 for size in frames.sizes)
+    last = frames.nbytes - max(size for size in frames.sizes[-1:] if size) if each > 1 else 0
+    received[1, last] += 1
+    assert differing() == [2 * each - 1]
+
+
+def test_fields_that_were_written_where_they_are_sent_are_not_copied(monkeypatch):
+    frames = Frames(lengths_of([4, 4]), CPU, counts=[1, 1])
+    fields = frames.fields()
+    for values, more in fields:
+        values.fill_(3.0)
+        more.fill_(7)
+    monkeypatch.delattr(torch, "_foreach_copy_")
+    sent = frames.pack(fields)
+    assert sent.data_ptr() == frames.outgoing().data_ptr()
+    for values, more in frames.unpack(sent)[0]:
+        assert (values.tolist(), more.tolist()) == ([3.0] * 4, [7] * 3)
+    assert Frames(lengths_of([4, 4]), CPU, counts=[2]).fields() is None, "not aligned"
 
 
 def test_decoding_random_bytes_does_not_write_outside_the_vector():
@@ -330,6 +462,6 @@ def test_decoding_random_bytes_does_not_write_outside_the_vector():
         for _ in range(200):
             raw = torch.randint(256, (codec.nbytes,), dtype=torch.uint8, generator=noise)
             around = torch.zeros(300)
-            add_messages([(codec, codec.unpack(raw))], around[100:200], KEY)
+            add_messages([(codec, unpacked(codec, raw))], around[100:200], KEY)
             assert not around[:100].any()
             assert not around[200:].any()

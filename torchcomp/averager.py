@@ -241,7 +241,7 @@ class Averager:
         values = {"spec": self._aggregator, "step": self.step, "seed": self.seed}
         values |= {"groups": self.groups, "buckets": self.buckets, "flushing": self._flushing}
         # The scale that the state has, before it follows that of this step.
-        values |= {"lr": self._step_lrs, "scale": self.scale}
+        values |= {"lr": self._step_lrs, "scale": self.scale, "checksum": self._checksum}
         # Each rank's threshold search starts from the previous thresholds. If they differed, the
         # ranks would run different collectives.
         found = [(name, t.tolist()) for name, t in self.state.items("thresholds")]

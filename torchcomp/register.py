@@ -29,6 +29,7 @@ def register(
     replicate: DeviceMesh | None = None,
     manager: Any = None,
     guard: Guard | bool = False,
+    checksum: bool = False,
 ) -> Handle:
     """Replace the gradient all-reduce of a DDP model with a compressed exchange.
 
@@ -76,6 +77,9 @@ def register(
         guard: True, or a :class:`torchcomp.Guard`, compares the applied mean with the dense mean
             and the replicas with each other every 50 steps, and logs a warning if something is
             wrong. docs/guard.md has the details.
+        checksum: whether every compressed message carries a checksum of its bytes. By default, a
+            message is checked for its version, length and layout, and its bytes only by the
+            transport (TCP, NCCL). docs/wire.md says what each finds.
 
     Returns:
         A handle for statistics, checkpoints and changes of the method.
@@ -100,6 +104,7 @@ def register(
         replicate=replicate,
         manager=manager,
         guard=guard,
+        checksum=checksum,
     )
     # What does not fit together is refused there, on all ranks together.
     if isinstance(model, FSDPModule) and replicate is not None:

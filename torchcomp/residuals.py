@@ -26,7 +26,7 @@ def is_sent(state: State, exchange: Exchange, parameters: Mapping[str, Tensor]) 
         part.masked_fill_(~kept, 0.0)
         left |= part.any().to(left.device)
     # All ranks must agree, or they would run different methods from the next step on.
-    return not exchange.anywhere(left.to(torch.uint8).reshape(1)).any()
+    return not exchange.all_reduce_max(left.to(torch.uint8).reshape(1)).any()
 
 
 def hand_over(

@@ -48,10 +48,10 @@ class LoggedExchange(InProcessExchange):
 
     def all_to_all(
         self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]
-    ) -> list[Tensor]:
-        parts = super().all_to_all(outgoing, sizes, arriving)
-        self._record(parts)
-        return parts
+    ) -> Tensor:
+        received = super().all_to_all(outgoing, sizes, arriving)
+        self._record(received.split(list(arriving)))
+        return received
 
     def _record(self, parts: Sequence[Tensor]) -> None:
         nbytes = sum(part.nbytes for rank, part in enumerate(parts) if rank != self.rank)

@@ -275,8 +275,10 @@ def test_scope_model_selects_from_all_gradients_together() -> None:
 
 DAMAGES = {
     "flipped bit": (lambda frame: frame[17].bitwise_xor_(4), wire.DAMAGED),
+    "no frame": (lambda frame: frame[1].add_(1), wire.NO_FRAME),
     "other version": (lambda frame: frame[0].add_(1), wire.OTHER_VERSION),
-    "other length": (lambda frame: frame[1].add_(1), wire.OTHER_LENGTH),
+    "other length": (lambda frame: frame[2].add_(1), wire.OTHER_LENGTH),
+    "other layout": (lambda frame: frame[8].add_(1), wire.OTHER_LAYOUT),
 }
 
 
@@ -289,11 +291,12 @@ def test_a_damaged_message_raises_on_every_rank_and_changes_nothing(
     spoil, finding = DAMAGES[damage]
     message = rf"\bstep 2\b.* rank 1's .*{re.escape(wire.FINDINGS[finding])}"
     spec = "ef(topk(0.2))" if route == "gather" else f"bidirectional(topk(0.2), topk(0.2), {EXACT})"
-    method = {"up": "all_to_all", "down": "all_gather_v", "gather": "all_gather"}[route]
+    method = {"up": "all_to_all", "down": "all_gather_v", "gather": "all_gather_rows"}[route]
 
     def body() -> None:
         model = wrap(mlp(), bucket_cap_mb=None)
-        handle = torchcomp.register(model, spec)
+        # Each finding in the frames of one kind: the checksum also covers the layout.
+        handle = torchcomp.register(model, spec, checksum=finding == wire.DAMAGED)
         loss_of(model(rows(0))).backward()
         before = handle.state_dict()
         exchange = handle.averager.exchange
@@ -301,6 +304,7 @@ def test_a_damaged_message_raises_on_every_rank_and_changes_nothing(
 
         def damaged(outgoing: Tensor, *sizes: object) -> object:
             if outgoing.dtype == torch.uint8 and dist.get_rank() == 1:
+                outgoing = outgoing.clone()  # the memory is used again in the next step
                 spoil(outgoing)
             return send(outgoing, *sizes)
 

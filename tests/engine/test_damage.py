@@ -25,23 +25,24 @@ FRAMED = [
 ]
 
 
-def damage(exchange, receiver, sender, change, every=1):
-    """Apply `change` to one frame that `receiver` gets from `sender`: the `every`-th."""
+def damage(exchange, receiver, sender, change):
+    """Apply `change` to the first frame that `receiver` gets from `sender`."""
     if exchange.rank != receiver:
         return
-    seen, intact = [], exchange.receive
+    seen, intact = [], exchange.check
 
-    def receive(senders, frames, lengths):
-        frames = list(frames)
-        for i, (origin, length) in enumerate(zip(senders, lengths, strict=True)):
-            if origin == sender and length:
+    def check(frames, received, senders):
+        # Either a row from each sender, or a frame from each in one row.
+        sizes = frames.sizes * len(received)
+        for origin, length, frame in zip(
+            senders, frames.lengths * len(received), received.view(-1).split(sizes), strict=True
+        ):
+            if origin == sender and length and not seen:
                 seen.append(length)
-                if len(seen) == every:
-                    frames[i] = frames[i].clone()
-                    change(frames[i], length)
-        return intact(senders, frames, lengths)
+                change(frame, length)
+        return intact(frames, received, senders)
 
-    exchange.receive = receive
+    exchange.check = check
 
 
 def flip(frame, length):
@@ -53,7 +54,15 @@ def another_version(frame, length):
 
 
 def another_length(frame, length):
-    frame[1] += 1
+    frame[2] += 1
+
+
+def another_layout(frame, length):
+    frame[9] += 1
+
+
+def no_frame(frame, length):
+    frame[:2] = 0xFF
 
 
 def noise(frame, length):
@@ -66,7 +75,7 @@ def noise(frame, length):
 @pytest.mark.parametrize("method", FRAMED)
 def test_a_damaged_frame_raises_on_every_rank_and_changes_no_state(method, receiver):
     def body(exchange):
-        averager = small.averager(exchange, method, dtype=torch.float32)
+        averager = small.averager(exchange, method, dtype=torch.float32, checksum=True)
         small.train(averager, 0, 2, torch.float32)
         before = averager.state_dict()
         damage(exchange, receiver, 1, flip)
@@ -78,7 +87,7 @@ def test_a_damaged_frame_raises_on_every_rank_and_changes_no_state(method, recei
         after = averager.state_dict()
         changed = {key for key in before if not same(before[key], after[key])}
         if exchange.rank == receiver:
-            del exchange.receive
+            del exchange.check
         return error, changed, small.train(averager, 2, 4, torch.float32)
 
     def undisturbed(exchange):
@@ -99,18 +108,22 @@ def test_a_damaged_frame_raises_on_every_rank_and_changes_no_state(method, recei
 
 
 @pytest.mark.parametrize(
-    ("change", "finding"),
+    ("change", "finding", "checksum"),
     [
-        (flip, "checksum"),
-        (noise, "checksum"),
-        (another_version, "version"),
-        (another_length, "length"),
+        (flip, "checksum", True),
+        (noise, "checksum", True),
+        (another_layout, "checksum", True),
+        (another_layout, "layout", False),
+        *((another_version, "version", checksum) for checksum in (True, False)),
+        *((another_length, "length", checksum) for checksum in (True, False)),
+        *((no_frame, "does not begin", checksum) for checksum in (True, False)),
     ],
 )
-def test_the_error_names_the_sender_and_the_finding(change, finding):
+@pytest.mark.parametrize("method", ["ef(topk(0.3))", 'ef(topk(0.3), exchange="sharded")'])
+def test_the_error_names_the_sender_and_the_finding(method, change, finding, checksum):
     def body(exchange):
         damage(exchange, 0, 2, change)
-        averager = small.averager(exchange, "ef(topk(0.3))")
+        averager = small.averager(exchange, method, checksum=checksum)
         return caught(lambda: small.step(averager, small.gradients(0, exchange.rank)))
 
     for error in small.on_ranks(3, body):
@@ -123,7 +136,7 @@ def test_several_senders_are_all_named():
     def body(exchange):
         damage(exchange, 0, 2, flip)
         damage(exchange, 1, 0, another_version)
-        averager = small.averager(exchange, "ef(topk(0.3))")
+        averager = small.averager(exchange, "ef(topk(0.3))", checksum=True)
         return caught(lambda: small.step(averager, small.gradients(0, exchange.rank)))
 
     for error in small.on_ranks(3, body):
@@ -149,7 +162,7 @@ def test_bytes_that_a_collective_changes_are_found(method, verb, monkeypatch):
     monkeypatch.setattr(InProcessExchange, verb, changed)
 
     def body(exchange):
-        averager = small.averager(exchange, method)
+        averager = small.averager(exchange, method, checksum=True)
         return caught(lambda: small.step(averager, small.gradients(0, exchange.rank)))
 
     errors = small.on_ranks(2, body)
@@ -159,13 +172,53 @@ def test_bytes_that_a_collective_changes_are_found(method, verb, monkeypatch):
 
 def test_a_damaged_frame_with_a_nan_is_reported_as_damaged():
     def body(exchange):
-        damage(exchange, 0, 1, flip)
+        damage(exchange, 0, 1, another_layout)
         averager = small.averager(exchange, "ef(topk(0.3))")
         tensors = small.gradients(0, exchange.rank)
         tensors["bias"][0] = torch.nan
         return caught(lambda: small.step(averager, tensors))
 
     assert [type(error) for error in small.on_ranks(2, body)] == [WireError] * 2
+
+
+@pytest.mark.parametrize("method", ["ef(topk(0.3))", 'ef(topk(0.3), exchange="sharded")'])
+def test_without_a_checksum_an_invalid_code_of_indices_stops_the_step(method):
+    def spoil(frame, length):
+        frame[16 + length - 1] ^= 0xFF  # of the bits that mark the entries
+
+    def body(exchange):
+        averager = small.averager(exchange, method)
+        small.train(averager, 0, 2)
+        before = averager.state_dict()
+        damage(exchange, 0, 1, spoil)
+        error = caught(lambda: small.step(averager, small.gradients(2, exchange.rank)))
+        after = averager.state_dict()
+        return error, {key for key in before if not same(before[key], after[key])}
+
+    for error, changed in small.on_ranks(3, body):
+        assert type(error) is NonFiniteError
+        assert changed == {"traffic"}
+
+
+def test_without_a_checksum_a_changed_value_is_not_found():
+    """As docs/wire.md says: the transport checks the bytes."""
+
+    def body(exchange):
+        damage(exchange, 0, 1, lambda frame, length: frame[16:17].bitwise_xor_(1))
+        averager = small.averager(exchange, "ef(topk(0.3))")
+        return small.step(averager, small.gradients(0, exchange.rank))[0]
+
+    assert small.on_ranks(2, body) == [True] * 2
+
+
+def test_ranks_with_and_without_checksums_are_refused():
+    def body(exchange):
+        averager = small.averager(exchange, "ef(topk(0.3))", checksum=exchange.rank == 1)
+        return caught(averager.begin)
+
+    for error in small.on_ranks(2, body):
+        assert type(error) is RankMismatchError
+        assert "checksum: False on rank 0, True on rank 1" in str(error)
 
 
 # --- Two levels -----------------------------------------------------------------------------------
@@ -214,7 +267,7 @@ def test_a_nan_in_one_row_reaches_all_ranks_of_both_levels(method, odd):
 def test_a_damaged_frame_of_one_column_reaches_all_ranks_of_both_levels(receiver):
     def body(rank, inside, between):
         if rank == receiver:
-            damage(between, between.rank, 1 - between.rank, flip)
+            damage(between, between.rank, 1 - between.rank, another_layout)
         averager = small.averager(between, "ef(topk(0.3))")
         return caught(lambda: small.step(averager, small.gradients(0, rank))), averager.step
 

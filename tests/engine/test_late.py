@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.engine import small
-from tests.engine.test_damage import damage, flip
+from tests.engine.test_damage import another_layout, damage
 from tests.support.launches import EchoExchange, counted, on_device
 from tests.support.outcomes import caught, same
 from torchcomp import Averager, NonFiniteError, WireError
@@ -85,7 +85,7 @@ def test_a_damaged_frame_is_raised_late():
         averager = small.averager(exchange, "ef(topk(0.3))", late=True)
         small.train(averager, 0, 2)
         before = averager.state_dict()["slots"]
-        damage(exchange, 0, 1, flip)
+        damage(exchange, 0, 1, another_layout)
         small.step(averager, small.gradients(2, exchange.rank))
         error = caught(averager.begin)
         return error, same(before, averager.state_dict()["slots"])

@@ -8,9 +8,9 @@ import torch
 from tests.engine import small
 from tests.support.launches import DEVICE, Count, EchoExchange, counted, on_device
 from tests.support.outcomes import caught
-from torchcomp import Averager, InProcessExchange, NonFiniteError, WireError, wire
-from torchcomp.kernels import checksum
+from torchcomp import Averager, InProcessExchange, NonFiniteError, WireError
 from torchcomp.state import Kind, Slot, State
+from torchcomp.wire import Field, Frames
 
 # --- Steps ----------------------------------------------------------------------------------------
 
@@ -57,7 +57,9 @@ def test_flags_of_unused_parameters_cost_no_further_wait_or_message(method):
     with counted() as count:
         run = Run(method, count)
         run.train(2)
-        with mock.patch.object(run.exchange, "any_of", wraps=run.exchange.any_of) as messages:
+        with mock.patch.object(
+            run.exchange, "all_reduce_max", wraps=run.exchange.all_reduce_max
+        ) as messages:
             assert run.step(2, used=["bias", "conv"]) == (0, 1), count
     assert messages.call_count == 1
     assert run.averager.unused == ("matrix", "gain", "empty")
@@ -98,10 +100,12 @@ def test_the_step_is_undone_for_parameters_that_no_rank_used():
     assert small.on_ranks(2, body) == [({"bias", "conv"}, ())] * 2
 
 
-def receive(exchange, sender, finding):
-    """Let a rank receive a frame with this finding."""
-    with mock.patch.object(checksum, "inspect", return_value=finding):
-        exchange.receive([sender], [torch.zeros(wire.framed(8), dtype=torch.uint8)], [8])
+def receive(exchange, sender, word=0, bits=0):
+    """Let a rank receive a frame with other bits in a word of its header."""
+    frames = Frames([(Field("values", torch.float64, 1),)], exchange.device)
+    frame = frames.outgoing().clone()
+    frame.view(torch.int64)[word : word + 1].bitwise_xor_(bits)
+    exchange.check(frames, frame.view(1, -1), [sender])
 
 
 @pytest.mark.parametrize(("odd", "error"), [("value", NonFiniteError), ("frame", WireError)])
@@ -115,7 +119,7 @@ def test_unused_parameters_are_known_where_the_step_fails(odd, error):
         for bucket in small.read(averager, tensors):
             averager.average(bucket)
         if odd == "frame" and exchange.rank:
-            receive(exchange, 0, (torch.tensor([0]), torch.tensor([7])))
+            receive(exchange, 0, 1, 7)
         used = ["conv", "bias"] if exchange.rank else ["bias", "gain"]
         return type(caught(lambda: averager.finish(used=used))), averager.unused
 
@@ -125,17 +129,12 @@ def test_unused_parameters_are_known_where_the_step_fails(odd, error):
 # --- The concluding message -----------------------------------------------------------------------
 
 
-def found(signature, checksum):
-    """What `inspect` returns for one frame."""
-    return tuple(on_device(torch.tensor([number])) for number in (signature, checksum))
-
-
 @pytest.mark.parametrize(
     ("findings", "words"),
     [
         ({1: (0, 0), 0: (0, 0)}, []),
-        ({1: (0, 7), 0: (0, 0)}, ["rank 1's"]),
-        ({1: (256, 0), 0: (0, -1)}, ["rank 1's", "rank 0's"]),
+        ({1: (1, 7), 0: (0, 0)}, ["rank 1's"]),
+        ({1: (0, 256), 0: (1, -1)}, ["rank 1's", "rank 0's"]),
     ],
 )
 def test_findings_on_a_device_are_read_with_one_wait(findings, words):
@@ -143,12 +142,15 @@ def test_findings_on_a_device_are_read_with_one_wait(findings, words):
     exchange.global_ranks = (0, 1)
     with counted() as count:
         for sender, value in findings.items():
-            receive(exchange, sender, found(*value))
+            receive(exchange, sender, *value)
         answer = exchange.max_at_end([True, False, True])
         assert answer == []
         count.reset()
-        error = caught(lambda: exchange.conclude(on_device(torch.tensor(True)), "a test", ""))
+        conclusion = exchange.conclude_later(on_device(torch.tensor(True)), "a test", "")
+        assert count.waits == 0, count
+        error = caught(conclusion)
         assert words or count.waits == 1, count
+        assert conclusion.flags.tolist() == [bool(words), 0, 1, 0, 1]
     assert answer == [True, False, True]
     assert not exchange.must_conclude
     assert type(error) is (WireError if words else type(None))
@@ -171,11 +173,11 @@ def test_answers_are_those_of_any_rank_and_end_with_the_step():
 @pytest.mark.parametrize("finite", [True, False, None])
 def test_without_frames_and_flags_nothing_is_sent(finite):
     exchange = InProcessExchange.alone(DEVICE)
-    with counted() as count, mock.patch.object(exchange, "any_of") as any_of:
+    with counted() as count, mock.patch.object(exchange, "all_reduce_max") as messages:
         mine = None if finite is None else on_device(torch.tensor(finite))
         assert exchange.conclude(mine, "a test", "") is (finite is not False)
         assert count.waits == (finite is not None), count
-    any_of.assert_not_called()
+    messages.assert_not_called()
 
 
 # --- The state ------------------------------------------------------------------------------------

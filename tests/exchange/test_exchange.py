@@ -64,20 +64,19 @@ def collectives(exchange):
         note(f"reduce_scatter {dtype}", [exchange.reduce_scatter(values(rank, 3 * ranks, dtype))])
     note("reduce_scatter empty", [exchange.reduce_scatter(values(rank, 0))])
     for size in (0, 1, 17, 40_000):
-        note(f"all_gather {size}", exchange.all_gather(values(rank, size)))
         rows = exchange.all_gather_rows(values(rank, size, torch.bfloat16))
         assert rows.shape == (ranks, size)
         note(f"all_gather_rows {size}", rows.unbind())
     sizes = [uneven(sender, 0) for sender in range(ranks)]
-    note("all_gather_v", exchange.all_gather_v(message(rank, 0, sizes[rank]), sizes))
-    note("all_gather_v empty", exchange.all_gather_v(message(rank, 0, 0), [0] * ranks))
+    note("all_gather_v", exchange.all_gather_v(message(rank, 0, sizes[rank]), sizes).split(sizes))
+    note("all_gather_v empty", [exchange.all_gather_v(message(rank, 0, 0), [0] * ranks)])
     outgoing = [uneven(rank, receiver) for receiver in range(ranks)]
     arriving = [uneven(sender, rank) for sender in range(ranks)]
     parts = torch.cat([message(rank, receiver, n) for receiver, n in enumerate(outgoing)])
-    note("all_to_all", exchange.all_to_all(parts, outgoing, arriving))
+    note("all_to_all", exchange.all_to_all(parts, outgoing, arriving).split(arriving))
     sums = [exchange.sum_control(torch.tensor([float(rank), i])) for i in range(2)]
     flags = torch.tensor([rank, 0, -rank, int(rank == 1)])
-    note("any_of", [exchange.any_of(flags)])
+    note("all_reduce_max", [exchange.all_reduce_max(flags)])
     note("sum_control", [wait() for wait in reversed(sums)])
     return found, counted
 
@@ -86,16 +85,15 @@ def expected(rank, ranks):
     """The results by definition, except sums, which have rounding errors."""
     sizes = [uneven(sender, 0) for sender in range(ranks)]
     return {
-        **{f"all_gather {n}": [values(r, n) for r in range(ranks)] for n in (0, 1, 17, 40_000)},
         **{
             f"all_gather_rows {n}": [values(r, n, torch.bfloat16) for r in range(ranks)]
             for n in (0, 1, 17, 40_000)
         },
         "reduce_scatter empty": [torch.empty(0)],
         "all_gather_v": [message(sender, 0, n) for sender, n in enumerate(sizes)],
-        "all_gather_v empty": [torch.empty(0, dtype=torch.uint8)] * ranks,
+        "all_gather_v empty": [torch.empty(0, dtype=torch.uint8)],
         "all_to_all": [message(sender, rank, uneven(sender, rank)) for sender in range(ranks)],
-        "any_of": [torch.tensor([ranks - 1, 0, 0, int(ranks > 1)])],
+        "all_reduce_max": [torch.tensor([ranks - 1, 0, 0, int(ranks > 1)])],
         "sum_control": [torch.tensor([sum(range(ranks)), i * ranks]).float() for i in (1, 0)],
     }
 
@@ -110,10 +108,9 @@ def traffic(rank, ranks):
         counted[f"reduce_scatter {dtype}"] = (3 * dtype.itemsize * (ranks - 1),) * 2
     counted["reduce_scatter empty"] = (0, 0)
     for size in (0, 1, 17, 40_000):
-        counted[f"all_gather {size}"] = (4 * size * (ranks - 1),) * 2
         counted[f"all_gather_rows {size}"] = (2 * size * (ranks - 1),) * 2
     counted["all_gather_v"] = (sizes[rank] * (ranks - 1), sum(sizes[other] for other in others))
-    counted["all_gather_v empty"] = counted["any_of"] = counted["sum_control"] = (0, 0)
+    counted["all_gather_v empty"] = counted["all_reduce_max"] = counted["sum_control"] = (0, 0)
     sent, received = (
         sum(uneven(*pair) for pair in pairs)
         for pairs in ([(rank, other) for other in others], [(other, rank) for other in others])
@@ -175,14 +172,11 @@ def test_objects_arrive_in_rank_order(kind):
 def test_arguments_do_not_change_and_results_do_not_share_their_memory(kind):
     def body(exchange):
         mine = torch.full((2,), float(exchange.rank))
-        gathered = exchange.all_gather(mine)
-        gathered[0].fill_(9.0)
-        parts = exchange.all_to_all(mine, [1, 1], [1, 1])
-        parts[1].fill_(8.0)
+        exchange.all_to_all(mine, [1, 1], [1, 1]).fill_(8.0)
         exchange.reduce_scatter(mine).fill_(7.0)
         exchange.all_gather_rows(mine).fill_(6.0)
-        exchange.any_of(torch.zeros(1))
-        return mine.tolist(), [part.tolist() for part in exchange.all_gather(mine)]
+        exchange.all_reduce_max(torch.zeros(1))
+        return mine.tolist(), exchange.all_gather_rows(mine).tolist()
 
     assert ranks_of(kind, 2, body) == [
         ([0.0, 0.0], [[0.0, 0.0], [1.0, 1.0]]),
@@ -310,7 +304,7 @@ def test_the_error_of_a_rank_reaches_the_caller_and_wakes_the_others():
     def body(exchange):
         if exchange.rank == 1:
             raise LookupError("here")
-        exchange.all_gather(torch.zeros(1))
+        exchange.all_gather_rows(torch.zeros(1))
 
     with pytest.raises(LookupError, match="here"):
         run_in_process(3, body)
@@ -319,7 +313,7 @@ def test_the_error_of_a_rank_reaches_the_caller_and_wakes_the_others():
 def test_exchanges_can_be_used_again_and_keep_their_counters():
     exchanges = InProcessExchange.ranks(2)
     for _ in range(3):
-        sums = run_in_process(2, lambda e: e.all_gather(torch.ones(1)), exchanges)
+        sums = run_in_process(2, lambda e: e.all_gather_rows(torch.ones(1)), exchanges)
         assert [len(each) for each in sums] == [2, 2]
     assert exchanges[0].take_traffic(7).sent == 3 * 4
     assert exchanges[0].take_traffic(7).sent == 0

@@ -7,12 +7,12 @@ from torch import Tensor
 import torchcomp
 from tests.gpu.place import DEVICE, REHEARSAL, device_forms
 from tests.kernels.test_select import awkward, sorted_out
-from tests.support.codecs import codec_of, sealed
+from tests.support.codecs import codec_of, framed
 from tests.support.outcomes import same
 from tests.support.vectors import normal
 from torchcomp import wire
 from torchcomp.codec import Codec, Message, add_messages
-from torchcomp.kernels import checksum, elias_fano, entries, quantize, select
+from torchcomp.kernels import elias_fano, entries, quantize, select
 from torchcomp.keys import Key
 
 SIZES = [2, 65, 4097, 20_000] if REHEARSAL else [2, 65, 4097, 20_000, 140_003, 5_000_011]

@@ -8,7 +8,7 @@ import torch
 
 from tests.kernels.forms import use_form
 from tests.support.cases import thorough
-from tests.support.codecs import write_fields
+from tests.support.codecs import fields_of, message_of
 from tests.support.vectors import normal
 from torchcomp import wire
 from torchcomp.kernels import quantize
@@ -43,16 +43,13 @@ def through(values, fmt, noise=None, dtype=torch.float32):
     """Encode, pack, unpack and decode: the values that the receiver computes."""
     count = values.numel()
     layout = quantize.layout(fmt, count, torch.float32)
-    message = torch.empty(wire.nbytes(layout), dtype=torch.uint8)
-    write_fields(encode(values, fmt, noise), layout, message)
-    return quantize.decode(wire.unpack(message, layout), count, dtype)
+    message = message_of(encode(values, fmt, noise), layout)
+    return quantize.decode(fields_of(message, layout), count, dtype)
 
 
 def message(values, fmt, noise=None):
     layout = quantize.layout(fmt, values.numel(), torch.float32)
-    out = torch.empty(wire.nbytes(layout), dtype=torch.uint8)
-    write_fields(encode(values, fmt, noise), layout, out)
-    return bytes(out.tolist())
+    return bytes(message_of(encode(values, fmt, noise), layout).tolist())
 
 
 # --- The bytes ------------------------------------------------------------------------------------
@@ -359,7 +356,7 @@ def test_any_bytes_decode_to_the_same_values(fmt):
     generator = np.random.default_rng(3)
     layout = quantize.layout(fmt, 1001, torch.float32)
     content = generator.integers(0, 256, wire.nbytes(layout), dtype=np.uint8)
-    parts = wire.unpack(torch.from_numpy(content), layout)
+    parts = fields_of(torch.from_numpy(content), layout)
     assert same_bits(both(lambda: [quantize.decode(parts, 1001, torch.float32)]))
 
 

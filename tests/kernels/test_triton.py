@@ -105,18 +105,11 @@ def launch_quantize(form, dtype, n):
             form.decode(scale, codes, [(0, n, n)])
 
 
-def launch_checksum(form, dtype, n):
-    frames = empty(8 * 1016, dtype=torch.uint8)
-    form.seal(frames, [1000] * 8)
-    form.inspect(frames, [1000] * 8)
-
-
 LAUNCHES = {
     "select": (launch_select, {"_sample", "_collect", "_count", "_tally", "_place", "_write"}),
     "elias_fano": (launch_elias_fano, {"_encode", "_count", "_decode"}),
     "entries": (launch_entries, {"_subtract", "_find", "_add_up"}),
     "quantize": (launch_quantize, {"_encode", "_decode"}),
-    "checksum": (launch_checksum, {"_add_up"}),
 }
 
 

@@ -8,8 +8,7 @@ from torch import Tensor
 from torchcomp import wire
 from torchcomp.codec import Codec, Message, codec
 from torchcomp.compressors import Compressor
-from torchcomp.kernels import checksum
-from torchcomp.wire import Layout, Parts
+from torchcomp.wire import HEADER, Frames, Layout, Parts
 
 
 def codec_of(
@@ -19,29 +18,50 @@ def codec_of(
     return codec(compressor, names, tuple(sizes), dtype)
 
 
-def write_fields(parts: Parts, layout: Layout, out: Tensor) -> None:
-    """Write the fields of one message to `out`, 1-D uint8, after the check of their layout."""
-    torch.cat(wire.raw(parts, layout), out=out)
+def message_of(parts: Parts, layout: Layout) -> Tensor:
+    """Return the bytes of one message, without its frame."""
+    return payload(Frames([layout], torch.device("cpu")).pack([parts]), wire.nbytes(layout)).clone()
 
 
-def packed(codec: Codec, message: Message) -> Tensor:
-    # Not zeros, so that a byte that `pack` fails to write shows.
-    frame = torch.full((codec.framed,), 0xA5, dtype=torch.uint8)
-    codec.pack(message, frame)
-    return wire.payload(frame, codec.nbytes).clone()
+def payload(frame: Tensor, length: int) -> Tensor:
+    """Return the message of a frame, a view."""
+    return frame[HEADER : HEADER + length]
 
 
-def sealed(message: Tensor) -> Tensor:
-    """Return the frame of a message."""
-    length = message.numel()
-    (header,) = wire.headers((length,), message.device)
-    start, zeros = header.split(wire.HEADER)
-    frame = torch.cat([start, message, zeros[: -length % 8]])
-    checksum.seal(frame, [length])
+def framed(message: Tensor, frames: Frames) -> Tensor:
+    """Return the frame with these bytes as its message."""
+    frame = frames.outgoing().clone()
+    payload(frame, len(message)).copy_(message)
+    if frames.checksum:
+        frames.seal(frame)
     return frame
 
 
-def inspected(frame: Tensor, length: int) -> int:
+def fields_of(message: Tensor, layout: Layout) -> Parts:
+    """Return the fields of the bytes of one message."""
+    frames = Frames([layout], message.device)
+    return frames.unpack(framed(message, frames))[0][0]
+
+
+def packed(codec: Codec, message: Message) -> Tensor:
+    """Return the bytes of the message of a codec with one frame."""
+    frames = codec.frames(torch.device("cpu"))
+    # Not zeros, so that a byte that `pack` fails to write shows.
+    payload(frames.outgoing(), codec.nbytes).fill_(0xA5)
+    frame = frames.pack([encoded.parts for encoded in message])
+    return payload(frame, codec.nbytes).clone()
+
+
+def unpacked(codec: Codec, message: Tensor) -> Sequence[Parts]:
+    """Return the fields by vector of the bytes of a message."""
+    frames = codec.frames(message.device)
+    return frames.unpack(framed(message, frames))[0]
+
+
+def inspected(frame: Tensor, frames: Frames) -> int:
     """Return what is found in a received frame."""
-    found = checksum.inspect([frame], [length])
-    return wire.INTACT if found is None else wire.finding(*(int(each) for each in found))
+    headers = frames.headers(frame[None])
+    if headers is None:
+        return wire.INTACT
+    (words,) = (headers ^ frames.expected).tolist()
+    return frames.finding(*words)

@@ -386,15 +386,20 @@ class EchoExchange(Exchange):
         return [value] * self.world_size
 
     def conclude(self, finite: Tensor, where: str, advice: str) -> bool:
-        for finding in tree_leaves(self._found):
-            if isinstance(finding, Tensor):
-                _host(finding).zero_()
+        for headers, origin in self._headers:
+            _host(headers).copy_(_host(origin.frames.expected).repeat(origin.rows, 1))
         # A message that was cut decodes to a NaN.
         return super().conclude(None if finite is None else torch.ones_like(finite), where, advice)
+
+    # As NCCL among a power of two of ranks.
+    _averages = (torch.float32, torch.float64, torch.bfloat16)
 
     def _all_reduce(self, values: Tensor) -> None:
         self._count.launch("all_reduce")
         _host(values).mul_(self.world_size)
+
+    def _all_reduce_mean(self, values: Tensor) -> None:
+        self._count.launch("all_reduce")
 
     def _all_gather(self, mine: Tensor) -> Tensor:
         self._count.launch("all_gather")

@@ -245,17 +245,17 @@ class Ranks(ParameterServer):
         return encoded, decoded[None]
 
     def _deliver(self, messages: Messages, codec: Codec, faults: Faults) -> Decoded:
-        frame = torch.empty(codec.framed, dtype=torch.uint8, device=self.exchange.device)
-        codec.pack([message.encoded for message in messages if message.encoded], frame)
-        frames, ranks = self.exchange.all_gather(frame), range(self.n)
-        received = self.exchange.receive(ranks, frames, codec.lengths * self.n)
+        frames = codec.frames(self.exchange.device, self.exchange.checksum)
+        frame = frames.pack([message.encoded.parts for message in messages if message.encoded])
+        received = self.exchange.all_gather_rows(frame)
+        self.exchange.check(frames, received, range(self.n))
         # A rank with a fault has also sent its frame, so that no rank waits forever. The collective
         # in conclude() reports the fault to all ranks, and all of them raise.
         if not self.exchange.conclude(torch.tensor(not faults), "the uplink", _ADVICE):
             by_rank = self.exchange.gather_objects(faults)
             raise _unusable({i: why for own in by_rank for i, why in own.items()})
         # From the parts of each rank's messages to the parts of each message on all ranks.
-        by_message = zip(*map(codec.unpack, received), strict=True)
+        by_message = zip(*frames.unpack(received), strict=True)
         return [self._decoded(*each) for each in zip(messages, by_message, strict=True)]
 
     def _decoded(self, message: Uplink, by_worker: Sequence[Parts]) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchcomp.checks import check_choice
+from torchcomp.checks import check_choice, check_flag
 from torchcomp.ddp.manager import check_manager
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs, Optimizers
 from torchcomp.errors import SpecError
@@ -28,6 +28,7 @@ class Options:
     replicate: DeviceMesh | None = None
     manager: Any = None
     guard: Guard | bool = False
+    checksum: bool = False
 
     def compared(self) -> dict[str, Any]:
         """Return what must match on all ranks."""
@@ -41,6 +42,7 @@ class Options:
             "replicate": "none" if self.replicate is None else "set",
             "manager": "none" if self.manager is None else "set",
             "guard": self._compared_guard(),
+            "checksum": self.checksum,
         }
 
     def _compared_guard(self) -> object:
@@ -57,6 +59,7 @@ class Options:
         check_seed(self.seed)
         check_scaler(self.scaler)
         Guard.of(self.guard)
+        check_flag("checksum", self.checksum)
         check_choice("check", self.check, ("step", "late"))
         if self.late and self.scaler is not None and self.scaler.is_enabled():
             raise late_does_not_fit("a GradScaler, which skips steps that overflow")

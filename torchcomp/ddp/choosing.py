@@ -189,7 +189,7 @@ class Choosing(Buckets):
 
     def _meet(self) -> None:
         """Wait for all ranks. One that begins the next step early would wait for others in it."""
-        self.everyone.any_of(torch.zeros(1, dtype=torch.uint8, device=self.everyone.device))
+        self.everyone.all_reduce_max(torch.zeros(1, dtype=torch.uint8, device=self.everyone.device))
 
     def _reached(self) -> Mark:
         """Return a mark after everything that was submitted. What follows comes after it."""
@@ -292,7 +292,7 @@ class Choosing(Buckets):
         """Return the elementwise maximum over all ranks. The slowest one counts."""
         everyone = self.everyone
         mine = torch.tensor(numbers, dtype=torch.int64, device=everyone.device)
-        agreed: list[int] = everyone.any_of(mine).tolist()
+        agreed: list[int] = everyone.all_reduce_max(mine).tolist()
         return agreed
 
     def _end_round(self, trial: Trial) -> None:

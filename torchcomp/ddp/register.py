@@ -74,6 +74,7 @@ def register_ddp(
         seed=options.seed,
         late=options.late,
         guard=options.guard,
+        checksum=options.checksum,
         replicas=Replicas(_replicated(model)),
     )
     buckets: Buckets

@@ -4,7 +4,6 @@ The backend knows only the address of a connection. The ranks therefore report t
 the store of the job, where the others read them.
 """
 
-import functools
 import os
 import threading
 import time
@@ -13,7 +12,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -28,7 +27,6 @@ ADVICE = "Look at the logs of the ranks, then restart all ranks from their last 
 _LOST, _CAUSE = "lost ", "cause "
 Reports = dict[int, str]
 Answer = TypeVar("Answer")
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Reporter(Protocol):
@@ -48,38 +46,24 @@ class Reporter(Protocol):
     witnesses: tuple[int, ...]
 
 
-def explained(call: str) -> Callable[[Method], Method]:
-    """Raise RankFailureError where a method of an exchange loses the connection to another rank.
+def explain(call: str, exchange: Reporter, error: RuntimeError) -> None:
+    """Raise RankFailureError if a collective lost the connection to another rank.
 
     Args:
-        call: what the method does, for the error.
+        call: the collective, for the error.
+        exchange: whose collective it is.
+        error: what the backend raised.
     """
-
-    def decorate(method: Method) -> Method:
-        @functools.wraps(method)
-        def explains(exchange: Any, *arguments: Any, **options: Any) -> Any:
-            try:
-                return method(exchange, *arguments, **options)
-            except RuntimeError as error:
-                if _is_own(error):
-                    report_cause(exchange, error)
-                if _is_own(error) or not _is_loss(error):
-                    raise
-                raise _failure(call, exchange, error) from error
-
-        return explains  # type: ignore[return-value]
-
-    return decorate
-
-
-def _failure(call: str, exchange: Reporter, error: RuntimeError) -> RankFailureError:
-    text = str(error).partition(" This is typically")[0]
-    who = _who(exchange, _report(exchange, f"{_LOST}{text}", wait=True))
-    ranks, rank = exchange.global_ranks, exchange.global_ranks[exchange.rank]
-    return RankFailureError(
-        f"{call} among ranks {', '.join(map(str, ranks))} failed on rank {rank}: {who}. {ADVICE}. "
-        f"The backend says: {text}"
-    )
+    if _is_own(error):
+        report_cause(exchange, error)
+    elif _is_loss(error):
+        text = str(error).partition(" This is typically")[0]
+        who = _who(exchange, _report(exchange, f"{_LOST}{text}", wait=True))
+        ranks, rank = exchange.global_ranks, exchange.global_ranks[exchange.rank]
+        raise RankFailureError(
+            f"{call} among ranks {', '.join(map(str, ranks))} failed on rank {rank}: {who}. "
+            f"{ADVICE}. The backend says: {text}"
+        ) from error
 
 
 def answered(seconds: float, ask: Callable[[], Answer]) -> Answer:

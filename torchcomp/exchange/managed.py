@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
 
 from torchcomp.errors import RankFailureError
 from torchcomp.exchange.base import Exchange
-from torchcomp.exchange.private import PrivateExchange
+from torchcomp.exchange.private import ENDED, PrivateExchange
 
 
 class ManagedExchange(PrivateExchange):
@@ -27,41 +28,45 @@ class ManagedExchange(PrivateExchange):
     def __init__(self, group: Any, rank: int, world_size: int, device: torch.device) -> None:
         Exchange.__init__(self, rank, world_size, device)
         self.backend = "nccl" if device.type == "cuda" else "gloo"
-        self._group = group
+        self._group = ENDED if group is None else group
 
     def leave(self, error: BaseException) -> None:
         """Do nothing: the manager ends the connections when it configures the group again."""
 
     # The process groups of torchft are Python classes, which take options and no defaults.
 
-    def _all_reduce(self, values: Tensor) -> None:
-        self._wait_for(lambda: self._own.allreduce([values], AllreduceOptions()))
+    def _all_reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
+        options = AllreduceOptions()
+        options.reduceOp = operation
+        try:
+            self._group.allreduce([values], options).wait()
+        except Exception as error:
+            raise self._failure(error) from error
 
     def _start_all_reduce(self, values: Tensor) -> Callable[[], None]:
         # The manager asks for the failures of a step before the next one begins.
         return Exchange._start_all_reduce(self, values)
 
     def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:
-        self._wait_for(
-            lambda: self._own.allgather_into_tensor_coalesced(
-                [received], [mine], AllgatherOptions()
-            )
-        )
+        options = AllgatherOptions()
+        try:
+            self._group.allgather_into_tensor_coalesced([received], [mine], options).wait()
+        except Exception as error:
+            raise self._failure(error) from error
 
     def _all_to_all_to(
         self, received: Tensor, outgoing: Tensor, arriving: list[int], sizes: list[int]
     ) -> None:
-        self._wait_for(
-            lambda: self._own.alltoall_base(received, outgoing, arriving, sizes, AllToAllOptions())
-        )
-
-    def _wait_for(self, collective: Callable[[], Any]) -> None:
+        options = AllToAllOptions()
         try:
-            collective().wait()
+            self._group.alltoall_base(received, outgoing, arriving, sizes, options).wait()
         except Exception as error:
-            raise RankFailureError(
-                f"a collective among the {self.world_size} ranks of the manager's group failed on "
-                f"rank {self.rank}: another rank has died, or did not answer in time. The manager "
-                "does not count the step, and the next one is among the ranks that are left. The "
-                f"backend says: {error}"
-            ) from error
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> RankFailureError:
+        return RankFailureError(
+            f"a collective among the {self.world_size} ranks of the manager's group failed on "
+            f"rank {self.rank}: another rank has died, or did not answer in time. The manager "
+            "does not count the step, and the next one is among the ranks that are left. The "
+            f"backend says: {error}"
+        )

@@ -18,8 +18,8 @@ from torch.distributed import distributed_c10d
 from torchcomp import host
 from torchcomp.errors import RankFailureError
 from torchcomp.exchange.base import Exchange
-from torchcomp.exchange.failures import ADVICE, SECONDS, answered, explained, report_cause
-from torchcomp.exchange.process_group import ProcessGroupExchange
+from torchcomp.exchange.failures import ADVICE, SECONDS, answered, explain, report_cause
+from torchcomp.exchange.process_group import ProcessGroupExchange, averaged_exactly
 
 
 class PrivateExchange(ProcessGroupExchange):
@@ -39,21 +39,25 @@ class PrivateExchange(ProcessGroupExchange):
         beside: the exchange of the user's group, for its device, backend and timeout.
     """
 
+    _group: Any
     _started: Any = None  # the last all-reduce that was not waited for when it started
 
     def __init__(self, name: str, ranks: Sequence[int], beside: ProcessGroupExchange) -> None:
         rank = list(ranks).index(dist.get_rank())
         Exchange.__init__(self, rank, len(ranks), beside.device, ranks)
         self.backend, self._own_timeout = beside.backend, beside.timeout
+        self._averages = averaged_exactly(self.backend, self.world_size)
         self.name = name
         self.family = name.partition("/")[0]
         self.witnesses = tuple(sorted({*beside.witnesses, *ranks}))
-        self._connect()
+        try:
+            self._connect()
+        except RuntimeError as error:
+            explain("connecting", self, error)
+            raise
 
-    @explained("connecting")
     def _connect(self) -> None:
         store = PrefixStore(self.name, distributed_c10d._get_default_store())
-        self._group: Any
         if self.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self.timeout
@@ -72,18 +76,9 @@ class PrivateExchange(ProcessGroupExchange):
 
         They raise RankFailureError, with the error of this rank.
         """
-        if self._group is not None:
+        if self._group is not ENDED:
             report_cause(self, error)
             self._close()
-
-    @property
-    def _own(self) -> Any:
-        if self._group is None:
-            raise RankFailureError(
-                "this exchange has ended, because it was closed or a step of this rank failed: "
-                f"the other ranks no longer wait for it. {ADVICE}"
-            )
-        return self._group
 
     def _close(self) -> None:
         started, self._started = self._started, None
@@ -91,7 +86,7 @@ class PrivateExchange(ProcessGroupExchange):
             # Without its last reference, a group ends its threads and waits for them: until its
             # timeout, behind a rank that does not answer.
             threading.Thread(target=_keep, args=(self._group, started), daemon=True).start()
-        self._group = None
+        self._group = ENDED
 
     @property
     def timeout(self) -> timedelta:
@@ -99,34 +94,53 @@ class PrivateExchange(ProcessGroupExchange):
 
     # `wait` blocks the host for gloo, and the current stream for NCCL.
 
-    @explained("all_reduce")
-    def _all_reduce(self, values: Tensor) -> None:
-        self._own.allreduce([values]).wait()
+    def _all_reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
+        try:
+            self._group.allreduce([values], operation).wait()
+        except RuntimeError as error:
+            explain("all_reduce", self, error)
+            raise
 
     def _start_all_reduce(self, values: Tensor) -> Callable[[], None]:
         # An accelerator does not wait for its host anyway.
         if not host.can_read(values):
             return super()._start_all_reduce(values)
-        self._started = self._own.allreduce([values])
+        try:
+            self._started = self._group.allreduce([values])
+        except RuntimeError as error:
+            explain("all_reduce", self, error)
+            raise
         return partial(self._wait, self._started)
 
-    @explained("all_reduce")
     def _wait(self, work: Any) -> None:
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            explain("all_reduce", self, error)
+            raise
 
-    @explained("reduce_scatter")
     def _reduce_scatter_to(self, mine: Tensor, values: Tensor) -> None:
-        self._own._reduce_scatter_base(mine, values).wait()
+        try:
+            self._group._reduce_scatter_base(mine, values).wait()
+        except RuntimeError as error:
+            explain("reduce_scatter", self, error)
+            raise
 
-    @explained("all_gather")
     def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:
-        self._own._allgather_base(received, mine).wait()
+        try:
+            self._group._allgather_base(received, mine).wait()
+        except RuntimeError as error:
+            explain("all_gather", self, error)
+            raise
 
-    @explained("all_to_all")
     def _all_to_all_to(
         self, received: Tensor, outgoing: Tensor, arriving: list[int], sizes: list[int]
     ) -> None:
-        self._own.alltoall_base(received, outgoing, arriving, sizes).wait()
+        try:
+            self._group.alltoall_base(received, outgoing, arriving, sizes).wait()
+        except RuntimeError as error:
+            explain("all_to_all", self, error)
+            raise
 
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
         pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -140,6 +154,19 @@ class PrivateExchange(ProcessGroupExchange):
         if self.rank not in receivers:
             return []
         return [pickle.loads(part.numpy().tobytes()) for part in torch.split(received, arriving)]
+
+
+class _Ended:
+    """Stands for a group that was closed: each of its collectives is an error."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RankFailureError(
+            "this exchange has ended, because it was closed or a step of this rank failed: the "
+            f"other ranks no longer wait for it. {ADVICE}"
+        )
+
+
+ENDED = _Ended()
 
 
 def _keep(group: Any, started: Any) -> None:

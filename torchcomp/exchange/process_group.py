@@ -16,7 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 from torchcomp.compat import all_gather_single, reduce_scatter_single
 from torchcomp.errors import UnsupportedModelError
 from torchcomp.exchange.base import Exchange
-from torchcomp.exchange.failures import explained, report_cause
+from torchcomp.exchange.failures import explain, report_cause
 from torchcomp.traffic import COPIED
 
 
@@ -56,6 +56,7 @@ class ProcessGroupExchange(Exchange):
         # Not get_backend: a group that was created without naming a backend has several.
         backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self.backend = backends.get(self.device.type, "")
+        self._averages = averaged_exactly(self.backend, self.world_size)
 
     def leave(self, error: BaseException) -> None:
         """Tell the other ranks, who wait until the timeout: the group belongs to the user."""
@@ -70,9 +71,15 @@ class ProcessGroupExchange(Exchange):
         timeout: timedelta = group._get_backend(self.device).options._timeout
         return timeout
 
-    @explained("all_reduce")
-    def _all_reduce(self, values: Tensor) -> None:
-        dist.all_reduce(values, group=self.group)
+    def _all_reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
+        try:
+            dist.all_reduce(values, operation, group=self.group)
+        except RuntimeError as error:
+            explain("all_reduce", self, error)
+            raise
+
+    def _all_reduce_mean(self, values: Tensor) -> None:
+        self._all_reduce(values, dist.ReduceOp.AVG)
 
     def _reduce_scatter(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         if not values.is_cuda or self.backend == "gloo":
@@ -86,9 +93,12 @@ class ProcessGroupExchange(Exchange):
         # waits for the link's latency world_size - 1 times in a row.
         if not mine.is_cuda and mine.nbytes <= COPIED:
             sizes = [mine.numel()] * self.world_size
-            return self._all_to_all(mine.repeat(self.world_size), sizes, sizes)
-        received = mine.new_empty(mine.numel() * self.world_size)
-        self._all_gather_to(received, mine)
+            copies = mine.repeat(self.world_size)
+            received = torch.empty_like(copies)
+            self._all_to_all_to(received, copies, sizes, sizes)
+        else:
+            received = mine.new_empty(mine.numel() * self.world_size)
+            self._all_gather_to(received, mine)
         return received
 
     def _all_to_all(
@@ -100,21 +110,29 @@ class ProcessGroupExchange(Exchange):
         self._all_to_all_to(received, outgoing, list(arriving), list(sizes))
         return received
 
-    @explained("reduce_scatter")
     def _reduce_scatter_to(self, mine: Tensor, values: Tensor) -> None:
-        reduce_scatter_single(mine, values, group=self.group)
+        try:
+            reduce_scatter_single(mine, values, group=self.group)
+        except RuntimeError as error:
+            explain("reduce_scatter", self, error)
+            raise
 
-    @explained("all_gather")
     def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:
-        all_gather_single(received, mine, group=self.group)
+        try:
+            all_gather_single(received, mine, group=self.group)
+        except RuntimeError as error:
+            explain("all_gather", self, error)
+            raise
 
-    @explained("all_to_all")
     def _all_to_all_to(
         self, received: Tensor, outgoing: Tensor, arriving: list[int], sizes: list[int]
     ) -> None:
-        dist.all_to_all_single(received, outgoing, arriving, sizes, group=self.group)
+        try:
+            dist.all_to_all_single(received, outgoing, arriving, sizes, group=self.group)
+        except RuntimeError as error:
+            explain("all_to_all", self, error)
+            raise
 
-    @explained("gather_objects")
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
         values: list[Any] = [None] * self.world_size
         receives = dst in (None, self.rank)
@@ -123,10 +141,28 @@ class ProcessGroupExchange(Exchange):
         on_device: AbstractContextManager[Any] = nullcontext()
         if self.device.type == "cuda":
             on_device = torch.cuda.device(self.device)
-        with on_device:
-            if dst is None:
-                dist.all_gather_object(values, value, group=self.group)
-            else:
-                gathered = values if receives else None
-                dist.gather_object(value, gathered, group=self.group, group_dst=dst)
+        try:
+            with on_device:
+                if dst is None:
+                    dist.all_gather_object(values, value, group=self.group)
+                else:
+                    gathered = values if receives else None
+                    dist.gather_object(value, gathered, group=self.group, group_dst=dst)
+        except RuntimeError as error:
+            explain("gather_objects", self, error)
+            raise
         return values if receives else []
+
+
+def averaged_exactly(backend: str, world_size: int) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of which a backend's own mean has the bits of plain DDP.
+
+    Plain DDP multiplies by the reciprocal of the number of ranks, rounds, and adds. NCCL's mean
+    multiplies as well, but it may fuse the product with the first addition, and it rounds the
+    reciprocal to 16 bits for 16-bit values. The bits are the same where the product is exact: for a
+    power of two, unless the product is subnormal, which gradients in fp16 often are. gloo has no
+    mean.
+    """
+    if backend != "nccl" or world_size & (world_size - 1):
+        return ()
+    return torch.float32, torch.float64, torch.bfloat16

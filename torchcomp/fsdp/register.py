@@ -63,6 +63,7 @@ def register_fsdp(
         merged=False,
         late=options.late,
         guard=options.guard,
+        checksum=options.checksum,
         replicas=Replicas(local, shards.rank, shards.world_size),
     )
     place = Place(everyone.rank, replicas.rank, shards.rank, shards.world_size)

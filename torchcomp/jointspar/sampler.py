@@ -174,7 +174,7 @@ class Sampler:
         if self._exchanged is None:
             flags = host.copy_to(torch.from_numpy(self.kept.astype(np.uint8)), exchange.device)
             # The host has to know which messages to send: this is the only wait inside a step.
-            self._exchanged = exchange.any_of(flags).cpu().numpy().astype(bool)
+            self._exchanged = exchange.all_reduce_max(flags).cpu().numpy().astype(bool)
         return self._exchanged
 
     def record_norms(self, parts: Mapping[str, Tensor]) -> None:

@@ -101,7 +101,7 @@ class Proposing:
         # The shortest average is that of the rank that the others wait for.
         mine = [round(1e9 * median(alone)), -round(1e9 * median(averages))]
         numbers = torch.tensor(mine, dtype=torch.int64, device=self._exchange.device)
-        slowest, shortest = self._exchange.anywhere(numbers).tolist()
+        slowest, shortest = self._exchange.all_reduce_max(numbers).tolist()
         self.proposal = Proposal(slowest / 1e9, -shortest / 1e9)
         if self._logs:
             # A warning: without a logger of its own, a script would not show it.

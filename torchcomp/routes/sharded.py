@@ -208,10 +208,8 @@ class ShardedRoute:
             self._selects = Vectors(up.whole, self._device, up.shape.dtype)
         else:
             self._outgoing = up.codec(up.fixed, self._device, self._checksum)
-            arriving = Codec(
-                up.fixed[self._rank], self._device, up.shape.dtype, None, self._checksum
-            )
-            self._arriving = [arriving] * len(self._ranks)
+            fixed = up.fixed[self._rank]
+            self._arriving = Codec(fixed, self._device, up.shape.dtype, None, self._checksum)
         if down.exact and self._feedback:
             self._prepare_search()
         else:
@@ -263,10 +261,10 @@ class ShardedRoute:
         rows = iter(counts)
         by_owner = [up.counted(o, list(islice(rows, len(p)))) for o, p in enumerate(up.pieces)]
         self._outgoing = up.codec(by_owner, self._device, self._checksum)
-        self._arriving = [
-            Codec(up.counted(self._rank, row), self._device, up.shape.dtype, None, self._checksum)
-            for row in arriving
-        ]
+        # All ranks' vectors one after another: those of different ranks overlap.
+        own = [up.counted(self._rank, row) for row in arriving]
+        vectors, numbers = [v for each in own for v in each], [len(each) for each in own]
+        self._arriving = Codec(vectors, self._device, up.shape.dtype, numbers, self._checksum)
         self._message = self._encode_selected(self._outgoing, x, index)
 
     def _exchange_counts(self, index: Tensor) -> tuple[list[int], list[list[int]]]:
@@ -299,23 +297,15 @@ class ShardedRoute:
 
     def _collect(self) -> None:
         """Receive all ranks' entries of this rank's shard, and average them."""
-        exchange, arriving, total = self._exchange, self._arriving, self._total
-        sizes = [codec.frames.nbytes for codec in arriving]
-        frames = self._outgoing.frames
+        exchange, arriving = self._exchange, self._arriving.frames
+        frames, ranks = self._outgoing.frames, len(self._ranks)
+        sizes = arriving.sizes if self._up.exact else arriving.sizes * ranks
         received = exchange.all_to_all(frames.outgoing(), frames.sizes, sizes)
+        received = received.view(-1, arriving.nbytes) if arriving.nbytes else received.view(ranks, 0)
+        exchange.check(arriving, received, self._ranks)
         with span("decode"):
-            if not self._up.exact:
-                codec = arriving[0]
-                rows = received.view(len(arriving), -1)
-                exchange.check(codec.frames, rows, self._ranks)
-                codec.mean(codec.frames.unpack(rows), total, self._key, len(arriving))
-                return
-            total.zero_()
-            parts = torch.split(received, sizes)
-            for rank, (codec, part) in enumerate(zip(arriving, parts, strict=True)):
-                exchange.check(codec.frames, part.view(1, -1), (rank,))
-                codec.accumulate(codec.frames.unpack(part), total, self._key)
-            total.div_(len(arriving))
+            # In rank order on every rank, as in AllGatherRoute.
+            self._arriving.mean(arriving.unpack(received), self._total, self._key, ranks)
 
     # --- Down ---
 

@@ -171,7 +171,7 @@ def find_largest(exchange: Exchange, queries: Sequence[Query]) -> list[Selection
         mine = torch.cat([search.candidates for search in open_searches.values()])
         counts = list(zip(*(search.inside for search in open_searches.values()), strict=True))
         totals = [sum(row) for row in counts]
-        parts = torch.split(torch.cat(exchange.all_gather_v(mine, totals)).cpu(), totals)
+        parts = torch.split(exchange.all_gather_v(mine, totals).cpu(), totals)
         rows_of = [torch.split(part, list(row)) for part, row in zip(parts, counts, strict=True)]
         remaining |= {i: [row[j] for row in rows_of] for j, i in enumerate(open_searches)}
     return [

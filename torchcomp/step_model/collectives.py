@@ -286,7 +286,7 @@ def _repeated(
 def _timed(exchange: Exchange, run: Callable[[], object]) -> float:
     """Return the seconds of a collective."""
     # All ranks start together. One that is early would count its wait for the others.
-    exchange.any_of(torch.zeros(1, dtype=torch.int64, device=exchange.device))
+    exchange.all_reduce_max(torch.zeros(1, dtype=torch.int64, device=exchange.device))
     _wait(exchange.device)
     started = time.perf_counter()
     run()
@@ -303,7 +303,7 @@ def _collective(exchange: Exchange, kind: str, nbytes: int) -> Callable[[], obje
         return lambda: exchange.all_reduce(values)
     if kind == ALL_GATHER:
         mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        return lambda: exchange.all_gather(mine)
+        return lambda: exchange.all_gather_rows(mine)
     # An all-to-all sends an equal part to every rank, this one included.
     whole = math.ceil(nbytes * ranks / max(1, ranks - 1))
     outgoing = torch.zeros(whole, dtype=torch.uint8, device=device)
@@ -357,7 +357,7 @@ def _host_seconds() -> float:
 def _agreed(exchange: Exchange, seconds: Sequence[float]) -> list[float]:
     """Return the largest of each number over the ranks."""
     mine = torch.tensor([int(1e9 * each) for each in seconds], dtype=torch.int64)
-    agreed = exchange.any_of(mine.to(exchange.device))
+    agreed = exchange.all_reduce_max(mine.to(exchange.device))
     return [each / 1e9 for each in agreed.tolist()]
 
 

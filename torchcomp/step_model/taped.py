@@ -11,6 +11,7 @@ from torchcomp.exchange import Exchange, InProcessExchange
 from torchcomp.step_model.activities import Activity, Call, Work
 from torchcomp.step_model.clock import worked
 from torchcomp.step_model.collectives import ALL_GATHER, ALL_REDUCE, ALL_REDUCE_BF16, ALL_TO_ALL
+from torchcomp.wire import Frames
 
 _COPIED_BYTES = 2**28
 """Up to this many bytes, each message of an all-gather has memory of its own."""
@@ -78,13 +79,10 @@ class _Tape:
 class Mirror(Exchange):
     """The exchange of rank 0, which gets copies of its own messages instead of those of others."""
 
-    def receive(
-        self, senders: Sequence[int], frames: Sequence[Tensor], lengths: Sequence[int]
-    ) -> list[Tensor]:
-        messages = super().receive(senders, frames, lengths)
+    def check(self, frames: Frames, received: Tensor, senders: Sequence[int]) -> None:
+        super().check(frames, received, senders)
         # A copy of this rank's message can have another length than the message that it stands for.
-        self._found.clear()
-        return messages
+        self._headers.clear()
 
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
         return [value] * self.world_size

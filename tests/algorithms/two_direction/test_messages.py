@@ -3,8 +3,7 @@
 import torch
 
 from tests.algorithms.two_direction.quadratics import quadratics
-from tests.support.codecs import write_fields
-from torchcomp import wire
+from tests.support.codecs import fields_of, message_of
 from torchcomp.algorithms import Simulated, TwoDirectionMethod
 from torchcomp.algorithms.parameter_server import DENSE
 from torchcomp.algorithms.two_direction.theory import learning_rates
@@ -25,14 +24,12 @@ class Recorded(Simulated):
     def down(self, vector, compressor=DENSE, call=0):
         parts = compressor.encode(vector, Key(self.seed, call, tensor_id("downlink"))).parts
         layout = compressor.layout(vector.numel(), vector.dtype)
-        out = torch.zeros(wire.nbytes(layout), dtype=torch.uint8)
-        write_fields(parts, layout, out)
-        self.wires.append(out)
+        self.wires.append(message_of(parts, layout))
         return super().down(vector, compressor, call)
 
     def take(self, compressor, numel, call=0):
         layout = compressor.layout(numel, torch.float64)
-        parts = wire.unpack(self.wires.pop(0), layout)
+        parts = fields_of(self.wires.pop(0), layout)
         key = Key(self.seed, call, tensor_id("downlink"))
         return compressor.decode(parts, torch.empty(numel, dtype=torch.float64), key)
 

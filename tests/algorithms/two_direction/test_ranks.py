@@ -147,14 +147,14 @@ def a_damaged_frame():
     server = Ranks()
     method = EF21PDIANA(gradients(server), F.x0, server, UP, DOWN, gamma=0.3)
     method.step()
-    gather = server.exchange.all_gather
+    gather = server.exchange.all_gather_rows
 
     def damaging(message):
         if server.exchange.rank == 1:
-            message[wire.HEADER] ^= 1
+            message[wire.HEADER - 1] ^= 1
         return gather(message)
 
-    server.exchange.all_gather = damaging
+    server.exchange.all_gather_rows = damaging
     with pytest.raises(WireError, match=r"\brank 1\b"):
         method.step()
 

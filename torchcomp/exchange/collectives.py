@@ -1,0 +1,270 @@
+"""Collectives of a set of ranks, with byte counters, on one level or two.
+
+Every call is straight-line code and blocks the stream or thread that makes it, but for
+`sum_control`, whose result is asked for later. No call is chained to a future: a second collective
+issued from a callback can pair with the wrong collective of another rank.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+from torchcomp import host
+from torchcomp.profiling import label
+from torchcomp.traffic import Load, Traffic, sum_bytes
+
+_UNLABELLED = nullcontext()
+"""Used without a profiler: a label takes longer than the rest of a collective's own code."""
+
+
+class Collectives(ABC):
+    """Collectives among `world_size` ranks. All ranks make the same calls in the same order.
+
+    Args:
+        rank: rank of this process among them.
+        world_size: number of ranks.
+        device: device of small control messages ("cuda" for NCCL).
+        global_ranks: the name of each rank in error messages, which is its rank in the whole job.
+            By default, ranks are numbered from 0.
+
+    Attributes:
+        members: the ranks in the job that each rank stands for: itself, or all ranks of its node.
+    """
+
+    _averages: tuple[torch.dtype, ...] = ()
+    """Dtypes of which the backend's own mean has the bits of plain DDP."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        global_ranks: Sequence[int] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.global_ranks = tuple(global_ranks or range(world_size))
+        self.members: tuple[tuple[int, ...], ...] = tuple((each,) for each in self.global_ranks)
+        self._load = Load()
+        self._levels: tuple[Collectives, ...] = (self,)
+
+    @property
+    def shard(self) -> int:
+        """Which part of the values this rank averages: after a :meth:`split`, its rank inside."""
+        return next((level.rank for level in self._levels if level is not self), 0)
+
+    # --- To be implemented by a subclass. These methods do not count bytes. ---
+
+    @abstractmethod
+    def _all_reduce(self, values: Tensor) -> None:
+        """Replace `values` (1-D, contiguous) with their sum over the ranks."""
+
+    def _all_reduce_mean(self, values: Tensor) -> None:
+        """Replace `values` with their mean; only called for the dtypes in `_averages`."""
+        raise NotImplementedError
+
+    def _start_all_reduce(self, values: Tensor) -> Callable[[], None]:
+        """Start an all-reduce. What is returned blocks the host, or the stream, until it ends."""
+        self._all_reduce(values)
+        return lambda: None
+
+    @abstractmethod
+    def _all_gather(self, mine: Tensor) -> Tensor:
+        """Return every rank's `mine` (1-D, same length on all ranks), concatenated."""
+
+    @abstractmethod
+    def _all_to_all(
+        self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]
+    ) -> Tensor:
+        """Send ``sizes[r]`` elements to each rank r; receive ``arriving[r]`` from each."""
+
+    def _reduce_scatter(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return this rank's part of the sum of `values` (1-D, equal parts) over the ranks."""
+        sizes = [values.numel() // self.world_size] * self.world_size
+        # Summed here, in rank order: gloo's reduce-scatter is an all-reduce inside, which moves
+        # twice the bytes.
+        parts = self._all_to_all(values, sizes, sizes).view(self.world_size, -1)
+        return parts.sum(0, dtype=dtype)
+
+    @abstractmethod
+    def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
+        """Return every rank's picklable `value`, in rank order.
+
+        This pickles and is slow. Use it for error messages and checkpoints, not in every step.
+
+        Args:
+            value: the value of this rank.
+            dst: the only rank that receives the values; the others get an empty list. With None,
+                every rank receives them.
+        """
+
+    # --- Collectives ---
+
+    def all_reduce(self, values: Tensor, *, divide: bool = False) -> None:
+        """Replace `values` (1-D, contiguous) with their sum over the ranks, or with their mean.
+
+        Args:
+            values: of this rank.
+            divide: compute the mean, with the bits of plain DDP: each rank multiplies by the
+                reciprocal of the number of ranks before the sum.
+        """
+        with label("all_reduce") if profiler._is_profiler_enabled else _UNLABELLED:
+            if divide and values.dtype in self._averages:
+                self._all_reduce_mean(values)
+            else:
+                self._all_reduce(values.mul_(1.0 / self.world_size) if divide else values)
+        self._load.summed += values.nbytes
+
+    def reduce_scatter(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return this rank's part of the sum of `values` over the ranks.
+
+        Args:
+            values: 1-D, contiguous; one part for each rank, in rank order, all of the same length.
+            dtype: dtype of the sum, by default that of `values`. gloo adds in it; NCCL adds in the
+                dtype of `values`.
+        """
+        moved = values.nbytes // self.world_size * (self.world_size - 1)
+        self._load.sent += moved
+        self._load.received += moved
+        with label("reduce_scatter") if profiler._is_profiler_enabled else _UNLABELLED:
+            return self._reduce_scatter(values, dtype or values.dtype)
+
+    def all_gather_rows(self, message: Tensor) -> Tensor:
+        """Return every rank's `message` (1-D, same length on all ranks), a row for each rank."""
+        moved = message.nbytes * (self.world_size - 1)
+        self._load.sent += moved
+        self._load.received += moved
+        with label("all_gather") if profiler._is_profiler_enabled else _UNLABELLED:
+            return self._all_gather(message).view(self.world_size, -1)
+
+    def all_gather_v(self, mine: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return every rank's `mine` (1-D), in rank order, concatenated.
+
+        Args:
+            mine: this rank's tensor.
+            sizes: number of elements of each rank's tensor.
+        """
+        # torch's all_gather_single needs equal lengths. An all-to-all takes uneven splits.
+        copies = [mine.numel()] * self.world_size
+        return self.all_to_all(mine.repeat(self.world_size), copies, sizes)
+
+    def all_to_all(self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]) -> Tensor:
+        """Send each rank its part of `outgoing`, and receive one part from each rank.
+
+        Args:
+            outgoing: 1-D; the parts for rank 0, 1, ..., concatenated.
+            sizes: number of elements of each outgoing part.
+            arriving: number of elements that each rank sends to this rank.
+
+        Returns:
+            The received parts, in rank order, concatenated.
+        """
+        # A rank's part for itself does not cross its link, so it is not counted.
+        itemsize, rank = outgoing.element_size(), self.rank
+        self._load.sent += itemsize * (sum(sizes) - sizes[rank])
+        self._load.received += itemsize * (sum(arriving) - arriving[rank])
+        with label("all_to_all") if profiler._is_profiler_enabled else _UNLABELLED:
+            return self._all_to_all(outgoing, sizes, arriving)
+
+    def all_reduce_max(self, numbers: Tensor) -> Tensor:
+        """Return the elementwise maximum of all ranks' `numbers` (1-D); of those of both levels.
+
+        Counted apart from messages, because the plan of a step contains no checks.
+        """
+        with label("all_reduce_max") if profiler._is_profiler_enabled else _UNLABELLED:
+            for level in self._levels:
+                numbers = level._max(numbers)
+        return numbers
+
+    def _max(self, numbers: Tensor) -> Tensor:
+        """Do as :meth:`all_reduce_max`, for the ranks of this level."""
+        self._load.control += numbers.nbytes * (self.world_size - 1)
+        return self._all_gather(numbers).view(self.world_size, -1).amax(0)
+
+    def same(self, number: int) -> bool:
+        """Whether all ranks of this level have the same 63-bit number."""
+        # One message finds the minimum as well as the maximum, as the maximum of the negatives.
+        bounds = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
+        highest, lowest = self._max(bounds).tolist()
+        return bool(highest == -lowest)
+
+    def sum_control(self, numbers: Tensor) -> Callable[[], Tensor]:
+        """Start to add up `numbers` (1-D, contiguous) over the ranks of all levels, in place.
+
+        Counted apart from messages, as in :meth:`all_reduce_max`.
+
+        Returns:
+            A function that waits for the sums, and returns them on the CPU.
+        """
+        with label("sum_control") if profiler._is_profiler_enabled else _UNLABELLED:
+            # Inside the node first, so that the message between nodes is the one on its way.
+            *inside, last = reversed(self._levels)
+            for level in inside:
+                level._all_reduce(numbers)
+            wait = last._start_all_reduce(numbers)
+            for level in self._levels:
+                self._load.control += sum_bytes(numbers.nbytes, level.world_size)
+            # An accelerator copies after the all-reduce. On the CPU, nothing is copied.
+            received = host.copy_from(numbers)
+
+        @label("sum_control")
+        def sums() -> Tensor:
+            wait()
+            return received()
+
+        return sums
+
+    # --- Connections, counters and levels ---
+
+    def close(self) -> None:
+        """End the connections that belong to this exchange. After a :meth:`split`, of both levels.
+
+        No collective may follow, and none but a :meth:`sum_control` may be running. The user's
+        process groups remain.
+        """
+        for level in self._levels:
+            level._close()
+
+    def leave(self, error: BaseException) -> None:  # noqa: B027 - most exchanges have none
+        """End the connections of this level after an error, if it has connections of its own."""
+
+    def _close(self) -> None:  # noqa: B027 - most exchanges have none
+        """End the connections of this level, if it has connections of its own."""
+
+    def count(self, load: Load) -> None:
+        """Count bytes that another exchange of the same ranks moves for this one."""
+        self._load.add(load)
+
+    def take_traffic(self, dense_bytes: int) -> Traffic:
+        """Return the bytes since the last call, and reset the counters.
+
+        After a :meth:`split`, messages inside the node are counted apart.
+
+        Args:
+            dense_bytes: bytes that plain DDP would have sent instead.
+        """
+        between = self._levels[0]
+        load, between._load = between._load, Load()
+        traffic = load.traffic(between.world_size, dense_bytes)
+        for level in self._levels[1:]:
+            load, level._load = level._load, Load()
+            inside = load.traffic(level.world_size, dense_bytes)
+            traffic.inside += inside.sent
+            traffic.control += inside.control
+        return traffic
+
+    def gather_all(self, value: Any) -> list[Any]:
+        """Return the picklable `value` of every rank; after a :meth:`split`, of all levels.
+
+        In rank order if there is one level. With two, in any order, the same on all ranks.
+        """
+        values = [value]
+        for level in self._levels:
+            values = [each for listed in level.gather_objects(values) for each in listed]
+        return values

@@ -1,0 +1,118 @@
+"""Conclusion: whether a step counts, combined over the ranks in one message."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchcomp import host
+from torchcomp.errors import WireError
+from torchcomp.exchange.collectives import Collectives
+from torchcomp.wire import FINDINGS, Frames
+
+Asked = tuple[list[int], list[int]]
+"""Numbers of this rank, and a list for the maxima of all ranks."""
+
+
+class Origin(NamedTuple):
+    """What frames this rank received, and from whom."""
+
+    frames: Frames  # what each row contained
+    rows: int
+    senders: Sequence[int]  # of each row; or of each frame, row by row
+    ranks: Sequence[int]  # the name of each sender in errors
+
+    def names(self) -> list[int]:
+        """Return the name of the sender of each frame whose message is not empty."""
+        each = self.rows * len(self.frames.sizes) // len(self.senders)
+        names = [self.ranks[sender] for sender in self.senders for _ in range(each)]
+        sizes = self.frames.sizes * self.rows
+        return [name for name, size in zip(names, sizes, strict=True) if size]
+
+
+class Conclusion:
+    """The result of the checks of a step on all ranks. It is called to wait for it.
+
+    Args:
+        exchange: the ranks.
+        flags: those of all ranks; see below.
+        asked: the numbers that they contain, in their order.
+        differences: the bits of the headers of frames from `origins` that are not as expected;
+            None if all are.
+        origins: in the order of `differences`.
+        where: the step or call, for the error.
+        advice: what state the failed step leaves, for the error.
+
+    Attributes:
+        flags: uint8, on the exchange's device: whether a frame was not intact on any rank, whether
+            a value was not finite, and the numbers. None if nothing was checked.
+    """
+
+    def __init__(
+        self,
+        exchange: Collectives,
+        flags: Tensor | None,
+        asked: Sequence[Asked],
+        differences: Tensor | None,
+        origins: Sequence[Origin],
+        where: str,
+        advice: str,
+    ) -> None:
+        self.flags = flags
+        self._exchange, self._asked = exchange, asked
+        self._differences, self._origins = differences, origins
+        self._where, self._advice = where, advice
+        self._wait: Callable[[], Tensor] | None = None if flags is None else host.copy_from(flags)
+
+    def __call__(self) -> bool:
+        """Wait for the result. All ranks call this.
+
+        Returns:
+            Whether the values are finite on all ranks.
+
+        Raises:
+            WireError: on every rank, if a frame was not intact. It names the senders.
+        """
+        if self._wait is None:
+            return True
+        damaged, nonfinite, *numbers = self._wait().tolist()  # the only wait of a step
+        for mine, maxima in self._asked:
+            maxima[:], numbers = numbers[: len(mine)], numbers[len(mine) :]
+        if damaged:
+            raise self._error()
+        return not nonfinite
+
+    def _error(self) -> WireError:
+        """Return the error that names every sender of a frame that was not intact."""
+        problems = set()
+        found = iter(() if self._differences is None else self._differences.tolist())
+        for origin in self._origins:
+            for name, words in zip(origin.names(), found, strict=False):
+                if any(words):
+                    finding = FINDINGS[origin.frames.finding(*words)]
+                    problems.add(f"rank {name}'s message {finding}")
+        listed = "; ".join(sorted(set().union(*self._exchange.gather_all(problems))))
+        return WireError(f"cannot use a message of {self._where}: {listed}. {self._advice}")
+
+
+def own_flags(
+    device: torch.device,
+    differences: Tensor | None,
+    finite: Tensor | None,
+    asked: Sequence[Asked],
+) -> Tensor:
+    """Return the flags and numbers of this rank; see :class:`Conclusion`."""
+    numbers: list[int] = []
+    for mine, _ in asked:
+        numbers += mine
+    damaged = None if differences is None else differences.any()
+    if device.type == "cpu":
+        flags = [damaged is not None and bool(damaged), finite is not None and not bool(finite)]
+        return torch.tensor([*flags, *numbers], dtype=torch.uint8)
+    none = torch.zeros((), dtype=torch.bool, device=device)
+    nonfinite = none if finite is None else finite.logical_not().to(device)
+    both = torch.stack([none if damaged is None else damaged, nonfinite]).view(torch.uint8)
+    if not numbers:
+        return both
+    return torch.cat([both, host.copy_to(torch.tensor(numbers, dtype=torch.uint8), device)])
