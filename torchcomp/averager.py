@@ -32,8 +32,8 @@ from torchcomp.units import LR, Units, by_name
 
 UNCHANGED = "This step was discarded: the residual and the parameters did not change."
 LATE = (
-    "This was found one step later: the residual is that before the step, and the averaged "
-    "gradients were set to zero, so the optimizer has applied at most its momentum and weight decay."
+    "This was found one step later: the residual is that before the step. The averaged gradients "
+    "were set to zero, so the optimizer has applied at most its momentum and weight decay."
 )
 
 # Sends a residual that the current method has no slot for. Every value is sent uncompressed, so one

@@ -301,7 +301,8 @@ class ShardedRoute:
         frames, ranks = self._outgoing.frames, len(self._ranks)
         sizes = arriving.sizes if self._up.exact else arriving.sizes * ranks
         received = exchange.all_to_all(frames.outgoing(), frames.sizes, sizes)
-        received = received.view(-1, arriving.nbytes) if arriving.nbytes else received.view(ranks, 0)
+        rows = 1 if self._up.exact else ranks
+        received = received.view(rows, arriving.nbytes)
         exchange.check(arriving, received, self._ranks)
         with span("decode"):
             # In rank order on every rank, as in AllGatherRoute.
