@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchcomp import checkpoint
-from torchcomp.aggregators import EF, Aggregator, Mean
+from torchcomp.aggregators import EF, Aggregator
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.bucket import DEFAULT_CAPS, Bucket, BucketShape, Group, Shard, merge, partition
 from torchcomp.checks import check_at_least_0
@@ -19,9 +19,9 @@ from torchcomp.compressors import Identity
 from torchcomp.draws import Ahead
 from torchcomp.errors import CheckpointError, RankFailureError, SpecError
 from torchcomp.exchange import Exchange
-from torchcomp.guard import Guard, GuardMonitor, Monitor, Replicas
 from torchcomp.keys import Key, check_seed
 from torchcomp.nonfinite import FiniteWatch
+from torchcomp.observer import Observer
 from torchcomp.profiling import bucket_number, label
 from torchcomp.residuals import hand_over, is_sent
 from torchcomp.spec import parse_aggregator
@@ -41,7 +41,6 @@ LATE = (
 # Sends a residual that the current method has no slot for. Every value is sent uncompressed, so one
 # step is usually enough; see `is_sent`.
 _FLUSH = EF(Identity())
-_MEAN = Mean()
 _SAME_LR = "The learning rate must be the same function of the step on all ranks."
 
 
@@ -70,8 +69,7 @@ class Averager:
             25 MiB.
         seed: seed of the method's random choices, an integer of at least 0.
         merged: whether buckets can have other parameters than `groups`: a method that works on the
-            whole model then gets all groups as one bucket, and the guard can average a part of a
-            group uncompressed.
+            whole model then gets all groups as one bucket.
         what: what is averaged ("a gradient"), for error messages.
         unchanged: a sentence on what a discarded step leaves unchanged, for error messages.
         late: whether a step is checked when the next one begins. The host then never waits at the
@@ -83,8 +81,6 @@ class Averager:
             before the step.
         client_slots: returns, for the shape of a bucket, the slots that the caller opens in
             :attr:`state`. Declaring them adds them to checkpoints.
-        guard: True or a :class:`torchcomp.Guard` compares what is applied with the dense mean.
-        replicas: parameters that are equal on all ranks, by name, for the guard to compare.
 
     Attributes:
         buckets: the groups that the current method compresses: :attr:`groups`, or all of them
@@ -97,7 +93,7 @@ class Averager:
         unused: names of the parameters that no rank used in the last step; see :meth:`finish`.
         abandoned: whether the step in flight was abandoned; see :meth:`abandon`. Set it to False
             before the next one.
-        monitor: the last report and the alarms of the guard.
+        observer: what watches the steps; None if nothing does. Set it before the first step.
 
     Raises:
         SpecError: if the method cannot be built, or if an argument is invalid.
@@ -117,8 +113,6 @@ class Averager:
         late: bool = False,
         vote: Callable[[], bool] | None = None,
         client_slots: Callable[[BucketShape], tuple[Slot, ...]] | None = None,
-        guard: Guard | bool = False,
-        replicas: Replicas | None = None,
     ) -> None:
         self.exchange = exchange
         self.parameters = dict(parameters)
@@ -139,10 +133,7 @@ class Averager:
         # Returns whether the last step counts, or raises if it does not; None if that is decided.
         self._undecided: Callable[[], bool] | None = None
         self._client_slots = client_slots
-        self.monitor = Monitor()
-        if (options := Guard.of(guard)) is not None:
-            self.monitor = GuardMonitor(options, exchange, self.parameters, replicas)
-        self._dense: frozenset[str] = frozenset()  # parameters that the guard averages uncompressed
+        self.observer: Observer | None = None
         self._shapes: dict[Group, BucketShape] = {}
         self._nbytes = sum(parameter.nbytes for parameter in self.parameters.values())
         self.scale = 1.0
@@ -183,7 +174,7 @@ class Averager:
     @property
     def grouped(self) -> bool:
         """Whether the result depends on :attr:`buckets`. If not, any bucketing can be used."""
-        return self._active.depends_on_grouping or bool(self._dense)
+        return self._active.depends_on_grouping
 
     # One step.
 
@@ -210,14 +201,13 @@ class Averager:
                 late.
         """
         self.settle()
-        self.monitor.locate()
         with self._lock:
             self._require_wanted()
             self._step_lrs = _by_name(lr, self.parameters)
             self.state.rollback()
-            if self._in_flight or self._was_abandoned:
+            if (self._in_flight or self._was_abandoned) and self.observer is not None:
                 # Here, and not where it was abandoned: its thread could still report a bucket.
-                self.monitor.discard()
+                self.observer.changed()
             self._was_abandoned = False
             verified = self._verified
         self.exchange.reset()
@@ -245,11 +235,9 @@ class Averager:
             # A stage has workspaces of its own, and those of a high ratio are large.
             self.state.free_scratch()
             self._now = now
-        names = changed if ratio == 1 else self.parameters
-        ratios = {name: ratio * changed.get(name, 1.0) for name in names}
-        # The guard asks for the shapes only in a comparison.
-        shapes = partial(map, self.shape_of, self.buckets)
-        self.monitor.begin(self.step, now, shapes, ratios)
+        if self.observer is not None:
+            names = changed if ratio == 1 else self.parameters
+            self.observer.begin({name: ratio * changed.get(name, 1.0) for name in names})
 
     def _rescale(self, scale: float) -> None:
         """Convert residuals and estimates, which have the unit of the scaled gradients."""
@@ -286,7 +274,7 @@ class Averager:
 
     def _average(self, bucket: Bucket) -> None:
         self._require_wanted()
-        method = self._method_of(bucket.names, self._now)
+        method, observer = self._now, self.observer
         # A method that is dense for its first steps only is checked in all of them.
         guarded = self.guarded
         # If the method's residual shows which parameters were non-finite, this pass over the
@@ -294,10 +282,12 @@ class Averager:
         shown = self._combined or method.residual_shows_nonfinite(bucket.flat.dtype)
         if guarded and not shown:
             self._watch.before(bucket)
-        self.monitor.before(bucket, method)
+        if observer is not None:
+            observer.before(bucket, method)
         key = Key(self.seed, self.step, rank=self.exchange.rank, ahead=self._ahead)
         method.aggregate(bucket, self.exchange, self.state, key)
-        self.monitor.after(bucket, method, self.state)
+        if observer is not None:
+            observer.after(bucket, method)
         if guarded:
             self._watch.after(bucket)
 
@@ -355,6 +345,8 @@ class Averager:
                 self.unused = tuple(name for name, is_used in flagged if not is_used)
             flushed = counts and self._prepare_commit(leaves, leaving is True)
         except Exception as error:
+            if self.observer is not None:
+                self.observer.finished(False, ())
             with self._lock:
                 self._require_wanted()
                 lost = isinstance(error, RankFailureError)
@@ -363,10 +355,11 @@ class Averager:
                     self._end(True, False)
                 else:
                     self.state.rollback()
-                    self.monitor.discard()
                 # A step that is discarded has sent its bytes all the same.
                 self._meter.record(self.exchange.take_traffic(dense_bytes), self.step)
             raise
+        if not counts and self.observer is not None:
+            self.observer.finished(False, ())
         with self._lock:
             self._require_wanted()
             self._end(counts, flushed)
@@ -379,7 +372,8 @@ class Averager:
         """Combine the checks of the step over the ranks; return whether it counts, or raise."""
         check_lrs = self._compare_lrs(where)
         # Before the concluding message: what fails here on one rank fails on all.
-        self.monitor.measure(self.step + 1)
+        if self.observer is not None:
+            self.observer.finishing()
         undecided: Callable[[], bool] | None = None
         if late:
             counts, undecided = True, self._conclude_later(where, advice, check_lrs)
@@ -389,8 +383,6 @@ class Averager:
             if not counts and not may_skip:
                 what, traces = f"{self._what} at {where}", self._traces(self.state.pending("error"))
                 raise self._watch.error(what, self._unchanged + advice, traces)
-        if counts:
-            self.monitor.send()
         # Here, because a step that has just failed is not open.
         self._undecided = undecided
         return counts
@@ -400,13 +392,14 @@ class Averager:
         unchanged = {*self.unused, *(n for n, lr in self._step_lrs.items() if not lr)}
         if unchanged:
             self.state.undo(unchanged)
-            self.monitor.undo(unchanged)
-        if self._flushing:
-            self.monitor.forget()  # what is left of the residual is dropped if it is rounding
         if any(leaves):
-            self.monitor.forget()
             hand_over(self.state, self.exchange, self.parameters, self._owned(), leaving)
-        return self._flushing and is_sent(self.state, self.exchange, self.parameters)
+        flushed = self._flushing and is_sent(self.state, self.exchange, self.parameters)
+        if self.observer is not None:
+            if self._flushing or any(leaves):  # the residual has changed after the last bucket
+                self.observer.changed()
+            self.observer.finished(True, unchanged)
+        return flushed
 
     def _end(self, counts: bool, flushed: bool) -> None:
         """End the step. `flushed` says whether it has sent all that a flush had left."""
@@ -414,7 +407,6 @@ class Averager:
             self.state.commit()
         else:
             self.state.rollback()
-            self.monitor.discard()
         self.step += 1
         self._in_flight, self._flushed = False, flushed
         if self._vote is not None:
@@ -451,9 +443,10 @@ class Averager:
         with self._lock:
             self._undecided, self._flushed = None, False
             self.state.revert()
-            self.monitor.discard()
             self.step -= 1
             self._meter.record(Traffic(), self.step)
+            if self.observer is not None:
+                self.observer.changed()
 
     def _compare_lrs(self, where: str) -> Callable[[str], None]:
         """Add the learning rates of the step to the concluding message.
@@ -507,11 +500,11 @@ class Averager:
                     counts = undecided()
                 finally:
                     self._decide(undecided, counts)
-            self.monitor.receive()  # without the lock, which never waits for other ranks
+            if self.observer is not None:
+                self.observer.settle()  # without the lock, which never waits for other ranks
             with self._lock:
                 if self._flushed:
                     self._end_flush()
-                self._follow_guard()
 
     def _decide(self, undecided: Callable[[], bool], counts: bool) -> None:
         with self._lock:
@@ -580,8 +573,6 @@ class Averager:
         self.settle()
         # Here, before training: in the first step, compiling would run inside a backward pass.
         rehearse_all(method, self.parameters.values())
-        shapes = [self.shape_of(group) for group in self._buckets(method)]
-        self.monitor.use(method, shapes, {each.device for each in self.parameters.values()})
         self._aggregator, self._flushing = method, False
         self._install(method)
         # A slot can exist without any values, so look for a value and not for a slot.
@@ -620,7 +611,6 @@ class Averager:
                 self.state.free_scratch()
                 self._ahead.clear()
             self.exchange, self._verified = exchange, False
-            self.monitor.change_ranks(exchange)
 
     def position(self) -> dict[str, Any]:
         """Return what a rank that joins must have in common with the others; see :meth:`adopt`."""
@@ -632,7 +622,6 @@ class Averager:
             "scale": self.scale,
             "flushing": self._flushing,
             "groups": [list(group) for group in self.groups],
-            "pauses": self.monitor.state_dict(),
         }
 
     def adopt(self, position: Mapping[str, Any], met: bool) -> None:
@@ -648,7 +637,6 @@ class Averager:
             self._end_flush()
         self._rescale(position["scale"])
         self.groups = _groups(position["groups"])
-        self.monitor.load_state_dict(position["pauses"])
         self.use(position["spec"])
         self._flushing = position["flushing"]
         self._install(_FLUSH if self._flushing else self._aggregator)
@@ -682,58 +670,22 @@ class Averager:
             owned, self._active = self._owned(), method
             self.buckets, before = buckets, self.buckets
             self._ahead.clear()
-            self.monitor.forget()
-            declared: dict[str, list[Slot]] = {}
-            for slot in self._declared(method, buckets):
-                declared.setdefault(slot.name, []).append(slot)
+            if self.observer is not None:
+                self.observer.changed()
+            declared = {slot.name: slot.sharded for slot in self._declared(method, buckets)}
             # A server residual fits only the shards of the same buckets. Otherwise, add it to this
             # rank's own residual.
-            if buckets != before or not any(slots[0].sharded for slots in declared.values()):
+            if buckets != before or not any(declared.values()):
                 self.state.unshard(owned, self.exchange.world_size)
             # Unsent gradient is never dropped here, even if the new method has no slot for it:
             # `use` starts a flush.
             others = self.state.slots().keys() - self.state.debts()
             self.state.drop(others - declared.keys())
-            # What the guard averages uncompressed begins anew afterwards.
-            for name in others & declared.keys():
-                self.state.keep(name, {each for slot in declared[name] for each in slot.names})
 
     def _buckets(self, method: Aggregator) -> tuple[Group, ...]:
-        """Return the groups of a method, and then those that the guard averages uncompressed."""
-        groups, dense = self.groups, self._dense
-        if dense:
-            groups = tuple(part for group in groups if (part := _without(group, dense)))
-        if method.whole_model and self._merged:
-            groups = merge(groups, self.parameters)
-        if dense:
-            kept = self.parameters.keys() - dense
-            groups += tuple(part for group in self.groups if (part := _without(group, kept)))
-        return groups
-
-    def _method_of(
-        self, group: Group, method: Aggregator, dense: frozenset[str] | None = None
-    ) -> Aggregator:
-        """Return what averages a group: the method, unless the guard averages it uncompressed.
-
-        Args:
-            group: names of its parameters.
-            method: the method.
-            dense: what the guard averages uncompressed, if it is not that of now.
-        """
-        if not group or group[0] not in (self._dense if dense is None else dense):
-            return method
-        slots = method.slots(self.shape_of(group), self.exchange.world_size, self.exchange.rank)
-        return _FLUSH if any(slot.kind is Kind.DEBT for slot in slots) else _MEAN
-
-    def _follow_guard(self) -> None:
-        """Average uncompressed what the guard wants, and only that."""
-        dense = self.monitor.settle(self.step)
-        if dense and not self._merged:
-            whole = (group for group in self.groups if not dense.isdisjoint(group))
-            dense = frozenset(name for group in whole for name in group)
-        if dense != self._dense:
-            self._dense = dense
-            self._install(self._active)
+        """Return the groups that a method compresses."""
+        whole = method.whole_model and self._merged
+        return merge(self.groups, self.parameters) if whole else self.groups
 
     def _end_flush(self) -> None:
         """From the next step on, run the method that the user chose, without a residual."""
@@ -746,16 +698,11 @@ class Averager:
         rank, ranks = self.exchange.rank, self.exchange.world_size
         return [self.shape_of(group).shards(ranks)[rank] for group in self.buckets]
 
-    def _declared(
-        self,
-        method: Aggregator,
-        buckets: Sequence[Group],
-        dense: frozenset[str] | None = None,
-    ) -> Iterator[Slot]:
+    def _declared(self, method: Aggregator, buckets: Sequence[Group]) -> Iterator[Slot]:
         """Iterate over the slots of all buckets: the method's, then the client's."""
         for group in buckets:
-            shape, used = self.shape_of(group), self._method_of(group, method, dense)
-            yield from used.slots(shape, self.exchange.world_size, self.exchange.rank)
+            shape = self.shape_of(group)
+            yield from method.slots(shape, self.exchange.world_size, self.exchange.rank)
             if self._client_slots is not None:
                 yield from self._client_slots(shape)
 
@@ -833,7 +780,6 @@ class Averager:
             "parameters": checkpoint.layout_of(self.parameters),
             "traffic": self._meter.state_dict(),
             "slots": slots,
-            **checkpoint.guard_section(self._dense, self.monitor.state_dict()),
         }
 
     def prepare(
@@ -862,9 +808,8 @@ class Averager:
         checkpoint.check_engine(state, self.parameters)
         # During a flush, the checkpoint has the slots of _FLUSH and the spec of the next method.
         method = _FLUSH if state["flushing"] else aggregator
-        dense, _ = checkpoint.read_guard(state)
         slots: dict[str, tuple[Kind, bool, dict[str, Tensor]]] = {}
-        for slot in self._declared(method, _groups(state["buckets"]), dense):
+        for slot in self._declared(method, _groups(state["buckets"])):
             # `redistribute` drops caches, so they can be missing. They never change a result.
             if slot.kind is not Kind.CACHE or slot.name in state["slots"]:
                 parts = checkpoint.load_slot(slot, state, self.parameters)
@@ -888,8 +833,6 @@ class Averager:
         self.step, self.seed, self.scale = state["step"], state["seed"], float(state["scale"])
         self.lrs = dict(state["lrs"])
         self._meter.load_state_dict(state["traffic"], self.step)
-        self._dense, pauses = checkpoint.read_guard(state)
-        self.monitor.load_state_dict(pauses)
         self._aggregator, self._flushing = aggregator, state["flushing"]
         self._active = _FLUSH if self._flushing else aggregator
         # A fresh one: workspaces and a step in flight must not outlive the old state.
@@ -898,6 +841,8 @@ class Averager:
         for name, (kind, sharded, parts) in slots.items():
             self.state.load(name, kind, sharded, parts)
         self._verified = False
+        if self.observer is not None:
+            self.observer.changed()
 
     def load_state_dict(self, state: dict[str, Any], aggregator: Aggregator | None = None) -> None:
         """Restore the result of :meth:`state_dict` on this rank. On error, nothing changes.
@@ -926,10 +871,6 @@ def _by_name(lr: LR, parameters: Mapping[str, Tensor]) -> dict[str, float]:
     for name in parameters:
         check_at_least_0(f"lr of '{name}'", lrs.get(name))
     return {name: float(lrs[name]) for name in parameters}
-
-
-def _without(group: Group, names: Collection[str]) -> Group:
-    return tuple(name for name in group if name not in names)
 
 
 def _groups(names: Sequence[Sequence[str]]) -> tuple[Group, ...]:

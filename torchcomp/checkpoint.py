@@ -7,7 +7,7 @@ A complete state dict is validated before anything is restored from it.
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -206,40 +206,6 @@ ENGINE = record(
 )
 
 
-Pauses = Mapping[str, Sequence[int]]
-
-_GUARD = record(dense=list_of(text), pauses=dict_of(list_of(count)))
-
-
-def guard_section(dense: Collection[str], pauses: Pauses) -> dict[str, Any]:
-    """Return what a state has of the guard: nothing, if it has never averaged uncompressed.
-
-    Args:
-        dense: names of the parameters that are averaged uncompressed.
-        pauses: end and length of the last pause of parameters, by name.
-    """
-    if not (dense or pauses):
-        return {}
-    return {"guard": {"dense": sorted(dense), "pauses": {n: [*p] for n, p in pauses.items()}}}
-
-
-def read_guard(state: Mapping[str, Any]) -> tuple[frozenset[str], Pauses]:
-    """Return the arguments of :func:`guard_section` for a state.
-
-    Raises:
-        CheckpointError: if what the state has of the guard is damaged.
-    """
-    section = state.get("guard", {"dense": [], "pauses": {}})
-    _GUARD(section, "guard")
-    dense, pauses = frozenset(section["dense"]), section["pauses"]
-    known = {*dense, *pauses} <= state["parameters"].keys()
-    # The guard averages whole buckets uncompressed.
-    whole = all(dense.isdisjoint(b) or dense.issuperset(b) for b in state["buckets"])
-    if not (known and whole and all(len(pause) == 2 for pause in pauses.values())):
-        raise CheckpointError(f"a damaged checkpoint: its guard section is {shown(section)}")
-    return dense, pauses
-
-
 TWO_LEVELS = optional(record(node=count, position=count, node_size=count, parameters=_LAYOUTS))
 """Form of what a run with nodes adds: which piece of the whole parameters the state belongs to."""
 
@@ -407,17 +373,21 @@ def load_slot(
     Raises:
         CheckpointError: if the slot is missing, or has other parameters or sizes.
     """
+    paused, where = _paused(state), f"slots['{slot.name}']"
+    expected = (slot.kind.value, slot.sharded)
     saved = state["slots"].get(slot.name)
-    where = f"slots['{slot.name}']"
+    if saved is None and paused:
+        saved = {"kind": expected[0], "sharded": expected[1], "tensors": {}}
     if saved is None:
         raise CheckpointError(f"a damaged checkpoint: {where} is missing")
-    found, expected = (saved["kind"], saved["sharded"]), (slot.kind.value, slot.sharded)
+    found = (saved["kind"], saved["sharded"])
     require(found == expected, where, f"a slot of (kind, sharded) {expected}", found)
     flats = {}
     for name, size in zip(slot.names, slot.sizes, strict=True):
         parameter = parameters[name]
         if name not in saved["tensors"]:
-            if state.get(RECUT) is True and size != parameter.numel() and not slot.sharded:
+            recut = state.get(RECUT) is True and size != parameter.numel() and not slot.sharded
+            if recut or name in paused:
                 flats[name] = _initial(slot, name, size, parameter.device)
                 continue
             raise CheckpointError(f"a damaged checkpoint: {where} lacks '{name}'")
@@ -449,3 +419,13 @@ def load_slot(
         tensor()(flat, f"{path}, as {slot.dtype},")
         flats[name] = flat
     return flats
+
+
+def _paused(state: Mapping[str, Any]) -> list[str]:
+    """Return the parameters that the guard of an older version averaged uncompressed.
+
+    Their estimates begin anew.
+    """
+    section = state.get("guard")
+    paused = section.get("dense") if isinstance(section, Mapping) else None
+    return paused if isinstance(paused, list) else []

@@ -33,7 +33,6 @@ from torchcomp.ddp.managed import Managed
 from torchcomp.ddp.two_level import Levels, TwoLevel
 from torchcomp.errors import SpecError
 from torchcomp.exchange import InProcessExchange, ProcessGroupExchange
-from torchcomp.guard import Replicas
 from torchcomp.hooks.arguments import Options, late_does_not_fit
 from torchcomp.hooks.executors import transport
 from torchcomp.hooks.log import log_auto, log_method, log_optimizers
@@ -72,8 +71,6 @@ def register_ddp(
         aggregator,
         seed=options.seed,
         late=options.late,
-        guard=options.guard,
-        replicas=Replicas(_replicated(model)),
     )
     buckets: Buckets
     if isinstance(everyone, InProcessExchange):
@@ -85,6 +82,10 @@ def register_ddp(
     else:
         levels = Levels(divided, everyone)
         buckets = TwoLevel.of(make, parameters, groups, levels, options.inside_dtype)
+    if options.guard:
+        from torchcomp.guard import watch
+
+        watch(buckets.averager, options.guard, _replicated(model))
     if auto is not None:
         buckets = Choosing(buckets, methods, auto.steps)
     handle = DDPHandle(model, buckets, options.scaler, lrs)

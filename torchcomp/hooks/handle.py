@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torchcomp.auto import Choice
 from torchcomp.component import Component
 from torchcomp.exchange import Exchange
 from torchcomp.gathering import Gatherable
-from torchcomp.guard.monitor import Monitor
 from torchcomp.hooks.averaging import Averaging
 from torchcomp.hooks.executors import AT_EXIT_SECONDS
 from torchcomp.hooks.one_process import OfOneProcess
@@ -24,6 +24,9 @@ SCALER_ADVICE = (
     "If a GradScaler should skip such steps, pass scaler=scaler to torchcomp.register or "
     "torchcomp.JointSpar"
 )
+
+
+_NO_GUARD = SimpleNamespace(report=None, alarms=())
 
 
 class Handle(OfOneProcess, Gatherable):
@@ -82,9 +85,9 @@ class Handle(OfOneProcess, Gatherable):
         return self.averager.residual_norms(slot)
 
     @property
-    def guard(self) -> Monitor:
+    def guard(self) -> Any:
         """The guard: its last `report`, None before the first one, and what it found, `alarms`."""
-        return self.averager.monitor
+        return self.averager.observer or _NO_GUARD
 
     @property
     def choice(self) -> Choice | None:
