@@ -8,7 +8,7 @@ commit makes the second copy current. A roll-back discards it, so a discarded st
 """
 
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -255,13 +255,6 @@ class State:
                 self._in_flight.difference_update(store.flats.values())
                 self._committed.difference_update(store.flats.values())
                 self._kept.difference_update(store.flats.values())
-
-    def keep(self, name: str, parameters: Container[str]) -> None:
-        """Remove the values of all other parameters from a slot, between two steps."""
-        store = self._stores[name]
-        kept = {each: part for each, part in store.items() if each in parameters}
-        if len(kept) < sum(1 for _ in store.items()):
-            self.load(name, store.kind, store.sharded, kept)
 
     def unshard(self, owned: Iterable[Shard], world_size: int) -> None:
         """Add this rank's server residual to its own residual, and remove the server residual.

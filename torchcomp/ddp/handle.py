@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torchcomp.ddp.executors import AT_EXIT_SECONDS
 from torchcomp.ddp.one_process import OfOneProcess
 from torchcomp.exchange import Exchange
 from torchcomp.gathering import Gatherable
-from torchcomp.guard.monitor import Monitor
 from torchcomp.redistribution import Place
 from torchcomp.spec import parse_aggregator
 from torchcomp.stats import Stats
@@ -24,6 +24,9 @@ SCALER_ADVICE = (
     "If a GradScaler should skip such steps, pass scaler=scaler to torchcomp.register or "
     "torchcomp.JointSpar"
 )
+
+
+_NO_GUARD = SimpleNamespace(report=None, alarms=())
 
 
 class Handle(OfOneProcess, Gatherable):
@@ -83,9 +86,9 @@ class Handle(OfOneProcess, Gatherable):
         return self.averager.residual_norms(slot)
 
     @property
-    def guard(self) -> Monitor:
+    def guard(self) -> Any:
         """The guard: its last `report`, None before the first one, and what it found, `alarms`."""
-        return self.averager.monitor
+        return self.averager.observer or _NO_GUARD
 
     @property
     def choice(self) -> Choice | None:

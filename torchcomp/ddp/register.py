@@ -37,7 +37,6 @@ from torchcomp.ddp.optimizer_lrs import OptimizerLRs
 from torchcomp.ddp.two_level import Levels, TwoLevel
 from torchcomp.errors import SpecError
 from torchcomp.exchange import InProcessExchange, ProcessGroupExchange
-from torchcomp.guard import Replicas
 from torchcomp.nodes import Nodes
 from torchcomp.redistribution import Place
 from torchcomp.spec import candidates, parse_registered
@@ -73,9 +72,7 @@ def register_ddp(
         aggregator,
         seed=options.seed,
         late=options.late,
-        guard=options.guard,
         checksum=options.checksum,
-        replicas=Replicas(_replicated(model)),
     )
     buckets: Buckets
     if isinstance(everyone, InProcessExchange):
@@ -87,6 +84,10 @@ def register_ddp(
     else:
         levels = Levels(divided, everyone)
         buckets = TwoLevel.of(make, parameters, groups, levels, options.inside_dtype)
+    if options.guard:
+        from torchcomp.guard import watch
+
+        watch(buckets.averager, options.guard, _replicated(model))
     if auto is not None:
         buckets = Choosing(buckets, methods, auto.steps)
     handle = DDPHandle(model, buckets, options.scaler, lrs)

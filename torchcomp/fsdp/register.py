@@ -24,7 +24,6 @@ from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
 from torchcomp.fsdp.handle import FSDPHandle, check_method
 from torchcomp.fsdp.units import Unit, units_of
-from torchcomp.guard import Replicas
 from torchcomp.redistribution import Place
 from torchcomp.spec import parse_registered
 
@@ -62,10 +61,12 @@ def register_fsdp(
         seed=options.seed,
         merged=False,
         late=options.late,
-        guard=options.guard,
         checksum=options.checksum,
-        replicas=Replicas(local, shards.rank, shards.world_size),
     )
+    if options.guard:
+        from torchcomp.guard import Replicas, watch
+
+        watch(averager, options.guard, Replicas(local, shards.rank, shards.world_size))
     place = Place(everyone.rank, replicas.rank, shards.rank, shards.world_size)
     # Of whole parameters: without memory.
     whole = {
