@@ -223,7 +223,8 @@ class ShardedRoute:
         with span("encode"):
             self._key = key
             if self._up.exact:
-                self._send_selected(x, self._up.selector.select(x, self._selects))
+                index = self._up.selector.select(x, self._selects) if self._selects else _none(x)
+                self._send_selected(x, index)
             else:
                 self._message = self._outgoing.encode(x, key)
 
@@ -231,7 +232,9 @@ class ShardedRoute:
         with span("encode"):
             self._key = key
             if self._up.exact:
-                index = self._up.selector.select_sum(g, e, rest, self._selects)
+                index = _none(g)  # of a bucket without elements
+                if self._selects:
+                    index = self._up.selector.select_sum(g, e, rest, self._selects)
                 self._send_selected(narrow(rest, g.dtype), index)
                 self._outgoing.subtract(self._message, rest, key)
             else:
@@ -356,7 +359,9 @@ class ShardedRoute:
         # On the CPU, because the search compares the thresholds on the host.
         slot = self._bucket.slots["thresholds"]
         before, after = self._bucket.state.open(slot, torch.device("cpu"))
-        index = down.selector.select_sum(mean, e, x, self._candidates)
+        index = _none(x)  # a shard can be empty
+        if self._candidates:
+            index = down.selector.select_sum(mean, e, x, self._candidates)
         # A vector without elements in this shard still needs a query: all ranks take part in the
         # search of every vector.
         counts = [sizes[rank] for sizes in down.candidates]
@@ -384,3 +389,7 @@ class ShardedRoute:
         if codec is not self._outgoing:
             selector = self._down.selector
         return codec.pack(selector.encode_selected(x, index, codec.vectors, key))
+
+
+def _none(like: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.int64, device=like.device)
