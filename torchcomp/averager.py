@@ -323,7 +323,9 @@ class Averager:
         if used is not None:
             used_by_any = exchange.max_at_end([name in used for name in self.parameters])
         leaves = [] if leaving is None else exchange.max_at_end([leaving])
-        late = self._late and used is None and not self._flushing
+        # On a CPU, waiting costs nothing.
+        needed = used is not None or self._flushing or (may_skip and exchange.device.type == "cpu")
+        late = self._late and not needed
         counts, flushed, reasons = True, False, ()
         try:
             verdict, self.void = self._conclude(
@@ -388,7 +390,7 @@ class Averager:
             return finite
 
         flags = decide.flags if late else None
-        return counts, None if flags is None else flags[:2].any()
+        return counts, None if flags is None else flags[:2].ne(0).any()
 
     def _note_unused(self, used_by_any: Sequence[int]) -> None:
         # Not strict: if the collective failed, nothing is known about any parameter.

@@ -553,30 +553,3 @@ def test_a_thread_whose_step_was_abandoned_averages_no_more():
     for error, step in torchcomp.run_in_process(2, body):
         assert isinstance(error, RuntimeError)
         assert step == 1
-
-
-@pytest.mark.parametrize("method", ["dgc(topk(0.1))", "bidirectional(topk(0.1), topk(0.1))"])
-@pytest.mark.parametrize("paused", [["matrix"], ["bias", "conv", "empty", "gain", "matrix"]])
-def test_a_state_in_which_an_older_guard_averaged_uncompressed_is_loaded(method, paused):
-    def body(exchange):
-        before = small.averager(exchange, method)
-        small.train(before, 0, 3)
-        state = before.state_dict()
-        # Uncompressed, a parameter is in another bucket, and has no slot but a residual.
-        others = [[n for n in group if n not in paused] for group in small.GROUPS]
-        state["buckets"] = [group for group in others if group] + [paused]
-        state["guard"] = {"dense": paused, "pauses": {name: [20, 10] for name in paused}}
-        slots = {name: slot for name, slot in state["slots"].items() if name != "error"}
-        for name, slot in slots.items():
-            for parameter in paused:
-                slot["tensors"].pop(parameter, None)
-            if not slot["tensors"]:
-                del state["slots"][name]
-        after = small.averager(exchange, method)
-        after.load_state_dict(state)
-        errors = [each.state_dict()["slots"]["error"] for each in (before, after)]
-        assert same(*errors)
-        return small.train(after, 3, 6)
-
-    means, others = small.on_ranks(2, body)
-    assert same(means, others)
