@@ -5,8 +5,7 @@ The message of a bucket is the concatenation of the messages of its vectors. Wit
 owners of shards, a bucket is encoded as several messages, one frame for each owner.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, islice
 
@@ -15,26 +14,22 @@ from torch import Tensor
 
 from torchcomp import wire
 from torchcomp.bucket import Names
-from torchcomp.compressors.base import Compressor, Encoded, Vector
+from torchcomp.compressors.base import Compressor, Encoded, Message, Vector, Vectors
 from torchcomp.kernels import checksum
-from torchcomp.kernels.select import Scratch
 from torchcomp.keys import Key
 from torchcomp.wire import Layout, Parts
 
-Message = list[Encoded]
 
-
-@dataclass(frozen=True)
 class Codec:
     """Encodes and decodes the tensors of one shape, vector by vector in their order.
 
-    Attributes:
+    Args:
         vectors: the parts of the tensor that are compressed separately.
         counts: number of vectors in each frame. By default, one frame has all of them.
     """
 
-    vectors: tuple[Vector, ...]
-    counts: tuple[int, ...] | None = None
+    def __init__(self, vectors: Vectors, counts: Sequence[int] | None = None) -> None:
+        self.vectors, self.counts = vectors, counts
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
@@ -67,49 +62,44 @@ class Codec:
         """Size of all frames in bytes."""
         return sum(self.sizes)
 
-    @cached_property
-    def _kind(self) -> type[Compressor]:
-        return type(self.vectors[0].compressor) if self.vectors else Compressor
-
-    def scratch(self) -> list[Scratch]:
-        """Return a workspace for :meth:`encode_sum`, one entry per vector."""
-        # One each, because selection starts from the previous threshold of its own vector.
-        return [Scratch() for _ in self.vectors]
-
-    def encode(self, x: Tensor, key: Key) -> Message:
+    def encode(self, x: Tensor, key: Key) -> Encoded:
         """Compress every vector of `x`, a 1-D tensor."""
-        return self._kind.encode_all(self.vectors, x, key)
+        vectors = self.vectors
+        return vectors.compressor.encode(x, vectors, key) if vectors else Encoded(())
 
-    def encode_sum(
-        self,
-        g: Tensor,
-        e: Tensor,
-        out: Tensor,
-        key: Key,
-        scratch: Sequence[Scratch],
-        dtype: torch.dtype,
-    ) -> Message:
-        """Write ``out = g + e`` and return its message, encoded from the sum rounded to `dtype`."""
-        # One call for both, because a compressor can select in the same pass that adds.
-        return self._kind.encode_sum_all(self.vectors, g, e, out, key, scratch, dtype)
+    def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, key: Key) -> Encoded:
+        """Compress ``g + e``, and write what the message does not contain to `rest`."""
+        vectors = self.vectors
+        return vectors.compressor.encode_sum(g, e, rest, vectors, key) if vectors else Encoded(())
 
-    def subtract(self, message: Message, x: Tensor, key: Key, weight: float = 1.0) -> None:
-        """Subtract `weight` times the decoded `message` from `x`, the tensor that it encodes."""
-        self._kind.subtract_all(self.vectors, message, x, key, weight)
+    def subtract(self, encoded: Encoded, x: Tensor, key: Key, weight: float = 1.0) -> None:
+        """Subtract `weight` times the decoded message from `x`, the tensor that it encodes."""
+        if self.vectors:
+            self.vectors.compressor.subtract(encoded, x, self.vectors, key, weight)
 
-    def decode(self, message: Sequence[Parts], out: Tensor, key: Key) -> None:
-        """Write the decoded tensor to `out`."""
-        for parts, v in zip(message, self.vectors, strict=True):
-            v.compressor.decode(parts, out[v.span], key.of_tensor(v.name))
+    def accumulate(
+        self, messages: Sequence[Message], out: Tensor, key: Key, weight: float = 1.0
+    ) -> None:
+        """Add `weight` times each decoded message to `out`, in place, one after another."""
+        # In the order of the messages: another order rounds differently, so replicas would drift.
+        if self.vectors:
+            self.vectors.compressor.accumulate(messages, out, self.vectors, key, weight)
 
-    def pack(self, message: Message, frames: Tensor) -> None:
+    def mean(self, messages: Sequence[Message], out: Tensor, key: Key, divisor: int) -> None:
+        """Write the sum of the decoded messages, in order, divided by `divisor`, to `out`."""
+        if self.vectors:
+            self.vectors.compressor.mean(messages, out, self.vectors, key, divisor)
+        else:
+            out.zero_()
+
+    def pack(self, message: Encoded, frames: Tensor) -> None:
         """Write the messages and their headers to `frames`.
 
         Args:
             message: the encoded vectors.
             frames: 1-D uint8, ``framed`` elements, aligned to 8 bytes.
         """
-        parts = iter([part for encoded in message for part in encoded.parts])
+        parts = iter([part for own in message.parts for part in own])
         lengths = tuple(length for length in self.lengths if length)
         headers = iter(wire.headers(lengths, frames.device) if lengths else ())
         pieces = []
@@ -133,41 +123,35 @@ class Codec:
         return [tuple(islice(parts, len(vector.layout))) for vector in self.vectors]
 
 
-def add_messages(
-    messages: Sequence[tuple[Codec, Sequence[Parts]]], out: Tensor, key: Key, weight: float = 1.0
-) -> None:
-    """Add `weight` times each decoded message to `out`, in place, one after another.
-
-    Args:
-        messages: for each message its codec, and the fields of each of its vectors. The codecs have
-            compressors of one class.
-        out: 1-D.
-        key: key of the encodings.
-        weight: factor on the decoded values.
-    """
-    # In the order of the messages: another order rounds differently, so replicas would drift.
-    received = [(codec.vectors, parts) for codec, parts in messages if codec.vectors]
-    for codec, _ in messages:
-        if codec.vectors:
-            codec._kind.accumulate_all(received, out, key, weight)
-            break
-
-
-# Cached: every bucket of every step needs its codec, which has the layout of each vector.
+# Cached, because it depends on the shape alone.
 @lru_cache(maxsize=4096)
-def codec(
+def vectors_of(
     compressor: Compressor, names: Names, sizes: tuple[int, ...], dtype: torch.dtype
-) -> Codec:
-    """Return the codec for a bucket of these parameters in this dtype."""
+) -> tuple[Vector, ...]:
+    """Return the vectors of a bucket of these parameters in this dtype."""
     if compressor.per_tensor:
         ends = zip(names, sizes, accumulate(sizes), strict=True)
         spans = [(name, slice(end - size, end)) for name, size, end in ends]
     else:
         # A list of at most one: a bucket without parameters has no vector.
         spans = [(name, slice(0, sum(sizes))) for name in names[:1]]
-    return Codec(
-        tuple(
-            Vector(name, span, compressor, compressor.layout(span.stop - span.start, dtype))
-            for name, span in spans
-        )
+    return tuple(
+        Vector(name, span, compressor, compressor.layout(span.stop - span.start, dtype))
+        for name, span in spans
     )
+
+
+def codec(
+    compressor: Compressor,
+    names: Names,
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Codec:
+    """Return a codec for a bucket of these parameters in this dtype, with workspaces of its own."""
+    return Codec(Vectors(vectors_of(compressor, names, sizes, dtype), device, dtype))
+
+
+def nbytes_of(vectors: Iterable[Vector]) -> int:
+    """Return the size of the vectors' message in bytes."""
+    return sum(wire.nbytes(vector.layout) for vector in vectors)

@@ -13,7 +13,7 @@ from torchcomp.aggregators.residual import (
     write_mean,
 )
 from torchcomp.bucket import Bucket, BucketShape
-from torchcomp.codec import codec
+from torchcomp.codec import nbytes_of, vectors_of
 from torchcomp.component import Choices, check_kind
 from torchcomp.compressors import Compressor
 from torchcomp.errors import SpecError
@@ -101,7 +101,7 @@ class Bidirectional(Residual):
         _, down = self._directions(shape, world_size)
         if not down.exact:
             return error, server
-        names = tuple(vector.name for vector in down.whole.vectors)
+        names = tuple(vector.name for vector in down.whole)
         # One threshold per vector, as the bits of a float. int64 also fits those of a float64.
         # CACHE because a threshold only starts the next search and never changes its result.
         ones = (1,) * len(names)
@@ -115,7 +115,7 @@ class Bidirectional(Residual):
         )
 
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
-        nbytes = codec(self.up, shape.names, shape.sizes, shape.dtype).nbytes
+        nbytes = nbytes_of(vectors_of(self.up, shape.names, shape.sizes, shape.dtype))
         load = sharded_load(*self._directions(shape, world_size), rank, node)
         return Cost("sharded", nbytes, load)
 
@@ -125,8 +125,7 @@ class Bidirectional(Residual):
         e, x = state.open(error, g.device)
         up, down = self._directions(bucket.shape, ranks)
         route = ShardedRoute(up, down, exchange, key, state, error.dtype, *server)
-        route.send_sum(g, e, x)  # steps 1 and 2
-        route.sent(x, -1.0)  # step 3: x becomes the new e
+        route.send_sum(g, e, x)  # steps 1 to 3: x becomes the new e
         write_mean(route, g, x)  # steps 4 to 7
 
     def _directions(self, shape: BucketShape, world_size: int) -> tuple[Direction, Direction]:

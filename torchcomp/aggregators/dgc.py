@@ -143,8 +143,7 @@ class DGC(Residual, OneWay):
         # Step 2 without g, which `send_sum` adds in the same pass as it selects entries.
         without_g = torch.add(v, u_next if self.nesterov else u, alpha=self.momentum)
         route = self.route(bucket.shape, exchange, state, key)
-        route.send_sum(g, without_g, v_next)  # steps 2 and 3
-        route.sent(v_next, -1.0)  # step 4, for v
+        route.send_sum(g, without_g, v_next)  # steps 2 and 3, and 4 for v
         # Step 4, for u. `without_g` is no longer needed: reuse it for the sent entries.
         route.sent(without_g.zero_())
         u_next.masked_fill_(without_g != 0, 0.0)

@@ -71,6 +71,5 @@ class EF(Residual, OneWay):
         g = bucket.flat
         e, x = state.open(self.error_slot(bucket.shape), g.device)
         route = self.route(bucket.shape, exchange, state, key)
-        route.send_sum(g, e, x)  # steps 1 and 2
-        route.sent(x, -1.0)  # step 3: x becomes the new e
+        route.send_sum(g, e, x)  # steps 1 to 3: x becomes the new e
         write_mean(route, g, x)  # step 4

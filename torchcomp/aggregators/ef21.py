@@ -75,8 +75,8 @@ class EF21(OneWay):
         s, s_next = state.open(own, g.device)
         m, m_next = state.open(mean, g.device)
         route = self.route(bucket.shape, exchange, state, key)
-        # Step 1. `s_next` and `m_next` are free until steps 2 and 3. Use them for -s and g - s, to
-        # save two temporary tensors.
+        # Step 1. `s_next` and `m_next` are free until steps 2 and 3. Use them for -s, and for what
+        # the message does not contain, to save two temporary tensors.
         route.send_sum(g, torch.neg(s, out=s_next), m_next)
         s_next.copy_(s)
         route.sent(s_next)  # step 2

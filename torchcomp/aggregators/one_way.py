@@ -6,9 +6,10 @@ from typing import Annotated
 
 import torch
 
+from torchcomp import wire
 from torchcomp.aggregators.base import Aggregator, Cost
 from torchcomp.bucket import BucketShape
-from torchcomp.codec import codec
+from torchcomp.codec import codec, nbytes_of, vectors_of
 from torchcomp.component import Choices, check_kind
 from torchcomp.compressors import Compressor, Identity
 from torchcomp.errors import SpecError
@@ -86,7 +87,7 @@ class OneWay(Aggregator):
 
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
         collective = _collective(self, shape, world_size)
-        nbytes = codec(self.compressor, shape.names, shape.sizes, shape.dtype).nbytes
+        nbytes = _message_bytes(self, shape)
         return Cost(collective, nbytes, _load(self, collective, shape, world_size, rank, node))
 
     def route(self, shape: BucketShape, exchange: Exchange, state: State, key: Key) -> Route:
@@ -96,11 +97,11 @@ class OneWay(Aggregator):
             up, down = _directions(self, shape, exchange.world_size)
             # No slot for a server residual: the downlink is dense, so it leaves nothing unsent.
             return ShardedRoute(up, down, exchange, key, state, down.shape.dtype)
-        encoder = codec(self.compressor, shape.names, shape.sizes, shape.dtype)
+        bucket = self.compressor, shape.names, shape.sizes, shape.dtype, exchange.device
+        encoder = state.scratch((self, shape), lambda: codec(*bucket))
         if collective == "allreduce":
             return AllReduceRoute(encoder, exchange, key)
-        scratch = state.scratch((self, shape), encoder.scratch)
-        return AllGatherRoute(encoder, exchange, key, scratch)
+        return AllGatherRoute(encoder, exchange, key)
 
 
 # Cached because every bucket of every step needs it, and computing it takes milliseconds.
@@ -129,11 +130,15 @@ def _load(
 ) -> Load:
     if collective == "sharded":
         return sharded_load(*_directions(method, shape, world_size), rank, node)
-    encoder = codec(method.compressor, shape.names, shape.sizes, shape.dtype)
+    nbytes = _message_bytes(method, shape)
     if collective == "allreduce":
-        return Load(summed=encoder.nbytes)
-    moved = gathered(encoder.framed, world_size, node)
+        return Load(summed=nbytes)
+    moved = gathered(wire.framed(nbytes) if nbytes else 0, world_size, node)
     return Load(sent=moved, received=moved)
+
+
+def _message_bytes(method: OneWay, shape: BucketShape) -> int:
+    return nbytes_of(vectors_of(method.compressor, shape.names, shape.sizes, shape.dtype))
 
 
 @lru_cache(maxsize=1024)

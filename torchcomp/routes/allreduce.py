@@ -31,23 +31,24 @@ class AllReduceRoute:
         # Plain DDP multiplies by the reciprocal. A division would round differently.
         self._message = self._codec.encode(x.mul_(1.0 / self._exchange.world_size), self._key)
 
-    def send_sum(self, g: Tensor, e: Tensor, x: Tensor) -> None:
-        torch.add(g, e, out=x)
-        # Send `g`: `send` divides its argument in place, and `x` must stay the undivided sum.
-        self.send(narrow(x, g.dtype, g, _share(g.dtype, self._exchange.world_size)))
+    def send_sum(self, g: Tensor, e: Tensor, rest: Tensor) -> None:
+        torch.add(g, e, out=rest)
+        # Send `g`: `send` divides its argument in place, and `rest` must stay the undivided sum.
+        self.send(narrow(rest, g.dtype, g, _share(g.dtype, self._exchange.world_size)))
+        self.sent(rest, -1.0)
 
     def sent(self, out: Tensor, weight: float = 1.0) -> None:
         weight *= self._exchange.world_size  # undoes the division in `send`
         self._codec.subtract(self._message, out, self._key, -weight)
 
     def mean(self, out: Tensor) -> None:
-        values = [encoded.parts[0] for encoded in self._message]
+        values = [own for (own,) in self._message.parts]
         # One collective for the whole bucket, even if it is encoded parameter by parameter.
         total = values[0] if len(values) == 1 else torch.cat(values)
         self._exchange.all_reduce(total)
         summed = torch.split(total, [value.numel() for value in values])
         with label("decode"):
-            self._codec.decode([(value,) for value in summed], out, self._key)
+            self._codec.mean([[(value,) for value in summed]], out, self._key, 1)
 
 
 def _share(dtype: torch.dtype, world_size: int) -> float:

@@ -23,16 +23,16 @@ from torch import Tensor
 
 from torchcomp import host
 from torchcomp.bucket import BucketShape, Shard
-from torchcomp.codec import Codec, Message, codec
+from torchcomp.codec import Codec, vectors_of
 from torchcomp.compressors import Compressor
-from torchcomp.compressors.base import Vector
-from torchcomp.compressors.sparse import Selector, keys_of, segments_of, selector_of
+from torchcomp.compressors.base import Encoded, Vector, Vectors
+from torchcomp.compressors.sparse import Selector
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.segments import Segment, joined
+from torchcomp.kernels.segments import joined
 from torchcomp.keys import Key
 from torchcomp.profiling import label
-from torchcomp.routes.base import add_frames
+from torchcomp.routes.base import received
 from torchcomp.routes.threshold import Query, chosen, find_largest, order_bits
 from torchcomp.state import Slot, State
 
@@ -79,16 +79,16 @@ class Direction:
         return self.shape.shards(self.world_size)
 
     @cached_property
-    def whole(self) -> Codec:
-        """The codec of the whole bucket."""
-        return codec(self.compressor, self.shape.names, self.shape.sizes, self.shape.dtype)
+    def whole(self) -> tuple[Vector, ...]:
+        """The vectors of the whole bucket."""
+        return vectors_of(self.compressor, self.shape.names, self.shape.sizes, self.shape.dtype)
 
     @cached_property
-    def fixed(self) -> list[Codec]:
-        """By owner, the codec of a shard that is compressed separately."""
+    def fixed(self) -> list[tuple[Vector, ...]]:
+        """By owner, the vectors of a shard that is compressed separately."""
         # The names are part of the key. Two shards of one parameter then draw different numbers.
         return [
-            codec(
+            vectors_of(
                 self.compressor,
                 tuple(f"{self.role} {name} from {part.start}" for name in part.names),
                 part.sizes,
@@ -103,7 +103,7 @@ class Direction:
         cut: list[list[Piece]] = []
         for part in self.shards:
             cut.append([])
-            for i, vector in enumerate(self.whole.vectors):
+            for i, vector in enumerate(self.whole):
                 start, stop = max(vector.span.start, part.start), min(vector.span.stop, part.stop)
                 if start < stop:
                     name = f"{self.role} {vector.name} from {part.start}"
@@ -113,7 +113,7 @@ class Direction:
     @cached_property
     def widths(self) -> list[list[int]]:
         """By vector, the number of its elements in each shard."""
-        table = [[0] * self.world_size for _ in self.whole.vectors]
+        table = [[0] * self.world_size for _ in self.whole]
         for owner, pieces in enumerate(self.pieces):
             for piece in pieces:
                 table[piece.vector][owner] = piece.stop - piece.start
@@ -122,7 +122,7 @@ class Direction:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """By vector of the whole bucket, the number of its elements."""
-        return tuple(vector.span.stop - vector.span.start for vector in self.whole.vectors)
+        return tuple(vector.span.stop - vector.span.start for vector in self.whole)
 
     @cached_property
     def kept(self) -> list[int]:
@@ -138,29 +138,33 @@ class Direction:
             for kept, widths in zip(self.kept, self.widths, strict=True)
         ]
 
-    def together(self, codecs: Sequence[Codec]) -> Codec:
+    def codec(
+        self,
+        vectors: Sequence[Vector],
+        device: torch.device,
+        counts: Sequence[int] | None = None,
+    ) -> Codec:
+        """Return a codec of vectors of the bucket or of a shard; for `counts`, see `Codec`."""
+        return Codec(Vectors(vectors, device, self.shape.dtype), counts)
+
+    def codec_of_owners(self, shards: Sequence[Sequence[Vector]], device: torch.device) -> Codec:
         """Return the codec of the whole bucket with a frame for each owner, from the shards'."""
         vectors = [
             replace(v, span=slice(part.start + v.span.start, part.start + v.span.stop))
-            for part, each in zip(self.shards, codecs, strict=True)
-            for v in each.vectors
+            for part, own in zip(self.shards, shards, strict=True)
+            for v in own
         ]
-        return Codec(tuple(vectors), tuple(len(each.vectors) for each in codecs))
+        return self.codec(vectors, device, [len(own) for own in shards])
 
-    @cached_property
-    def fixed_together(self) -> Codec:
-        """The codec of the whole bucket with a frame for each owner, for fixed sizes."""
-        return self.together(self.fixed)
-
-    def counted(self, owner: int, counts: Sequence[int]) -> Codec:
-        """Return the codec of a shard with `counts` entries, one count for each of its pieces."""
+    def counted(self, owner: int, counts: Sequence[int]) -> list[Vector]:
+        """Return the vectors of a shard with `counts` entries, one count for each of its pieces."""
         vectors = []
         for piece, count in zip(self.pieces[owner], counts, strict=True):
             if count:  # a compressor keeps at least one entry, so an empty piece has no vector
                 exactly = self.selector.exactly(count)
                 layout = exactly.layout(piece.stop - piece.start, self.shape.dtype)
                 vectors.append(Vector(piece.name, piece.span, exactly, layout))
-        return Codec(tuple(vectors))
+        return vectors
 
 
 @lru_cache(maxsize=1024)
@@ -211,51 +215,69 @@ class ShardedRoute:
 
     @label("encode")
     def send(self, x: Tensor) -> None:
-        up = self._up
+        up, whole = self._up, self._whole(self._up, x.device)
         if up.exact:
-            segments = segments_of(up.whole.vectors)
-            self._send_selected(x, up.selector.select(x, segments, ()))
+            self._send_selected(x, up.selector.select(x, whole.vectors))
         else:
-            self._pack_fixed(up.fixed_together.encode(x, self._key), x.device)
+            self._pack_fixed(whole, whole.encode(x, self._key), x.device)
 
     @label("encode")
-    def send_sum(self, g: Tensor, e: Tensor, x: Tensor) -> None:
-        up, key = self._up, self._key
-        codec = up.whole if up.exact else up.fixed_together
-        scratch = self._state.scratch(("up", up), codec.scratch)
+    def send_sum(self, g: Tensor, e: Tensor, rest: Tensor) -> None:
+        up, whole = self._up, self._whole(self._up, g.device)
         if up.exact:
-            index = up.selector.select_sum(g, e, x, segments_of(codec.vectors), scratch)
-            self._send_selected(narrow(x, g.dtype), index)
+            self._send_selected(rest, up.selector.select_sum(g, e, rest, whole.vectors))
+            self.sent(rest, -1.0)
         else:
-            self._pack_fixed(codec.encode_sum(g, e, x, key, scratch, g.dtype), x.device)
+            self._pack_fixed(whole, whole.encode_sum(g, e, rest, self._key), g.device)
 
     def sent(self, out: Tensor, weight: float = 1.0) -> None:
         self._codec.subtract(self._message, out, self._key, -weight)
 
     def mean(self, out: Tensor) -> None:
         exchange = self._exchange
-        total = self._collect(out.device).div_(exchange.world_size)
-        codec, frame = self._downlink(total)
+        codec, frame = self._downlink(self._collect(out.device))
         # Messages of different lengths need `all_gather_v`, which copies the frame for each rank.
         if len(set(codec.sizes)) == 1:
             frames = exchange.all_gather(frame)
         else:
             frames = exchange.all_gather_v(frame, codec.sizes)
-        add_frames([codec], exchange, range(exchange.world_size), frames, out.zero_(), self._key)
+        with label("decode"):
+            messages = received(codec, exchange, range(exchange.world_size), frames)
+            codec.accumulate(messages, out.zero_(), self._key)
 
-    def _pack_fixed(self, message: Message, device: torch.device) -> None:
-        up, exchange = self._up, self._exchange
-        self._arriving = [up.fixed[exchange.rank]] * exchange.world_size
-        self._pack(up.fixed_together, message, device)
+    def _whole(self, direction: Direction, device: torch.device) -> Codec:
+        """Return the codec of the whole bucket; if not `exact`, with a frame for each owner."""
+
+        def make() -> Codec:
+            if direction.exact:
+                return direction.codec(direction.whole, device)
+            return direction.codec_of_owners(direction.fixed, device)
+
+        return self._state.scratch(("whole", direction), make)
+
+    def _own(self, direction: Direction, device: torch.device) -> Codec:
+        """Return the codec of this rank's shard, if it is compressed separately."""
+        own = direction.fixed[self._exchange.rank]
+        return self._state.scratch(("own", direction), lambda: direction.codec(own, device))
+
+    def _pack_fixed(self, codec: Codec, message: Encoded, device: torch.device) -> None:
+        world_size = self._exchange.world_size
+        self._arriving = self._own(self._up, device)
+        self._arriving_sizes = [self._arriving.framed] * world_size
+        self._pack(codec, message, device)
 
     def _send_selected(self, x: Tensor, index: Tensor) -> None:
         """Encode entries of the bucket, selected from whole vectors, as one message per shard."""
         up, rank = self._up, self._exchange.rank
         counts, arriving = self._exchange_counts(index)
         rows = iter(counts)
-        codecs = [up.counted(o, list(islice(rows, len(p)))) for o, p in enumerate(up.pieces)]
-        self._arriving = [up.counted(rank, row) for row in arriving]
-        codec = up.together(codecs)
+        shards = [up.counted(o, list(islice(rows, len(p)))) for o, p in enumerate(up.pieces)]
+        theirs = [up.counted(rank, row) for row in arriving]
+        # One codec for the messages of all ranks, with a frame each.
+        vectors = [vector for own in theirs for vector in own]
+        self._arriving = up.codec(vectors, x.device, [len(own) for own in theirs])
+        self._arriving_sizes = self._arriving.sizes
+        codec = up.codec_of_owners(shards, x.device)
         self._pack(codec, self._encode_selected(codec, x, index), x.device)
 
     def _exchange_counts(self, index: Tensor) -> tuple[list[int], list[list[int]]]:
@@ -284,63 +306,65 @@ class ShardedRoute:
         arriving = [theirs[own * r : own * (r + 1)] for r in range(exchange.world_size)]
         return numbers[: len(starts)], arriving
 
-    def _pack(self, codec: Codec, message: Message, device: torch.device) -> None:
+    def _pack(self, codec: Codec, message: Encoded, device: torch.device) -> None:
         # Pack now: the message can be a view of `x`, which the caller changes next.
         self._codec, self._message = codec, message
         self._outgoing = torch.empty(codec.framed, dtype=torch.uint8, device=device)
         codec.pack(message, self._outgoing)
 
     def _collect(self, device: torch.device) -> Tensor:
-        """Receive all ranks' entries of this rank's shard, and return their sum."""
+        """Receive all ranks' entries of this rank's shard, and return their mean."""
         exchange, arriving = self._exchange, self._arriving
-        sizes = [codec.framed for codec in arriving]
-        frames = exchange.all_to_all(self._outgoing, self._codec.sizes, sizes)
-        part = self._up.shards[exchange.rank]
-        total = torch.zeros(part.stop - part.start, dtype=self._dtype, device=device)
-        add_frames(arriving, exchange, range(len(arriving)), frames, total, self._key)
+        frames = exchange.all_to_all(self._outgoing, self._codec.sizes, self._arriving_sizes)
+        part, ranks = self._up.shards[exchange.rank], exchange.world_size
+        total = torch.empty(part.stop - part.start, dtype=self._dtype, device=device)
+        with label("decode"):
+            messages = received(arriving, exchange, range(ranks), frames)
+            arriving.mean(messages, total, self._key, ranks)
         return total
 
     @label("encode downlink")
     def _downlink(self, mean: Tensor) -> tuple[Codec, Tensor]:
         """Return the codec of all owners' downlink messages, and this owner's framed message."""
-        down, rank, key = self._down, self._exchange.rank, self._key
-        everyone, codec, dtype = down.fixed_together, down.fixed[rank], down.shape.dtype
-        x = mean
+        down, rank, key, device = self._down, self._exchange.rank, self._key, mean.device
+        dtype = down.shape.dtype
         if self._server is None:  # no error feedback on the downlink
+            codec = self._own(down, device)
             message = codec.encode(narrow(mean, dtype), key)
         else:
-            e, x = self._state.open(self._server, mean.device)
+            e, x = self._state.open(self._server, device)
             if down.exact:
-                codecs, index = self._select(mean, e, x)
-                everyone, codec = down.together(codecs), codecs[rank]
-                message = self._encode_selected(codec, narrow(x, dtype), index)
+                shards, index = self._select(mean, e, x)
+                codec = down.codec(shards[rank], device)
+                message = self._encode_selected(codec, x, index)
+                codec.subtract(message, x, key)
             else:
-                scratch = self._state.scratch(("down", down), codec.scratch)
-                message = codec.encode_sum(mean, e, x, key, scratch, dtype)
-        frame = torch.empty(codec.framed, dtype=torch.uint8, device=mean.device)
-        # Pack before the subtraction below: the message can be a view of `x`.
+                codec = self._own(down, device)
+                message = codec.encode_sum(mean, e, x, key)
+        frame = torch.empty(codec.framed, dtype=torch.uint8, device=device)
         codec.pack(message, frame)
-        if self._server is not None:
-            codec.subtract(message, x, key)
-        return everyone, frame
+        if self._server is not None and down.exact:
+            return down.codec_of_owners(shards, device), frame
+        return self._whole(down, device), frame
 
-    def _select(self, mean: Tensor, e: Tensor, x: Tensor) -> tuple[list[Codec], Tensor]:
+    def _select(self, mean: Tensor, e: Tensor, x: Tensor) -> tuple[list[list[Vector]], Tensor]:
         """Write ``mean + e`` to `x`, and select from the whole bucket, together with all owners.
 
         Returns:
-            The codecs of all owners' messages, and the indices of this owner's entries in `x`.
+            The vectors of all owners' messages, and the indices of this owner's entries in `x`.
         """
         down, rank = self._down, self._exchange.rank
-        workspaces = self._state.scratch(("down", down), down.whole.scratch)
         # On the CPU, because the search compares the thresholds on the host.
         before, after = self._state.open(self._thresholds, torch.device("cpu"))  # type: ignore[arg-type]
         # Candidates: no more of a vector than are kept, and than there are in this shard.
-        segments = [
-            Segment(piece.start, piece.stop - piece.start, down.candidates[piece.vector][rank])
-            for piece in down.pieces[rank]
-        ]
-        scratch = [workspaces[piece.vector] for piece in down.pieces[rank]]
-        index = down.selector.select_sum(mean, e, x, segments, scratch)
+        counts = [down.candidates[piece.vector][rank] for piece in down.pieces[rank]]
+        candidates = self._state.scratch(
+            ("candidates", down), lambda: down.codec(down.counted(rank, counts), mean.device)
+        )
+        if candidates.vectors:
+            index = down.selector.select_sum(mean, e, x, candidates.vectors)
+        else:
+            index = torch.arange(0, device=mean.device)
         # A vector without elements in this shard still needs a query: all ranks take part in the
         # search of every vector.
         counts = [sizes[rank] for sizes in down.candidates]
@@ -354,16 +378,16 @@ class ShardedRoute:
             at.index_select(0, chosen(each, selection.threshold, selection.counts[rank]))
             for at, each, selection in zip(local, bits, found, strict=True)
         ]
-        codecs = [
+        shards = [
             down.counted(owner, [found[piece.vector].counts[owner] for piece in pieces])
             for owner, pieces in enumerate(down.pieces)
         ]
-        return codecs, joined(indices or [index])
+        return shards, joined(indices or [index])
 
-    def _encode_selected(self, codec: Codec, x: Tensor, index: Tensor) -> Message:
+    def _encode_selected(self, codec: Codec, x: Tensor, index: Tensor) -> Encoded:
         if not codec.vectors:
-            return []
+            return Encoded((), index)
         # The next step will need other numbers of draws: draw nothing ahead.
-        segments, key = segments_of(codec.vectors), replace(self._key, ahead=None)
-        keys = keys_of(codec.vectors, key)
-        return selector_of(codec.vectors).encode_selected(x, segments, index, keys)
+        key = replace(self._key, ahead=None)
+        selector: Selector = codec.vectors.compressor  # type: ignore[assignment]
+        return selector.encode_selected(x, index, codec.vectors, key)
