@@ -36,7 +36,7 @@ def sparse_kernels(
     *segments: tuple[int, int, int],
     fmt: str | None = None,
     dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    device: torch.device | str = "cpu",
 ) -> Sparse:
     """Return the kernels of segments (start, n, k), in the form that is in use."""
     made = tuple(Segment(*segment) for segment in segments)

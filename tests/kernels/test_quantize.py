@@ -372,7 +372,8 @@ def test_several_messages_at_once(fmt):
     for part, own, found in zip(values.split(counts), drawn, together, strict=True):
         (alone,) = form.encode(part, [part.numel()], fmt, own)
         assert all(map(torch.equal, found, alone))
-    for found, part, count in zip(form.decode(together, counts, torch.float32), together, counts, strict=True):
+    values = form.decode(together, counts, torch.float32)
+    for found, part, count in zip(values, together, counts, strict=True):
         assert torch.equal(found, decode(part, count, torch.float32))
 
 

@@ -243,7 +243,7 @@ class ShardedRoute:
             frames = exchange.all_gather_v(frame, codec.sizes)
         with label("decode"):
             messages = received(codec, exchange, range(exchange.world_size), frames)
-            codec.accumulate(messages, out.zero_(), self._key)
+            codec.mean(messages, out, self._key, 1)
 
     def _whole(self, direction: Direction, device: torch.device) -> Codec:
         """Return the codec of the whole bucket; if not `exact`, with a frame for each owner."""
