@@ -27,7 +27,7 @@ from tests.support.models import METHODS
 from tests.support.vectors import normal
 from tests.test_compressors import COMPRESSOR_EXAMPLES
 from torchcomp import wire
-from torchcomp.codec import Codec, add_messages
+from torchcomp.codec import Codec
 from torchcomp.kernels import backend, checksum
 from torchcomp.keys import Key
 from torchcomp.spec import COMPONENTS
@@ -71,6 +71,7 @@ class _Valid:
     """A valid frame, and what decodes it."""
 
     codec: Codec
+    plain: Codec  # the same without Numba
     numel: int
     dtype: torch.dtype
     frame: bytes
@@ -89,11 +90,14 @@ class Messages:
         sizes = ((5, 0, 64, 1), (1,), (257,), (1000,), (70_000,))
         found = []
         for compressor, dtype, shape in product(COMPRESSOR_EXAMPLES, dtypes, sizes):
-            codec, numel = codec_of(compressor, shape, dtype), sum(shape)
+            codec, plain = (codec_of(compressor, shape, dtype) for _ in range(2))
+            numel = sum(shape)
             if codec.framed <= 5000:
+                with backend.plain_torch("cpu"):
+                    plain.encode(torch.zeros(numel, dtype=dtype), _KEY)  # chooses its kernels
                 frame = torch.zeros(codec.framed, dtype=torch.uint8)
                 codec.pack(codec.encode(normal(numel, dtype=dtype), _KEY), frame)
-                found.append(_Valid(codec, numel, dtype, frame.numpy().tobytes()))
+                found.append(_Valid(codec, plain, numel, dtype, frame.numpy().tobytes()))
         return found
 
     def in_batch(self, number: int) -> Any:
@@ -138,7 +142,8 @@ class Messages:
         return self._decode(valid, message, dice) if differing else "unchanged"
 
     def _decode(self, valid: _Valid, message: bytes, dice: random.Random) -> str:
-        codec, margin = valid.codec, self._MARGIN
+        fast = backend.fast_form("sparse", "cpu") is not None
+        codec, margin = valid.codec if fast else valid.plain, self._MARGIN
         whole = torch.full((valid.numel + 2 * margin,), self._MARK, dtype=valid.dtype)
         out = whole[margin : margin + valid.numel]
         raw, odd = _tensor(message), dice.randrange(2)
@@ -153,9 +158,9 @@ class Messages:
         if len(message) != codec.nbytes:
             raise Problem("a message of another length was accepted")
         if dice.randrange(2):
-            codec.decode(parts, out, _KEY)
+            codec.mean([parts], out, _KEY, 1)
         else:
-            add_messages([(codec, parts), (codec, parts)], out, _KEY, 0.5)
+            codec.accumulate([parts, parts], out, _KEY, 0.5)
         if not (whole[:margin] == self._MARK).all() or not (whole[-margin:] == self._MARK).all():
             raise Problem("wrote outside of the tensor")
         return "decoded"

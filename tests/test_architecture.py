@@ -384,12 +384,14 @@ class MeanOnly(Compressor):
     def layout(self, numel, dtype):
         return (Field("mean", dtype, min(1, numel)),)
 
-    def encode(self, x, key):
-        return Encoded((x.mean().view(1) + self.shift if x.numel() else x,))
+    def encode(self, x, vectors, key):
+        parts = [x[v.span] for v in vectors]
+        return Encoded([(p.mean().view(1) + self.shift if p.numel() else p,) for p in parts])
 
-    def accumulate(self, messages, out, key, weight=1.0):
-        for (mean,) in messages:
-            out.add_(mean.to(out.dtype), alpha=weight)
+    def accumulate(self, messages, out, vectors, key, weight=1.0):
+        for message in messages:
+            for v, (mean,) in zip(vectors, message, strict=True):
+                out[v.span].add_(mean.to(out.dtype), alpha=weight)
 
     def alpha(self, numel):
         return 1 / numel if numel else 1.0
@@ -407,7 +409,7 @@ def test_a_new_compressor_needs_its_class_and_its_registry_line(monkeypatch):
     codec = codec_of(method.compressor, (2, 3))
     message = codec.encode(torch.arange(5.0), Key(0))
     out = torch.empty(5)
-    codec.decode(unpacked(codec, packed(codec, message)), out, Key(0))
+    codec.mean([unpacked(codec, packed(codec, message))], out, Key(0), 1)
     assert out.tolist() == [3.0] * 5
 
     plan = torchcomp.explain("ef(meanonly)", numel=1000, world_size=8)

@@ -25,10 +25,10 @@ import torch
 
 from benchmarks.gpu.device import Device
 from torchcomp import wire
-from torchcomp.codec import add_messages, codec
+from torchcomp.codec import codec
 from torchcomp.compressors import TopK
+from torchcomp.compressors.base import Vectors
 from torchcomp.kernels import backend, checksum, quantize
-from torchcomp.kernels.segments import Segment
 from torchcomp.keys import Key
 
 KEY = Key(0)
@@ -49,13 +49,11 @@ class Training:
         self.g, self.e, self.x = (torch.empty(n, device=device.place) for _ in range(3))
         self.e.normal_(generator=self.generator)
         self.topk = TopK(ratio)
-        self.codec = codec(self.topk, ("w",), (n,), torch.float32)
-        self.scratch = self.codec.scratch()
+        self.codec = codec(self.topk, ("w",), (n,), torch.float32, device.place)
         self.frame = torch.empty(self.codec.framed, dtype=torch.uint8, device=device.place)
         self.draw()
-        self.whole = [Segment(0, n, self.topk.kept(n))]
-        self.index = self.topk.select_sum(self.g, self.e, self.x, self.whole, self.scratch)
-        self.encoded = self.topk.encode_selected(self.x, self.whole, self.index, [KEY])
+        self.index = self.topk.select_sum(self.g, self.e, self.x, self.codec.vectors)
+        self.encoded = self.topk.encode_selected(self.x, self.index, self.codec.vectors, KEY)
 
     def draw(self) -> None:
         """Draw a new gradient."""
@@ -63,13 +61,14 @@ class Training:
 
     def draw_cold(self) -> None:
         self.draw()
-        self.scratch = self.codec.scratch()
+        vectors = self.codec.vectors
+        self.codec.vectors = Vectors(vectors, vectors.device, vectors.dtype)
 
     def select(self) -> None:
-        self.topk.select_sum(self.g, self.e, self.x, self.whole, self.scratch)
+        self.topk.select_sum(self.g, self.e, self.x, self.codec.vectors)
 
     def message(self) -> None:
-        self.topk.encode_selected(self.x, self.whole, self.index, [KEY])
+        self.topk.encode_selected(self.x, self.index, self.codec.vectors, KEY)
 
     def pack(self) -> None:
         self.codec.pack(self.encoded, self.frame)
@@ -79,9 +78,7 @@ class Training:
 
     def encode(self) -> None:
         g, e, x = self.g, self.e, self.x
-        message = self.codec.encode_sum(g, e, x, KEY, self.scratch, torch.float32)
-        self.codec.pack(message, self.frame)
-        self.codec.subtract(message, x, KEY)
+        self.codec.pack(self.codec.encode_sum(g, e, x, KEY), self.frame)
         # The sum minus what was sent is the new residual.
         self.e, self.x = x, e
 
@@ -95,10 +92,9 @@ class Training:
         nbytes = self.codec.nbytes
 
         def decode() -> None:
-            self.g.zero_()
             checksum.inspect(frames, [nbytes] * ranks)
             messages = [self.codec.unpack(wire.payload(frame, nbytes)) for frame in frames]
-            add_messages([(self.codec, parts) for parts in messages], self.g, KEY, 1 / ranks)
+            self.codec.mean(messages, self.g, KEY, ranks)
 
         return decode
 
@@ -155,8 +151,8 @@ def _cases(run: Training) -> list[Case]:
 
         return both
 
-    quantised = quantize.encode(run.g, "int8", None)
-    n = run.g.numel()
+    n, form = [run.g.numel()], quantize.form_for(run.g.device)
+    quantised = form.encode(run.g, n, "int8", None)
     return [
         ("copy", lambda: lambda: run.x.copy_(run.g), nothing),
         ("encode warm", lambda: run.encode, run.draw),
@@ -171,6 +167,6 @@ def _cases(run: Training) -> list[Case]:
         ("pack", lambda: run.pack, nothing),
         ("subtract", lambda: run.subtract, nothing),
         ("add + torch.topk", lambda: run.torch_topk, nothing),
-        ("quantise", lambda: lambda: quantize.encode(run.g, "int8", None), nothing),
-        ("dequantise", lambda: lambda: quantize.decode(quantised, n, torch.float32), nothing),
+        ("quantise", lambda: lambda: form.encode(run.g, n, "int8", None), nothing),
+        ("dequantise", lambda: lambda: form.decode(quantised, n, torch.float32), nothing),
     ]
