@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support import codecs
 from tests.support.codecs import (
     codec_of,
     fields_of,
@@ -394,7 +395,8 @@ def test_checksum_is_its_definition_modulo_2_to_64(count):
 
 
 def lengths_of(counts):
-    return [(Field("values", torch.float32, count), Field("more", torch.int8, 3)) for count in counts]
+    more = Field("more", torch.int8, 3)
+    return [(Field("values", torch.float32, count), more) for count in counts]
 
 
 SEVERAL = {

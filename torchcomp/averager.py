@@ -326,7 +326,8 @@ class Averager:
         # On a CPU, waiting costs nothing.
         needed = used is not None or self._flushing or (may_skip and exchange.device.type == "cpu")
         late = self._late and not needed
-        counts, flushed, reasons = True, False, ()
+        counts, flushed = True, False
+        reasons: tuple[Reason, ...] = ()
         try:
             verdict, self.void = self._conclude(
                 where or f"step {self.step + 1}", advice, may_skip, late

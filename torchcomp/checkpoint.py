@@ -380,7 +380,7 @@ def save_slots(
     """Return all slots of a state, as stored in a checkpoint."""
     saved: dict[str, Any] = {}
     for slot in slots:
-        entry = {"kind": slot.kind.value, "sharded": slot.sharded, "tensors": {}}
+        entry: dict[str, Any] = {"kind": slot.kind.value, "sharded": slot.sharded, "tensors": {}}
         tensors = save_slot(slot, dict(state.items(slot.name)), parameters)
         saved.setdefault(slot.name, entry)["tensors"] |= tensors
     return saved

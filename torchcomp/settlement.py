@@ -31,7 +31,7 @@ class Settlement:
         status: what is known of the last step.
     """
 
-    def __init__(self, take_back: Callable[[], None], lock: "threading.RLock") -> None:  # type: ignore[valid-type]
+    def __init__(self, take_back: Callable[[], None], lock: "threading.RLock") -> None:
         self._take_back, self._lock = take_back, lock
         # Held while reasons are asked, which can wait for ranks. A thread whose backward pass was
         # abandoned can still be in there.
@@ -64,7 +64,7 @@ class Settlement:
             try:
                 counts = all(reason() for reason in reasons)
             finally:
-                with self._lock:  # type: ignore[attr-defined]
+                with self._lock:
                     # Not if another state was loaded, or the step abandoned, in the meantime.
                     if self._reasons is reasons:
                         self._reasons = ()

@@ -120,19 +120,24 @@ def test_quantisation(fmt: str, count: int) -> None:
         assert_same(one, other)
 
 
+@pytest.mark.parametrize("checksum", [False, True])
 @pytest.mark.parametrize("length", [1, 8, 1000, 2**17 + 3])
-def test_frames(length: int) -> None:
+def test_frames(length: int, checksum: bool) -> None:
+    layout = (wire.Field("bytes", torch.uint8, length),)
     message = torch.randint(0, 256, (length,), dtype=torch.uint8)
+    expected = wire.Frames([layout], message.device, checksum).pack([(message,)])
     (copy,) = there(message)
     with device_forms():
-        frame = sealed(copy)
-        found = checksum.inspect([frame], [length])
-        bad = frame.clone()
-        bad[wire.HEADER :].bitwise_xor_(1)
-        damaged = checksum.inspect([bad], [length])
-    assert [int(each) for each in found] == [0, 0]
-    assert wire.finding(*(int(each) for each in damaged)) == wire.DAMAGED
-    assert_same(frame, sealed(message))
+        frames = wire.Frames([layout], copy.device, checksum)
+        frame = frames.pack([(copy,)])
+        assert_same(frame, expected)
+        for at, finding in ((0, wire.OTHER_VERSION), (8, wire.OTHER_LAYOUT)):
+            bad = frame.clone()
+            bad[at : at + 1].bitwise_xor_(1)
+            headers = frames.headers(bad[None])
+            assert headers is not None
+            (words,) = (headers ^ frames.expected).tolist()
+            assert frames.finding(*words) == (wire.DAMAGED if checksum and at else finding)
 
 
 # --- Whole messages -------------------------------------------------------------------------------

@@ -123,7 +123,8 @@ def _orthonormal(rows: Tensor) -> Tensor:
         rows: the columns of P as rows; (rank, n).
     """
     if len(rows) > 1:
-        return torch.linalg.qr(rows.T).Q
+        columns: Tensor = torch.linalg.qr(rows.T).Q
+        return columns
     # Much faster than a QR decomposition. The scale of each matrix is that of its gradient.
     return normalize(normalize(rows, torch.inf, 1, 1e-37), 2, 1, 1e-37).T
 
@@ -168,7 +169,7 @@ class _Matrices:
         """Return each parameter's part of a bucket, in its shape."""
         if self.strided:
             return list(Bucket(self._shape, flat).tensors().values())
-        parts = torch.split(flat, self._shape.sizes)
+        parts = torch.split(flat, list(self._shape.sizes))
         return [part.view(size) for part, size in zip(parts, self._shape.shapes, strict=True)]
 
     def bases(self, flat: Tensor) -> list[Tensor]:

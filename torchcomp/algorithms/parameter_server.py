@@ -158,9 +158,7 @@ class ParameterServer(ABC):
         """Return the message if this process sends one, and what the server decodes; (mine, d)."""
 
     @abstractmethod
-    def _deliver(
-        self, messages: Messages, layouts: Sequence[Layout], faults: Faults
-    ) -> Decoded:
+    def _deliver(self, messages: Messages, layouts: Sequence[Layout], faults: Faults) -> Decoded:
         """Return the decoded vectors of all n workers. Raise on all ranks if a worker has a fault.
 
         Args:
@@ -196,9 +194,7 @@ class Simulated(ParameterServer):
         names, keys = zip(*(self._uplink(worker, call) for worker in self.mine), strict=True)
         return None, compressor.round_trips(vectors, names, keys)
 
-    def _deliver(
-        self, messages: Messages, layouts: Sequence[Layout], faults: Faults
-    ) -> Decoded:
+    def _deliver(self, messages: Messages, layouts: Sequence[Layout], faults: Faults) -> Decoded:
         if faults:
             raise _unusable(faults)
         return [message.decoded for message in messages]
@@ -249,9 +245,7 @@ class Ranks(ParameterServer):
         compressor.mean((encoded.parts,), decoded[0], own, key, 1)
         return encoded, decoded
 
-    def _deliver(
-        self, messages: Messages, layouts: Sequence[Layout], faults: Faults
-    ) -> Decoded:
+    def _deliver(self, messages: Messages, layouts: Sequence[Layout], faults: Faults) -> Decoded:
         frames = Frames(layouts, self.exchange.device, self.exchange.checksum, [len(layouts)])
         parts = [own for message in messages if message.encoded for own in message.encoded.parts]
         received = self.exchange.all_gather_rows(frames.pack(parts))
