@@ -35,20 +35,20 @@ from torchcomp.state import Kind
 
 _log = logging.getLogger(__name__)
 _PARAMETERS = itemgetter("params")
-_SAMPLE = 8
-"""How many parameters are looked at. The largest: a sparse method leaves small ones at zero."""
 
 
 class Discarded:
     """Finds out whether the last step of an averager was thrown away, and takes it back.
 
-    Where no optimizer of the parameters was ever seen to step, such as with an update written by
-    hand, every step counts.
+    Where no optimizer of the parameters is seen to step, such as with an update written by hand or
+    in a CUDA graph, every step counts.
 
     Args:
         averager: the engine.
         parameters: whose gradients are averaged, by name.
         speaks: whether this rank logs the first one.
+        most: how many parameters are looked at. They are the largest: a sparse method leaves the
+            whole gradient of a small one at zero.
 
     Attributes:
         open: whether the last step can have been thrown away: it counts, and no optimizer has
@@ -56,7 +56,11 @@ class Discarded:
     """
 
     def __init__(
-        self, averager: Averager, parameters: Mapping[str, Tensor], speaks: bool = False
+        self,
+        averager: Averager,
+        parameters: Mapping[str, Tensor],
+        speaks: bool = False,
+        most: int | None = 8,
     ) -> None:
         self.open = False
         self._cleared = False  # the gradients of the last step, before an optimizer stepped on them
@@ -65,14 +69,16 @@ class Discarded:
         self._largest = sorted(parameters.items(), key=lambda item: -item[1].numel())
         self._unused: tuple[str, ...] | None = None  # in the last step
         self._sample: list[Tensor] = []
-        self._has_stepped = False  # an optimizer of these parameters, ever
+        # The last optimizer that has stepped on the parameters. Where it is gone, something else
+        # may update them.
+        self._optimizer: weakref.ref[Optimizer] | None = None
         self._is_stepping = self._uses = False  # whether one does now, and has any gradients
         self._last: tuple[object, ...] = ()  # what the averager was like after the last step
         self._hooks: list[Any] = []
         # Gradients in the last forward pass, and what waits for whether they are nonzero.
         self._fetched: tuple[list[tuple[int, int]], Callable[[], Tensor]] | None = None
         self._held: _Held | None = None  # from before the steps that no optimizer has used
-        self._speaks = speaks
+        self._speaks, self._most = speaks, most
         averager.on_finish(self._finished)
         _listen(self)
 
@@ -153,11 +159,12 @@ class Discarded:
         if averager.unused != self._unused:
             self._unused = averager.unused
             used = (each for name, each in self._largest if name not in averager.unused)
-            self._sample = list(islice(used, _SAMPLE))
+            self._sample = list(islice(used, self._most))
         self._last = averager.step, averager.state, averager.aggregator, averager.buckets
         self._cleared = False
+        stepped = self._optimizer is not None and self._optimizer() is not None
         # A step in the closure of an optimizer is used by it: LBFGS takes several.
-        unused = self._has_stepped and not self._is_stepping
+        unused = stepped and not self._is_stepping
         self.open = unused and (counts or self._held is not None)
 
     def _gradients(self) -> list[Tensor]:
@@ -249,15 +256,19 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    for model in _trained[optimizer][1]:
+    # Another thread can have registered a model since the step began.
+    for model in (_trained.get(optimizer) or (0, _models_of(optimizer)))[1]:
         discarded = model()
         if discarded is not None:
-            discarded._is_stepping, discarded._has_stepped = False, True
+            discarded._is_stepping, discarded._optimizer = False, weakref.ref(optimizer)
             if discarded._uses and not discarded._cleared:
                 discarded.open, discarded._held = False, None
 
 
 def _models_of(optimizer: Optimizer) -> _Models:
+    # Its step may be part of a CUDA graph, which is replayed unseen.
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        return []
     trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
     with _lock:
         return [
