@@ -95,6 +95,8 @@ class Averager:
             before the next one.
         guarded: whether a NaN discards the step. A transparent method passes it on, as plain DDP.
         grouped: whether the result depends on :attr:`buckets`. If not, any bucketing can be used.
+        steps_kept: number of steps before the last one that count or not together with it; see
+            :meth:`keep_before`.
         observer: what watches the steps, or None.
 
     Raises:
@@ -139,7 +141,7 @@ class Averager:
         self._nbytes = sum(parameter.nbytes for parameter in self.parameters.values())
         self._units = Units()
         self._step_lrs: dict[str, float] = {}  # of the step in flight, if they were given
-        self._steps_kept = 0  # steps before the last one that count or not together with it
+        self.steps_kept = 0
         self._meter = Meter()
         self._averaged = 0  # buckets of the step in flight, for the labels of a trace
         self._callbacks: list[Callable[[bool], None]] = []
@@ -482,11 +484,11 @@ class Averager:
         """
         self.settle()
         with self._lock:
-            if self._settlement.status is Status.COUNTED and self.step > 0:
-                self._taken_back = True
+            self._taken_back = True
+            if self._settlement.status is Status.COUNTED:
                 self._undo()
-                self.state.restore_before()
-                self.step, self._steps_kept = self.step - self._steps_kept, 0
+            self.state.restore_before()
+            self.step, self.steps_kept = self.step - self.steps_kept, 0
 
     def keep_before(self) -> None:
         """Let :meth:`take_back` undo the last step together with the next one.
@@ -497,14 +499,14 @@ class Averager:
         with self._lock:
             if self._settlement.status is Status.COUNTED:
                 self.state.keep_before()
-                self._steps_kept += 1
+                self.steps_kept += 1
 
     def forget_before(self) -> None:
         """Note that an optimizer has used the gradients of the last step."""
-        if self._steps_kept:
+        if self.steps_kept:
             with self._lock:
                 self.state.forget_before()
-                self._steps_kept = 0
+                self.steps_kept = 0
 
     def abandon(self, step: int) -> None:
         """Discard the step in flight, although another thread may still be running it.
@@ -823,7 +825,7 @@ class Averager:
         # A fresh one: a step in flight must not outlive the old state.
         self.state = State(self._lock)
         self._settlement.discard()
-        self._flushed, self._steps_kept, self._taken_back = False, 0, False
+        self._flushed, self.steps_kept, self._taken_back = False, 0, False
         for name, (kind, sharded, parts) in slots.items():
             self.state.load(name, kind, sharded, parts)
         self._run(_FLUSH if self._flushing else aggregator)

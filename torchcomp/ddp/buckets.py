@@ -86,8 +86,9 @@ class Buckets:
             needed = averager.grouped or self._one_order
             self._reordering = Reordering(shapes, self._one_order) if needed else None
             self._reordered = wanted
-        if self._reordering is not None:
-            self._reordering.begin()
+        reordering = self._reordering
+        if reordering is not None and (self._one_order or reordering.pending):
+            reordering.begin()
 
     def average(self, bucket: Bucket) -> None:
         """Average a bucket of DDP in place, now or when the rest of its group has come."""
@@ -119,18 +120,13 @@ class Buckets:
             done = partial(executor.submit, done, always=True)
         first.submit(done, always=True)
 
-    def join(self) -> None:
-        """Wait until the host has run every submitted job."""
+    def join(self) -> BaseException | None:
+        """Wait until the host has run every submitted job; return their first exception."""
+        failure = None
         for executor in self.executors:
             executor.join()
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The first exception of the step, or None."""
-        for executor in self.executors:
-            if executor.failure is not None:
-                return executor.failure
-        return None
+            failure = executor.failure if failure is None else failure
+        return failure
 
     def abandon(self, step: int) -> None:
         """Discard what was done after `step` steps; see :meth:`.Averager.abandon`."""

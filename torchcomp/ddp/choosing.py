@@ -143,12 +143,12 @@ class Choosing(Buckets):
     def complete(self, done: Job) -> None:
         self._done = done
 
-    def join(self) -> None:
+    def join(self) -> BaseException | None:
         computed = mark(self.everyone.device)
-        super().join()
+        failure = super().join()
         done, self._done = self._done, None
         if done is None:
-            return  # not at the end of a backward pass
+            return failure  # not at the end of a backward pass
         averaged = end = self._reached()
         held, self._held = self._held, []
         if held:
@@ -162,7 +162,8 @@ class Choosing(Buckets):
         before, self._end = self._end, end
         # An error is raised with those of the exchange, after DDP has ended its step.
         self._kept(lambda: self._record(Timed(before, computed, averaged, end, self._copying)))
-        if self.failure is not None:
+        failure = super().join()
+        if failure is not None:
             if self._timed_method:
                 _log.error(
                     "auto: this step failed while it timed the candidate '%s'. If the error below "
@@ -170,6 +171,7 @@ class Choosing(Buckets):
                     self._methods[self._timed_method],
                 )
             self._forget_step()
+        return failure
 
     def _average_held(self, held: Sequence[Bucket]) -> None:
         """Average DDP's buckets themselves, after a step on copies."""
@@ -181,7 +183,7 @@ class Choosing(Buckets):
 
     def _kept(self, call: Callable[[], None]) -> None:
         """Call a function, unless the step has failed. Keep its error as that of a job."""
-        if self.failure is None:
+        if super().join() is None:
             try:
                 call()
             except Exception as error:

@@ -12,6 +12,7 @@ from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.auto import Choice
 from torchcomp.component import Component
 from torchcomp.ddp.buckets import Buckets
+from torchcomp.ddp.discarded import Discarded
 from torchcomp.ddp.executors import AT_EXIT_SECONDS
 from torchcomp.ddp.one_process import OfOneProcess
 from torchcomp.exchange import Exchange
@@ -46,6 +47,7 @@ class Handle(OfOneProcess, Gatherable):
         self.averager = buckets.averager
         self._closed = False
         self.seconds_waited = 0.0
+        self._discarded: Discarded | None = None
         self._running = False
         self._step_before = 0  # steps before the backward pass that is running
         # Of the last forward pass. On CUDA, backward passes run in another one.
@@ -115,6 +117,7 @@ class Handle(OfOneProcess, Gatherable):
         def make() -> tuple[Aggregator, dict[str, Any]]:
             self._require_idle("swap")
             self._require_open("swap")
+            self._take_back_discarded()
             aggregator = parse_aggregator(spec)
             self._check_method(aggregator)
             rehearse_all(aggregator, self.averager.parameters.values())
@@ -134,6 +137,7 @@ class Handle(OfOneProcess, Gatherable):
             RuntimeError: during a backward pass.
         """
         self._require_idle("state_dict")
+        self._take_back_discarded()
         return self._buckets.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -234,6 +238,11 @@ class Handle(OfOneProcess, Gatherable):
         """
         self._running = False
         self._buckets.abandon(self._step_before)
+
+    def _take_back_discarded(self) -> None:
+        """Take the last step back, between two steps, if its gradients were thrown away."""
+        if self._discarded is not None and self._discarded.open:
+            self._discarded.settle(in_backward=False)
 
     def _require_idle(self, call: str) -> None:
         # Check both: a backward pass that raised leaves `_running` set, but has no graph task.

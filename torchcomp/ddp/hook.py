@@ -17,6 +17,7 @@ from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.ddp.buckets import Buckets
 from torchcomp.ddp.checks import AFTER_CLOSE, check_not_joined, check_not_sharded
+from torchcomp.ddp.discarded import Discarded
 from torchcomp.ddp.executors import after_backward
 from torchcomp.ddp.handle import SCALER_ADVICE, Handle
 from torchcomp.ddp.loss_scale import LossScale
@@ -57,6 +58,9 @@ class DDPHandle(Handle):
         self._loss_scale, self._lrs = LossScale.of(scaler, model), lrs
         may_leave_unused = bool(model.find_unused_parameters) and not model.static_graph
         self._unused = UnusedWatch(buckets.parameters) if may_leave_unused else None
+        if buckets.gathers:  # a manager decides on each step itself
+            speaks = buckets.everyone.rank == 0
+            self._discarded = Discarded(self.averager, buckets.parameters, speaks)
         self._end_step = partial(
             self.averager.finish,
             may_skip=self._loss_scale is not None,
@@ -71,6 +75,8 @@ class DDPHandle(Handle):
         if not self._checked:
             check_not_sharded(model)
             self._checked = True
+        if self._discarded is not None and self._discarded.open:
+            self._discarded.look_in_backward()
 
     # --- Called by the hook, during the backward pass ---
 
@@ -80,7 +86,13 @@ class DDPHandle(Handle):
         index, flat, last = grad_bucket.index(), grad_bucket.buffer(), grad_bucket.is_last()
         buckets, unused, end_step = self._buckets, self._unused, self._end_step
         values = self._begin_pass() if index == 0 else None
-        bucket = Bucket(self._shape_of(index, grad_bucket.parameters()), flat)
+        parameters, known = grad_bucket.parameters(), self._known.get(index)
+        # All of them: what DDP has rebuilt can be in the same memory, in another order.
+        same = known is not None and len(known[0]) == len(parameters)
+        if known is None or not same or not all(map(is_, known[0], parameters)):
+            names = tuple([self._names[id(parameter)] for parameter in parameters])
+            known = self._known[index] = parameters, buckets.shape_of(names)
+        bucket = Bucket(known[1], flat)
 
         def job() -> None:
             if values is not None:
@@ -107,6 +119,9 @@ class DDPHandle(Handle):
         self._enter_pass()
         self._received = []
         try:
+            if self._discarded is not None and self._discarded.open:
+                self._discarded.settle(in_backward=True)
+                self._step_before = self.averager.step
             scale = 1.0 if self._loss_scale is None else self._loss_scale.read()
             return scale, None if self._lrs is None else self._lrs.read()
         except Exception as error:
@@ -114,38 +129,27 @@ class DDPHandle(Handle):
             self._buckets.executors[0].fail(error)
             return 1.0, None
 
-    def _shape_of(self, index: int, parameters: list[Tensor]) -> BucketShape:
-        known = self._known.get(index)
-        # All of them: what DDP has rebuilt can be in the same memory, in another order.
-        same = known is not None and len(known[0]) == len(parameters)
-        if known is None or not same or not all(map(is_, known[0], parameters)):
-            names = tuple([self._names[id(parameter)] for parameter in parameters])
-            known = self._known[index] = parameters, self._buckets.shape_of(names)
-        return known[1]
-
     # --- Called at the end of the backward pass ---
 
     def _finish_backward(self) -> None:
         start = time.perf_counter()
         with span("wait"):
-            self._buckets.join()
+            failure = self._buckets.join()
         self.seconds_waited += time.perf_counter() - start
         self._running = False
-        if self._buckets.failure is not None:
+        if failure is not None:
             if self.averager.step > self._step_before:
                 # With two levels, the step can end well before the gradients are back in DDP's
                 # buckets.
                 self.averager.abandon(self._step_before)
                 self.averager.abandoned = False  # no job is left
             # Raise after DDP's own final callback, so that DDP is ready for another iteration.
-            after_backward(self._raise_failure)
+            after_backward(partial(self._raise_failure, failure))
 
-    def _raise_failure(self) -> None:
-        failure = self._buckets.failure
+    def _raise_failure(self, failure: BaseException) -> None:
         for executor in self._buckets.executors:
             executor.failure = None
-        if failure is not None:
-            raise failure
+        raise failure
 
 
 def _complete(

@@ -73,6 +73,7 @@ def register_ddp(
         seed=options.seed,
         late=options.late,
         checksum=options.checksum,
+        takes_back=options.manager is None,
     )
     buckets: Buckets
     if isinstance(everyone, InProcessExchange):

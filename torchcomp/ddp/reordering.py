@@ -25,6 +25,9 @@ class Reordering:
         groups: shapes of the groups.
         in_order: whether to yield them in the order of `groups`, and not as they are completed.
             Ranks whose DDP has other buckets then yield them in the same order.
+
+    Attributes:
+        pending: parts of groups that are not complete yet.
     """
 
     def __init__(self, groups: Sequence[BucketShape], in_order: bool = False) -> None:
@@ -33,15 +36,14 @@ class Reordering:
         self._group_of = {name: names for names in self._shapes for name in names}
         self._group_of_set = {frozenset(names): names for names in self._shapes}
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        # Parts of groups that are not complete yet.
-        self._pending: dict[Group, dict[str, Tensor]] = {}
+        self.pending: dict[Group, dict[str, Tensor]] = {}
         # With `in_order`: groups that are complete, and those not yielded yet.
         self._ready: dict[Group, Iterator[Bucket]] = {}
         self._waiting: list[Group] = []
 
     def begin(self) -> None:
         """Discard the buckets of a backward pass that did not finish."""
-        self._pending.clear()
+        self.pending.clear()
         self._ready.clear()
         self._waiting = list(self._shapes)
 
@@ -72,11 +74,11 @@ class Reordering:
             yield group, self._in_place(self._shapes[group], bucket)
         else:
             for name, part in bucket.parts().items():
-                self._pending.setdefault(self._group_of[name], {})[name] = part
+                self.pending.setdefault(self._group_of[name], {})[name] = part
             # dict.fromkeys, not set: the order must be the same on all ranks.
             for group in dict.fromkeys(self._group_of[name] for name in bucket.names):
-                if len(self._pending[group]) == len(group):
-                    yield group, self._staged(self._shapes[group], self._pending.pop(group))
+                if len(self.pending[group]) == len(group):
+                    yield group, self._staged(self._shapes[group], self.pending.pop(group))
 
     def _in_place(self, shape: BucketShape, bucket: Bucket) -> Iterator[Bucket]:
         """Yield a bucket in the order of its group, and restore DDP's order afterwards."""

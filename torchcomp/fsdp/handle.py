@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torchcomp.aggregators import Aggregator
 from torchcomp.bucket import Bucket
 from torchcomp.ddp.buckets import Buckets
+from torchcomp.ddp.discarded import Discarded
 from torchcomp.ddp.executors import after_backward, side_stream
 from torchcomp.ddp.handle import SCALER_ADVICE, Handle
 from torchcomp.ddp.loss_scale import LossScale
@@ -43,6 +44,10 @@ class FSDPHandle(Handle):
     ) -> None:
         super().__init__(buckets)
         self._loss_scale, self._lrs = LossScale.of(scaler, model), lrs
+        parameters = {name: each for unit in units for name, each in unit.parameters.items()}
+        # All of them: the ranks have other shards, and must find the same.
+        speaks = buckets.everyone.rank == 0
+        self._discarded = Discarded(self.averager, parameters, speaks, most=None)
         device = buckets.everyone.device
         self._stream = side_stream(device) if device.type == "cuda" else None
         self._pass = -1  # the backward pass in progress
@@ -96,6 +101,8 @@ class FSDPHandle(Handle):
         """
         if self._pass != torch._C._current_graph_task_id():
             self._pass, self._begun = torch._C._current_graph_task_id(), False
+            if self._discarded is not None and self._discarded.open:
+                self._discarded.look()
             after_backward(self._finish_backward)
 
     def _reduce(self, model: nn.Module, unit: Unit, flat: Tensor) -> None:
@@ -133,6 +140,9 @@ class FSDPHandle(Handle):
         except (RuntimeError, UnsupportedModelError) as error:
             self._failure = error  # on all ranks
             return
+        if self._discarded is not None and self._discarded.open:
+            self._discarded.settle(in_backward=True)
+            self._step_before = self.averager.step
         scale = 1.0 if self._loss_scale is None else self._loss_scale.read()
         lrs = None if self._lrs is None else self._lrs.read()
         self.averager.begin(scale, lrs, self._watch)

@@ -62,6 +62,7 @@ def register_fsdp(
         merged=False,
         late=options.late,
         checksum=options.checksum,
+        takes_back=True,
     )
     if options.guard:
         from torchcomp.guard import Replicas, watch
