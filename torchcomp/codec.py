@@ -80,11 +80,13 @@ class Codec:
         if vectors:
             vectors.compressor.subtract(message, x, vectors, key, weight)
 
-    def accumulate(self, messages: Sequence[Message], out: Tensor, key: Key) -> None:
-        """Add decoded messages to `out`, 1-D, in their order."""
+    def accumulate(
+        self, messages: Sequence[Message], out: Tensor, key: Key, weight: float = 1.0
+    ) -> None:
+        """Add `weight` times each decoded message to `out`, 1-D, in their order."""
         vectors = self.vectors
         if vectors:
-            vectors.compressor.accumulate(messages, out, vectors, key)
+            vectors.compressor.accumulate(messages, out, vectors, key, weight)
 
     def mean(self, messages: Sequence[Message], out: Tensor, key: Key, divisor: int) -> None:
         """Write the sum of decoded messages, in their order, divided by `divisor`, to `out`.
@@ -130,6 +132,6 @@ def vectors_of(
     )
 
 
-def message_bytes(vectors: Sequence[Vector]) -> int:
+def nbytes_of(vectors: Sequence[Vector]) -> int:
     """Return the size in bytes of the message of some vectors, without frames."""
     return sum(wire.nbytes(vector.layout) for vector in vectors)

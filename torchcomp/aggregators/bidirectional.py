@@ -14,7 +14,7 @@ from torchcomp.aggregators.residual import (
     write_mean,
 )
 from torchcomp.bucket import BucketShape
-from torchcomp.codec import message_bytes, vectors_of
+from torchcomp.codec import nbytes_of, vectors_of
 from torchcomp.component import Choices, check_kind
 from torchcomp.compressors import Compressor
 from torchcomp.errors import SpecError
@@ -116,7 +116,7 @@ class Bidirectional(Residual):
         )
 
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
-        nbytes = message_bytes(vectors_of(self.up, shape.names, shape.sizes, shape.dtype))
+        nbytes = nbytes_of(vectors_of(self.up, shape.names, shape.sizes, shape.dtype))
         load = sharded_load(*self._directions(shape, world_size), rank, node)
         return Cost("sharded", nbytes, load)
 

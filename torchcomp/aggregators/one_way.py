@@ -9,7 +9,7 @@ import torch
 from torchcomp import wire
 from torchcomp.aggregators.base import Aggregator, Cost
 from torchcomp.bucket import BucketShape
-from torchcomp.codec import Codec, message_bytes, vectors_of
+from torchcomp.codec import Codec, nbytes_of, vectors_of
 from torchcomp.component import Choices, check_kind
 from torchcomp.compressors import Compressor, Identity
 from torchcomp.compressors.base import Vector
@@ -86,7 +86,7 @@ class OneWay(Aggregator):
 
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
         collective = _collective(self, shape, world_size)
-        nbytes = message_bytes(_vectors(self, shape))
+        nbytes = nbytes_of(_vectors(self, shape))
         return Cost(collective, nbytes, _load(self, collective, shape, world_size, rank, node))
 
     def prepare(self, bucket: Prepared) -> None:
@@ -139,7 +139,7 @@ def _load(
 ) -> Load:
     if collective == "sharded":
         return sharded_load(*_directions(method, shape, world_size), rank, node)
-    nbytes = message_bytes(_vectors(method, shape))
+    nbytes = nbytes_of(_vectors(method, shape))
     if collective == "allreduce":
         return Load(summed=nbytes)
     moved = gathered(wire.framed(nbytes) if nbytes else 0, world_size, node)
