@@ -89,7 +89,8 @@ EXCEPTIONS = {
     "jointspar/sampler.py SamplingOptions.bandit": "an option",
     "keys.py check_seed": "an option",
     "kernels/elias_fano_torch.py Shape.__init__": "sizes",
-    "kernels/select.py largest_on_host": "called for values that the host can read",
+    "kernels/select.py largest": "called for values that the host can read",
+    "kernels/sparse.py Sparse.encode": "for indices that the host can read",
     "fsdp/units.py Unit.divisor": "an option",
     "local_sgd/local_sgd.py LocalSGD._before_step": "a dict",
     "local_sgd/local_sgd.py LocalSGD._after_step": "a dict",
@@ -102,8 +103,6 @@ EXCEPTIONS = {
     "routes/threshold.py _bins": "sizes",
     "kernels/checksum.py _differences": "NumPy, for frames that the host can read",
     "kernels/checksum.py _checksum": "NumPy, for frames that the host can read",
-    "kernels/elias_fano.py encode": "for indices that the host can read",
-    "kernels/elias_fano.py decode": "for codes that the host can read",
 }
 """File and function -> why it may wait."""
 

@@ -195,10 +195,10 @@ class Compressor(Component):
         """
         torch.add(g, e, out=rest)
         encoded = self.encode(narrow(rest, vectors.dtype), vectors, key)
-        memory = rest.untyped_storage().data_ptr()
-        if memory and any(
-            part.untyped_storage().data_ptr() == memory for own in encoded.parts for part in own
-        ):
+        start, stop = rest.data_ptr(), rest.data_ptr() + rest.nbytes
+        # Without memory, on a simulated device, the address is 0.
+        if start and any(start <= part.data_ptr() < stop for own in encoded.parts for part in own):
+            # A view of `rest`, which changes below.
             copies = [tuple(part.clone() for part in own) for own in encoded.parts]
             encoded = Encoded(copies, encoded.index)
         self.subtract(encoded, rest, vectors, key)
