@@ -620,75 +620,18 @@ class Averager:
         self.settle()
         # Here, before training: in the first step, compiling would run inside a backward pass.
         rehearse_all(method, self.parameters.values())
-        self._aggregator, self._flushing = method, False
-        self._install(method)
+        self._aggregator = method
+        self._flush(False)
         # A slot can exist without any values, so look for a value and not for a slot.
         if not any(True for debt in self.state.debts() for _ in self.state.items(debt)):
             return "There is no residual yet."
         if self.state.debts() <= {slot.name for slot in self._running.slots(self.exchange, method)}:
             return f"The residual is kept: {method} continues with it."
-        self._flushing = True
-        self._install(_FLUSH)
+        self._flush(True)
         return (
             f"{method} cannot continue with the residual: the next steps send it with {_FLUSH}, as "
             "far as the dtype of the gradients can represent it."
         )
-
-    def change_ranks(self, exchange: Exchange, *, same_ranks: bool = False) -> None:
-        """Go on over another exchange, between two steps, without sending any values.
-
-        If its ranks are others, this rank keeps its residual, and its server residual is added to
-        it. Both are multiplied by the ratio of the numbers of ranks. If a rank that joins has none,
-        and all others go on, the mean over the ranks of what is unsent does not change. Estimates
-        start again on all ranks, because a rank that joins has none.
-
-        Args:
-            exchange: the collectives.
-            same_ranks: whether its ranks are those of the last exchange. The state then stays.
-        """
-        self.settle()
-        with self._lock:
-            self._require_wanted()
-            self.state.rollback()
-            if not same_ranks:
-                before = self.exchange.world_size
-                self.state.unshard(self._running.owned(self.exchange), before)
-                self.state.drop(self.state.slots().keys() - self.state.debts())
-                self.state.scale_debts(dict.fromkeys(self.parameters, exchange.world_size / before))
-            self.exchange, self._verified = exchange, False
-            exchange.checksum = self._checksum
-            self._running.forget()
-            self._tell_changed()
-
-    def position(self) -> dict[str, Any]:
-        """Return what a rank that joins must have in common with the others; see :meth:`adopt`."""
-        self.settle()
-        return {
-            "spec": str(self._aggregator),
-            "step": self.step,
-            "seed": self.seed,
-            "scale": self.scale,
-            "flushing": self._flushing,
-            "groups": [list(group) for group in self.groups],
-        }
-
-    def adopt(self, position: Mapping[str, Any], met: bool) -> None:
-        """Take the :meth:`position` of another rank. This rank keeps its own residual.
-
-        Args:
-            position: of the other rank.
-            met: whether that rank has counted the last step that this one has taken.
-        """
-        self.settle()
-        if met and self._flushing and not position["flushing"]:
-            # This rank has missed the message that says so.
-            self._end_flush()
-        self._units.rescale(self.state, position["scale"])
-        self._running.groups = checkpoint.groups_of(position["groups"])
-        self.use(position["spec"])
-        self._flushing = position["flushing"]
-        self._install(_FLUSH if self._flushing else self._aggregator)
-        self.step, self.seed = position["step"], position["seed"]
 
     def regroup(self, groups: Sequence[Group]) -> None:
         """Change which parameters are compressed together, between two steps.
@@ -734,11 +677,16 @@ class Averager:
         self.guarded, self.grouped = not method.transparent, method.depends_on_grouping
         self._tell_changed()
 
+    def _flush(self, flushing: bool) -> None:
+        """Run the method that sends what is left of a residual, or the one that the user chose."""
+        self._flushing = flushing
+        self._install(_FLUSH if flushing else self._aggregator)
+
     def _end_flush(self) -> None:
         """From the next step on, run the method that the user chose, without a residual."""
         self.state.drop(self.state.debts())
-        self._flushing = self._flushed = False
-        self._install(self._aggregator)
+        self._flushed = False
+        self._flush(False)
 
     def _shown(self, parts: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the residuals that show a NaN of a gradient, by parameter name."""

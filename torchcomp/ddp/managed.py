@@ -70,7 +70,7 @@ class Managed(Buckets):
             "wire version": wire.VERSION,
         }
         try:
-            manager.register_state_dict_fn(KEY, self._heal, self._position)
+            manager.register_state_dict_fn(KEY, self._heal, self._peer_state)
         except AssertionError:
             raise SpecError(
                 "this manager has a model of torchcomp.register already, and heals one model only",
@@ -121,7 +121,7 @@ class Managed(Buckets):
         # no others.
         met = exchange.same(-1 if before is None else before) and before is not None
         same_ranks = met and averager.exchange.world_size == world_size
-        averager.change_ranks(exchange, same_ranks=same_ranks)
+        change_ranks(averager, exchange, same_ranks=same_ranks)
         self._quorum = manager._quorum_id
 
     def _finish(self, end: Callable[..., bool]) -> None:
@@ -159,18 +159,18 @@ class Managed(Buckets):
         # A step that is rolled back sets the counter back, and the next one hands over again.
         return self._last_step is not None and self.averager.step >= self._last_step
 
-    def _position(self) -> dict[str, Any]:
+    def _peer_state(self) -> dict[str, Any]:
         """Return what a rank that heals from this one takes over."""
-        return {**self.averager.position(), "quorum": self._ballot.quorum}
+        return {**peer_state(self.averager), "quorum": self._ballot.quorum}
 
-    def _heal(self, position: Mapping[str, Any]) -> None:
-        """Take over the position of a healthy rank."""
-        met = self._ballot.heal(position["step"], position["quorum"])
+    def _heal(self, peer: Mapping[str, Any]) -> None:
+        """Take over the state of a healthy rank, besides its residual."""
+        met = self._ballot.heal(peer["step"], peer["quorum"])
         if not met:
             # It has missed a step of the others. Estimates start again on all ranks, and what it
             # has handed over may not count.
             self._quorum = self._last_step = None
-        self.averager.adopt(position, met)
+        load_peer_state(self.averager, peer, met)
 
     def state_dict(self) -> dict[str, Any]:
         self._ballot.require_vote("state_dict")
@@ -190,3 +190,67 @@ class Managed(Buckets):
             raise
         self._ballot.close()
         self._quorum = None
+
+
+# What elastic ranks change in an averager, between two steps.
+
+
+def change_ranks(averager: Averager, exchange: Exchange, *, same_ranks: bool = False) -> None:
+    """Go on over another exchange, without sending any values.
+
+    If its ranks are others, this rank keeps its residual, and its server residual is added to it.
+    Both are multiplied by the ratio of the numbers of ranks. If a rank that joins has none, and all
+    others go on, the mean over the ranks of what is unsent does not change. Estimates start again
+    on all ranks, because a rank that joins has none.
+
+    Args:
+        averager: the engine.
+        exchange: the collectives.
+        same_ranks: whether its ranks are those of the last exchange. The state then stays.
+    """
+    averager.settle()
+    state, before, running = averager.state, averager.exchange, averager._running
+    with averager._lock:
+        averager._require_wanted()
+        state.rollback()
+        if not same_ranks:
+            state.unshard(running.owned(before), before.world_size)
+            state.drop(state.slots().keys() - state.debts())
+            ratio = exchange.world_size / before.world_size
+            state.scale_debts(dict.fromkeys(averager.parameters, ratio))
+        exchange.checksum = averager._checksum
+        averager.exchange, averager._verified = exchange, False
+        running.forget()
+        averager._tell_changed()
+
+
+def peer_state(averager: Averager) -> dict[str, Any]:
+    """Return what a rank that joins must have in common with the others."""
+    averager.settle()
+    return {
+        "spec": str(averager.aggregator),
+        "step": averager.step,
+        "seed": averager.seed,
+        "scale": averager.scale,
+        "flushing": averager.flushing,
+        "groups": [list(group) for group in averager.groups],
+    }
+
+
+def load_peer_state(averager: Averager, peer: Mapping[str, Any], met: bool) -> None:
+    """Take over the :func:`peer_state` of another rank. This rank keeps its own residual.
+
+    Args:
+        averager: the engine.
+        peer: of the other rank.
+        met: whether that rank has counted the last step that this one has taken.
+    """
+    averager.settle()
+    if met and averager.flushing and not peer["flushing"]:
+        # This rank has missed the message that says so.
+        averager._end_flush()
+    averager._units.rescale(averager.state, peer["scale"])
+    averager._running.groups = checkpoint.groups_of(peer["groups"])
+    averager.use(peer["spec"])
+    averager._flush(peer["flushing"])
+    averager.step, averager.seed = peer["step"], peer["seed"]
