@@ -149,12 +149,10 @@ def messages(compressor: Compressor, g: Tensor, e: Tensor) -> tuple[Tensor, ...]
     rest, frames = torch.empty_like(e), []
     for rank in range(4):
         key = Key(3, step=1, rank=rank)
-        frame = torch.empty(codec.framed, dtype=torch.uint8, device=g.device)
-        codec.pack(codec.encode_sum(g, e, rest, key), frame)
-        frames.append(frame)
+        codec.encode_sum(g, e, rest, key)
+        frames.append(codec.frames.outgoing().clone())
     out = torch.empty_like(g)
-    parts = [codec.unpack(wire.payload(frame, codec.nbytes)) for frame in frames]
-    codec.mean(parts, out, Key(3, step=1), 4)
+    codec.mean(codec.frames.unpack(torch.stack(frames)), out, Key(3, step=1), 4)
     return frames[-1], rest, out
 
 
