@@ -26,11 +26,11 @@ from tests.support.codecs import codec_of
 from tests.support.models import METHODS
 from tests.support.vectors import normal
 from tests.test_compressors import COMPRESSOR_EXAMPLES
-from torchcomp import wire
 from torchcomp.codec import Codec, add_messages
-from torchcomp.kernels import backend, checksum
+from torchcomp.kernels import backend
 from torchcomp.keys import Key
 from torchcomp.spec import COMPONENTS
+from torchcomp.wire import INTACT, Frames
 
 SLOW = 1.0
 """Seconds of CPU time that a case may take."""
@@ -71,6 +71,7 @@ class _Valid:
     """A valid frame, and what decodes it."""
 
     codec: Codec
+    frames: Frames  # with a checksum
     numel: int
     dtype: torch.dtype
     frame: bytes
@@ -91,9 +92,10 @@ class Messages:
         for compressor, dtype, shape in product(COMPRESSOR_EXAMPLES, dtypes, sizes):
             codec, numel = codec_of(compressor, shape, dtype), sum(shape)
             if codec.framed <= 5000:
-                frame = torch.zeros(codec.framed, dtype=torch.uint8)
-                codec.pack(codec.encode(normal(numel, dtype=dtype), _KEY), frame)
-                found.append(_Valid(codec, numel, dtype, frame.numpy().tobytes()))
+                frames = codec.frames(torch.device("cpu"), checksum=True)
+                message = codec.encode(normal(numel, dtype=dtype), _KEY)
+                frame = frames.pack([encoded.parts for encoded in message])
+                found.append(_Valid(codec, frames, numel, dtype, frame.numpy().tobytes()))
         return found
 
     def in_batch(self, number: int) -> Any:
@@ -103,30 +105,28 @@ class Messages:
     def prepare(self) -> None:
         """Make the valid messages, and load all kernels, so that no case takes their time."""
         for number, valid in product((0, 3), self._valid):
-            message = valid.frame[wire.HEADER : wire.HEADER + valid.codec.nbytes]
             with self.in_batch(number):
                 for each in range(8):
-                    self._decode(valid, message, random.Random(each))
+                    self._decode(valid, valid.frame, random.Random(each))
 
     def run(self, dice: random.Random) -> str:
         """Run a case. Return one of RESULTS, or raise."""
         valid, other = dice.choice(self._valid), dice.choice(self._valid)
+        changed, size = _mutated(valid.frame, other.frame, dice), len(valid.frame)
         if dice.random() < 0.4:
-            return self._receive(valid, _mutated(valid.frame, other.frame, dice), other, dice)
-        length = valid.codec.nbytes
-        message = valid.frame[wire.HEADER : wire.HEADER + length]
-        changed = _mutated(message, other.frame, dice)
+            return self._receive(valid, changed, other, dice)
         if dice.random() < 0.8:  # else most of those of another length would never be decoded
-            changed = (changed + other.frame * length)[:length]
+            changed = (changed + other.frame * size)[:size]
         return self._decode(valid, changed, dice)
 
     def _receive(self, valid: _Valid, changed: bytes, other: _Valid, dice: random.Random) -> str:
         """Check a frame in the receiver's buffer, whose size the receiver knows."""
         size = len(valid.frame)
         changed = (changed + other.frame * size)[:size]
-        found = checksum.inspect([_tensor(changed)], [valid.codec.nbytes])
-        if found is not None:
-            if wire.finding(*(int(each) for each in found)) == wire.INTACT:
+        headers = valid.frames.headers(_tensor(changed)[None])
+        if headers is not None:
+            (words,) = (headers ^ valid.frames.expected).tolist()
+            if valid.frames.finding(*words) == INTACT:
                 raise Problem("a finding for an intact frame")
             return "refused"
         words = memoryview(changed).cast("q"), memoryview(valid.frame).cast("q")
@@ -134,24 +134,24 @@ class Messages:
         if differing == 1:
             raise Problem("a frame was accepted of which one word has changed")
         # A splice of two frames of one length can be the whole second one.
-        message = changed[wire.HEADER : wire.HEADER + valid.codec.nbytes]
-        return self._decode(valid, message, dice) if differing else "unchanged"
+        return self._decode(valid, changed, dice) if differing else "unchanged"
 
-    def _decode(self, valid: _Valid, message: bytes, dice: random.Random) -> str:
+    def _decode(self, valid: _Valid, frame: bytes, dice: random.Random) -> str:
+        """Decode the message of a frame, whatever its header says."""
         codec, margin = valid.codec, self._MARGIN
         whole = torch.full((valid.numel + 2 * margin,), self._MARK, dtype=valid.dtype)
         out = whole[margin : margin + valid.numel]
-        raw, odd = _tensor(message), dice.randrange(2)
+        raw, odd = _tensor(frame), dice.randrange(2)
         if odd:  # at an odd address
-            raw = torch.cat([raw[:1], raw])[1:] if len(message) else raw
+            raw = torch.cat([raw[:1], raw])[1:] if len(frame) else raw
         try:
-            parts = codec.unpack(raw)
+            (parts,) = valid.frames.unpack(raw)
         except ValueError:
-            if len(message) == codec.nbytes:
+            if len(frame) == codec.framed:
                 raise
             return "other length"
-        if len(message) != codec.nbytes:
-            raise Problem("a message of another length was accepted")
+        if len(frame) != codec.framed:
+            raise Problem("a frame of another length was accepted")
         if dice.randrange(2):
             codec.decode(parts, out, _KEY)
         else:

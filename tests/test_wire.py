@@ -390,7 +390,9 @@ def test_checksum_is_its_definition_modulo_2_to_64(count):
 
 
 def lengths_of(counts):
-    return [(Field("values", torch.float32, count), Field("more", torch.int8, 3)) for count in counts]
+    return [
+        (Field("values", torch.float32, count), Field("more", torch.int8, 3)) for count in counts
+    ]
 
 
 SEVERAL = {

@@ -8,7 +8,7 @@ Rows, in the order in which they are measured:
     copy                      a copy of the vector: 8 bytes per entry
     select cold, warm         add and select without, and with, the scratch of the step before
     message                   the values and the Elias-Fano code of the indices
-    pack                      the message in its frame, with the checksum
+    pack                      the message in its frame
     subtract                  subtract what is sent
     encode cold, warm         all of the above, as ``ef(topk(...))`` calls it
     decode 8, decode 64       check the frames of 8 or 64 ranks and add up their messages
@@ -24,10 +24,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.device import Device
-from torchcomp import wire
 from torchcomp.codec import add_messages, codec
 from torchcomp.compressors import TopK
-from torchcomp.kernels import backend, checksum, quantize
+from torchcomp.kernels import backend, quantize
 from torchcomp.kernels.segments import Segment
 from torchcomp.keys import Key
 
@@ -51,7 +50,7 @@ class Training:
         self.topk = TopK(ratio)
         self.codec = codec(self.topk, ("w",), (n,), torch.float32)
         self.scratch = self.codec.scratch()
-        self.frame = torch.empty(self.codec.framed, dtype=torch.uint8, device=device.place)
+        self.frames = self.codec.frames(device.place)
         self.draw()
         self.whole = [Segment(0, n, self.topk.kept(n))]
         self.index = self.topk.select_sum(self.g, self.e, self.x, self.whole, self.scratch)
@@ -72,7 +71,7 @@ class Training:
         self.topk.encode_selected(self.x, self.whole, self.index, [KEY])
 
     def pack(self) -> None:
-        self.codec.pack(self.encoded, self.frame)
+        self.frames.pack([each.parts for each in self.encoded])
 
     def subtract(self) -> None:
         self.codec.subtract(self.encoded, self.x, KEY)
@@ -80,24 +79,26 @@ class Training:
     def encode(self) -> None:
         g, e, x = self.g, self.e, self.x
         message = self.codec.encode_sum(g, e, x, KEY, self.scratch, torch.float32)
-        self.codec.pack(message, self.frame)
+        self.frames.pack([each.parts for each in message])
         self.codec.subtract(message, x, KEY)
         # The sum minus what was sent is the new residual.
         self.e, self.x = x, e
 
     def decoder(self, ranks: int) -> Callable[[], None]:
         """Return a function that adds up the frames of `ranks` ranks, all different."""
-        frames = []
+        sent = []
         for _ in range(ranks):
             self.draw()
             self.encode()
-            frames.append(self.frame.clone())
-        nbytes = self.codec.nbytes
+            sent.append(self.frames.outgoing().clone())
+        received, expected = torch.stack(sent), self.frames.expected
 
         def decode() -> None:
             self.g.zero_()
-            checksum.inspect(frames, [nbytes] * ranks)
-            messages = [self.codec.unpack(wire.payload(frame, nbytes)) for frame in frames]
+            headers = self.frames.headers(received)
+            if headers is not None:
+                headers.ne(expected).any()
+            messages = self.frames.unpack(received)
             add_messages([(self.codec, parts) for parts in messages], self.g, KEY, 1 / ranks)
 
         return decode

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tests.support.launches import DEVICE, Count, DeviceTensor, counted, on_device, one_bucket
-from torchcomp import host
-from torchcomp import wire
+from torchcomp import host, wire
 
 # Statements on x (8 floats), n (8 integers) and m (a mask) on the device, and h on the host.
 WAIT = [

@@ -121,19 +121,23 @@ def test_quantisation(fmt: str, count: int) -> None:
     assert_same(decoded, quantize.decode(expected, count, torch.float32))
 
 
+@pytest.mark.parametrize("checksum", [False, True])
 @pytest.mark.parametrize("length", [1, 8, 1000, 2**17 + 3])
-def test_frames(length: int) -> None:
+def test_frames(length: int, checksum: bool) -> None:
     message = torch.randint(0, 256, (length,), dtype=torch.uint8)
     (copy,) = there(message)
+    layout = (wire.Field("codes", torch.uint8, length),)
+    frames = wire.Frames([layout], copy.device, checksum)
     with device_forms():
-        frame = sealed(copy)
-        found = checksum.inspect([frame], [length])
+        frame = framed(copy, frames)
         bad = frame.clone()
-        bad[wire.HEADER :].bitwise_xor_(1)
-        damaged = checksum.inspect([bad], [length])
-    assert [int(each) for each in found] == [0, 0]
-    assert wire.finding(*(int(each) for each in damaged)) == wire.DAMAGED
-    assert_same(frame, sealed(message))
+        bad[8 if checksum else 2 :].bitwise_xor_(1)
+        headers = frames.headers(torch.stack([frame, bad]))
+        differences = headers ^ frames.expected
+    intact, damaged = differences.tolist()
+    assert frames.finding(*intact) == wire.INTACT
+    assert frames.finding(*damaged) == (wire.DAMAGED if checksum else wire.OTHER_LENGTH)
+    assert_same(frame, framed(message, wire.Frames([layout], message.device, checksum)))
 
 
 # --- Whole messages -------------------------------------------------------------------------------
@@ -141,19 +145,17 @@ def test_frames(length: int) -> None:
 
 def messages(codec: Codec, g: Tensor, e: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """The frame of g + e, the residual that it leaves, and the sum of four ranks' messages."""
-    x, frames = torch.empty_like(e), []
+    x, sent, frames = torch.empty_like(e), [], codec.frames(g.device, checksum=True)
     scratch = codec.scratch()
     for rank in range(4):
         key = Key(3, step=1, rank=rank)
         message: Message = codec.encode_sum(g, e, x, key, scratch, dtype)
-        frame = torch.empty(codec.framed, dtype=torch.uint8, device=g.device)
-        codec.pack(message, frame)
+        sent.append(frames.pack([each.parts for each in message]).clone())
         codec.subtract(message, x, key)
-        frames.append(frame)
     out = torch.zeros_like(g)
-    parts = [codec.unpack(wire.payload(frame, codec.nbytes)) for frame in frames]
+    parts = frames.unpack(torch.stack(sent))
     add_messages([(codec, each) for each in parts], out, Key(3, step=1), 0.25)
-    return frames[-1], x, out
+    return sent[-1], x, out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
